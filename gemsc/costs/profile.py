@@ -123,10 +123,8 @@ def _feed(program: Program, module: nn.Module, inputs: Any, target: Any) -> Valu
     """Return the values of placeholders and of what is read from the module."""
     given = dict(tensor_leaves({"input": normalize_inputs(inputs), "target": target}))
     names = {item.name: given[item.path] for item in program.inputs}
-    values: Values = {}
-    for node in program.graph.nodes:
-        if node.op == "placeholder":
-            values[node] = names[node.name].detach()
+    placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
+    values: Values = {node: names[node.name].detach() for node in placeholders}
     constants = [node for node in program.graph.nodes if node.op == "get_attr"]
     run_nodes(constants, values, module)
     return values
