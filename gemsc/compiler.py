@@ -15,7 +15,6 @@ from torch import nn
 from gemsc.base.elementwise import Factory
 from gemsc.codegen.package import rank_modules
 from gemsc.compilation import Compilation, Traced
-from gemsc.compiled import CompiledProgram, prove_files
 from gemsc.costs.hardware import read_hardware
 from gemsc.costs.profile import Progress
 from gemsc.costs.sharing import SharedDevice
@@ -32,6 +31,7 @@ from gemsc.plan import Plan
 from gemsc.planner.edited import EditedPlan
 from gemsc.planner.fitting import Scheduled
 from gemsc.planner.make_plan import make_plan
+from gemsc.result import CompiledProgram, prove_files
 from gemsc.schedules.loops import find_loops
 from gemsc.search.auto import settled, telling_what_fits
 from gemsc.search.candidates import Candidate

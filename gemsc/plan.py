@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -136,6 +137,11 @@ class PlannedStage:
         return GridShape(tuple(self.tiles), self.shards, self.branches)
 
     @property
+    def seconds(self) -> float:
+        """Forward and backward of one micro-batch."""
+        return self.cost.forward + self.cost.backward
+
+    @property
     def units(self) -> str:
         """What its shards have parts of: `heads, features`."""
         return ", ".join(dict.fromkeys(text.rpartition(" ")[2] for text in self.cut))
@@ -252,12 +258,14 @@ class Plan:
         The user's files are named relative to the program directory, so that both can
         move together; files of installed packages stay where they are.
         """
-        plan = self if directory is None else _map_files(self, _relative_to(directory))
+        plan = self
+        if directory is not None:
+            plan = _map_files(self, partial(_seen_from, directory.resolve()))
         head = (
             "# Every decision of this compilation. Units: bytes, seconds.\n"
             "# `gemsc show` prints it as tables.\n\n"
         )
-        return head + tomli_w.dumps(_without_none(asdict(plan)))
+        return head + tomli_w.dumps(asdict(plan))
 
     @property
     def precision(self) -> str:
@@ -314,9 +322,9 @@ class Plan:
 
     def by_rank(self, values: Sequence[T]) -> list[T]:
         """Return what is known of each group for each rank of one copy."""
-        pairs = zip(self.members, values, strict=True)
-        found = {rank: value for ranks, value in pairs for rank in ranks}
-        return [found[rank] for rank in range(self.copy_ranks)]
+        groups = zip(self.members, values, strict=True)
+        of_ranks = {rank: value for ranks, value in groups for rank in ranks}
+        return [of_ranks[rank] for rank in range(self.copy_ranks)]
 
     @classmethod
     def read(cls, path: Path) -> Plan:
@@ -342,7 +350,8 @@ class Plan:
         folder = file.path.parent.resolve()
         same = file.entries.get("gemsc") == version("gemsc")
         plan = file.build(cls, _check, strict=same)
-        _check_rows(plan, file)
+        for keys, message, help in _wrong_rows(plan, file.advice):
+            raise file.error(keys, message, help=help)
         return _map_files(plan, lambda found: os.path.normpath(folder / found))
 
 
@@ -400,42 +409,28 @@ ENTRIES = {  # of these tables, or of those in these lists
 }
 
 
-def _check_rows(plan: Plan, file: TomlFile) -> None:
-    """Make sure that every rank, or group of ranks, and every table is complete.
-
-    Raises:
-        GemscError: names the line.
-    """
+def _wrong_rows(plan: Plan, advice: str) -> Iterator[tuple[Keys, str, str]]:
+    """Yield what is wrong with ranks and tables: where it is, what, and advice."""
+    undo = f"undo the change, or {advice}"
     if plan.ranks % plan.data:
-        raise file.error(
-            ("data",),
-            f"{plan.ranks} ranks cannot be divided into {plan.data} data-parallel "
-            "replicas",
-            help="ranks counts the ranks of all replicas",
-        )
+        copies = f"{plan.data} data-parallel replicas"
+        message = f"{plan.ranks} ranks cannot be divided into {copies}"
+        yield ("data",), message, "ranks counts the ranks of all replicas"
     if not re.fullmatch(r"weights(-\d+)?", plan.weights):
-        raise file.error(
-            ("weights",),
-            f"weights = {plan.weights!r} is no folder of this program",
-            help=f"undo the change, or {file.advice}",
-        )
+        message = f"weights = {plan.weights!r} is no folder of this program"
+        yield ("weights",), message, undo
     ranks = len(plan.members)
     for name in ("memory", "peak_bytes", "activation_bytes", "order"):
-        if len(found := getattr(plan, name)) != ranks:
-            raise file.error(
-                (name, 0),
-                f"{name} has {len(found)} entries, of {ranks} ranks of a replica",
-                help=f"undo the change, or {file.advice}",
-            )
+        if len(rows := getattr(plan, name)) != ranks:
+            message = f"{name} has {len(rows)} entries, of {ranks} ranks of a replica"
+            yield (name, 0), message, undo
     for name, wanted in ENTRIES.items():
-        rows = found if isinstance(found := getattr(plan, name), list) else []
-        for index, row in enumerate(rows):
-            if missing := [key for key in wanted if key not in row]:
-                raise file.error(
-                    (name, index),
-                    f"there is no entry '{name}[{index}].{missing[0]}'",
-                    help=f"add it, or {file.advice}",
-                )
+        rows = getattr(plan, name)
+        for index, row in enumerate(rows if isinstance(rows, list) else ()):
+            for key in wanted:
+                if key not in row:
+                    message = f"there is no entry '{name}[{index}].{key}'"
+                    yield (name, index), message, f"add it, or {advice}"
 
 
 def _check(keys: Keys, number: float) -> str | None:
@@ -454,19 +449,5 @@ def _map_files(plan: Plan, change: Callable[[str], str]) -> Plan:
     return replace(plan, spec=plan.spec and change(plan.spec), sources=sources)
 
 
-def _relative_to(directory: Path) -> Callable[[str], str]:
-    folder = directory.resolve()
-
-    def change(file: str) -> str:
-        return file if "-packages" in file else os.path.relpath(file, folder)
-
-    return change
-
-
-def _without_none(data: dict[str, Any]) -> dict[str, Any]:
-    """Drop empty options, which TOML cannot express."""
-    return {
-        key: _without_none(value) if isinstance(value, dict) else value
-        for key, value in data.items()
-        if value is not None
-    }
+def _seen_from(folder: Path, file: str) -> str:
+    return file if "-packages" in file else os.path.relpath(file, folder)

@@ -11,7 +11,7 @@ from gemsc.compiler import Traced, plan, schedule_stages
 from gemsc.options import CompileOptions
 from gemsc.passes.manager import Runs
 from gemsc.plan import Plan, PlannedStage, PlannedTransfer
-from gemsc.planner.from_plan import timeline_of
+from gemsc.planner.explain import timeline_of
 from gemsc.schedules import SCHEDULES, Edge, StageCost, Task, run
 from gemsc.search import auto
 from gemsc.search.candidates import Candidate

@@ -25,9 +25,8 @@ from gemsc.runtime.process.status import read_status
 from gemsc.runtime.training.arguments import parse_arguments
 from gemsc.runtime.training.run_folder import clear, describe_run
 from gemsc.runtime.training.trainer import load_program
-from gemsc.viz.curves import curves
+from gemsc.viz.curves import RunLog, curves
 from gemsc.viz.report import write_report
-from gemsc.viz.run_log import RunLog
 
 LEFT = "was_here"  # what an attack that works would leave
 TOUCH = f"__import__('pathlib').Path('{LEFT}').touch()"

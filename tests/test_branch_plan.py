@@ -11,13 +11,12 @@ import torch
 from torch import nn
 
 import gemsc
-from gemsc.compiled import CompiledProgram
 from gemsc.errors import GemscError
 from gemsc.plan import Plan, PlannedFork
 from gemsc.planner.edited import EditedPlan
-from gemsc.viz.boxes import boxes_of
-from gemsc.viz.columns import Listing
-from gemsc.viz.listings import list_plan
+from gemsc.result import CompiledProgram
+from gemsc.viz.graph import boxes_of
+from gemsc.viz.listings import Listing, list_plan
 from gemsc.viz.panel import panels_of
 from gemsc.viz.timeline import draw_timeline
 

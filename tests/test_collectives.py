@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from gemsc.costs.collectives import BUCKET_BYTES, ROUNDS, allreduce, nic, sum_seconds
+from gemsc.costs.collectives import BUCKET_BYTES, ROUNDS, allreduce, sum_seconds
 from gemsc.costs.hardware import Allreduce, LinkSpeed, Network
 from gemsc.runtime.worker import buckets
 
@@ -111,9 +111,9 @@ def test_a_group_inside_a_node_never_touches_the_interface() -> None:
 
 def test_interfaces_are_numbered_over_all_nodes() -> None:
     where = network("ring", 4, nic_ranks=2)
-    assert [nic(where, rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [where.interface(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
     uneven = network("ring", 3, nic_ranks=2)
-    assert [nic(uneven, rank) for rank in range(6)] == [0, 0, 1, 2, 2, 3]
+    assert [uneven.interface(rank) for rank in range(6)] == [0, 0, 1, 2, 2, 3]
 
 
 def test_a_sum_inside_a_stage_doubles_if_small_and_goes_in_parts_if_large() -> None:

@@ -14,8 +14,7 @@ from command_line import Gemsc
 
 from gemsc.cli.compare import draw_run
 from gemsc.errors import GemscError
-from gemsc.viz.curves import curves
-from gemsc.viz.run_log import RunLog
+from gemsc.viz.curves import RunLog, curves
 
 SVG = "{http://www.w3.org/2000/svg}"
 

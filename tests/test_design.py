@@ -13,7 +13,7 @@ from plan_support import made_up_plan
 from test_report import look, needs_browser
 
 import gemsc
-from gemsc.viz.curves import curves
+from gemsc.viz.curves import RunLog, curves
 from gemsc.viz.design import (
     COLOURS,
     DASHES,
@@ -25,7 +25,6 @@ from gemsc.viz.design import (
     width_of,
 )
 from gemsc.viz.panel import panels_of
-from gemsc.viz.run_log import RunLog
 from gemsc.viz.timeline import draw_timeline
 
 Vector = npt.NDArray[np.float64]
@@ -119,9 +118,9 @@ def test_colours_stand_in_one_file() -> None:
         r"""(?:white|black|gr[ae]y|red|green|blue|orange|yellow)\b"""
     )
     root = Path(gemsc.__file__).parent
-    drawn = [*root.glob("viz/*"), *root.rglob("*curve*.py"), *root.rglob("*.html")]
+    drawn = [*root.glob("viz/*"), *root.glob("simulate/*.py"), *root.rglob("*.html")]
     paths = {path for path in drawn if path.suffix in (".py", ".html")}
-    assert root / "simulate" / "curve.py" in paths
+    assert root / "simulate" / "show.py" in paths
     wrong = [
         f"{path.name}: {found[0]}"
         for path in sorted(paths)

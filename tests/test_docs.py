@@ -27,7 +27,7 @@ from gemsc.launch.arguments import read_launch
 from gemsc.launch.launch import launch
 from gemsc.schedules import SCHEDULES
 from gemsc.user_model import UserModel, load_user_model
-from gemsc.viz.tables import show
+from gemsc.viz.terminal import show
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])

@@ -104,7 +104,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "importers.keras.training",
     ),
     "viz": (*PLANNER, "search"),
-    "compiled": (*PLANNER, "compilation", "search", "codegen", "viz"),
+    "result": (*PLANNER, "compilation", "search", "codegen", "viz"),
     "lowering": (*PLANNER, "compilation", "frontend", "passes", "passes.checks"),
     "launch": (
         *("errors", "base", "options", "plan"),
@@ -122,7 +122,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "compiler": (
         *(*PLANNER, "compilation", "frontend", "passes", "passes.branches"),
-        *("search", "codegen", "compiled", "lowering", "verify"),
+        *("search", "codegen", "result", "lowering", "verify"),
     ),
     "calibrate": (*COSTS, *RUNTIME, "runtime.memory", "launch"),
     "simulate": (

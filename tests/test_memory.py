@@ -25,9 +25,9 @@ from gemsc.costs.hardware import read_hardware
 from gemsc.costs.optimizer_state import optimizer_bytes
 from gemsc.errors import GemscError
 from gemsc.options import CompileOptions
-from gemsc.planner.from_plan import task_of, timeline_of
+from gemsc.planner.explain import task_of, timeline_of
+from gemsc.planner.fitting import Saving, cheapest
 from gemsc.planner.memory import MemoryParts, memory_curve, stage_weights
-from gemsc.planner.savings import Saving, cheapest
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.runtime.transport.local import LocalTransport, run_local
 from gemsc.schedules import SCHEDULES, StageCost, Task, held_bytes, run

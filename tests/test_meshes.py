@@ -24,7 +24,7 @@ from gemsc.base.draws import same_draws
 from gemsc.base.grid_shape import GridShape
 from gemsc.errors import GemscError
 from gemsc.planner.ending import held_gradients
-from gemsc.planner.from_plan import task_of
+from gemsc.planner.explain import task_of
 from gemsc.verify.steps import compare, reference_steps
 
 pytestmark = pytest.mark.usefixtures("in_double", "drawn_alike")

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from gemsc.costs.hardware import read_hardware
 from gemsc.passes.share_device import share
-from gemsc.simulate.unfilled import unfilled
+from gemsc.simulate.simulation import Unfilled
 
 ROOT = Path(__file__).parents[1]
 PAPERS = ROOT / "examples" / "papers"
@@ -242,7 +242,7 @@ def test_a_machine_says_what_it_leaves_out() -> None:
 def test_amoebanet_has_the_published_number_of_parameters(
     cells: int, width: int, millions: int
 ) -> None:
-    with unfilled():
+    with Unfilled():
         model = AmoebaNet(cells, width, 1000, stem_cells=1)
     count = sum(parameter.numel() for parameter in model.parameters())
     assert count / 1e6 == pytest.approx(millions, rel=0.01)  # GPipe, Table 1

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 
 from gemsc.base.parts import Part, make_whole
 from gemsc.codegen.package import write_directory
-from gemsc.compiled import CompiledProgram, prove_files
 from gemsc.compiler import compile
 from gemsc.costs.hardware import read_hardware
 from gemsc.errors import GemscError, InternalError
 from gemsc.planner.ending import gradient_sums, held_gradients, reduced_bytes
-from gemsc.planner.from_plan import task_of
+from gemsc.planner.explain import task_of
+from gemsc.result import CompiledProgram, prove_files
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.verify.steps import compare, reference_steps
 from gemsc.weights.join import join_files, pasted

@@ -23,8 +23,8 @@ from test_compare import run_in
 from test_report import browser, console_lines, needs_browser
 
 from gemsc.plan import Plan
+from gemsc.viz.curves import GrowingLog
 from gemsc.viz.report import write_report
-from gemsc.viz.run_log import GrowingLog
 from gemsc.viz.server import Pages, Server
 
 SECONDS = 100

@@ -22,7 +22,7 @@ from gemsc.costs.hardware import LinkSpeed, Network
 from gemsc.errors import GemscError
 from gemsc.messages.rows import rows_of_holders
 from gemsc.runtime.training.trainer import Trainer
-from gemsc.viz.tables import show
+from gemsc.viz.terminal import show
 
 gemsc = pytest.fixture(gemsc_here)
 

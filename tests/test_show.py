@@ -17,12 +17,11 @@ from gemsc.compiler import lower, trace
 from gemsc.costs.hardware import read_hardware
 from gemsc.options import CompileOptions
 from gemsc.plan import Plan
-from gemsc.planner.from_plan import timeline_of
-from gemsc.planner.speed import speed
-from gemsc.viz.columns import column, fitted, sample
+from gemsc.planner.explain import speed, timeline_of
+from gemsc.viz.design import sample
+from gemsc.viz.listings import column, fitted
 from gemsc.viz.report import report
-from gemsc.viz.strip import strips
-from gemsc.viz.tables import show
+from gemsc.viz.terminal import show, strips
 
 
 def printed(width: int, *renderables: object, num_ranks: int = 0) -> list[str]:

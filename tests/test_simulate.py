@@ -20,14 +20,14 @@ from gemsc.ir import meta
 from gemsc.options import CompileOptions
 from gemsc.passes.share_device import share
 from gemsc.schedules import SCHEDULES
-from gemsc.simulate.curve import draw_curve
+from gemsc.simulate.show import draw_curve
 from gemsc.simulate.simulation import (
+    Unfilled,
     powers_of_two,
     read_counts,
     simulate,
     trace_unfilled,
 )
-from gemsc.simulate.unfilled import unfilled
 from gemsc.user_model import load_user_model
 
 HUGE = """\
@@ -197,7 +197,7 @@ def test_more_weights_than_memory_take_none(tmp_path: Path) -> None:
 
 
 def test_small_tensors_have_their_values_while_large_ones_have_none() -> None:
-    with unfilled():
+    with Unfilled():
         small = torch.linspace(0, 1, 3).tolist()
         layer = nn.Linear(512, 512)
     assert small == [0.0, 0.5, 1.0]

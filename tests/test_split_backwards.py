@@ -20,7 +20,7 @@ from torch import nn
 from gemsc import CompileOptions
 from gemsc.codegen.package import write_directory
 from gemsc.compiler import lower
-from gemsc.planner.from_plan import task_of, timeline_of
+from gemsc.planner.explain import task_of, timeline_of
 from gemsc.runtime.worker.deferral import Deferred
 from gemsc.schedules import (
     SCHEDULES,
@@ -31,7 +31,7 @@ from gemsc.schedules import (
     run,
     split_last_backwards,
 )
-from gemsc.viz.tables import show
+from gemsc.viz.terminal import show
 
 SECONDS = 1.0
 STAGE = StageCost(

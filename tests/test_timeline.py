@@ -21,15 +21,20 @@ from gemsc.errors import GemscError
 from gemsc.launch.measure import measure
 from gemsc.options import CompileOptions
 from gemsc.plan import Plan
-from gemsc.planner.from_plan import task_of, timeline_of
+from gemsc.planner.explain import task_of, timeline_of
 from gemsc.runtime.training.recording import CALLS, Recorder
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.runtime.transport.local import run_local
 from gemsc.schedules import SCHEDULES, Kind, Task, Timeline, run
-from gemsc.viz.panel import Panel, measured_panel, panels_of, predicted_panel
-from gemsc.viz.strip import grid
+from gemsc.viz.panel import (
+    Panel,
+    measured_panel,
+    panels_of,
+    predicted_panel,
+    trace_text,
+)
+from gemsc.viz.terminal import grid
 from gemsc.viz.timeline import MOST_ARROWS, draw_timeline, write_timeline
-from gemsc.viz.trace import trace_text
 
 SVG = "{http://www.w3.org/2000/svg}"
 CHOICES = {

@@ -12,12 +12,11 @@ import torch
 from program_support import mean
 from torch import Tensor, nn
 
-from gemsc.calibrate.fit import fit_seconds, least_squares
-from gemsc.calibrate.samples import FAMILIES, Draw
+from gemsc.calibrate.kernels import fit_seconds, least_squares
+from gemsc.calibrate.samples import FAMILIES, Draw, attention
 from gemsc.compiler import schedule_stages, trace
 from gemsc.costs.hardware import read_hardware, shipped_hardware
-from gemsc.costs.operators import work_of
-from gemsc.costs.times import roofline, seconds
+from gemsc.costs.operators import roofline, seconds, work_of
 from gemsc.frontend import record
 from gemsc.ir import meta
 from gemsc.options import CompileOptions
@@ -90,6 +89,11 @@ def test_a_larger_convolution_takes_longer() -> None:
     assert usual < convolved(16, 24, 2, 3)
     assert usual < convolved(16, 16, 4, 3)
     assert usual < convolved(16, 16, 2, 5)
+
+
+def test_a_gpu_does_not_time_the_attention_of_a_cpu() -> None:
+    draw = Draw(random.Random(0), largest=1e9, device="cuda")
+    assert not [call for _ in range(9) for call in attention(draw)]
 
 
 @pytest.mark.parametrize("hardware", shipped_hardware())

@@ -23,8 +23,7 @@ from gemsc.base.units import show_bytes, show_seconds
 from gemsc.costs.hardware import Hardware, read_hardware
 from gemsc.options import CompileOptions
 from gemsc.passes.share_device import share
-from gemsc.simulate.curve import draw_curve
-from gemsc.simulate.sharing import ASSUMPTIONS
+from gemsc.simulate.show import ASSUMPTIONS, draw_curve
 from gemsc.simulate.simulation import Simulation, simulate, trace_unfilled
 from gemsc.user_model import load_user_model
 

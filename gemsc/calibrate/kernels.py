@@ -7,26 +7,30 @@ import random
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from gemsc.base.rng import seeded
-from gemsc.calibrate.fit import fit_seconds
 from gemsc.calibrate.samples import FAMILIES, AtenCall, Draw
 from gemsc.costs.hardware import Device
 from gemsc.costs.operators import work_of
-from gemsc.costs.stopwatch import clock_of
+from gemsc.costs.profile import Progress, clock_of
 from gemsc.ir.work import Work
 
-Progress = Callable[[str, float], None]
 SWEEPS = 2  # over all operators
 CHUNK_BYTES = 2**28  # operators measured in turn; together far more than any cache
+Array = npt.NDArray[np.float64]
+ROUNDS = 25
+NEGLIGIBLE = 1e-3  # what no sample owes a larger part of its time to is left out
+OUTLIER = 0.3  # beyond this error, in log seconds, a sample pulls no harder
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,16 +151,12 @@ def _chunks(
     calls: list[AtenCall] = []
     for _ in range(count):
         calls += source(draw)
-        if sum(_size(call) for call in calls) > CHUNK_BYTES:
+        leaves = pytree.tree_leaves([call.args for call in calls])
+        if sum(t.nbytes for t in leaves if isinstance(t, Tensor)) > CHUNK_BYTES:
             yield calls
             calls = []
     if calls:
         yield calls
-
-
-def _size(call: AtenCall) -> int:
-    leaves = pytree.tree_leaves(call.args)
-    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
 
 
 def _time_in_turn(
@@ -178,22 +178,20 @@ def _time_in_turn(
 
 
 def _describe(call: AtenCall) -> Work:
-    result = call.run()
-    _, works = work_of(call.operator, call.args, {}, result)
-    (work,) = works
+    _, (work,) = work_of(call.operator, call.args, {}, call.run())
     return work
 
 
 def _seconds(run: Callable[[], object], device: str) -> float:
     if device != "cpu":
-        return _seconds_on_gpu(run)
+        return _seconds_between_events(run)
     clock = clock_of(device)
     started = clock()
     run()
     return clock() - started
 
 
-def _seconds_on_gpu(run: Callable[[], object]) -> float:
+def _seconds_between_events(run: Callable[[], object]) -> float:
     """Return the time between two events, before and after what `run` starts."""
     cuda: Any = torch.cuda  # its events have no types
     before, after = (cuda.Event(enable_timing=True) for _ in range(2))
@@ -301,3 +299,65 @@ def _memory(device: str) -> int:
         return torch.cuda.get_device_properties(index).total_memory
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return whole // (os.cpu_count() or 1)
+
+
+def fit_seconds(
+    features: Sequence[dict[str, float]], seconds: Sequence[float]
+) -> dict[str, float]:
+    """Return a coefficient for each feature that takes time.
+
+    The model is t = sum of c_i x_i with c_i >= 0, so that predictions are positive and
+    grow with every feature. It minimises the error of log t (a small operator counts as
+    much as a large one) by Gauss-Newton: around the current prediction p,
+    log(t') = log p + (t' - p) / p, which makes each round a non-negative least squares
+    problem with rows x / p and right sides 1 + log(t / p). Samples whose error is
+    beyond `OUTLIER` count less (Huber 1964).
+    """
+    names = sorted({name for row in features for name in row})
+    rows = np.array([[row.get(name, 0.0) for name in names] for row in features])
+    times = np.asarray(seconds, dtype=np.float64)
+    used = np.flatnonzero(rows.max(axis=0) > 0)
+    scale = rows[:, used].max(axis=0)
+    rows = rows[:, used] / scale
+    found = least_squares(rows / times[:, None], np.ones(len(times)))
+    for _ in range(ROUNDS):
+        predicted = np.maximum(rows @ found, 1e-3 * times)
+        error = np.log(times / predicted)
+        weight = np.sqrt(np.minimum(1.0, OUTLIER / np.maximum(np.abs(error), 1e-12)))
+        step = least_squares(
+            rows * (weight / predicted)[:, None], weight * (1.0 + error)
+        )
+        found = 0.5 * (found + step)
+    shares = (rows * found / (rows @ found)[:, None]).max(axis=0)
+    found[shares < NEGLIGIBLE] = 0.0
+    pairs = zip(used, found / scale, strict=True)
+    return {names[index]: float(f"{value:.5g}") for index, value in pairs if value > 0}
+
+
+def least_squares(matrix: Array, right: Array) -> Array:
+    """Return x >= 0 that minimises |matrix x - right| (Lawson and Hanson 1974, 23.3).
+
+    Variables enter the free set one by one, the one whose gradient promises most first;
+    a step that would make a free one negative stops where the first becomes zero.
+    """
+    num = matrix.shape[1]
+    x = np.zeros(num)
+    free = np.zeros(num, dtype=bool)
+    tolerance = 1e-12 * float(np.abs(matrix.T @ right).max(initial=1e-300))
+    for _ in range(3 * num):
+        gradient = matrix.T @ (right - matrix @ x)
+        if free.all() or gradient[~free].max() <= tolerance:
+            break
+        free[np.argmax(np.where(free, -np.inf, gradient))] = True
+        while True:
+            trial = np.zeros(num)
+            trial[free] = np.linalg.lstsq(matrix[:, free], right, rcond=None)[0]
+            bad = free & (trial <= 0)
+            if not bad.any():
+                break
+            ratio = x[bad] / np.maximum(x[bad] - trial[bad], 1e-300)
+            x = x + float(ratio.min()) * (trial - x)
+            free &= x > 1e-15
+            x[~free] = 0.0
+        x = trial
+    return x

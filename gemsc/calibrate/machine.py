@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from gemsc.calibrate.kernels import QUICK, Effort, Progress, calibrate, rounded
+from gemsc.calibrate.kernels import QUICK, Effort, calibrate, rounded
 from gemsc.calibrate.network import measured_network
 from gemsc.costs.hardware import Hardware, read_hardware
-from gemsc.costs.stopwatch import clock_of
+from gemsc.costs.profile import Progress, clock_of
 from gemsc.errors import GemscError
 from gemsc.launch.launch import launch
 from gemsc.runtime.memory.offload import store_for
@@ -92,8 +92,6 @@ def _host_bandwidth(kind: str) -> float:
         started = clock()
         kept = store.put(data)
         kept.fetch().take()
-        if kind != "cpu":
-            torch.cuda.synchronize()
         times.append(clock() - started)
         kept.free()
     return rounded(2 * HOST_BYTES / min(times))
@@ -107,7 +105,7 @@ def measure_on_ranks(ranks: int) -> dict[str, Any]:
     """
     with tempfile.TemporaryDirectory(prefix="gemsc-network-") as name:
         path = Path(name) / "network.json"
-        words = [sys.executable, "-m", "gemsc.calibrate.network_rank", str(path)]
+        words = [sys.executable, "-m", "gemsc.calibrate.network", str(path)]
         code = launch(ranks, words)
         if code != 0:
             raise GemscError(

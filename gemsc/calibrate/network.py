@@ -1,22 +1,42 @@
-"""From measured messages and sums to the network part of a hardware file."""
+"""Measure messages and sums between ranks, for the network part of a hardware file.
+
+python -m gemsc.calibrate.network OUT.json    what `gemsc profile --network` starts
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from gemsc.calibrate.fit import fit_seconds
-from gemsc.calibrate.kernels import rounded
-from gemsc.costs.hardware import Allreduce, LinkSpeed, Network
+import torch
 
-Times = Sequence[tuple[int, float]]
+from gemsc.calibrate.kernels import fit_seconds, rounded
+from gemsc.costs.hardware import Allreduce, LinkSpeed, Network
+from gemsc.errors import GemscError
+from gemsc.runtime.process.failure import install_hooks, stop_all
+from gemsc.runtime.process.status import Status
+from gemsc.runtime.transport.mpi import MpiTransport
+from gemsc.runtime.transport.transport import Transport
+
+SIZES = (1024, 16 * 2**10, 256 * 2**10, 2**20, 4 * 2**20, 16 * 2**20)
+# what launchers of Open MPI, MPICH and Slurm tell a process
+SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_SIZE")
+Times = list[tuple[int, float]]
 
 
 def measured_network(found: dict[str, Any], before: Network) -> Network:
     """Return the network with what was measured; the rest stays as it was.
 
-    `found` is what `gemsc.calibrate.network_rank` measures.
+    `found` is what `gemsc.calibrate.network` measures.
     """
     intra = fit_link(found["intra"]) if found["intra"] else before.intra
     inter = fit_link(found["inter"]) if found["inter"] else before.inter
@@ -61,3 +81,106 @@ def sum_efficiency(
     left = seconds - part / reduce_bandwidth
     ideal = 2.0 * part / link.bandwidth
     return rounded(max(0.05, min(1.0, ideal / left))) if left > 0 else 1.0
+
+
+def is_rank() -> bool:
+    """Whether this process was started by mpirun, with others."""
+    return any(int(os.environ.get(name, "1")) > 1 for name in SIZE_VARIABLES)
+
+
+def main(path: Path | None = None) -> dict[str, object] | None:
+    """Measure on this rank; rank 0 returns the result and writes it, if to a path."""
+    transport = MpiTransport()
+    install_hooks(transport)
+    found = None
+    try:
+        torch.set_num_threads(1)
+        result = measure_network(transport)
+        if transport.rank == 0:
+            found = result
+            if path is not None:
+                path.write_text(json.dumps(found))
+        transport.close()
+    except BaseException as error:
+        stop_all(error, transport, Status.current)
+    return found
+
+
+def measure_network(transport: Transport) -> dict[str, object]:
+    """Return times of messages inside a machine and between two, and of sums over all.
+
+    `intra` and `inter` are lists of (bytes, one-way seconds), empty if there are no two
+    such ranks; `sums` of (bytes, seconds). `reduce_bandwidth` is bytes per second of
+    adding a buffer to another on one rank.
+
+    Raises:
+        GemscError: there is only one rank.
+    """
+    if transport.size < 2:
+        raise GemscError(
+            "a network needs two ranks", help="use mpirun -n 2, or --ranks 2"
+        )
+    hosts = transport.all_gather_object(platform.node())
+    inside = [rank for rank, host in enumerate(hosts) if host == hosts[0]]
+    outside = [rank for rank, host in enumerate(hosts) if host != hosts[0]]
+    left, right = torch.ones(2**22), torch.ones(2**22)
+    add = partial(left.add_, right)
+    return {
+        "ranks": transport.size,
+        "ranks_per_node": len(inside),
+        "nodes": len(set(map(str, hosts))),
+        "intra": _messages(transport, inside[1]) if len(inside) > 1 else [],
+        "inter": _messages(transport, outside[0]) if outside else [],
+        "sums": _sums(transport),
+        "reduce_bandwidth": left.nbytes / _median_seconds(add, 12, transport),
+    }
+
+
+def _messages(transport: Transport, peer: int) -> Times:
+    """Return half the median times from rank 0 to the peer and back."""
+
+    def there_and_back(buffer: torch.Tensor) -> None:
+        if transport.rank == 0:
+            transport.wait(transport.send(buffer, peer, 1))
+            transport.wait(transport.receive(buffer, peer, 2))
+        elif transport.rank == peer:
+            transport.wait(transport.receive(buffer, 0, 1))
+            transport.wait(transport.send(buffer, 0, 2))
+
+    times = []
+    for size in SIZES:
+        run = partial(there_and_back, torch.ones(size, dtype=torch.uint8))
+        rounds = 100 if size < 2**20 else 20
+        times.append((size, _median_seconds(run, rounds, transport) / 2))
+    return times
+
+
+def _sums(transport: Transport) -> Times:
+    """Return the median times of float32 sums over all ranks."""
+    group = transport.group(tuple(range(transport.size)))
+
+    def add(tensor: torch.Tensor) -> None:
+        transport.wait(group.all_reduce(tensor))
+
+    times = []
+    for size in SIZES:
+        run = partial(add, torch.zeros(size // 4))
+        times.append((size, _median_seconds(run, 15, transport)))
+    return times
+
+
+def _median_seconds(
+    run: Callable[[], object], rounds: int, transport: Transport
+) -> float:
+    """Return how long the ranks take that begin together; three rounds do not count."""
+    times = []
+    for _ in range(rounds):
+        transport.barrier()
+        started = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times[3:])
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -101,8 +101,8 @@ Source = Callable[[Draw], Iterator[AtenCall]]
 
 def _convolution(
     draw: Draw,
-    *,
     kernels: tuple[int, ...],
+    *,
     dims: int = 2,
     depthwise: bool = False,
     transposed: bool = False,
@@ -174,7 +174,9 @@ def batched_matmul(draw: Draw) -> Iterator[AtenCall]:
 
 
 def attention(draw: Draw) -> Iterator[AtenCall]:
-    """Yield scaled dot product attention and its backward."""
+    """Yield scaled dot product attention and its backward, which are a CPU's alone."""
+    if draw.device != "cpu":
+        return
     heads, size = draw.pick(4, 8, 12), draw.pick(16, 32, 64, 128)
     length, batch = draw.between(16, 512), draw.between(1, 16)
     if 4.0 * batch * heads * length * length * size > draw.largest:
@@ -192,7 +194,6 @@ def attention(draw: Draw) -> Iterator[AtenCall]:
 
 
 def _batch_norm(draw: Draw) -> Iterator[AtenCall]:
-    """Yield batch norm in training and its backward."""
     x = draw.tensor(*draw.image(draw.elements(), smallest=2, widest=2048))
     channels = x.shape[1]
     weight, bias, mean = (draw.tensor(channels) for _ in range(3))
@@ -207,7 +208,6 @@ def _batch_norm(draw: Draw) -> Iterator[AtenCall]:
 
 
 def _group_norm(draw: Draw) -> Iterator[AtenCall]:
-    """Yield group norm and its backward."""
     x = draw.tensor(*draw.image(draw.elements()))
     batch, channels, height, width = x.shape
     weight, bias = draw.tensor(channels), draw.tensor(channels)
@@ -226,7 +226,6 @@ def _table(draw: Draw) -> Tensor:
 
 
 def _layer_norm(draw: Draw) -> Iterator[AtenCall]:
-    """Yield layer norm and its backward."""
     x = _table(draw)
     width = [x.shape[1]]
     weight, bias, gradient = (
@@ -242,7 +241,6 @@ def _layer_norm(draw: Draw) -> Iterator[AtenCall]:
 
 
 def _softmax(draw: Draw) -> Iterator[AtenCall]:
-    """Yield softmax and its backward."""
     x = _table(draw)
     gradient = draw.tensor(*x.shape)
     yield AtenCall(_ATEN._softmax.default, (x, -1, False), (x,))
@@ -353,59 +351,48 @@ def tables(draw: Draw) -> Iterator[AtenCall]:
     yield AtenCall(_ATEN.embedding_dense_backward.default, back, (gradient,))
 
 
-def _conv_2d(draw: Draw) -> Iterator[AtenCall]:
-    return _convolution(draw, kernels=(3, 3, 3, 5, 7))
-
-
-def _conv_1x1(draw: Draw) -> Iterator[AtenCall]:
-    return _convolution(draw, kernels=(1,))
-
-
-def _conv_1x1_many(draw: Draw) -> Iterator[AtenCall]:
-    return _convolution(draw, kernels=(1,), batch=draw.pick(16, 24, 32))
-
-
-def _conv_1x1_last(draw: Draw) -> Iterator[AtenCall]:
-    return _convolution(draw, kernels=(1,), batch=draw.between(2, 16), last=True)
-
-
-def _conv_2d_last(draw: Draw) -> Iterator[AtenCall]:
-    return _convolution(draw, kernels=(3,), batch=draw.between(2, 16), last=True)
-
-
-def _conv_3d(draw: Draw) -> Iterator[AtenCall]:
-    return _convolution(draw, kernels=(3,), dims=3)
-
-
-def _conv_single(draw: Draw) -> Iterator[AtenCall]:
-    return _convolution(draw, kernels=(3,), dims=draw.pick(2, 3, 3), single=True)
-
-
-def _conv_transposed_single(draw: Draw) -> Iterator[AtenCall]:
-    dims = draw.pick(2, 3)
-    return _convolution(draw, kernels=(2, 4), dims=dims, transposed=True, single=True)
-
-
-def _conv_depthwise(draw: Draw) -> Iterator[AtenCall]:
-    return _convolution(draw, kernels=(3, 3, 5, 7), depthwise=True)
-
-
-def _conv_transposed(draw: Draw) -> Iterator[AtenCall]:
-    return _convolution(draw, kernels=(2, 4), dims=draw.pick(2, 2, 3), transposed=True)
-
-
 # name for people, where operators come from, how many of them
 FAMILIES: tuple[tuple[str, Source, int], ...] = (
-    ("convolution", _conv_2d, 160),
-    ("convolution 1x1", _conv_1x1, 128),
-    ("convolution 1x1 of many", _conv_1x1_many, 36),
-    ("convolution 1x1 at the end", _conv_1x1_last, 48),
-    ("convolution at the end", _conv_2d_last, 48),
-    ("convolution of volumes", _conv_3d, 128),
-    ("convolution of one image", _conv_single, 128),
-    ("depthwise convolution", _conv_depthwise, 48),
-    ("transposed convolution", _conv_transposed, 36),
-    ("transposed, of one image", _conv_transposed_single, 48),
+    ("convolution", lambda d: _convolution(d, (3, 3, 3, 5, 7)), 160),
+    ("convolution 1x1", lambda d: _convolution(d, (1,)), 128),
+    (
+        "convolution 1x1 of many",
+        lambda d: _convolution(d, (1,), batch=d.pick(16, 24, 32)),
+        36,
+    ),
+    (
+        "convolution 1x1 at the end",
+        lambda d: _convolution(d, (1,), batch=d.between(2, 16), last=True),
+        48,
+    ),
+    (
+        "convolution at the end",
+        lambda d: _convolution(d, (3,), batch=d.between(2, 16), last=True),
+        48,
+    ),
+    ("convolution of volumes", lambda d: _convolution(d, (3,), dims=3), 128),
+    (
+        "convolution of one image",
+        lambda d: _convolution(d, (3,), dims=d.pick(2, 3, 3), single=True),
+        128,
+    ),
+    (
+        "depthwise convolution",
+        lambda d: _convolution(d, (3, 3, 5, 7), depthwise=True),
+        48,
+    ),
+    (
+        "transposed convolution",
+        lambda d: _convolution(d, (2, 4), dims=d.pick(2, 2, 3), transposed=True),
+        36,
+    ),
+    (
+        "transposed, of one image",
+        lambda d: _convolution(
+            d, (2, 4), dims=d.pick(2, 3), transposed=True, single=True
+        ),
+        48,
+    ),
     ("matrix product", matmul, 48),
     ("batched matrix product", batched_matmul, 32),
     ("attention", attention, 32),

@@ -14,8 +14,7 @@ from rich.table import Table
 from gemsc.base.files import write_text
 from gemsc.cli.terminal import Answer, console, gives_json
 from gemsc.errors import GemscError
-from gemsc.viz.curves import curves
-from gemsc.viz.run_log import RunLog
+from gemsc.viz.curves import RunLog, curves
 
 
 @gives_json

@@ -29,13 +29,13 @@ from gemsc.passes.base import Pass
 from gemsc.passes.manager import Observer
 from gemsc.plan import Plan
 from gemsc.planner.edited import EditedPlan
-from gemsc.planner.speed import speed
+from gemsc.planner.explain import speed
 from gemsc.runtime.process.device import device_named
 from gemsc.search.candidates import Candidate, reason
 from gemsc.source.constants import split_constants
 from gemsc.user_model import UserModel, load_user_model
-from gemsc.viz.tables import notes, of_this_machine, show_candidates
-from gemsc.viz.tables import show as show_plan
+from gemsc.viz.terminal import notes, of_this_machine, show_candidates
+from gemsc.viz.terminal import show as show_plan
 
 FILES = "Files"
 COMPARED = (

@@ -13,8 +13,8 @@ from gemsc.calibrate.machine import (
     measure_on_ranks,
     write_network,
 )
-from gemsc.calibrate.network_rank import is_rank
-from gemsc.calibrate.network_rank import main as measure_on_this_rank
+from gemsc.calibrate.network import is_rank
+from gemsc.calibrate.network import main as measure_on_this_rank
 from gemsc.cli.profile_sharing import check_sharing_options, profile_sharing
 from gemsc.cli.terminal import console, progress_bar
 from gemsc.errors import GemscError

@@ -11,13 +11,13 @@ from gemsc.base.units import show_bytes
 from gemsc.calibrate.machine import base_of, write_sharing
 from gemsc.cli.compile import compiled
 from gemsc.cli.terminal import console
-from gemsc.compiled import CompiledProgram
 from gemsc.costs.sharing import SharedDevice
 from gemsc.errors import GemscError
 from gemsc.launch.measure import Load, measure_load, trainable
 from gemsc.passes.share_device import share
+from gemsc.result import CompiledProgram
 from gemsc.simulate.simulation import read_program
-from gemsc.viz.columns import column, fitted
+from gemsc.viz.listings import column, fitted
 
 
 def check_sharing_options(program: Path | None, numbers: str) -> tuple[int, ...]:

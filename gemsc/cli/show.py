@@ -21,19 +21,16 @@ from gemsc.errors import GemscError
 from gemsc.launch.measure import measure
 from gemsc.options import CompileOptions
 from gemsc.plan import Plan
-from gemsc.planner.explain import explain, seconds_here
-from gemsc.planner.speed import speed
+from gemsc.planner.explain import explain, seconds_here, speed
 from gemsc.runtime.process.device import device_named
 from gemsc.user_model import load_user_model
 from gemsc.viz.graph import render
-from gemsc.viz.panel import panels_of
+from gemsc.viz.panel import panels_of, trace_text
 from gemsc.viz.report import write_report
 from gemsc.viz.server import Pages, Server
-from gemsc.viz.strip import grid
-from gemsc.viz.tables import of_this_machine, show_shares
-from gemsc.viz.tables import show as show_plan
+from gemsc.viz.terminal import grid, of_this_machine, show_shares
+from gemsc.viz.terminal import show as show_plan
 from gemsc.viz.timeline import write_timeline
-from gemsc.viz.trace import trace_text
 
 
 @gives_json

@@ -17,8 +17,7 @@ from gemsc.costs.hardware import Hardware, LinkSpeed, read_hardware
 from gemsc.errors import GemscError
 from gemsc.options import CompileOptions
 from gemsc.passes.share_device import share
-from gemsc.simulate.curve import draw_curve
-from gemsc.simulate.sharing import show_sharing
+from gemsc.simulate.show import draw_curve, show_points, show_sharing
 from gemsc.simulate.simulation import (
     Simulation,
     powers_of_two,
@@ -27,7 +26,6 @@ from gemsc.simulate.simulation import (
     simulate,
     trace_unfilled,
 )
-from gemsc.simulate.table import show_points
 from gemsc.user_model import UserModel, load_user_model
 
 CHANGED = (

@@ -19,7 +19,7 @@ from gemsc.runtime.process.device import device_named
 from gemsc.verify.field.check import check_program_for_all_inputs
 from gemsc.verify.runs import OPTIONS, verify_run
 from gemsc.verify.steps import Comparison, verify_program
-from gemsc.viz.tables import show_activations
+from gemsc.viz.terminal import show_activations
 
 JUDGED = {"exact": "exact", "NOT EXACT": "wrong", "not decided": "undecided"}
 DTYPES = {"float64": torch.float64, "float32": torch.float32}

@@ -20,7 +20,7 @@ from gemsc.ir.flow import base_name
 from gemsc.ir.opaque import opaques
 from gemsc.ir.program import GraphInput, Program, Transfer
 from gemsc.messages.exchange import Exchange
-from gemsc.planner.tiles import ends
+from gemsc.planner.traffic import ends
 
 
 class Constants:

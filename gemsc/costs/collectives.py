@@ -21,11 +21,11 @@ Rabenseifner's vector halving with distance doubling, and back).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
-from gemsc.costs.hardware import Network
+from gemsc.costs.hardware import Interface, Network
 
 BUCKET_BYTES = 8 * 2**20  # the most that the runtime sums at once
 MOST_EXCHANGES = 16  # rounds of an exchange that are looked at
@@ -135,17 +135,11 @@ def allreduce(
     """
     wanted = network.allreduce.algorithm
     names = list(ROUNDS) if wanted == "auto" else [wanted]
-    found: list[list[Sum]] = []
-    for name in names:
-        rounds = [ROUNDS[name](len(group)) for group in groups]
-        crowds = _crowds(network, groups, rounds)
-        found.append(
-            [
-                Sum(_in_buckets(network, group, of_group, crowds, size), name)
-                for group, of_group, size in zip(groups, rounds, num_bytes, strict=True)
-            ]
-        )
-    return [min(sums, key=lambda s: s.seconds) for sums in zip(*found, strict=True)]
+    ways = [
+        [Sum(each, name) for each in _seconds(network, groups, ROUNDS[name], num_bytes)]
+        for name in names
+    ]
+    return [min(sums, key=lambda s: s.seconds) for sums in zip(*ways, strict=True)]
 
 
 def reduce_scatter(
@@ -156,19 +150,13 @@ def reduce_scatter(
     See `allreduce`. Members send each other their terms and add them up; after the
     update they send each other what they have updated.
     """
-    seconds = []
-    for adds in (True, False):
-        rounds = [exchange(len(group), adds=adds) for group in groups]
-        crowds = _crowds(network, groups, rounds)
-        seconds.append(
-            [
-                _in_buckets(network, group, of_group, crowds, size)
-                for group, of_group, size in zip(groups, rounds, num_bytes, strict=True)
-            ]
-        )
+    scatter, gather = (
+        _seconds(network, groups, partial(exchange, adds=adds), num_bytes)
+        for adds in (True, False)
+    )
     return [
-        Sum(scatter, "exchange", len(group), gather)
-        for group, scatter, gather in zip(groups, *seconds, strict=True)
+        Sum(seconds, "exchange", len(group), gathering)
+        for group, seconds, gathering in zip(groups, scatter, gather, strict=True)
     ]
 
 
@@ -183,11 +171,32 @@ def sum_seconds(network: Network, ranks: Sequence[int], num_bytes: int) -> float
     return min(doubling, allreduce(network, [ranks], [num_bytes])[0].seconds)
 
 
+def _seconds(
+    network: Network,
+    groups: Sequence[Sequence[int]],
+    rounds_of: Callable[[int], tuple[Round, ...]],
+    num_bytes: Sequence[int],
+) -> list[float]:
+    """Return the seconds of each group's sum by one algorithm, if all go on at once."""
+    rounds = [rounds_of(len(group)) for group in groups]
+    crowds: list[Counter[Interface]] = [
+        Counter() for _ in range(max(map(len, rounds), default=0))
+    ]  # for each round, the messages that pass each network interface
+    for ranks, of_group in zip(groups, rounds, strict=True):
+        for crowd, of_round in zip(crowds, of_group, strict=False):
+            for sender, receiver in of_round.pairs:
+                crowd.update(network.interfaces(ranks[sender], ranks[receiver]))
+    return [
+        _in_buckets(network, group, of_group, crowds, size)
+        for group, of_group, size in zip(groups, rounds, num_bytes, strict=True)
+    ]
+
+
 def _in_buckets(
     network: Network,
     ranks: Sequence[int],
     rounds: tuple[Round, ...],
-    crowds: list[Counter[tuple[str, int]]],
+    crowds: list[Counter[Interface]],
     num_bytes: int,
 ) -> float:
     """Return the seconds of one group's sum."""
@@ -196,18 +205,18 @@ def _in_buckets(
     for count, size in ((whole, BUCKET_BYTES), (1, rest)):
         if count and size:
             each = sum(
-                of_round.repeats * _seconds(network, ranks, of_round, crowd, size)
+                of_round.repeats * _round_seconds(network, ranks, of_round, crowd, size)
                 for of_round, crowd in zip(rounds, crowds, strict=False)
             )
             total += count * each
     return total
 
 
-def _seconds(
+def _round_seconds(
     network: Network,
     ranks: Sequence[int],
     of_round: Round,
-    crowd: Counter[tuple[str, int]],
+    crowd: Counter[Interface],
     num_bytes: int,
 ) -> float:
     """Return the seconds of one round: those of its slowest message."""
@@ -216,49 +225,10 @@ def _seconds(
     for sender, receiver in of_round.pairs:
         source, dest = ranks[sender], ranks[receiver]
         link = network.link(source, dest)
-        sharing = 1
-        if node(network, source) != node(network, dest):
-            ways = ("out", nic(network, source)), ("in", nic(network, dest))
-            sharing = max(crowd[way] for way in ways)
+        interfaces = network.interfaces(source, dest)
+        sharing = max((crowd[each] for each in interfaces), default=1)
         bandwidth = network.allreduce.efficiency * link.bandwidth / sharing
         slowest = max(slowest, link.latency + size / bandwidth)
     if of_round.adds:
         slowest += size / network.allreduce.reduce_bandwidth
     return slowest
-
-
-def _crowds(
-    network: Network,
-    groups: Sequence[Sequence[int]],
-    rounds: Sequence[tuple[Round, ...]],
-) -> list[Counter[tuple[str, int]]]:
-    """Count, for each round, the messages that pass each network interface."""
-    crowds: list[Counter[tuple[str, int]]] = [
-        Counter() for _ in range(max(map(len, rounds), default=0))
-    ]
-    for ranks, of_group in zip(groups, rounds, strict=True):
-        for crowd, of_round in zip(crowds, of_group, strict=False):
-            for sender, receiver in of_round.pairs:
-                count(crowd, network, ranks[sender], ranks[receiver])
-    return crowds
-
-
-def count(
-    crowd: Counter[tuple[str, int]], network: Network, source: int, dest: int
-) -> None:
-    """Count a message at the interfaces that it passes, none inside a node."""
-    if node(network, source) != node(network, dest):
-        crowd["out", nic(network, source)] += 1
-        crowd["in", nic(network, dest)] += 1
-
-
-def node(network: Network, rank: int) -> int:
-    """Return the node of a rank."""
-    return rank // network.ranks_per_node
-
-
-def nic(network: Network, rank: int) -> int:
-    """Return the number of the network interface that a rank uses, over all nodes."""
-    per_node = -(-network.ranks_per_node // network.nic_ranks)
-    inside = rank % network.ranks_per_node // network.nic_ranks
-    return node(network, rank) * per_node + inside

@@ -14,6 +14,11 @@ from gemsc.base.toml_file import Keys, TomlFile
 from gemsc.errors import GemscError
 
 DEFAULT_HARDWARE = "cpu-core"
+Interface = tuple[str, int]  # which end: "in" or "out", and its number
+POSITIVE = {
+    *("memory_bytes", "memory_bandwidth", "bandwidth", "reduce_bandwidth"),
+    *("ranks_per_node", "host_bandwidth", "nic_ranks", "peak_flops", "efficiency"),
+}
 ALGORITHMS = ("auto", "ring", "tree", "halving-doubling")
 
 
@@ -29,8 +34,8 @@ class Device:
     host run beside both. `host_bandwidth` is bytes per second, one way,
     between the device and where offloaded activations wait: host memory, or the file
     that stands for it where the device is the host. `workspace_bytes` are what
-    libraries take of each rank's memory for themselves. `gemsc.costs.times` says how
-    the other entries become seconds:
+    libraries take of each rank's memory for themselves. `gemsc.costs.operators` says
+    how the other entries become seconds:
 
     efficiency: by kind of operator, the share of the peak (of operations for those
         that multiply, of the bandwidth for the others) that a large one reaches.
@@ -115,8 +120,25 @@ class Network:
 
     def link(self, source: int, dest: int) -> LinkSpeed:
         """Return what connects two ranks, which fill nodes in order."""
-        same = source // self.ranks_per_node == dest // self.ranks_per_node
-        return self.intra if same else self.inter
+        is_inside = self.node(source) == self.node(dest)
+        return self.intra if is_inside else self.inter
+
+    def node(self, rank: int) -> int:
+        """Return the node of a rank."""
+        return rank // self.ranks_per_node
+
+    def interfaces(self, source: int, dest: int) -> tuple[Interface, ...]:
+        """Return the ends of network interfaces that a message passes, if any."""
+        if self.node(source) == self.node(dest):
+            return ()
+        return ("out", self.interface(source)), ("in", self.interface(dest))
+
+    def interface(self, rank: int) -> int:
+        """Return the number of the interface that a rank uses, over all nodes."""
+        per_node = -(-self.ranks_per_node // self.nic_ranks)
+        return self.node(rank) * per_node + (
+            rank % self.ranks_per_node // self.nic_ranks
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,15 +220,6 @@ def read_hardware(name: str = "") -> Hardware:
             "(`gemsc profile --calibrate -o hardware.toml` writes one)",
         )
     return _shipped(name)
-
-
-POSITIVE = {"memory_bytes", "memory_bandwidth", "bandwidth", "reduce_bandwidth"} | {
-    "ranks_per_node",
-    "host_bandwidth",
-    "nic_ranks",
-    "peak_flops",
-    "efficiency",
-}
 
 
 def _check(keys: Keys, number: float) -> str | None:

@@ -1,7 +1,8 @@
 """What one ATen operator has to do: its kind, and the quantities that take time.
 
 The same description is used when a machine is calibrated and when a model is
-predicted, forward and backward, so that the two cannot disagree.
+predicted, forward and backward, so that the two cannot disagree. A device's fitted
+function of these quantities gives the seconds, or else a roofline.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
 from gemsc.base.memory_format import format_of
+from gemsc.costs.hardware import Device
 from gemsc.ir.work import Work
 
 _ATEN = torch.ops.aten
@@ -35,6 +37,8 @@ CACHE_BYTES = 2**20  # an operator with less to move finds it in a core's own ca
 ALIAS_BYTES = 2**11  # addresses so far apart use the same lines of a core's own cache
 LANES = 16  # numbers in float32 that a core or a warp works on at once
 FRESH_BYTES = 2**25  # allocations of so much come from the system, page by page
+_Extra = Callable[[list[Tensor], list[Tensor], Any], dict[str, float]]
+MULTIPLIES = frozenset({"convolution", "matmul", "attention"})
 
 
 def runs_a_kernel(func: Any, result: Any) -> bool:
@@ -130,9 +134,7 @@ def _has_rows(tensor: Tensor) -> bool:
 
 def _convolution(args: Any, given: list[Tensor], results: list[Tensor]) -> Work:
     x, weight, bias, *shape = args
-    stride, _, _, transposed, _, groups = shape
-    features = _moved(given, results)
-    features |= _filters(x, weight, results[0], stride, transposed, groups)
+    features = _moved(given, results) | _filters(x, weight, results[0], shape)
     kind = _variant(x, weight, bias, shape)
     return Work(f"convolution-{kind}", _dtype(results), features)
 
@@ -143,8 +145,7 @@ def _convolution_backward(args: Any) -> list[Work]:
     That of the bias is a by-product of that of the weight.
     """
     gradient, x, weight, _, *shape, wanted = args
-    stride, _, _, transposed, _, groups = shape
-    own = _filters(x, weight, gradient, stride, transposed, groups)
+    own = _filters(x, weight, gradient, shape)
     kind = _variant(x, weight, None, shape)
     works = []
     for is_wanted, name, read, written in (
@@ -177,12 +178,7 @@ def _variant(x: Tensor, weight: Tensor, bias: Tensor | None, shape: list[Any]) -
 
 
 def _filters(
-    x: Tensor,
-    weight: Tensor,
-    y: Tensor,
-    stride: Any,
-    transposed: bool,
-    groups: int,
+    x: Tensor, weight: Tensor, y: Tensor, shape: list[Any]
 ) -> dict[str, float]:
     """Return the features of a convolution.
 
@@ -205,6 +201,7 @@ def _filters(
     weights_aliased, weights_aliased_thin: weights_each, only if rows of the weight are
         multiples of 2 KiB: their beginnings compete for the same lines of a cache
     """
+    stride, _, _, transposed, _, groups = shape
     narrow, wide = (x, y) if transposed else (y, x)
     kernel = math.prod(weight.shape[2:])
     channels_in = wide.shape[1] // groups
@@ -247,8 +244,6 @@ def _rounded(channels: int) -> int:
 
 
 # The other kinds. Each function returns what its kind adds to the features of all.
-
-_Extra = Callable[[list[Tensor], list[Tensor], Any], dict[str, float]]
 
 
 def _nothing(given: list[Tensor], results: list[Tensor], args: Any) -> dict[str, float]:
@@ -305,82 +300,121 @@ def _positions(
     return {"outputs": float(max(t.numel() for t in tensors))}
 
 
-_KINDS: dict[str, tuple[str, _Extra]] = {
-    **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm"), ("matmul", _product)),
-    "_scaled_dot_product_flash_attention_for_cpu": ("attention", _scores),
-    "_scaled_dot_product_flash_attention_for_cpu_backward": (
-        "attention-backward",
+# kind: what it adds to the features of all, and the operators that are of it
+_OPERATORS: dict[str, tuple[_Extra, str]] = {
+    "matmul": (_product, "mm addmm bmm baddbmm"),
+    "attention": (_scores, "_scaled_dot_product_flash_attention_for_cpu"),
+    "attention-backward": (
         _scores,
+        "_scaled_dot_product_flash_attention_for_cpu_backward",
     ),
-    "native_batch_norm": ("norm-batch", _planes),
-    "_native_batch_norm_legit": ("norm-batch", _planes),
-    "_native_batch_norm_legit_no_training": ("norm-batch", _planes),
-    "cudnn_batch_norm": ("norm-batch", _planes),
-    "native_batch_norm_backward": ("norm-batch-backward", _planes),
-    "cudnn_batch_norm_backward": ("norm-batch-backward", _planes),
-    "native_group_norm": ("norm-group", _planes),
-    "native_group_norm_backward": ("norm-group-backward", _planes),
-    "native_layer_norm": ("norm-layer", _rows),
-    "native_layer_norm_backward": ("norm-layer-backward", _rows),
-    "_softmax": ("softmax", _rows),
-    "_log_softmax": ("softmax", _rows),
-    "_softmax_backward_data": ("softmax-backward", _rows),
-    "_log_softmax_backward_data": ("softmax-backward", _rows),
-    "max_pool2d_with_indices": ("pool-max", _windows),
-    "max_pool2d_with_indices_backward": ("pool-max-backward", _windows),
-    "max_pool3d_with_indices": ("pool-max", _windows),
-    "max_pool3d_with_indices_backward": ("pool-max-backward", _windows),
-    "avg_pool2d": ("pool-average", _windows),
-    "avg_pool2d_backward": ("pool-average-backward", _windows),
-    "avg_pool3d": ("pool-average", _windows),
-    "avg_pool3d_backward": ("pool-average-backward", _windows),
-    "_adaptive_avg_pool2d": ("pool-average", _windows),
-    "_adaptive_avg_pool2d_backward": ("pool-average-backward", _windows),
-    **dict.fromkeys(
-        ("upsample_nearest2d", "upsample_nearest3d"),
-        ("interpolate-nearest", _positions),
+    "norm-batch": (
+        _planes,
+        "native_batch_norm _native_batch_norm_legit cudnn_batch_norm "
+        "_native_batch_norm_legit_no_training",
     ),
-    **dict.fromkeys(
-        ("upsample_nearest2d_backward", "upsample_nearest3d_backward"),
-        ("interpolate-nearest-backward", _positions),
+    "norm-batch-backward": (
+        _planes,
+        "native_batch_norm_backward cudnn_batch_norm_backward",
     ),
-    **dict.fromkeys(
-        ("upsample_bilinear2d", "upsample_trilinear3d"),
-        ("interpolate-linear", _positions),
+    "norm-group": (_planes, "native_group_norm"),
+    "norm-group-backward": (_planes, "native_group_norm_backward"),
+    "norm-layer": (_rows, "native_layer_norm"),
+    "norm-layer-backward": (_rows, "native_layer_norm_backward"),
+    "softmax": (_rows, "_softmax _log_softmax"),
+    "softmax-backward": (_rows, "_softmax_backward_data _log_softmax_backward_data"),
+    "pool-max": (_windows, "max_pool2d_with_indices max_pool3d_with_indices"),
+    "pool-max-backward": (
+        _windows,
+        "max_pool2d_with_indices_backward max_pool3d_with_indices_backward",
     ),
-    **dict.fromkeys(
-        ("upsample_bilinear2d_backward", "upsample_trilinear3d_backward"),
-        ("interpolate-linear-backward", _positions),
+    "pool-average": (_windows, "avg_pool2d avg_pool3d _adaptive_avg_pool2d"),
+    "pool-average-backward": (
+        _windows,
+        "avg_pool2d_backward avg_pool3d_backward _adaptive_avg_pool2d_backward",
     ),
-    "embedding": ("embedding", _nothing),
-    "embedding_dense_backward": ("embedding-backward", _positions),
-    **dict.fromkeys(
-        ("cat", "clone", "copy_", "_to_copy", "constant_pad_nd", "slice_backward"),
-        ("copy", _nothing),
+    "interpolate-nearest": (_positions, "upsample_nearest2d upsample_nearest3d"),
+    "interpolate-nearest-backward": (
+        _positions,
+        "upsample_nearest2d_backward upsample_nearest3d_backward",
     ),
-    **dict.fromkeys(("sum", "mean", "amax", "var_mean"), ("pointwise-sum", _nothing)),
-    **dict.fromkeys(("gelu",), ("pointwise-gelu", _nothing)),
-    **dict.fromkeys(("gelu_backward",), ("pointwise-gelu-backward", _nothing)),
-    **dict.fromkeys(
-        ("exp", "log", "sigmoid", "tanh", "silu", "softplus", "sin", "cos", "pow"),
-        ("pointwise-exp", _nothing),
+    "interpolate-linear": (_positions, "upsample_bilinear2d upsample_trilinear3d"),
+    "interpolate-linear-backward": (
+        _positions,
+        "upsample_bilinear2d_backward upsample_trilinear3d_backward",
     ),
-    **dict.fromkeys(
-        ("silu_backward", "softplus_backward", "log_sigmoid_backward"),
-        ("pointwise-exp", _nothing),
+    "embedding": (_nothing, "embedding"),
+    "embedding-backward": (_positions, "embedding_dense_backward"),
+    "copy": (_nothing, "cat clone copy_ _to_copy constant_pad_nd slice_backward"),
+    "pointwise-sum": (_nothing, "sum mean amax var_mean"),
+    "pointwise-gelu": (_nothing, "gelu"),
+    "pointwise-gelu-backward": (_nothing, "gelu_backward"),
+    "pointwise-exp": (
+        _nothing,
+        "exp log sigmoid tanh silu softplus sin cos pow silu_backward "
+        "softplus_backward log_sigmoid_backward",
     ),
-    **dict.fromkeys(
-        ("bernoulli", "native_dropout", "bernoulli_", "rand_like"),
-        ("pointwise-random", _nothing),
-    ),
-    **dict.fromkeys(
-        (
-            *("add", "sub", "mul", "div", "neg", "relu", "threshold_backward", "where"),
-            *("add_", "mul_", "div_", "hardtanh", "hardtanh_backward", "leaky_relu"),
-            *("leaky_relu_backward", "native_dropout_backward", "masked_fill", "rsub"),
-            *("sigmoid_backward", "tanh_backward", "clamp", "maximum", "minimum"),
-            *("zeros_like", "ones_like", "fill_", "zero_", "full", "zeros", "abs"),
-        ),
-        ("pointwise", _nothing),
+    "pointwise-random": (_nothing, "bernoulli native_dropout bernoulli_ rand_like"),
+    "pointwise": (
+        _nothing,
+        "add sub mul div neg relu threshold_backward where add_ mul_ div_ hardtanh "
+        "hardtanh_backward leaky_relu leaky_relu_backward native_dropout_backward "
+        "masked_fill rsub sigmoid_backward tanh_backward clamp maximum minimum "
+        "zeros_like ones_like fill_ zero_ full zeros abs",
     ),
 }
+_KINDS = {
+    name: (kind, extra)
+    for kind, (extra, names) in _OPERATORS.items()
+    for name in names.split()
+}
+
+
+def seconds(device: Device, work: Work) -> float:
+    """Return the predicted time of one kernel, without the device's overheads.
+
+    Where the device has a `fit` for the kind: the sum of its coefficients times the
+    features, those of operations scaled by the peaks of the dtypes.
+    """
+    fitted = device.fit.get(work.kind) or device.fit.get(family(work.kind))
+    fitted = fitted or device.fit.get(work.kind.replace("-unfolded", ""))
+    if fitted is None:
+        return roofline(device, work)
+    slower = _peak(device, "float32") / _peak(device, work.dtype)
+    return sum(
+        each * work.features.get(name, 0.0) * (slower if "flops" in name else 1.0)
+        for name, each in fitted.items()
+    )
+
+
+def roofline(device: Device, work: Work) -> float:
+    """Return the longer of computing and moving (Williams et al. 2009).
+
+    computing = (flops (1 + h/in + h/out) + half_flops) / (peak x efficiency)
+    moving = bytes / (bandwidth x efficiency)
+
+    with h = half_channels: half the efficiency at h channels, all of it at many; and
+    half of it at half_flops operations.
+    """
+    kind = family(work.kind)
+    features = work.features
+    share = device.efficiency.get(kind, device.efficiency.get("other", 1.0))
+    moved = features["read"] + features["written"]
+    if kind not in MULTIPLIES or not features["flops"]:
+        return moved / (device.memory_bandwidth * share)
+    thin = features.get("flops_per_in", 0.0) + features.get("flops_per_out", 0.0)
+    flops = features["flops"] + device.half_channels * thin + device.half_flops
+    dtype = work.dtype
+    if kind == "convolution" and dtype == "float32" and "tf32" in device.peak_flops:
+        dtype = "tf32"
+    copying = device.efficiency.get("copy", 1.0)
+    return max(
+        flops / (_peak(device, dtype) * share),
+        moved / (device.memory_bandwidth * copying),
+    )
+
+
+def _peak(device: Device, dtype: str) -> float:
+    """Return the peak of a dtype; of float32 if the file does not know it."""
+    peaks = device.peak_flops
+    return peaks.get(dtype) or peaks.get("float32") or max(peaks.values())

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from contextlib import suppress
+from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -28,17 +29,12 @@ def optimizer_bytes(
     trained = {name: p for name, p in parameters.items() if p.requires_grad}
     if factory is None or not trained:
         return {}
-    try:
-        with FakeTensorMode():
-            return _after_one_step(trained, factory, small=False)
-    except (
-        Exception
-    ):  # whatever a user's optimizer does with numbers that are not there
-        pass
-    try:
+    # whatever a user's optimizer does with numbers that are not there
+    with suppress(Exception), FakeTensorMode():
+        return _after_one_step(trained, factory, small=False)
+    with suppress(Exception):  # if it cannot work at all, its first real step says why
         return _after_one_step(trained, factory, small=True)
-    except Exception:  # it cannot work at all: its first real step will say why
-        return {}
+    return {}
 
 
 def _after_one_step(
@@ -55,24 +51,18 @@ def _after_one_step(
     found = {}
     for name, copy in copies.items():
         sizes = {True: 0, False: 0}
-        for tensor in _tensors(optimizer.state.get(copy, {})):
-            is_alike = tensor.shape == copy.shape
-            sizes[is_alike] += _bytes(tensor, copy, trained[name])
+        for tensor in pytree.tree_leaves(optimizer.state.get(copy, {})):
+            if isinstance(tensor, Tensor):
+                is_alike = tensor.shape == copy.shape
+                sizes[is_alike] += _bytes(tensor, copy, trained[name])
         found[name] = StateBytes(sizes[True], sizes[False])
     return found
 
 
-def _bytes(tensor: Tensor, copy: Tensor, parameter: Tensor) -> int:
+def _bytes(state: Tensor, copy: Tensor, parameter: Tensor) -> int:
     """Return the bytes of a state whose parameter was `copy` and is `parameter`."""
-    if tensor.dim() != copy.dim():
-        return tensor.nbytes
-    count = 1
-    for mine, small, real in zip(
-        tensor.shape, copy.shape, parameter.shape, strict=True
-    ):
-        count *= real if mine == small else mine
-    return count * tensor.element_size()
-
-
-def _tensors(state: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(state) if isinstance(leaf, Tensor)]
+    if state.dim() != copy.dim():
+        return state.nbytes
+    sizes = zip(state.shape, copy.shape, parameter.shape, strict=True)
+    real = (full if size == small else size for size, small, full in sizes)
+    return prod(real) * state.element_size()

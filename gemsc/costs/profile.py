@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import resource
 import statistics
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +18,6 @@ from torch.utils import _pytree as pytree
 
 from gemsc.base.nests import normalize_inputs, on_device, tensor_leaves
 from gemsc.base.rng import seeded
-from gemsc.costs.stopwatch import clock_of
 from gemsc.ir import meta
 from gemsc.ir.interpret import run_nodes
 from gemsc.ir.program import Block, Program
@@ -123,10 +123,8 @@ def _feed(program: Program, module: nn.Module, inputs: Any, target: Any) -> Valu
     """Return the values of placeholders and of what is read from the module."""
     given = dict(tensor_leaves({"input": normalize_inputs(inputs), "target": target}))
     names = {item.name: given[item.path] for item in program.inputs}
-    values: Values = {}
-    for node in program.graph.nodes:
-        if node.op == "placeholder":
-            values[node] = names[node.name].detach()
+    placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
+    values: Values = {node: names[node.name].detach() for node in placeholders}
     constants = [node for node in program.graph.nodes if node.op == "get_attr"]
     run_nodes(constants, values, module)
     return values
@@ -139,10 +137,9 @@ def _run(nodes: Iterable[fx.Node], known: Values, module: nn.Module) -> _TimedRu
     inside = set(own)
     taken = {n for node in own for n in node.all_input_nodes if n not in inside}
     values = {node: _leaf(node, known[node]) for node in taken}
-    clock = _clock(values)
+    clock = clock_of(_device_of(values))
     started = clock()
     run_nodes(own, values, module)
-    _wait(values)
     forward = clock() - started
     given = [node for node in own if any(user not in inside for user in node.users)]
     ends = [
@@ -157,7 +154,6 @@ def _run(nodes: Iterable[fx.Node], known: Values, module: nn.Module) -> _TimedRu
     detached = _detached(given, values)
     started = clock()
     torch.autograd.backward(ends, gradients)
-    _wait(values)
     backward = clock() - started
     return _TimedRun(forward, backward, _pages_used() - pages, detached)
 
@@ -173,31 +169,36 @@ def _leaf(node: fx.Node, value: Any) -> Any:
         return value
     wanted = meta.needs_gradient(node)
 
-    def fresh(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
+    def fresh(leaf: Tensor) -> Tensor:
         floats = leaf.is_floating_point() or leaf.is_complex()
         return leaf.detach().requires_grad_(wanted and floats)
 
-    return pytree.tree_map(fresh, value)
+    return pytree.tree_map_only(Tensor, fresh, value)
 
 
 def _detached(nodes: Iterable[fx.Node], values: Values) -> Values:
-    def detach(leaf: Any) -> Any:
-        return leaf.detach() if isinstance(leaf, Tensor) else leaf
-
-    return {node: pytree.tree_map(detach, values[node]) for node in nodes}
+    detach = partial(pytree.tree_map_only, Tensor, Tensor.detach)
+    return {node: detach(values[node]) for node in nodes}
 
 
-def _clock(values: Values) -> Callable[[], float]:
-    return clock_of("cuda" if _on_gpu(values) else "cpu")
-
-
-def _wait(values: Values) -> None:
-    if _on_gpu(values):
-        torch.cuda.synchronize()
-
-
-def _on_gpu(values: Values) -> bool:
+def _device_of(values: Values) -> str:
     leaves = pytree.tree_leaves(list(values.values()))
-    return any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in leaves)
+    on_gpu = any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in leaves)
+    return "cuda" if on_gpu else "cpu"
+
+
+def clock_of(device: str) -> Callable[[], float]:
+    """Return a function that gives seconds, with little of what other processes take.
+
+    With one thread on a CPU, that of the CPU time of this thread: it stands still while
+    others have the core. Where several threads work, that of the wall; so on a GPU,
+    where it waits until all is done that was started.
+    """
+    if device != "cpu":
+        return _seconds_on_gpu
+    return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+
+
+def _seconds_on_gpu() -> float:
+    torch.cuda.synchronize()
+    return time.perf_counter()

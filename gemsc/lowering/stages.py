@@ -30,11 +30,11 @@ from gemsc.passes.mark_segments import MarkSegments
 from gemsc.passes.overlap_halos import OverlapHalos
 from gemsc.passes.place_stages import PlaceStages
 from gemsc.passes.split_tiles import SplitTiles
+from gemsc.planner.ending import share_updates
 from gemsc.planner.fitting import Scheduled, schedule
 from gemsc.planner.layout import check_blocks, check_whole, stage_layout
 from gemsc.planner.predict import schedule_task
-from gemsc.planner.tiles import peak_tile
-from gemsc.planner.updates import share_updates
+from gemsc.planner.traffic import peak_tile
 from gemsc.schedules import SCHEDULES
 
 

@@ -25,9 +25,8 @@ from gemsc.base.nests import dense_leaves
 from gemsc.base.weighted import WeightedCall, WeightedCalls
 from gemsc.costs.gradients import GradientFlow
 from gemsc.costs.hardware import Device, read_hardware
-from gemsc.costs.operators import draws, runs_a_kernel, work_of
+from gemsc.costs.operators import draws, runs_a_kernel, seconds, work_of
 from gemsc.costs.signature import signature
-from gemsc.costs.times import seconds
 from gemsc.errors import GemscError
 from gemsc.ir import meta
 from gemsc.ir.fake import fake_copy, fake_like

@@ -17,7 +17,7 @@ from gemsc.passes.branches.lowering import lower_node
 from gemsc.passes.spatial.classify import probe_of
 from gemsc.passes.spatial.fusing import choose_fused
 from gemsc.passes.spatial.lowering import Lowering
-from gemsc.planner.tiles import exchanges
+from gemsc.planner.traffic import exchanges
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -55,7 +55,8 @@ class _SavedPart:
     @property
     def gradients(self) -> int:
         """The bytes of its parameters' gradients, as far as they come with it."""
-        return _gradients(self.nodes) - self.deferred
+        made = sum(meta.facts(node).parameter_bytes for node in self.nodes)
+        return made - self.deferred
 
     @property
     def deferred(self) -> int:
@@ -165,15 +166,15 @@ def _moments(
     ahead: Storages = {}
     left = _left_behind(parts)
     for part, copies, waiting in zip(parts, moved, left[1:], strict=True):
-        held += _size(_missing(part.stays, alive))
+        held += _size(_without(part.stays, alive))
         alive.update(part.stays)
         to_come -= part.gradients
-        again = _missing(part.needs, alive) if part.kind == "recompute" else copies
+        again = _without(part.needs, alive) if part.kind == "recompute" else copies
         yield _Moment(
             part,
             held + _size(_without(ahead, again)),
             again,
-            _missing(waiting, alive),
+            _without(waiting, alive),
             to_come,
         )
         ahead = copies or ahead
@@ -313,16 +314,6 @@ def _plain(node: fx.Node, *, split: bool) -> _SavedPart:
     return _SavedPart("plain", (node,), saved, saved, waits)
 
 
-def waiting_gradient_bytes(program: Program, index: int) -> int:
-    """Return the bytes of the gradients that a split backward leaves for later."""
-    stage = program.require_stages()[index]
-    return sum(meta.facts(node).weight_bytes for node in stage.nodes)
-
-
-def _gradients(nodes: Iterable[fx.Node]) -> int:
-    return sum(meta.facts(node).parameter_bytes for node in nodes)
-
-
 def _saved(nodes: Iterable[fx.Node]) -> Storages:
     return {key: size for node in nodes for key, size in meta.facts(node).saved}
 
@@ -340,11 +331,7 @@ def _union(many: Iterable[Storages]) -> Storages:
     return {key: size for one in many for key, size in one.items()}
 
 
-def _without(storages: Storages, known: Storages) -> Storages:
-    return _missing(storages, set(known))
-
-
-def _missing(storages: Storages, known: set[int]) -> Storages:
+def _without(storages: Storages, known: Container[int]) -> Storages:
     return {key: size for key, size in storages.items() if key not in known}
 
 

@@ -16,11 +16,12 @@ from gemsc.errors import GemscError, SourceLocation
 from gemsc.ir.flow import used_tensors
 from gemsc.ir.program import Block, Program
 from gemsc.options import CompileOptions
-from gemsc.plan import Plan, PlannedStage, cut_name, plan_file
+from gemsc.plan import Plan, PlannedFork, PlannedStage, cut_name, plan_file
 from gemsc.schedules import SCHEDULES, place
 
 DEFAULTS = CompileOptions()
 _KINDS = {bool: "true or false", int: "number", str: "text"}
+ORDER = "stages hold the model's blocks in their order, each once"
 _NAMED = re.compile(r"(?:--|unknown )([a-z-]+)")
 
 
@@ -47,36 +48,90 @@ class EditedPlan:
         Raises:
             GemscError: what was edited contradicts itself; says in which line.
         """
-        return options_of(self.plan, self.file)
+        plan = self.plan
+        known = {field.name for field in fields(CompileOptions)}
+        options: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value
+            for key, value in plan.options.items()
+            if key in known
+        }
+        if plan.schedule not in SCHEDULES:
+            raise self.file.error(
+                ("schedule",),
+                f"unknown schedule '{plan.schedule}'",
+                help=f"choose one of {', '.join(SCHEDULES)}",
+            )
+        decided = {
+            "ranks": plan.ranks,
+            "data": plan.data,
+            "schedule": plan.schedule,
+            "micro_batches": plan.micro_batches,
+            "times": None,
+            "cuts": (),
+            "balance": "explicit",
+            "blocks": tuple(len(stage.blocks) for stage in plan.stages),
+            "placement": self._placement(),
+            "recompute": _all_of(stage.recompute for stage in plan.stages),
+            "offload": _all_of(stage.offload for stage in plan.stages),
+        }
+        trunks = {stage.trunk for stage in plan.stages if stage.trunk}
+        if len(trunks) == 1:
+            decided["trunk"] = trunks.pop()
+        for key in options.keys() - decided.keys():
+            self._check_kind(key, plan.options[key])
+        settled = CompileOptions(**{**options, **decided})
+        self._check_grids(settled)
+        return settled
 
     def check(self, blocks: Sequence[Block]) -> None:
-        """Make sure that its stages hold these blocks (see `check_blocks`)."""
-        check_edited_blocks(self.plan, blocks, self.file)
+        """Make sure that the plan's stages hold the model's blocks, in their order.
 
-    def check_shared(self, found: Plan) -> None:
+        Raises:
+            GemscError: a block is unknown, missing, doubled or out of order; says
+                where.
+        """
+        names = [block.name for block in blocks]
+        following = 0
+        for stage in self.plan.stages:
+            if not stage.blocks:
+                message = f"stage {stage.index} has no blocks"
+                help = "move a block there, or remove the stage"
+                raise self._error(stage, "blocks", message, help)
+            for name in stage.blocks:
+                if name != (names[following] if following < len(names) else None):
+                    raise self._misplaced(stage, name, names, following)
+                following += 1
+            for entry in ("recompute", "offload"):
+                for name in set(getattr(stage, entry)) - set(stage.blocks):
+                    message = f"stage {stage.index} has no block '{name}'"
+                    help = f"{entry} names blocks of its stage"
+                    raise self._error(stage, entry, message, help, name)
+        if following < len(names):
+            keys = "stages", len(self.plan.stages) - 1, "blocks"
+            message = f"block '{names[following]}' is in no stage"
+            raise self.file.error(keys, message, help=ORDER)
+
+    def check_shared(self, compiled: Plan) -> None:
         """Make sure that a new plan holds trunks and places branches as this one does.
 
         Raises:
             GemscError: it does not; names the stage.
         """
-        forks = {fork.join: fork.placed for s in found.stages for fork in s.forks}
-        for stage, now in zip(self.plan.stages, found.stages, strict=True):
+        forks = {fork.join: fork.placed for s in compiled.stages for fork in s.forks}
+        for stage, now in zip(self.plan.stages, compiled.stages, strict=True):
             if stage.trunk not in ("", now.trunk):
-                raise self.file.error(
-                    ("stages", stage.index, "trunk"),
-                    f"stage {stage.index} has trunk {now.trunk}, not {stage.trunk}",
-                    help="give all stages with shards the same trunk",
+                message = (
+                    f"stage {stage.index} has trunk {now.trunk}, not {stage.trunk}"
                 )
+                help = "give all stages with shards the same trunk"
+                raise self._error(stage, "trunk", message, help)
             for index, fork in enumerate(stage.forks):
                 placed = [set(names) for names in forks.get(fork.join, ())]
                 if fork.placed and placed != [set(names) for names in fork.placed]:
-                    raise self.file.error(
-                        ("stages", stage.index, "forks", index),
-                        f"the branches of {fork.name} cannot be placed so with all else"
-                        " in this plan",
-                        help="place those of one fork only where forks overlap",
-                        word=f'"{fork.name}"',
-                    )
+                    message = f"the branches of {fork.name} cannot be placed so with "
+                    message += "all else in this plan"
+                    help = "place those of one fork only where forks overlap"
+                    raise self._error(stage, ("forks", index), message, help, fork.name)
 
     def placed(self) -> dict[str, list[list[str]]] | None:
         """Return the branches of each rank, by joins; None if no stage shares any.
@@ -85,23 +140,36 @@ class EditedPlan:
             GemscError: a branch is unknown, missing or doubled; says where.
         """
         shared = [stage for stage in self.plan.stages if stage.branches > 1]
-        placed = {
-            fork.join: placed_branches(stage, index, self.file)
-            for stage in shared
-            for index, fork in enumerate(stage.forks)
-            if fork.placed
-        }
+        for stage in shared:
+            for index, fork in enumerate(stage.forks):
+                self._check_branches(stage, index, fork)
+        placed = {f.join: f.placed for s in shared for f in s.forks if f.placed}
         return placed if shared else None
 
     def taken_out(self, program: Program) -> tuple[str, ...]:
-        """Return the parameters that were taken out of a stage's `cut`.
+        """Return the parameters of shards that `cut`, `whole` and `alone` lack.
 
-        Its stages hold the program's blocks.
+        The stages hold the program's blocks.
 
         Raises:
-            GemscError: `cut` names what the stage does not have.
+            GemscError: `cut` names what the stage does not have; says where.
         """
-        return taken_out(self.plan, program, self.file)
+        blocks = iter(program.blocks or ())
+        parameters = dict(program.module.named_parameters())
+        lacking: list[str] = []
+        for stage in self.plan.stages:
+            nodes = [node for _ in stage.blocks for node in next(blocks).nodes]
+            names = used_tensors(program, nodes) if stage.shards > 1 else []
+            cut = {cut_name(text): text for text in stage.cut}
+            for name in cut.keys() - set(names):
+                near = get_close_matches(name, names, n=3) or names[:3]
+                message = f"stage {stage.index} has no parameter '{name}'"
+                help = f"parameters: {', '.join(near)}"
+                raise self._error(stage, "cut", message, help, cut[name])
+            others = (*(each.names for each in stage.whole), *stage.alone)
+            listed = {*cut, *(name for names in others for name in names)}
+            lacking += [n for n in names if n in parameters and n not in listed]
+        return tuple(dict.fromkeys(lacking))
 
     @contextmanager
     def lines(self) -> Iterator[None]:
@@ -118,264 +186,151 @@ class EditedPlan:
             name = flag.removeprefix("no-").replace("-", "_")
             stage = "blocks" if name == "cuts" else name
             for keys in ((name,), ("stages", 0, stage), ("options", name)):
-                found = self.file.location(keys)
-                if found != self.file.location(keys[:-1]):
-                    return found
+                line = self.file.location(keys)
+                if line != self.file.location(keys[:-1]):
+                    return line
         return None
 
+    def _error(
+        self,
+        stage: PlannedStage,
+        entry: str | tuple[str | int, ...],
+        message: str,
+        help: str,
+        word: str = "",
+    ) -> GemscError:
+        """Return an error at an entry of a stage: at the text `word` in it."""
+        keys = ("stages", stage.index, *((entry,) if isinstance(entry, str) else entry))
+        return self.file.error(keys, message, help=help, word=word and f'"{word}"')
 
-def options_of(plan: Plan, file: TomlFile) -> CompileOptions:
-    """Return the options that give this plan: its stages, their ranks, its schedule.
+    def _misplaced(
+        self, stage: PlannedStage, name: str, names: Sequence[str], following: int
+    ) -> GemscError:
+        """Return what is wrong with a block of a stage, which is not the next one."""
+        if name not in names:
+            message = f"the model has no block '{name}'"
+            help = f"blocks: {', '.join(get_close_matches(name, names, n=3) or names)}"
+        else:
+            message = f"block '{name}' is out of order in stage {stage.index}: " + (
+                f"'{names[following]}' comes next"
+                if following < len(names)
+                else "all are there already"
+            )
+            help = ORDER
+        return self._error(stage, "blocks", message, help, name)
 
-    Raises:
-        GemscError: what was edited contradicts itself; says in which line.
-    """
-    known = {field.name for field in fields(CompileOptions)}
-    given: dict[str, Any] = {
-        key: tuple(value) if isinstance(value, list) else value
-        for key, value in plan.options.items()
-        if key in known
-    }
-    if plan.schedule not in SCHEDULES:
-        raise file.error(
-            ("schedule",),
-            f"unknown schedule '{plan.schedule}'",
-            help=f"choose one of {', '.join(SCHEDULES)}",
-        )
-    changed = {
-        "ranks": plan.ranks,
-        "data": plan.data,
-        "schedule": plan.schedule,
-        "micro_batches": plan.micro_batches,
-        "times": None,
-        "cuts": (),
-        "balance": "explicit",
-        "blocks": tuple(len(stage.blocks) for stage in plan.stages),
-        "placement": _placement(plan, file),
-        "recompute": _all_of(stage.recompute for stage in plan.stages),
-        "offload": _all_of(stage.offload for stage in plan.stages),
-    }
-    trunks = {stage.trunk for stage in plan.stages if stage.trunk}
-    if len(trunks) == 1:
-        changed["trunk"] = trunks.pop()
-    for key in given.keys() - changed.keys():
-        _check_kind(key, plan.options[key], file)
-    options = CompileOptions(**{**given, **changed})
-    _check_grids(plan, options, file)
-    return options
+    def _check_branches(
+        self, stage: PlannedStage, index: int, fork: PlannedFork
+    ) -> None:
+        """Refuse a fork that does not place each of its branches on one rank."""
+        if not fork.placed:
+            return
+        here = "forks", index, "placed"
+        if len(fork.placed) != stage.branches:
+            message = f"{fork.name} has branches of {len(fork.placed)} ranks, stage "
+            message += f"{stage.index} has {stage.branches}"
+            help = "give a list for each rank: [] for one without a branch"
+            raise self._error(stage, here, message, help)
+        named = [name for names in fork.placed for name in names]
+        for name in dict.fromkeys((*named, *fork.branches)):
+            if name not in fork.branches or named.count(name) != 1:
+                what = "is on several ranks" if name in named else "is on no rank"
+                if name not in fork.branches:
+                    what = "is none of its branches"
+                help = f"place each of {', '.join(fork.branches)} once, or take this "
+                help += "fork out: then every rank computes all of them"
+                message = f"'{name}' of {fork.name} {what}"
+                raise self._error(stage, here, message, help, name)
 
+    def _check_grids(self, options: CompileOptions) -> None:
+        """Refuse tiles, shards or branches of a stage that are not the options'."""
+        for stage in self.plan.stages:
+            pairs = zip(self.plan.members, options.groups, strict=False)
+            grid = next(
+                (g for ranks, g in pairs if ranks[0] in stage.ranks), stage.grid
+            )
+            if grid != stage.grid:
+                both = grid, stage.grid
+                name = next(n for n in SPLITS if len({getattr(g, n) for g in both}) > 1)
+                message = f"stage {stage.index} has {stage.grid}, its ranks are {grid}"
+                help = f"change {name} under [options] and the groups, or compile "
+                help += f"anew with other --{name}"
+                raise self._error(stage, name, message, help)
 
-def _check_grids(plan: Plan, options: CompileOptions, file: TomlFile) -> None:
-    """Refuse tiles, shards or branches of a stage that are not those of the options."""
-    for stage in plan.stages:
-        pairs = zip(plan.members, options.groups, strict=False)
-        grid = next((g for ranks, g in pairs if ranks[0] in stage.ranks), stage.grid)
-        if grid != stage.grid:
-            both = grid, stage.grid
-            name = next(n for n in SPLITS if len({getattr(g, n) for g in both}) > 1)
-            raise file.error(
-                ("stages", stage.index, name),
-                f"stage {stage.index} has {stage.grid}, its ranks are {grid}",
-                help=f"change {name} under [options] and the groups, or compile anew "
-                f"with other --{name}",
+    def _check_kind(self, key: str, value: Any) -> None:
+        """Refuse an option that is of another type than its default."""
+        default = getattr(DEFAULTS, key)
+        if isinstance(default, tuple):
+            kind, fits = "list of texts", isinstance(value, list)
+            fits = fits and all(isinstance(each, str) for each in value)
+        else:
+            wanted = int if default is None else type(default)
+            kind, fits = _KINDS[wanted], type(value) is wanted
+        if not fits:
+            raise self.file.error(
+                ("options", key),
+                f"{key} is {value!r}, which is not a {kind}",
+                help="write it as gemsc did, or undo the change",
             )
 
+    def _placement(self) -> str:
+        """Return the placement's name if it gives the stages' ranks, else the ranks."""
+        plan = self.plan
+        if plan.groups:
+            return self._placement_of_groups()
+        for stage in plan.stages:
+            wrong = [rank for rank in stage.ranks if not 0 <= rank < plan.copy_ranks]
+            if wrong:
+                message = f"stage {stage.index} is on rank {wrong[0]}, but the ranks "
+                message += f"of a replica are 0 to {plan.copy_ranks - 1}"
+                help = "all replicas are placed in the same way"
+                raise self._error(stage, "ranks", message, help)
+        if plan.placement != "explicit" and self._is_placed_as_named():
+            return plan.placement
+        for stage in plan.stages:
+            if len(stage.ranks) != 1:
+                message = f"stage {stage.index} is on {len(stage.ranks)} ranks, which "
+                message += f"placement {plan.placement} does not allow"
+                help = "give one rank for each stage, or undo the change"
+                raise self._error(stage, "ranks", message, help)
+        ranks = [rank for stage in plan.stages for rank in stage.ranks]
+        if idle := set(range(plan.copy_ranks)) - set(ranks):
+            raise self.file.error(
+                ("ranks",),
+                f"rank {min(idle)} has no stage",
+                help="lower ranks, or give it a stage",
+            )
+        return ",".join(map(str, ranks))
 
-def _check_kind(key: str, value: Any, file: TomlFile) -> None:
-    """Refuse an option that is of another type than its default."""
-    default = getattr(DEFAULTS, key)
-    if isinstance(default, tuple):
-        kind, fits = "list of texts", isinstance(value, list)
-        fits = fits and all(isinstance(each, str) for each in value)
-    else:
-        wanted = int if default is None else type(default)
-        kind, fits = _KINDS[wanted], type(value) is wanted
-    if not fits:
-        raise file.error(
-            ("options", key),
-            f"{key} is {value!r}, which is not a {kind}",
-            help="write it as gemsc did, or undo the change",
-        )
+    def _placement_of_groups(self) -> str:
+        """Return the placement of stages on grids of ranks."""
+        plan = self.plan
+        groups = [set(members) for members in plan.groups]
+        for stage in plan.stages:
+            ranks = set(stage.ranks)
+            if not ranks or ranks != set().union(*(g for g in groups if ranks & g)):
+                message = f"stage {stage.index} is on ranks {stage.ranks}, which are "
+                message += "not whole grids"
+                help = f"the grids are ranks {plan.groups}"
+                raise self._error(stage, "ranks", message, help)
+        if plan.placement != "explicit":
+            return plan.placement
+        for stage in plan.stages:
+            if set(stage.ranks) not in groups:
+                message = f"stage {stage.index} is on several grids"
+                help = "give the ranks of one grid for each stage"
+                raise self._error(stage, "ranks", message, help)
+        return ",".join(str(groups.index(set(stage.ranks))) for stage in plan.stages)
+
+    def _is_placed_as_named(self) -> bool:
+        """Whether the ranks of each stage are those under the plan's placement."""
+        plan = self.plan
+        replicas = SCHEDULES[plan.schedule].num_replicas
+        placed = place(plan.placement, len(plan.stages), plan.copy_ranks, replicas)
+        named = [sorted(set(ranks)) for ranks in zip(*placed, strict=True)]
+        return named == [stage.ranks for stage in plan.stages]
 
 
 def _all_of(names: Iterable[Sequence[str]]) -> tuple[str, ...]:
     """Return the names of all stages, each once."""
     return tuple(dict.fromkeys(name for each in names for name in each))
-
-
-def _placement(plan: Plan, file: TomlFile) -> str:
-    """Return the placement's name where the stages' ranks are still those it gives."""
-    if plan.groups:
-        return _placement_of_groups(plan, file)
-    rows = [tuple(stage.ranks) for stage in plan.stages]
-    for index, ranks in enumerate(rows):
-        wrong = [rank for rank in ranks if not 0 <= rank < plan.copy_ranks]
-        if wrong:
-            raise file.error(
-                ("stages", index, "ranks"),
-                f"stage {index} is on rank {wrong[0]}, but the ranks of a replica are "
-                f"0 to {plan.copy_ranks - 1}",
-                help="all replicas are placed in the same way",
-            )
-    if plan.placement != "explicit" and rows == _named_rows(plan):
-        return plan.placement
-    several = [index for index, ranks in enumerate(rows) if len(ranks) != 1]
-    if several:
-        raise file.error(
-            ("stages", several[0], "ranks"),
-            f"stage {several[0]} is on {len(rows[several[0]])} ranks, which "
-            f"placement {plan.placement} does not allow",
-            help="give one rank for each stage, or undo the change",
-        )
-    idle = set(range(plan.copy_ranks)) - {rank for (rank,) in rows}
-    if idle:
-        raise file.error(
-            ("ranks",),
-            f"rank {min(idle)} has no stage",
-            help="lower ranks, or give it a stage",
-        )
-    return ",".join(str(rank) for (rank,) in rows)
-
-
-def _placement_of_groups(plan: Plan, file: TomlFile) -> str:
-    """Return the placement of stages on grids of ranks."""
-    groups = [set(members) for members in plan.groups]
-    for index, stage in enumerate(plan.stages):
-        ranks = set(stage.ranks)
-        whole = [group for group in groups if ranks & group]
-        if ranks != set().union(*whole) or not ranks:
-            raise file.error(
-                ("stages", index, "ranks"),
-                f"stage {index} is on ranks {stage.ranks}, which are not whole grids",
-                help=f"the grids are ranks {plan.groups}",
-            )
-    if plan.placement != "explicit":
-        return plan.placement
-    several = [
-        i for i, stage in enumerate(plan.stages) if set(stage.ranks) not in groups
-    ]
-    if several:
-        raise file.error(
-            ("stages", several[0], "ranks"),
-            f"stage {several[0]} is on several grids",
-            help="give the ranks of one grid for each stage",
-        )
-    return ",".join(str(groups.index(set(stage.ranks))) for stage in plan.stages)
-
-
-def _named_rows(plan: Plan) -> list[tuple[int, ...]]:
-    """Return the ranks of each stage under the plan's placement."""
-    replicas = SCHEDULES[plan.schedule].num_replicas
-    placed = place(plan.placement, len(plan.stages), plan.copy_ranks, replicas)
-    return [tuple(sorted(set(ranks))) for ranks in zip(*placed, strict=True)]
-
-
-def check_edited_blocks(plan: Plan, blocks: Sequence[Block], file: TomlFile) -> None:
-    """Make sure that the plan's stages hold the model's blocks, in their order.
-
-    Raises:
-        GemscError: a block is unknown, missing, doubled or out of order; says where.
-    """
-    names = [block.name for block in blocks]
-    following = 0
-    for index, stage in enumerate(plan.stages):
-        if not stage.blocks:
-            raise file.error(
-                ("stages", index, "blocks"),
-                f"stage {index} has no blocks",
-                help="move a block there, or remove the stage",
-            )
-        for name in stage.blocks:
-            expected = names[following] if following < len(names) else None
-            if name == expected:
-                following += 1
-                continue
-            here = ("stages", index, "blocks")
-            if name not in names:
-                near = get_close_matches(name, names, n=3) or names
-                raise file.error(
-                    here,
-                    f"the model has no block '{name}'",
-                    help=f"blocks: {', '.join(near)}",
-                    word=f'"{name}"',
-                )
-            raise file.error(
-                here,
-                f"block '{name}' is out of order in stage {index}: "
-                + (f"'{expected}' comes next" if expected else "all are there already"),
-                help="stages hold the model's blocks in their order, each once",
-                word=f'"{name}"',
-            )
-        for entry in ("recompute", "offload"):
-            for name in set(getattr(stage, entry)) - set(stage.blocks):
-                raise file.error(
-                    ("stages", index, entry),
-                    f"stage {index} has no block '{name}'",
-                    help=f"{entry} names blocks of its stage",
-                    word=f'"{name}"',
-                )
-    if following < len(names):
-        raise file.error(
-            ("stages", len(plan.stages) - 1, "blocks"),
-            f"block '{names[following]}' is in no stage",
-            help="stages hold the model's blocks in their order, each once",
-        )
-
-
-def placed_branches(stage: PlannedStage, index: int, file: TomlFile) -> list[list[str]]:
-    """Return the branches of each rank of a stage's fork.
-
-    Raises:
-        GemscError: a branch is unknown, missing or doubled; says where.
-    """
-    fork = stage.forks[index]
-    here = ("stages", stage.index, "forks", index, "placed")
-    if len(fork.placed) != stage.branches:
-        raise file.error(
-            here,
-            f"{fork.name} has branches of {len(fork.placed)} ranks, stage "
-            f"{stage.index} has {stage.branches}",
-            help="give a list for each rank: [] for one without a branch",
-        )
-    named = [name for names in fork.placed for name in names]
-    for name in dict.fromkeys((*named, *fork.branches)):
-        if name not in fork.branches or named.count(name) != 1:
-            what = "is on several ranks" if name in named else "is on no rank"
-            if name not in fork.branches:
-                what = "is none of its branches"
-            raise file.error(
-                here,
-                f"'{name}' of {fork.name} {what}",
-                help=f"place each of {', '.join(fork.branches)} once, or take this "
-                "fork out: then every rank computes all of them",
-                word=f'"{name}"',
-            )
-    return fork.placed
-
-
-def taken_out(plan: Plan, program: Program, file: TomlFile) -> tuple[str, ...]:
-    """Return the parameters of stages of shards that `cut`, `whole`, `alone` lack.
-
-    Raises:
-        GemscError: `cut` names what the stage does not have; says where.
-    """
-    blocks = iter(program.blocks or ())
-    parameters = dict(program.module.named_parameters())
-    found: list[str] = []
-    for stage in plan.stages:
-        own = [next(blocks) for _ in stage.blocks]
-        nodes = (node for block in own for node in block.nodes)
-        names = used_tensors(program, nodes) if stage.shards > 1 else []
-        cut = {cut_name(text): text for text in stage.cut}
-        for name in cut.keys() - set(names):
-            near = get_close_matches(name, names, n=3) or names[:3]
-            raise file.error(
-                ("stages", stage.index, "cut"),
-                f"stage {stage.index} has no parameter '{name}'",
-                help=f"parameters: {', '.join(near)}",
-                word=f'"{cut[name]}"',
-            )
-        others = (*(each.names for each in stage.whole), *stage.alone)
-        listed = {*cut, *(name for names in others for name in names)}
-        found += [n for n in names if n in parameters and n not in listed]
-    return tuple(dict.fromkeys(found))

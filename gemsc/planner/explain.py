@@ -1,18 +1,19 @@
-"""Why this split: which rank is slowest, what the step consists of, what limits it."""
+"""What a plan says of its step: when ranks do what, how fast it is, what limits it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
 from gemsc.base.process import num_cores
-from gemsc.base.units import show_ranks, show_seconds
+from gemsc.base.units import show_flops, show_ranks, show_seconds
 from gemsc.costs.hardware import DEFAULT_HARDWARE
+from gemsc.errors import GemscError, InternalError
 from gemsc.plan import Plan
-from gemsc.planner.from_plan import task_of, timeline_of
-from gemsc.schedules import Task, Timeline, replay
+from gemsc.schedules import Action, Kind, Task, Timeline, replay
 from gemsc.schedules.paths import beside
 
 SMALL = 0.03  # shares of the step below which nothing is worth changing
+TRAINS = 3  # times the forward's operations: one for each of two gradients
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,34 +90,27 @@ def explain(plan: Plan) -> Explanation:
     busy = [sum(t.end - t.start for t in actions) for actions in timeline.ranks]
     slowest_rank = max(range(len(busy)), key=busy.__getitem__)
     mean = sum(busy) / len(busy)
-    free = _without_messages(task, timeline)
+    edges = tuple(replace(edge, seconds=0.0) for edge in task.edges)
+    free = replay(replace(task, edges=edges), timeline.orders).makespan
     stages = [stage for _, stage in task.lanes[slowest_rank]]
-    talking = _talking(plan)
-    parts = {
-        "talking": talking,
-        "imbalance": busy[slowest_rank] - mean,
-        "fill": max(0.0, free - busy[slowest_rank]),
-        "messages": max(0.0, timeline.makespan - free),
+    waited = sum(stage.talking_seconds for stage in plan.stages)
+    talking = waited * plan.micro_batches / len(plan.members)
+    costs = {
+        "talking_seconds": talking,
+        "imbalance_seconds": busy[slowest_rank] - mean,
+        "fill_seconds": max(0.0, free - busy[slowest_rank]),
+        "message_seconds": max(0.0, timeline.makespan - free),
     }
     slowest_stage = max(stages, key=lambda s: task.stages[s].forward)
-    limit, advice = _limit(plan, parts, timeline.makespan, slowest_stage)
+    limit, advice = _limit(plan, costs, timeline.makespan, slowest_stage)
     return Explanation(
         slowest_ranks=show_ranks(plan.members[slowest_rank]),
         slowest_stage=slowest_stage,
         work_seconds=mean - talking,
-        talking_seconds=talking,
-        imbalance_seconds=parts["imbalance"],
-        fill_seconds=parts["fill"],
-        message_seconds=parts["messages"],
+        **costs,
         limit=limit,
         advice=advice,
     )
-
-
-def _talking(plan: Plan) -> float:
-    """Return what a rank waits in a step for others of its stage, on average."""
-    each = sum(stage.talking_seconds for stage in plan.stages)
-    return each * plan.micro_batches / len(plan.members)
 
 
 def seconds_here(plan: Plan) -> tuple[float, int] | None:
@@ -134,31 +128,25 @@ def seconds_here(plan: Plan) -> tuple[float, int] | None:
     return max(plan.step_seconds, plan.data * work / cores), cores
 
 
-def _without_messages(task: Task, timeline: Timeline) -> float:
-    """Return the time of the same order if nothing took time to travel."""
-    edges = tuple(replace(edge, seconds=0.0) for edge in task.edges)
-    return replay(replace(task, edges=edges), timeline.orders).makespan
-
-
 def _limit(
-    plan: Plan, parts: dict[str, float], step: float, stage: int
+    plan: Plan, costs: dict[str, float], step: float, stage: int
 ) -> tuple[str, str]:
     """Return what costs most, and what would help."""
-    name = max(parts, key=parts.__getitem__)
-    share = parts[name] / step if step else 0.0
+    name = max(costs, key=costs.__getitem__)
+    share = costs[name] / step if step else 0.0
     if share < SMALL:
-        return f"{1 - sum(parts.values()) / (step or 1.0):.0%} of the step is work", ""
-    if name == "talking":
+        return f"{1 - sum(costs.values()) / (step or 1.0):.0%} of the step is work", ""
+    if name == "talking_seconds":
         return (
             f"messages and sums inside stages cost most, {share:.0%} of the step",
             "fewer ranks for each stage, or ranks that are closer, may help",
         )
-    if name == "messages":
+    if name == "message_seconds":
         return (
             f"messages cost most, {share:.0%} of the step",
             "larger micro-batches, or cuts that fewer bytes cross, may help",
         )
-    if name == "fill":
+    if name == "fill_seconds":
         more = "more --micro-batches help"
         if plan.schedule in ("basic", "mast", "master", "bidirectional"):
             more = "--schedule 1f1b overlaps micro-batches"
@@ -176,3 +164,79 @@ def _limit(
         stages = len(plan.stages)
         advice = f"these {total} blocks cannot be balanced better over {stages} stages"
     return f"the imbalance costs most, {share:.0%} of the step", advice
+
+
+def task_of(plan: Plan) -> Task:
+    """Return what one copy of the model does in a step, and where."""
+    each = plan.micro_batches // plan.replicas
+    return Task(
+        stages=tuple(stage.cost for stage in plan.stages),
+        edges=tuple(transfer.edge for transfer in plan.transfers),
+        placement=tuple(map(tuple, plan.places)),
+        micro_batches=(each,) * plan.replicas,
+        has_backward=any(str(Kind.BACKWARD) in row for row in plan.order),
+        workspace_bytes=plan.workspace_bytes,
+    )
+
+
+def timeline_of(plan: Plan) -> Timeline:
+    """Return when each rank of one copy does what, as predicted.
+
+    Raises:
+        GemscError: the order cannot be carried out.
+    """
+    try:
+        orders = [[Action.parse(word) for word in row.split()] for row in plan.order]
+        return replay(task_of(plan), orders)
+    except (InternalError, KeyError, ValueError) as error:
+        raise GemscError(
+            f"plan.toml is damaged: {error}", help="compile again to rewrite it"
+        ) from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """Of all replicas together.
+
+    `tokens_per_second` is 0 where samples are no words. `flops_per_second` counts the
+    model's own operations: none for what is recomputed. `peak_share` is what that is of
+    what the devices could do in `dtype`; 0 where the plan does not know.
+    """
+
+    samples_per_second: float
+    tokens_per_second: float
+    flops_per_second: float
+    peak_share: float
+    dtype: str
+
+    def __str__(self) -> str:
+        tokens = f" ({show_rate(self.tokens_per_second)} tokens/s)"
+        share = f": {self.peak_share:.0%} of the devices' peak ({self.dtype})"
+        return (
+            f"{show_rate(self.samples_per_second)} samples/s"
+            f"{tokens * bool(self.tokens_per_second)}, "
+            f"{show_flops(self.flops_per_second)}/s{share * bool(self.peak_share)}"
+        )
+
+
+def speed(plan: Plan) -> Speed:
+    """Return the predicted speed, the sums of gradients and the update included."""
+    seconds = plan.step_seconds + plan.ending_seconds
+    micro_batches = plan.data * plan.micro_batches
+    samples = micro_batches * plan.micro_batch_size
+    flops = TRAINS * micro_batches * sum(stage.flops for stage in plan.stages)
+    rate = flops / seconds if seconds else 0.0
+    devices = plan.ranks / (plan.per_device or 1)
+    peak = devices * plan.peak_flops
+    return Speed(
+        samples_per_second=samples / seconds if seconds else 0.0,
+        tokens_per_second=plan.tokens * samples / seconds if seconds else 0.0,
+        flops_per_second=rate,
+        peak_share=rate / peak if peak else 0.0,
+        dtype=plan.peak_dtype,
+    )
+
+
+def show_rate(count: float) -> str:
+    """Return samples, tokens, ... per second, to three digits or a whole number."""
+    return f"{count:,.0f}" if count >= 100 else f"{count:.3g}"

@@ -20,7 +20,7 @@ from gemsc.ir import meta
 from gemsc.ir.dump import dump
 from gemsc.ir.flow import is_overlapped
 from gemsc.ir.opaque import opaques
-from gemsc.ir.program import Barrier, Program, Stage
+from gemsc.ir.program import Program, Stage
 from gemsc.ir.shards import CutTensor, Fork, StageShards, WholeTensor
 from gemsc.options import CompileOptions
 from gemsc.plan import (
@@ -33,8 +33,7 @@ from gemsc.plan import (
 from gemsc.planner.ending import after_backward
 from gemsc.planner.memory import largest_weights, peak_parts
 from gemsc.planner.predict import micro_batch_size, talking
-from gemsc.planner.tiles import exchanges, moved_bytes
-from gemsc.planner.traffic import stage_traffic, step_traffic
+from gemsc.planner.traffic import exchanges, moved_bytes, stage_traffic, step_traffic
 from gemsc.schedules import Task, Timeline
 from gemsc.schedules.paths import skipping
 
@@ -60,7 +59,9 @@ def make_plan(
     given = {key: value for key, value in asdict(options).items() if value is not None}
     ending = after_backward(first, task, timeline, options.data, hardware)
     dtype = str(model_dtype(program.module.parameters())).removeprefix("torch.")
-    peak_dtype, peak = hardware.device.peak(_computed_in(dtype, options))
+    peak_dtype, peak = hardware.device.peak(
+        options.precision if options.precision != "float32" else dtype
+    )
     return Plan(
         gemsc=version("gemsc"),
         torch=torch.__version__,
@@ -121,10 +122,6 @@ def _loss_note(program: Program, task: Task, options: CompileOptions) -> list[st
     ]
 
 
-def _computed_in(dtype: str, options: CompileOptions) -> str:
-    return options.precision if options.precision != "float32" else dtype
-
-
 def _tokens(program: Program) -> int:
     """Return the words of a sample: whole numbers, samples by positions."""
     shapes = (
@@ -141,13 +138,13 @@ def _stages(
     """Return what each stage holds; `tiles` are what those of the largest grid run."""
     placement, first = program.placement, tiles[0]
     assert placement is not None
-    found = []
+    planned = []
     stages = zip(program.require_stages(), first.require_stages(), strict=True)
     for (stage, own), cost in zip(stages, task.stages, strict=True):
         grid, halos = placement.grid(stage.index), exchanges(first, own)
         size = len(halos), sum(each.num_bytes for each in halos)
         unfused = first.unfused.get(stage.index, size)
-        found.append(
+        planned.append(
             PlannedStage(
                 index=stage.index,
                 ranks=sorted({r for row in placement.ranks for r in row[stage.index]}),
@@ -170,7 +167,7 @@ def _stages(
                 overlapped=[meta.layer(n) for n in own.nodes if is_overlapped(n)],
             )
         )
-    return found
+    return planned
 
 
 def _shards(stage: Stage, shards: StageShards | None, tiles: int) -> dict[str, Any]:
@@ -211,16 +208,16 @@ def _trunk_seconds(stage: Stage, shards: StageShards, tiles: int) -> dict[str, f
     That is since the join of the fork before.
     """
     joins = {node: f.join for f in shards.forks for b in f.branches for node in b.nodes}
-    found: dict[str, float] = {}
+    before: dict[str, float] = {}
     seconds = 0.0
     for node in stage.nodes:
         if node.name not in shards.rank_of:
             each = shards.count if node.name in shards.split_dims else tiles
             seconds += meta.facts(node).seconds / each
-        elif joins[node.name] not in found:
-            found[joins[node.name]] = seconds
+        elif joins[node.name] not in before:
+            before[joins[node.name]] = seconds
             seconds = 0.0
-    return found
+    return before
 
 
 def _fork(fork: Fork, count: int, trunk_seconds: float) -> PlannedFork:
@@ -246,7 +243,6 @@ def _cut_text(tensor: CutTensor) -> str:
 
 
 def _transfers(first: Program, task: Task) -> list[PlannedTransfer]:
-    """Return what stages send each other."""
     return [
         PlannedTransfer(
             index=transfer.index,
@@ -259,11 +255,13 @@ def _transfers(first: Program, task: Task) -> list[PlannedTransfer]:
 
 
 def _opaque(program: Program) -> list[dict[str, object]]:
-    """Return the modules that stay whole, and why."""
+    """Return the modules that stay whole, the stages that call them, and why."""
+    stages = program.require_stages()
+    calls = [{n.target for n in s.nodes if n.op == "call_module"} for s in stages]
     return [
         {
             "module": path,
-            "stages": _stages_of(program, path),
+            "stages": [index for index, paths in enumerate(calls) if path in paths],
             "line": opaque.at.short if opaque.at is not None else "",
             "reason": opaque.why,
         }
@@ -302,40 +300,26 @@ def _names(program: Program, stage: int, kind: str) -> list[str]:
     return [segment.name for segment in segments if segment.kind == kind]
 
 
-def _stages_of(program: Program, path: str) -> list[int]:
-    """Return the stages that call a module."""
-    return [
-        stage.index
-        for stage in program.require_stages()
-        if any(n.op == "call_module" and n.target == path for n in stage.nodes)
-    ]
-
-
 def _barriers(tiles: Sequence[Program]) -> list[dict[str, object]]:
     """Return what is gathered: by all tiles, or in a branch that some of them have."""
-    found: dict[tuple[int, str], dict[str, object]] = {}
-    for tile in tiles:
-        for each in tile.barriers:
-            key = meta.traced_place(each.node), each.reason
-            found.setdefault(key, _barrier(tile, each))
-    return [found[key] for key in sorted(found)]
-
-
-def _barrier(program: Program, barrier: Barrier) -> dict[str, object]:
-    """Return where a split value is gathered, and why."""
-    at = barrier.location
-    stages = program.require_stages()
-    return {
-        "stage": next(s.index for s in stages if barrier.node in s.nodes),
-        "value": barrier.node.name,
-        "reason": barrier.reason,
-        "num_bytes": barrier.num_bytes,
-        "line": at.short if at is not None else "",
-    }
+    gathered: dict[tuple[int, str], dict[str, object]] = {}
+    for program in tiles:
+        stages = program.require_stages()
+        for barrier in program.barriers:
+            at = barrier.location
+            key = meta.traced_place(barrier.node), barrier.reason
+            entry = {
+                "stage": next(s.index for s in stages if barrier.node in s.nodes),
+                "value": barrier.node.name,
+                "reason": barrier.reason,
+                "num_bytes": barrier.num_bytes,
+                "line": at.short if at is not None else "",
+            }
+            gathered.setdefault(key, entry)
+    return [gathered[key] for key in sorted(gathered)]
 
 
 def _skips(program: Program) -> list[dict[str, object]]:
-    """Return the skips that jump over blocks."""
     placement = program.placement
     assert placement is not None
     block_of = {node: b for b in program.blocks or () for node in b.nodes}
@@ -350,13 +334,13 @@ def _skips(program: Program) -> list[dict[str, object]]:
         for user in node.users
         if user in block_of
     )
-    found: list[dict[str, object]] = []
+    jumps: list[dict[str, object]] = []
     for skip in program.skips or ():
         source, dest = block_of[skip.value], block_of[skip.last_use]
         if (source.index, dest.index) in skips:
             stages = stage_of[source.index], stage_of[dest.index]
             local = placement.ranks[0][stages[0]] == placement.ranks[0][stages[1]]
-            found.append(
+            jumps.append(
                 {
                     "value": skip.value.name,
                     "source": source.name,
@@ -365,4 +349,4 @@ def _skips(program: Program) -> list[dict[str, object]]:
                     "kind": "stays on its rank" if local else "sent once",
                 }
             )
-    return found
+    return jumps

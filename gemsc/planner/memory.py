@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from math import prod
 
 from torch import Tensor
@@ -43,24 +43,16 @@ class MemoryParts:
 
     parameters: int
     optimizer: int
-    gradients: int
-    activations: int
-    messages: int
+    gradients: int = 0
+    activations: int = 0
+    messages: int = 0
     workspace: int = 0
     working: int = 0
 
     @property
     def total(self) -> int:
         """All of it."""
-        return (
-            self.parameters
-            + self.optimizer
-            + self.gradients
-            + self.activations
-            + self.messages
-            + self.workspace
-            + self.working
-        )
+        return sum(astuple(self))
 
 
 def stage_weights(program: Program) -> list[StageWeights]:
@@ -70,9 +62,12 @@ def stage_weights(program: Program) -> list[StageWeights]:
     """
     module = program.module
     tensors = dict([*module.named_parameters(), *module.named_buffers()])
-    ranks = _ranks(program)
+    placement = program.placement
+    assert placement is not None
+    rows = zip(*placement.ranks, strict=True)
+    ranks = [{rank for row in stage for rank in row} for stage in rows]
     names_of = owned_tensors(program)
-    found = []
+    weights = []
     for index, names in enumerate(names_of):
         elsewhere = {
             name
@@ -82,7 +77,7 @@ def stage_weights(program: Program) -> list[StageWeights]:
         }
         owned = {name: tensors[name] for name in names if name not in elsewhere}
         trained = {name: t for name, t in owned.items() if t.requires_grad}
-        found.append(
+        weights.append(
             StageWeights(
                 parameters=sum(tensor.nbytes for tensor in owned.values()),
                 gradients=sum(tensor.nbytes for tensor in trained.values()),
@@ -92,7 +87,7 @@ def stage_weights(program: Program) -> list[StageWeights]:
                 optimizer=sum(_state_bytes(program, *each) for each in trained.items()),
             )
         )
-    return found
+    return weights
 
 
 def largest_weights(tiles: Sequence[Program]) -> list[StageWeights]:
@@ -102,10 +97,10 @@ def largest_weights(tiles: Sequence[Program]) -> list[StageWeights]:
     """
     placement = tiles[0].placement
     assert placement is not None
-    found = [stage_weights(tile) for tile in tiles]
+    of_tiles = [stage_weights(tile) for tile in tiles]
     return [
         max(
-            (weights[stage] for weights in found[: len(ranks)]),
+            (weights[stage] for weights in of_tiles[: len(ranks)]),
             key=lambda each: each.resident,
         )
         for stage, ranks in enumerate(placement.ranks[0])
@@ -123,16 +118,6 @@ def _state_bytes(program: Program, name: str, parameter: Tensor) -> int:
     return program.optimizer_bytes[name].of(elements, whole)
 
 
-def _ranks(program: Program) -> list[set[int]]:
-    """Return the ranks that have each stage, in any replica."""
-    placement = program.placement
-    assert placement is not None
-    return [
-        {rank for row in placement.ranks for rank in row[stage.index]}
-        for stage in program.require_stages()
-    ]
-
-
 def memory_curve(
     weights: Sequence[StageWeights], task: Task, timeline: Timeline, rank: int
 ) -> list[tuple[float, MemoryParts]]:
@@ -141,21 +126,16 @@ def memory_curve(
     `weights` are those of the stages: see `stage_weights`.
     """
     own = [weights[stage] for stage in sorted({s for _, s in task.lanes[rank]})]
-    parameters = sum(stage.parameters for stage in own)
-    optimizer = sum(stage.optimizer for stage in own)
-    workspace = task.workspace_bytes
-    curve = [(0.0, MemoryParts(parameters, optimizer, 0, 0, 0, workspace))]
+    fixed = MemoryParts(
+        parameters=sum(stage.parameters for stage in own),
+        optimizer=sum(stage.optimizer for stage in own),
+        workspace=task.workspace_bytes,
+    )
+    curve = [(0.0, fixed)]
     for held in held_bytes(task, rank, timeline.ranks[rank]):
-        parts = MemoryParts(
-            parameters,
-            optimizer,
-            held.gradients,
-            held.activations,
-            held.messages,
-            workspace,
-            held.working,
-        )
-        curve.append((held.time, parts))
+        names = ("gradients", "activations", "messages", "working")
+        changing = {name: getattr(held, name) for name in names}
+        curve.append((held.time, replace(fixed, **changing)))
     return curve
 
 

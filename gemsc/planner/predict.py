@@ -14,19 +14,15 @@ from gemsc.ir.opaque import opaque_of
 from gemsc.ir.program import Program, Stage, Transfer, busy_seconds
 from gemsc.ir.segments import recomputed_nodes
 from gemsc.messages.exchange import Exchange
-from gemsc.planner.activations import (
-    activations,
-    again_seconds,
-    waiting_gradient_bytes,
-)
+from gemsc.planner.activations import activations, again_seconds
 from gemsc.planner.layout import StageLayout
 from gemsc.planner.memory import stage_weights
-from gemsc.planner.tiles import (
+from gemsc.planner.traffic import (
     exchanging,
     most_bytes,
+    received_bytes,
     waiting,
 )
-from gemsc.planner.traffic import received_bytes
 from gemsc.schedules import Edge, StageCost, Task
 
 
@@ -48,7 +44,7 @@ def schedule_task(
     costs = [_stage_costs(tile, hardware) for tile in tiles]
     stages = []
     for index in range(len(first.require_stages())):
-        size = _size(first, index)
+        size = len(placement.ranks[0][index])
         own = [cost[index] for cost in costs[:size]]
         worst = _worst(own)
         if placement.grid(index).branches > 1:
@@ -66,18 +62,12 @@ def schedule_task(
     )
 
 
-def _size(program: Program, stage: int) -> int:
-    """Return the number of a stage's tiles."""
-    assert program.placement is not None
-    return len(program.placement.ranks[0][stage])
-
-
 def _stage_costs(program: Program, hardware: Hardware) -> list[StageCost]:
     """Return what each stage costs on the rank that runs this program."""
     saved = activations(program)
     split = activations(program, split=True)
     weights = stage_weights(program)
-    found = []
+    by_stage = []
     for stage in program.require_stages():
         kept, owned = saved[stage.index], weights[stage.index]
         waits = talking(program, stage, hardware.network)
@@ -88,7 +78,7 @@ def _stage_costs(program: Program, hardware: Hardware) -> list[StageCost]:
         else:
             computing = [each + moving for each in computing]
         forward, backward = map(sum, zip(computing, waits, strict=True))
-        found.append(
+        by_stage.append(
             StageCost(
                 forward=forward,
                 backward=backward,
@@ -99,7 +89,7 @@ def _stage_costs(program: Program, hardware: Hardware) -> list[StageCost]:
                 gradient_bytes=owned.gradients,
                 weight=_waiting_seconds(program, stage),
                 waiting_bytes=split[stage.index].waiting,
-                waiting_gradient_bytes=waiting_gradient_bytes(program, stage.index),
+                waiting_gradient_bytes=stage.total("weight_bytes"),
                 split_transient_bytes=split[stage.index].transient,
                 first_split_transient_bytes=split[stage.index].first_transient,
                 working_bytes=kept.working,
@@ -111,7 +101,7 @@ def _stage_costs(program: Program, hardware: Hardware) -> list[StageCost]:
                 ),
             )
         )
-    return found
+    return by_stage
 
 
 def _computing(program: Program, stage: Stage) -> list[float]:
@@ -200,7 +190,7 @@ def _in_step(
 
     Whoever has the slowest branch of a fork may have the fastest of the next.
     """
-    found = worst
+    in_step = worst
     for name in ("forward", "backward"):
         parts = [
             _parts(tile.require_stages()[index], f"{name}_seconds") for tile in tiles
@@ -210,8 +200,8 @@ def _in_step(
             for cost, own in zip(costs, parts, strict=True)
         )
         slowest = sum(map(max, zip(*parts, strict=True)))
-        found = replace(found, **{name: slowest + others})
-    return found
+        in_step = replace(in_step, **{name: slowest + others})
+    return in_step
 
 
 def _parts(stage: Stage, fact: str) -> list[float]:
@@ -219,12 +209,12 @@ def _parts(stage: Stage, fact: str) -> list[float]:
 
     Those are the exchanges in which all ranks of the stage have something.
     """
-    found = [0.0]
+    seconds = [0.0]
     for node in stage.nodes:
         if is_exchange(node) and _meets_all(exchange_of(node)):
-            found.append(0.0)
-        found[-1] += getattr(meta.facts(node), fact)
-    return found
+            seconds.append(0.0)
+        seconds[-1] += getattr(meta.facts(node), fact)
+    return seconds
 
 
 def _meets_all(exchange: Exchange) -> bool:

@@ -9,8 +9,7 @@ from gemsc.schedules.action import (
     Timeline,
 )
 from gemsc.schedules.clock import replay
-from gemsc.schedules.deferral import split_last_backwards
-from gemsc.schedules.engine import Policy, run
+from gemsc.schedules.engine import Policy, run, split_last_backwards
 from gemsc.schedules.held import Held, held_bytes
 from gemsc.schedules.policies import SCHEDULES, Schedule, place
 

@@ -201,24 +201,15 @@ class Task:
         First those of values, then those of gradients.
         """
         return tuple(
-            tuple(self._posted(replica, stage) for stage in range(len(self.stages)))
-            for replica in range(len(self.placement))
+            tuple(self._posted(ranks, stage) for stage in range(len(self.stages)))
+            for ranks in self.placement
         )
 
-    def _posted(self, replica: int, stage: int) -> tuple[int, int]:
-        ranks = self.placement[replica]
-        return (
-            sum(
-                edge.value_bytes
-                for edge in self.inputs[stage]
-                if ranks[edge.source] != ranks[stage]
-            ),
-            sum(
-                edge.gradient_bytes * edge.gradient
-                for edge in self.outputs[stage]
-                if ranks[edge.dest] != ranks[stage]
-            ),
-        )
+    def _posted(self, ranks: Sequence[int], stage: int) -> tuple[int, int]:
+        received = [e for e in self.inputs[stage] if ranks[e.source] != ranks[stage]]
+        sent = [e for e in self.outputs[stage] if ranks[e.dest] != ranks[stage]]
+        values = sum(edge.value_bytes for edge in received)
+        return values, sum(edge.gradient_bytes for edge in sent if edge.gradient)
 
 
 def _on_top(stage: StageCost, *, split: bool) -> int:

@@ -29,7 +29,6 @@ from itertools import product, zip_longest
 from gemsc.base.parts import Part, make_whole, parts_of, sums_in_order
 from gemsc.errors import InternalError
 from gemsc.schedules.action import Action, Kind, Task, Timed
-from gemsc.schedules.events import Way, events_of, find_cycle
 from gemsc.schedules.held import held_bytes
 from gemsc.schedules.rank_step import (
     AllReduce,
@@ -38,6 +37,9 @@ from gemsc.schedules.rank_step import (
     MessageEnd,
     RankStep,
     Step,
+    Way,
+    events_of,
+    find_cycle,
 )
 
 LARGEST_TAG = 32767  # MPI guarantees tags up to this one

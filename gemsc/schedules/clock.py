@@ -94,42 +94,36 @@ class Clock:
 
     def _needs_of(self, kind: Kind, replica: int, stage: int) -> list[_Need]:
         """Return when what an action needs ended, and how long that travels."""
-        ends = self.ends
-        if kind is Kind.FORWARD:
-            return [
-                (ends[kind, replica, e.source], self._travel(replica, e, e.seconds))
-                for e in self.task.inputs[stage]
-            ]
         if kind is Kind.WEIGHT:
-            return [(ends[Kind.BACKWARD, replica, stage], 0.0)]
-        needs = [(ends[Kind.FORWARD, replica, stage], 0.0)]
-        for e in self.task.outputs[stage]:
-            seconds = self._travel(replica, e, e.seconds if e.gradient else 0.0)
-            needs.append((ends[kind, replica, e.dest], seconds))
+            return [(self.ends[Kind.BACKWARD, replica, stage], 0.0)]
+        if kind is Kind.FORWARD:
+            needs, before = [], [(e, e.source) for e in self.task.inputs[stage]]
+        else:
+            needs = [(self.ends[Kind.FORWARD, replica, stage], 0.0)]
+            before = [(e, e.dest) for e in self.task.outputs[stage]]
+        for e, other in before:
+            seconds = self._travel(kind, replica, e)
+            needs.append((self.ends[kind, replica, other], seconds))
         return needs
 
     def _wakes_of(
         self, kind: Kind, replica: int, stage: int
     ) -> list[tuple[int, float]]:
-        ranks = self.task.placement[replica]
         if kind is Kind.FORWARD:
-            return [
-                (ranks[e.dest], self._travel(replica, e, e.seconds))
-                for e in self.task.outputs[stage]
-            ]
-        if kind is Kind.WEIGHT:
-            return []
-        return [
-            (
-                ranks[e.source],
-                self._travel(replica, e, e.seconds if e.gradient else 0.0),
-            )
-            for e in self.task.inputs[stage]
-        ]
-
-    def _travel(self, replica: int, edge: Edge, seconds: float) -> float:
+            after = [(e, e.dest) for e in self.task.outputs[stage]]
+        elif kind is Kind.BACKWARD:
+            after = [(e, e.source) for e in self.task.inputs[stage]]
+        else:
+            after = []
         ranks = self.task.placement[replica]
-        return seconds if ranks[edge.source] != ranks[edge.dest] else 0.0
+        return [(ranks[other], self._travel(kind, replica, e)) for e, other in after]
+
+    def _travel(self, kind: Kind, replica: int, edge: Edge) -> float:
+        """Return how long the value of an edge travels, or its gradient if any."""
+        ranks = self.task.placement[replica]
+        if ranks[edge.source] == ranks[edge.dest]:
+            return 0.0
+        return edge.seconds if kind is Kind.FORWARD or edge.gradient else 0.0
 
     def do(self, action: Action, start: float, *, split: bool) -> float:
         """Note that an action begins; return when it ends.
@@ -144,8 +138,7 @@ class Clock:
         ends.append(end)
         if end > self.makespan:
             self.makespan = end
-        rank = self.task.placement[action.replica][action.stage]
-        self.ranks[rank].append(Timed(action, start, end))
+        self.ranks[self.task.rank_of(action)].append(Timed(action, start, end))
         return end
 
     def timeline(self) -> Timeline:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
+from operator import itemgetter
 
 from gemsc.errors import GemscError, InternalError
 from gemsc.schedules.action import (
@@ -12,8 +13,9 @@ from gemsc.schedules.action import (
     Kind,
     Task,
     Timeline,
+    split_backwards,
 )
-from gemsc.schedules.clock import Clock, play
+from gemsc.schedules.clock import Clock, play, replay
 from gemsc.schedules.loops import find_loops, num_lines
 
 Orders = tuple[tuple[Action, ...], ...]
@@ -172,7 +174,7 @@ def _require_memory(task: Task, policy: Policy) -> None:
     short = []
     for rank in range(task.num_ranks):
         need = task.fixed_bytes(rank, split=policy.split_backward)
-        need += max(run_bytes(task, rank), default=0)
+        need += max(_run_bytes(task, rank).values(), default=0)
         if need > task.memory_cap:
             short.append(f"rank {rank} needs {need:,} bytes")
     if short:
@@ -184,16 +186,12 @@ def _require_memory(task: Task, policy: Policy) -> None:
         )
 
 
-def run_bytes(task: Task, rank: int) -> list[int]:
+def _run_bytes(task: Task, rank: int) -> dict[int, int]:
     """Return, for each replica on a rank, what one micro-batch of it saves there."""
     saved: dict[int, int] = {}
     for replica, stage in task.lanes[rank]:
         saved[replica] = saved.get(replica, 0) + task.stages[stage].saved_bytes
-    return list(saved.values())
-
-
-def _key(found: tuple[Key, Action]) -> Key:
-    return found[0]
+    return saved
 
 
 class _Scheduler:
@@ -241,21 +239,19 @@ class _Scheduler:
             heappush(events, (end, rank))
             for dest, seconds in self.clock.wakes(action):
                 heappush(events, (end + seconds, dest))
-        lanes = (
-            (k, lane) for k in self.kinds for rank in self.task.lanes for lane in rank
+        is_done = all(
+            self.clock.count(kind, lane) == self.task.micro_batches[lane[0]]
+            for kind in self.kinds
+            for lane in self.in_flight
         )
-        if any(
-            self.clock.count(k, a) < self.task.micro_batches[a[0]] for k, a in lanes
-        ):
-            return None
-        return self.clock.orders
+        return self.clock.orders if is_done else None
 
     def _choose(self, rank: int, now: float) -> Action | None:
         """Return what a rank does next: the first kind, then the least key."""
         for kind in self.kinds:
             found: Iterable[tuple[Key, Action]] = self.next[rank][kind].values()
             if len(self.task.lanes[rank]) > 1:
-                found = sorted(found, key=_key)
+                found = sorted(found, key=itemgetter(0))
             for _, action in found:
                 if kind is Kind.FORWARD and not self.room[rank].has(action):
                     continue
@@ -321,7 +317,7 @@ def _group(task: Task, policy: Policy) -> int:
     if task.memory_cap is None:
         return group
     for rank in range(task.num_ranks):
-        need = sum(run_bytes(task, rank))
+        need = sum(_run_bytes(task, rank).values())
         fixed = task.fixed_bytes(rank, split=policy.split_backward)
         room = task.memory_cap - fixed
         group = min(group, room // need) if need else group
@@ -344,27 +340,21 @@ class _Room:
         self._limit = policy.live_runs
         self._cap = task.memory_cap
         self._fixed = task.fixed_bytes(rank, split=policy.split_backward)
-        self._replicas = sorted({replica for replica, _ in self._lanes})
-        self._need = dict(
-            zip(self._order_of_need(), run_bytes(task, rank), strict=True)
-        )
-
-    def _order_of_need(self) -> list[int]:
-        return list(dict.fromkeys(replica for replica, _ in self._lanes))
+        self._needs = _run_bytes(task, rank)
 
     def has(self, action: Action) -> bool:
         """Whether the micro-batch of a forward may enter, or has done so."""
         if self._limit is None and self._cap is None:
             return True
         runs, held = 0, self._fixed
-        for replica in self._replicas:
+        for replica, need in self._needs.items():
             first = self._finished(replica)
             last = min(
                 action.micro_batch + (replica <= action.replica),
                 self._task.micro_batches[replica],
             )
             runs += max(0, last - first)
-            held += max(0, last - first) * self._need[replica]
+            held += max(0, last - first) * need
         if self._limit is not None and runs > self._limit:
             return False
         return self._cap is None or held <= self._cap
@@ -376,3 +366,57 @@ class _Room:
             for lane in self._lanes
             if lane[0] == replica
         )
+
+
+def split_last_backwards(task: Task, timeline: Timeline) -> Timeline:
+    """Return the timeline with weight gradients apart where an idle rank waits.
+
+    It gets its gradients before those of weights exist:
+
+        rank 0  .   .   0B3 --            rank 0  .   0B3 --
+        rank 1  1B3 --                    rank 1  1B3 1W3
+
+    `zb-h1` does it for all micro-batches (Qi et al. 2023, "Zero Bubble Pipeline
+    Parallelism"). What weight gradients need stays a little longer: so it is done only
+    where that does not raise the peak of the rank that holds most.
+    """
+    limit = max(timeline.peak_bytes)
+    split = {
+        Action(Kind.BACKWARD, stage, task.micro_batches[replica] - 1, replica)
+        for replica, row in enumerate(task.placement)
+        for stage in range(len(row))
+        if task.has_backward and task.stages[stage].weight
+    } - split_backwards(timeline.orders)
+    while split:
+        attempt = replay(task, [[*_with_weights(o, split)] for o in timeline.orders])
+        useful = {
+            action
+            for action in _awaited(task, attempt, split)
+            if attempt.peak_bytes[task.rank_of(action)] <= limit
+        }
+        if useful == split:
+            return attempt
+        split = useful
+    return timeline
+
+
+def _with_weights(order: Sequence[Action], split: set[Action]) -> Iterator[Action]:
+    for action in order:
+        yield action
+        if action in split:
+            yield replace(action, kind=Kind.WEIGHT)
+
+
+def _awaited(task: Task, timeline: Timeline, split: set[Action]) -> Iterator[Action]:
+    """Yield the backwards that a rank has waited for, and would wait for longer."""
+    times = {timed.action: timed for rank in timeline.ranks for timed in rank}
+    for action in split:
+        end = times[replace(action, kind=Kind.WEIGHT)].end
+        if any(
+            edge.gradient
+            and task.rank_of(needs) != task.rank_of(action)
+            and times[needs].start < end + edge.seconds
+            for edge in task.inputs[action.stage]
+            for needs in [replace(action, stage=edge.source)]
+        ):
+            yield action

@@ -148,12 +148,12 @@ def _runs(actions: Sequence[Action], longest: int) -> Ints:
 def _next_forwards(actions: Sequence[Action]) -> list[int]:
     """Return, for each position, that of the first forward from there on."""
     following = len(actions)
-    found = [following] * len(actions)
+    positions = [following] * len(actions)
     for position in reversed(range(len(actions))):
         if actions[position].kind is Kind.FORWARD:
             following = position
-        found[position] = following
-    return found
+        positions[position] = following
+    return positions
 
 
 def _step(actions: Sequence[Action], start: int, length: int, repeats: int) -> Step:

@@ -111,7 +111,7 @@ def half_the_ranks(task: Task, replica: int, stage: int) -> int:
 def in_groups(task: Task, action: Action) -> tuple[int, ...]:
     """As many micro-batches as there are ranks go through one chunk, then the next."""
     group = task.num_ranks
-    lanes = [s for r, s in task.lanes[_rank(task, action)] if r == action.replica]
+    lanes = [s for r, s in task.lanes[task.rank_of(action)] if r == action.replica]
     chunk = lanes.index(action.stage)
     if action.kind is not Kind.FORWARD:
         chunk = -chunk
@@ -122,10 +122,6 @@ def interleaved_live(task: Task, rank: int) -> int:
     """2 (N - 1 - rank) + (chunks - 1) N + 1: what keeps all N ranks busy."""
     chunks = len(task.lanes[rank])
     return 2 * (task.num_ranks - 1 - rank) + (chunks - 1) * task.num_ranks + 1
-
-
-def _rank(task: Task, action: Action) -> int:
-    return task.placement[action.replica][action.stage]
 
 
 _MASTER = Policy(live_runs=1)

@@ -13,8 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from gemsc.costs.collectives import count, nic, node
-from gemsc.costs.hardware import Hardware, Network
+from gemsc.costs.hardware import Hardware, Interface, Network
 from gemsc.planner.ending import (
     Held,
     StageSum,
@@ -47,12 +46,8 @@ class Point:
     @property
     def step_seconds(self) -> float:
         """The time from the first forward to the last update."""
-        return (
-            self.busy_seconds
-            + self.idle_seconds
-            + self.sum_seconds
-            + self.update_seconds
-        )
+        ending = self.sum_seconds + self.update_seconds
+        return self.busy_seconds + self.idle_seconds + ending
 
     @property
     def throughput(self) -> float:
@@ -91,11 +86,11 @@ class Simulator:
         timelines = [self._play(edges) for edges in self._edges(copies)]
         sums = self._sums(copies)
         device = self.hardware.device
-        algorithms = [each.algorithms for each in sums]
+        algorithms = set().union(*(each.algorithms for each in sums))
         early = self.sums_early
         times = times_of_sums(self.task, timelines, sums, device, early=early)
         ends = ends_of_sums(self.task, times)
-        best: Point | None = None
+        points = []
         for timeline in timelines:
             for rank, actions in enumerate(timeline.ranks):
                 last = max((timed.end for timed in actions), default=0.0)
@@ -109,12 +104,10 @@ class Simulator:
                     idle_seconds=last - busy,
                     sum_seconds=max(0.0, ends[rank] - last),
                     update_seconds=update_seconds(self.task, rank, sums, device),
-                    algorithms=tuple(sorted(set().union(*algorithms))),
+                    algorithms=tuple(sorted(algorithms)),
                 )
-                if best is None or point.step_seconds > best.step_seconds:
-                    best = point
-        assert best is not None
-        return best
+                points.append(point)
+        return max(points, key=lambda point: point.step_seconds)
 
     @property
     def num_ranks(self) -> int:
@@ -166,18 +159,18 @@ class Simulator:
             for of_kind in slowest.values()
         ]
 
-    def _crowd(self, row: tuple[int, ...], copies: int) -> Counter[tuple[str, int]]:
+    def _crowd(self, row: tuple[int, ...], copies: int) -> Counter[Interface]:
         """Count what passes each network interface if all stages send at once."""
-        crowd: Counter[tuple[str, int]] = Counter()
+        crowd: Counter[Interface] = Counter()
         for copy in range(copies):
             first = copy * self.num_ranks
             for edge in self.task.edges:
                 ends = first + row[edge.source], first + row[edge.dest]
-                count(crowd, self.network, *ends)
+                crowd.update(self.network.interfaces(*ends))
         return crowd
 
     def _message(
-        self, edge: Edge, first: int, crowds: Sequence[Counter[tuple[str, int]]]
+        self, edge: Edge, first: int, crowds: Sequence[Counter[Interface]]
     ) -> float:
         """Return the seconds of a message, in the replica where it is slowest.
 
@@ -187,13 +180,8 @@ class Simulator:
         for row, crowd in zip(self.rows, crowds, strict=True):
             source, dest = first + row[edge.source], first + row[edge.dest]
             link = self.network.link(source, dest)
-            sharing = 1
-            if node(self.network, source) != node(self.network, dest):
-                ways = (
-                    ("out", nic(self.network, source)),
-                    ("in", nic(self.network, dest)),
-                )
-                sharing = max(crowd[way] for way in ways)
+            interfaces = self.network.interfaces(source, dest)
+            sharing = max((crowd[each] for each in interfaces), default=1)
             seconds = link.latency + sharing * edge.num_bytes / link.bandwidth
             slowest = max(slowest, seconds)
         return slowest

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gemsc.compilation import Traced
 from gemsc.compiler import schedule_stages, settled_options, trace
@@ -15,10 +19,18 @@ from gemsc.options import CompileOptions
 from gemsc.passes.manager import Runs
 from gemsc.plan import Plan
 from gemsc.planner.ending import held_gradients, start_early
+from gemsc.planner.predict import micro_batch_size
 from gemsc.schedules import SCHEDULES, Task, Timeline
 from gemsc.simulate.scaling import Point, Simulator
-from gemsc.simulate.unfilled import unfilled
 from gemsc.user_model import UserModel, load_user_model
+
+LARGE = 2**16  # elements
+_ATEN = torch.ops.aten
+# what gives every element of a tensor a value that does not matter here
+_FILLING = "normal uniform random bernoulli fill zero erfinv mul add clamp copy"
+_IN_PLACE = frozenset(getattr(_ATEN, f"{name}_") for name in _FILLING.split())
+_FRESH = frozenset({_ATEN.randn, _ATEN.rand, _ATEN.ones, _ATEN.zeros, _ATEN.full})
+_OPTIONS = ("dtype", "device", "layout", "pin_memory")
 
 
 @dataclass(frozen=True)
@@ -76,13 +88,12 @@ def simulate(
     done = schedule_stages(traced, options, run, hardware=hardware)
     program, task, placement = done.program, done.task, done.program.placement
     assert placement is not None
-    sizes = (item.spec.shape[0] for item in program.inputs if item.spec.shape)
     simulator = Simulator(
         task=task,
         policy=SCHEDULES[options.schedule].policy,
         hardware=hardware,
         gradients=held_gradients(done.tiles[0], task),
-        samples=next(sizes, 1) * sum(task.micro_batches),
+        samples=micro_batch_size(program) * sum(task.micro_batches),
         shares_update=options.shard_optimizer,
         groups=placement.groups,
         defers=defers and not options.torch_compile,
@@ -104,7 +115,7 @@ def trace_unfilled(
 
     Its evaluation is left out: the result can be simulated, not compiled.
     """
-    with unfilled():
+    with Unfilled():  # type: ignore[no-untyped-call]
         model, inputs = user.make_model(), user.make_inputs()
         target = user.make_target(inputs)
     return trace(
@@ -168,3 +179,24 @@ def powers_of_two(last: int) -> tuple[int, ...]:
     """Return 1, 2, 4, ... up to `last`, which is among them."""
     powers = (2**power for power in range(last.bit_length()))
     return tuple(sorted({*powers, last}))
+
+
+class Unfilled(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Leaves large tensors that are made inside as they are: they take no memory.
+
+    The operating system gives memory to a process page by page, when a page is first
+    written. So a model of any size can be made, looked at and traced on fake tensors,
+    as long as nothing fills its weights. Small tensors get their values as always: a
+    model may compute with them while it is made.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        packet, kwargs = func._overloadpacket, kwargs or {}
+        if packet in _IN_PLACE and args[0].numel() >= LARGE:
+            return args[0]
+        if packet in _FRESH and math.prod(args[0]) >= LARGE:
+            options = {name: kwargs[name] for name in _OPTIONS if name in kwargs}
+            return torch.empty(args[0], **options)
+        return func(*args, **kwargs)

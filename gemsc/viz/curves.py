@@ -1,15 +1,31 @@
-"""Curves of runs over their steps: loss, held-out figures, samples/s and memory."""
+"""What runs have left in their folders, as curves: loss, figures, samples/s, memory."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
 
-from gemsc.viz.columns import sample
-from gemsc.viz.design import DASHES, NUM_SERIES, SMALL, series, width_of
-from gemsc.viz.run_log import Curve, RunLog
-from gemsc.viz.svg import drawing, line, n, text
+from gemsc.errors import GemscError
+from gemsc.viz.design import (
+    DASHES,
+    NUM_SERIES,
+    SMALL,
+    drawing,
+    element,
+    line,
+    n,
+    path,
+    round_step,
+    sample,
+    series,
+    text,
+    width_of,
+)
 
 WIDTH, LEFT, RIGHT = 860, 78, 24
 PLOT = WIDTH - LEFT - RIGHT
@@ -37,6 +53,9 @@ MARKS = (  # of held-out figures: as different in shape as lines are in dashes
     "M0,4.2L4,-3.2H-4Z",
     "M-1.3,-4.2h2.6v2.9h2.9v2.6h-2.9v2.9h-2.6v-2.9h-2.9v-2.6h2.9Z",
 )
+Curve = list[tuple[int, float]]  # step and value
+LOG = "log.jsonl"
+TAIL = 200  # bytes by which a log is known again
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,21 +89,23 @@ def curves(runs: Sequence[RunLog]) -> str:
 
 def _charts(runs: Sequence[RunLog]) -> Iterator[tuple[str, list[_Line]]]:
     """Yield the title and the lines of each chart."""
-    runs_by_number = list(enumerate(runs))
-    losses = [_Line(i, "train", run.loss) for i, run in runs_by_number]
-    held = [_Line(i, "eval", run.figures.get("loss", [])) for i, run in runs_by_number]
+
+    def lines(kind: str, curves: Iterable[Curve]) -> list[_Line]:
+        return [_Line(index, kind, curve) for index, curve in enumerate(curves)]
+
+    losses = lines("train", (run.loss for run in runs))
+    held = lines("eval", (run.figures.get("loss", []) for run in runs))
     yield "loss", [each for pair in zip(losses, held, strict=True) for each in pair]
     for name in dict.fromkeys(name for run in runs for name in run.figures):
         if name != "loss":
-            found = ((i, run.figures.get(name, [])) for i, run in runs_by_number)
-            yield f"held-out {name}", [_Line(i, "eval", curve) for i, curve in found]
+            figures = [run.figures.get(name, []) for run in runs]
+            yield f"held-out {name}", lines("eval", figures)
     if any(run.rates for run in runs):
-        rates = [_Line(i, "rate", run.rates) for i, run in runs_by_number]
-        yield "samples per second", rates
+        yield "samples per second", lines("rate", (run.rates for run in runs))
     if len(runs) == 1 and runs[0].memory:
         yield "peak memory of each rank so far, MiB", list(_memory(runs[0]))
     elif any(run.memory for run in runs):
-        most = [_Line(i, "memory", _highest(run)) for i, run in runs_by_number]
+        most = lines("memory", map(_highest, runs))
         yield "peak memory of the rank that needs most, MiB", most
 
 
@@ -180,29 +201,29 @@ def _curve(
     if size > 1:  # how far apart the values are that fall together
         highs = [(sum(x) / len(x), max(y)) for x, y in columns]
         lows = [(sum(x) / len(x), min(y)) for x, y in columns]
-        path = _path([*highs, *reversed(lows)], x_of, y_of)
-        yield f'<path class="band fill-{series(index)}" d="{path}Z"/>'
-    yield _drawn_line(drawn.kind, index, _path(means, x_of, y_of))
+        outline = _points([*highs, *reversed(lows)], x_of, y_of)
+        yield path(f"band fill-{series(index)}", f"{outline}Z")
+    yield _drawn_line(drawn.kind, index, _points(means, x_of, y_of))
     if len(means) == 1 or (drawn.kind == "eval" and len(means) <= MOST_DOTS):
         for x, y in means:
             yield _mark(index, x_of(x), y_of(y), f"step {x:.0f}: {y:.5g}")
 
 
-def _drawn_line(kind: str, index: int, path: str) -> str:
+def _drawn_line(kind: str, index: int, points: str) -> str:
     """Return a line of a series, in its colour and with its dashes."""
     dash = DASHES[index % NUM_SERIES]
     dashes = "" if dash == "none" else f' stroke-dasharray="{dash}"'
-    return f'<path class="curve {kind} stroke-{series(index)}"{dashes} d="{path}"/>'
+    kinds = f"curve {kind} stroke-{series(index)}"
+    return element("path", f'class="{kinds}"{dashes} d="{points}"')
 
 
 def _mark(index: int, x: float, y: float, title: str) -> str:
     """Return a mark of a series, and what is said of it."""
-    place = f'd="{MARKS[index % NUM_SERIES]}" transform="translate({n(x)},{n(y)})"'
-    inside = f"><title>{title}</title></path>" if title else "/>"
-    return f'<path class="mark fill-{series(index)}" {place}{inside}'
+    place = f' transform="translate({n(x)},{n(y)})"'
+    return path(f"mark fill-{series(index)}", MARKS[index % NUM_SERIES], title, place)
 
 
-def _path(
+def _points(
     points: Sequence[Sequence[float]],
     x_of: Callable[[float], float],
     y_of: Callable[[float], float],
@@ -237,8 +258,130 @@ def _axis(
 
 def _round_numbers(low: float, high: float, count: int) -> list[float]:
     """Return about `count` round numbers from `low` to `high`."""
-    rough = (high - low) / count or 1.0
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(k * power for k in (1, 2, 5, 10) if k * power >= rough * 0.999)
+    step = round_step(0.999 * (high - low) / count or 1.0)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [number * step for number in range(first, last + 1)]
+
+
+@dataclass
+class RunLog:
+    """The figures of a run by step, those of evaluations by name, and its options."""
+
+    name: str
+    loss: Curve = field(default_factory=list)
+    figures: dict[str, Curve] = field(default_factory=dict)
+    rates: Curve = field(default_factory=list)  # samples per second
+    memory: list[Curve] = field(default_factory=list)  # bytes of each rank
+    options: dict[str, Any] = field(default_factory=dict)
+    last: dict[str, Any] = field(default_factory=dict)  # what was logged last
+    last_step: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> int:
+        """The last step."""
+        curves = [self.loss, *self.figures.values()]
+        return max((curve[-1][0] for curve in curves if curve), default=0)
+
+    @classmethod
+    def read(cls, folder: Path) -> RunLog:
+        """Read the log in a run's folder; a line that a kill has cut is left out.
+
+        Raises:
+            GemscError: there is none.
+        """
+        path = folder / LOG
+        try:
+            text = path.read_text("utf-8", "replace")
+        except OSError as error:
+            raise GemscError(
+                f"{path}: {(error.strerror or 'unreadable').lower()}",
+                help="give the folder of a run, as --save names it: PROGRAM/runs/1",
+            ) from None
+        log = cls(folder.name, options=_options(folder / "run.json"))
+        log.add(text)
+        return log
+
+    def add(self, text: str) -> None:
+        """Add what lines of a log say; those that say nothing are left out."""
+        for record in text.splitlines():
+            try:
+                self._add(json.loads(record))
+            except (ValueError, KeyError, TypeError, AttributeError):
+                continue
+
+    def _add(self, record: dict[str, Any]) -> None:
+        step = int(record["step"])
+        self.last = record
+        if record["event"] == "step":
+            self.last_step = record
+            if _is_number(record["loss"]):
+                self.loss.append((step, record["loss"]))
+            if _is_number(record.get("samples_per_second")):
+                self.rates.append((step, record["samples_per_second"]))
+        elif record["event"] == "evaluation":
+            for name, value in record["figures"].items():
+                if _is_number(value):
+                    self.figures.setdefault(str(name), []).append((step, value))
+        elif record["event"] == "ranks":
+            self.memory += [[] for _ in record["ranks"][len(self.memory) :]]
+            for curve, rank in zip(self.memory, record["ranks"], strict=False):
+                if _is_number(held := rank["memory_bytes"]):
+                    curve.append((step, held))
+
+
+class GrowingLog:
+    """The log of a run that goes on: each time, only what is new is read."""
+
+    def __init__(self, folder: Path) -> None:
+        """Begin at the start; there may be no log yet."""
+        self.folder = folder
+        self.log = RunLog(folder.name)
+        self._file = 0  # its number on the disk
+        self._end = 0  # of what was read, in bytes
+        self._tail = b""  # the last of it
+
+    def read(self) -> bool:
+        """Read on; return whether anything is new.
+
+        A log that was cut or written anew, as `--resume` and `--overwrite` do, is read
+        again from its start.
+        """
+        try:
+            with (self.folder / LOG).open("rb") as file:
+                return self._read(file)
+        except OSError:
+            return self._forget()
+
+    def _read(self, file: IO[bytes]) -> bool:
+        number = os.fstat(file.fileno()).st_ino
+        file.seek(self._end - len(self._tail))
+        is_new = number != self._file or file.read(len(self._tail)) != self._tail
+        if is_new:
+            self._forget()
+            file.seek(0)
+        self._file = number
+        lines, newline, _ = file.read().rpartition(b"\n")  # the last one may grow
+        self.log.add(lines.decode("utf-8", "replace"))
+        read = lines + newline
+        self._end += len(read)
+        self._tail = (self._tail + read)[-TAIL:]
+        return is_new or bool(read)
+
+    def _forget(self) -> bool:
+        had_any = self._end > 0
+        self.log = RunLog(self.folder.name)
+        self._file, self._end, self._tail = 0, 0, b""
+        return had_any
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _options(path: Path) -> dict[str, Any]:
+    """Return the options of the last start of a run, as far as they are known."""
+    try:
+        options = json.loads(path.read_text("utf-8"))["starts"][-1]["options"]
+        return {str(name): value for name, value in options.items()}
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
+        return {}

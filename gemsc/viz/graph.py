@@ -6,8 +6,8 @@ import re
 import shutil
 import subprocess
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import graphviz
@@ -17,10 +17,10 @@ from gemsc.base.files import replaced
 from gemsc.base.units import show_bytes, show_flops, show_seconds
 from gemsc.ir import meta
 from gemsc.ir.flow import used_tensors
-from gemsc.ir.program import Program
+from gemsc.ir.program import Program, Stage
+from gemsc.ir.shards import Branch
 from gemsc.plan import Plan, PlannedStage, cut_name
 from gemsc.schedules.paths import skipping
-from gemsc.viz.boxes import Box, boxes_of
 from gemsc.viz.design import COLOURS, FONT, NUM_SERIES, colour, css, series
 
 STYLE = """
@@ -61,7 +61,7 @@ def draw_graph(program: Program, plan: Plan) -> str:
         form = {"shape": "ellipse", "style": "solid", "class": "input"}
         picture.node(_id(item.name), label, **form)
     boxes = boxes_of(program)
-    slowest = max(plan.stages, key=_seconds)
+    slowest = max(plan.stages, key=lambda stage: stage.seconds)
     for stage in program.require_stages():
         index = stage.index % NUM_SERIES
         form = {"class": f"stage{index}", "style": "filled,rounded"}
@@ -124,17 +124,13 @@ def _colours(ground: str, index: int) -> dict[str, str]:
     }
 
 
-def _seconds(stage: PlannedStage) -> float:
-    return stage.cost.forward + stage.cost.backward
-
-
 def _stage_label(stage: PlannedStage, slowest: PlannedStage) -> str:
     word = "rank" if len(stage.ranks) == 1 else "ranks"
     grid = f": {stage.grid}" if stage.grid else ""
     grid += f" of {stage.units}" if stage.units else ""
     return (
         f"stage {stage.index}: {word} {', '.join(map(str, stage.ranks))}{grid}\n"
-        f"{show_seconds(_seconds(stage))}{', the slowest' * (stage is slowest)}\n"
+        f"{show_seconds(stage.seconds)}{', the slowest' * (stage is slowest)}\n"
         f"{show_flops(stage.flops)}\n{show_bytes(stage.parameter_bytes)} parameters\n"
         f"{show_bytes(stage.cost.saved_bytes)} saved for backward"
     )
@@ -221,3 +217,61 @@ def _draw_edges(
 
 def _id(name: str) -> str:
     return f"input_{name}"
+
+
+@dataclass(eq=False, slots=True)
+class Box:
+    """Nodes of a stage that are drawn as one: those of a block, or a branch.
+
+    `level` counts boxes in the order of the model. The branches of a fork are side by
+    side, half a level below what is before them.
+    """
+
+    key: str
+    name: str
+    stage: int
+    level: float
+    branch: Branch | None = None
+    nodes: list[fx.Node] = field(default_factory=list)
+
+
+def boxes_of(program: Program) -> list[Box]:
+    """Return the boxes of all stages, in the order of the model.
+
+    A branch that one of several ranks computes is a box, whatever blocks its nodes are
+    in. What else there is of a block is another, or two where branches end in between.
+    """
+    boxes: dict[str, Box] = {}
+    levels: dict[str, float] = {}
+    for stage in program.require_stages():
+        for key, name, join, branch, node in _keys(program, stage):
+            if key not in boxes:
+                level = float(sum(box.branch is None for box in boxes.values()))
+                if branch is not None:
+                    level = levels.setdefault(join, level - 0.5)
+                boxes[key] = Box(key, name, stage.index, level, branch)
+            boxes[key].nodes.append(node)
+    return list(boxes.values())
+
+
+def _keys(
+    program: Program, stage: Stage
+) -> Iterator[tuple[str, str, str, Branch | None, fx.Node]]:
+    """Yield for each node the key and name of its box, the join and the branch."""
+    shards = program.shards.get(stage.index)
+    forks = [fork for fork in shards.forks if not fork.reason] if shards else []
+    inside = {n: (f.join, b) for f in forks for b in f.branches for n in b.nodes}
+    place = {node.name: index for index, node in enumerate(stage.nodes)}
+    joins = {fork.join: place[fork.join] for fork in forks}
+    place |= {name: joins[fork.join] for fork in forks for name in fork.added}
+    for block in stage.blocks:
+        parts: list[int] = []
+        for node in block.nodes:
+            if node.name in inside:
+                join, branch = inside[node.name]
+                yield f"branch_{branch.nodes[0]}", branch.name, join, branch, node
+                continue
+            passed = sum(join <= place[node.name] for join in joins.values())
+            parts += [passed] if passed not in parts else []
+            part = f"_{number}" if (number := parts.index(passed)) else ""
+            yield f"block{block.index}{part}", block.name, "", None, node

@@ -1,13 +1,21 @@
-"""What there is to know of a plan, as tables for the terminal and for report.html."""
+"""What there is to know of a plan, as tables for the terminal and for report.html.
+
+On a terminal a table fits the width: its least important columns go first.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
 
 from gemsc.base.units import show_bytes, show_flops, show_seconds
 from gemsc.plan import Plan, PlannedFork, PlannedStage
+from gemsc.planner.explain import show_rate
 from gemsc.search.candidates import Candidate
-from gemsc.viz.columns import Column, Listing, column, sample
+from gemsc.viz.design import sample
 
 MOST_ROWS = 40  # of stages and ranks; more are sampled
 SLOWEST = "<- slowest"
@@ -21,28 +29,18 @@ PARTS = {  # of a peak, besides activations: their titles
     "messages": "messages",
     "workspace": "libraries",
 }
+NARROW = 17  # what a column that may shrink is left with
 
 
 def list_plan(plan: Plan, most: int = MOST_ROWS) -> Iterator[Listing]:
     """Yield all tables in which there is anything; of long ones a sample of lines."""
-    yield _list_stages(plan, most)
-    if any(stage.recompute or stage.offload for stage in plan.stages):
-        yield _list_not_kept(plan)
-    if any(stage.tiles for stage in plan.stages):
-        yield _list_tiles(plan)
-    if any(stage.grid.beside > 1 for stage in plan.stages):
-        yield _list_shared(plan)
-    if any(stage.forks for stage in plan.stages):
-        yield _list_forks(plan, most)
-    if any(stage.whole for stage in plan.stages):
-        yield _list_whole(plan, most)
-    if plan.barriers:
-        yield _list_barriers(plan)
-    if plan.skips:
-        yield _list_skips(plan, most)
-    if plan.transfers:
-        yield _list_transfers(plan, most)
-    yield _list_ranks(plan, most)
+    for listing in (
+        *(_list_stages, _list_not_kept, _list_tiles, _list_shared, _list_forks),
+        *(_list_whole, _list_barriers, _list_skips, _list_transfers, _list_ranks),
+    ):
+        title, columns = listing(plan, most)
+        if columns[0].values:
+            yield title, columns
 
 
 def list_candidates(candidates: Sequence[Candidate], most: int) -> Listing:
@@ -55,7 +53,7 @@ def list_candidates(candidates: Sequence[Candidate], most: int) -> Listing:
     problems = [c.problem or ("" if c.fits() else TOO_LARGE) for c in shown]
     columns = [
         column("schedule", (c.name for c in shown), left=True, shrinks=True),
-        column("samples/s", values(lambda c: c.samples_per_second), _speed),
+        column("samples/s", values(lambda c: c.samples_per_second), show_rate),
         column("step", values(lambda c: c.seconds), show_seconds),
         column("highest peak", values(lambda c: c.peak_bytes), show_bytes),
         column("idle", values(lambda c: c.bubble), "{:.0%}".format, drop=2),
@@ -66,12 +64,6 @@ def list_candidates(candidates: Sequence[Candidate], most: int) -> Listing:
     return "candidates (predicted)" + _of(shown, candidates), columns
 
 
-def _speed(samples_per_second: float) -> str:
-    if samples_per_second >= 100:
-        return f"{samples_per_second:,.0f}"
-    return f"{samples_per_second:.3g}"
-
-
 def block_names(stage: PlannedStage) -> str:
     """Return the names of a stage's blocks, of many only the first and the last."""
     names = stage.blocks
@@ -80,7 +72,7 @@ def block_names(stage: PlannedStage) -> str:
 
 def _list_stages(plan: Plan, most: int) -> Listing:
     """Return what each stage holds and takes; the slowest one is among them."""
-    seconds = [s.cost.forward + s.cost.backward for s in plan.stages]
+    seconds = [stage.seconds for stage in plan.stages]
     slowest = max(range(len(seconds)), key=seconds.__getitem__)
     rows = sample(len(plan.stages), most, (slowest,))
     stages = [plan.stages[row] for row in rows]
@@ -109,7 +101,7 @@ def _of(shown: Sized, found: Sized, what: str = "") -> str:
     return f": {len(shown)} of {len(found)}{what}" if few else ""
 
 
-def _list_not_kept(plan: Plan) -> Listing:
+def _list_not_kept(plan: Plan, most: int) -> Listing:
     """Return the blocks whose activations are computed again or wait on the host."""
     stages = [stage for stage in plan.stages if stage.recompute or stage.offload]
     recomputed, offloaded = (s.recompute for s in stages), (s.offload for s in stages)
@@ -121,7 +113,7 @@ def _list_not_kept(plan: Plan) -> Listing:
     return "blocks that keep no activations", columns
 
 
-def _list_tiles(plan: Plan) -> Listing:
+def _list_tiles(plan: Plan, most: int) -> Listing:
     """Return what split stages send from tile to tile."""
     stages = [stage for stage in plan.stages if stage.tiles]
     gathered = [sum(b["stage"] == s.index for b in plan.barriers) for s in stages]
@@ -137,7 +129,7 @@ def _list_tiles(plan: Plan) -> Listing:
     return "tiles (one micro-batch)", columns
 
 
-def _list_shared(plan: Plan) -> Listing:
+def _list_shared(plan: Plan, most: int) -> Listing:
     """Return what the ranks of a stage share, and what they send each other for it."""
     stages = [stage for stage in plan.stages if stage.grid.beside > 1]
     columns = (
@@ -158,10 +150,10 @@ def _list_forks(plan: Plan, most: int) -> Listing:
     """Return which rank has which branches, what that saves, or why it is not done."""
     found = [(stage, fork) for stage in plan.stages for fork in stage.forks]
     rows = sample(len(found), most)
-    stages, forks = zip(*(found[row] for row in rows), strict=True)
+    forks = [found[row][1] for row in rows]
     seconds = (None if fork.reason else fork.saved_seconds for fork in forks)
     columns = [
-        column("stage", (stage.index for stage in stages), left=True),
+        column("stage", (found[row][0].index for row in rows), left=True),
         column("fork", (fork.name for fork in forks), left=True, shrinks=True),
         column("branches of each rank", map(_placed, forks), left=True, shrinks=True),
         column("take", (fork.total_seconds for fork in forks), show_seconds, drop=2),
@@ -199,8 +191,7 @@ def _list_whole(plan: Plan, most: int) -> Listing:
     return "whole on every rank of a stage" + _of(shown, found), columns
 
 
-def _list_barriers(plan: Plan) -> Listing:
-    """Return the values that stages on tiles had to gather."""
+def _list_barriers(plan: Plan, most: int) -> Listing:
     found = plan.barriers
     columns = (
         column("value", (b["value"] for b in found), left=True),
@@ -237,7 +228,6 @@ def _list_skips(plan: Plan, most: int) -> Listing:
 
 
 def _list_transfers(plan: Plan, most: int) -> Listing:
-    """Return what stages send to each other."""
     rows = sample(len(plan.transfers), most)
     found = [plan.transfers[row] for row in rows]
     back = ("gradient" if t.edge.gradient else None for t in found)
@@ -268,7 +258,6 @@ def _list_ranks(plan: Plan, most: int) -> Listing:
 
 
 def _bar(plan: Plan, rank: int, activations: int) -> str:
-    """Draw a rank's peak."""
     size, most = plan.peak_bytes[rank], max(plan.peak_bytes) or 1
     whole = max(1, round(len(BAR) * size / most))
     held = min(whole, round(len(BAR) * (size - activations) / most))
@@ -288,3 +277,86 @@ def _memory_parts(plan: Plan, ranks: Sequence[int]) -> list[Column]:
 
 def _join(values: Sequence[object]) -> str:
     return ", ".join(map(str, values))
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column with all its cells, and the values that they show.
+
+    Columns of the largest `drop` are left out first where there is no room; those of 0
+    always stay. `shrinks` columns are folded into lines before anything is left out.
+    """
+
+    title: str
+    values: tuple[Any, ...]
+    cells: tuple[str, ...]
+    drop: int = 0
+    left: bool = False
+    shrinks: bool = False
+
+    @property
+    def width(self) -> int:
+        """The characters of the longest cell."""
+        return max(map(len, (self.title, *self.cells)))
+
+    @property
+    def least(self) -> int:
+        """The characters without which it makes no sense."""
+        if not self.shrinks:
+            return self.width
+        return min(self.width, max(NARROW, len(self.title)))
+
+
+Listing = tuple[str, Sequence[Column]]  # a title, and columns of equal length
+
+
+def column(
+    title: str,
+    values: Iterable[Any],
+    show: Callable[[Any], str] = str,
+    *,
+    drop: int = 0,
+    left: bool = False,
+    shrinks: bool = False,
+) -> Column:
+    """Return a column of anything that can be shown; None is a dash."""
+    values = tuple(values)
+    cells = tuple("-" if value is None else show(value) for value in values)
+    return Column(title, values, cells, drop, left, shrinks)
+
+
+def fitted(title: str, columns: Sequence[Column], width: int) -> Table:
+    """Return a table of at most `width` characters, if need be of fewer columns."""
+    kept = list(columns)
+    while _width(c.least for c in kept) > width and any(c.drop for c in kept):
+        kept.remove(max(kept, key=lambda c: c.drop))
+    widths = _shrunk(kept, width)
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for each, most in zip(kept, widths, strict=True):
+        table.add_column(
+            each.title,
+            justify="left" if each.left else "right",
+            no_wrap=not each.shrinks,
+            overflow="fold",
+            max_width=most,
+        )
+    for row in zip(*(c.cells for c in kept), strict=True):
+        table.add_row(*row)
+    return table
+
+
+def _shrunk(columns: Sequence[Column], width: int) -> list[int]:
+    """Return the widths of columns: the widest that may shrink does so first."""
+    widths = [column.width for column in columns]
+    while _width(widths) > width:
+        room = [w if w > c.least else 0 for w, c in zip(widths, columns, strict=True)]
+        if not any(room):
+            break
+        widths[room.index(max(room))] -= 1
+    return widths
+
+
+def _width(widths: Iterable[int]) -> int:
+    """Return the characters of a table: each column has a border and two blanks."""
+    sizes = list(widths)
+    return sum(sizes) + 3 * len(sizes) + 1

@@ -1,15 +1,20 @@
-"""What a timeline shows: what each rank does when, and who waits for whom."""
+"""What a timeline shows: what each rank does when, and who waits for whom.
+
+Chrome trace events, which ui.perfetto.dev and chrome://tracing open, say it as well.
+"""
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from typing import Any
 
 from gemsc.base.units import show_ranks
 from gemsc.plan import Plan, PlannedStage
-from gemsc.planner.from_plan import task_of, timeline_of
+from gemsc.planner.explain import task_of, timeline_of
 from gemsc.schedules import Action, Kind, Task, Timed, Timeline, held_bytes
 from gemsc.schedules.paths import skipping
 
@@ -20,6 +25,8 @@ KINDS = {name: kind for kind, name in NAMES.items()}
 
 # kind, stage, replica, micro-batch, start, end: what a rank writes down of itself
 Mark = tuple[str, int, int, int, float, float]
+Json = dict[str, Any]
+INSIDE = 1e-3  # microseconds: arrows begin just before the end of a span
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,12 +157,12 @@ def _coarse(spans: Sequence[Span], length: float) -> tuple[Span, ...]:
     most = [
         max(t, key=t.__getitem__) if 2 * sum(t.values()) > length else "" for t in used
     ]
-    found, end = [], 0
+    shown, end = [], 0
     for kind, run in groupby(most):
         begin, end = end, end + len(list(run))
         if kind:
-            found.append(Span(kind, begin * length, end * length))
-    return tuple(found)
+            shown.append(Span(kind, begin * length, end * length))
+    return tuple(shown)
 
 
 def panels_of(plan: Plan, marks: Sequence[Sequence[Mark]] = ()) -> tuple[Panel, ...]:
@@ -233,8 +240,7 @@ def _branches(stage: PlannedStage) -> Iterator[Branches]:
             found.append(Branches(place, start, start + load, ", ".join(names)))
             found.append(Branches(place, start + load, end, ""))
         start = end
-    total = stage.cost.forward + stage.cost.backward - stage.talking_seconds
-    total = max(total, start)
+    total = max(stage.seconds - stage.talking_seconds, start)
     for each in found:
         yield replace(each, start=each.start / total, end=each.end / total)
 
@@ -291,3 +297,51 @@ def _arrows(task: Task, rows: Sequence[Row]) -> Iterator[Arrow]:
                 dest, use = spans[needs]
                 ends = min(stage, action.stage), max(stage, action.stage)
                 yield Arrow(source, dest, span.end, use.start, ends in skips)
+
+
+def trace_text(panels: Sequence[Panel]) -> str:
+    """Return Chrome's JSON text: a process for each panel, a thread for each rank."""
+    events = [
+        event for pid, panel in enumerate(panels, 1) for event in _events(pid, panel)
+    ]
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n"
+
+
+def _events(pid: int, panel: Panel) -> Iterator[Json]:
+    """Yield a process; no thread of another one has a number of its threads."""
+    first = 10_000 * pid
+
+    def about(tid: int, what: str, **arguments: object) -> Json:
+        return {"ph": "M", "pid": pid, "tid": tid, "name": what, "args": arguments}
+
+    yield about(0, "process_name", name=panel.name)
+    yield about(0, "process_sort_index", sort_index=pid)
+    for rank, row in enumerate(panel.rows):
+        yield about(first + rank, "thread_name", name=row.name)
+        yield about(first + rank, "thread_sort_index", sort_index=rank)
+        for span in row.spans:
+            yield {"ph": "X", "pid": pid, "tid": first + rank, **_span_entries(span)}
+        for seconds, held in row.memory:
+            counter = {"name": f"{row.name} bytes", "args": {"bytes": held}}
+            yield {"ph": "C", "pid": pid, "ts": _us(seconds), **counter}
+    for number, arrow in enumerate(panel.arrows):
+        shared = {"name": "message", "cat": "message", "id": f"{pid}.{number}"}
+        start = {"tid": first + arrow.source, "ts": max(0.0, _us(arrow.start) - INSIDE)}
+        end = {"tid": first + arrow.dest, "ts": _us(arrow.end)}
+        yield {**shared, "ph": "s", "pid": pid, **start}
+        yield {**shared, "ph": "f", "bp": "e", "pid": pid, **end}
+
+
+def _span_entries(span: Span) -> Json:
+    names = "stage", "micro_batch", "replica"
+    return {
+        "name": span.kind if span.action is None else str(span.action),
+        "cat": span.kind,
+        "ts": _us(span.start),
+        "dur": _us(span.seconds),
+        "args": {n: getattr(span.action, n) for n in names} if span.action else {},
+    }
+
+
+def _us(seconds: float) -> float:
+    return round(seconds * 1e6, 3)

@@ -16,9 +16,14 @@ from gemsc.base.units import show_bytes, show_micro_batches, show_seconds
 from gemsc.plan import Plan
 from gemsc.planner.explain import explain, seconds_here
 from gemsc.search.candidates import Candidate, reason
-from gemsc.viz.columns import Column, column, sample
-from gemsc.viz.design import FONT, MONO, series, variables
-from gemsc.viz.listings import block_names, list_candidates, list_plan
+from gemsc.viz.design import FONT, MONO, sample, series, variables
+from gemsc.viz.listings import (
+    Column,
+    block_names,
+    column,
+    list_candidates,
+    list_plan,
+)
 from gemsc.viz.panel import Panel, panels_of
 from gemsc.viz.timeline import NARROWEST, WIDEST, draw_timeline
 
@@ -55,7 +60,7 @@ def report(plan: Plan, candidates: Sequence[Candidate] = (), graph: str = "") ->
     (panel,) = panels_of(plan)
     why = explain(plan)
     *listings, (_, of_ranks) = list_plan(plan, MOST_LINES)
-    seconds = [stage.cost.forward + stage.cost.backward for stage in plan.stages]
+    seconds = [stage.seconds for stage in plan.stages]
     slowest = seconds.index(max(seconds))
     step, cores = seconds_here(plan) or (plan.step_seconds, 0)
     shown = sample(len(plan.stages), MOST_STAGES, (slowest,))
@@ -82,7 +87,10 @@ def report(plan: Plan, candidates: Sequence[Candidate] = (), graph: str = "") ->
         ],
         graph=graph,
         run_marker=RUN_MARKER,
-        **_design(),
+        light=variables(dark=False),
+        dark=variables(dark=True),
+        font=FONT,
+        mono=MONO,
     )
 
 
@@ -103,12 +111,6 @@ def _template() -> jinja2.Template:
     }
     environment.globals["rows"] = _rows
     return environment.get_template("report.html")
-
-
-def _design() -> dict[str, str]:
-    """Return how all pictures look, as CSS."""
-    light, dark = (variables(dark=dark) for dark in (False, True))
-    return {"light": light, "dark": dark, "font": FONT, "mono": MONO}
 
 
 def _rows(columns: Sequence[Column]) -> Iterator[tuple[tuple[Any, str], ...]]:

@@ -21,9 +21,8 @@ from typing import Any
 from gemsc.base.units import show_bytes
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
-from gemsc.viz.curves import curves
+from gemsc.viz.curves import GrowingLog, RunLog, curves
 from gemsc.viz.report import RUN_MARKER, graph_of, report
-from gemsc.viz.run_log import GrowingLog, RunLog
 
 ADDRESS = "127.0.0.1"
 NAMES = (ADDRESS, "localhost")

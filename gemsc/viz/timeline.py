@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +9,23 @@ from pathlib import Path
 from gemsc.base.files import write_text
 from gemsc.base.units import show_bytes, show_micro_batches, show_seconds
 from gemsc.plan import Plan
-from gemsc.viz.design import HATCHED, NORMAL, series, shade, width_of
+from gemsc.viz.design import (
+    HATCHED,
+    NORMAL,
+    drawing,
+    element,
+    legend,
+    line,
+    n,
+    path,
+    rect,
+    round_step,
+    series,
+    shade,
+    text,
+    width_of,
+)
 from gemsc.viz.panel import Arrow, Branches, Mark, Panel, Row, Span, panels_of
-from gemsc.viz.svg import drawing, legend, line, n, rect, text
 
 MOST_ARROWS = 400
 WORDS = {  # of the legend
@@ -49,7 +62,7 @@ HEAD = (
 
 
 def write_timeline(
-    plan: Plan, path: Path, marks: Sequence[Sequence[Mark]] = ()
+    plan: Plan, file: Path, marks: Sequence[Sequence[Mark]] = ()
 ) -> None:
     """Draw a plan's step, below it a measured one if there are marks of each rank."""
     copies = f" in each of {plan.data} data-parallel replicas" if plan.data > 1 else ""
@@ -57,7 +70,7 @@ def write_timeline(
         f"{plan.model}: {plan.schedule}, {plan.copy_ranks} ranks and "
         f"{show_micro_batches(plan.micro_batches)}{copies}"
     )
-    write_text(path, draw_timeline(heading, panels_of(plan, marks)))
+    write_text(file, draw_timeline(heading, panels_of(plan, marks)))
 
 
 def draw_timeline(heading: str, panels: Sequence[Panel], widest: int = WIDEST) -> str:
@@ -73,9 +86,9 @@ def draw_timeline(heading: str, panels: Sequence[Panel], widest: int = WIDEST) -
         parts.append(text(16, y, f"{panel.name}: {_facts(panel, panels[0])}", "name"))
         parts += drawn.parts()
         y = drawn.end + AXIS + GAP
-    found, y = legend([*_entries(panels)], LEFT, y, LEFT + width + RIGHT)
+    key, y = legend([*_entries(panels)], LEFT, y, LEFT + width + RIGHT)
     title = heading or ", ".join(panel.name for panel in panels)
-    return drawing("timeline", LEFT + width + RIGHT, y, title, STYLE, parts + found)
+    return drawing("timeline", LEFT + width + RIGHT, y, title, STYLE, parts + key)
 
 
 def _facts(panel: Panel, first: Panel) -> str:
@@ -132,7 +145,7 @@ class _Drawn:
     def _axis(self) -> Iterator[str]:
         """Draw lines at round numbers of milliseconds."""
         total = 1e3 * (self.panel.length or 1.0)
-        step = _round_step(total / (self.width / 90))
+        step = round_step(total / (self.width / 90))
         for index in range(int(total / step * (1 + 1e-9)) + 1):
             x = self.x(index * step / 1e3)
             yield line("grid", x, self.top - 4, x, self.end)
@@ -167,13 +180,13 @@ class _Drawn:
 
     def _branches(self, span: Span, y: int) -> Iterator[str]:
         """Draw a line for each rank of a row: when it computes which branches."""
-        found = _branches_of(self.panel, span)
-        count = 1 + max((each.place for each in found), default=0)
+        branches = _branches_of(self.panel, span)
+        count = 1 + max((each.place for each in branches), default=0)
         height = 0.4 * self.box / count
-        if found:
+        if branches:
             x, width = self.x(span.start), self.x(span.seconds) - LEFT
             yield rect("fill-sheet", x, y + 0.6 * self.box, width, 0.4 * self.box)
-        for each in found:
+        for each in branches:
             start, end = each.start, each.end
             if span.kind == "backward":
                 start, end = 1 - end, 1 - start
@@ -224,13 +237,11 @@ class _Drawn:
             f"at most {row.peak_bytes:,} bytes, {row.resident_bytes:,} of them all the "
             "time"
         )
-        yield (
-            f'<path class="memory fill-saved" data-peak="{row.peak_bytes}" '
-            f'd="M{LEFT},{bottom}{steps}H{n(right)}V{bottom}Z">'
-            f"<title>{title}</title></path>"
-        )
+        outline = f"M{LEFT},{bottom}{steps}H{n(right)}V{bottom}Z"
+        kinds = f'class="memory fill-saved" data-peak="{row.peak_bytes}"'
+        yield element("path", f'{kinds} d="{outline}"', title)
         outline = f"M{LEFT},{bottom}V{y(row.resident_bytes)}H{n(right)}V{bottom}Z"
-        yield f'<path class="fill-resident" d="{outline}"/>'
+        yield path("fill-resident", outline)
         lanes = row.lanes_text
         if len(lanes) < 16:
             word = "stage" if len(row.lanes) == 1 else "stages"
@@ -243,9 +254,9 @@ class _Drawn:
         tail, head = (self.box, 0) if down else (0, self.box)
         start = n(self.x(arrow.start)), self.top + arrow.source * self.pitch + tail
         end = n(self.x(arrow.end)), self.top + arrow.dest * self.pitch + head
-        path = f"M{start[0]},{start[1]}L{end[0]},{end[1]}"
+        outline = f"M{start[0]},{start[1]}L{end[0]},{end[1]}"
         kind = "arrow skip stroke-skip" if arrow.skip else "arrow stroke-soft"
-        return f'<path class="{kind}" d="{path}" marker-end="url(#head)"/>'
+        return path(kind, outline, more=' marker-end="url(#head)"')
 
 
 def _branches_of(panel: Panel, span: Span) -> tuple[Branches, ...]:
@@ -257,21 +268,23 @@ def _branches_of(panel: Panel, span: Span) -> tuple[Branches, ...]:
 def _entries(panels: Sequence[Panel]) -> Iterator[tuple[str, str]]:
     """Yield class and meaning of all that is drawn."""
     rows = [row for panel in panels for row in panel.rows]
-    found = {
+    drawn = {
         (span.kind, span.action.replica if span.action else 0)
         for row in rows
         for span in row.spans
     } | {("reduction", 0) for panel in panels if panel.sums}
-    replicas = sorted({replica for _, replica in found})
+    replicas = sorted({replica for _, replica in drawn})
     for replica in replicas:
         mark = f" of replica {replica}" if len(replicas) > 1 else ""
         for kind in ACTIONS:
-            if (kind, replica) in found:
+            if (kind, replica) in drawn:
                 yield f"fill-{shade(kind, replica, 0.0)}", WORDS[kind] + mark
     for kind, words in WORDS.items():
-        if kind not in ACTIONS and (kind, 0) in found:
+        if kind not in ACTIONS and (kind, 0) in drawn:
             yield f"{'hatch' if kind in HATCHED else 'fill'}-{kind}", words
-    yield from _places(panels)
+    places = {b.place for p in panels for s in p.branches.values() for b in s}
+    for place in sorted(places):
+        yield f"fill-{series(place)}", f"branches of rank {place} of a stage"
     yield "fill-idle", "idle"
     if any(row.memory for row in rows):
         yield "fill-saved", "memory saved for backward"
@@ -281,12 +294,6 @@ def _entries(panels: Sequence[Panel]) -> Iterator[tuple[str, str]]:
         yield "key stroke-soft", "message"
     if True in skips:
         yield "key skip stroke-skip", "message over a stage"
-
-
-def _places(panels: Sequence[Panel]) -> Iterator[tuple[str, str]]:
-    places = {b.place for p in panels for s in p.branches.values() for b in s}
-    for place in sorted(places):
-        yield f"fill-{series(place)}", f"branches of rank {place} of a stage"
 
 
 def _drawn(panel: Panel) -> tuple[Arrow, ...]:
@@ -319,10 +326,3 @@ def _colour(row: Row, span: Span) -> str:
         chunk = stages.index(span.action.stage) if span.action.stage in stages else 0
         share = chunk / max(1, len(stages) - 1)
     return f"fill-{shade(span.kind, replica, share)}"
-
-
-def _round_step(least: float) -> float:
-    """Return the smallest of 1, 2, 5, 10, 20, ... that is not below `least`."""
-    power = 10.0 ** math.floor(math.log10(least))
-    steps = (factor * power for factor in (1, 2, 5))
-    return float(next((step for step in steps if step >= least), 10 * power))

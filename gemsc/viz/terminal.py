@@ -1,28 +1,35 @@
-"""A plan, what was compared, and what was measured, on the terminal."""
+"""A plan, its predicted step, what was compared and measured: on a terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
 from gemsc.base.process import num_cores
-from gemsc.base.units import show_bytes, show_micro_batches, show_seconds
+from gemsc.base.units import show_bytes, show_micro_batches, show_ranks, show_seconds
 from gemsc.costs.hardware import DEFAULT_HARDWARE
 from gemsc.plan import Plan
-from gemsc.planner.explain import explain, seconds_here
-from gemsc.planner.speed import speed
-from gemsc.schedules import Action, Kind
+from gemsc.planner.explain import explain, seconds_here, speed, timeline_of
+from gemsc.schedules import Action, Kind, Timed
 from gemsc.search.candidates import Candidate, reason
-from gemsc.viz.columns import column, fitted
-from gemsc.viz.listings import list_candidates, list_plan
+from gemsc.viz.design import TERMINAL, sample
+from gemsc.viz.listings import column, fitted, list_candidates, list_plan
 from gemsc.viz.panel import Panel
-from gemsc.viz.strip import bar, strips
 
 MOST_RANKS = 40  # of the strip
 _MOST_NAMES = 8  # of stages in a line
 WIDEST = 160  # of what fills the width that there is
+MOST_COLUMNS = 240  # of the grid
+PARTS = {  # of a step
+    "work": (TERMINAL["B"][0], "="),
+    "sums inside stages": (TERMINAL["W"][0], "~"),
+    "imbalance": (TERMINAL["F"][1], "+"),
+    "filling and draining": ("reverse dim", "."),
+    "messages": ("reverse", ">"),
+}
+FILLS = {Kind.FORWARD: "-", Kind.BACKWARD: "=", Kind.WEIGHT: "~"}
 
 
 def show(plan: Plan, console: Console) -> None:
@@ -93,20 +100,20 @@ def show_shares(predicted: Panel, measured: Panel, console: Console) -> None:
     def shares(*kinds: str) -> list[float]:
         return [row.seconds(*kinds) / measured.makespan for row in rows]
 
-    found = {
+    share_of = {
         "busy": [row.busy / measured.makespan for row in rows],
         "all-reduce, update": shares("reduction", "update"),
         "send": shares("send"),
         "wait": shares("wait"),
     }
-    idle = [1 - sum(parts) for parts in zip(*found.values(), strict=True)]
+    idle = [1 - sum(parts) for parts in zip(*share_of.values(), strict=True)]
     planned = [row.busy / predicted.makespan for row in predicted.rows]
     planned = planned * (len(rows) // len(planned))
     percent = "{:.0%}".format
     columns = [
         column("rank", (row.name.partition(" ")[2] for row in rows), left=True),
         column("predicted busy", planned, percent),
-        *(column(title, values, percent) for title, values in found.items()),
+        *(column(title, values, percent) for title, values in share_of.items()),
         column("idle", idle, percent),
     ]
     console.print(fitted("share of the measured step", columns, console.width))
@@ -127,11 +134,7 @@ def _summary(plan: Plan) -> Iterator[str]:
         f"{show_seconds(plan.ending_seconds)} for gradient all-reduces and the update"
     )
     yield f"that is {speed(plan)}"
-    yield from _precision(plan)
-    yield from _memory_format(plan)
-    if plan.torch_compile:
-        yield "torch.compile: predicted times and memory are those without it"
-    yield from _updates(plan)
+    yield from _options(plan)
     yield from of_this_machine(plan)
     yield from _deferred(plan)
     yield from _traffic(plan)
@@ -157,44 +160,33 @@ def of_this_machine(plan: Plan) -> Iterator[str]:
 
 def notes(plan: Plan) -> list[str]:
     """Return what differs from the model: for a module that stays whole, also why."""
-    whole = [
-        f"note: {each['line']}: '{each['module']}' stays whole on {_where(each)}: "
-        f"{each['reason']}; its time and memory are those of one real "
-        "run on example_inputs"
-        for each in plan.opaque
-    ]
+    whole = []
+    for each in plan.opaque:
+        stages = f"stage{'s' * (len(each['stages']) > 1)} "
+        stages += ", ".join(map(str, each["stages"]))  # each of several has a copy
+        whole.append(
+            f"note: {each['line']}: '{each['module']}' stays whole on {stages}: "
+            f"{each['reason']}; its time and memory are those of one real run on "
+            "example_inputs"
+        )
     return [*whole, *(f"note: {note}" for note in plan.notes)]
 
 
-def _where(opaque: dict[str, Any]) -> str:
-    """Return the stages that call a module: each has a copy, if several do."""
-    stages = opaque["stages"]
-    return f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
-
-
-def _precision(plan: Plan) -> Iterator[str]:
-    """Yield what stages compute in, where precision is mixed."""
+def _options(plan: Plan) -> Iterator[str]:
+    """Yield what options change, and what the prediction knows of it."""
     if plan.precision != "float32":
         scaled = "; the loss is scaled" if plan.precision == "float16" else ""
         yield (
             f"precision: {plan.precision} within autocast, weights and their gradients "
             f"float32{scaled}"
         )
-
-
-def _memory_format(plan: Plan) -> Iterator[str]:
-    """Yield how images lie in memory, and what the prediction knows of it."""
     if plan.memory_format != "as-given":
-        measured = bool(plan.options.get("profile"))
-        yield f"memory format: {plan.memory_format}; " + (
-            "times were measured in it"
-            if measured
-            else "predicted times are those of contiguous tensors: --profile measures"
-        )
-
-
-def _updates(plan: Plan) -> Iterator[str]:
-    """Yield that ranks share updates, and how much the optimizer keeps on the most."""
+        known = "predicted times are those of contiguous tensors: --profile measures"
+        if plan.options.get("profile"):
+            known = "times were measured in it"
+        yield f"memory format: {plan.memory_format}; {known}"
+    if plan.torch_compile:
+        yield "torch.compile: predicted times and memory are those without it"
     if plan.options.get("shard_optimizer"):
         most = max(part["optimizer"] for part in plan.memory)
         yield (
@@ -231,3 +223,69 @@ def _traffic(plan: Plan) -> Iterator[str]:
         line += f", {calls} all-reduces inside stages with "
         line += show_bytes(found["sum_bytes"])
     yield line
+
+
+def grid(plan: Plan) -> str:
+    """Return the predicted step with all its actions, see `Timeline.grid`."""
+    timeline = timeline_of(plan)
+    shortest = min(timed.end - timed.start for row in timeline.ranks for timed in row)
+    return timeline.grid(max(shortest, timeline.makespan / MOST_COLUMNS) or None)
+
+
+def bar(parts: Sequence[tuple[str, float]], width: int) -> Text:
+    """Return a line of `width` characters that parts share, with names that fit."""
+    line, at, end = Text(no_wrap=True), 0, 0.0
+    total = sum(seconds for _, seconds in parts) or 1.0
+    for name, seconds in parts:
+        end += seconds
+        cells, at = round(width * end / total) - at, round(width * end / total)
+        style, fill = PARTS[name]
+        shown = name if len(name) <= cells else ""
+        line.append(shown.ljust(cells, fill), style)
+    return line
+
+
+def strips(plan: Plan, width: int, most_ranks: int) -> list[Text]:
+    """Return a line for each rank or group of ranks, or for a sample of them.
+
+    An action fills its time with its name, then dashes (forward) or double dashes
+    (backward): `F0----B0========`. Idle time is blank.
+    """
+    timeline = timeline_of(plan)
+    ranks = sample(len(timeline.ranks), most_ranks)
+    names = [show_ranks(members) for members in plan.members]
+    label = max(len(names[rank]) for rank in ranks) + 2
+    columns = max(20, width - label)
+    per_column = timeline.makespan / columns or 1.0
+    lines = [
+        _line(names[rank].ljust(label), timeline.ranks[rank], columns, per_column)
+        for rank in ranks
+    ]
+    note = f"0 to {show_seconds(timeline.makespan)}; F forward, B backward, blank idle"
+    if len(ranks) < len(timeline.ranks):
+        note += f"; {len(ranks)} of {len(timeline.ranks)} ranks"
+    return [*lines, Text(" " * label + note, style="dim")]
+
+
+def _line(
+    label: str, actions: Sequence[Timed], columns: int, per_column: float
+) -> Text:
+    line = Text(label, style="bold", no_wrap=True)
+    at = 0
+    for timed in actions:
+        first = min(columns, round(timed.start / per_column))
+        last = min(columns, round(timed.end / per_column))
+        first = max(at, first)
+        if last <= first:
+            continue
+        line.append(" " * (first - at), style="not bold")
+        line.append(*_cell(timed.action, last - first))
+        at = last
+    return line
+
+
+def _cell(action: Action, width: int) -> tuple[str, str]:
+    style = TERMINAL[str(action.kind)][action.replica % 2]
+    name = f"{action.kind}{action.micro_batch}"
+    shown = name if len(name) <= width else str(action.kind)
+    return shown[:width].ljust(width, FILLS[action.kind]), f"not bold {style}"

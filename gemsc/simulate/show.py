@@ -1,13 +1,18 @@
-"""A scaling curve as a picture: throughput beside the ideal, and where a step goes."""
+"""What was simulated, as tables for the terminal and as a picture of scaling."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
+from rich.console import Console
+
 from gemsc.base.units import show_seconds
+from gemsc.costs.sharing import SharedDevice
 from gemsc.simulate.scaling import Point
-from gemsc.viz.svg import drawing, legend, line, n, rect, text
+from gemsc.simulate.simulation import powers_of_two
+from gemsc.viz.design import drawing, legend, line, n, path, rect, text
+from gemsc.viz.listings import column, fitted
 
 WIDTH, HEIGHT = 940, 420
 PLOT_WIDTH, PLOT_HEIGHT = 350, 260
@@ -23,6 +28,15 @@ STYLE = """
 .curve { stroke-width: 2; fill: none }
 .part { stroke: $sheet; stroke-width: 0.6 }
 """
+ASSUMPTIONS = (
+    "every process has a CPU core of its own; kernels of several processes overlap "
+    "without loss, as MPS lets them",
+    "a kernel of f operations takes as long as f + half_flops would on a full device",
+    "a step takes the longer of launching its kernels and running them",
+    "neither the update nor reading the data is counted; with sums by the host, each "
+    "process copies its gradients there and the sum back, once a step, one after the "
+    "other",
+)
 
 
 def draw_curve(heading: str, points: Sequence[Point]) -> str:
@@ -60,9 +74,9 @@ def _throughput(points: Sequence[Point]) -> list[str]:
         label = f"{point.ranks:,}"
         parts.append(text(x, TOP + PLOT_HEIGHT + 18, label, "note middle"))
     ideal = [place(p.ranks, per_rank * p.ranks) for p in (base, points[-1])]
-    parts.append(f'<path class="ideal stroke-soft" d="{_path(ideal)}"/>')
+    parts.append(path("ideal stroke-soft", _points(ideal)))
     real = [place(p.ranks, p.throughput) for p in points]
-    parts.append(f'<path class="curve stroke-series0" d="{_path(real)}"/>')
+    parts.append(path("curve stroke-series0", _points(real)))
     for point, (x, y) in zip(points, real, strict=True):
         efficiency = point.efficiency(base)
         parts.append(
@@ -113,5 +127,52 @@ def _spread(points: Sequence[Point]) -> list[Point]:
     return [p for i, p in enumerate(reversed(points)) if i % step == 0][::-1]
 
 
-def _path(places: Sequence[tuple[float, float]]) -> str:
+def _points(places: Sequence[tuple[float, float]]) -> str:
     return "M" + "L".join(f"{n(x)},{n(y)}" for x, y in places)
+
+
+def show_points(points: Sequence[Point], console: Console) -> None:
+    """Print throughput, efficiency and what a step consists of, for each point."""
+    base = points[0]
+
+    def share(name: str) -> list[str]:
+        return [f"{getattr(p, name) / p.step_seconds:.1%}" for p in points]
+
+    columns = (
+        column("ranks", (f"{p.ranks:,}" for p in points)),
+        column("replicas", (f"{p.copies:,}" for p in points), drop=7),
+        column("nodes", (f"{p.nodes:,}" for p in points), drop=8),
+        column("batch", (f"{p.samples:,}" for p in points), drop=6),
+        column("step", (show_seconds(p.step_seconds) for p in points)),
+        column("samples/s", (f"{p.throughput:,.1f}" for p in points)),
+        column("efficiency", (f"{p.efficiency(base):.2%}" for p in points)),
+        column("computes", share("busy_seconds"), drop=3),
+        column("waits", share("idle_seconds"), drop=2),
+        column("sums", share("sum_seconds"), drop=1),
+        column("updates", share("update_seconds"), drop=5),
+        column("sum by", (", ".join(p.algorithms) for p in points), drop=9, left=True),
+    )
+    console.print(fitted("one step, as simulated", columns, console.width))
+
+
+def show_sharing(
+    device: SharedDevice, samples: int, most: int, console: Console
+) -> None:
+    """Print 1, 2, 4, ... up to `most` processes with a batch of so many samples."""
+    counts = powers_of_two(most)
+    rates = (count * samples / device.seconds(count) for count in counts)
+    with_sums = (device.gain(count, sums=True) for count in counts)
+    larger, more = map(device.gain_of_batch, counts), "{:+.0%}".format
+    columns = (
+        column("processes", counts),
+        column("step", map(device.seconds, counts), show_seconds),
+        column("samples/s", rates, "{:,.1f}".format),
+        column("device used", map(device.utilisation, counts), "{:.0%}".format),
+        column("gain", map(device.gain, counts), more),
+        column("with sums by the host", with_sums, more),
+        column("one process, larger batch", larger, more),
+    )
+    title = f"processes that share a device, a step of {samples} samples each"
+    console.print(fitted(title, columns, console.width))
+    for assumption in ASSUMPTIONS:
+        console.print(f"- {assumption}", highlight=False)
