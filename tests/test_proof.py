@@ -382,6 +382,15 @@ def test_a_step_may_be_any_python() -> None:
     prove("unet", files)
 
 
+def test_what_has_no_line_is_told_too() -> None:
+    files = compiled("unet").rank_modules()
+    last = "        evaluate_stage2(worker, m)\n"
+    edit(2, (last, f"{last}    worker.receive(D3, 4)\n"), after="def eval_step")(files)
+    says = "wrong program: rank 2 runs no stage with what it received"
+    assert says in found("unet", files)
+    assert "rank 2 fails with SyntaxError" in found("unet", {**files, "rank2.py": "if"})
+
+
 def test_the_proof_imports_nothing_and_runs_no_stage() -> None:
     files = compiled("unet").rank_modules()
     name, start = "rank1.py", "super().__init__()"

@@ -69,20 +69,14 @@ def read_ranks(files: Mapping[str, str]) -> tuple[list[RankStep], list[RankStep]
     names: dict[str, Any] = {each.__name__: each for each in PLAIN}
     names |= {each.__name__: cache(each) for each in OF_MANY}
     names |= {"torch": torch, "user_object": lambda *_: None}
-    texts = [files[f"rank{rank}.py"] for rank in range(len(files))]
-    read = [_File(rank, text, names) for rank, text in enumerate(texts)]
-    return (
-        [file.step(file.program.train_step) for file in read],
-        [file.step(file.program.eval_step) for file in read],
-    )
+    read = [_File(rank, files[f"rank{rank}.py"], names) for rank in range(len(files))]
+    training = [file.step(file.program.train_step) for file in read]
+    return training, [file.step(file.program.eval_step) for file in read]
 
 
 @dataclass(frozen=True)
 class _Tensor:
-    """Stands for a tensor: where the user computes it, and if its gradient goes back.
-
-    The line is "" where it is not known.
-    """
+    """Stands for a tensor: the user's line, if known, and if its gradient goes back."""
 
     line: str = ""
     gradient: bool = False
@@ -138,31 +132,31 @@ class _File:
             if (Kind.BACKWARD, run.replica, run.stage) in runs
             for m in numbers
         )
-        what = self.rank, runs, tuple(recorder.steps), self.tiles.ranks
-        return RankStep(*what, deferred, program.parts, program.placed)
+        done = self.rank, runs, tuple(recorder.steps), self.tiles.ranks
+        return RankStep(*done, deferred, program.parts, program.placed)
 
     # ---------------------------------------------------------- errors
 
     def wrong(self, text: str, frame: FrameType | None = None) -> InternalError:
         """Return the error that names a line of the file, and its stage's lines.
 
-        It is the line that runs now, or that which a frame is at.
+        It is the line that runs now, or that which a frame is at; none if none does.
         """
         frame = frame or sys._getframe()
-        while frame.f_code.co_filename != self.path:
-            assert frame.f_back is not None
+        while frame is not None and frame.f_code.co_filename != self.path:
             frame = frame.f_back
-        line, stage = self.text[frame.f_lineno - 1].strip(), ""
-        function = frame.f_code.co_name
+        text = f"wrong program: rank {self.rank} {text}"
+        if frame is None:
+            return InternalError(text)
+        line, function = self.text[frame.f_lineno - 1].strip(), frame.f_code.co_name
         inside = frame.f_code.co_names if function in self.names else ()
         named = (self.names.get(name) for name in inside)
         run = next((each for each in named if isinstance(each, Run)), None)
+        stage = ""
         if run is not None:
             lines = self.method(run).lines
             stage = f": stage {run.stage} ({lines}), every micro-batch"
-        return InternalError(
-            f"wrong program: rank {self.rank} {text}: {line}, in {function}{stage}"
-        )
+        return InternalError(f"{text}: {line}, in {function}{stage}")
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
@@ -177,10 +171,7 @@ class _File:
             text = f"fails with {type(error).__name__}: {error}"
             if isinstance(error, NameError) and (name := re.search("'.+'", str(error))):
                 text = f"uses {name[0]}, which has no value yet"
-            if not inside:  # it is no Python
-                text = f"wrong program: rank {self.rank} {text}"
-                raise InternalError(text) from error
-            raise self.wrong(text, inside[-1]) from error
+            raise self.wrong(text, inside[-1] if inside else None) from error
 
     # -------------------------------------------------------- messages
 
@@ -194,12 +185,11 @@ class _File:
                 return (MessageEnd(self.rank, message.tag, values, line),)
             ranks = (*message.sources, *message.dests)
             parts = [
-                (part.message, tuple(piece.box for _, piece in part.pieces))
-                for part in message.parts
+                (p.message, [piece.box for _, piece in p.pieces]) for p in message.parts
             ]
         else:
             ranks = (message.source if sends else message.dest,)
-            parts = [(message, ((),) * len(message.values))]
+            parts = [(message, [()] * len(message.values))]
         if self.rank not in ranks:  # a tile of the grid may have nothing to send
             raise self.wrong("has no part in the message")
         found = []
@@ -349,8 +339,8 @@ class _Recorder:
         self, run: Run, m: int, *gradients: _Tensor | None
     ) -> tuple[_Tensor, ...]:
         self._begin(Kind.BACKWARD, run, m)
-        given = [each or _Tensor() for each in gradients]
-        self._are_so_many(given, len(self.file.method(run).gives))
+        all_there = [gradient or _Tensor() for gradient in gradients]
+        self._are_so_many(all_there, len(self.file.method(run).gives))
         if run not in self.num_gradients:
             action = self.work.action
             forward = Action(Kind.FORWARD, run.stage, m, run.replica)
