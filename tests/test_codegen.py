@@ -51,6 +51,14 @@ def test_the_files_of_a_unet_whose_blocks_keep_nothing(
     golden(text, "keeps_nothing.py")
 
 
+def test_messages_between_grids_are_as_ruff_formats_them(tmp_path: Path) -> None:
+    program = compile(
+        networks.FlatUNet(), (networks.PICTURE,), loss=mse,
+        example_target=networks.PICTURE, ranks=4, tiles=("2x1",), check=False,
+    )  # fmt: skip
+    assert_formatted(tmp_path, program.rank_modules())
+
+
 def test_the_files_of_a_picture_in_tiles(
     golden: Callable[[str, str], None], tmp_path: Path
 ) -> None:

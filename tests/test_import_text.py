@@ -18,9 +18,10 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from gemsc.codegen.python_text import literal_text, one_line, parsed
 from gemsc.codegen.writer import Writer
 from gemsc.importers.examples import examples
-from gemsc.importers.expression import literal_text, one_line, parsed, write_statement
+from gemsc.importers.expression import write_statement
 from gemsc.importers.network import ImportedNetwork
 from gemsc.importers.sheet import Sheet
 from gemsc.importers.weight import constant

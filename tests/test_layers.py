@@ -100,6 +100,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "errors",
         "base",
         "nn",
+        "codegen",
         "importers",
         "importers.keras.training",
     ),

@@ -215,6 +215,26 @@ UNET: dict[str, tuple[Damage, str]] = {  # on three ranks, a skip jumps over the
         edit(0, ("worker.send(", "worker.post(")),
         "rank 0 does something that the proof does not know: worker.post(",
     ),
+    "a micro-batch is treated otherwise": (
+        edit(
+            1, ("    worker.send(D3, m, d3)", "    if m != 2: worker.send(D3, m, d3)")
+        ),
+        "rank 1 does in 1F2 other things than before: ",
+    ),
+    "a gradient too many is taken": (
+        edit(
+            1,
+            (
+                "grad_e3, grad_max_pool2d = worker.b",
+                "grad_e3, grad_max_pool2d, _ = worker.b",
+            ),
+        ),
+        "rank 1 fails with ValueError: not enough values to unpack (expected 3, got 2)",
+    ),
+    "a message of another micro-batch": (
+        edit(1, ("worker.send(D3, m, d3)", "worker.send(D3, m + 1, d3)")),
+        "rank 1 works on another micro-batch: worker.send(D3, m + 1, d3)",
+    ),
 }
 INTERLEAVED: dict[str, tuple[Damage, str]] = {  # rank 0 hands a skip to itself
     "a value is used before it is there": (
@@ -345,6 +365,39 @@ def test_a_damaged_program_is_found(name: str, what: str) -> None:
     lines = re.sub(r"networks.py:\d+", "networks.py:", error)
     assert re.sub(r"networks.py:\d+", "networks.py:", message) in lines
     assert WHERE.search(error)
+
+
+def test_a_step_may_be_any_python() -> None:
+    files = compiled("unet").rank_modules()
+    steps(
+        2,
+        "work = [(forward_stage2, m, backward_stage2) for m in range(4)]",
+        "while work:",
+        "    forward, m, backward = work.pop(0)",
+        "    forward(worker, m)",
+        "    backward(worker, m)",
+        "weights_stage2(worker, NUM_MICRO_BATCHES - 1)",
+        "worker.update()",
+    )(files)
+    prove("unet", files)
+
+
+def test_what_has_no_line_is_told_too() -> None:
+    files = compiled("unet").rank_modules()
+    last = "        evaluate_stage2(worker, m)\n"
+    edit(2, (last, f"{last}    worker.receive(D3, 4)\n"), after="def eval_step")(files)
+    says = "wrong program: rank 2 runs no stage with what it received"
+    assert says in found("unet", files)
+    assert "rank 2 fails with SyntaxError" in found("unet", {**files, "rank2.py": "if"})
+
+
+def test_the_proof_imports_nothing_and_runs_no_stage() -> None:
+    files = compiled("unet").rank_modules()
+    name, start = "rank1.py", "super().__init__()"
+    assert start in files[name]
+    text = files[name].replace(start, f"raise ValueError; {start}")
+    files[name] = text.replace("import torch\n", "import torch\nimport no_such_file\n")
+    prove("unet", files)
 
 
 def test_memory_over_the_cap_is_found() -> None:

@@ -11,9 +11,9 @@ from torch import fx
 from gemsc.base.boxes import Box
 from gemsc.base.memory_format import format_of
 from gemsc.codegen.exchanges import exchanges_of, gathers_of, wish_of
-from gemsc.codegen.expressions import as_tuple, literal, quoted
+from gemsc.codegen.expressions import literal
 from gemsc.codegen.rank_text import RankText, RunText
-from gemsc.codegen.writer import Names, Writer, split_arguments
+from gemsc.codegen.writer import Names, Writer
 from gemsc.errors import InternalError
 from gemsc.ir import meta
 from gemsc.ir.flow import base_name
@@ -102,16 +102,14 @@ class Constants:
         with self.writer.block("PROGRAM = RankProgram("):
             line("num_micro_batches=NUM_MICRO_BATCHES,")
             line(f"num_replicas={'NUM_REPLICAS' if text.num_replicas > 1 else 1},")
-            self._write_table(
-                "stages",
-                {self.runs[run.key]: run.stage.class_name for run in text.runs},
-            )
+            stages = {self.runs[run.key]: run.stage.class_name for run in text.runs}
+            self._write_table("stages", stages)
             self._write_table(
                 "inputs", self._inputs(), "What this rank reads of each micro-batch."
             )
             self._write_table(
                 "reductions",
-                {quoted(n): as_tuple(ranks) for n, ranks in text.reductions.items()},
+                {repr(name): ranks for name, ranks in text.reductions.items()},
                 "Gradients are all-reduced by the ranks that hold the same parameters.",
             )
             if text.program.updated is not None and text.reductions:
@@ -120,13 +118,13 @@ class Constants:
                 self._write_updated_whole()
             self._write_table(
                 "parts",
-                {quoted(n): str(part) for n, part in text.parts.items()},
+                {repr(name): part for name, part in text.parts.items()},
                 "What this rank has a part of: some of the units of one dimension.",
                 seldom=True,
             )
             self._write_table(
                 "placed",
-                {quoted(path): str(tile) for path, tile in text.placed.items()},
+                {repr(path): tile for path, tile in text.placed.items()},
                 "The only rank of the grid that has the weights of a branch; we are "
                 f"{text.tile}.",
                 seldom=True,
@@ -141,8 +139,9 @@ class Constants:
             )
             if text.tile is not None:
                 grid, ranks = text.grid
-                form = f"grid={as_tuple(grid)}, ranks={as_tuple(ranks)}"
-                line(f"tiles=Tiles({form}, tile={text.tile}),")
+                self.writer.argument(
+                    f"tiles=Tiles(grid={grid}, ranks={ranks}, tile={text.tile})"
+                )
             if opaques(text.program.module):
                 line("depends_on_data=True,  # some gradients may be absent")
             if text.program.autocast is not None:
@@ -156,7 +155,7 @@ class Constants:
     def _write_table(
         self,
         name: str,
-        items: Mapping[str, str],
+        items: Mapping[str, object],
         about: str = "",
         *,
         seldom: bool = False,
@@ -164,8 +163,8 @@ class Constants:
         if items and about:
             self.writer.line(f"# {about}")
         if items or not seldom:
-            pairs = [f"{key}: {value}" for key, value in items.items()]
-            self.writer.items(f"{name}={{", pairs, "},")
+            pairs = ", ".join(f"{key}: {value}" for key, value in items.items())
+            self.writer.argument(f"{name}={{{pairs}}}")
 
     def _write_updated_whole(self) -> None:
         """Write what of this rank's parameters is not cut into rows."""
@@ -173,14 +172,14 @@ class Constants:
         names = sorted(self.text.program.updated_whole().keys() & held)
         if names:
             self.writer.line("# The optimizer does not update these by element.")
-            self.writer.items("updated_whole={", [quoted(n) for n in names], "},")
+            self.writer.argument(f"updated_whole={{{', '.join(map(repr, names))}}}")
 
-    def _deferred(self) -> dict[str, str]:
-        found = {}
+    def _deferred(self) -> dict[str, object]:
+        found: dict[str, object] = {}
         for run in self.text.runs:
             if numbers := self.text.deferred(run):
                 is_all = len(numbers) == self.text.num_micro_batches
-                shown = "range(NUM_MICRO_BATCHES)" if is_all else as_tuple(numbers)
+                shown = "range(NUM_MICRO_BATCHES)" if is_all else numbers
                 found[self.runs[run.key]] = shown
         return found
 
@@ -190,59 +189,26 @@ class Constants:
         tag = self.text.tag(run.replica, transfer.index)
         name = self.names[run.replica, transfer.index]
         if len(sources) > 1 or len(dests) > 1:
-            ranks = [f"sources={as_tuple(sources)}", f"dests={as_tuple(dests)}"]
+            kind, places = "GridMessage", f"sources={sources}, dests={dests}"
             values = [self._tile_value(transfer, value) for value in transfer.values]
-            kind = "GridMessage"
         else:
-            ranks = [f"source={sources[0]}", f"dest={dests[0]}"]
+            kind, places = "Message", f"source={sources[0]}, dest={dests[0]}"
             values = [self._value(value) for value in transfer.values]
-            kind = "Message"
-        packed = f"({', '.join(values)}{',' if len(values) == 1 else ''})"
-        if len(f"values={packed},") > self.writer.room - 4 and kind == "Message":
-            inside = "".join(map(self._line, values))
-            packed = f"(\n{inside})"
-        arguments = [f"tag={tag}", *ranks, f"values={packed}"]
-        self.writer.call(f"{name} = {kind}(", arguments)
-
-    def _line(self, value: str) -> str:
-        """Return a value of a message as a line, or as several."""
-        line = f"    {value},\n"
-        if len(line) <= self.writer.room - 4:
-            return line
-        head, arguments, _ = split_arguments(value)
-        inside = "".join(f"        {argument},\n" for argument in arguments)
-        return f"    {head}\n{inside}    ),\n"
+        packed = f"({', '.join(values)},)"
+        self.writer.statement(f"{name} = {kind}(tag={tag}, {places}, values={packed})")
 
     def _value(self, value: fx.Node) -> str:
         spec = meta.spec(value)
-        arguments = [
-            quoted(self.text.names[value]),
-            as_tuple(spec.shape),
-            str(spec.dtype),
-        ]
-        if meta.needs_gradient(value):
-            arguments.append("gradient=True")
-        if meta.dtypes(value).value:
-            arguments.append("keeps_dtype=True")
-        arguments += _format(value)
-        return f"Value({', '.join(arguments)})"
+        what = f"{self.text.names[value]!r}, {tuple(spec.shape)}, {spec.dtype}"
+        return f"Value({', '.join([what, *_kind(value)])})"
 
     def _tile_value(self, transfer: Transfer, value: fx.Node) -> str:
         exchange = ends(self._program_of(transfer), transfer, value)
-        arguments = [
-            quoted(self.text.names[value]),
-            as_tuple(exchange.shape),
-            str(meta.spec(value).dtype),
-            f"held={box_constants(exchange.held)}",
-        ]
+        what = f"{self.text.names[value]!r}, {exchange.shape}, {meta.spec(value).dtype}"
+        boxes = [f"held={box_constants(exchange.held)}"]
         if exchange.wanted != exchange.held:
-            arguments.append(f"wanted={box_constants(exchange.wanted)}")
-        if meta.needs_gradient(value):
-            arguments.append("gradient=True")
-        if meta.dtypes(value).value:
-            arguments.append("keeps_dtype=True")
-        arguments += _format(value)
-        arguments += _rest(exchange)
+            boxes.append(f"wanted={box_constants(exchange.wanted)}")
+        arguments = [what, *boxes, *_kind(value), *_rest(exchange)]
         return f"TileValue({', '.join(arguments)})"
 
     def _program_of(self, transfer: Transfer) -> Program:
@@ -258,12 +224,12 @@ class Constants:
         for exchange, name in self.exchanges.items():
             arguments = [
                 f"index={exchange.index}",
-                f"shape={as_tuple(exchange.shape)}",
+                f"shape={exchange.shape}",
                 f"held={box_constants(exchange.held)}",
                 f"wanted={box_constants(exchange.wanted)}",
                 *_rest(exchange),
             ]
-            self.writer.call(f"{name} = Exchange(", arguments)
+            self.writer.statement(f"{name} = Exchange({', '.join(arguments)})")
 
     def _inputs(self) -> dict[str, str]:
         used: dict[str, str] = {}
@@ -276,20 +242,19 @@ class Constants:
                 items = {item.name: item for item in program.inputs}
                 for node in flow.inputs:
                     text = self._input(items[node.name], node)
-                    if used.setdefault(quoted(node.name), text) != text:
+                    if used.setdefault(repr(node.name), text) != text:
                         raise InternalError(f"{node.name} is split in two ways: {text}")
         return used
 
     def _input(self, item: GraphInput, node: fx.Node) -> str:
         layout = meta.layout(node)
         whole = layout.shape if layout is not None else item.spec.shape
-        path = as_tuple(item.path)
-        arguments = [path, as_tuple(whole), str(item.spec.dtype)]
+        arguments = [f"{item.path}, {tuple(whole)}, {item.spec.dtype}"]
         if not self.text.is_batched(item):
             arguments.append("batched=False")
         if layout is not None and not layout.is_whole:
             assert self.text.tile is not None
-            arguments.append(f"box={as_tuple(layout.boxes[self.text.tile])}")
+            arguments.append(f"box={layout.boxes[self.text.tile]}")
         arguments += _format(node)
         return f"Input({', '.join(arguments)})"
 
@@ -298,11 +263,18 @@ def box_constants(values: Sequence[Box]) -> str:
     """Return boxes as text, short where they are all the same, or rows of a grid."""
     axes = [tuple(dict.fromkeys(axis)) for axis in zip(*values, strict=True)]
     if len(values) > 1 and len(set(values)) == 1:
-        return f"({as_tuple(values[0])},) * {len(values)}"
+        return f"({values[0]},) * {len(values)}"
     if len(values) > 1 and tuple(product(*axes)) == tuple(values):
         shown = [str(axis[0]) if len(axis) == 1 else str([*axis]) for axis in axes]
         return f"tile_boxes({', '.join(shown)})"
-    return as_tuple(values)
+    return str(tuple(values))
+
+
+def _kind(value: fx.Node) -> list[str]:
+    """Return the arguments that say what is special about a value of a message."""
+    kind = ["gradient=True"] if meta.needs_gradient(value) else []
+    kind += ["keeps_dtype=True"] if meta.dtypes(value).value else []
+    return kind + _format(value)
 
 
 def _format(value: fx.Node) -> list[str]:

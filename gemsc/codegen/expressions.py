@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import keyword
-import math
 import operator
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +14,7 @@ from torch import fx
 from torch.nn import functional as F
 
 from gemsc.base.dtypes import is_real
+from gemsc.codegen.python_text import formatted, literal_text, quoted
 from gemsc.errors import GemscError, InternalError
 from gemsc.ir import meta
 from gemsc.ir.program import DataclassValue, Slot
@@ -25,35 +24,28 @@ from gemsc.messages.exchange import Exchange
 from gemsc.runtime import tiles
 from gemsc.runtime.tiles.windows import AxisWindows, Resize
 
-PREFIXED = 7
-POWER = 8
-ATOM = 9
-INFIX: dict[Any, tuple[str, int]] = {
-    operator.or_: ("|", 1),
-    operator.xor: ("^", 2),
-    operator.and_: ("&", 3),
-    operator.lshift: ("<<", 4),
-    operator.rshift: (">>", 4),
-    operator.add: ("+", 5),
-    operator.sub: ("-", 5),
-    operator.mul: ("*", 6),
-    operator.truediv: ("/", 6),
-    operator.floordiv: ("//", 6),
-    operator.mod: ("%", 6),
-    operator.matmul: ("@", 6),
-    operator.pow: ("**", POWER),
-    operator.lt: ("<", 0),
-    operator.le: ("<=", 0),
-    operator.gt: (">", 0),
-    operator.ge: (">=", 0),
-    operator.eq: ("==", 0),
-    operator.ne: ("!=", 0),
+INFIX: dict[Any, str] = {
+    operator.or_: "|",
+    operator.xor: "^",
+    operator.and_: "&",
+    operator.lshift: "<<",
+    operator.rshift: ">>",
+    operator.add: "+",
+    operator.sub: "-",
+    operator.mul: "*",
+    operator.truediv: "/",
+    operator.floordiv: "//",
+    operator.mod: "%",
+    operator.matmul: "@",
+    operator.pow: "**",
+    operator.lt: "<",
+    operator.le: "<=",
+    operator.gt: ">",
+    operator.ge: ">=",
+    operator.eq: "==",
+    operator.ne: "!=",
 }
 PREFIX: dict[Any, str] = {operator.neg: "-", operator.invert: "~"}
-# what a formatter calls simple: `x.y**2` and `x[a:-1]`, but `f(x) ** 2`, `x[a.b :]`
-NUMBER = r"-?[\d.]+(?:e[-+]?\d+)?"
-SIMPLE_OPERAND = re.compile(rf"[^\W\d][\w.]*|{NUMBER}")
-SIMPLE_BOUND = re.compile(rf"|\w+|{NUMBER}")
 NAMESPACES: tuple[tuple[str, Any], ...] = (
     ("F", F),
     ("torch", torch),
@@ -84,8 +76,7 @@ class Choice:
     evaluation: object
 
 
-Shown = tuple[str, int]  # text and how tightly it binds
-Name = Callable[[fx.Node], Shown]
+Name = Callable[[fx.Node], str]
 # the name of something that the module defines or imports at its top
 Named = Callable[[UserObject | Exchange], str]
 
@@ -96,8 +87,8 @@ def expression(
     twin: fx.Node | None,
     named: Named,
     dtype: torch.dtype | None = None,
-) -> Shown:
-    """Return the node's computation as text, and how tightly the text binds.
+) -> str:
+    """Return the node's computation as text.
 
     `name(node)` gives the text of an input; `twin` is the same node in the graph for
     evaluation, whose constants may differ; `named` gives the name of a user's object
@@ -106,40 +97,35 @@ def expression(
     """
     args, kwargs = _with_choices(node, twin)
     show = _Show(name, named, dtype, stays=meta.dtypes(node).constants)
+    return formatted(_computation(node, args, kwargs, show))
+
+
+def _computation(
+    node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], show: _Show
+) -> str:
+    """Return it as text with all parentheses that may be needed."""
+    target: Any = node.target
     if node.op == "call_module":
-        return _own(node, access("self", str(node.target)), args, kwargs, show), ATOM
+        return _own(node, access("self", str(target)), args, kwargs, show)
     if node.op == "call_method":
-        owner = show.bound(args[0], ATOM)
-        return _call(f"{owner}.{node.target}", args[1:], kwargs, show), ATOM
+        return _call(f"({show(args[0])}).{target}", args[1:], kwargs, show)
     if node.op != "call_function":
         raise InternalError(f"no expression for {node.op} {node.name}")
-    return _function(node, args, kwargs, show, named)
-
-
-def _function(
-    node: fx.Node,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    show: _Show,
-    named: Named,
-) -> Shown:
-    target: Any = node.target
     if target in INFIX and len(args) == 2 and not kwargs:
-        return _infix(*INFIX[target], args, show)
+        return f"({show(args[0])}) {INFIX[target]} ({show(args[1])})"
     if target in PREFIX:
-        return f"{PREFIX[target]}{show.bound(args[0], ATOM)}", PREFIXED
+        return f"{PREFIX[target]}({show(args[0])})"
     if target is operator.getitem:
-        return f"{show.bound(args[0], ATOM)}[{show.index(args[1])}]", ATOM
+        return f"({show(args[0])})[{show.index(args[1])}]"
     if target is operator.setitem:
-        left = f"{show.bound(args[0], ATOM)}[{show.index(args[1])}]"
-        return f"{left} = {show(args[2])}", ATOM
+        return f"({show(args[0])})[{show.index(args[1])}] = {show(args[2])}"
     if target is getattr and isinstance(args[1], str) and args[1].isidentifier():
-        return f"{show.bound(args[0], ATOM)}.{args[1]}", ATOM
+        return f"({show(args[0])}).{args[1]}"
     owner = getattr(target, "__self__", None)
     if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
-        text = named(UserObject(owner.__module__, owner.__qualname__))
-        return _own(node, f"{text}.apply", args, kwargs, show), ATOM
-    return _own(node, _public_name(node), args, kwargs, show), ATOM
+        text = show.named(UserObject(owner.__module__, owner.__qualname__))
+        return _own(node, f"{text}.apply", args, kwargs, show)
+    return _own(node, _public_name(node), args, kwargs, show)
 
 
 def _own(
@@ -154,18 +140,6 @@ def _own(
     if grid is None:
         return _call(head, args, kwargs, show)
     return _call("tiles.with_whole_gradients", args, kwargs, show, show(grid), head)
-
-
-def _infix(sign: str, level: int, args: tuple[Any, ...], show: _Show) -> Shown:
-    if level == POWER:  # from right to left; a negative number may stand on the right
-        left, right = show.bound(args[0], ATOM), show.bound(args[1], ATOM)
-        if isinstance(args[1], int | float):
-            right = show(args[1])
-        if SIMPLE_OPERAND.fullmatch(left) and SIMPLE_OPERAND.fullmatch(right):
-            return f"{left}{sign}{right}", level
-        return f"{left} {sign} {right}", level
-    left = show.bound(args[0], level if level else 1)  # no chains of comparisons
-    return f"{left} {sign} {show.bound(args[1], level + 1)}", level
 
 
 def _public_name(node: fx.Node) -> str:
@@ -212,38 +186,23 @@ class _Show:
         self.stays = stays  # whether dtypes are those that the user wrote
 
     def __call__(self, value: Any) -> str:
-        return self.pair(value)[0]
-
-    def bound(self, value: Any, level: int) -> str:
-        """Return the text, in parentheses if it binds less tightly than `level`."""
-        text, own = self.pair(value)
-        return text if own >= level else f"({text})"
-
-    def pair(self, value: Any) -> Shown:
         if isinstance(value, fx.Node):
             return self.name(value)
         if isinstance(value, Exchange):
-            return self.named(value), ATOM
+            return self.named(value)
         if isinstance(value, ShapeGrid):
-            return "self.grid", ATOM
+            return "self.grid"
         if isinstance(value, Choice):
             if value.training is True and value.evaluation is False:
-                return "self.training", ATOM
+                return "self.training"
             either = f"{self(value.training)} if self.training"
-            return f"({either} else {self(value.evaluation)})", ATOM
-        if isinstance(value, tuple):
-            inside = ", ".join(map(self, value))
-            return (f"({inside},)" if len(value) == 1 else f"({inside})"), ATOM
-        if isinstance(value, list):
-            return f"[{', '.join(map(self, value))}]", ATOM
-        if isinstance(value, dict):
-            pairs = (f"{literal(key)}: {self(item)}" for key, item in value.items())
-            return "{" + ", ".join(pairs) + "}", ATOM
+            return f"({either} else {self(value.evaluation)})"
+        if isinstance(value, tuple | list | dict):
+            return collection(value, self)
         if isinstance(value, slice):
             parts = (value.start, value.stop, value.step)
-            return f"slice({', '.join(map(self, parts))})", ATOM
-        text = self._typed(value) or literal(value)
-        return text, (PREFIXED if text.startswith("-") else ATOM)
+            return f"slice({', '.join(map(self, parts))})"
+        return self._typed(value) or literal(value)
 
     def _typed(self, value: Any) -> str:
         """Return a constant that follows the dtype of the model; "" for all others."""
@@ -265,17 +224,10 @@ class _Show:
     def _index_part(self, value: Any) -> str:
         if not isinstance(value, slice):
             return self(value)
-        bounds = (value.start, value.stop, value.step)
-        parts = ["" if bound is None else self(bound) for bound in bounds]
+        bounds = [value.start, value.stop, value.step]
         if value.step is None:
-            parts.pop()
-        if all(SIMPLE_BOUND.fullmatch(part) for part in parts):
-            return ":".join(parts)
-        text = parts[0]
-        for part in parts[1:]:
-            space = " " if text and not text.endswith(":") else ""
-            text += f"{space}: {part}" if part else f"{space}:"
-        return text
+            bounds.pop()
+        return ":".join("" if bound is None else self(bound) for bound in bounds)
 
 
 def _typed(value: torch.dtype, dtype: torch.dtype) -> str:
@@ -302,17 +254,14 @@ def literal(value: object) -> str:
     Raises:
         InternalError: the value has no exact text.
     """
-    if value is None or isinstance(value, bool | range):
-        return repr(value)
-    if isinstance(value, int):  # of any subclass: an IntEnum, for example
-        return int.__repr__(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return int.__repr__(value)  # of any subclass: an IntEnum, for example
+    if value is None or value is ... or isinstance(value, bool | str):
+        return literal_text(value)
     if isinstance(value, float):
-        text = float.__repr__(value).replace("e+", "e")
-        return text if math.isfinite(value) else f'float("{text}")'
-    if isinstance(value, str):
-        return quoted(value)
-    if value is Ellipsis:
-        return "..."
+        return literal_text(float(value))
+    if isinstance(value, range):
+        return repr(value)
     if isinstance(value, torch.dtype | torch.memory_format | torch.layout):
         return str(value)
     if isinstance(value, torch.device):
@@ -328,17 +277,17 @@ def literal(value: object) -> str:
 
 def _nested(value: object) -> str:
     """Return a constant, or a tuple of them, as text."""
-    if not isinstance(value, tuple):
-        return literal(value)
-    parts = [_nested(part) for part in value]
-    return f"({parts[0]},)" if len(parts) == 1 else f"({', '.join(parts)})"
+    return collection(value, _nested) if isinstance(value, tuple) else literal(value)
 
 
-def quoted(text: str) -> str:
-    """Return a string literal, on one line, that can hold any text."""
-    inside = text.encode("unicode_escape").decode("ascii")
-    mark = '"' if inside.count('"') <= inside.count("'") else "'"
-    return mark + inside.replace(mark, f"\\{mark}") + mark
+def collection(value: Any, show: Callable[[Any], str]) -> str:
+    """Return a tuple, list or dict as text, of what `show` gives for its items."""
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{show(k)}: {show(v)}' for k, v in value.items())}}}"
+    inside = ", ".join(map(show, value))
+    if isinstance(value, list):
+        return f"[{inside}]"
+    return f"({inside},)" if len(value) == 1 else f"({inside})"
 
 
 def is_attribute(name: str) -> bool:
@@ -384,24 +333,12 @@ def _choose(training: Any, evaluation: Any) -> Any:
     return Choice(training, evaluation)
 
 
-def as_tuple(values: Sequence[object]) -> str:
-    """Return a tuple of strings and numbers as text."""
-    parts = [quoted(v) if isinstance(v, str) else repr(v) for v in values]
-    return f"({parts[0]},)" if len(parts) == 1 else f"({', '.join(parts)})"
-
-
 def structure_text(value: Any, outputs: Sequence[str]) -> str:
     """Return what the model returns, around the texts of its outputs."""
     if isinstance(value, Slot):
         return outputs[value.index]
     if isinstance(value, DataclassValue):  # its fields, under their names
         return structure_text(dict(value.fields), outputs)
-    if isinstance(value, tuple):
-        inside = ", ".join(structure_text(item, outputs) for item in value)
-        return f"({inside},)" if len(value) == 1 else f"({inside})"
-    if isinstance(value, list):
-        return f"[{', '.join(structure_text(item, outputs) for item in value)}]"
-    if isinstance(value, dict):
-        shown = {literal(k): structure_text(v, outputs) for k, v in value.items()}
-        return "{" + ", ".join(f"{k}: {v}" for k, v in shown.items()) + "}"
+    if isinstance(value, tuple | list | dict):
+        return collection(value, lambda item: structure_text(item, outputs))
     return literal(value)

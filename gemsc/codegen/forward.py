@@ -5,7 +5,9 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import groupby
 
 import torch
 from torch import fx, nn
@@ -13,7 +15,8 @@ from torch.utils import _pytree as pytree
 
 from gemsc.base.dtypes import Autocast, is_real
 from gemsc.codegen.exchanges import note_of
-from gemsc.codegen.expressions import Named, access, expression, quoted
+from gemsc.codegen.expressions import Named, access, expression
+from gemsc.codegen.python_text import quoted
 from gemsc.codegen.rank_text import Segments, StageText
 from gemsc.codegen.writer import Names, Writer, comment
 from gemsc.errors import SourceLocation
@@ -69,23 +72,14 @@ def _sections_of(
     """Return the sections of a row of nodes, in order."""
     segment_of = {node: item for item in segments for node in item[1]}
     sections: list[_Section] = []
-    plain: list[fx.Node] = []
-    for node in nodes:
-        if node not in segment_of:
-            plain.append(node)
-            continue
-        segment, inside = segment_of[node]
-        if node is not inside[0]:
-            continue
-        if plain:
-            sections.append(_Section("plain", tuple(plain)))
-            plain = []
-        method = ""
-        if segment.kind == "recompute":
-            method = methods.unique(f"{segment.name}_block")
-        sections.append(_Section(segment.kind, inside, segment.name, method))
-    if plain:
-        sections.append(_Section("plain", tuple(plain)))
+    for item, run in groupby(nodes, key=segment_of.get):
+        if item is None:
+            sections.append(_Section("plain", tuple(run)))
+        elif next(run) is item[1][0]:  # others of its nodes may come later, apart
+            segment, inside = item
+            method = f"{segment.name}_block" if segment.kind == "recompute" else ""
+            method = method and methods.unique(method)
+            sections.append(_Section(segment.kind, inside, segment.name, method))
     return sections
 
 
@@ -104,7 +98,7 @@ def _write_forward(
     for node in flow.takes:
         local[node] = names.unique(stage.names.get(node, base_name(node)))
     arguments = ["self", *(f"{local[node]}: Tensor" for node in flow.takes)]
-    writer.call(f"def {name}(", arguments, f") -> {_result(len(flow.gives))}:")
+    writer.bracketed(f"def {name}(", arguments, f") -> {_result(len(flow.gives))}:")
     with writer.indented():
         if about:
             writer.docstring(about)
@@ -162,6 +156,7 @@ def _dtype_source(
     return "torch.get_default_dtype()", torch.get_default_dtype()
 
 
+@dataclass
 class _Body:
     """Writes nodes as statements.
 
@@ -171,39 +166,31 @@ class _Body:
     as early as in the user's own code.
     """
 
-    def __init__(
-        self,
-        writer: Writer,
-        stage: StageText,
-        flow: StageFlow,
-        names: Names,
-        local: dict[fx.Node, str],
-        named: Named,
-        dtype: torch.dtype | None,
-    ) -> None:
-        self.named = named
-        self.dtype = dtype
-        self.writer = writer
-        self.stage = stage
-        self.flow = flow
-        self.names = names
-        self.local = local
-        self.position = {node: i for i, node in enumerate(flow.nodes)}
-        self.last_use = self._last_uses()
-        self.pending: tuple[fx.Node, tuple[str, int]] | None = None
-        self.unpacked: set[fx.Node] = set()  # written with the tuple that they are of
-        self.parts: dict[fx.Node, tuple[fx.Node, ...]] = {}  # of these tuples
-        self.shown: SourceLocation | None = None
-        self.shown_path = ""
+    writer: Writer
+    stage: StageText
+    flow: StageFlow
+    names: Names
+    local: dict[fx.Node, str]
+    named: Named
+    dtype: torch.dtype | None
+    pending: tuple[fx.Node, str] | None = None
+    # written with the tuple that they are of, and the parts of these tuples
+    unpacked: set[fx.Node] = field(default_factory=set)
+    parts: dict[fx.Node, tuple[fx.Node, ...]] = field(default_factory=dict)
+    shown: SourceLocation | None = None
+    shown_path: str = ""
 
-    def _last_uses(self) -> dict[fx.Node, int]:
-        end = len(self.flow.nodes)
+    @cached_property
+    def position(self) -> dict[fx.Node, int]:
+        return {node: place for place, node in enumerate(self.flow.nodes)}
+
+    @cached_property
+    def last_use(self) -> dict[fx.Node, int]:
         last: dict[fx.Node, int] = {}
-        for index, node in enumerate(self.flow.nodes):
-            last.setdefault(node, index)
-            for source in node.all_input_nodes:
-                last[source] = index
-        last.update(dict.fromkeys(self.flow.gives, end))
+        for place, node in enumerate(self.flow.nodes):
+            last.update(dict.fromkeys(node.all_input_nodes, place))
+            last.setdefault(node, place)
+        last.update(dict.fromkeys(self.flow.gives, len(self.flow.nodes)))
         return last
 
     def write(self, sections: Sequence[_Section]) -> None:
@@ -217,14 +204,14 @@ class _Body:
                 self._write_nodes(section.nodes)
         gives = [self.local[node] for node in self.flow.gives]
         if len(", ".join(gives)) > self.writer.room - len("return "):
-            self.writer.items("return (", gives, ")")
+            self.writer.bracketed("return (", gives, ")")
         elif gives:
             self.writer.line(f"return {', '.join(gives)}")
         elif not self.flow.nodes:
             self.writer.line("pass")
 
     def _write_nodes(self, nodes: Sequence[fx.Node]) -> None:
-        for region, run in _runs(nodes):
+        for region, run in groupby(nodes, key=meta.region):
             with _modes(self.writer, region, self.stage.program.autocast):
                 for node in run:
                     self._add(node)
@@ -232,12 +219,12 @@ class _Body:
 
     def _write_recompute(self, section: _Section) -> None:
         inner = inner_flow(self.flow, section.nodes)
-        arguments = [f"self.{section.method}", *(self.local[n] for n in inner.takes)]
+        taken = [f"self.{section.method}", *(self.local[n] for n in inner.takes)]
         self._release(self.position[section.nodes[-1]])
         for node in inner.gives:
             self.local[node] = self.names.unique(self._wish(node))
         targets = ", ".join(self.local[node] for node in inner.gives)
-        self.writer.call(f"{targets} = recompute(", arguments)
+        self.writer.statement(f"{targets} = recompute({', '.join(taken)})")
         self.shown, self.shown_path = None, ""
 
     def _release(self, position: int) -> None:
@@ -253,7 +240,7 @@ class _Body:
         shown = self._expression(node)
         self.parts[node] = self._parts(node)
         wishes = map(self._wish, self.parts[node] or (node,))
-        width = len(", ".join(wishes)) + len(" = ") + len(shown[0])
+        width = len(", ".join(wishes)) + len(" = ") + len(shown)
         if self.pending is not None and width > self.writer.room:
             self._flush()
             shown = self._expression(node)
@@ -271,20 +258,17 @@ class _Body:
             and _argument_count(consumer, node) == 1
         )
 
-    def _expression(self, node: fx.Node) -> tuple[str, int]:
-        twins = self.stage.twins
-        twin = twins.get(node) if twins else None
+    def _expression(self, node: fx.Node) -> str:
+        twin = (self.stage.twins or {}).get(node)
         return expression(node, self._name, twin, self.named, self.dtype)
 
-    def _name(self, node: fx.Node) -> tuple[str, int]:
+    def _name(self, node: fx.Node) -> str:
         if self.pending is not None and node is self.pending[0]:
             return self.pending[1]
         if node.op == "get_attr":
-            return access("self", self._first_name(str(node.target))), 9
-        return self.local[node], 9
-
-    def _first_name(self, path: str) -> str:
-        return self.stage.program.aliases.get(path, path)
+            path = str(node.target)
+            return access("self", self.stage.program.aliases.get(path, path))
+        return self.local[node]
 
     def _wish(self, node: fx.Node) -> str:
         if node in self.flow.gives and node in self.stage.names:
@@ -296,7 +280,7 @@ class _Body:
     def _flush(self) -> None:
         if self.pending is None:
             return
-        node, (text, _) = self.pending
+        node, text = self.pending
         self.pending = None
         self._write_comment(node)
         self._release(self.position[node])
@@ -365,17 +349,6 @@ def _argument_count(consumer: fx.Node, node: fx.Node) -> int:
         (consumer.args, consumer.kwargs), is_leaf=lambda x: isinstance(x, slice)
     )
     return sum(leaf is node for leaf in leaves)
-
-
-def _runs(nodes: Sequence[fx.Node]) -> Iterator[tuple[meta.Region, list[fx.Node]]]:
-    run: list[fx.Node] = []
-    for node in nodes:
-        if run and meta.region(node) != meta.region(run[0]):
-            yield meta.region(run[0]), run
-            run = []
-        run.append(node)
-    if run:
-        yield meta.region(run[0]), run
 
 
 @contextmanager

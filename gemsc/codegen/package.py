@@ -1,17 +1,26 @@
-"""The program directory: every rank's module, the main program, plan and weights."""
+"""The program directory: every rank's module, the main program, plan and weights.
+
+A program with a dataset also has `job.sbatch`, which trains it under Slurm.
+"""
 
 from __future__ import annotations
 
+import re
+import shlex
 import shutil
+import sys
 from pathlib import Path
+from string import Template
 from tempfile import TemporaryDirectory
 
-from gemsc.codegen.job import job_script
+from gemsc.base.process import MALLOC_SETTING
+from gemsc.base.units import show_bytes
 from gemsc.codegen.rank import write_rank
 from gemsc.codegen.rank_text import rank_text
 from gemsc.codegen.writer import in_docstring
 from gemsc.compilation import Compilation
 from gemsc.errors import GemscError
+from gemsc.plan import Plan
 from gemsc.weights.write import write_tensors
 
 BESIDE = ".gemsc-"  # the folder in which a program is written
@@ -25,6 +34,44 @@ from gemsc.runtime import main
 if __name__ == "__main__":
     sys.exit(main(Path(__file__).parent))
 '''
+
+JOB = Template("""\
+#!/bin/bash
+# Train on a cluster with Slurm:  sbatch job.sbatch --epochs 10
+# What follows the file's name are options of `gemsc run`. What your cluster asks for
+# (a partition, an account, memory) goes here, or on the command line of sbatch.
+
+#SBATCH --job-name=$name
+#SBATCH --ntasks=$ranks
+#SBATCH --cpus-per-task=1
+# predicted peak of a rank: $peak
+##SBATCH --mem-per-cpu=4G
+##SBATCH --gpus-per-task=1
+# ranks that share GPUs all see those of their node; add the option --per-device 2
+##SBATCH --gpus-per-node=4
+##SBATCH --time=24:00:00
+# two minutes before the time limit the ranks save a checkpoint and leave
+#SBATCH --signal=USR1@120
+#SBATCH --requeue
+#SBATCH --open-mode=append
+
+python=$python
+program=$program
+run=$$program/runs/job-$$SLURM_JOB_ID  # the same after a requeue
+
+export OMP_NUM_THREADS=$$SLURM_CPUS_PER_TASK SRUN_CPUS_PER_TASK=$$SLURM_CPUS_PER_TASK
+export GLIBC_TUNABLES=$malloc
+
+# --resume: from the last checkpoint there, if there is one
+srun --mpi=pmix "$$python" "$$program" --save "$$run" "$$@" --resume
+code=$$?
+
+# 75: they left with a checkpoint, to be started again; not if the job was cancelled
+if [ $$code -eq 75 ] && [ "$$(squeue -h -j $$SLURM_JOB_ID -o %T)" = RUNNING ]; then
+  scontrol requeue $$SLURM_JOB_ID
+fi
+exit $$code
+""")
 
 
 def rank_modules(compilation: Compilation) -> dict[str, str]:
@@ -54,7 +101,7 @@ def write_directory(compilation: Compilation, directory: Path) -> None:
         ranks=compilation.plan.ranks, name=in_docstring(directory.resolve().name)
     )
     if compilation.plan.spec:  # it has a dataset
-        texts["job.sbatch"] = job_script(compilation.plan, directory)
+        texts["job.sbatch"] = _job_script(compilation.plan, directory)
     texts["plan.toml"] = compilation.plan.to_toml(directory)
     directory.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=BESIDE, dir=directory) as name:
@@ -113,3 +160,15 @@ def _write_weights(compilation: Compilation, folder: Path) -> None:
 def _remove(directory: Path, pattern: str) -> None:
     for path in directory.glob(pattern):
         path.unlink()
+
+
+def _job_script(plan: Plan, directory: Path) -> str:
+    """Return the script for a program's place and this Python."""
+    return JOB.substitute(
+        name=re.sub(r"[^\w.-]", "_", directory.resolve().name),
+        ranks=plan.ranks,
+        peak=show_bytes(max(plan.peak_bytes)),
+        python=shlex.quote(str(Path(sys.executable).with_name("python3"))),
+        program=shlex.quote(str(directory.resolve())),
+        malloc=MALLOC_SETTING,
+    )

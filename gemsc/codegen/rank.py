@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from torch import fx
 
 from gemsc.base.parts import sums_in_order
 from gemsc.codegen.constants import Constants
 from gemsc.codegen.exchanges import gathers_of
-from gemsc.codegen.expressions import UserObject, quoted, structure_text
+from gemsc.codegen.expressions import UserObject, structure_text
 from gemsc.codegen.rank_text import RankText, RunText
 from gemsc.codegen.stage import write_stage
 from gemsc.codegen.writer import Names, Writer
@@ -24,13 +26,16 @@ from gemsc.schedules.paths import skipping
 
 FROM_RUNTIME = (
     *("AxisWindows", "Exchange", "Grid", "GridMessage", "Input", "Message"),
-    *("Part", "RankProgram", "Resize", "Run", "TileValue", "Tiles", "Value", "Worker"),
+    *("Part", "RankProgram", "Resize", "Run", "Tiles", "TileValue", "Value", "Worker"),
     *("offloaded", "recompute", "tile_boxes", "tiles", "user_module"),
 )
 TAKEN = (
     *(*FROM_RUNTIME, "user_object", "F", "Tensor", "gemsc", "nn", "operator", "torch"),
     *("NUM_MICRO_BATCHES", "NUM_REPLICAS", "PROGRAM", "train_step", "eval_step"),
 )
+
+MICRO_BATCH = ", m: int"
+VERBS = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.WEIGHT: "weights"}
 
 
 def write_rank(text: RankText) -> str:
@@ -52,12 +57,9 @@ class _RankWriter:
     def write(self) -> str:
         body = self._body()
         head = Writer()
-        head.line('"""' + self.text.docstring[0])
-        head.line()
-        for line in self.text.docstring[1:]:
+        first, *more = self.text.docstring
+        for line in (f'"""{first}', "", *more, '"""', ""):
             head.line(line)
-        head.line('"""')
-        head.line()
         self._write_imports(head, body)
         return head.text() + "\n" + body
 
@@ -71,7 +73,10 @@ class _RankWriter:
                 self._write_forward(run)
                 self._write_backward(run)
                 if self.text.deferred(run):
-                    self._write_weights(run)
+                    about = f"Add stage {run.stage.flow.index}'s weight gradients"
+                    about += " of micro-batch m."
+                    with self._function(f"weights_{run.key}", about, MICRO_BATCH):
+                        self._write_call(run, "weights", ())
             if run.replica == 0:
                 self._write_evaluate(run)
         if self.text.program.loss is not None:
@@ -107,12 +112,12 @@ class _RankWriter:
         if len(line) <= head.room:
             head.line(line)
         else:
-            head.items("from gemsc.runtime import (", names, ")")
+            head.bracketed("from gemsc.runtime import (", names, ")")
         if self.user_objects:
             head.line()
         for item, name in self.user_objects.items():
-            arguments = ["__file__", quoted(item.module)]
-            head.call(f"{name} = user_object(", [*arguments, quoted(item.qualname)])
+            where = f"__file__, {item.module!r}, {item.qualname!r}"
+            head.statement(f"{name} = user_object({where})")
 
     def named(self, item: UserObject | Exchange) -> str:
         """Return the name under which the file has a constant or a user's object."""
@@ -124,21 +129,24 @@ class _RankWriter:
 
     # --------------------------------------------------------- actions
 
+    @contextmanager
+    def _function(self, name: str, about: str, more: str = "") -> Iterator[None]:
+        with self.writer.block(f"def {name}(worker: Worker{more}) -> None:"):
+            self.writer.docstring(about)
+            yield
+        self.writer.line()
+        self.writer.line()
+
     def _write_forward(self, run: RunText) -> None:
         flow = run.stage.flow
-        with self.writer.block(
-            f"def forward_{run.key}(worker: Worker, m: int) -> None:"
-        ):
-            self.writer.line(f'"""Run stage {flow.index} on micro-batch m."""')
+        about = f"Run stage {flow.index} on micro-batch m."
+        with self._function(f"forward_{run.key}", about, MICRO_BATCH):
             local = self._write_takes(run, flow)
             self._write_run(run, flow, local, "run")
-            for transfer in flow.outgoing:
-                self._write_send(run, transfer, local)
+            self._write_sends(run, flow, local)
             loss = self.text.program.loss
             if loss in flow.gives:
                 self.writer.line(f"worker.add_loss({local[loss]})")
-        self.writer.line()
-        self.writer.line()
 
     def _write_takes(self, run: RunText, flow: StageFlow) -> dict[fx.Node, str]:
         names = self._local_names()
@@ -149,15 +157,14 @@ class _RankWriter:
                 local[flow.joined.get(value, value)] = local[value]
             targets = ", ".join(local[value] for value in transfer.values)
             message = self.messages[run.replica, transfer.index]
-            self.writer.call(
-                f"{targets} = worker.receive(",
-                [message, "m"],
+            self.writer.statement(
+                f"{targets} = worker.receive({message}, m)",
                 note=f"from {self._peer(run, transfer, transfer.source)}",
             )
         for node in flow.inputs:
             local[node] = names.unique(base_name(node))
-            self.writer.line(
-                f"{local[node]} = worker.input({quoted(node.name)}, {_part(run)})"
+            self.writer.statement(
+                f"{local[node]} = worker.input({node.name!r}, {_part(run)})"
             )
         losses = (self.text.program.loss, self.text.evaluation.loss)
         for node in flow.gives:
@@ -173,22 +180,29 @@ class _RankWriter:
     def _write_run(
         self, run: RunText, flow: StageFlow, local: dict[fx.Node, str], verb: str
     ) -> None:
-        arguments = [
-            self.constants.runs[run.key],
-            "m",
-            *(local[node] for node in flow.takes),
-        ]
-        targets = ", ".join(local[node] for node in flow.gives)
-        head = f"{targets} = " if targets else ""
-        self.writer.call(f"{head}worker.{verb}(", arguments)
+        inputs = [local[node] for node in flow.takes]
+        self._write_call(run, verb, inputs, ", ".join(local[n] for n in flow.gives))
 
-    def _write_send(
-        self, run: RunText, transfer: Transfer, local: dict[fx.Node, str]
+    def _write_call(
+        self, run: RunText, verb: str, tensors: Sequence[str], targets: str = ""
     ) -> None:
-        message = self.messages[run.replica, transfer.index]
-        values = [local[value] for value in transfer.values]
-        note = f"to {self._peer(run, transfer, transfer.dest)}"
-        self.writer.call("worker.send(", [message, "m", *values], note=note)
+        """Write `targets = worker.verb(STAGE0, m, tensors)`."""
+        inside = ", ".join([self.constants.runs[run.key], "m", *tensors])
+        head = f"{targets} = " if targets else ""
+        self.writer.statement(f"{head}worker.{verb}({inside})")
+
+    def _write_sends(
+        self, run: RunText, flow: StageFlow, local: dict[fx.Node, str]
+    ) -> None:
+        for transfer in flow.outgoing:
+            message = self.messages[run.replica, transfer.index]
+            values = [local[value] for value in transfer.values]
+            peer = self._peer(run, transfer, transfer.dest)
+            self._write_send(message, values, peer)
+
+    def _write_send(self, message: str, values: Sequence[str], peer: str) -> None:
+        inside = ", ".join([message, "m", *values])
+        self.writer.statement(f"worker.send({inside})", f"to {peer}")
 
     def _peer(self, run: RunText, transfer: Transfer, stage: int) -> str:
         where = self._where(run, stage)
@@ -204,27 +218,23 @@ class _RankWriter:
             return f"stage {stage} here"
         if len(ranks) == 1:
             return f"rank {ranks[0]}"
-        placement = self.text.program.placement
-        assert placement is not None
-        own = run.stage.flow.index
+        placement, own = self.text.placement, run.stage.flow.index
         if placement.grid(stage) == placement.grid(own) and self.text.tile is not None:
             return f"rank {ranks[self.text.tile]}, the same {run.stage.noun}"
         return f"ranks {ranks[0]} to {ranks[-1]}"
 
     def _write_backward(self, run: RunText) -> None:
         flow = run.stage.flow
-        with self.writer.block(
-            f"def backward_{run.key}(worker: Worker, m: int) -> None:"
-        ):
-            self.writer.line(f'"""Run stage {flow.index} backward on micro-batch m."""')
+        about = f"Run stage {flow.index} backward on micro-batch m."
+        with self._function(f"backward_{run.key}", about, MICRO_BATCH):
             names = self._local_names()
             gradients = self._write_gradient_receives(run, flow, names)
-            arguments = [self.constants.runs[run.key], "m"]
-            for node in flow.gives:
-                if node is self.text.program.loss:
-                    arguments.append("worker.loss_gradient")
-                else:
-                    arguments.append(" + ".join(gradients.get(node, [])) or "None")
+            given = [
+                "worker.loss_gradient"
+                if node is self.text.program.loss
+                else " + ".join(gradients.get(node, [])) or "None"
+                for node in flow.gives
+            ]
             sent: dict[fx.Node, str] = {}
             sources = {node: value for value, node in flow.joined.items()}
             for node in flow.takes:
@@ -234,29 +244,13 @@ class _RankWriter:
             targets = ", ".join(sent.values())
             if len(sent) == 1:
                 targets = f"({targets},)"
-            head = f"{targets} = " if sent else ""
-            self.writer.call(f"{head}worker.backward(", arguments)
+            self._write_call(run, "backward", given, targets)
             for transfer in flow.incoming:
                 values = [sent[v] for v in transfer.values if v in sent]
                 if values:
                     message = f"{self.messages[run.replica, transfer.index]}.gradient"
-                    note = f"to {self._peer(run, transfer, transfer.source)}"
-                    self.writer.call("worker.send(", [message, "m", *values], note=note)
-        self.writer.line()
-        self.writer.line()
-
-    def _write_weights(self, run: RunText) -> None:
-        index = run.stage.flow.index
-        with self.writer.block(
-            f"def weights_{run.key}(worker: Worker, m: int) -> None:"
-        ):
-            self.writer.line(
-                f'"""Add stage {index}\'s weight gradients of micro-batch m."""'
-            )
-            arguments = [self.constants.runs[run.key], "m"]
-            self.writer.call("worker.weights(", arguments)
-        self.writer.line()
-        self.writer.line()
+                    peer = self._peer(run, transfer, transfer.source)
+                    self._write_send(message, values, peer)
 
     def _write_gradient_receives(
         self, run: RunText, flow: StageFlow, names: Names
@@ -277,29 +271,21 @@ class _RankWriter:
                 gradients.setdefault(value, []).append(targets[-1])
             message = f"{self.messages[run.replica, transfer.index]}.gradient"
             note = f"from {self._peer(run, transfer, transfer.dest)}"
-            self.writer.call(
-                f"{', '.join(targets)} = worker.receive(", [message, "m"], note=note
-            )
+            names_taken = ", ".join(targets)
+            self.writer.statement(f"{names_taken} = worker.receive({message}, m)", note)
         return gradients
 
     def _write_evaluate(self, run: RunText) -> None:
         flow = run.stage.evaluation
         program = self.text.evaluation
-        with self.writer.block(
-            f"def evaluate_{run.key}(worker: Worker, m: int) -> None:"
-        ):
-            self.writer.line(
-                f'"""Run stage {flow.index} on micro-batch m, without gradients."""'
-            )
+        about = f"Run stage {flow.index} on micro-batch m, without gradients."
+        with self._function(f"evaluate_{run.key}", about, MICRO_BATCH):
             local = self._write_takes(run, flow)
             verb = "evaluate" if self.text.twin else "evaluate_apart"
             self._write_run(run, flow, local, verb)
-            for transfer in flow.outgoing:
-                self._write_send(run, transfer, local)
+            self._write_sends(run, flow, local)
             if flow.index == program.home:
                 self._write_results(run, local)
-        self.writer.line()
-        self.writer.line()
 
     def _write_results(self, run: RunText, local: dict[fx.Node, str]) -> None:
         program = self.text.evaluation
@@ -311,37 +297,32 @@ class _RankWriter:
                     help="return a copy: x.clone()",
                 )
             if node not in local:
-                local[node] = f"worker.input({quoted(node.name)}, m)"
+                local[node] = f"worker.input({node.name!r}, m)"
         for node, exchange in gathers_of(program, self.text.tile).items():
             name = f"whole_{base_name(node)}"
             constant = self.constants.exchanges[exchange]
-            count = len(exchange.held)
-            self.writer.call(
-                f"{name} = worker.gather(",
-                [local[node], constant],
-                note=f"from {count} {run.stage.noun}s",
+            self.writer.statement(
+                f"{name} = worker.gather({local[node]}, {constant})",
+                note=f"from {len(exchange.held)} {run.stage.noun}s",
             )
             local[node] = name
         outputs = [local[node] for node in program.outputs]
         structure = structure_text(program.structure, outputs)
         loss = local[program.loss] if program.loss is not None else "None"
-        self.writer.call("worker.add_result(", ["m", loss, structure])
+        self.writer.statement(f"worker.add_result(m, {loss}, {structure})")
 
     # ------------------------------------------------------------ steps
 
     def _write_train_step(self) -> None:
-        with self.writer.block("def train_step(worker: Worker) -> None:"):
-            self.writer.line('"""Run this rank\'s part of one training step."""')
+        with self._function("train_step", "Run this rank's part of one training step."):
             last = self._last_backwards()  # in which they begin: see `Departures`
             for index, step in enumerate(self.text.steps):
                 self._write_step(step)
                 for stage in last.get(index, []):
-                    self.writer.line(f"worker.start_reduction({quoted(stage)})")
+                    self.writer.statement(f"worker.start_reduction({stage!r})")
             if self.text.reductions or self.text.num_replicas > 1:
                 self.writer.line("worker.finish_reductions()")
             self.writer.line("worker.update()")
-        self.writer.line()
-        self.writer.line()
 
     def _last_backwards(self) -> dict[int, list[str]]:
         """Return after which steps the gradients of which stages are added up.
@@ -369,28 +350,19 @@ class _RankWriter:
         assert isinstance(step, Loop)
         with self.writer.block(_loop_head(step, self.text.num_micro_batches)):
             for action, offset in step.body:
-                index = (
-                    "m"
-                    if not offset
-                    else f"m {'+' if offset > 0 else '-'} {abs(offset)}"
-                )
-                self.writer.line(f"{self._call(action)}(worker, {index})")
+                later = f" {'+' if offset > 0 else '-'} {abs(offset)}" if offset else ""
+                self.writer.line(f"{self._call(action)}(worker, m{later})")
 
     def _call(self, action: Action) -> str:
-        verbs = {
-            Kind.FORWARD: "forward",
-            Kind.BACKWARD: "backward",
-            Kind.WEIGHT: "weights",
-        }
         for run in self.text.runs:
             here = (run.replica, run.stage.flow.index)
             if here == (action.replica, action.stage):
-                return f"{verbs[action.kind]}_{run.key}"
+                return f"{VERBS[action.kind]}_{run.key}"
         raise AssertionError(f"{action} is not on rank {self.text.rank}")
 
     def _write_eval_step(self) -> None:
-        with self.writer.block("def eval_step(worker: Worker) -> None:"):
-            self.writer.line('"""Run this rank\'s part of one evaluation step."""')
+        about = "Run this rank's part of one evaluation step."
+        with self._function("eval_step", about):
             count = "NUM_MICRO_BATCHES"
             if self.text.num_replicas > 1:
                 count += " * NUM_REPLICAS"
@@ -398,20 +370,12 @@ class _RankWriter:
                 for run in self.text.runs:
                     if run.replica == 0:
                         self.writer.line(f"evaluate_{run.key}(worker, m)")
-        self.writer.line()
-        self.writer.line()
 
 
 def _part(run: RunText) -> str:
     """Return which part of the batch a run takes as its micro-batch m."""
-    if run.replica == 0:
-        return "m"
-    share = (
-        "NUM_MICRO_BATCHES"
-        if run.replica == 1
-        else f"{run.replica} * NUM_MICRO_BATCHES"
-    )
-    return f"m + {share}"
+    times = f"{run.replica} * " if run.replica > 1 else ""
+    return f"m + {times}NUM_MICRO_BATCHES" if run.replica else "m"
 
 
 def _loop_head(loop: Loop, count: int) -> str:

@@ -13,7 +13,7 @@ from gemsc.base.units import show_bytes, show_flops
 from gemsc.codegen.writer import in_docstring
 from gemsc.compilation import Compilation, TileProgram
 from gemsc.ir.flow import StageFlow, message_tag, reductions, segments_of, value_names
-from gemsc.ir.program import GraphInput, Program, Segment, Transfer
+from gemsc.ir.program import GraphInput, Placement, Program, Segment, Transfer
 from gemsc.schedules.action import Kind
 from gemsc.schedules.loops import Step, expand
 
@@ -124,20 +124,22 @@ class RankText:
         sizes = (each.spec.shape[0] for each in self.program.inputs if each.spec.shape)
         return bool(item.spec.shape) and item.spec.shape[0] == next(sizes)
 
+    @property
+    def placement(self) -> Placement:
+        """Where the stages are."""
+        assert self.program.placement is not None
+        return self.program.placement
+
     def ranks(self, replica: int, stage: int) -> tuple[int, ...]:
         """Return the ranks of a stage, by tile."""
-        placement = self.program.placement
-        assert placement is not None
-        return placement.ranks[replica][stage]
+        return self.placement.ranks[replica][stage]
 
     @property
     def grid(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The rank's grid: the parts along each axis, and its ranks."""
-        placement = self.program.placement
-        assert placement is not None
         run = self.runs[0]
         stage = run.stage.flow.index
-        return placement.grid(stage).axes, self.ranks(run.replica, stage)
+        return self.placement.grid(stage).axes, self.ranks(run.replica, stage)
 
     def tag(self, replica: int, index: int) -> int:
         """Return the tag of a transfer's values; its gradients have the next one."""
@@ -250,7 +252,14 @@ def _docstring(
     lines = [
         in_docstring(f"Rank {rank} of {plan.ranks}: {what} of {plan.model}."),
         "Written by gemsc; do not edit, compile again:",
-        *_wrapped(in_docstring(plan.command), 84),
+        *textwrap.wrap(
+            in_docstring(plan.command),
+            width=84,
+            initial_indent=" " * 4,
+            subsequent_indent=" " * 8,
+            break_long_words=False,
+            break_on_hyphens=False,
+        ),
         "",
     ]
     for run in runs:
@@ -278,16 +287,6 @@ def _docstring(
             here = f"Here: {own}; {TRUNKS[shards.trunk]}."
             lines += textwrap.wrap(here, 84, subsequent_indent="    ")
     return lines
-
-
-def _wrapped(text: str, width: int) -> list[str]:
-    lines, line = [], "   "
-    for word in text.split(" "):
-        if len(line) + 1 + len(word) > width:
-            lines.append(line)
-            line = "       "
-        line += f" {word}"
-    return [*lines, line]
 
 
 def _span(names: list[str]) -> str:

@@ -1,8 +1,9 @@
-"""Read rank files back: what each rank receives, sends, computes and all-reduces.
+"""Run rank files with a worker that records: what each receives, sends, does, adds up.
 
-What is proved is then what is written, whatever wrote it. Constants are read by the
-classes that a rank reads them with; of a stage's class the calls of its grid count, in
-the order in which Python makes them, and the comments that name the user's lines.
+What is proved is then what Python does with a file, whatever wrote it. No stage runs,
+and nothing of the user's is imported: of a stage's class the calls of its grid are read
+from its text, in the order in which Python makes them, and the comments that name the
+user's lines.
 """
 
 from __future__ import annotations
@@ -10,10 +11,14 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import sys
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import CodeType
-from typing import Any
+from functools import cache
+from types import FrameType
+from typing import Any, NoReturn
 
 import torch
 
@@ -36,6 +41,7 @@ from gemsc.runtime import (
     tiles,
 )
 from gemsc.runtime.tiles.messages import tag_of
+from gemsc.runtime.worker.program import StepFunction
 from gemsc.schedules.action import Action, Kind
 from gemsc.schedules.rank_step import (
     AllReduce,
@@ -47,20 +53,9 @@ from gemsc.schedules.rank_step import (
     Step,
 )
 
-CLASSES = (
-    *(Exchange, GridMessage, Input, Message, Part, RankProgram, Run, Tiles, TileValue),
-    Value,
-)
-NAMES = {each.__name__: each for each in (*CLASSES, torch, tile_boxes, float, range)}
-NOWHERE = Run(-1)  # a function that has run no stage yet
-SIMPLE = ("NUM_MICRO_BATCHES", "NUM_REPLICAS")
-KINDS = {
-    "run": Kind.FORWARD,
-    "evaluate": Kind.FORWARD,
-    "evaluate_apart": Kind.FORWARD,
-    "backward": Kind.BACKWARD,
-    "weights": Kind.WEIGHT,
-}
+PLAIN = (Input, Message, Part, RankProgram, Run, Tiles, Value, tile_boxes)
+OF_MANY = (Exchange, GridMessage, TileValue)  # all tiles' files have the same
+NOT_RUN = (ast.Import, ast.ImportFrom, ast.ClassDef)
 UNKNOWN = "does something that the proof does not know"
 USERS_LINE = re.compile(r"\s*# ([^:]+:\d+)(?: in \S+)?(?:  .*)?$")
 
@@ -69,311 +64,158 @@ def read_ranks(files: Mapping[str, str]) -> tuple[list[RankStep], list[RankStep]
     """Return what each rank does in a step of training, and in one of evaluation.
 
     Raises:
-        InternalError: a file says what no rank could do.
+        InternalError: a file does what no rank could do.
     """
-    known: dict[str, object] = {}
-    texts = [files[f"rank{rank}.py"] for rank in range(len(files))]
-    read = [_File(rank, text, known) for rank, text in enumerate(texts)]
-    return [f.step("train_step") for f in read], [f.step("eval_step") for f in read]
+    names: dict[str, Any] = {each.__name__: each for each in PLAIN}
+    names |= {each.__name__: cache(each) for each in OF_MANY}
+    names |= {"torch": torch, "user_object": lambda *_: None}
+    read = [_File(rank, files[f"rank{rank}.py"], names) for rank in range(len(files))]
+    training = [file.step(file.program.train_step) for file in read]
+    return training, [file.step(file.program.eval_step) for file in read]
 
 
-@dataclass
-class _Function:
-    """What a function of the file does with a micro-batch, whichever.
+@dataclass(frozen=True)
+class _Tensor:
+    """Stands for a tensor: the user's line, if known, and if its gradient goes back."""
 
-    `variables` are those that it has given values to, each with the user's line that
-    computes it, "" where that is not known.
-    """
+    line: str = ""
+    gradient: bool = False
 
-    kind: Kind = Kind.FORWARD
-    run: Run = NOWHERE
-    receives: list[MessageEnd] = field(default_factory=list)
-    sends: list[MessageEnd] = field(default_factory=list)
-    calls: list[GridCall] = field(default_factory=list)
-    lines: str = ""
-    variables: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def work(self) -> StageRun:
-        """Return it as plain data."""
-        messages = tuple(self.receives), tuple(self.sends)
-        return StageRun(*messages, tuple(self.calls), self.lines)
+    def __add__(self, other: _Tensor) -> _Tensor:
+        return self
 
 
 @dataclass(frozen=True)
 class _Method:
-    """A method of a stage: how much it takes, and of which user's lines it gives."""
+    """A method of a stage: how much it takes, what it gives, what tiles do in it."""
 
     num_taken: int
-    gives: tuple[str, ...]
+    gives: tuple[_Tensor, ...]
     calls: tuple[GridCall, ...]
     lines: str
 
 
 class _File:
-    """One rank's file. Constants that a file before it has as well are `known`."""
+    """One rank's file; it imports nothing, but is given the `names` that it needs."""
 
-    def __init__(self, rank: int, text: str, known: dict[str, object]) -> None:
+    def __init__(self, rank: int, text: str, names: Mapping[str, Any]) -> None:
         self.rank = rank
+        self.path = f"rank{rank}.py"
         self.text = text.split("\n")
-        self.known = known
-        body = ast.parse(text).body
-        self.functions = {f.name: f for f in body if isinstance(f, ast.FunctionDef)}
-        self.classes = {c.name: c for c in body if isinstance(c, ast.ClassDef)}
-        self.constants: dict[str, Any] = {}
-        for statement in body:
-            self._read_constant(statement)
-        if "PROGRAM" not in self.constants:
-            raise InternalError(f"wrong program: rank {rank} has no PROGRAM")
-        self.program: RankProgram = self.constants["PROGRAM"]
-        self.tiles = self.program.tiles or Tiles((), (rank,), 0)
         self.users_lines = _users_lines(self.text)
-        self.read: dict[str, _Function] = {}
-        self.methods: dict[tuple[str, str], _Method] = {}
+        self.methods: dict[tuple[Run, str], _Method] = {}
+        self.ends, self.tensors = cache(self._ends), cache(_tensors)
 
-    def _read_constant(self, statement: ast.stmt) -> None:
-        match statement:
-            case ast.Assign(targets=[ast.Name(id=name)], value=value):
-                if name == "PROGRAM":
-                    own = {**self.classes, **self.functions}
-                    self.constants[name] = self._value(value, own)
-                elif name in SIMPLE or _called(value) in NAMES:
-                    last = value.end_lineno
-                    key = "\n".join(self.text[statement.lineno - 1 : last])
-                    if key not in self.known:
-                        self.known[key] = self._value(value)
-                    self.constants[name] = self.known[key]
+        self.names = {**names, "__file__": self.path}
+        with self._telling():
+            body = ast.parse(text).body
+            runs = [each for each in body if not isinstance(each, NOT_RUN)]
+            self.names |= {c.name: c for c in body if isinstance(c, ast.ClassDef)}
+            # as in this file, annotations are not evaluated
+            exec(compile(ast.Module(runs, []), self.path, "exec"), self.names)
+        if "PROGRAM" not in self.names:
+            raise InternalError(f"wrong program: rank {rank} has no PROGRAM")
+        self.program: RankProgram = self.names["PROGRAM"]
+        self.tiles = self.program.tiles or Tiles((), (rank,), 0)
 
-    def _value(self, node: ast.expr, others: Mapping[str, object] | None = None) -> Any:
-        names = {"__builtins__": {}, **NAMES, **self.constants, **(others or {})}
-        return eval(_compiled(node), names)
-
-    def wrong(self, node: ast.AST, text: str) -> InternalError:
-        """Return the error that names a line of the file, and its stage's lines."""
-        place = node.lineno  # type: ignore[attr-defined]
-        around = [f for f in self.functions.values() if f.lineno <= place]
-        name = around[-1].name if around else ""
-        line, stage = self.text[place - 1].strip(), ""
-        inside = ast.walk(around[-1]) if around else ()
-        named = (self.constants.get(_name(each)) for each in inside)
-        run = next((each for each in named if isinstance(each, Run)), None)
-        if run is not None:
-            lines = self.method(run).lines
-            stage = f": stage {run.stage} ({lines}), every micro-batch"
-        return InternalError(
-            f"wrong program: rank {self.rank} {text}: {line}, in {name}{stage}"
-        )
-
-    # ------------------------------------------------------------ steps
-
-    def step(self, name: str) -> RankStep:
+    def step(self, function: StepFunction | None) -> RankStep:
         """Return what a step does: nothing where the file has no such function."""
-        self.read = {}
-        found = self.functions.get(name)
-        steps = tuple(self._steps(found)) if found is not None else ()
-        runs = {
-            (f.kind, f.run.replica, f.run.stage): f.work for f in self.read.values()
-        }
+        recorder = _Recorder(self)
+        if function is not None:
+            with self._telling():
+                function(recorder)
+                recorder.finish()
+        runs, program = recorder.runs, self.program
         deferred = frozenset(
             Action(Kind.WEIGHT, run.stage, m, run.replica)
-            for run, numbers in self.program.deferred.items()
+            for run, numbers in program.deferred.items()
             if (Kind.BACKWARD, run.replica, run.stage) in runs
             for m in numbers
         )
-        parts, placed = self.program.parts, self.program.placed
-        here = self.rank, runs, steps, self.tiles.ranks
-        return RankStep(*here, deferred, parts, placed)
+        done = self.rank, runs, tuple(recorder.steps), self.tiles.ranks
+        return RankStep(*done, deferred, program.parts, program.placed)
 
-    def _steps(self, function: ast.FunctionDef) -> Iterator[Step]:
-        for statement in function.body[1:]:
-            match statement:
-                case ast.For(target=ast.Name(id=name), iter=values, body=body):
-                    numbers = list(self._value(values))
-                    calls = [self._actions(each, name, numbers) for each in body]
-                    for together in zip(*calls, strict=True):
-                        yield from together
-                case ast.Expr(value=ast.Call(func=ast.Name())):
-                    yield from self._actions(statement, "m", [0])
-                case ast.Expr(value=ast.Call(func=ast.Attribute(attr=verb)) as call):
-                    yield from self._ending(verb, call)
-                case _:
-                    raise self.wrong(statement, UNKNOWN)
+    # ---------------------------------------------------------- errors
 
-    def _actions(
-        self, statement: ast.stmt, name: str, numbers: Sequence[int]
-    ) -> list[Action]:
-        """Return what a call does, for each value of the loop's variable."""
-        match statement:
-            case ast.Expr(
-                value=ast.Call(func=ast.Name(id=function), args=[_, micro_batch])
-            ) if function in self.functions:
-                if function not in self.read:
-                    self.read[function] = self._function(self.functions[function])
-                read = self.read[function]
-                code = _compiled(micro_batch)
-                places = (eval(code, {name: number}) for number in numbers)
-                run = read.run
-                return [Action(read.kind, run.stage, m, run.replica) for m in places]
-        raise self.wrong(statement, UNKNOWN)
+    def wrong(self, text: str, frame: FrameType | None = None) -> InternalError:
+        """Return the error that names a line of the file, and its stage's lines.
 
-    def _ending(self, verb: str, call: ast.Call) -> Iterator[Step]:
-        sums = self.program.reductions
-        stages = {run.stage_name for run in self.program.stages}
-        stages |= {*map(parts_of, stages)}
-        if verb == "start_reduction":
-            group = ast.literal_eval(call.args[0])
-            if group not in sums:
-                raise self.wrong(call, f"has no '{group}' in its reductions")
-            yield AllReduce(group, sums[group])
-        elif verb == "finish_reductions":  # starts those of tied parameters
-            for group in sorted(sums.keys() - stages):
-                yield AllReduce(group, sums[group])
-            yield End.REDUCED
-        elif verb == "update":
-            yield End.UPDATED
-        else:
-            raise self.wrong(call, UNKNOWN)
+        It is the line that runs now, or that which a frame is at; none if none does.
+        """
+        frame = frame or sys._getframe()
+        while frame is not None and frame.f_code.co_filename != self.path:
+            frame = frame.f_back
+        text = f"wrong program: rank {self.rank} {text}"
+        if frame is None:
+            return InternalError(text)
+        line, function = self.text[frame.f_lineno - 1].strip(), frame.f_code.co_name
+        inside = frame.f_code.co_names if function in self.names else ()
+        named = (self.names.get(name) for name in inside)
+        run = next((each for each in named if isinstance(each, Run)), None)
+        stage = ""
+        if run is not None:
+            lines = self.method(run).lines
+            stage = f": stage {run.stage} ({lines}), every micro-batch"
+        return InternalError(f"{text}: {line}, in {function}{stage}")
 
-    # --------------------------------------------- what an action does
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Make of what Python refuses in the file an error that names the line."""
+        try:
+            yield
+        except InternalError:
+            raise
+        except Exception as error:
+            frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+            inside = [f for f in frames if f.f_code.co_filename == self.path]
+            text = f"fails with {type(error).__name__}: {error}"
+            if isinstance(error, NameError) and (name := re.search("'.+'", str(error))):
+                text = f"uses {name[0]}, which has no value yet"
+            raise self.wrong(text, inside[-1] if inside else None) from error
 
-    def _function(self, function: ast.FunctionDef) -> _Function:
-        read = _Function()
-        for statement in function.body[1:]:
-            match statement:
-                case ast.Expr(value=ast.Call() as call):
-                    self._read_call(read, call, [])
-                case ast.Assign(
-                    targets=[ast.Tuple() as names], value=ast.Call() as call
-                ):
-                    self._read_call(read, call, [_name(each) for each in names.elts])
-                case ast.Assign(targets=[name], value=ast.Call() as call):
-                    self._read_call(read, call, [_name(name)])
-                case _:
-                    raise self.wrong(statement, UNKNOWN)
-        if read.run == NOWHERE:
-            raise self.wrong(function, "runs no stage")
-        return read
-
-    def _read_call(self, read: _Function, call: ast.Call, targets: list[str]) -> None:
-        """Read `targets = worker.verb(...)`."""
-        verb = call.func.attr if isinstance(call.func, ast.Attribute) else ""
-        lines: Sequence[str] = [""] * len(targets)
-        if verb in KINDS:
-            given = self._computes(read, verb, call)
-            lines = lines if given is None else given
-        elif verb == "receive":
-            message = self._message(call, len(targets))
-            read.receives += self._ends(call, message, sends=False)
-        elif verb == "send":
-            known = self._uses(read, call.args[2:])
-            message = self._message(call, len(known))
-            read.sends += self._ends(call, message, sends=True, line=_joined(known))
-        elif verb == "gather":
-            self._uses(read, call.args[:1])
-            read.calls.append(self._grid_call(call))
-        elif verb not in ("input", "add_loss", "add_result"):
-            raise self.wrong(call, UNKNOWN)
-        if len(lines) != len(targets) and targets:
-            raise self.wrong(call, f"takes {len(targets)} of {len(lines)} values")
-        read.variables |= dict(zip(targets, lines, strict=False))
-
-    def _uses(self, read: _Function, values: Sequence[ast.expr]) -> list[str]:
-        """Return the user's line of each value; all of them must be there."""
-        lines = []
-        for value in values:
-            names = [n.id for n in ast.walk(value) if isinstance(n, ast.Name)]
-            names = [name for name in names if name != "worker"]
-            for name in names:
-                if name not in read.variables:
-                    raise self.wrong(value, f"uses '{name}', which has no value yet")
-            lines.append(_joined([read.variables[name] for name in names]))
-        return lines
-
-    def _computes(
-        self, read: _Function, verb: str, call: ast.Call
-    ) -> tuple[str, ...] | None:
-        """Read what runs a stage; return the lines of what it gives, if known."""
-        run, micro_batch = self._value(call.args[0]), call.args[1]
-        used = self._uses(read, call.args[2:])
-        apart = verb == "evaluate_apart"
-        method = self.method(run, "forward_eval" if apart else "forward")
-        if read.run == NOWHERE:
-            read.run, read.kind, read.lines = run, KINDS[verb], method.lines
-        else:
-            raise self.wrong(call, "runs a stage twice in one action")
-        self._is_current(call, micro_batch)
-        if verb == "weights":
-            return None
-        if verb == "backward":
-            wanted, given = len(method.gives), None
-        else:
-            wanted, given = method.num_taken, method.gives
-            read.calls += method.calls
-        if len(used) != wanted:
-            raise self.wrong(call, f"passes {len(used)} of {wanted} values")
-        return given
-
-    def _is_current(self, call: ast.Call, micro_batch: ast.expr) -> None:
-        if _name(micro_batch) != "m":
-            raise self.wrong(call, "works on another micro-batch")
-
-    # --------------------------------------------------------- messages
-
-    def _message(self, call: ast.Call, count: int) -> Message | GridMessage:
-        """Return the message of a call that sends or receives so many values."""
-        self._is_current(call, call.args[1])
-        message: Message | GridMessage = self._value(call.args[0])
-        values = message.given if isinstance(message, GridMessage) else message.values
-        if len(values) != count:
-            raise self.wrong(call, f"has {count} of the message's {len(values)} values")
-        return message
+    # -------------------------------------------------------- messages
 
     def _ends(
-        self,
-        call: ast.Call,
-        message: Message | GridMessage,
-        *,
-        sends: bool,
-        line: str = "",
-    ) -> Iterator[MessageEnd]:
-        """Yield this rank's ends of a message."""
+        self, message: Message | GridMessage, line: str, *, sends: bool
+    ) -> tuple[MessageEnd, ...]:
+        """Return this rank's ends of a message."""
         if isinstance(message, GridMessage):
             if message.is_local:
                 values = tuple(_show(value, ()) for value in message.given)
-                yield MessageEnd(self.rank, message.tag, values, line)
-                return
+                return (MessageEnd(self.rank, message.tag, values, line),)
             ranks = (*message.sources, *message.dests)
             parts = [
-                (part.message, tuple(piece.box for _, piece in part.pieces))
-                for part in message.parts
+                (p.message, [piece.box for _, piece in p.pieces]) for p in message.parts
             ]
         else:
             ranks = (message.source if sends else message.dest,)
-            parts = [(message, ((),) * len(message.values))]
+            parts = [(message, [()] * len(message.values))]
         if self.rank not in ranks:  # a tile of the grid may have nothing to send
-            raise self.wrong(call, "has no part in the message")
+            raise self.wrong("has no part in the message")
+        found = []
         for part, boxes in parts:
             here, peer = part.source, part.dest
             if not sends:
                 here, peer = peer, here
             if here == self.rank:
                 values = tuple(map(_show, part.values, boxes))
-                yield MessageEnd(peer, part.tag, values, line)
+                found.append(MessageEnd(peer, part.tag, values, line))
+        return tuple(found)
 
-    # ------------------------------------------------------------ grids
+    # ---------------------------------------------------------- stages
 
     def method(self, run: Run, name: str = "forward") -> _Method:
         """Return what a method of a run's stage does; blocks that recompute with it."""
-        stage: Any = self.program.stages[run]  # as it stands in the file
-        if (stage.name, name) not in self.methods:
-            self.methods[stage.name, name] = self._method(stage, name)
-        return self.methods[stage.name, name]
+        if (run, name) not in self.methods:
+            stage: Any = self.program.stages[run]  # as it stands in the file
+            self.methods[run, name] = self._method(stage, name)
+        return self.methods[run, name]
 
     def _method(self, stage: ast.ClassDef, name: str) -> _Method:
         methods = {f.name: f for f in stage.body if isinstance(f, ast.FunctionDef)}
         lines: dict[str, str] = {}  # by variable
         calls: list[GridCall] = []
-        gives: tuple[str, ...] = ()
+        gives: tuple[_Tensor, ...] = ()
 
         def visit(function: ast.FunctionDef) -> None:
             nonlocal gives
@@ -383,17 +225,18 @@ class _File:
                         assert isinstance(block, ast.Attribute)
                         visit(methods[block.attr])
                     case ast.Call(
-                        func=ast.Attribute(value=ast.Name(id="tiles")),
+                        func=ast.Attribute(value=ast.Name(id="tiles"), attr=operation),
                         args=[ast.Attribute(attr="grid"), *_],
                     ):
-                        calls.append(self._grid_call(node))
+                        calls.append(self._operation(operation, node))
                     case ast.Assign(targets=[target]):
                         for each in ast.walk(target):
                             if isinstance(each, ast.Name):
                                 lines[each.id] = self.users_lines[node.lineno]
                     case ast.Return(value=value) if function is methods[name]:
                         given = value.elts if isinstance(value, ast.Tuple) else [value]
-                        gives = tuple(lines.get(_name(g), "") for g in given if g)
+                        names = [getattr(each, "id", "") for each in given if each]
+                        gives = tuple(_Tensor(lines.get(name, "")) for name in names)
 
         visit(methods[name])
         span = self.users_lines[stage.lineno : stage.end_lineno]
@@ -401,54 +244,184 @@ class _File:
         about = f"{places[0]} to {places[-1]}" if places else ""
         return _Method(len(methods[name].args.args) - 1, gives, tuple(calls), about)
 
-    def _grid_call(self, call: ast.Call) -> GridCall:
-        """Return what tiles do in `tiles.amax(self.grid, ...)`, or in a gather."""
-        assert isinstance(call.func, ast.Attribute)
+    def _operation(self, name: str, call: ast.Call) -> GridCall:
+        """Return what tiles do in `tiles.amax(self.grid, ...)`."""
         named = {word.arg: word.value for word in call.keywords if word.arg}
-        gathers = call.func.attr == "gather"
-        function = getattr(tiles, "redistribute" if gathers else call.func.attr)
-        args = [None, *call.args] if gathers else call.args
-        bound = inspect.signature(function).bind(*args, **named).arguments
-        own, ranks = self.tiles.tile, self.tiles.ranks
+        signature = inspect.signature(getattr(tiles, name))
+        bound = signature.bind(*call.args, **named).arguments
         line = self.users_lines[call.lineno]
+        if "exchange" in bound:
+            return self.exchanges(name, self.names[bound["exchange"].id], line)
+        ranks = self.tiles.ranks
         if "among" in bound:
             ranks = tuple(ranks[tile] for tile in ast.literal_eval(bound["among"]))
-        if "exchange" not in bound:
-            return GridCall(call.func.attr, ranks, line=line)
-        exchange: Exchange = self._value(bound["exchange"])
+        return GridCall(name, ranks, line=line)
+
+    def exchanges(self, method: str, exchange: Exchange, line: str) -> GridCall:
+        """Return what tiles do in a call that exchanges parts of a value."""
+        own, ranks = self.tiles.tile, self.tiles.ranks
         view, tag = exchange.seen_from(own), tag_of(exchange, back=False)
 
-        def ends(
-            pieces: Mapping[int, Sequence[Piece]],
-        ) -> tuple[MessageEnd, ...]:
+        def ends(pieces: Mapping[int, Sequence[Piece]]) -> tuple[MessageEnd, ...]:
             return tuple(
                 MessageEnd(ranks[tile], tag, tuple(_box(p.box) for p in each))
                 for tile, each in pieces.items()
             )
 
-        name = _name(bound["exchange"])
-        line = f"{name}, {line}" if line else name
-        sent, received = ends(view.sent), ends(view.received)
+        constant = next(n for n, value in self.names.items() if value is exchange)
+        line = f"{constant}, {line}" if line else constant
         present = exchange.present if own in exchange.present else (own,)
         together = tuple(ranks[tile] for tile in present)
-        return GridCall(call.func.attr, together, sent, received, line)
+        return GridCall(method, together, ends(view.sent), ends(view.received), line)
 
 
-def _compiled(node: ast.expr) -> CodeType:
-    return compile(ast.Expression(node), "a rank's file", "eval")
+@dataclass
+class _Work:
+    """What a rank does with a micro-batch: receive, one action, send."""
+
+    micro_batch: int | None = None
+    action: Action | None = None
+    receives: list[MessageEnd] = field(default_factory=list)
+    sends: list[MessageEnd] = field(default_factory=list)
+    calls: list[GridCall] = field(default_factory=list)
+    lines: str = ""
 
 
-def _called(value: ast.expr) -> str:
-    """Return the name of the function that an expression calls, "" if it calls none."""
-    return _name(value.func) if isinstance(value, ast.Call) else ""
+class _Recorder:
+    """Stands for the worker of a rank: takes down what it is told, computes nothing."""
+
+    def __init__(self, file: _File) -> None:
+        self.file = file
+        self.steps: list[Step] = []
+        self.runs: dict[tuple[Kind, int, int], StageRun] = {}
+        self.work = _Work()
+        self.num_gradients: dict[Run, int] = {}  # that a backward gives
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise self.file.wrong(UNKNOWN)
+
+    # ---------------------------------------- what a rank's file calls
+
+    @property
+    def loss_gradient(self) -> _Tensor:
+        return _Tensor()
+
+    def input(self, name: str, m: int) -> _Tensor:
+        return _Tensor()
+
+    def receive(self, message: Message | GridMessage, m: int) -> Any:
+        if self.work.action is not None:
+            self.finish()
+        self._is_current(m)
+        self.work.receives += self.file.ends(message, "", sends=False)
+        return _one_or_all(self.file.tensors(message))
+
+    def send(self, message: Message | GridMessage, m: int, *tensors: _Tensor) -> None:
+        self._is_current(m)
+        self._are_so_many(tensors, len(self.file.tensors(message)))
+        lines = dict.fromkeys(tensor.line for tensor in tensors if tensor.line)
+        self.work.sends += self.file.ends(message, ", ".join(lines), sends=True)
+
+    def run(self, run: Run, m: int, *inputs: _Tensor, method: str = "forward") -> Any:
+        read = self.file.method(run, method)
+        self._begin(Kind.FORWARD, run, m)
+        self._are_so_many(inputs, read.num_taken)
+        self.work.calls += read.calls
+        self.num_gradients[run] = sum(tensor.gradient for tensor in inputs)
+        return _one_or_all(read.gives)
+
+    evaluate = run
+
+    def evaluate_apart(self, run: Run, m: int, *inputs: _Tensor) -> Any:
+        return self.run(run, m, *inputs, method="forward_eval")
+
+    def backward(
+        self, run: Run, m: int, *gradients: _Tensor | None
+    ) -> tuple[_Tensor, ...]:
+        self._begin(Kind.BACKWARD, run, m)
+        all_there = [gradient or _Tensor() for gradient in gradients]
+        self._are_so_many(all_there, len(self.file.method(run).gives))
+        if run not in self.num_gradients:
+            action = self.work.action
+            forward = Action(Kind.FORWARD, run.stage, m, run.replica)
+            lines = f"stage {run.stage} ({self.work.lines}), micro-batch {m}"
+            text = f"rank {self.file.rank} does an action before its {forward}"
+            raise InternalError(f"wrong program: {text}: {action}, {lines}")
+        return (_Tensor(),) * self.num_gradients[run]
+
+    def weights(self, run: Run, m: int) -> None:
+        self._begin(Kind.WEIGHT, run, m)
+
+    def gather(self, tensor: _Tensor, exchange: Exchange) -> _Tensor:
+        self.work.calls.append(self.file.exchanges("gather", exchange, ""))
+        return tensor
+
+    def add_loss(self, *values: object) -> None:
+        """Say nothing of it."""
+
+    add_result = add_loss
+
+    def start_reduction(self, group: str) -> None:
+        self.finish()
+        sums = self.file.program.reductions
+        if group not in sums:
+            raise self.file.wrong(f"has no '{group}' in its reductions")
+        self.steps.append(AllReduce(group, sums[group]))
+
+    def finish_reductions(self) -> None:
+        self.finish()
+        sums = self.file.program.reductions
+        stages = {run.stage_name for run in self.file.program.stages}
+        tied = sums.keys() - stages - {*map(parts_of, stages)}  # it starts those
+        self.steps += [AllReduce(group, sums[group]) for group in sorted(tied)]
+        self.steps.append(End.REDUCED)
+
+    def update(self) -> None:
+        self.finish()
+        self.steps.append(End.UPDATED)
+
+    # -------------------------------------------------- what is a unit
+
+    def finish(self) -> None:
+        """Take down what has been done with a micro-batch; the next thing is apart."""
+        work, self.work = self.work, _Work()
+        action = work.action
+        if action is None:
+            if work.micro_batch is not None:
+                raise self.file.wrong("runs no stage with what it received")
+            return
+        messages = tuple(work.receives), tuple(work.sends)
+        done = StageRun(*messages, tuple(work.calls), work.lines)
+        key = action.kind, action.replica, action.stage
+        if self.runs.setdefault(key, done) != done:
+            raise self.file.wrong(f"does in {action} other things than before")
+        self.steps.append(action)
+
+    def _begin(self, kind: Kind, run: Run, m: int) -> None:
+        if self.work.action is not None:
+            self.finish()
+        self._is_current(m)
+        self.work.action = Action(kind, run.stage, m, run.replica)
+        self.work.lines = self.file.method(run).lines
+
+    def _is_current(self, m: int) -> None:
+        if self.work.micro_batch not in (None, m):
+            raise self.file.wrong("works on another micro-batch")
+        self.work.micro_batch = m
+
+    def _are_so_many(self, tensors: Sequence[_Tensor], wanted: int) -> None:
+        if len(tensors) != wanted or not all(isinstance(t, _Tensor) for t in tensors):
+            raise self.file.wrong(f"passes {len(tensors)} of {wanted} values")
 
 
-def _name(node: ast.AST | None) -> str:
-    return node.id if isinstance(node, ast.Name) else ""
+def _tensors(message: Message | GridMessage) -> tuple[_Tensor, ...]:
+    """Return what arrives with a message."""
+    return tuple(_Tensor(gradient=each) for each in message.gradients)
 
 
-def _joined(lines: Sequence[str]) -> str:
-    return ", ".join(dict.fromkeys(line for line in lines if line))
+def _one_or_all(tensors: tuple[_Tensor, ...]) -> Any:
+    """Return what a worker does: a tensor alone as it is, several in a tuple."""
+    return tensors[0] if len(tensors) == 1 else tensors
 
 
 def _file_and_number(line: str) -> tuple[str, int]:

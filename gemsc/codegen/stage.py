@@ -7,11 +7,12 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from torch import Tensor, fx, nn
 
 from gemsc.base.memory_format import CHANNELS_LAST, is_laid_out
-from gemsc.codegen.expressions import Named, access, as_tuple, is_attribute, quoted
+from gemsc.codegen.expressions import Named, access, is_attribute
 from gemsc.codegen.forward import write_forwards
+from gemsc.codegen.python_text import quoted
 from gemsc.codegen.rank_text import StageText
 from gemsc.codegen.user_modules import tensor_source, user_module_source
-from gemsc.codegen.writer import Names, Writer, split_arguments
+from gemsc.codegen.writer import Names, Writer
 from gemsc.errors import GemscError
 from gemsc.ir import meta
 from gemsc.ir.flow import has_random
@@ -24,119 +25,240 @@ from gemsc.ir.program import Program
 
 def write_stage(writer: Writer, stage: StageText, named: Named) -> None:
     """Write the class; `named` gives the names of what stands at the module's top."""
-    base = _containers(stage)[""]
-    with writer.block(f"class {stage.class_name}({base}):"):
-        writer.docstring(stage.docstring)
-        writer.line()
-        paths = _paths_of(stage)
-        whole = _whole_modules(stage.program, paths)
-        for line in _attributes(stage):
-            writer.line(line)
-            writer.line()
-        frozen = [path for path in paths if path in stage.program.frozen]
-        frozen += [p for p in sorted(stage.program.frozen) if _holder(p, whole)]
-        with writer.block("def __init__(self) -> None:"):
-            writer.line("super().__init__()")
-            _write_layers(writer, stage, named)
-            for line in _formats(stage, paths):
-                writer.line(line)
-            if frozen:
-                writer.line("self.train()")
-        writer.line()
-        if frozen:
-            _write_train(writer, frozen, whole)
-        write_forwards(writer, stage, named, _method_names(stage))
-    writer.line()
-    writer.line()
+    _StageWriter(writer, stage, named).write()
 
 
-def _formats(stage: StageText, paths: Iterable[str]) -> Iterator[str]:
-    """Yield the lines that give layers' weights the memory format of the model's.
+class _StageWriter:
+    """Writes the class of a stage.
 
-    One line does for a stage, where all weights that a format is for have it.
+    `paths` are those of its lone tensors and of its layers, in model order; `whole`
+    those of them where a user's own module is, which holds its own parts.
     """
-    found = _tensors(stage.program.module)
-    tensors = {name: found[name] for name in stage.owned if name in found}
-    images = {n for n, tensor in tensors.items() if tensor.dim() in CHANNELS_LAST}
-    plain = {n for n in images if not is_laid_out(tensors[n])}
-    for dims, form in CHANNELS_LAST.items():
-        has = {n for n in images - plain if tensors[n].dim() == dims}
-        if not has:
-            continue
-        layers = ["self"]
-        if has != images:
-            layers = [access("self", p) for p in paths if _is_under(p, images, has)]
-        for layer in layers:
-            yield f"{layer}.to(memory_format={form})"
+
+    def __init__(self, writer: Writer, stage: StageText, named: Named) -> None:
+        self.writer, self.stage, self.named = writer, stage, named
+        self.module, self.aliases = stage.program.module, stage.program.aliases
+        tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
+        self.tensors: dict[str, Tensor] = dict(tensors)
+        self.paths = _paths_of(stage)
+        self.whole = _whole_modules(stage.program, self.paths)
+        self.containers = self._containers()
+
+    def write(self) -> None:
+        writer, stage = self.writer, self.stage
+        with writer.block(f"class {stage.class_name}({self.containers['']}):"):
+            writer.docstring(stage.docstring)
+            writer.line()
+            if stage.tile is not None:
+                writer.line("grid: Grid")
+                writer.line()
+            for attribute in self._attributes():
+                writer.statement(attribute)
+                writer.line()
+            fixed = stage.program.frozen
+            frozen = [path for path in self.paths if path in fixed]
+            frozen += [path for path in sorted(fixed) if self._holder(path)]
+            with writer.block("def __init__(self) -> None:"):
+                writer.line("super().__init__()")
+                self._write_layers()
+                for line in self._formats():
+                    writer.line(line)
+                if frozen:
+                    writer.line("self.train()")
+            writer.line()
+            if frozen:
+                self._write_train(frozen)
+            tops = (path.partition(".")[0] for path in self.paths)
+            methods = Names([*dir(nn.ModuleDict()), *tops, "forward_eval"])
+            write_forwards(writer, stage, self.named, methods)
+        writer.line()
+        writer.line()
+
+    def _holder(self, path: str) -> str | None:
+        """Return the user's own module that a path lies in, if any."""
+        return _holder(path, self.whole)
+
+    # ------------------------------------------------------ the class
+
+    def _attributes(self) -> Iterator[str]:
+        """Yield the lines that say what kind of stage it is."""
+        if has_random(self.stage.flow.nodes):
+            yield "draws_random_numbers = True"
+        if constants := self._staying_constants():
+            yield f"keeps_dtype = {tuple(constants)}"
+        if changed := self._changed_parameters():
+            yield f"changed_parameters = {tuple(changed)}"
+
+    def _staying_constants(self) -> list[str]:
+        """Return the tensors, neither parameter nor buffer, that keep their dtype."""
+        nodes = self.stage.program.graph.find_nodes(op="get_attr")
+        staying = {str(node.target) for node in nodes if meta.dtypes(node).value}
+        return [name for name in self.stage.owned if name in staying]
+
+    def _changed_parameters(self) -> list[str]:
+        """Return the parameters that the stage's forward changes."""
+        changed: list[str] = []
+        for node in self.stage.flow.nodes:
+            changed += mutated_state(node, self.module)
+            if node.op == "call_module":
+                opaque = opaque_of(self.module.get_submodule(str(node.target)))
+                inside = opaque.changes if opaque is not None else ()
+                changed += [f"{node.target}.{name}" for name in inside]
+        owned = self.stage.owned
+        names = {n if n in owned else self.aliases.get(n, n) for n in changed}
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        return sorted(names & parameters.keys())
+
+    def _write_train(self, frozen: Sequence[str]) -> None:
+        writer = self.writer
+        with writer.block("def train(self, mode: bool = True) -> nn.Module:"):
+            writer.line('"""Keep in evaluation mode what the model keeps in it."""')
+            writer.line("super().train(mode)")
+            layers = [
+                f"self.get_submodule({quoted(path)})"
+                if self._holder(path)
+                else access("self", path)
+                for path in frozen
+            ]
+            if len(layers) == 1:
+                writer.line(f"{layers[0]}.eval()")
+            else:
+                writer.bracketed("for layer in (", layers, "):")
+                with writer.indented():
+                    writer.line("layer.eval()")
+            writer.line("return self")
+        writer.line()
+
+    def _formats(self) -> Iterator[str]:
+        """Yield the lines that give layers' weights the memory format of the model's.
+
+        One line does for a stage, where all weights that a format is for have it.
+        """
+        tensors = {n: self.tensors[n] for n in self.stage.owned if n in self.tensors}
+        images = {n for n, tensor in tensors.items() if tensor.dim() in CHANNELS_LAST}
+        plain = {n for n in images if not is_laid_out(tensors[n])}
+        for dims, form in CHANNELS_LAST.items():
+            has = {n for n in images - plain if tensors[n].dim() == dims}
+            if not has:
+                continue
+            layers = ["self"]
+            if has != images:
+                inside = (path for path in self.paths if _is_under(path, images, has))
+                layers = [access("self", path) for path in inside]
+            for layer in layers:
+                yield f"{layer}.to(memory_format={form})"
+
+    # --------------------------------------------------------- layers
+
+    def _containers(self) -> dict[str, str]:
+        """Return the class of each module that holds others; '' is the stage itself.
+
+        What has a name that cannot stand behind a dot is held as in a dictionary.
+
+        Raises:
+            GemscError: no class of torch.nn can hold all these names.
+        """
+        children: dict[str, dict[str, None]] = {"": {}}
+        for path in self.paths:
+            parts = path.split(".")
+            for depth in range(len(parts)):
+                names = children.setdefault(".".join(parts[:depth]), {})
+                names[parts[depth]] = None
+        parameters = dict(self.module.named_parameters())
+        own = ["draws_random_numbers", "keeps_dtype", "changed_parameters"]
+        own += ["grid"] if self.stage.tile is not None else []  # for the worker
+        kinds = {}
+        for container, names in children.items():
+            odd = [name for name in names if not is_attribute(name)]
+            held = [f"{container}.{name}".lstrip(".") in parameters for name in odd]
+            cls = nn.ParameterDict if any(held) else nn.ModuleDict if odd else nn.Module
+            kinds[container] = f"nn.{cls.__name__}"
+            taken = () if container else own
+            clash = [
+                n for n in names if (is_attribute(n) and hasattr(cls, n)) or n in taken
+            ]
+            mixed = any(held) and not all(held)
+            if clash or mixed or (any(held) and not container):  # no forward in a dict
+                raise GemscError(
+                    f"gemsc cannot write module '{container or 'model'}', which "
+                    f"holds {', '.join(names)}",
+                    help=f"rename {', '.join(clash or odd)}",
+                )
+        return kinds
+
+    def _write_layers(self) -> None:
+        """Write the lines of `__init__` that make a stage's tensors and layers."""
+        made = {""}
+        for path in self.paths:
+            parts = path.split(".")
+            for depth in range(1, len(parts)):
+                container = ".".join(parts[:depth])
+                if container not in made:
+                    made.add(container)
+                    kind = self.containers[container]
+                    self.writer.line(f"{access('self', container)} = {kind}()")
+            if path in self.tensors:
+                self._write_tensor(path, self.tensors[path])
+            else:
+                self._write_layer(path)
+        for alias, first in self.aliases.items():
+            is_held = alias.rpartition(".")[0] in self.paths or self._holder(alias)
+            if is_held and first in self.stage.owned:
+                self.writer.line(f"{self._tied(alias, first)}  # tied")
+
+    def _tied(self, path: str, first: str) -> str:
+        """Return the statement that gives a tensor another name.
+
+        A user's module holds lists, which take no names behind a dot.
+        """
+        source = access("self", first)
+        if self._holder(first) not in (None, first.rpartition(".")[0]):
+            source = f"operator.attrgetter({quoted(first)})(self)"
+        owner, _, name = path.rpartition(".")
+        if self._holder(path) in (None, owner):
+            return f"{access('self', path)} = {source}"
+        return f"setattr(self.get_submodule({quoted(owner)}), {quoted(name)}, {source})"
+
+    def _write_layer(self, path: str) -> None:
+        layer, line = self.module.get_submodule(path), self.writer.line
+        opaque, place = opaque_of(layer), access("self", path)
+        if opaque is not None:
+            text = user_module_source(path, opaque, self.named)
+            self.writer.statement(f"{place} = {text}")
+            for name, parameter in opaque.module.named_parameters():
+                owner = opaque.module.get_submodule(name.rpartition(".")[0])
+                if not parameter.requires_grad and layer_source(owner) is not None:
+                    inside = f"self.get_parameter({quoted(f'{path}.{name}')})"
+                    line(f"{inside}.requires_grad_(False)")
+            return
+        source = layer_source(layer)
+        if source is None:
+            raise GemscError(
+                f"gemsc cannot write layer '{path}' ({type(layer).__name__})",
+                help="build it from layers of torch.nn",
+            )
+        parameters = {f"{path}.{name}": p for name, p in layer.named_parameters()}
+        self.writer.statement(f"{place} = {source}", self.stage.note_of(*parameters))
+        for name, parameter in parameters.items():
+            if not parameter.requires_grad:
+                line(f"{access('self', name)}.requires_grad_(False)")
+
+    def _write_tensor(self, path: str, tensor: Tensor) -> None:
+        owner, _, name = path.rpartition(".")
+        source, note = tensor_source(tensor), self.stage.note_of(path)
+        if isinstance(tensor, nn.Parameter):
+            self.writer.statement(f"{access('self', path)} = {source}", note)
+            return
+        lost = name in self.module.get_submodule(owner)._non_persistent_buffers_set
+        arguments = f"{name!r}, {source}{', persistent=False' * lost}"
+        holder = access("self", owner) if owner else "self"
+        self.writer.statement(f"{holder}.register_buffer({arguments})", note)
 
 
 def _is_under(path: str, names: Iterable[str], some: Set[str]) -> bool:
     """Whether a layer holds some of the names, all of them among `some`."""
     inside = {name for name in names if name.startswith(f"{path}.")}
     return bool(inside) and inside <= some
-
-
-def _attributes(stage: StageText) -> Iterator[str]:
-    """Yield the lines that say what kind of stage it is."""
-    if stage.tile is not None:
-        yield "grid: Grid"
-    if has_random(stage.flow.nodes):
-        yield "draws_random_numbers = True"
-    if constants := _staying_constants(stage):
-        yield f"keeps_dtype = {as_tuple(constants)}"
-    if changed := _changed_parameters(stage):
-        yield f"changed_parameters = {as_tuple(changed)}"
-
-
-def _method_names(stage: StageText) -> Names:
-    """Return names for further methods, apart from all that the class has."""
-    tops = (path.partition(".")[0] for path in _paths_of(stage))
-    return Names([*dir(nn.ModuleDict()), *tops, "forward_eval"])
-
-
-def _write_train(writer: Writer, frozen: Sequence[str], whole: Sequence[str]) -> None:
-    with writer.block("def train(self, mode: bool = True) -> nn.Module:"):
-        writer.line('"""Keep in evaluation mode what the model keeps in it."""')
-        writer.line("super().train(mode)")
-        layers = [
-            f"self.get_submodule({quoted(path)})"
-            if _holder(path, whole)
-            else access("self", path)
-            for path in frozen
-        ]
-        if len(layers) == 1:
-            writer.line(f"{layers[0]}.eval()")
-        else:
-            writer.items("for layer in (", layers, "):")
-            with writer.indented():
-                writer.line("layer.eval()")
-        writer.line("return self")
-    writer.line()
-
-
-def _staying_constants(stage: StageText) -> list[str]:
-    """Return the tensors that are neither parameter nor buffer and keep their dtype."""
-    nodes = stage.program.graph.find_nodes(op="get_attr")
-    staying = {str(node.target) for node in nodes if meta.dtypes(node).value}
-    return [name for name in stage.owned if name in staying]
-
-
-def _changed_parameters(stage: StageText) -> list[str]:
-    """Return the parameters that the stage's forward changes."""
-    module, aliases = stage.program.module, stage.program.aliases
-    found: list[str] = []
-    for node in stage.flow.nodes:
-        found += mutated_state(node, module)
-        if node.op == "call_module":
-            opaque = opaque_of(module.get_submodule(str(node.target)))
-            inside = opaque.changes if opaque is not None else ()
-            found += [f"{node.target}.{name}" for name in inside]
-    names = [name if name in stage.owned else aliases.get(name, name) for name in found]
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    return sorted({name for name in names if name in parameters})
-
-
-# ------------------------------------------------------------------ layers
 
 
 def _paths_of(stage: StageText) -> dict[str, None]:
@@ -176,132 +298,3 @@ def _whole_modules(program: Program, paths: Iterable[str]) -> list[str]:
 def _holder(path: str, whole: Sequence[str]) -> str | None:
     """Return the user's own module that a path lies in, if any."""
     return next((each for each in whole if path.startswith(f"{each}.")), None)
-
-
-def _write_layers(writer: Writer, stage: StageText, named: Named) -> None:
-    """Write the lines of `__init__` that make a stage's tensors and layers."""
-    kinds = _containers(stage)
-    made = {""}
-    paths, tensors = _paths_of(stage), _tensors(stage.program.module)
-    whole = _whole_modules(stage.program, paths)
-    for path in paths:
-        parts = path.split(".")
-        for depth in range(1, len(parts)):
-            container = ".".join(parts[:depth])
-            if container not in made:
-                made.add(container)
-                writer.line(f"{access('self', container)} = {kinds[container]}()")
-        if path in tensors:
-            _write_tensor(writer, path, tensors[path], stage)
-        else:
-            _write_layer(writer, path, stage, named)
-    for alias, first in stage.program.aliases.items():
-        is_held = alias.rpartition(".")[0] in paths or _holder(alias, whole)
-        if is_held and first in stage.owned:
-            writer.line(f"{_tied(alias, _read(first, whole), whole)}  # tied")
-
-
-def _read(path: str, whole: Sequence[str]) -> str:
-    """Return how to name a tensor; a user's module holds lists that take no names."""
-    if _holder(path, whole) in (None, path.rpartition(".")[0]):
-        return access("self", path)
-    return f"operator.attrgetter({quoted(path)})(self)"
-
-
-def _tied(path: str, source: str, whole: Sequence[str]) -> str:
-    """Return the statement that gives a tensor another name."""
-    owner, _, name = path.rpartition(".")
-    if _holder(path, whole) in (None, owner):
-        return f"{access('self', path)} = {source}"
-    return f"setattr(self.get_submodule({quoted(owner)}), {quoted(name)}, {source})"
-
-
-def _containers(stage: StageText) -> dict[str, str]:
-    """Return the class of each module that holds others; '' is the stage itself.
-
-    What has a name that cannot stand behind a dot is held as in a dictionary.
-
-    Raises:
-        GemscError: no class of torch.nn can hold all these names.
-    """
-    children: dict[str, dict[str, None]] = {"": {}}
-    for path in _paths_of(stage):
-        parts = path.split(".")
-        for depth in range(len(parts)):
-            names = children.setdefault(".".join(parts[:depth]), {})
-            names[parts[depth]] = None
-    parameters = dict(stage.program.module.named_parameters())
-    kinds = {}
-    for container, names in children.items():
-        odd = [name for name in names if not is_attribute(name)]
-        held = [".".join([container, name]).lstrip(".") in parameters for name in odd]
-        cls = nn.ParameterDict if any(held) else nn.ModuleDict if odd else nn.Module
-        kinds[container] = f"nn.{cls.__name__}"
-        taken = () if container else _own_attributes(stage)
-        clash = [
-            n for n in names if (is_attribute(n) and hasattr(cls, n)) or n in taken
-        ]
-        mixed = any(held) and not all(held)
-        if clash or mixed or (any(held) and not container):  # no forward in a dict
-            raise GemscError(
-                f"gemsc cannot write module '{container or 'model'}', which "
-                f"holds {', '.join(names)}",
-                help=f"rename {', '.join(clash or odd)}",
-            )
-    return kinds
-
-
-def _own_attributes(stage: StageText) -> Sequence[str]:
-    """Return what a stage's class says of itself, for the worker."""
-    always = ("draws_random_numbers", "keeps_dtype", "changed_parameters")
-    return always if stage.tile is None else (*always, "grid")
-
-
-def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    return dict([*module.named_parameters(), *module.named_buffers()])
-
-
-def _write_layer(writer: Writer, path: str, stage: StageText, named: Named) -> None:
-    layer = stage.program.module.get_submodule(path)
-    opaque = opaque_of(layer)
-    if opaque is not None:
-        text = user_module_source(path, opaque, named)
-        head, arguments, tail = split_arguments(text)
-        writer.call(f"{access('self', path)} = {head}", arguments, tail)
-        _write_fixed(writer, path, opaque.module)
-        return
-    source = layer_source(layer)
-    if source is None:
-        raise GemscError(
-            f"gemsc cannot write layer '{path}' ({type(layer).__name__})",
-            help="build it from layers of torch.nn",
-        )
-    head, arguments, tail = split_arguments(source)
-    note = stage.note_of(*(f"{path}.{name}" for name, _ in layer.named_parameters()))
-    writer.call(f"{access('self', path)} = {head}", arguments, tail, note)
-    for name, parameter in layer.named_parameters():
-        if not parameter.requires_grad:
-            writer.line(f"{access('self', f'{path}.{name}')}.requires_grad_(False)")
-
-
-def _write_fixed(writer: Writer, path: str, module: nn.Module) -> None:
-    """Switch off the gradients of layers' parameters inside a user's module."""
-    for name, parameter in module.named_parameters():
-        owner = module.get_submodule(name.rpartition(".")[0])
-        if not parameter.requires_grad and layer_source(owner) is not None:
-            found = f"self.get_parameter({quoted(f'{path}.{name}')})"
-            writer.line(f"{found}.requires_grad_(False)")
-
-
-def _write_tensor(writer: Writer, path: str, tensor: Tensor, stage: StageText) -> None:
-    owner, _, name = path.rpartition(".")
-    module, note = stage.program.module, stage.note_of(path)
-    if isinstance(tensor, nn.Parameter):
-        head, arguments, tail = split_arguments(tensor_source(tensor))
-        writer.call(f"{access('self', path)} = {head}", arguments, tail, note)
-        return
-    arguments = [quoted(name), tensor_source(tensor)]
-    if name in module.get_submodule(owner)._non_persistent_buffers_set:
-        arguments.append("persistent=False")
-    holder = access("self", owner) if owner else "self"
-    writer.call(f"{holder}.register_buffer(", arguments, note=note)

@@ -15,9 +15,9 @@ from torch import nn
 from gemsc.codegen.expressions import (
     NAMESPACES,
     UserObject,
+    collection,
     is_attribute,
     literal,
-    quoted,
 )
 from gemsc.errors import GemscError, InternalError
 from gemsc.ir.layers import layer_source
@@ -121,7 +121,7 @@ class _Source:
 
     def _made(self, path: str, cls: type, parts: list[tuple[str, str]]) -> str:
         plain = [f"{n}={text}" for n, text in parts if _is_keyword_argument(n)]
-        odd = [f"{quoted(n)}: {t}" for n, t in parts if not _is_keyword_argument(n)]
+        odd = [f"{n!r}: {t}" for n, t in parts if not _is_keyword_argument(n)]
         rest = [f"**{{{', '.join(odd)}}}"] if odd else []
         head = self._class(path, cls)
         return f"user_module({', '.join([head, *plain, *rest])})"
@@ -161,7 +161,7 @@ class _Source:
         if isinstance(value, enum.Enum):
             return f"{self._imported(path, type(value))}.{value.name}"
         if isinstance(value, torch.device):
-            return f"torch.device({quoted(str(value))})"
+            return f"torch.device({str(value)!r})"
         if type(value) in (list, tuple, set, dict) or isinstance(value, torch.Size):
             return self._collection(path, value)
         if type(value) is partial:
@@ -170,7 +170,8 @@ class _Source:
             named = [f"{k}={self.value(path, v)}" for k, v in value.keywords.items()]
             return f"{made}({', '.join([*given, *named])})"
         if type(value) is torch.Tensor and value.numel() <= MOST_NUMBERS:
-            return _numbers(value)
+            numbers = self.value(path, value.tolist())
+            return f'torch.tensor({numbers}, dtype={value.dtype}, device="cpu")'
         if isinstance(value, type) or (callable(value) and hasattr(value, "__name__")):
             return self._callable(path, value)
         if _is_plain_object(value):
@@ -185,18 +186,10 @@ class _Source:
             raise self._unknown(path, value) from None
 
     def _collection(self, path: str, value: Any) -> str:
-        if isinstance(value, dict):
-            pairs = [
-                f"{self.value(path, key)}: {self.value(path, item)}"
-                for key, item in value.items()
-            ]
-            return f"{{{', '.join(pairs)}}}"
-        items = [self.value(path, item) for item in value]
-        if isinstance(value, list):
-            return f"[{', '.join(items)}]"
         if isinstance(value, set):
-            return f"{{{', '.join(sorted(items))}}}" if items else "set()"
-        text = f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})"
+            items = sorted(self.value(path, item) for item in value)
+            return f"{{{', '.join(items)}}}" if items else "set()"
+        text = collection(value, lambda item: self.value(path, item))
         return f"torch.Size({text})" if isinstance(value, torch.Size) else text
 
     def _callable(self, path: str, value: Any) -> str:
@@ -219,13 +212,6 @@ class _Source:
         return self.refuse(
             path, f"is of type {type(value).__name__}, which has no text", help_text
         )
-
-
-def _numbers(tensor: torch.Tensor) -> str:
-    """Return a tensor that is neither parameter nor buffer, with its values."""
-    numbers = str(tensor.tolist())
-    numbers = numbers.replace("inf", "torch.inf").replace("nan", "torch.nan")
-    return f'torch.tensor({numbers}, dtype={tensor.dtype}, device="cpu")'
 
 
 def _buffer_source(buffer: torch.Tensor, lost: bool) -> str:

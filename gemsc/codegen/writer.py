@@ -9,6 +9,8 @@ import unicodedata
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from gemsc.codegen.python_text import formatted
+
 WIDTH = 88
 INDENT = "    "
 CALLED = re.compile(r"[\w)\]}\"'][(]$")  # what stands before arguments
@@ -57,52 +59,59 @@ class Writer:
         yield
         self._level -= 1
 
-    def call(
-        self, head: str, arguments: Sequence[str], tail: str = ")", note: str = ""
-    ) -> None:
-        """Add `head` + arguments + `tail`, broken as a formatter breaks a call.
-
-        One line if it fits; else the arguments on one line of their own; else one line
-        each with a trailing comma, if that means the same. `note` is a trailing
-        comment. Head, arguments and tail are as `split_arguments` gives them.
-        """
-        if head[-1] in "[{" or tail.startswith(","):
-            self.items(head, arguments, tail)
-            return
-        if self._fits(head, arguments, tail, note):
-            return
-        noted = f"{head}  # {note}" if note else head
-        if len(noted) > self.room and note:
-            self.line(f"# {note}")
-            noted = head
-        if len(head) > self.room and re.match(r"\w+(, \w+)+ = ", head):
-            self._unpack(head, arguments, tail)
-            return
-        self.line(noted)
-        with self.indented():
-            inside = ", ".join(arguments)
-            if len(inside) <= self.room:
-                self.line(inside)
-            else:
-                self._each(arguments, _comma(head, arguments))
-        self.line(tail)
-
     def statement(self, text: str, note: str = "") -> None:
-        """Add an expression or an assignment, broken if it is too long for a line."""
-        noted = f"{text}  # {note}" if note else text
-        if note and len(noted) > self.room:
+        """Add an expression or an assignment, broken if it is too long for a line.
+
+        Its spaces, quotes and parentheses may be any. `note` is a comment, behind it or
+        above.
+        """
+        text = formatted(text)
+        if note and len(f"{text}  # {note}") > self.room:
             self.line(f"# {note}")
-            noted = text
+            note = ""
         if len(text) <= self.room:
-            self.line(noted)
-        elif text.endswith(")"):
-            self.call(*split_arguments(text))
+            self.line(f"{text}  # {note}" if note else text)
+        elif text[-1] in ")}":
+            self.bracketed(*split_arguments(text))
         else:  # nothing to break inside: a long operator or subscript
             head, value = _split_assignment(text)
-            self.line(f"{head}(")
-            with self.indented():
-                self.line(value)
-            self.line(")")
+            self.bracketed(f"{head}(", [value], ")")
+
+    def argument(self, text: str) -> None:
+        """Add an argument of a call in a line of its own, broken as a statement is."""
+        self._part(formatted(f"f({text})")[2:-1], ",")
+
+    def bracketed(self, head: str, parts: Sequence[str], tail: str) -> None:
+        """Add `head` + parts + `tail`, broken as a formatter breaks brackets.
+
+        One line if it fits; else the arguments of a call on one line of their own; else
+        one line a part with a trailing comma, if that means the same. The three are as
+        `split_arguments` gives them.
+        """
+        inside = ", ".join(parts)
+        if len(head + inside + tail) <= self.room or not parts:
+            self.line(head + inside + tail)
+            return
+        if len(head) > self.room and re.match(r"\w+(, \w+)+ = ", head):
+            self._unpack(head, parts, tail)
+            return
+        self.line(head)
+        with self.indented():
+            if CALLED.search(head) and len(inside) <= self.room:
+                self.line(inside)
+            else:
+                comma = "," if tail.startswith(",") else _comma(head, parts)
+                for part in parts:
+                    self._part(part, comma)
+        self.line(tail.removeprefix(","))
+
+    def _part(self, part: str, comma: str) -> None:
+        """Add what stands between commas, and break what is too long for its line."""
+        if len(part + comma) <= self.room or part[-1] not in ")]}":
+            self.line(f"{part}{comma}")
+        else:
+            head, inside, tail = split_arguments(part)
+            self.bracketed(head, inside, f"{tail}{comma}")
 
     def _unpack(self, head: str, arguments: Sequence[str], tail: str) -> None:
         """Add `a, b = f(x)` where not even `a, b = f(` fits."""
@@ -110,51 +119,13 @@ class Writer:
         value = function + ", ".join(arguments) + tail
         start = f"{targets} = ("
         if len(start) <= self.room and len(value) <= self.room - len(INDENT):
-            self.line(start)
-            with self.indented():
-                self.line(value)
-            self.line(")")
+            self.bracketed(start, [value], ")")
             return
         self.line("(")
         with self.indented():
-            self._each(targets.split(", "))
-        self.call(f") = {function}", arguments, tail)
-
-    def items(self, head: str, items: Sequence[str], tail: str) -> None:
-        """Add a tuple, list or dict: one line if it fits, else one line an item."""
-        if not self._fits(head, items, tail):
-            self._broken(head, items, tail)
-
-    def _broken(self, head: str, items: Sequence[str], tail: str) -> None:
-        self.line(head)
-        with self.indented():
-            self._each(items, "," if tail.startswith(",") else _comma(head, items))
-        self.line(tail.removeprefix(","))
-
-    def _fits(self, head: str, parts: Sequence[str], tail: str, note: str = "") -> bool:
-        one = head + ", ".join(parts) + tail
-        if len(one) > self.room and parts:
-            return False
-        noted = f"{one}  # {note}" if note else one
-        if len(noted) <= self.room:
-            self.line(noted)
-        else:
-            if note:
-                self.line(f"# {note}")
-            self.line(one)
-        return True
-
-    def _each(self, parts: Sequence[str], comma: str = ",") -> None:
-        """Add one line for each part, and break what is too long for its line."""
-        for part in parts:
-            if len(part) < self.room or "\n" in part or part[-1] not in ")]}":
-                self.lines(f"{part}{comma}")
-                continue
-            head, inside, tail = split_arguments(part)
-            if CALLED.search(head):
-                self.call(head, inside, f"{tail}{comma}")
-            else:
-                self.items(head, inside, f"{tail}{comma}")
+            for target in targets.split(", "):
+                self.line(f"{target},")
+        self.bracketed(f") = {function}", arguments, tail)
 
     def text(self) -> str:
         """Return the file: no trailing blank lines, one newline at the end."""

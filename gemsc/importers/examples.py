@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gemsc.importers.expression import names_in, one_line
+from gemsc.codegen.python_text import one_line
+from gemsc.importers.expression import names_in
 from gemsc.importers.forward import used_lines
 from gemsc.importers.sheet import Sheet, Symbol, sheet_of
 

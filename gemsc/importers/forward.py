@@ -8,9 +8,10 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
+from gemsc.codegen.python_text import parsed
 from gemsc.codegen.writer import Names, Writer, comment
 from gemsc.errors import InternalError
-from gemsc.importers.expression import names_in, parsed, write_statement
+from gemsc.importers.expression import names_in, write_statement
 from gemsc.importers.sheet import Line, Sheet
 
 LONGEST_NOTE = 60  # columns
@@ -35,7 +36,7 @@ def write_forward(writer: Writer, sheet: Sheet) -> None:
     """Write the method of a sheet."""
     arguments = ["self", *(f"{value}: Tensor" for value in sheet.inputs)]
     kind = annotation(sheet.empty(sheet.result))
-    writer.call("def forward(", arguments, f") -> {kind}:")
+    writer.bracketed("def forward(", arguments, f") -> {kind}:")
     lines = used_lines(sheet)
     known = {"self", *(value.text for value in sheet.inputs)}
     for line, tree in lines:

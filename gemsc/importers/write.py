@@ -13,10 +13,11 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
+from gemsc.codegen.python_text import parsed
 from gemsc.codegen.writer import Names, Writer, comment, in_docstring
 from gemsc.errors import InternalError
 from gemsc.importers.examples import examples
-from gemsc.importers.expression import names_in, parsed, write_statement
+from gemsc.importers.expression import names_in, write_statement
 from gemsc.importers.forward import write_forward
 from gemsc.importers.network import ImportedNetwork
 from gemsc.importers.sheet import Sheet, after_parent, sheet_of
@@ -59,7 +60,7 @@ def model_source(network: ImportedNetwork, file: str, digest: str) -> str:
     with body.block("def example_inputs() -> tuple[Tensor, ...]:"):
         body.docstring("Return one micro-batch of inputs, of random numbers.")
         items = examples(network.model)
-        body.items("return (", items, ",)" if len(items) == 1 else ")")
+        body.bracketed("return (", items, ",)" if len(items) == 1 else ")")
     for text in network.functions:
         body.line()
         body.line()

@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from gemsc.codegen.python_text import literal_text
 from gemsc.errors import GemscError
-from gemsc.importers.expression import literal_text
 from gemsc.importers.keras.archive import Archive
 from gemsc.importers.keras.config import MODELS, Listed, references
 from gemsc.importers.keras.custom import custom_layers, custom_name

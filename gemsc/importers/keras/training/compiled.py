@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gemsc.codegen.python_text import parsed
 from gemsc.codegen.writer import Names, Writer
-from gemsc.importers.expression import parsed, write_statement
+from gemsc.importers.expression import write_statement
 from gemsc.importers.keras.training.losses import (
     LossForm,
     ModelOutput,
@@ -169,7 +170,7 @@ def _is_word(name: str) -> bool:
 def _function(name: str, doc: str, lines: Sequence[str]) -> str:
     writer = Writer()
     tensors = ["output: Tensor", "target: Tensor"]
-    writer.call(f"def {name}(", tensors, ") -> Tensor:")
+    writer.bracketed(f"def {name}(", tensors, ") -> Tensor:")
     with writer.indented():
         writer.line(_quoted(doc))
         writer.lines("\n".join(lines))
@@ -181,7 +182,7 @@ def _written_out(
 ) -> str:
     """Return a function of these statements, each in lines that fit."""
     writer, names = Writer(), Names(["output", "target", "total"])
-    writer.call(*head)
+    writer.bracketed(*head)
     with writer.indented():
         writer.docstring(doc)
         for start, expression in statements:
