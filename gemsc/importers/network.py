@@ -19,7 +19,7 @@ from gemsc.importers.weight import FileTensors
 # the function of each kind of file, and what pip installs for it
 READERS = {
     ".keras": ("gemsc.importers.keras.read", "read_keras", "gemsc[keras]"),
-    ".onnx": ("gemsc.importers.onnx.reader.read", "read_onnx", "gemsc[onnx]"),
+    ".onnx": ("gemsc.importers.onnx.read", "read_onnx", "gemsc[onnx]"),
 }
 # what sizes and names that no sound file has can lead to
 UNEXPECTED = (

@@ -60,6 +60,11 @@ class Symbol:
         return tuple(self.tensor.shape)
 
     @property
+    def rank(self) -> int:
+        """How many axes it has."""
+        return self.tensor.dim()
+
+    @property
     def batch_axes(self) -> tuple[int, ...]:
         """The axes whose sizes change with the batch."""
         if self.other is None or self.other.dim() != self.tensor.dim():

@@ -11,22 +11,18 @@ import onnx
 import onnx.inliner
 
 from gemsc.errors import GemscError
-from gemsc.importers.onnx.reader.control import CONTROL
-from gemsc.importers.onnx.reader.fold import DRAWN
-from gemsc.importers.onnx.reader.trained import all_nodes
+from gemsc.importers.onnx.operators import CONTROL, OPERATORS
+from gemsc.importers.onnx.standard import DRAWN
+from gemsc.importers.onnx.trained import all_nodes, used_names
 
 OLDEST = 6
-# what is read without a function of its own
-STRUCTURE = frozenset(["Constant", "Identity", "Shape", "Size", *CONTROL])
-QUANTIZED = [
-    "QuantizeLinear",
-    "DequantizeLinear",
-    "DynamicQuantizeLinear",
-    "QLinearConv",
-    "QLinearMatMul",
-    "ConvInteger",
-    "MatMulInteger",
-]
+KNOWN = frozenset(["Constant", *CONTROL, *OPERATORS])
+QUANTIZED = frozenset(
+    [
+        *("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "QLinearConv"),
+        *("QLinearMatMul", "ConvInteger", "MatMulInteger"),
+    ]
+)
 NOT_INLINED = (
     "write these nodes as others, or keep them outside of the file: onnx itself cannot "
     "replace them"
@@ -34,9 +30,7 @@ NOT_INLINED = (
 MOST = 10  # kinds of nodes in one message
 
 
-def inlined(
-    model: onnx.ModelProto, path: Path, operators: Collection[str]
-) -> onnx.ModelProto:
+def inlined(model: onnx.ModelProto, path: Path) -> onnx.ModelProto:
     """Return the model without functions, be they its own or the standard's.
 
     Raises:
@@ -61,8 +55,7 @@ def inlined(
             for node in all_nodes(model.graph)
             if not node.domain and known.isdisjoint(node.output)
         }
-        unknown = kinds - set(operators) - STRUCTURE
-        standard = [("", kind) for kind in sorted(unknown) if _is_function(kind)]
+        standard = [("", kind) for kind in sorted(kinds - KNOWN) if _is_function(kind)]
         _refuse_gaps(model.graph, path, {kind for _, kind in standard})
         if standard:
             model = onnx.inliner.inline_selected_functions(
@@ -118,19 +111,13 @@ def _is_function(kind: str) -> bool:
     return bool(schema.has_function or schema.has_context_dependent_function)
 
 
-def refuse_unknown(
-    graph: onnx.GraphProto,
-    file: str,
-    known: Collection[str],
-    operators: Collection[str],
-) -> None:
+def refuse_unknown(graph: onnx.GraphProto, file: str) -> None:
     """Refuse what no program can do, all kinds of nodes in one message.
-
-    What gives `known` values is computed when the file is read.
 
     Raises:
         GemscError: there are such nodes.
     """
+    known = known_names(graph)
     quantized: Counter[str] = Counter()
     unknown: Counter[str] = Counter()
     first: dict[str, str] = {}
@@ -138,7 +125,9 @@ def refuse_unknown(
         kind = f"{node.domain}.{node.op_type}" if node.domain else node.op_type
         if node.op_type in QUANTIZED:
             quantized[kind] += 1
-        elif not _is_known(node, known, operators):
+        elif node.domain not in ("", "ai.onnx") or (
+            node.op_type not in KNOWN and known.isdisjoint(node.output)
+        ):
             unknown[kind] += 1
         first.setdefault(kind, node.name or next(iter(node.output), ""))
     if quantized:
@@ -153,14 +142,6 @@ def refuse_unknown(
         )
 
 
-def _is_known(
-    node: onnx.NodeProto, known: Collection[str], operators: Collection[str]
-) -> bool:
-    is_had = node.op_type in operators or node.op_type in STRUCTURE
-    is_standard = node.domain in ("", "ai.onnx")
-    return is_standard and (is_had or any(name in known for name in node.output))
-
-
 def _list(counts: Counter[str], first: dict[str, str]) -> str:
     words = [
         f"{kind} ({count} node{'s' * (count > 1)}, first '{first[kind]}')"
@@ -172,11 +153,7 @@ def _list(counts: Counter[str], first: dict[str, str]) -> str:
 
 def leave_unused_out(graph: onnx.GraphProto) -> None:
     """Take the names from results that nothing takes, such as Dropout's mask."""
-    used = {name for node in all_nodes(graph) for name in node.input}
-    used |= {value.name for value in graph.output}
-    for node in all_nodes(graph):
-        for attribute in node.attribute:
-            used |= {value.name for value in attribute.g.output}
+    used = used_names(graph)
     for node in graph.node:
         for index, name in enumerate(node.output):
             if index and name not in used:

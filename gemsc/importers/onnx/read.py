@@ -13,25 +13,23 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from gemsc.errors import GemscError
 from gemsc.importers.network import ImportedNetwork
-from gemsc.importers.onnx.names import SCOPES
-from gemsc.importers.onnx.operators import OPERATORS
-from gemsc.importers.onnx.reader.file import OnnxTensors, load_model, number_type
-from gemsc.importers.onnx.reader.fold import DRAWN
-from gemsc.importers.onnx.reader.graph import (
-    inlined,
-    known_names,
-    leave_unused_out,
-    refuse_unknown,
+from gemsc.importers.onnx.file import OnnxTensors, load_model
+from gemsc.importers.onnx.graph import inlined, leave_unused_out, refuse_unknown
+from gemsc.importers.onnx.operators.names import SCOPES
+from gemsc.importers.onnx.operators.parameters import (
+    Static,
+    Value,
+    number_type,
+    torch_type,
 )
-from gemsc.importers.onnx.reader.reference import OnnxReference
-from gemsc.importers.onnx.reader.trained import (
+from gemsc.importers.onnx.standard import DRAWN, reference
+from gemsc.importers.onnx.trained import (
     TrainedTensors,
     fuse_bias,
     trained_names,
     used_names,
 )
-from gemsc.importers.onnx.reader.walk import Walk
-from gemsc.importers.onnx.static import Static, Value, torch_type
+from gemsc.importers.onnx.walk import Walk
 from gemsc.importers.options import ImportOptions
 from gemsc.importers.sheet import Sheet, Symbol
 
@@ -57,9 +55,9 @@ def read_onnx(path: Path, options: ImportOptions) -> ImportedNetwork:
         )
     model = load_model(path)
     tensors = OnnxTensors(path, model)
-    model = inlined(model, path, OPERATORS)
+    model = inlined(model, path)
     graph = model.graph
-    refuse_unknown(graph, path.name, known_names(graph), OPERATORS)
+    refuse_unknown(graph, path.name)
     opsets = {entry.domain: entry.version for entry in model.opset_import}
     opsets[""] = opsets.pop("ai.onnx", opsets.get("", 1))
     leave_unused_out(graph)
@@ -68,25 +66,25 @@ def read_onnx(path: Path, options: ImportOptions) -> ImportedNetwork:
     trained = trained_names(
         graph, tensors.table, tensors.read, ties.buffers, ties.parameters
     )
-    sheet = Sheet(_class_name(path.stem), "", path.name)
-    values: dict[str, Value] = {}
-    options.check_names(path.name, [value.name for value in _inputs(graph)])
-    for value in _inputs(graph):
-        values[value.name] = _input(sheet, value, options)
-    names = list(values)
-    if not names:
+    doc = f"{path.name}, opset {opsets['']}."
+    sheet = Sheet(_class_name(path.stem), doc, path.name)
+    held = {tensor.name for tensor in graph.initializer}  # old files name them, too
+    inputs = [value for value in graph.input if value.name not in held]
+    options.check_names(path.name, [value.name for value in inputs])
+    values = {value.name: _input(sheet, value, options) for value in inputs}
+    if not values:
         raise GemscError(f"{path.name} has no inputs, so there is nothing to train")
-    walk = Walk(sheet, tensors, opsets, trained.all, used_names(graph), OPERATORS)
+    names = list(values)
+    walk = Walk(sheet, tensors, opsets, trained.all, used_names(graph))
     walk.run(graph, values)
     _returns(sheet, walk, graph, values)
-    sheet.doc = _doc(path, opsets[""])
     notes = _notes(sheet, graph, tensors, trained)
     kinds = {node.op_type for node in graph.node}
     # before opset 14 onnx.reference takes the statistics of the batch
     odd = {"BatchNormalization"} if opsets[""] < 14 else set()
     is_checked = _is_quick(sheet) and not kinds & {*DRAWN, *odd}
-    reference = OnnxReference(tensors, names) if is_checked else None
-    return ImportedNetwork([sheet], tensors, notes=notes, reference=reference)
+    other = reference(tensors, names) if is_checked else None
+    return ImportedNetwork([sheet], tensors, notes=notes, reference=other)
 
 
 def _is_quick(sheet: Sheet) -> bool:
@@ -94,12 +92,6 @@ def _is_quick(sheet: Sheet) -> bool:
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         sheet.root(*(value.tensor for value in sheet.inputs))
     return bool(counter.get_total_flops() <= MOST_FLOPS)
-
-
-def _inputs(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
-    """Return the inputs that are no initializers, as those of old files are."""
-    own = {tensor.name for tensor in graph.initializer}
-    return [value for value in graph.input if value.name not in own]
 
 
 def _input(sheet: Sheet, value: onnx.ValueInfoProto, options: ImportOptions) -> Symbol:
@@ -151,6 +143,8 @@ def _returns(
             value = values.get(output.name)
             if value is None:
                 raise sheet.refuse("is given by no node", help="the file is damaged")
+            if isinstance(value, list):
+                raise sheet.refuse("is no tensor", help="keep that part outside")
             if isinstance(value, Static):
                 value = walk.parameters.value(onnx.NodeProto(), value)
             texts.append(value.text)
@@ -163,10 +157,6 @@ def _class_name(stem: str) -> str:
     words = re.findall(r"[A-Za-z0-9]+", stem)
     name = "".join(word[:1].upper() + word[1:] for word in words)
     return name if name[:1].isalpha() else f"Network{name}"
-
-
-def _doc(path: Path, opset: int) -> str:
-    return f"{path.name}, opset {opset}."
 
 
 def _notes(

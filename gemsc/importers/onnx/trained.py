@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import onnx
 
-from gemsc.importers.onnx.names import is_machine_made, scope
-from gemsc.importers.onnx.reader.fold import MOVES
+from gemsc.importers.onnx.operators.names import is_machine_made, scope
+from gemsc.importers.onnx.operators.node import MOVES
 from gemsc.importers.weight import Array, FileTensor
 
 # the operands that are weights, whatever their names are
@@ -75,24 +75,24 @@ def weight_slots(node: onnx.NodeProto) -> list[int]:
     return sorted(index for index in found if index < len(node.input))
 
 
-def all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
-    """Give the nodes of a graph, and of those within it."""
+def all_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    """Give a graph, and those within its nodes."""
+    yield graph
     for node in graph.node:
-        yield node
         for attribute in node.attribute:
             if attribute.type == onnx.AttributeProto.GRAPH:
-                yield from all_nodes(attribute.g)
+                yield from all_graphs(attribute.g)
+
+
+def all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+    """Give the nodes of a graph, and of those within it."""
+    return (node for inner in all_graphs(graph) for node in inner.node)
 
 
 def used_names(graph: onnx.GraphProto) -> set[str]:
     """Return the values that a node takes, or that a graph gives."""
-    found = {value.name for value in graph.output}
-    for node in graph.node:
-        found.update(node.input)
-        for attribute in node.attribute:
-            if attribute.type == onnx.AttributeProto.GRAPH:
-                found |= used_names(attribute.g)
-    return found
+    names = {value.name for inner in all_graphs(graph) for value in inner.output}
+    return names.union(*(node.input for node in all_nodes(graph)))
 
 
 def trained_names(
