@@ -43,7 +43,7 @@ def compared(network: ImportedNetwork) -> str:
         ) from why
     outputs = list(found) if isinstance(found, (tuple, list)) else [found]
     far = max(
-        (_distance(o, w) for o, w in zip(outputs, wanted, strict=True)), default=0.0
+        (distance(o, w) for o, w in zip(outputs, wanted, strict=True)), default=0.0
     )
     if not far <= WITHIN:
         raise GemscError(
@@ -74,8 +74,8 @@ def _state(network: ImportedNetwork) -> dict[str, Tensor]:
     return state
 
 
-def _distance(found: Tensor, wanted: Array) -> float:
-    """Return how far two arrays are from each other; NaN is NaN."""
+def distance(found: Tensor, wanted: Array | Tensor) -> float:
+    """Return how far values are from others, in parts of the largest; NaN is NaN."""
     ours, theirs = found.double().numpy(), np.asarray(wanted, np.float64)
     if ours.shape != theirs.shape:
         return float("inf")

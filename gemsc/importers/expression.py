@@ -8,49 +8,20 @@ statements, in the order in which Python would have computed it.
 from __future__ import annotations
 
 import ast
+import copy
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from gemsc.codegen.writer import Writer, columns
 
-OPERATORS: dict[type[ast.AST], tuple[str, int]] = {
-    ast.Or: ("or", 1),
-    ast.And: ("and", 2),
-    ast.BitOr: ("|", 5),
-    ast.BitXor: ("^", 6),
-    ast.BitAnd: ("&", 7),
-    ast.LShift: ("<<", 8),
-    ast.RShift: (">>", 8),
-    ast.Add: ("+", 9),
-    ast.Sub: ("-", 9),
-    ast.Mult: ("*", 10),
-    ast.Div: ("/", 10),
-    ast.FloorDiv: ("//", 10),
-    ast.Mod: ("%", 10),
-    ast.MatMult: ("@", 10),
-    ast.Pow: ("**", 12),
-    ast.Eq: ("==", 4),
-    ast.NotEq: ("!=", 4),
-    ast.Lt: ("<", 4),
-    ast.LtE: ("<=", 4),
-    ast.Gt: (">", 4),
-    ast.GtE: (">=", 4),
-    ast.Is: ("is", 4),
-    ast.IsNot: ("is not", 4),
-    ast.In: ("in", 4),
-    ast.NotIn: ("not in", 4),
-    ast.Not: ("not ", 3),
-    ast.USub: ("-", 11),
-    ast.UAdd: ("+", 11),
-    ast.Invert: ("~", 11),
-}
-CONDITION, COMPARISON, POWER, ATOM = 0, 4, 12, 20
 BRACKETS: dict[type[ast.AST], tuple[str, str]] = {
     ast.List: ("[", "]"),
     ast.Tuple: ("(", ")"),
     ast.Dict: ("{", "}"),
 }
 CONTAINERS = (*BRACKETS,)
+CLOSE = "\0"  # no space before it
 LONGEST_CHAIN = 40  # of self.a["b"].c within a longer expression
 
 
@@ -105,76 +76,69 @@ def _quoted(text: str) -> str:
 # ----------------------------------------------------------------- on one line
 
 
-def one_line(node: ast.expr) -> str:
-    """Return an expression on one line."""
-    return _text(node)[0]
+def one_line(node: ast.AST) -> str:
+    """Return an expression on one line: `ast.unparse`, spelled as a formatter does."""
+    text = ast.unparse(_Spelled().visit(copy.deepcopy(node)))
+    return text.replace(f" ** {CLOSE}", "**")
 
 
-def _text(node: ast.expr) -> tuple[str, int]:
-    """Return the text of an expression, and how tightly its outermost part binds."""
-    match node:
-        case ast.BinOp(left=left, op=op, right=right):
-            return _binary(left, op, right)
-        case ast.UnaryOp(op=op, operand=operand):
-            sign, level = OPERATORS[type(op)]
-            is_power = _text(operand)[1] == POWER
-            return sign + _inside(operand, level + 2 * is_power), level
-        case ast.BoolOp(op=op, values=values):
-            word, level = OPERATORS[type(op)]
-            return f" {word} ".join(_inside(v, level + 1) for v in values), level
-        case ast.Compare():
-            return _comparison(node), COMPARISON
-        case ast.IfExp(test=test, body=body, orelse=other):
-            parts = (_inside(part, CONDITION + 1) for part in (body, test))
-            return " if ".join(parts) + f" else {one_line(other)}", CONDITION
-    text = _atom(node)
-    return (ast.unparse(node), -1) if text is None else (text, ATOM)
+class _Spelled(ast.NodeTransformer):
+    """Puts ready text, as a name, where `ast.unparse` would write it otherwise."""
 
+    # Write strings in double quotes, and infinity as a call
+    def visit_Constant(self, node: ast.Constant) -> ast.AST:
+        is_number = isinstance(node.value, int | complex)
+        is_finite = isinstance(node.value, float) and math.isfinite(node.value)
+        if is_number or is_finite or isinstance(node.value, bytes):
+            return node
+        return ast.Name(literal_text(node.value))
 
-def _atom(node: ast.expr) -> str | None:
-    """Return the text of what needs no parentheses anywhere; None of what does."""
-    match node:
-        case ast.Name(id=name):
-            return name
-        case ast.Constant(value=value) if not isinstance(value, bytes):
-            return literal_text(value)
-        case ast.Attribute(value=value, attr=name):
-            return f"{_operand(value)}.{name}"
-        case ast.Call(func=function):
-            return f"{_operand(function)}({', '.join(_arguments(node))})"
-        case ast.Subscript(value=value, slice=index):
-            return f"{_operand(value)}[{_index(index)}]"
-        case ast.List() | ast.Tuple() | ast.Dict():
-            start, end = BRACKETS[type(node)]
-            return start + ", ".join(_items(node)) + "," * _is_single(node) + end
-        case ast.Starred(value=value):
-            return f"*{_inside(value, 5)}"
-    return None
+    # Leave the parts of an f-string
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.AST:
+        return node
 
+    # Put a number into parentheses before a dot
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        if _is_number(node.value):
+            node.value = ast.Name(f"({one_line(node.value)})")
+        return self.generic_visit(node)
 
-def _inside(node: ast.expr, level: int) -> str:
-    """Return the text of an operand, in parentheses if it binds less than that."""
-    text, own = _text(node)
-    return text if own >= level else f"({text})"
+    # Put a power into parentheses behind a sign
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.AST:
+        match node:
+            case ast.UnaryOp(op=ast.Not()):
+                pass
+            case ast.UnaryOp(operand=ast.BinOp(op=ast.Pow()) as power):
+                node.operand = ast.Name(f"({one_line(power)})")
+        return self.generic_visit(node)
 
-
-def _operand(node: ast.expr) -> str:
-    """Return the text of what a dot or a bracket follows."""
-    is_number = isinstance(node, ast.Constant) and not isinstance(node.value, str)
-    return f"({one_line(node)})" if is_number else _inside(node, ATOM)
-
-
-def _binary(left: ast.expr, op: ast.operator, right: ast.expr) -> tuple[str, int]:
-    word, level = OPERATORS[type(op)]
-    if level == POWER:
-        is_plain = _text(left)[1] > POWER and _is_simple(left) and _is_simple(right)
-        space = " " * (not is_plain)
-        exponent = right.operand if isinstance(right, ast.UnaryOp) else right
-        after = (
-            one_line(right) if _text(exponent)[1] >= POWER else f"({one_line(right)})"
+    # Write a power of short operands without spaces
+    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        is_power = isinstance(node.op, ast.Pow) and not isinstance(
+            node.left, ast.UnaryOp
         )
-        return f"{_inside(left, POWER + 1)}{space}{word}{space}{after}", level
-    return f"{_inside(left, level)} {word} {_inside(right, level + 1)}", level
+        if is_power and _is_simple(node.left) and _is_simple(node.right):
+            node.right = ast.Name(CLOSE + one_line(node.right))
+        return self.generic_visit(node)
+
+    # Write spaces around the colons if a bound is more than a name
+    def visit_Slice(self, node: ast.Slice) -> ast.AST:
+        bounds = [node.lower, node.upper, node.step]
+        if any(bound is not None and not _is_short(bound) for bound in bounds):
+            if node.lower is not None:
+                node.lower = ast.Name(f"{one_line(node.lower)} ")
+            if node.upper is not None:
+                end = " " * (node.step is not None)
+                node.upper = ast.Name(f" {one_line(node.upper)}{end}")
+            if node.step is not None:
+                node.step = ast.Name(f" {one_line(node.step)}")
+        return self.generic_visit(node)
+
+
+def _is_number(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(
+        node.value, int | float | complex
+    )
 
 
 def _is_simple(node: ast.expr) -> bool:
@@ -182,37 +146,9 @@ def _is_simple(node: ast.expr) -> bool:
     match node:
         case ast.UnaryOp(op=ast.USub() | ast.UAdd() | ast.Invert(), operand=operand):
             return _is_simple(operand)
-        case ast.Constant(value=value):
-            return isinstance(value, int | float | complex)
-        case ast.Attribute(value=value):
-            return isinstance(value, ast.Name) or (
-                isinstance(value, ast.Attribute) and _is_simple(value)
-            )
-    return isinstance(node, ast.Name)
-
-
-def _comparison(node: ast.Compare) -> str:
-    text = _inside(node.left, COMPARISON + 1)
-    for op, right in zip(node.ops, node.comparators, strict=True):
-        text += f" {OPERATORS[type(op)][0]} {_inside(right, COMPARISON + 1)}"
-    return text
-
-
-def _index(node: ast.expr) -> str:
-    """Return what stands in the brackets of a subscript."""
-    if isinstance(node, ast.Tuple) and node.elts:
-        comma = "," * (len(node.elts) == 1)
-        return ", ".join(_index(each) for each in node.elts) + comma
-    if not isinstance(node, ast.Slice):
-        return one_line(node)
-    parts = [node.lower, node.upper, *([node.step] if node.step else [])]
-    wide = any(part is not None and not _is_short(part) for part in parts)
-    text = "" if parts[0] is None else one_line(parts[0])
-    for part in parts[1:]:
-        text += " :" if wide and text and not text.endswith(":") else ":"
-        if part is not None:
-            text += f"{' ' * wide}{one_line(part)}"
-    return text
+        case ast.Attribute(value=ast.Name() | ast.Attribute() as value):
+            return _is_simple(value)
+    return isinstance(node, ast.Name) or _is_number(node)
 
 
 def _is_short(node: ast.expr) -> bool:
@@ -222,24 +158,25 @@ def _is_short(node: ast.expr) -> bool:
     return isinstance(node, ast.Name | ast.Constant)
 
 
-def _arguments(node: ast.Call) -> list[str]:
-    words = [
-        f"{each.arg}={one_line(each.value)}"
-        if each.arg
-        else f"**{_operand(each.value)}"
-        for each in node.keywords
-    ]
-    return [*map(one_line, node.args), *words]
+def _sign(op: ast.operator | ast.cmpop) -> str:
+    """Return how an operator is written."""
+    a, b = ast.Name("a"), ast.Name("b")
+    pair = (
+        ast.Compare(a, [op], [b]) if isinstance(op, ast.cmpop) else ast.BinOp(a, op, b)
+    )
+    return ast.unparse(pair)[2:-2]
 
 
 def _items(node: ast.expr) -> list[str]:
-    if isinstance(node, ast.Dict):
-        return [
-            f"{one_line(key)}: {one_line(value)}" if key else f"**{_operand(value)}"
-            for key, value in zip(node.keys, node.values, strict=True)
-        ]
-    if isinstance(node, ast.List | ast.Tuple):
-        return [one_line(item) for item in node.elts]
+    """Return the arguments of a call, or what a list, tuple or dict has in it."""
+    match node:
+        case ast.Call(args=arguments, keywords=keywords):
+            return [one_line(part) for part in (*arguments, *keywords)]
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return [one_line(item) for item in items]
+        case ast.Dict(keys=keys, values=values):
+            heads = [f"{one_line(key)}: " if key else "**" for key in keys]
+            return [h + one_line(v) for h, v in zip(heads, values, strict=True)]
     return []
 
 
@@ -273,7 +210,7 @@ def write_statement(
         case ast.Call(func=function) if len(text) > writer.room:
             if note:
                 writer.line(f"# {note}")
-            writer.call(f"{head}{one_line(function)}(", _arguments(node))
+            writer.call(f"{head}{one_line(function)}(", _items(node))
         case ast.List() | ast.Tuple() | ast.Dict() if len(text) > writer.room:
             start, end = BRACKETS[type(node)]
             if note:
@@ -300,7 +237,7 @@ def _write_operation(
         operands = [node.body, node.test, node.orelse]
     else:
         ops = [node.op] if isinstance(node, ast.BinOp) else node.ops
-        words = ["", *(f"{OPERATORS[type(op)][0]} " for op in ops)]
+        words = ["", *(f"{_sign(op)} " for op in ops)]
         others = [node.right] if isinstance(node, ast.BinOp) else node.comparators
         operands = [node.left, *others]
     with writer.block(f"{head}("):
@@ -320,7 +257,7 @@ def _fits(writer: Writer, head: str, node: ast.expr) -> bool:
     match node:
         case ast.Call(func=function) if _is_chain(function):
             start = f"{head}{one_line(function)}("
-            items = _arguments(node)
+            items = _items(node)
             values = [*node.args, *(each.value for each in node.keywords)]
         case ast.List() | ast.Tuple() | ast.Dict() if _is_list(node):
             start, items = head + "[", _items(node)

@@ -15,6 +15,7 @@ gives in __init__ and in forward
 
 from __future__ import annotations
 
+import ast
 import keyword
 import math
 import re
@@ -30,6 +31,7 @@ from torch import Tensor, nn
 import gemsc.nn
 from gemsc.codegen.writer import Names
 from gemsc.errors import GemscError, InternalError
+from gemsc.importers.expression import names_in, parsed
 from gemsc.importers.weight import Weight
 
 # what the text of a line may name besides values and self
@@ -164,6 +166,16 @@ class Sheet:
         """Say what forward returns: a value, or a tuple, list or dict of values."""
         self.empty(text)
         self.result = text
+
+    def used_lines(self) -> list[tuple[Line, ast.expr]]:
+        """Return the lines that what is returned depends on, and their trees."""
+        used, wanted = [], names_in(parsed(self.result))
+        for line in reversed(self.lines):
+            if not wanted.isdisjoint(line.names):
+                tree = parsed(line.text)
+                used.append((line, tree))
+                wanted |= names_in(tree)
+        return used[::-1]
 
     def empty(self, text: str) -> Any:
         """Return what an expression gives, on tensors without memory; adds nothing.

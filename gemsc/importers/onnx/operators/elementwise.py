@@ -38,6 +38,13 @@ ONE = {
     "Neg": "-{}",
     "Not": "~{}",
 }
+# with an attribute, `alpha`, and what that is where the file leaves it out
+ALPHA = {
+    "Celu": ("F.celu({x}, alpha={alpha})", 1.0),
+    "Elu": ("F.elu({x}, alpha={alpha})", 1.0),
+    "LeakyRelu": ("F.leaky_relu({x}, negative_slope={alpha})", 0.01),
+    "ThresholdedRelu": ("F.threshold({x}, threshold={alpha}, value=0.0)", 1.0),
+}
 TWO = {
     "Add": "{} + {}",
     "And": "{} & {}",
@@ -68,6 +75,13 @@ def _one(text: str) -> Callable[..., Symbol]:
     return expression
 
 
+def _with_alpha(text: str, default: float) -> Callable[..., Symbol]:
+    def expression(node: Node, x: Symbol, *, alpha: float = default) -> Symbol:
+        return node.gives(text.format(x=x, alpha=number(alpha)))
+
+    return expression
+
+
 def _two(text: str) -> Callable[..., Symbol]:
     """Return the operator of two operands that an expression computes."""
 
@@ -89,6 +103,8 @@ def _second(node: Node, a: Value, b: Value, axis: int | None) -> str:
 
 for _kind, _expression in ONE.items():
     operator(_kind)(_one(_expression))
+for _kind, (_expression, _default) in ALPHA.items():
+    operator(_kind)(_with_alpha(_expression, _default))
 for _kind, _expression in TWO.items():
     operator(_kind)(_two(_expression))
 
@@ -196,21 +212,6 @@ def _einsum(node: Node, *values: Symbol, equation: str) -> Symbol:
 
 
 # ----------------------------------------------------------------------- activations
-
-
-@operator("Celu", "Elu")
-def _exponential_linear(node: Node, x: Symbol, *, alpha: float = 1.0) -> Symbol:
-    return node.gives(f"F.{node.kind.lower()}({x}, alpha={number(alpha)})")
-
-
-@operator("LeakyRelu")
-def _leaky_relu(node: Node, x: Symbol, *, alpha: float = 0.01) -> Symbol:
-    return node.gives(f"F.leaky_relu({x}, negative_slope={number(alpha)})")
-
-
-@operator("ThresholdedRelu")
-def _thresholded_relu(node: Node, x: Symbol, *, alpha: float = 1.0) -> Symbol:
-    return node.gives(f"F.threshold({x}, threshold={number(alpha)}, value=0.0)")
 
 
 @operator("PRelu")

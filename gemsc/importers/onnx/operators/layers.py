@@ -17,6 +17,7 @@ from gemsc.importers.onnx.operators.node import (
     operator,
 )
 from gemsc.importers.onnx.operators.parameters import Static, Value, torch_type
+from gemsc.importers.onnx.operators.windows import Windows
 from gemsc.importers.sheet import Symbol
 
 CONVOLUTIONS: Any = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
@@ -33,27 +34,29 @@ Sizes = tuple[int, ...]
 
 
 @operator("Conv")
-def _convolution(node: Node, x: Symbol, weight: Value, bias: Value | None) -> Symbol:
+def _convolution(
+    node: Node, x: Symbol, weight: Value, bias: Value | None, *, group: int = 1
+) -> Symbol:
     """A layer, with a line that pads where the two ends are padded unlike."""
-    rank, stride, dilation, groups, spans = _window(node, weight)
-    begin, end = _pads(node, x.shape[2:], spans, stride)
-    if begin != end:
-        pads = [p for pair in zip(begin[::-1], end[::-1], strict=True) for p in pair]
-        x = node.sheet.line("padded", f"F.pad({x}, {tuple(pads)})")
-        begin = (0,) * rank
+    _check_rank(node, weight)
+    windows = Windows.of(node, x.shape[2:], weight.shape[2:])
+    rank, stride, padding = len(windows.sizes), windows.stride, windows.before
+    if padding != windows.after:
+        x = node.sheet.line("padded", windows.padded(x.text))
+        padding = (0,) * rank
     if isinstance(weight, Symbol) or isinstance(bias, Symbol):
         tensors = _tensors(node, weight, bias)
-        settings = f"{stride}, {begin}, {dilation}, {groups}"
+        settings = f"{stride}, {padding}, {windows.dilation}, {group}"
         return node.gives(f"F.conv{rank}d({x}, {tensors}, {settings})")
     bias = _without_zeros(bias)
     layer = CONVOLUTIONS[rank](
-        weight.shape[1] * groups,
+        weight.shape[1] * group,
         weight.shape[0],
         weight.shape[2:],
         stride,
-        begin,
-        dilation,
-        groups,
+        padding,
+        windows.dilation,
+        group,
         bias=bias is not None,
         dtype=torch_type(weight.dtype),
     )
@@ -62,14 +65,19 @@ def _convolution(node: Node, x: Symbol, weight: Value, bias: Value | None) -> Sy
 
 @operator("ConvTranspose")
 def _transposed_convolution(
-    node: Node, x: Symbol, weight: Value, bias: Value | None
+    node: Node, x: Symbol, weight: Value, bias: Value | None, *, group: int = 1
 ) -> Symbol:
     """A layer, with a line that crops where padding cannot say it."""
-    rank, stride, dilation, groups, spans = _window(node, weight)
+    _check_rank(node, weight)
+    rank, kernel = weight.rank - 2, weight.shape[2:]
+    stride = tuple(node.attribute("strides", [1] * rank))
+    dilation = tuple(node.attribute("dilations", [1] * rank))
     more = tuple(node.attribute("output_padding", [0] * rank))
     full = [
-        (n - 1) * s + span + extra
-        for n, s, span, extra in zip(x.shape[2:], stride, spans, more, strict=True)
+        (n - 1) * s + d * (k - 1) + 1 + extra
+        for n, s, d, k, extra in zip(
+            x.shape[2:], stride, dilation, kernel, more, strict=True
+        )
     ]
     begin, end = _crops(node, x.shape[2:], full, stride)
     uneven = tuple(m + b - e for m, b, e in zip(more, begin, end, strict=True))
@@ -83,17 +91,17 @@ def _transposed_convolution(
         padding, crop = (0,) * rank, _crop(begin, end, full)
     if isinstance(weight, Symbol) or isinstance(bias, Symbol):
         tensors = _tensors(node, weight, bias)
-        settings = f"{stride}, {padding}, {more}, {groups}, {dilation}"
+        settings = f"{stride}, {padding}, {more}, {group}, {dilation}"
         return node.gives(f"F.conv_transpose{rank}d({x}, {tensors}, {settings}){crop}")
     bias = _without_zeros(bias)
     layer = TRANSPOSED[rank](
         weight.shape[0],
-        weight.shape[1] * groups,
-        weight.shape[2:],
+        weight.shape[1] * group,
+        kernel,
         stride,
         padding,
         more,
-        groups,
+        group,
         bias=bias is not None,
         dilation=dilation,
         dtype=torch_type(weight.dtype),
@@ -101,16 +109,9 @@ def _transposed_convolution(
     return node.gives(f"{node.layer(layer, weight=weight, bias=bias)}({x}){crop}")
 
 
-def _window(node: Node, weight: Value) -> tuple[int, Sizes, Sizes, int, Sizes]:
-    """Return axes, stride, dilation, groups, and how far a window reaches."""
-    rank = weight.rank - 2
-    if rank not in CONVOLUTIONS:
+def _check_rank(node: Node, weight: Value) -> None:
+    if weight.rank - 2 not in CONVOLUTIONS:
         raise node.refuse("is no convolution over 1, 2 or 3 axes")
-    stride = tuple(node.attribute("strides", [1] * rank))
-    dilation = tuple(node.attribute("dilations", [1] * rank))
-    pairs = zip(weight.shape[2:], dilation, strict=True)
-    spans = tuple(d * (k - 1) + 1 for k, d in pairs)
-    return rank, stride, dilation, node.attribute("group", 1), spans
 
 
 def _without_zeros(bias: Static | None) -> Static | None:
@@ -126,42 +127,23 @@ def _tensors(node: Node, weight: Value, bias: Value | None) -> str:
     return f"{node.tensor(weight)}, {'None' if bias is None else node.tensor(bias)}"
 
 
-def _pads(
-    node: Node, sizes: Sequence[int], spans: Sequence[int], stride: Sequence[int]
-) -> tuple[Sizes, Sizes]:
-    """Return how many zeros are put before and behind the values of each axis."""
-    rank, kind = len(spans), node.attribute("auto_pad", "NOTSET")
-    if kind in ("VALID", "NOTSET"):
-        pads = (0,) * 2 * rank
-        pads = tuple(node.attribute("pads", pads)) if kind == "NOTSET" else pads
-        return pads[:rank], pads[rank:]
-    totals = [
-        max((-(-n // s) - 1) * s + span - n, 0)
-        for n, span, s in zip(sizes, spans, stride, strict=True)
-    ]
-    return _halves(totals, larger_first=kind == "SAME_LOWER")
-
-
 def _crops(
     node: Node, sizes: Sequence[int], full: Sequence[int], stride: Sequence[int]
 ) -> tuple[Sizes, Sizes]:
     """Return how many results of a transposed convolution go at each end."""
-    kind = node.attribute("auto_pad", "NOTSET")
+    rank, kind = len(full), node.attribute("auto_pad", "NOTSET")
     wanted = node.attribute("output_shape")
     if wanted is None and not kind.startswith("SAME"):
-        return _pads(node, sizes, full, stride)
+        zeros = (0,) * 2 * rank
+        pads = tuple(node.attribute("pads", zeros)) if kind == "NOTSET" else zeros
+        return pads[:rank], pads[rank:]
     if wanted is None:
         wanted = [n * s for n, s in zip(sizes, stride, strict=True)]
-    totals = [n - w for n, w in zip(full, wanted[-len(full) :], strict=True)]
+    totals = [n - w for n, w in zip(full, wanted[-rank:], strict=True)]
     if min(totals) < 0:
         raise node.refuse(f"gives {tuple(full)}, less than its output_shape")
-    return _halves(totals, larger_first=kind != "SAME_UPPER")
-
-
-def _halves(totals: Sequence[int], *, larger_first: bool) -> tuple[Sizes, Sizes]:
-    small = tuple(total // 2 for total in totals)
-    large = tuple(total - half for total, half in zip(totals, small, strict=True))
-    return (large, small) if larger_first else (small, large)
+    few, many = (tuple((total + odd) // 2 for total in totals) for odd in (0, 1))
+    return (few, many) if kind == "SAME_UPPER" else (many, few)
 
 
 def _crop(begin: Sequence[int], end: Sequence[int], full: Sequence[int]) -> str:

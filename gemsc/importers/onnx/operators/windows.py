@@ -27,8 +27,8 @@ PAD_MODES = {"reflect": "reflect", "edge": "replicate", "wrap": "circular"}
 
 
 @dataclass(frozen=True)
-class _Windows:
-    """The windows of a pool: for each axis that they move over, in turn.
+class Windows:
+    """The windows of a pool or a convolution: for each axis that they move over.
 
     `beyond` is how far the last window reaches behind the padding, with ceil_mode.
     """
@@ -41,6 +41,44 @@ class _Windows:
     after: tuple[int, ...]
     counts: tuple[int, ...]
     beyond: tuple[int, ...]
+
+    @staticmethod
+    def of(node: Node, sizes: Sequence[int], kernel: Sequence[int]) -> Windows:
+        """Return the windows of a node over axes of these sizes.
+
+        Raises:
+            GemscError: they do not fit.
+        """
+        rank = len(sizes)
+        stride = node.attribute("strides") or [1] * rank
+        dilation = node.attribute("dilations") or [1] * rank
+        pads = node.attribute("pads") or [0] * (2 * rank)
+        if not len(kernel) == len(stride) == len(dilation) == len(pads) // 2 == rank:
+            raise node.refuse(f"has windows that do not fit {rank} axes")
+        before, after = list(pads[:rank]), list(pads[rank:])
+        counts, beyond = [], []
+        mode = node.attribute("auto_pad", "NOTSET")
+        for i, n in enumerate(sizes):
+            reach = (kernel[i] - 1) * dilation[i] + 1
+            if mode in ("SAME_UPPER", "SAME_LOWER"):
+                total = max((math.ceil(n / stride[i]) - 1) * stride[i] + reach - n, 0)
+                few, many = total // 2, total - total // 2
+                before[i] = few if mode == "SAME_UPPER" else many
+                after[i] = total - before[i]
+            elif mode == "VALID":
+                before[i] = after[i] = 0
+            room = n + before[i] + after[i] - reach
+            if room < 0:
+                raise node.refuse(f"has a window of {reach} over {n} elements")
+            count = room // stride[i] + 1
+            if node.attribute("ceil_mode", 0) and mode in ("NOTSET", "VALID"):
+                count = -(-room // stride[i]) + 1
+                if (count - 1) * stride[i] >= n + before[i]:
+                    count -= 1  # a window may not begin behind the values
+            counts.append(count)
+            beyond.append(max(0, (count - 1) * stride[i] - room))
+        lists = (sizes, kernel, stride, dilation, before, after, counts, beyond)
+        return Windows(*map(tuple, lists))
 
     @property
     def is_plain(self) -> bool:
@@ -93,51 +131,22 @@ class _Windows:
         return share
 
 
-def _short(values: tuple[int, ...]) -> str:
-    return str(values[0] if len(set(values)) == 1 else values)
-
-
-def _windows(node: Node, x: Symbol) -> _Windows:
-    sizes, rank = x.shape[2:], x.rank - 2
+def _pool(node: Node, x: Symbol) -> Windows:
+    rank = x.rank - 2
     if not 1 <= rank <= MAX_RANK:
         raise node.refuse(f"pools over {rank} axes; PyTorch has pools over 1 to 3")
-    kernel = tuple(node.attribute("kernel_shape"))
-    stride = tuple(node.attribute("strides") or [1] * rank)
-    dilation = tuple(node.attribute("dilations") or [1] * rank)
-    pads = node.attribute("pads") or [0] * (2 * rank)
-    if not len(kernel) == len(stride) == len(dilation) == len(pads) // 2 == rank:
-        raise node.refuse(f"has windows that do not fit {rank} axes")
-    before, after = list(pads[:rank]), list(pads[rank:])
-    counts, beyond = [], []
-    mode = node.attribute("auto_pad", "NOTSET")
-    for i, n in enumerate(sizes):
-        reach = (kernel[i] - 1) * dilation[i] + 1
-        if mode in ("SAME_UPPER", "SAME_LOWER"):
-            total = max((math.ceil(n / stride[i]) - 1) * stride[i] + reach - n, 0)
-            few, many = total // 2, total - total // 2
-            before[i] = few if mode == "SAME_UPPER" else many
-            after[i] = total - before[i]
-        elif mode == "VALID":
-            before[i] = after[i] = 0
-        room = n + before[i] + after[i] - reach
-        if room < 0:
-            raise node.refuse(f"has a window of {reach} over {n} elements")
-        count = room // stride[i] + 1
-        if node.attribute("ceil_mode", 0) and mode in ("NOTSET", "VALID"):
-            count = -(-room // stride[i]) + 1
-            if (count - 1) * stride[i] >= n + before[i]:
-                count -= 1  # a window may not begin behind the values
-        counts.append(count)
-        beyond.append(max(0, (count - 1) * stride[i] - room))
-    ends = map(tuple, (before, after, counts, beyond))
-    return _Windows(sizes, kernel, stride, dilation, *ends)
+    return Windows.of(node, x.shape[2:], node.attribute("kernel_shape"))
+
+
+def _short(values: tuple[int, ...]) -> str:
+    return str(values[0] if len(set(values)) == 1 else values)
 
 
 @operator("MaxPool")
 def _max_pool(node: Node, x: Symbol) -> Symbol:
     if any(node.outputs[1:]):
         raise node.refuse("gives the indices of the largest elements")
-    windows = _windows(node, x)
+    windows = _pool(node, x)
     function = f"F.max_pool{len(windows.sizes)}d"
     if windows.is_plain:
         return node.gives(f"{function}({x}, {windows.settings()})")
@@ -150,7 +159,7 @@ def _max_pool(node: Node, x: Symbol) -> Symbol:
 @operator("AveragePool")
 def _average_pool(node: Node, x: Symbol, *, count_include_pad: int = 0) -> Symbol:
     """The mean of each window; zeros around the values are counted or not."""
-    windows = _windows(node, x)
+    windows = _pool(node, x)
     share = windows.share(count_include_pad)
     padded = windows.padded(x.text)
     if not windows.is_dense:
@@ -172,7 +181,7 @@ def _average_pool(node: Node, x: Symbol, *, count_include_pad: int = 0) -> Symbo
 
 @operator("LpPool")
 def _lp_pool(node: Node, x: Symbol, *, p: int = 2) -> Symbol:
-    windows = _windows(node, x)
+    windows = _pool(node, x)
     padded = windows.padded(f"{x}.abs()")
     if not windows.is_dense:
         return node.gives(f"{windows.sum(x, f'{padded} ** {p}')} ** (1 / {p})")
