@@ -112,6 +112,17 @@ class _Spelled(ast.NodeTransformer):
                 node.operand = ast.Name(f"({one_line(power)})")
         return self.generic_visit(node)
 
+    # Put no operand into parentheses that needs none
+    def visit_BoolOp(self, node: ast.BoolOp) -> ast.AST:
+        for index, value in enumerate(node.values):
+            is_inside = isinstance(value, ast.BoolOp) and (
+                isinstance(node.op, ast.And) or isinstance(value.op, ast.Or)
+            )
+            is_loose = is_inside or isinstance(value, ast.IfExp | ast.Lambda)
+            text = one_line(value)
+            node.values[index] = ast.Name(f"({text})" if is_loose else text)
+        return node
+
     # Write a power of short operands without spaces
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
         is_power = isinstance(node.op, ast.Pow) and not isinstance(
@@ -206,47 +217,40 @@ def write_statement(
         write_statement(writer, f"{name} = ", part, fresh, note)
         node, note = _Replaced(part, name).visit(node), ""
     text = head + one_line(node)
+    is_long = len(text) > writer.room
+    if note and (is_long or columns(f"{text}  # {note}") > writer.room):
+        writer.line(f"# {note}")
+    elif note:
+        text += f"  # {note}"
     match node:
-        case ast.Call(func=function) if len(text) > writer.room:
-            if note:
-                writer.line(f"# {note}")
+        case ast.Call(func=function) if is_long:
             writer.call(f"{head}{one_line(function)}(", _items(node))
-        case ast.List() | ast.Tuple() | ast.Dict() if len(text) > writer.room:
+        case ast.List() | ast.Tuple() | ast.Dict() if is_long:
             start, end = BRACKETS[type(node)]
-            if note:
-                writer.line(f"# {note}")
             end = f",{end}" if _is_single(node) else end
             writer.items(head + start, _items(node), end)
-        case ast.BinOp() | ast.Compare() | ast.IfExp() if len(text) > writer.room:
-            _write_operation(writer, head, node, note)
-        case _ if note and columns(f"{text}  # {note}") > writer.room:
-            writer.line(f"# {note}")
-            writer.line(text)
+        case ast.BinOp() | ast.Compare() | ast.IfExp() if is_long:
+            with writer.block(f"{head}("):
+                for line in _operation(node, writer.room):
+                    writer.line(line)
+            writer.line(")")
         case _:
-            writer.line(f"{text}  # {note}" if note else text)
-
-
-def _write_operation(
-    writer: Writer, head: str, node: ast.BinOp | ast.Compare | ast.IfExp, note: str
-) -> None:
-    """Write an operation on long names: in a line of its own, or each in its line."""
-    if note:
-        writer.line(f"# {note}")
-    if isinstance(node, ast.IfExp):
-        words = ["", "if ", "else "]
-        operands = [node.body, node.test, node.orelse]
-    else:
-        ops = [node.op] if isinstance(node, ast.BinOp) else node.ops
-        words = ["", *(f"{_sign(op)} " for op in ops)]
-        others = [node.right] if isinstance(node, ast.BinOp) else node.comparators
-        operands = [node.left, *others]
-    with writer.block(f"{head}("):
-        if len(text := one_line(node)) <= writer.room:
             writer.line(text)
-        else:
-            for word, operand in zip(words, operands, strict=True):
-                writer.line(word + one_line(operand))
-    writer.line(")")
+
+
+def _operation(node: ast.BinOp | ast.Compare | ast.IfExp, room: int) -> list[str]:
+    """Return an operation on long names: in one line, or each in its line."""
+    if len(text := one_line(node)) <= room:
+        return [text]
+    match node:
+        case ast.IfExp(test=test, body=body, orelse=other):
+            parts = [("", body), ("if ", test), ("else ", other)]
+        case ast.BinOp(left=left, op=op, right=right):
+            parts = [("", left), (f"{_sign(op)} ", right)]
+        case ast.Compare(left=left, ops=ops, comparators=others):
+            signs = [f"{_sign(op)} " for op in ops]
+            parts = [("", left), *zip(signs, others, strict=True)]
+    return [word + one_line(operand) for word, operand in parts]
 
 
 def _fits(writer: Writer, head: str, node: ast.expr) -> bool:

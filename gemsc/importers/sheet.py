@@ -38,6 +38,7 @@ from gemsc.importers.weight import Weight
 SPACE = {"torch": torch, "nn": nn, "F": F, "math": math, "gemsc": gemsc}
 UNREADABLE = ("l", "I", "O")  # as names: they look like digits
 NO_FIT = "give sizes that fit with --shape; if there are none, the file is damaged"
+UNFIT = (RuntimeError, ValueError, TypeError, IndexError, AssertionError)
 LONGEST = 32  # letters of a name: of a longer one its end; a line has room for two
 
 
@@ -184,19 +185,16 @@ class Sheet:
             GemscError: PyTorch refuses it for these shapes.
         """
         try:
-            with torch.no_grad(), torch.device("meta"):
-                # safe: readers write the text; of the file it has but literals
-                return eval(text, dict(self._space))
-        except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as why:
+            return _evaluated(text, self._space)
+        except UNFIT as why:
             reason = str(why).split("\n")[0]
             raise self.refuse(f"does not fit: {text}: {reason}", NO_FIT) from why
 
     def _with_other_batch(self, text: str) -> Any:
         """Return what an expression gives with another batch, None if it cannot."""
         try:
-            with torch.no_grad(), torch.device("meta"):
-                return eval(text, dict(self._others))  # safe: see `empty`
-        except (RuntimeError, ValueError, TypeError, IndexError, AssertionError):
+            return _evaluated(text, self._others)
+        except UNFIT:
             self.fixes_batch = self.fixes_batch or self._place
         except NameError:
             pass  # it takes what there is not with another batch
@@ -313,6 +311,12 @@ class _Root(nn.Module):
             )
             space |= several or {line.names[0]: found}
         return eval(sheet.result, space)
+
+
+def _evaluated(text: str, space: dict[str, Any]) -> Any:
+    with torch.no_grad(), torch.device("meta"):
+        # safe: readers write the text; of the file it has but literals
+        return eval(text, dict(space))
 
 
 def sheet_of(module: object) -> Sheet | None:

@@ -152,17 +152,11 @@ class Walk:
         outputs: Sequence[str],
         values: Values,
     ) -> Sequence[Any]:
-        node = Node(
-            self.sheet,
-            self.parameters,
-            proto,
-            self.opsets[""],
-            operands,
-            outputs,
-            partial(self._run_inside, values),
-            self._single,
+        make = partial(Node, self.sheet, self.parameters, proto, self.opsets[""])
+        run = partial(self._run_inside, values)
+        results = self._checked(
+            lambda: function(make(operands, outputs, run, self._single))
         )
-        results = self._checked(lambda: function(node))
         return [results] if isinstance(results, Symbol) else results
 
     def _refuse_broken(self, reason: str) -> None:

@@ -30,11 +30,10 @@ def _identity(_: Node, x: Value) -> list[Value]:
 
 
 @operator("Shape", table=CONTROL)
-def _shape(
-    node: Node, x: Value, *, start: int = 0, end: int | None = None
-) -> list[Value]:
+def _shape(node: Node, x: Value) -> list[Value]:
     """The sizes of a value: those of the example."""
-    return [_size_of(node, x, np.asarray(x.shape, np.int64)[start:end])]
+    sizes = np.asarray(x.shape, np.int64)
+    return [_size_of(node, x, sizes[node.attr.start : node.attr.end])]
 
 
 @operator("Size", table=CONTROL)
@@ -51,26 +50,17 @@ def _size_of(node: Node, x: Value, numbers: np.ndarray | np.int64) -> Static:
 
 
 @operator("If", table=CONTROL)
-def _choose(
-    node: Node,
-    condition: Number,
-    *,
-    then_branch: onnx.GraphProto,
-    else_branch: onnx.GraphProto,
-) -> list[Value]:
+def _choose(node: Node, condition: Number) -> list[Value]:
     """The branch that is taken."""
-    return node.run(then_branch if condition else else_branch, [])
+    return node.run(node.attr.then_branch if condition else node.attr.else_branch, [])
 
 
 @operator("Loop", table=CONTROL)
 def _loop(
-    node: Node,
-    rounds: Number | None,
-    going: Value | None,
-    *carried: Value,
-    body: onnx.GraphProto,
+    node: Node, rounds: Number | None, going: Value | None, *carried: Value
 ) -> list[Value]:
     """The rounds of a loop, one after the other."""
+    body = node.attr.body
     values, rows, number = list(carried), [], 0
     runs = computed("going", np.asarray(True)) if going is None else going
     if len(body.input) != 2 + len(values) or len(body.output) <= len(values):
@@ -116,17 +106,10 @@ def _stacked(node: Node, rows: Sequence[Sequence[Value]]) -> Iterator[Value]:
 
 
 @operator("SplitToSequence", table=CONTROL)
-def _split_to_sequence(
-    node: Node,
-    x: Value,
-    split: Numbers | None,
-    *,
-    axis: int = 0,
-    keepdims: int = 1,
-) -> Result:
+def _split_to_sequence(node: Node, x: Value, split: Numbers | None) -> Result:
     """As Split, with names for the parts."""
-    length, sizes = x.shape[node.axis(axis, x.rank)], node.operand(1)
-    if split is None and not keepdims:
+    length, sizes = x.shape[node.axis(node.attr.axis, x.rank)], node.operand(1)
+    if split is None and not node.attr.keepdims:
         raise node.refuse("takes an axis away", help="export it as Split")
     if split is None:
         split = [1] * length
@@ -134,10 +117,8 @@ def _split_to_sequence(
         part = max(split[0], 1)
         split = [min(part, length - start) for start in range(0, length, part)]
     names = [f"{node.proto.output[0]}_{number}" for number in range(len(split))]
-    proto = onnx.helper.make_node("Split", ["x", "split"], names, axis=axis)
-    proto.name = node.proto.name
-    proto.metadata_props.extend(node.proto.metadata_props)
-    return [list(node.single(proto, [x, computed("split", np.asarray(split))]))]
+    sizes = computed("split", np.asarray(split))
+    return [list(_single(node, "Split", [x, sizes], names))]
 
 
 @operator("SequenceConstruct", table=CONTROL)
@@ -158,13 +139,19 @@ def _length(node: Node, sequence: list[Value]) -> list[Value]:
 
 
 @operator("ConcatFromSequence", table=CONTROL)
-def _concat_from_sequence(
-    node: Node, sequence: list[Value], *, axis: int, new_axis: int = 0
-) -> Result:
+def _concat_from_sequence(node: Node, sequence: list[Value]) -> Result:
     """As Concat."""
-    if new_axis:
+    if node.attr.new_axis:
         raise node.refuse("stacks a sequence", help="export it as Concat")
-    names = [f"x{number}" for number in range(len(sequence))]
-    proto = onnx.helper.make_node("Concat", names, node.proto.output, axis=axis)
+    return _single(node, "Concat", sequence, node.proto.output)
+
+
+def _single(
+    node: Node, kind: str, operands: Sequence[Value], outputs: Sequence[str]
+) -> Sequence[Value | None]:
+    """Return what another operator gives along the same axis."""
+    names = [f"x{number}" for number in range(len(operands))]
+    proto = onnx.helper.make_node(kind, names, outputs, axis=node.attr.axis)
     proto.name = node.proto.name
-    return node.single(proto, sequence)
+    proto.metadata_props.extend(node.proto.metadata_props)
+    return node.single(proto, operands)

@@ -16,6 +16,7 @@ from gemsc.importers.onnx.operators.node import (
     dim_of,
     number,
     operator,
+    shortest,
 )
 from gemsc.importers.onnx.operators.parameters import Static, Value, torch_type
 from gemsc.importers.sheet import Symbol
@@ -37,13 +38,11 @@ ONE = {
     "Det": "torch.linalg.det({})",
     "Neg": "-{}",
     "Not": "~{}",
-}
-# with an attribute, `alpha`, and what that is where the file leaves it out
-ALPHA = {
-    "Celu": ("F.celu({x}, alpha={alpha})", 1.0),
-    "Elu": ("F.elu({x}, alpha={alpha})", 1.0),
-    "LeakyRelu": ("F.leaky_relu({x}, negative_slope={alpha})", 0.01),
-    "ThresholdedRelu": ("F.threshold({x}, threshold={alpha}, value=0.0)", 1.0),
+    # with an attribute
+    "Celu": "F.celu({}, alpha={alpha})",
+    "Elu": "F.elu({}, alpha={alpha})",
+    "LeakyRelu": "F.leaky_relu({}, negative_slope={alpha})",
+    "ThresholdedRelu": "F.threshold({}, threshold={alpha}, value=0.0)",
 }
 TWO = {
     "Add": "{} + {}",
@@ -61,6 +60,7 @@ TWO = {
     "Sub": "{} - {}",
     "Xor": "{} ^ {}",
 }
+LARGEST = shortest(float(np.finfo(np.float32).max))
 SELU = (1.6732632423543772, 1.0507009873554805)
 
 # ------------------------------------------------------------------------ arithmetic
@@ -70,14 +70,8 @@ def _one(text: str) -> Callable[..., Symbol]:
     """Return the operator of one operand that an expression computes."""
 
     def expression(node: Node, x: Symbol) -> Symbol:
-        return node.gives(text.format(x))
-
-    return expression
-
-
-def _with_alpha(text: str, default: float) -> Callable[..., Symbol]:
-    def expression(node: Node, x: Symbol, *, alpha: float = default) -> Symbol:
-        return node.gives(text.format(x=x, alpha=number(alpha)))
+        numbers = {k: number(v) for k, v in node.attr.items() if isinstance(v, float)}
+        return node.gives(text.format(x, **numbers))
 
     return expression
 
@@ -85,26 +79,22 @@ def _with_alpha(text: str, default: float) -> Callable[..., Symbol]:
 def _two(text: str) -> Callable[..., Symbol]:
     """Return the operator of two operands that an expression computes."""
 
-    def expression(
-        node: Node, a: Value, b: Value, *, axis: int | None = None
-    ) -> Symbol:
-        return node.gives(text.format(node.term(a), _second(node, a, b, axis)))
+    def expression(node: Node, a: Value, b: Value) -> Symbol:
+        return node.gives(text.format(node.term(a), _second(node, a, b)))
 
     return expression
 
 
-def _second(node: Node, a: Value, b: Value, axis: int | None) -> str:
+def _second(node: Node, a: Value, b: Value) -> str:
     """Return the second operand; before opset 7 it says where its axes stand."""
-    if node.opset > 6 or axis is None:
+    if node.attr.axis is None:
         return node.term(b)
-    behind = a.rank - node.axis(axis, a.rank) - b.rank
+    behind = a.rank - node.axis(node.attr.axis, a.rank) - b.rank
     return f"{node.tensor(b)}{'.unsqueeze(-1)' * behind}"
 
 
 for _kind, _expression in ONE.items():
     operator(_kind)(_one(_expression))
-for _kind, (_expression, _default) in ALPHA.items():
-    operator(_kind)(_with_alpha(_expression, _default))
 for _kind, _expression in TWO.items():
     operator(_kind)(_two(_expression))
 
@@ -116,27 +106,27 @@ def _type(operand: Value) -> torch.dtype:
 
 
 @operator("Div")
-def _divide(node: Node, a: Value, b: Value, *, axis: int | None = None) -> Symbol:
+def _divide(node: Node, a: Value, b: Value) -> Symbol:
     """Division; of integers, towards zero."""
     if _type(a).is_floating_point:
-        return node.gives(f"{node.term(a)} / {_second(node, a, b, axis)}")
+        return node.gives(f"{node.term(a)} / {_second(node, a, b)}")
     # torch.div takes no number first
-    divisor = _second(node, a, b, axis)
+    divisor = _second(node, a, b)
     return node.gives(f'torch.div({node.tensor(a)}, {divisor}, rounding_mode="trunc")')
 
 
 @operator("Mod")
-def _remainder(node: Node, a: Value, b: Value, *, fmod: int = 0) -> Symbol:
+def _remainder(node: Node, a: Value, b: Value) -> Symbol:
     """What is left by a division, with the sign of the divisor; fmod: of the other."""
-    if fmod:
+    if node.attr.fmod:
         return node.gives(f"torch.fmod({node.tensor(a)}, {node.term(b)})")
     return node.gives(f"{node.term(a)} % {node.term(b)}")
 
 
 @operator("Pow")
-def _power(node: Node, a: Value, b: Value, *, axis: int | None = None) -> Symbol:
+def _power(node: Node, a: Value, b: Value) -> Symbol:
     """The power, which has the type of the base."""
-    text, dtype = f"{node.term(a)} ** {_second(node, a, b, axis)}", _type(a)
+    text, dtype = f"{node.term(a)} ** {_second(node, a, b)}", _type(a)
     if node.sheet.empty(text).dtype != dtype:
         text = f"({text}).to({dtype})"
     return node.gives(text)
@@ -171,41 +161,37 @@ operator("Sum")(_of_all("{} + {}"))
 
 
 @operator("BitShift")
-def _shift(node: Node, x: Symbol, places: Value, *, direction: str) -> Symbol:
-    sign = {"LEFT": "<<", "RIGHT": ">>"}.get(direction)
+def _shift(node: Node, x: Symbol, places: Value) -> Symbol:
+    sign = {"LEFT": "<<", "RIGHT": ">>"}.get(node.attr.direction)
     if sign is None:
-        raise node.refuse(f"shifts in direction {direction!r}")
+        raise node.refuse(f"shifts in direction {node.attr.direction!r}")
     return node.gives(f"{x} {sign} {node.term(places)}")
 
 
 @operator("IsInf")
-def _is_infinite(
-    node: Node, x: Symbol, *, detect_negative: int = 1, detect_positive: int = 1
-) -> Symbol:
-    if detect_negative and detect_positive:
-        return node.gives(f"torch.isinf({x})")
-    if not detect_negative and not detect_positive:
+def _is_infinite(node: Node, x: Symbol) -> Symbol:
+    negative, positive = node.attr.detect_negative, node.attr.detect_positive
+    if not negative and not positive:
         return node.gives(f"torch.zeros_like({x}, dtype=torch.bool)")
-    return node.gives(f"torch.is{'neg' if detect_negative else 'pos'}inf({x})")
+    sign = "" if negative and positive else "neg" if negative else "pos"
+    return node.gives(f"torch.is{sign}inf({x})")
 
 
 @operator("CumSum", "CumProd")
-def _cumulative(
-    node: Node, x: Symbol, axis: Number, *, reverse: int = 0, exclusive: int = 0
-) -> Symbol:
+def _cumulative(node: Node, x: Symbol, axis: Number) -> Symbol:
     """The sums or products along an axis up to each element."""
     place = node.axis(int(axis), x.rank)
-    flip = f".flip({place})" if reverse else ""
+    flip = f".flip({place})" if node.attr.reverse else ""
     text = f"{x}{flip}.{node.kind.lower()}({place}, dtype={x.tensor.dtype})"
-    if exclusive:  # the one before
+    if node.attr.exclusive:  # the one before
         pads = (*[0, 0] * (x.rank - 1 - place), 1, -1)
         text = f"F.pad({text}, {pads}, value={int(node.kind == 'CumProd')})"
     return node.gives(text + flip)
 
 
 @operator("Einsum")
-def _einsum(node: Node, *values: Symbol, equation: str) -> Symbol:
-    equation = "".join(equation.split())
+def _einsum(node: Node, *values: Symbol) -> Symbol:
+    equation = "".join(node.attr.equation.split())
     if not re.fullmatch(r"[A-Za-z.,]*(->[A-Za-z.]*)?", equation):
         raise node.refuse(f"has the equation {equation!r}")
     return node.gives(f'torch.einsum("{equation}", {", ".join(map(str, values))})')
@@ -230,47 +216,42 @@ def _p_relu(node: Node, x: Symbol, slope: Value) -> Symbol:
 
 
 @operator("Selu")
-def _selu(
-    node: Node, x: Symbol, *, alpha: float = SELU[0], gamma: float = SELU[1]
-) -> Symbol:
+def _selu(node: Node, x: Symbol) -> Symbol:
+    alpha, gamma = node.attr.alpha, node.attr.gamma
     if np.allclose((alpha, gamma), SELU, rtol=1e-6, atol=0):
         return node.gives(f"F.selu({x})")
     return node.gives(f"{number(gamma)} * F.elu({x}, alpha={number(alpha)})")
 
 
 @operator("HardSigmoid")
-def _hard_sigmoid(
-    node: Node, x: Symbol, *, alpha: float = 0.2, beta: float = 0.5
-) -> Symbol:
+def _hard_sigmoid(node: Node, x: Symbol) -> Symbol:
+    alpha, beta = node.attr.alpha, node.attr.beta
     if math.isclose(alpha, 1 / 6, rel_tol=1e-6) and beta == 0.5:
         return node.gives(f"F.hardsigmoid({x})")
     return node.gives(f"({x} * {number(alpha)} + {number(beta)}).clamp(0, 1)")
 
 
 @operator("Gelu")
-def _gelu(node: Node, x: Symbol, *, approximate: str = "none") -> Symbol:
+def _gelu(node: Node, x: Symbol) -> Symbol:
+    approximate = node.attr.approximate
     if approximate not in ("none", "tanh"):
         raise node.refuse(f"approximates by {approximate!r}")
     setting = ', approximate="tanh"' if approximate == "tanh" else ""
     return node.gives(f"F.gelu({x}{setting})")
 
 
-@operator("Swish")
-def _swish(node: Node, x: Symbol, *, alpha: float = 1.0) -> Symbol:
-    if alpha == 1:
-        return node.gives(f"F.silu({x})")
-    return node.gives(f"{x} * torch.sigmoid({number(alpha)} * {x})")
-
-
-@operator("SwiGLU")
-def _swi_glu(node: Node, gate: Symbol, value: Symbol, *, alpha: float = 1.0) -> Symbol:
-    if alpha == 1:
-        return node.gives(f"F.silu({gate}) * {value}")
-    return node.gives(f"{gate} * torch.sigmoid({number(alpha)} * {gate}) * {value}")
+@operator("Swish", "SwiGLU")
+def _swish(node: Node, x: Symbol, value: Symbol | None) -> Symbol:
+    factor = "" if value is None else f" * {value}"
+    if node.attr.alpha == 1:
+        return node.gives(f"F.silu({x}){factor}")
+    sigmoid = f"torch.sigmoid({number(node.attr.alpha)} * {x})"
+    return node.gives(f"{x} * {sigmoid}{factor}")
 
 
 @operator("Shrink")
-def _shrink(node: Node, x: Symbol, *, bias: float = 0.0, lambd: float = 0.5) -> Symbol:
+def _shrink(node: Node, x: Symbol) -> Symbol:
+    bias, lambd = node.attr.bias, node.attr.lambd
     if x.tensor.is_floating_point() and lambd >= 0 and bias in (0, lambd):
         kind = "soft" if bias else "hard"
         return node.gives(f"F.{kind}shrink({x}, lambd={number(lambd)})")
@@ -281,22 +262,14 @@ def _shrink(node: Node, x: Symbol, *, bias: float = 0.0, lambd: float = 0.5) -> 
 
 
 @operator("Clip")
-def _clip(
-    node: Node,
-    x: Symbol,
-    low: Value | None,
-    high: Value | None,
-    *,
-    min: float | None = None,
-    max: float | None = None,
-) -> Symbol:
+def _clip(node: Node, x: Symbol, low: Value | None, high: Value | None) -> Symbol:
     """The elements cut at bounds, which are attributes before opset 11."""
     bounds = {}
-    for name, operand, limit in (("min", low, min), ("max", high, max)):
+    for name, operand in (("min", low), ("max", high)):
         if operand is not None:
             bounds[name] = node.term(operand)
-        elif limit is not None:
-            bounds[name] = number(limit)
+        elif abs(node.attr.get(name, LARGEST)) < LARGEST:
+            bounds[name] = number(node.attr[name])
     if not bounds:
         return x
     if bounds == {"min": "0.0", "max": "6.0"} and x.tensor.is_floating_point():
@@ -307,11 +280,9 @@ def _clip(
 def _along(text: str) -> Callable[..., Symbol]:
     """Return an operator along an axis; before opset 13 it is of all axes from one."""
 
-    def expression(node: Node, x: Symbol, *, axis: int | None = None) -> Symbol:
-        is_newer = node.opset > 12
-        default = -1 if is_newer else 1
-        place = node.axis(default if axis is None else axis, x.rank)
-        if is_newer or math.prod(x.shape[place + 1 :]) == 1:
+    def expression(node: Node, x: Symbol) -> Symbol:
+        place = node.axis(node.attr.axis, x.rank)
+        if node.opset > 12 or math.prod(x.shape[place + 1 :]) == 1:
             return node.gives(text.format(x=x, dim=dim_of(place, x.rank)))
         flat = text.format(x=f"{x}.flatten({place})", dim=-1)
         return node.gives(f"{flat}.unflatten(-1, {x.shape[place:]})")
@@ -329,37 +300,30 @@ operator("Hardmax")(
 
 
 @operator("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike")
-def _draw(
-    node: Node,
-    x: Symbol | None,
-    *,
-    dtype: int | None = None,
-    shape: tuple[int, ...] = (),
-    low: float = 0.0,
-    high: float = 1.0,
-    mean: float = 0.0,
-    scale: float = 1.0,
-) -> Symbol:
+def _draw(node: Node, x: Symbol | None) -> Symbol:
     """Random numbers of a shape, or as many as an operand has."""
     default = torch.float32 if x is None else x.tensor.dtype
-    kind = default if dtype is None else node.dtype(dtype)
+    kind = default if node.attr.dtype is None else node.dtype(node.attr.dtype)
     if not kind.is_floating_point:
         raise node.refuse(f"draws {kind}")
     is_normal = "Normal" in node.kind
     function = f"torch.{'randn' if is_normal else 'rand'}"
     if x is None:
-        sizes = ", ".join(map(str, shape)) or "()"
+        sizes = ", ".join(map(str, node.attr.shape)) or "()"
         text = f"{function}({sizes}, dtype={kind})"
     else:
         setting = "" if kind == x.tensor.dtype else f", dtype={kind}"
         text = f"{function}_like({x}{setting})"
-    least, factor = (mean, scale) if is_normal else (low, high - low)
+    if is_normal:
+        least, factor = node.attr.mean, node.attr.scale
+    else:
+        least, factor = node.attr.low, node.attr.high - node.attr.low
     text += "" if factor == 1 else f" * {number(factor)}"
     return node.gives(text if least == 0 else f"{text} + {number(least)}")
 
 
 @operator("Bernoulli")
-def _bernoulli(node: Node, x: Symbol, *, dtype: int | None = None) -> Symbol:
-    kind = x.tensor.dtype if dtype is None else node.dtype(dtype)
+def _bernoulli(node: Node, x: Symbol) -> Symbol:
+    kind = x.tensor.dtype if node.attr.dtype is None else node.dtype(node.attr.dtype)
     text = f"torch.bernoulli({x})"
     return node.gives(text if kind == x.tensor.dtype else f"{text}.to({kind})")

@@ -17,7 +17,7 @@ from gemsc.importers.onnx.operators.node import (
     operator,
 )
 from gemsc.importers.onnx.operators.parameters import Static, Value, torch_type
-from gemsc.importers.onnx.operators.windows import Windows
+from gemsc.importers.onnx.operators.windows import NodeWindows
 from gemsc.importers.sheet import Symbol
 
 CONVOLUTIONS: Any = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
@@ -34,12 +34,11 @@ Sizes = tuple[int, ...]
 
 
 @operator("Conv")
-def _convolution(
-    node: Node, x: Symbol, weight: Value, bias: Value | None, *, group: int = 1
-) -> Symbol:
+def _convolution(node: Node, x: Symbol, weight: Value, bias: Value | None) -> Symbol:
     """A layer, with a line that pads where the two ends are padded unlike."""
+    group = node.attr.group
     _check_rank(node, weight)
-    windows = Windows.of(node, x.shape[2:], weight.shape[2:])
+    windows = NodeWindows.of(node, x.shape[2:], weight.shape[2:])
     rank, stride, padding = len(windows.sizes), windows.stride, windows.before
     if padding != windows.after:
         x = node.sheet.line("padded", windows.padded(x.text))
@@ -65,14 +64,15 @@ def _convolution(
 
 @operator("ConvTranspose")
 def _transposed_convolution(
-    node: Node, x: Symbol, weight: Value, bias: Value | None, *, group: int = 1
+    node: Node, x: Symbol, weight: Value, bias: Value | None
 ) -> Symbol:
     """A layer, with a line that crops where padding cannot say it."""
+    group = node.attr.group
     _check_rank(node, weight)
     rank, kernel = weight.rank - 2, weight.shape[2:]
-    stride = tuple(node.attribute("strides", [1] * rank))
-    dilation = tuple(node.attribute("dilations", [1] * rank))
-    more = tuple(node.attribute("output_padding", [0] * rank))
+    stride = tuple(node.attr.strides or [1] * rank)
+    dilation = tuple(node.attr.dilations or [1] * rank)
+    more = tuple(node.attr.output_padding or [0] * rank)
     full = [
         (n - 1) * s + d * (k - 1) + 1 + extra
         for n, s, d, k, extra in zip(
@@ -131,11 +131,10 @@ def _crops(
     node: Node, sizes: Sequence[int], full: Sequence[int], stride: Sequence[int]
 ) -> tuple[Sizes, Sizes]:
     """Return how many results of a transposed convolution go at each end."""
-    rank, kind = len(full), node.attribute("auto_pad", "NOTSET")
-    wanted = node.attribute("output_shape")
+    rank, kind, wanted = len(full), node.attr.auto_pad, node.attr.output_shape
     if wanted is None and not kind.startswith("SAME"):
-        zeros = (0,) * 2 * rank
-        pads = tuple(node.attribute("pads", zeros)) if kind == "NOTSET" else zeros
+        pads = kind == "NOTSET" and node.attr.pads
+        pads = tuple(pads or [0] * 2 * rank)
         return pads[:rank], pads[rank:]
     if wanted is None:
         wanted = [n * s for n, s in zip(sizes, stride, strict=True)]
@@ -170,18 +169,10 @@ def _matrix_product(node: Node, x: Value, weight: Value, bias: Value | None) -> 
 
 
 @operator("Gemm")
-def _general_product(
-    node: Node,
-    x: Value,
-    weight: Value,
-    bias: Value | None,
-    *,
-    alpha: float = 1.0,
-    beta: float = 1.0,
-) -> Symbol:
+def _general_product(node: Node, x: Value, weight: Value, bias: Value | None) -> Symbol:
     """nn.Linear where the second operand is a weight."""
-    left = f"{node.tensor(x)}{'.T' * node.attribute('transA', 0)}"
-    is_turned = bool(node.attribute("transB", 0))
+    left = f"{node.tensor(x)}{'.T' * node.attr.transA}"
+    is_turned, alpha, beta = bool(node.attr.transB), node.attr.alpha, node.attr.beta
     if _is_matrix(weight):
         turned = weight if is_turned else _turned(weight)
         return _linear(node, left, turned, bias, alpha, beta)
@@ -238,29 +229,19 @@ def _plus(node: Node, text: str, bias: Value | None, beta: float) -> Symbol:
 
 @operator("BatchNormalization")
 def _batch_norm(
-    node: Node,
-    x: Symbol,
-    scale: Value,
-    shift: Value,
-    mean: Value,
-    variance: Value,
-    *,
-    epsilon: float = 1e-5,
-    momentum: float = 0.9,
-    spatial: int = 1,
-    training_mode: int = 0,
+    node: Node, x: Symbol, scale: Value, shift: Value, mean: Value, variance: Value
 ) -> Sequence[Symbol]:
     """A layer that trains, whatever `training_mode` says.
 
     Outputs but the first are what the layer's buffers become.
     """
-    if not spatial:
+    if node.attr.spatial == 0:
         raise node.refuse("is not spatial: it has a mean for each place")
     held = [v for v in (scale, shift, mean, variance) if isinstance(v, Static)]
     if len(held) < 4:
         values = [x, *map(node.tensor, (mean, variance, scale, shift))]
         text = ", ".join(map(str, values))
-        return [node.gives(f"F.batch_norm({text}, False, 0.0, {epsilon})")]
+        return [node.gives(f"F.batch_norm({text}, False, 0.0, {node.attr.epsilon})")]
     if x.rank not in BATCHNORMS:
         raise node.refuse(f"takes a value of {x.rank} axes, not 2 to 5")
     ours, plain = BATCHNORMS[x.rank]
@@ -268,19 +249,19 @@ def _batch_norm(
     names = ("weight", "bias", "running_mean", "running_var")
     weights = dict(zip(names, held, strict=True))
     settings: dict[str, Any] = {
-        "eps": epsilon,
+        "eps": node.attr.epsilon,
         "affine": is_affine,
         "dtype": torch_type(held[0].dtype),
     }
     if not is_affine:
         del weights["weight"], weights["bias"]
     # before opset 14 a node that trains gives five values
-    in_training = training_mode or len(node.proto.output) > 1
+    in_training = node.attr.training_mode or len(node.proto.output) > 1
     if in_training and node.is_filler(mean, 0.0) and node.is_filler(variance, 1.0):
         layer = plain(x.shape[1], track_running_stats=False, **settings)
         del weights["running_mean"], weights["running_var"]
     else:
-        layer = ours(x.shape[1], momentum=round(1 - momentum, 9), **settings)
+        layer = ours(x.shape[1], momentum=round(1 - node.attr.momentum, 9), **settings)
     return [node.gives(f"{node.layer(layer, **weights)}({x})")]
 
 
@@ -290,26 +271,30 @@ def _held(shape: Sequence[int], *operands: Value | None) -> list[Static]:
     return known if len(known) == len(operands) else []
 
 
-@operator("LayerNormalization")
+def _called(node: Node, module: nn.Module, held: Sequence[Static], x: Symbol) -> Symbol:
+    """Return what a norm gives that holds these weights."""
+    weights = dict(zip(("weight", "bias"), held, strict=False))
+    return node.gives(f"{node.layer(module, **weights)}({x})")
+
+
+@operator("LayerNormalization", "RMSNormalization")
 def _layer_norm(
-    node: Node,
-    x: Symbol,
-    scale: Value,
-    bias: Value | None,
-    *,
-    axis: int = -1,
-    epsilon: float = 1e-5,
+    node: Node, x: Symbol, scale: Value, bias: Value | None
 ) -> Sequence[Symbol | None]:
     """A norm of the last axes; and their mean and deviation, where these are used."""
-    place, eps = node.axis(axis, x.rank), number(epsilon)
-    shape = x.shape[place:]
-    held = _held(shape, scale, *[] if bias is None else [bias])
-    if held:
-        module = nn.LayerNorm(shape, eps=epsilon, bias=bias is not None)
-        weights = dict(zip(("weight", "bias"), held, strict=False))
-        y = node.gives(f"{node.layer(module, **weights)}({x})")
+    place, epsilon = node.axis(node.attr.axis, x.rank), node.attr.epsilon
+    shape, eps = x.shape[place:], number(epsilon)
+    is_rms = node.kind == "RMSNormalization"
+    if held := _held(shape, scale, *[] if bias is None else [bias]):
+        module = (
+            nn.RMSNorm(shape, eps=epsilon)
+            if is_rms
+            else nn.LayerNorm(shape, eps=epsilon, bias=bias is not None)
+        )
+        y = _called(node, module, held, x)
     else:
-        text = f"F.layer_norm({x}, {shape}, eps={eps}) * {node.tensor(scale)}"
+        function = "F.rms_norm" if is_rms else "F.layer_norm"
+        text = f"{function}({x}, {shape}, eps={eps}) * {node.tensor(scale)}"
         y = node.gives(text if bias is None else f"{text} + {node.tensor(bias)}")
     results: list[Symbol | None] = [y, None, None]
     last = place == x.rank - 1
@@ -322,92 +307,61 @@ def _layer_norm(
     return results[: len(node.outputs)]
 
 
-@operator("RMSNormalization")
-def _rms_norm(
-    node: Node, x: Symbol, scale: Value, *, axis: int = -1, epsilon: float = 1e-5
-) -> Symbol:
-    shape = x.shape[node.axis(axis, x.rank) :]
-    if held := _held(shape, scale):
-        module = nn.RMSNorm(shape, eps=epsilon)
-        return node.gives(f"{node.layer(module, weight=held[0])}({x})")
-    normal = f"F.rms_norm({x}, {shape}, eps={number(epsilon)})"
-    return node.gives(f"{normal} * {node.tensor(scale)}")
-
-
 @operator("InstanceNormalization")
-def _instance_norm(
-    node: Node, x: Symbol, scale: Value, bias: Value, *, epsilon: float = 1e-5
-) -> Symbol:
+def _instance_norm(node: Node, x: Symbol, scale: Value, bias: Value) -> Symbol:
     """A norm of each channel of each sample."""
-    held, eps = _held(x.shape[1:2], scale, bias), number(epsilon)
+    held, eps = _held(x.shape[1:2], scale, bias), number(node.attr.epsilon)
     # torch.onnx makes weights up for a norm without them
     if held and node.is_filler(scale, 1) and node.is_filler(bias, 0):
         return node.gives(f"F.instance_norm({x}, eps={eps})")
     if held and x.rank in INSTANCE_NORMS:
-        module = INSTANCE_NORMS[x.rank](x.shape[1], eps=epsilon, affine=True)
-        layer = node.layer(module, weight=held[0], bias=held[1])
-        return node.gives(f"{layer}({x})")
+        module = INSTANCE_NORMS[x.rank](x.shape[1], eps=node.attr.epsilon, affine=True)
+        return _called(node, module, held, x)
     settings = f"weight={node.tensor(scale)}, bias={node.tensor(bias)}, eps={eps}"
     return node.gives(f"F.instance_norm({x}, {settings})")
 
 
 @operator("GroupNormalization")
-def _group_norm(
-    node: Node,
-    x: Symbol,
-    scale: Value,
-    bias: Value,
-    *,
-    num_groups: int,
-    epsilon: float = 1e-5,
-) -> Symbol:
-    channels = x.shape[1]
+def _group_norm(node: Node, x: Symbol, scale: Value, bias: Value) -> Symbol:
+    num_groups, channels = node.attr.num_groups, x.shape[1]
     held = _held((channels,), scale, bias)
     if held and (node.opset > 20 or num_groups == channels):
-        module = nn.GroupNorm(num_groups, channels, eps=epsilon)
-        layer = node.layer(module, weight=held[0], bias=held[1])
-        return node.gives(f"{layer}({x})")
+        module = nn.GroupNorm(num_groups, channels, eps=node.attr.epsilon)
+        return _called(node, module, held, x)
     across = f".reshape(-1{', 1' * (x.rank - 2)})"  # beside values with further axes
     if node.opset < 21:  # one number for each group
         across += f".repeat_interleave({channels // num_groups}, 0)"
-    normal = f"F.group_norm({x}, {num_groups}, eps={number(epsilon)})"
+    normal = f"F.group_norm({x}, {num_groups}, eps={number(node.attr.epsilon)})"
     scale, bias = node.tensor(scale), node.tensor(bias)
     return node.gives(f"{normal} * {scale}{across} + {bias}{across}")
 
 
 @operator("LRN")
-def _local_response_norm(
-    node: Node,
-    x: Symbol,
-    *,
-    size: int,
-    alpha: float = 1e-4,
-    beta: float = 0.75,
-    bias: float = 1.0,
-) -> Symbol:
+def _local_response_norm(node: Node, x: Symbol) -> Symbol:
+    size = node.attr.size
     if size % 2:
-        module = nn.LocalResponseNorm(size, alpha=alpha, beta=beta, k=bias)
+        module = nn.LocalResponseNorm(
+            size, alpha=node.attr.alpha, beta=node.attr.beta, k=node.attr.bias
+        )
         return node.gives(f"{node.layer(module)}({x})")
     # PyTorch takes the odd one before the channel
     pads = (0, 0, (size - 1) // 2, size // 2)
     squares = f"F.pad({x}.square().flatten(2).unsqueeze(1), {pads})"
     mean = f"F.avg_pool2d({squares}, ({size}, 1), stride=1).reshape({x}.shape)"
     share = node.sheet.line("near", mean)
-    scale = f"({number(bias)} + {number(alpha)} * {share})"
-    return node.gives(f"{x} / {scale} ** {number(beta)}")
+    scale = f"({number(node.attr.bias)} + {number(node.attr.alpha)} * {share})"
+    return node.gives(f"{x} / {scale} ** {number(node.attr.beta)}")
 
 
 @operator("LpNormalization")
-def _lp_norm(node: Node, x: Symbol, *, axis: int = -1, p: int = 2) -> Symbol:
-    dim = dim_of(node.axis(axis, x.rank), x.rank)
-    return node.gives(f"F.normalize({x}, p={p}, dim={dim})")
+def _lp_norm(node: Node, x: Symbol) -> Symbol:
+    dim = dim_of(node.axis(node.attr.axis, x.rank), x.rank)
+    return node.gives(f"F.normalize({x}, p={node.attr.p}, dim={dim})")
 
 
 @operator("MeanVarianceNormalization")
-def _mean_variance_norm(
-    node: Node, x: Symbol, *, axes: Sequence[int] = (0, 2, 3)
-) -> Symbol:
-    dims = tuple(node.axis(axis, x.rank) for axis in axes)
+def _mean_variance_norm(node: Node, x: Symbol) -> Symbol:
+    dims = tuple(node.axis(axis, x.rank) for axis in node.attr.axes)
     spread = f"{x}.std({dims}, correction=0, keepdim=True)"
     return node.gives(f"({x} - {x}.mean({dims}, keepdim=True)) / ({spread} + 1e-9)")
 

@@ -1,18 +1,18 @@
 """A node of an ONNX graph, as the function of its operator sees it.
 
-An operator is a function with the inputs as positional parameters and the attributes as
-keywords, with the defaults of the standard:
+An operator is a function of the node and its inputs, in their order:
     @operator("LeakyRelu")
-    def leaky_relu(node: Node, x: Symbol, *, alpha: float = 0.01) -> Symbol:
-        return node.gives(f"F.leaky_relu({x}, negative_slope={number(alpha)})")
-The annotation says how an input is read: see `READ`.
+    def _leaky_relu(node: Node, x: Symbol) -> Symbol:
+        return node.gives(f"F.leaky_relu({x}, {number(node.attr.alpha)})")
+The annotation says how an input is read: see `_input`. An attribute that the file
+leaves out is what the standard says, None where it says nothing.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -59,10 +59,13 @@ class Node:
     outputs: Sequence[str]  # "" for one that is not used
     run: Callable[[onnx.GraphProto, Sequence[Value]], list[Value]]
     single: Callable[[onnx.NodeProto, Sequence[Value]], Sequence[Value | None]]
-    attributes: Mapping[str, Any] = field(init=False)
+    attr: _Attributes = field(init=False)
 
     def __post_init__(self) -> None:
-        self.attributes = {a.name: _attribute(a) for a in self.proto.attribute}
+        schema = onnx.defs.get_schema(self.kind, self.opset)
+        said = [a.default_value for a in schema.attributes.values()]
+        said = [a for a in said if a.type] + list(self.proto.attribute)
+        self.attr = _Attributes({a.name: _attribute(a) for a in said})
 
     @property
     def kind(self) -> str:
@@ -73,13 +76,9 @@ class Node:
         """Return the error for a node that cannot be had; it names the node."""
         return self.sheet.refuse(what, help)
 
-    def attribute(self, name: str, default: Any = None) -> Any:
-        """Return an attribute: a number, text, or a list of them."""
-        return self.attributes.get(name, default)
-
     def operand(self, index: int) -> Value | None:
         """Return an operand; None where the file gives none."""
-        return self.operands[index] if index < len(self.operands) else None
+        return next(iter(self.operands[index:]), None)
 
     def tensor(self, operand: Value) -> Symbol:
         """Return an operand as forward names it: what is known is a tensor there."""
@@ -224,21 +223,14 @@ def _called(
     Raises:
         GemscError: the node lacks something, or has what PyTorch does not compute with.
     """
-    if node.kind not in _STORES:
+    if node.kind in OPERATORS and node.kind not in _STORES:
         _refuse_stored(node)
-    inputs, settings = [], {}
+    inputs = []
     for index, parameter in enumerate(parameters):
-        name = parameter.name
-        if parameter.kind is parameter.VAR_POSITIONAL:
-            read, count = READ[parameter.annotation], len(node.operands)
-            inputs += [read(node, name, number) for number in range(index, count)]
-        elif parameter.kind is not parameter.KEYWORD_ONLY:
-            inputs.append(READ[parameter.annotation](node, name, index))
-        elif name in node.attributes:
-            settings[name] = node.attributes[name]
-        elif parameter.default is parameter.empty:
-            raise node.refuse(f"has no {name}", DAMAGED)
-    return function(node, *inputs, **settings)
+        is_last = parameter.kind is parameter.VAR_POSITIONAL
+        count = len(node.operands) - index if is_last else 1
+        inputs += [_input(node, parameter, index + more) for more in range(count)]
+    return function(node, *inputs)
 
 
 def _refuse_stored(node: Node) -> None:
@@ -250,24 +242,36 @@ def _refuse_stored(node: Node) -> None:
             )
 
 
-def _needed(node: Node, index: int) -> Any:
-    operand = node.operand(index)
-    if operand is None:
-        raise node.refuse(f"has no input {index}")
-    return operand
+def _input(node: Node, parameter: inspect.Parameter, index: int) -> Any:
+    """Return an input as the annotation of a parameter says.
 
-
-def _symbol(node: Node, _: str, index: int) -> Symbol:
-    return node.tensor(_needed(node, index))
-
-
-def _numbers_or_none(node: Node, name: str, index: int) -> Numbers | None:
-    """Return what was an attribute in old opsets and is an input in newer ones.
-
-    A single number is a list of one, as files have it both ways.
+    A Symbol is as forward names it, a Value may be known as well, a Number or Numbers
+    have to be: these may be an attribute of the parameter's name instead, as they are
+    in old opsets. What may be left out is `| None`.
     """
-    if name in node.attributes:
-        return np.asarray(node.attributes[name]).reshape(-1).tolist()
+    kind = parameter.annotation.removesuffix(" | None")
+    value: Any = node.operand(index)
+    if kind in ("Number", "Numbers"):
+        value = _numbers(node, parameter.name, index)
+    if value is None and kind == parameter.annotation:
+        raise node.refuse(f"has no input {index} ({parameter.name})")
+    if value is None:
+        return None
+    if kind == "Symbol":
+        return node.tensor(value)
+    if kind == "Number":
+        if len(value) != 1:
+            raise node.refuse(f"has {len(value)} numbers as {parameter.name}", DAMAGED)
+        return value[0]
+    if kind == "list[Value]" and not isinstance(value, list):
+        raise node.refuse("takes a sequence that depends on the data")
+    return value
+
+
+def _numbers(node: Node, name: str, index: int) -> Numbers | None:
+    """Return what is an attribute or an input; a single number is a list of one."""
+    if name in node.attr:
+        return np.asarray(node.attr[name]).reshape(-1).tolist()
     operand = node.operand(index)
     if isinstance(operand, Symbol):
         raise node.refuse(
@@ -277,46 +281,11 @@ def _numbers_or_none(node: Node, name: str, index: int) -> Numbers | None:
     return None if operand is None else operand.array.reshape(-1).tolist()
 
 
-def _numbers(node: Node, name: str, index: int) -> Numbers:
-    found = _numbers_or_none(node, name, index)
-    if found is None:
-        raise node.refuse(f"has no {name}")
-    return found
+class _Attributes(dict[str, Any]):
+    """Attributes as Python has them."""
 
-
-def _number_or_none(node: Node, name: str, index: int) -> Number | None:
-    found = _numbers_or_none(node, name, index)
-    if found is not None and len(found) != 1:
-        raise node.refuse(f"has {len(found)} numbers as its {name}", DAMAGED)
-    return None if found is None else found[0]
-
-
-def _number(node: Node, name: str, index: int) -> Number:
-    _numbers(node, name, index)
-    return _number_or_none(node, name, index)
-
-
-def _sequence(node: Node, _: str, index: int) -> list[Value]:
-    if not isinstance(node.operand(index), list):
-        raise node.refuse("takes a sequence that depends on the data")
-    return list(node.operands[index])
-
-
-# How an input is read: with the parameter's name and the place of the input.
-# A Symbol is as forward names it, a Value may be known as well.
-READ: Mapping[str, Callable[[Node, str, int], Any]] = {
-    "Number": _number,
-    "Number | None": _number_or_none,
-    "Numbers": _numbers,
-    "Numbers | None": _numbers_or_none,
-    "Symbol": _symbol,
-    "Symbol | None": lambda node, name, index: (
-        None if node.operand(index) is None else _symbol(node, name, index)
-    ),
-    "Value": lambda node, _, index: _needed(node, index),
-    "Value | None": lambda node, _, index: node.operand(index),
-    "list[Value]": _sequence,
-}
+    def __getattr__(self, name: str) -> Any:
+        return self.get(name)
 
 
 def _attribute(attribute: onnx.AttributeProto) -> Any:

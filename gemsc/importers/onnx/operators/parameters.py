@@ -7,7 +7,7 @@ and another use of a layer's weight names the layer, `self.embed.weight.T`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -210,6 +210,12 @@ class Parameters:
             dict.fromkeys(h for s in weight.sources for h in self._held.get(s, ()))
         )
 
+    def _equal(self, weight: Weight) -> Iterator[_Held]:
+        """Yield what has the same elements in the same order."""
+        for held in self._others(weight):
+            if np.array_equal(self._numbers(weight), self._numbers(held.weight)):
+                yield held
+
     def _numbers(self, weight: Weight) -> Array:
         """Return which elements of the file a weight has: numbers, one for each."""
         arrays = []
@@ -227,13 +233,10 @@ class Parameters:
         """Return the text of a layer with these settings and elements, if any."""
         texts = set()
         for key, static in weights.items():
-            weight = static.weight
             same = [
                 held.layer
-                for held in self._others(weight)
-                if held.settings == settings
-                and held.text == f"{held.layer}.{key}"
-                and np.array_equal(self._numbers(weight), self._numbers(held.weight))
+                for held in self._equal(static.weight)
+                if (held.settings, held.text) == (settings, f"{held.layer}.{key}")
             ]
             if len(same) != 1:
                 return ""
@@ -244,10 +247,8 @@ class Parameters:
         """Return the parameter that a new layer's one is, "" where it is its own."""
         if not isinstance(own, nn.Parameter):
             return ""
-        for held in self._others(weight):
-            mine, theirs = self._numbers(weight), self._numbers(held.weight)
-            is_parameter = isinstance(held.tensor, nn.Parameter)
-            if is_parameter and np.array_equal(mine, theirs):
+        for held in self._equal(weight):
+            if isinstance(held.tensor, nn.Parameter):
                 return held.text
         self._refuse_shared(weight)
         return ""

@@ -28,20 +28,13 @@ REDUCES = {"mul": "prod", "min": "amin", "max": "amax"}
 def _reduces(text: str) -> Callable[..., Symbol]:
     """Return the operator of an expression in {x} and {dims}, the other arguments."""
 
-    def expression(
-        node: Node,
-        x: Symbol,
-        axes: Numbers | None,
-        *,
-        keepdims: int = 1,
-        noop_with_empty_axes: int = 0,
-    ) -> Symbol:
+    def expression(node: Node, x: Symbol, axes: Numbers | None) -> Symbol:
         places = sorted({node.axis(a, x.rank) for a in axes or range(x.rank)})
-        if not places or (noop_with_empty_axes and not axes):
+        if not places or (node.attr.noop_with_empty_axes and not axes):
             return node.gives(_unreduced(text).format(x=x))
         if 0 in [x.shape[axis] for axis in places]:
             raise node.refuse("reduces an axis of no elements")
-        keep = ", keepdim=True" * bool(keepdims)
+        keep = ", keepdim=True" * bool(node.attr.keepdims)
         is_float = x.tensor.is_floating_point()
         dtype = "" if is_float else f", dtype={x.tensor.dtype}"
         if "prod" in text:  # which is of one axis
@@ -79,37 +72,28 @@ for _kind, _text in {
 
 
 @operator("ArgMax", "ArgMin")
-def _place_of(
-    node: Node,
-    x: Symbol,
-    *,
-    axis: int = 0,
-    keepdims: int = 1,
-    select_last_index: int = 0,
-) -> Symbol:
+def _place_of(node: Node, x: Symbol) -> Symbol:
     """Where the largest or smallest element of an axis is: the first of equal ones."""
-    place = node.axis(axis, x.rank)
-    keep = ", keepdim=True" * bool(keepdims)
+    place = node.axis(node.attr.axis, x.rank)
+    keep = ", keepdim=True" * bool(node.attr.keepdims)
     call = f"{node.kind.lower()}(dim={dim_of(place, x.rank)}{keep})"
-    if not select_last_index:
+    if not node.attr.select_last_index:
         return node.gives(f"{x}.{call}")
     flip = f"flip({dim_of(place, x.rank)})"
     return node.gives(f"{x.shape[place] - 1} - {x}.{flip}.{call}")
 
 
 @operator("TopK")
-def _top_k(
-    node: Node, x: Symbol, k: Number, *, axis: int = -1, largest: int = 1
-) -> Sequence[Symbol | None]:
+def _top_k(node: Node, x: Symbol, k: Number) -> Sequence[Symbol | None]:
     """Return the largest elements and where they are: of equal ones, the first."""
-    place = node.axis(axis, x.rank)
-    dim = dim_of(place, x.rank)
+    place = node.axis(node.attr.axis, x.rank)
+    dim, largest = dim_of(place, x.rank), node.attr.largest != 0
     names = [name or "_" for name in (*node.outputs, "", "")[:2]]
     if names[1] == "_":
         order = "" if largest else ", largest=False"
         text = f"{x}.topk({k}, dim={dim}{order})"
         return [node.sheet.unpack(names, text)[0], None]
-    order = f"dim={dim}, descending={bool(largest)}, stable=True"
+    order = f"dim={dim}, descending={largest}, stable=True"
     values = node.sheet.unpack(names, f"{x}.sort({order})")
     return [
         None if name == "_" else node.sheet.line(name, f"{value}{at(place, f':{k}')}")
@@ -121,9 +105,9 @@ def _top_k(
 
 
 @operator("Gather")
-def _gather(node: Node, table: Value, places: Value, *, axis: int = 0) -> Symbol:
+def _gather(node: Node, table: Value, places: Value) -> Symbol:
     """Rows of a table: an Embedding if the table is a weight."""
-    place = node.axis(axis, table.rank)
+    place = node.axis(node.attr.axis, table.rank)
     if isinstance(places, Static):
         return node.gives(f"{node.tensor(table)}{at(place, _literal(node, places))}")
     if isinstance(table, Static) and table.trained and table.rank == 2 and place == 0:
@@ -157,15 +141,15 @@ def _wrapped(node: Node, places: Value, size: int) -> str:
 
 
 @operator("GatherElements")
-def _gather_elements(node: Node, x: Symbol, places: Value, *, axis: int = 0) -> Symbol:
-    axis = node.axis(axis, x.rank)
+def _gather_elements(node: Node, x: Symbol, places: Value) -> Symbol:
+    axis = node.axis(node.attr.axis, x.rank)
     return node.gives(f"{x}.gather({axis}, {_wrapped(node, places, x.shape[axis])})")
 
 
 @operator("GatherND")
-def _gather_nd(node: Node, x: Symbol, places: Symbol, *, batch_dims: int = 0) -> Symbol:
+def _gather_nd(node: Node, x: Symbol, places: Symbol) -> Symbol:
     parts = []
-    for axis in range(batch_dims):
+    for axis in range(node.attr.batch_dims or 0):
         ones = ", ".join("-1" if i == axis else "1" for i in range(places.rank - 1))
         count = f"torch.arange({x}.shape[{axis}], device={x}.device)"
         parts.append(f"{count}.reshape({ones})")
@@ -174,27 +158,19 @@ def _gather_nd(node: Node, x: Symbol, places: Symbol, *, batch_dims: int = 0) ->
 
 
 @operator("Compress")
-def _compress(
-    node: Node, x: Symbol, condition: Numbers, *, axis: int | None = None
-) -> Symbol:
+def _compress(node: Node, x: Symbol, condition: Numbers) -> Symbol:
     places = node.buffer("index", np.flatnonzero(condition))
-    if axis is None:
+    if node.attr.axis is None:
         return node.gives(f"{x}.reshape(-1)[{places}]")
-    return node.gives(f"{x}{at(node.axis(axis, x.rank), places.text)}")
+    return node.gives(f"{x}{at(node.axis(node.attr.axis, x.rank), places.text)}")
 
 
 @operator("ReverseSequence")
-def _reverse_sequence(
-    node: Node,
-    x: Symbol,
-    sequence_lens: Numbers,
-    *,
-    batch_axis: int = 1,
-    time_axis: int = 0,
-) -> Symbol:
-    if {time_axis, batch_axis} != {0, 1}:
+def _reverse_sequence(node: Node, x: Symbol, sequence_lens: Numbers) -> Symbol:
+    time_axis = node.attr.time_axis
+    if {time_axis, node.attr.batch_axis} != {0, 1}:
         raise node.refuse(
-            f"has its time in axis {time_axis} and its batch in {batch_axis}"
+            f"has its time in axis {time_axis} and its batch in {node.attr.batch_axis}"
         )
     steps, lengths = np.arange(x.shape[time_axis])[:, None], np.array(sequence_lens)
     table = np.where(steps < lengths, lengths - 1 - steps, steps)
@@ -207,14 +183,8 @@ def _reverse_sequence(
 
 
 @operator("ScatterND")
-def _scatter_nd(
-    node: Node,
-    x: Symbol,
-    places: Symbol,
-    updates: Symbol,
-    *,
-    reduction: str = "none",
-) -> Symbol:
+def _scatter_nd(node: Node, x: Symbol, places: Symbol, updates: Symbol) -> Symbol:
+    reduction = node.attr.reduction or "none"
     depth = places.shape[-1]
     if reduction in ("none", "add"):
         parts = [f"{places}[..., {i}].long()" for i in range(depth)]
@@ -232,16 +202,8 @@ def _scatter_nd(
 
 
 @operator("Scatter", "ScatterElements")
-def _scatter_elements(
-    node: Node,
-    x: Symbol,
-    places: Value,
-    updates: Symbol,
-    *,
-    axis: int = 0,
-    reduction: str = "none",
-) -> Symbol:
-    axis = node.axis(axis, x.rank)
+def _scatter_elements(node: Node, x: Symbol, places: Value, updates: Symbol) -> Symbol:
+    axis, reduction = node.axis(node.attr.axis, x.rank), node.attr.reduction or "none"
     arguments = f"{axis}, {_wrapped(node, places, x.shape[axis])}, {updates}"
     if reduction in ("none", "add"):
         method = "scatter" if reduction == "none" else "scatter_add"
@@ -257,11 +219,9 @@ def _reduction(node: Node, reduction: str) -> str:
 
 
 @operator("OneHot")
-def _one_hot(
-    node: Node, places: Symbol, depth: Number, values: Value, *, axis: int = -1
-) -> Symbol:
+def _one_hot(node: Node, places: Symbol, depth: Number, values: Value) -> Symbol:
     count, rank = int(depth), places.rank + 1
-    place = node.axis(axis, rank)
+    place = node.axis(node.attr.axis, rank)
     if isinstance(values, Static):
         off, on = (_scalar(values.array[i]) for i in (0, 1))
     else:

@@ -143,18 +143,14 @@ def _linear(distance: Array) -> Array:
     return shares
 
 
-def _align_corners(axis: Resized, x: Array) -> Array:
+def _stretched(axis: Resized, x: Array, start: float, end: float) -> Array:
+    """Return places from one of the old axis to another; a single one is between."""
     last = axis.scale * axis.old - 1
-    return x * 0 if last == 0 else x * (axis.old - 1) / last
+    return start + (x * (end - start) / last if last else x * 0 + (end - start) / 2)
 
 
 def _half_pixel(axis: Resized, x: Array) -> Array:
     return (x + 0.5) / axis.scale - 0.5
-
-
-def _pytorch_half_pixel(axis: Resized, x: Array) -> Array:
-    one = axis.scale * axis.old == 1
-    return x * 0 - 0.5 if one else _half_pixel(axis, x)
 
 
 def _symmetric(axis: Resized, x: Array) -> Array:
@@ -162,21 +158,19 @@ def _symmetric(axis: Resized, x: Array) -> Array:
     return axis.old / 2 * (1 - share) + _half_pixel(axis, x)
 
 
-def _crop(axis: Resized, x: Array) -> Array:
-    start, end = (side * (axis.old - 1) for side in axis.crop)
-    last = axis.scale * axis.old - 1
-    return start + (
-        x * 0 + (end - start) / 2 if last == 0 else x * (end - start) / last
-    )
-
-
 _COORDINATES: dict[str, Callable[[Resized, Array], Array]] = {
-    "align_corners": _align_corners,
+    "align_corners": lambda axis, x: (
+        x * 0 if axis.scale * axis.old == 1 else _stretched(axis, x, 0, axis.old - 1)
+    ),
     "asymmetric": lambda axis, x: x / axis.scale,
     "half_pixel": _half_pixel,
     "half_pixel_symmetric": _symmetric,
-    "pytorch_half_pixel": _pytorch_half_pixel,
-    "tf_crop_and_resize": _crop,
+    "pytorch_half_pixel": lambda axis, x: (
+        x * 0 - 0.5 if axis.scale * axis.old == 1 else _half_pixel(axis, x)
+    ),
+    "tf_crop_and_resize": lambda axis, x: _stretched(
+        axis, x, *(side * (axis.old - 1) for side in axis.crop)
+    ),
 }
 _ROUNDING: dict[str, Callable[[Array], Array]] = {
     "round_prefer_floor": lambda x: np.ceil(x - 0.5),
@@ -196,24 +190,16 @@ def _resize(
     roi: Numbers | None,
     scales: Numbers | None,
     sizes: Numbers | None,
-    *,
-    antialias: int = 0,
-    axes: Sequence[int] = (),
-    coordinate_transformation_mode: str = "half_pixel",
-    cubic_coeff_a: float = -0.75,
-    exclude_outside: int = 0,
-    extrapolation_value: float = 0.0,
-    keep_aspect_ratio_policy: str = "stretch",
-    mode: str = "nearest",
-    nearest_mode: str = "round_prefer_floor",
 ) -> Symbol:
     """Other sizes, by a scale or a size for each axis."""
+    coordinates = node.attr.coordinate_transformation_mode
+    rounding = node.attr.nearest_mode
     if node.kind == "Upsample" or node.opset < 11:  # where input 1 is the scales
         roi, scales, sizes = None, scales or roi, None
-        coordinate_transformation_mode, nearest_mode = "asymmetric", "floor"
-    if not x.tensor.is_floating_point() and mode != "nearest":
+        coordinates, rounding = "asymmetric", "floor"
+    if not x.tensor.is_floating_point() and node.attr.mode != "nearest":
         raise node.refuse(f"interpolates {x.tensor.dtype}")
-    places = [node.axis(axis, x.rank) for axis in axes or range(x.rank)]
+    places = [node.axis(axis, x.rank) for axis in node.attr.axes or range(x.rank)]
     count = len(places)
     if len(scales or sizes or []) != count:
         raise node.refuse(f"has neither scales nor sizes for {count} axes")
@@ -221,20 +207,20 @@ def _resize(
     if scales:
         scales, new = _new_sizes(scales, old)
     else:
-        scales, new = _new_scales(sizes or [], old, keep_aspect_ratio_policy)
+        scales, new = _new_scales(sizes or [], old, node.attr.keep_aspect_ratio_policy)
     roi = roi if roi and len(roi) == 2 * count else [*[0.0] * count, *[1.0] * count]
     resized = [Resized(size, size, 1.0, "nearest") for size in x.shape]
     for i, place in enumerate(places):
         resized[place] = Resized(
-            *(old[i], new[i], scales[i], mode),
-            coordinates=coordinate_transformation_mode,
-            rounding=nearest_mode,
-            cubic=cubic_coeff_a,
-            excludes_outside=bool(exclude_outside),
-            antialias=bool(antialias),
+            *(old[i], new[i], scales[i], node.attr.mode),
+            coordinates=coordinates,
+            rounding=rounding,
+            cubic=node.attr.cubic_coeff_a,
+            excludes_outside=bool(node.attr.exclude_outside),
+            antialias=bool(node.attr.antialias),
             crop=(roi[i], roi[i + count]),
         )
-    return _resized(node, x, resized, extrapolation_value)
+    return _resized(node, x, resized, node.attr.extrapolation_value)
 
 
 def _new_sizes(scales: Numbers, old: Sequence[int]) -> tuple[list[float], list[int]]:

@@ -30,16 +30,14 @@ def _recurrent(
     recurrence: Value,
     bias: Value | None,
     lengths: Value | None,
-    *,
-    activations: Sequence[str] = (),
-    direction: str = "forward",
-    layout: int = 0,
 ) -> Sequence[Symbol | None]:
     """One layer of torch.nn in one direction or both; both biases are parameters."""
-    usual = ACTIVATIONS.get(node.kind, list(activations[:1]) or ["Tanh"])
-    _check(node, list(activations), usual, direction)
-    _check_lengths(node, lengths, x.shape[1 if layout else 0])
-    batch_first = bool(layout)
+    direction = node.attr.direction
+    activations = node.attr.activations or []
+    usual = ACTIVATIONS.get(node.kind, activations[:1] or ["Tanh"])
+    _check(node, activations, usual, direction)
+    _check_lengths(node, lengths, x.shape[1 if node.attr.layout else 0])
+    batch_first = bool(node.attr.layout)
     flip = f".flip({1 if batch_first else 0})" if direction == "reverse" else ""
     if flip:
         x = node.sheet.line("reversed", f"{x}{flip}")
@@ -79,14 +77,14 @@ def _check(
 ) -> None:
     """Refuse what PyTorch's layers do not do."""
     usual = usual * (2 if direction == "bidirectional" else 1)
-    named = activations or usual
+    named = activations[: len(usual)] or usual  # of RNN, the standard says two
     if named != usual or usual[0] not in ("Sigmoid", "Tanh", "Relu"):
         raise node.refuse(f"has the activations {', '.join(named)}; PyTorch has not")
-    if node.attribute("clip") is not None:
+    if node.attr.clip is not None:
         raise node.refuse("clips its cells, which PyTorch does not")
-    if node.attribute("input_forget", 0):
+    if node.attr.input_forget:
         raise node.refuse("has one gate for input and forgetting; PyTorch has two")
-    if node.kind == "GRU" and not node.attribute("linear_before_reset", 0):
+    if node.kind == "GRU" and not node.attr.linear_before_reset:
         raise node.refuse(
             "resets before its product (linear_before_reset=0); PyTorch's GRU after it",
             help="train the model with linear_before_reset=1 (Keras: reset_after=True)",
@@ -183,16 +181,13 @@ def _attention(
     mask: Symbol | None,
     past_key: Symbol | None,
     past_value: Symbol | None,
-    *,
-    kv_num_heads: int = 0,
-    q_num_heads: int = 0,
-    scale: float | None = None,
 ) -> Sequence[Symbol | None]:
     """PyTorch's function; line by line where the scores are bounded, or an output."""
+    scale = node.attr.scale
     _refuse_special(node, query)
-    q = _heads(node, query, q_num_heads, "query")
-    k = _heads(node, key, kv_num_heads, "key")
-    v = _heads(node, value, kv_num_heads, "value")
+    q = _heads(node, query, node.attr.q_num_heads, "query")
+    k = _heads(node, key, node.attr.kv_num_heads, "key")
+    v = _heads(node, value, node.attr.kv_num_heads, "value")
     past = 0
     if past_key is not None:
         past = past_key.shape[2]
@@ -200,13 +195,13 @@ def _attention(
         v = node.sheet.line("value", f"torch.cat([{past_value}, {v}], dim=2)")
     mask = _mask(node, q, k, mask, past)
     scores = None
-    if node.attribute("softcap", 0) or any(node.outputs[3:]):
+    if node.attr.softcap or any(node.outputs[3:]):
         text, scores = _written_out(node, q, k, v, mask, scale)
     else:
         arguments = [q.text, k.text, v.text]
         if mask is not None:
             arguments.append(f"attn_mask={mask}")
-        elif node.attribute("is_causal", 0):
+        elif node.attr.is_causal:
             arguments.append("is_causal=True")
         if scale is not None:
             arguments.append(f"scale={number(scale)}")
@@ -223,9 +218,9 @@ def _refuse_special(node: Node, query: Symbol) -> None:
     if node.operand(6) is not None:
         raise node.refuse("has keys of several lengths (nonpad_kv_seqlen)")
     for name in ("left_window_size", "right_window_size"):
-        if node.attribute(name, -1) >= 0:
+        if node.attr.get(name, -1) >= 0:
             raise node.refuse(f"looks at a window ({name})")
-    kind = node.attribute("softmax_precision")
+    kind = node.attr.softmax_precision
     if kind and node.dtype(kind).itemsize < query.tensor.itemsize:
         raise node.refuse("rounds what softmax takes (softmax_precision)")
 
@@ -243,7 +238,7 @@ def _mask(
     node: Node, q: Symbol, k: Symbol, mask: Symbol | None, past: int
 ) -> Symbol | None:
     """Return who looks at whom, but for causality alone; None for all at all."""
-    causal = bool(node.attribute("is_causal", 0))
+    causal = bool(node.attr.is_causal)
     later = (
         f"torch.ones({q.shape[2]}, {k.shape[2]}, dtype=torch.bool, device={q}.device)"
     )
@@ -278,11 +273,11 @@ def _written_out(
     factor = number(scale or q.shape[-1] ** -0.5)
     steps = [add("scores", f"{q} @ {k}.transpose(-2, -1) * {factor}")]
     scores = steps[0]
-    if limit := node.attribute("softcap", 0):
+    if limit := node.attr.softcap:
         size = number(limit)
         scores = add("scores", f"{size} * torch.tanh({scores} / {size})")
     steps.append(scores)
-    if mask is None and node.attribute("is_causal", 0):
+    if mask is None and node.attr.is_causal:
         ones = f"torch.ones_like({scores}, dtype=torch.bool)"
         scores = add("scores", f"{scores}.masked_fill({ones}.triu(1), -math.inf)")
     elif mask is not None and mask.tensor.is_floating_point():
@@ -297,31 +292,23 @@ def _written_out(
         filled = f"F.softmax({scores}.masked_fill({alone}, 0), dim=-1)"
         shares = add("shares", f"{filled}.masked_fill({alone}, 0)")
     steps.append(shares)
-    return f"({shares} @ {v})", steps[node.attribute("qk_matmul_output_mode", 0)]
+    return f"({shares} @ {v})", steps[node.attr.qk_matmul_output_mode]
 
 
 @operator("RotaryEmbedding")
 def _rotary_embedding(
-    node: Node,
-    x: Symbol,
-    cosines: Symbol,
-    sines: Symbol,
-    places: Symbol | None,
-    *,
-    interleaved: int = 0,
-    num_heads: int = 0,
-    rotary_embedding_dim: int = 0,
+    node: Node, x: Symbol, cosines: Symbol, sines: Symbol, places: Symbol | None
 ) -> Symbol:
     """Pairs of features turned by an angle for each place, the same for all heads."""
     is_flat = x.rank == 3
     if is_flat:
-        x = _heads(node, x, num_heads, "heads")
+        x = _heads(node, x, node.attr.num_heads, "heads")
     index = "" if places is None else f"[{places}]"
     cos = node.sheet.line("cos", f"{cosines}{index}.unsqueeze(1)")
     sin = node.sheet.line("sin", f"{sines}{index}.unsqueeze(1)")
-    size = rotary_embedding_dim or x.shape[-1]
+    size = node.attr.rotary_embedding_dim or x.shape[-1]
     turned = f"{x}[..., :{size}]" if size < x.shape[-1] else x.text
-    if interleaved:
+    if node.attr.interleaved:
         a = node.sheet.line("a", f"{x}[..., 0:{size}:2]")
         b = node.sheet.line("b", f"{x}[..., 1:{size}:2]")
         join = "torch.stack([{}, {}], dim=-1).flatten(-2)"
@@ -341,20 +328,15 @@ def _rotary_embedding(
 
 @operator("NegativeLogLikelihoodLoss", "SoftmaxCrossEntropyLoss")
 def _loss(
-    node: Node,
-    scores: Symbol,
-    labels: Symbol,
-    weight: Symbol | None,
-    *,
-    ignore_index: int | None = None,
-    reduction: str = "mean",
+    node: Node, scores: Symbol, labels: Symbol, weight: Symbol | None
 ) -> Sequence[Symbol]:
     """How far scores are from labels; and the logarithms of the probabilities."""
+    reduction = node.attr.reduction
     arguments = [scores.text, f"{labels}.long()"]
     if weight is not None:
         arguments.append(f"weight={weight}")
-    if ignore_index is not None:
-        arguments.append(f"ignore_index={ignore_index}")
+    if node.attr.ignore_index is not None:
+        arguments.append(f"ignore_index={node.attr.ignore_index}")
     if reduction not in ("none", "sum", "mean"):
         raise node.refuse(f"reduces by {reduction!r}")
     if reduction != "mean":

@@ -22,9 +22,9 @@ from gemsc.importers.sheet import Symbol
 
 
 @operator("Reshape")
-def _reshape(node: Node, x: Symbol, shape: Numbers, *, allowzero: int = 0) -> Symbol:
+def _reshape(node: Node, x: Symbol, shape: Numbers) -> Symbol:
     """The same elements in another shape; 0 is a size that stays, -1 what is left."""
-    if not allowzero:
+    if not node.attr.allowzero:
         if 0 in shape[x.rank :]:
             raise node.refuse(f"keeps an axis that {x.shape} has not")
         shape = [size or x.shape[axis] for axis, size in enumerate(shape)]
@@ -76,8 +76,9 @@ def _axis_of_batch(x: Symbol, shape: Sequence[int]) -> int:
 
 
 @operator("Flatten")
-def _flatten(node: Node, x: Symbol, *, axis: int = 1) -> Symbol:
+def _flatten(node: Node, x: Symbol) -> Symbol:
     """A matrix: the axes before one, and the others."""
+    axis = node.attr.axis
     axis += x.rank if axis < 0 else 0
     if axis == 1 and x.rank > 1:
         return node.gives(f"{x}.flatten(1)")
@@ -87,9 +88,9 @@ def _flatten(node: Node, x: Symbol, *, axis: int = 1) -> Symbol:
 
 
 @operator("Transpose")
-def _transpose(node: Node, x: Symbol, *, perm: Sequence[int] = ()) -> Symbol:
+def _transpose(node: Node, x: Symbol) -> Symbol:
     """The axes in another order, backwards if none is given."""
-    order = list(perm or reversed(range(x.rank)))
+    order = list(node.attr.perm or reversed(range(x.rank)))
     moved = [axis for axis in range(x.rank) if order[axis] != axis]
     if not moved:
         return x
@@ -139,22 +140,20 @@ def _tile(node: Node, x: Symbol, repeats: Numbers) -> Symbol:
 
 
 @operator("DepthToSpace")
-def _depth_to_space(
-    node: Node, x: Symbol, *, blocksize: int, mode: str = "DCR"
-) -> Symbol:
+def _depth_to_space(node: Node, x: Symbol) -> Symbol:
+    blocksize = node.attr.blocksize
     text = x.text
-    if mode != "CRD":
+    if node.attr.mode != "CRD":
         parts = (blocksize * blocksize, x.shape[1] // blocksize**2)
         text = f"{x}.unflatten(1, {parts}).transpose(1, 2).flatten(1, 2)"
     return node.gives(f"F.pixel_shuffle({text}, {blocksize})")
 
 
 @operator("SpaceToDepth")
-def _space_to_depth(
-    node: Node, x: Symbol, *, blocksize: int, mode: str = "DCR"
-) -> Symbol:
+def _space_to_depth(node: Node, x: Symbol) -> Symbol:
+    blocksize = node.attr.blocksize
     text = f"F.pixel_unshuffle({x}, {blocksize})"
-    if mode != "CRD":
+    if node.attr.mode != "CRD":
         parts = (x.shape[1], blocksize * blocksize)
         text += f".unflatten(1, {parts}).transpose(1, 2).flatten(1, 2)"
     return node.gives(text)
@@ -164,25 +163,19 @@ def _space_to_depth(
 
 
 @operator("Concat")
-def _concat(node: Node, *values: Symbol, axis: int = 1) -> Symbol:
+def _concat(node: Node, *values: Symbol) -> Symbol:
     rank = values[0].rank
-    dim = dim_of(node.axis(axis, rank), rank)
+    dim = dim_of(node.axis(node.attr.axis, rank), rank)
     return node.gives(f"torch.cat([{', '.join(map(str, values))}], dim={dim})")
 
 
 @operator("Split")
-def _split(
-    node: Node,
-    x: Symbol,
-    split: Numbers | None,
-    *,
-    axis: int = 0,
-    num_outputs: int | None = None,
-) -> Sequence[Symbol | None]:
+def _split(node: Node, x: Symbol, split: Numbers | None) -> Sequence[Symbol | None]:
     """Parts of an axis, in these sizes or alike."""
-    place, names = node.axis(axis, x.rank), [name or "_" for name in node.outputs]
+    names = [name or "_" for name in node.outputs]
+    place = node.axis(node.attr.axis, x.rank)
     if split is None:
-        count = num_outputs or len(names)
+        count = node.attr.num_outputs or len(names)
         part = -(-x.shape[place] // count)
         split = [*[part] * (count - 1), x.shape[place] - part * (count - 1)]
     text = f"{x}.split({split}, dim={dim_of(place, x.rank)})"
@@ -244,35 +237,39 @@ def _where(node: Node, condition: Symbol, x: Symbol, y: Symbol) -> Symbol:
 
 
 @operator("Trilu")
-def _triangle(node: Node, x: Symbol, k: Number | None, *, upper: int = 1) -> Symbol:
-    return node.gives(f"{x}.{'triu' if upper else 'tril'}({k or ''})")
+def _triangle(node: Node, x: Symbol, k: Number | None) -> Symbol:
+    return node.gives(f"{x}.{'triu' if node.attr.upper else 'tril'}({k or ''})")
 
 
 # ----------------------------------------------------------------------------- types
 
 
 @operator("Cast")
-def _cast(node: Node, x: Symbol, *, to: int) -> Symbol:
-    dtype = node.dtype(to)
+def _cast(node: Node, x: Symbol) -> Symbol:
+    return _to(node, x, node.attr.to)
+
+
+def _to(node: Node, x: Symbol, kind: int) -> Symbol:
+    dtype = node.dtype(kind)
     return x if x.tensor.dtype == dtype else node.gives(f"{x}.to({dtype})")
 
 
 @operator("CastLike")
 def _cast_like(node: Node, x: Symbol, like: Value) -> Symbol:
     assert isinstance(like, Static)  # see Walk
-    return _cast(node, x, to=onnx.helper.np_dtype_to_tensor_dtype(like.dtype))
+    return _to(node, x, onnx.helper.np_dtype_to_tensor_dtype(like.dtype))
 
 
 @operator("BitCast")
-def _bit_cast(node: Node, x: Symbol, *, to: int) -> Symbol:
-    dtype = node.dtype(to)
+def _bit_cast(node: Node, x: Symbol) -> Symbol:
+    dtype = node.dtype(node.attr.to)
     if dtype.itemsize != x.tensor.element_size():
         raise node.refuse(f"sees {x.tensor.dtype} as another type")
     return node.gives(f"{x}.view({dtype})")
 
 
 @operator("EyeLike")
-def _eye_like(node: Node, x: Symbol, *, dtype: int | None = None, k: int = 0) -> Symbol:
-    kind = x.tensor.dtype if dtype is None else node.dtype(dtype)
+def _eye_like(node: Node, x: Symbol) -> Symbol:
+    kind = x.tensor.dtype if node.attr.dtype is None else node.dtype(node.attr.dtype)
     ones = f"torch.ones({x.shape}, dtype={kind}, device={x}.device)"
-    return node.gives(f"{ones}.tril({k}).triu({k})")
+    return node.gives(f"{ones}.tril({node.attr.k}).triu({node.attr.k})")

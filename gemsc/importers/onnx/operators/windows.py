@@ -27,7 +27,7 @@ PAD_MODES = {"reflect": "reflect", "edge": "replicate", "wrap": "circular"}
 
 
 @dataclass(frozen=True)
-class Windows:
+class NodeWindows:
     """The windows of a pool or a convolution: for each axis that they move over.
 
     `beyond` is how far the last window reaches behind the padding, with ceil_mode.
@@ -43,21 +43,21 @@ class Windows:
     beyond: tuple[int, ...]
 
     @staticmethod
-    def of(node: Node, sizes: Sequence[int], kernel: Sequence[int]) -> Windows:
+    def of(node: Node, sizes: Sequence[int], kernel: Sequence[int]) -> NodeWindows:
         """Return the windows of a node over axes of these sizes.
 
         Raises:
             GemscError: they do not fit.
         """
         rank = len(sizes)
-        stride = node.attribute("strides") or [1] * rank
-        dilation = node.attribute("dilations") or [1] * rank
-        pads = node.attribute("pads") or [0] * (2 * rank)
+        stride = node.attr.strides or [1] * rank
+        dilation = node.attr.dilations or [1] * rank
+        pads = node.attr.pads or [0] * (2 * rank)
         if not len(kernel) == len(stride) == len(dilation) == len(pads) // 2 == rank:
             raise node.refuse(f"has windows that do not fit {rank} axes")
         before, after = list(pads[:rank]), list(pads[rank:])
         counts, beyond = [], []
-        mode = node.attribute("auto_pad", "NOTSET")
+        mode = node.attr.auto_pad
         for i, n in enumerate(sizes):
             reach = (kernel[i] - 1) * dilation[i] + 1
             if mode in ("SAME_UPPER", "SAME_LOWER"):
@@ -71,14 +71,14 @@ class Windows:
             if room < 0:
                 raise node.refuse(f"has a window of {reach} over {n} elements")
             count = room // stride[i] + 1
-            if node.attribute("ceil_mode", 0) and mode in ("NOTSET", "VALID"):
+            if node.attr.ceil_mode and mode in ("NOTSET", "VALID"):
                 count = -(-room // stride[i]) + 1
                 if (count - 1) * stride[i] >= n + before[i]:
                     count -= 1  # a window may not begin behind the values
             counts.append(count)
             beyond.append(max(0, (count - 1) * stride[i] - room))
         lists = (sizes, kernel, stride, dilation, before, after, counts, beyond)
-        return Windows(*map(tuple, lists))
+        return NodeWindows(*map(tuple, lists))
 
     @property
     def is_plain(self) -> bool:
@@ -131,11 +131,11 @@ class Windows:
         return share
 
 
-def _pool(node: Node, x: Symbol) -> Windows:
+def _pool(node: Node, x: Symbol) -> NodeWindows:
     rank = x.rank - 2
     if not 1 <= rank <= MAX_RANK:
         raise node.refuse(f"pools over {rank} axes; PyTorch has pools over 1 to 3")
-    return Windows.of(node, x.shape[2:], node.attribute("kernel_shape"))
+    return NodeWindows.of(node, x.shape[2:], node.attr.kernel_shape)
 
 
 def _short(values: tuple[int, ...]) -> str:
@@ -157,10 +157,10 @@ def _max_pool(node: Node, x: Symbol) -> Symbol:
 
 
 @operator("AveragePool")
-def _average_pool(node: Node, x: Symbol, *, count_include_pad: int = 0) -> Symbol:
+def _average_pool(node: Node, x: Symbol) -> Symbol:
     """The mean of each window; zeros around the values are counted or not."""
     windows = _pool(node, x)
-    share = windows.share(count_include_pad)
+    share = windows.share(node.attr.count_include_pad)
     padded = windows.padded(x.text)
     if not windows.is_dense:
         total, share = windows.sum(x, padded), share * math.prod(windows.kernel)
@@ -168,7 +168,7 @@ def _average_pool(node: Node, x: Symbol, *, count_include_pad: int = 0) -> Symbo
         return node.gives(f"{total} / {count}")
     function = f"F.avg_pool{len(windows.sizes)}d"
     if windows.is_plain:
-        uncounted = any(windows.before) and not count_include_pad
+        uncounted = any(windows.before) and not node.attr.count_include_pad
         end = ", count_include_pad=False" if uncounted else ""
         return node.gives(f"{function}({x}, {windows.settings()}{end})")
     if padded != x.text:
@@ -180,7 +180,8 @@ def _average_pool(node: Node, x: Symbol, *, count_include_pad: int = 0) -> Symbo
 
 
 @operator("LpPool")
-def _lp_pool(node: Node, x: Symbol, *, p: int = 2) -> Symbol:
+def _lp_pool(node: Node, x: Symbol) -> Symbol:
+    p = node.attr.p
     windows = _pool(node, x)
     padded = windows.padded(f"{x}.abs()")
     if not windows.is_dense:
@@ -207,8 +208,8 @@ operator("GlobalMaxPool")(_global("max", "amax"))
 
 
 @operator("GlobalLpPool")
-def _global_lp_pool(node: Node, x: Symbol, *, p: int = 2) -> Symbol:
-    settings = f"ord={p}, dim={tuple(range(2, x.rank))}, keepdim=True"
+def _global_lp_pool(node: Node, x: Symbol) -> Symbol:
+    settings = f"ord={node.attr.p}, dim={tuple(range(2, x.rank))}, keepdim=True"
     return node.gives(f"torch.linalg.vector_norm({x}, {settings})")
 
 
@@ -217,15 +218,10 @@ def _global_lp_pool(node: Node, x: Symbol, *, p: int = 2) -> Symbol:
 
 @operator("Pad")
 def _pad(
-    node: Node,
-    x: Symbol,
-    pads: Numbers,
-    value: Number | None,
-    axes: Numbers | None,
-    *,
-    mode: str = "constant",
+    node: Node, x: Symbol, pads: Numbers, value: Number | None, axes: Numbers | None
 ) -> Symbol:
     """PyTorch's own padding where it does the same, else a table of places."""
+    mode = node.attr.mode
     pairs = _pairs(node, x.rank, pads, axes)
     if not any(map(any, pairs)):
         return x
@@ -293,15 +289,8 @@ def _places(node: Node, size: int, low: int, high: int, mode: str) -> Array:
 
 
 @operator("GridSample")
-def _grid_sample(
-    node: Node,
-    x: Symbol,
-    grid: Symbol,
-    *,
-    align_corners: int = 0,
-    mode: str = "bilinear",
-    padding_mode: str = "zeros",
-) -> Symbol:
+def _grid_sample(node: Node, x: Symbol, grid: Symbol) -> Symbol:
+    mode, padding_mode = node.attr.mode, node.attr.padding_mode
     mode = {"linear": "bilinear", "cubic": "bicubic"}.get(mode, mode)
     is_known = mode in ("bilinear", "nearest") or (mode == "bicubic" and x.rank == 4)
     if not is_known:
@@ -309,38 +298,31 @@ def _grid_sample(
     if padding_mode not in ("zeros", "border", "reflection"):
         raise node.refuse(f"pads by {padding_mode!r}")
     settings = f'mode="{mode}", padding_mode="{padding_mode}"'
-    corners = f"align_corners={bool(align_corners)}"
+    corners = f"align_corners={bool(node.attr.align_corners)}"
     return node.gives(f"F.grid_sample({x}, {grid}, {settings}, {corners})")
 
 
 @operator("AffineGrid")
-def _affine_grid(
-    node: Node, theta: Symbol, size: Numbers, *, align_corners: int = 0
-) -> Symbol:
+def _affine_grid(node: Node, theta: Symbol, size: Numbers) -> Symbol:
     sizes = ", ".join([f"{theta}.shape[0]", *map(str, size[1:])])
-    corners = f"align_corners={bool(align_corners)}"
+    corners = f"align_corners={bool(node.attr.align_corners)}"
     return node.gives(f"F.affine_grid({theta}, ({sizes}), {corners})")
 
 
 @operator("Col2Im")
 def _columns_to_image(
-    node: Node,
-    x: Symbol,
-    image_shape: Numbers,
-    block_shape: Numbers,
-    *,
-    dilations: Sequence[int] = (1, 1),
-    pads: Sequence[int] = (0, 0, 0, 0),
-    strides: Sequence[int] = (1, 1),
+    node: Node, x: Symbol, image_shape: Numbers, block_shape: Numbers
 ) -> Symbol:
     if len(image_shape) != 2:
         raise node.refuse(
             f"puts together {len(image_shape)} axes; PyTorch has it for 2"
         )
-    top, left, bottom, right = pads
+    top, left, bottom, right = pads = node.attr.pads or (0, 0, 0, 0)
     height, width = image_shape
     whole = (height + top + bottom, width + left + right)
-    settings = f"stride={tuple(strides)}, dilation={tuple(dilations)}"
+    stride = tuple(node.attr.strides or (1, 1))
+    dilation = tuple(node.attr.dilations or (1, 1))
+    settings = f"stride={stride}, dilation={dilation}"
     text = f"F.fold({x}, {whole}, {tuple(block_shape)}, {settings})"
     if any(pads):
         text += f"[:, :, {top}:{top + height}, {left}:{left + width}]"
