@@ -89,13 +89,12 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("runtime", "runtime.tiles", "runtime.worker"),
     ),
     "importers": (*IR, "nn", "weights", "codegen"),
-    "importers.onnx": ("errors", "base", "nn", "frontend", "importers"),
-    "importers.onnx.operators": ("errors", "base", "nn", "importers", "importers.onnx"),
-    "importers.keras.training": ("codegen", "importers"),
-    "importers.onnx.reader": (
-        *("errors", "base", "nn", "importers", "importers.onnx"),
+    "importers.onnx.operators": ("errors", "nn", "importers"),
+    "importers.onnx": (
+        *("errors", "base", "nn", "frontend", "importers"),
         "importers.onnx.operators",
     ),
+    "importers.keras.training": ("codegen", "importers"),
     "importers.keras": (
         "errors",
         "base",

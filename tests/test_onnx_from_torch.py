@@ -13,7 +13,8 @@ from norm_models import NORM_MODELS
 from torch import Tensor, nn
 
 from gemsc.errors import GemscError
-from gemsc.importers.onnx.from_torch import _distance, export_onnx
+from gemsc.importers.check import distance
+from gemsc.importers.onnx.from_torch import export_onnx
 
 onnx: Any = pytest.importorskip("onnx")
 runtime: Any = pytest.importorskip("onnxruntime")
@@ -125,6 +126,6 @@ def test_a_missing_package_is_named(
 
 def test_what_is_no_number_in_one_of_both_is_infinitely_far() -> None:
     nan, one = torch.tensor([1.0, torch.nan]), torch.tensor([1.0, 2.0])
-    assert _distance(nan, nan) == 0
-    assert _distance(nan, one) == _distance(one, nan) == torch.inf
-    assert _distance(one * 1.5, one) == 0.5
+    assert distance(nan, nan) == 0
+    assert distance(nan, one) == distance(one, nan) == torch.inf
+    assert distance(one * 1.5, one) == 0.5

@@ -398,6 +398,17 @@ def test_a_single_axis_need_not_be_in_a_row(kind, tmp_path):
     torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("kind", ["Add", "Div", "Pow"])
+def test_an_old_file_says_where_the_axes_of_an_operand_stand(kind, tmp_path):
+    nodes = [node(kind, ["x", "w"], ["y"], broadcast=1, axis=1)]
+    weights = {"w": np.abs(numbers(3)) + 1}
+    path = file_of(tmp_path / "a.onnx", nodes, {"x": [2, 3, 3]}, weights, opset=6)
+    x, w = torch.rand(2, 3, 3), torch.from_numpy(weights["w"])
+    function = {"Add": torch.add, "Div": torch.div, "Pow": torch.pow}[kind]
+    y = network_of(import_and_folder(path))(x)
+    torch.testing.assert_close(y, function(x, w[:, None]))
+
+
 @pytest.mark.parametrize("way", ["bug", "damage"])
 def test_a_bug_of_ours_is_not_called_damage_of_the_file(way, tmp_path, monkeypatch):
     nodes = [node("Gemm", ["x", "w", "w"], ["y"], "g", alpha=2.0)]

@@ -9,7 +9,7 @@ from torch.func import functional_call
 
 from gemsc.errors import GemscError
 from gemsc.importers.network import ImportedNetwork
-from gemsc.importers.weight import Array, to_torch
+from gemsc.importers.weight import Array
 
 WITHIN = 1e-3  # of the largest output; in float32 they differ by 1e-6
 
@@ -31,10 +31,11 @@ def compared(network: ImportedNetwork) -> str:
         reason = str(why).split("\n")[0][:200]
         return f"not compared with the file's own definition: {reason}"
     try:
+        root = network.model.root
+        empty = root.state_dict()
+        state = {name: network.tensor(name, value) for name, value in empty.items()}
         with torch.no_grad(), torch.device("cpu"):
-            found = functional_call(
-                network.model.root, _state(network), tuple(inputs), tie_weights=False
-            )
+            found = functional_call(root, state, tuple(inputs), tie_weights=False)
     except (RuntimeError, IndexError, ValueError, TypeError) as why:
         reason = str(why).split("\n")[0][:200]
         raise GemscError(
@@ -43,7 +44,7 @@ def compared(network: ImportedNetwork) -> str:
         ) from why
     outputs = list(found) if isinstance(found, (tuple, list)) else [found]
     far = max(
-        (_distance(o, w) for o, w in zip(outputs, wanted, strict=True)), default=0.0
+        (distance(o, w) for o, w in zip(outputs, wanted, strict=True)), default=0.0
     )
     if not far <= WITHIN:
         raise GemscError(
@@ -62,20 +63,8 @@ def _example(like: Tensor) -> Tensor:
     return torch.zeros(like.shape, dtype=like.dtype, device="cpu")
 
 
-def _state(network: ImportedNetwork) -> dict[str, Tensor]:
-    weights = network.model.weights
-    state = {}
-    for name, empty in network.model.root.state_dict().items():
-        if name in weights:
-            array: Array = weights[name].made(network.tensors.read)
-            state[name] = to_torch(array).to(empty.dtype)
-        else:
-            state[name] = torch.zeros(empty.shape, dtype=empty.dtype, device="cpu")
-    return state
-
-
-def _distance(found: Tensor, wanted: Array) -> float:
-    """Return how far two arrays are from each other; NaN is NaN."""
+def distance(found: Tensor, wanted: Array | Tensor) -> float:
+    """Return how far values are from others, in parts of the largest; NaN is NaN."""
     ours, theirs = found.double().numpy(), np.asarray(wanted, np.float64)
     if ours.shape != theirs.shape:
         return float("inf")

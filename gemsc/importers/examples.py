@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from gemsc.codegen.python_text import one_line
 from gemsc.importers.expression import names_in
-from gemsc.importers.forward import used_lines
 from gemsc.importers.sheet import Sheet, Symbol, sheet_of
 
 
@@ -42,7 +41,7 @@ def _example(value: Symbol, bound: int | None) -> str:
 def _bounds(sheet: Sheet) -> dict[str, int]:
     """Return below which number the indices have to be, by the names of the values."""
     bounds: dict[str, int] = {}
-    for line, tree in reversed(used_lines(sheet)):
+    for line, tree in reversed(sheet.used_lines()):
         found = [bounds[name] for name in line.names if name in bounds]
         flows = [(tree, bound) for bound in found]
         for part, bound in [*flows, *_indices(sheet, tree)]:

@@ -18,10 +18,7 @@ from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
-from gemsc.errors import GemscError, InternalError
+from gemsc.errors import GemscError
 from gemsc.importers.check import compared
 from gemsc.importers.network import ImportedNetwork, read
 from gemsc.importers.options import ImportOptions
@@ -33,7 +30,6 @@ from gemsc.importers.origin import (
     Origin,
     check_inside,
 )
-from gemsc.importers.weight import to_torch
 from gemsc.importers.write import INSTALLED, model_source
 from gemsc.weights.facts import facts_of
 from gemsc.weights.write import Entry, write_stream
@@ -196,17 +192,5 @@ def _put(beside: Path, folder: Path) -> None:
 
 def _write_weights(network: ImportedNetwork, path: Path) -> None:
     state = network.model.root.state_dict()
-    weights = network.model.weights
-
-    def make(name: str) -> Tensor:
-        if name not in weights:
-            if name.endswith("num_batches_tracked"):
-                return torch.zeros((), dtype=torch.int64, device="cpu")
-            raise InternalError(f"'{name}' has no weight")
-        array = weights[name].made(network.tensors.read)
-        tensor = to_torch(array).to(state[name].dtype)
-        if tensor.shape != state[name].shape:
-            raise InternalError(f"'{name}' is {tensor.shape}, not {state[name].shape}")
-        return tensor
-
-    write_stream(path, {name: Entry.of(t) for name, t in state.items()}, make)
+    entries = {name: Entry.of(tensor) for name, tensor in state.items()}
+    write_stream(path, entries, lambda name: network.tensor(name, state[name]))

@@ -10,16 +10,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from gemsc.errors import GemscError
+from gemsc.errors import GemscError, InternalError
 from gemsc.importers.options import ImportOptions
 from gemsc.importers.sheet import Sheet
-from gemsc.importers.weight import FileTensors
+from gemsc.importers.weight import FileTensors, to_torch
 
 # the function of each kind of file, and what pip installs for it
 READERS = {
     ".keras": ("gemsc.importers.keras.read", "read_keras", "gemsc[keras]"),
-    ".onnx": ("gemsc.importers.onnx.reader.read", "read_onnx", "gemsc[onnx]"),
+    ".onnx": ("gemsc.importers.onnx.read", "read_onnx", "gemsc[onnx]"),
 }
 # what sizes and names that no sound file has can lead to
 UNEXPECTED = (
@@ -51,6 +52,18 @@ class ImportedNetwork:
     def model(self) -> Sheet:
         """The class of the whole network."""
         return self.sheets[-1]
+
+    def tensor(self, name: str, empty: Tensor) -> Tensor:
+        """Return what the file has for a tensor of the model that is empty yet."""
+        weight = self.model.weights.get(name)
+        if weight is None and name.endswith("num_batches_tracked"):
+            return torch.zeros((), dtype=torch.int64, device="cpu")
+        if weight is None:
+            raise InternalError(f"'{name}' has no weight")
+        tensor = to_torch(weight.made(self.tensors.read)).to(empty.dtype)
+        if tensor.shape != empty.shape:
+            raise InternalError(f"'{name}' is {tensor.shape}, not {empty.shape}")
+        return tensor
 
 
 def read(path: Path, options: ImportOptions) -> ImportedNetwork:

@@ -15,6 +15,7 @@ gives in __init__ and in forward
 
 from __future__ import annotations
 
+import ast
 import keyword
 import math
 import re
@@ -28,14 +29,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gemsc.nn
+from gemsc.codegen.python_text import parsed
 from gemsc.codegen.writer import Names
 from gemsc.errors import GemscError, InternalError
+from gemsc.importers.expression import names_in
 from gemsc.importers.weight import Weight
 
 # what the text of a line may name besides values and self
 SPACE = {"torch": torch, "nn": nn, "F": F, "math": math, "gemsc": gemsc}
 UNREADABLE = ("l", "I", "O")  # as names: they look like digits
 NO_FIT = "give sizes that fit with --shape; if there are none, the file is damaged"
+UNFIT = (RuntimeError, ValueError, TypeError, IndexError, AssertionError)
 LONGEST = 32  # letters of a name: of a longer one its end; a line has room for two
 
 
@@ -58,6 +62,11 @@ class Symbol:
     def shape(self) -> tuple[int, ...]:
         """Its sizes, with the batch of the example inputs."""
         return tuple(self.tensor.shape)
+
+    @property
+    def rank(self) -> int:
+        """How many axes it has."""
+        return self.tensor.dim()
 
     @property
     def batch_axes(self) -> tuple[int, ...]:
@@ -160,6 +169,16 @@ class Sheet:
         self.empty(text)
         self.result = text
 
+    def used_lines(self) -> list[tuple[Line, ast.expr]]:
+        """Return the lines that what is returned depends on, and their trees."""
+        used, wanted = [], names_in(parsed(self.result))
+        for line in reversed(self.lines):
+            if not wanted.isdisjoint(line.names):
+                tree = parsed(line.text)
+                used.append((line, tree))
+                wanted |= names_in(tree)
+        return used[::-1]
+
     def empty(self, text: str) -> Any:
         """Return what an expression gives, on tensors without memory; adds nothing.
 
@@ -167,19 +186,16 @@ class Sheet:
             GemscError: PyTorch refuses it for these shapes.
         """
         try:
-            with torch.no_grad(), torch.device("meta"):
-                # safe: readers write the text; of the file it has but literals
-                return eval(text, dict(self._space))
-        except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as why:
+            return _evaluated(text, self._space)
+        except UNFIT as why:
             reason = str(why).split("\n")[0]
             raise self.refuse(f"does not fit: {text}: {reason}", NO_FIT) from why
 
     def _with_other_batch(self, text: str) -> Any:
         """Return what an expression gives with another batch, None if it cannot."""
         try:
-            with torch.no_grad(), torch.device("meta"):
-                return eval(text, dict(self._others))  # safe: see `empty`
-        except (RuntimeError, ValueError, TypeError, IndexError, AssertionError):
+            return _evaluated(text, self._others)
+        except UNFIT:
             self.fixes_batch = self.fixes_batch or self._place
         except NameError:
             pass  # it takes what there is not with another batch
@@ -296,6 +312,12 @@ class _Root(nn.Module):
             )
             space |= several or {line.names[0]: found}
         return eval(sheet.result, space)
+
+
+def _evaluated(text: str, space: dict[str, Any]) -> Any:
+    with torch.no_grad(), torch.device("meta"):
+        # safe: readers write the text; of the file it has but literals
+        return eval(text, dict(space))
 
 
 def sheet_of(module: object) -> Sheet | None:

@@ -6,6 +6,7 @@ It is the same for the same file, and as `ruff format` leaves it.
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from math import prod
@@ -18,9 +19,8 @@ from gemsc.codegen.writer import Names, Writer, comment, in_docstring
 from gemsc.errors import InternalError
 from gemsc.importers.examples import examples
 from gemsc.importers.expression import names_in, write_statement
-from gemsc.importers.forward import write_forward
 from gemsc.importers.network import ImportedNetwork
-from gemsc.importers.sheet import Sheet, after_parent, sheet_of
+from gemsc.importers.sheet import Line, Sheet, after_parent, sheet_of
 from gemsc.ir.layers import layer_source
 
 IMPORTS = (
@@ -33,6 +33,9 @@ IMPORTS = (
     "from torch import Tensor, nn",
 )
 INSTALLED = ("gemsc", "numpy", "safetensors", "torch")
+LONGEST_NOTE = 60  # columns
+LONGEST_TARGETS = 60
+MOST_KINDS = 4  # in an annotation
 LONGEST_PLACE = 48  # columns of self.a["b"]["c"] in __init__
 
 
@@ -171,7 +174,7 @@ def _class(
             for text, other in sheet.ties:
                 writer.line(f"{text} = {other}")
         writer.line()
-        write_forward(writer, sheet)
+        _forward(writer, sheet)
 
 
 def _docstring(writer: Writer, text: str, about: Iterable[str]) -> None:
@@ -251,6 +254,75 @@ def _empty(tensor: Tensor) -> str:
     sizes = ", ".join(map(str, tensor.shape)) or "()"
     dtype = "" if tensor.dtype is torch.float32 else f", dtype={tensor.dtype}"
     return f"torch.empty({sizes}{dtype})"
+
+
+# --------------------------------------------------------------------- forward
+
+
+def _forward(writer: Writer, sheet: Sheet) -> None:
+    """Write the method of a sheet."""
+    arguments = ["self", *(f"{value}: Tensor" for value in sheet.inputs)]
+    kind = _annotation(sheet.empty(sheet.result))
+    writer.bracketed("def forward(", arguments, f") -> {kind}:")
+    lines = sheet.used_lines()
+    known = {"self", *(value.text for value in sheet.inputs)}
+    for line, tree in lines:
+        known |= {*line.names, *names_in(tree)}
+    names = Names([*known])
+
+    def fresh() -> str:
+        return names.unique("part")
+
+    with writer.indented():
+        before = ""
+        for line, tree in lines:
+            note = _note(line) if line.note != before else ""
+            before = line.note
+            targets = ", ".join(line.names)
+            if len(line.names) > 1 and len(targets) > LONGEST_TARGETS:
+                parts = fresh()
+                write_statement(writer, f"{parts} = ", tree, fresh, note)
+                for index, name in enumerate(line.names):
+                    if name != "_":
+                        writer.line(f"{name} = {parts}[{index}]")
+            else:
+                write_statement(writer, f"{targets} = ", tree, fresh, note)
+        write_statement(writer, "return ", parsed(sheet.result), fresh)
+
+
+def _note(line: Line) -> str:
+    """Return what a line comes from, unless its text has that name."""
+    words = set(re.findall(r"\w+", f"{line.text} {' '.join(line.names)}"))
+    end = f"/{line.note.partition(' ')[0]}"  # torch.onnx writes /encoder/conv1/Conv
+    paths = (name.removesuffix(end) for name in re.findall(r"'([^']*)'", line.note))
+    named = [re.sub(r"\W", "_", path.rpartition("/")[2]) for path in paths]
+    if not line.note or (named and words.issuperset(named)):
+        return ""
+    return comment(line.note, LONGEST_NOTE)[2:]
+
+
+def _annotation(value: object) -> str:
+    """Return the type of what forward returns."""
+    if isinstance(value, Tensor):
+        return "Tensor"
+    if isinstance(value, dict):
+        return f"dict[str, {' | '.join(_kinds(value.values()))}]"
+    if isinstance(value, list):
+        return f"list[{' | '.join(_kinds(value))}]"
+    if isinstance(value, tuple):
+        kinds = [_annotation(item) for item in value]
+        if len(kinds) > 1 and (len({*kinds}) == 1 or len(kinds) > MOST_KINDS):
+            return f"tuple[{' | '.join(dict.fromkeys(kinds))}, ...]"
+        return f"tuple[{', '.join(kinds)}]"
+    raise InternalError(f"a network returns {type(value).__name__}")
+
+
+def _kinds(values: object) -> Iterator[str]:
+    assert isinstance(values, (list, type({}.values())))
+    return iter(dict.fromkeys(map(_annotation, values)))
+
+
+# --------------------------------------------------------------------- model()
 
 
 def _model(writer: Writer, network: ImportedNetwork, name: str) -> None:

@@ -27,6 +27,7 @@ from gemsc.base.nests import Inputs, normalize_inputs, tensor_leaves
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.frontend.user_code import is_user_file, printed_line
 from gemsc.frontend.values import input_names
+from gemsc.importers.check import distance
 
 BATCH = "batch"  # the name of the size that the file leaves open
 _NEEDED = ("onnx", "onnxscript")
@@ -213,14 +214,5 @@ def _compared(
         yield f"onnxruntime cannot run it: {str(error).splitlines()[0]}"
         return
     pairs = zip(found, outputs.values(), strict=True)
-    worst = max(_distance(mine, wanted) for mine, wanted in pairs)
+    worst = max(distance(mine, wanted.double()) for mine, wanted in pairs)
     yield f"onnxruntime computes the same within {worst:.0e} of the largest value"
-
-
-def _distance(mine: Tensor, wanted: Tensor) -> float:
-    """Return by how much they differ, in parts of the largest value."""
-    mine, wanted = mine.double(), wanted.double()
-    same = (mine == wanted) | (mine.isnan() & wanted.isnan())
-    off = (mine - wanted).abs().masked_fill(same, 0.0).nan_to_num(torch.inf, torch.inf)
-    largest = wanted.nan_to_num(0.0, 0.0, 0.0).abs().max() if off.any() else 1.0
-    return float(off.max() / largest) if off.numel() else 0.0

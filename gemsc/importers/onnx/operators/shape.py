@@ -1,46 +1,53 @@
-"""Operators that move elements: reshape, cut, join, pad."""
+"""Operators that move elements: reshape, cut, join, repeat, cast."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import onnx
-import torch
 
-from gemsc.importers.onnx.node import Node, Operator
-from gemsc.importers.onnx.operators.text import axis_of, dim_of, of_numbers, tuple_of
+from gemsc.importers.onnx.operators.node import (
+    Node,
+    Number,
+    Numbers,
+    dim_of,
+    operator,
+)
+from gemsc.importers.onnx.operators.parameters import Static, Value
 from gemsc.importers.sheet import Symbol
 
+# ----------------------------------------------------------------------------- axes
 
-def _reshape(node: Node) -> Symbol:
-    x = node.value(0)
-    target = [int(size) for size in node.settings("shape", 1)]
-    if not node.attribute("allowzero", 0):
-        if any(size == 0 for size in target[len(x.shape) :]):
+
+@operator("Reshape")
+def _reshape(node: Node, x: Symbol, shape: Numbers) -> Symbol:
+    """The same elements in another shape; 0 is a size that stays, -1 what is left."""
+    if not node.attr.allowzero:
+        if 0 in shape[x.rank :]:
             raise node.refuse(f"keeps an axis that {x.shape} has not")
-        target = [size or x.shape[axis] for axis, size in enumerate(target)]
-    if -1 in target:
-        rest = math.prod(size for size in target if size != -1)
-        target[target.index(-1)] = math.prod(x.shape) // max(rest, 1)
-    return node.gives(f"{x}.{_reshaped(x, target)}")
+        shape = [size or x.shape[axis] for axis, size in enumerate(shape)]
+    if -1 in shape:
+        known = math.prod(size for size in shape if size != -1)
+        shape[shape.index(-1)] = math.prod(x.shape) // max(known, 1)
+    return node.gives(f"{x}.{_reshaped(x, shape)}")
 
 
-def _reshaped(x: Symbol, target: list[int]) -> str:
+def _reshaped(x: Symbol, shape: Sequence[int]) -> str:
     """Return the call of a method; where it can be, for every batch."""
-    if not target:
+    if not shape:
         return "reshape(())"
-    if 0 in target:
-        return f"reshape{tuple_of(target)}"
-    open_axis = _axis_of_batch(x, target)
-    if open_axis == 0 and len(target) == 2 < len(x.shape) and target[0] == x.shape[0]:
+    if 0 in shape:
+        return f"reshape{tuple(shape)}"
+    open_axis = _axis_of_batch(x, shape)
+    if open_axis == 0 and len(shape) == 2 < x.rank and shape[0] == x.shape[0]:
         return "flatten(1)"
-    sizes = [-1 if axis == open_axis else size for axis, size in enumerate(target)]
+    sizes = [-1 if axis == open_axis else size for axis, size in enumerate(shape)]
     return f"reshape({', '.join(map(str, sizes))})"
 
 
-def _axis_of_batch(x: Symbol, target: Sequence[int]) -> int:
+def _axis_of_batch(x: Symbol, shape: Sequence[int]) -> int:
     """Return the axis of a new shape that grows with the batch: the first, mostly.
 
     Not so where attention has (steps, batch * heads, features). It is the axis whose
@@ -53,9 +60,9 @@ def _axis_of_batch(x: Symbol, target: Sequence[int]) -> int:
     if x.shape[axis] % more:
         return 0
     batch, inside = x.shape[axis] // more, math.prod(x.shape[axis + 1 :])
-    found = []
-    for place, size in enumerate(target):
-        step = math.prod(target[place + 1 :])
+    fitting = []
+    for place, size in enumerate(shape):
+        step = math.prod(shape[place + 1 :])
         if size == x.shape[axis] and step == inside:
             return place
         fits = any(
@@ -63,29 +70,28 @@ def _axis_of_batch(x: Symbol, target: Sequence[int]) -> int:
             for distance in (inside * more, inside)
         )
         if fits and size % batch == 0:
-            found.append(place)
-    exact = [place for place in found if target[place] == batch]
-    return next(iter(exact if more > 1 and exact else found), 0)
+            fitting.append(place)
+    exact = [place for place in fitting if shape[place] == batch]
+    return next(iter(exact if more > 1 and exact else fitting), 0)
 
 
-def _flatten(node: Node) -> Symbol:
-    x = node.value(0)
-    rank = len(x.shape)
-    axis = node.attribute("axis", 1)
-    axis += rank if axis < 0 else 0
-    if axis == 1 and rank > 1:
+@operator("Flatten")
+def _flatten(node: Node, x: Symbol) -> Symbol:
+    """A matrix: the axes before one, and the others."""
+    axis = node.attr.axis
+    axis += x.rank if axis < 0 else 0
+    if axis == 1 and x.rank > 1:
         return node.gives(f"{x}.flatten(1)")
-    size = math.prod(x.shape[axis:])
-    if axis == 0 or 0 in x.shape:
-        return node.gives(f"{x}.reshape({math.prod(x.shape[:axis])}, {size})")
-    return node.gives(f"{x}.reshape(-1, {size})")
+    is_fixed = axis == 0 or 0 in x.shape
+    rows = math.prod(x.shape[:axis]) if is_fixed else -1
+    return node.gives(f"{x}.reshape({rows}, {math.prod(x.shape[axis:])})")
 
 
-def _transpose(node: Node) -> Symbol:
-    x = node.value(0)
-    rank = len(x.shape)
-    order = list(node.attribute("perm") or reversed(range(rank)))
-    moved = [axis for axis in range(rank) if order[axis] != axis]
+@operator("Transpose")
+def _transpose(node: Node, x: Symbol) -> Symbol:
+    """The axes in another order, backwards if none is given."""
+    order = list(node.attr.perm or reversed(range(x.rank)))
+    moved = [axis for axis in range(x.rank) if order[axis] != axis]
     if not moved:
         return x
     if len(moved) == 2:
@@ -93,44 +99,109 @@ def _transpose(node: Node) -> Symbol:
     return node.gives(f"{x}.permute({', '.join(map(str, order))})")
 
 
-def _concat(node: Node) -> Symbol:
-    values = [node.value(index) for index in range(len(node.operands))]
-    rank = len(values[0].shape)
-    axis = dim_of(axis_of(node, node.attribute("axis", 1), rank), rank)
-    return node.gives(f"torch.cat([{', '.join(map(str, values))}], dim={axis})")
+@operator("Squeeze")
+def _squeeze(node: Node, x: Symbol, axes: Numbers | None) -> Symbol:
+    """Without axes of size 1: all of them if none is named."""
+    if axes is None:
+        axes = [axis for axis, size in enumerate(x.shape) if size == 1]
+    places = sorted({node.axis(axis, x.rank) for axis in axes})
+    if any(x.shape[axis] != 1 for axis in places):
+        raise node.refuse(f"squeezes axes {places} of {x.shape}")
+    if not places:
+        return x
+    dims = dim_of(places[0], x.rank) if len(places) == 1 else tuple(places)
+    return node.gives(f"{x}.squeeze({dims})")
 
 
-def _split(node: Node) -> list[Symbol | None]:
-    x = node.value(0)
-    rank = len(x.shape)
-    axis = axis_of(node, node.attribute("axis", 0), rank)
-    sizes = node.setting("split", 1)
-    count = node.attribute("num_outputs") or len(node.outputs)
-    if sizes is None:
-        part = -(-x.shape[axis] // count)
-        full = [part] * (count - 1)
-        sizes = [*full, x.shape[axis] - sum(full)]
-    dim = dim_of(axis, rank)
-    text = f"{x}.split({[int(size) for size in sizes]}, dim={dim})"
-    if len(set(sizes)) == 1 and sizes[0]:
-        text = f"{x}.chunk({len(sizes)}, dim={dim})"
+@operator("Unsqueeze")
+def _unsqueeze(node: Node, x: Symbol, axes: Numbers) -> Symbol:
+    places = sorted(node.axis(axis, x.rank + len(axes)) for axis in axes)
+    return node.gives(x.text + "".join(f".unsqueeze({axis})" for axis in places))
+
+
+@operator("Expand")
+def _expand(node: Node, x: Symbol, shape: Numbers) -> Symbol:
+    """Broadcast to a shape."""
+    wide = np.broadcast_shapes(x.shape, tuple(shape))
+    padded = (None,) * (len(wide) - x.rank) + x.shape
+    sizes = [-1 if old == new else new for old, new in zip(padded, wide, strict=True)]
+    if set(sizes) <= {-1}:
+        return x
+    texts = [str(size) for size in sizes]
+    batch = node.batch
+    if sizes[0] != -1 and batch is not None and sizes[0] == batch.shape[0]:
+        texts[0] = f"{batch}.shape[0]"  # a token for each sample
+    return node.gives(f"{x}.expand({', '.join(texts)})")
+
+
+@operator("Tile")
+def _tile(node: Node, x: Symbol, repeats: Numbers) -> Symbol:
+    return node.gives(f"{x}.repeat({', '.join(map(str, repeats))})")
+
+
+@operator("DepthToSpace")
+def _depth_to_space(node: Node, x: Symbol) -> Symbol:
+    blocksize = node.attr.blocksize
+    text = x.text
+    if node.attr.mode != "CRD":
+        parts = (blocksize * blocksize, x.shape[1] // blocksize**2)
+        text = f"{x}.unflatten(1, {parts}).transpose(1, 2).flatten(1, 2)"
+    return node.gives(f"F.pixel_shuffle({text}, {blocksize})")
+
+
+@operator("SpaceToDepth")
+def _space_to_depth(node: Node, x: Symbol) -> Symbol:
+    blocksize = node.attr.blocksize
+    text = f"F.pixel_unshuffle({x}, {blocksize})"
+    if node.attr.mode != "CRD":
+        parts = (x.shape[1], blocksize * blocksize)
+        text += f".unflatten(1, {parts}).transpose(1, 2).flatten(1, 2)"
+    return node.gives(text)
+
+
+# -------------------------------------------------------------------- joined and cut
+
+
+@operator("Concat")
+def _concat(node: Node, *values: Symbol) -> Symbol:
+    rank = values[0].rank
+    dim = dim_of(node.axis(node.attr.axis, rank), rank)
+    return node.gives(f"torch.cat([{', '.join(map(str, values))}], dim={dim})")
+
+
+@operator("Split")
+def _split(node: Node, x: Symbol, split: Numbers | None) -> Sequence[Symbol | None]:
+    """Parts of an axis, in these sizes or alike."""
     names = [name or "_" for name in node.outputs]
-    if len(names) != len(sizes):
-        raise node.refuse(f"splits into {len(sizes)}, and names {len(names)}")
+    place = node.axis(node.attr.axis, x.rank)
+    if split is None:
+        count = node.attr.num_outputs or len(names)
+        part = -(-x.shape[place] // count)
+        split = [*[part] * (count - 1), x.shape[place] - part * (count - 1)]
+    text = f"{x}.split({split}, dim={dim_of(place, x.rank)})"
+    if len(set(split)) == 1 and split[0]:
+        text = f"{x}.chunk({len(split)}, dim={dim_of(place, x.rank)})"
+    if len(names) != len(split):
+        raise node.refuse(f"splits into {len(split)}, and names {len(names)}")
     if len(names) == 1:
         return [node.gives(f"{text}[0]")]
-    return list(node.sheet.unpack(names, text))
+    return node.sheet.unpack(names, text)
 
 
-def _slice(node: Node) -> Symbol:
-    x = node.value(0)
-    rank = len(x.shape)
-    starts, ends = node.settings("starts", 1), node.settings("ends", 2)
-    axes = node.setting("axes", 3) or range(len(starts))
-    steps = node.setting("steps", 4) or [1] * len(starts)
-    parts, backwards = [":"] * rank, []
-    for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
-        place = axis_of(node, axis, rank)
+@operator("Slice")
+def _slice(
+    node: Node,
+    x: Symbol,
+    starts: Numbers,
+    ends: Numbers,
+    axes: Numbers | None,
+    steps: Numbers | None,
+) -> Symbol:
+    parts, backwards = [":"] * x.rank, []
+    places = axes or range(len(starts))
+    steps = steps or [1] * len(starts)
+    for start, end, axis, step in zip(starts, ends, places, steps, strict=True):
+        place = node.axis(axis, x.rank)
         if step == 0:
             raise node.refuse("has the step 0")
         parts[place] = _part(start, end, step, x.shape[place])
@@ -160,169 +231,45 @@ def _part(start: int, end: int, step: int, size: int) -> str:
     return f"{first}:{last}" + (f":{step}" if step != 1 else "")
 
 
-def _squeeze(node: Node) -> Symbol:
-    x = node.value(0)
-    rank = len(x.shape)
-    axes = node.setting("axes", 1)
-    if axes is None:
-        axes = [axis for axis, size in enumerate(x.shape) if size == 1]
-    places = sorted({axis_of(node, axis, rank) for axis in axes})
-    if any(x.shape[axis] != 1 for axis in places):
-        raise node.refuse(f"squeezes axes {places} of {x.shape}")
-    if not places:
-        return x
-    dims = dim_of(places[0], rank) if len(places) == 1 else tuple(places)
-    return node.gives(f"{x}.squeeze({dims})")
+@operator("Where")
+def _where(node: Node, condition: Symbol, x: Symbol, y: Symbol) -> Symbol:
+    return node.gives(f"torch.where({condition}, {x}, {y})")
 
 
-def _unsqueeze(node: Node) -> Symbol:
-    x = node.value(0)
-    axes = node.settings("axes", 1)
-    rank = len(x.shape) + len(axes)
-    places = sorted(axis_of(node, axis, rank) for axis in axes)
-    calls = [f".unsqueeze({axis})" for axis in places]
-    return node.gives(x.text + "".join(calls))
+@operator("Trilu")
+def _triangle(node: Node, x: Symbol, k: Number | None) -> Symbol:
+    return node.gives(f"{x}.{'triu' if node.attr.upper else 'tril'}({k or ''})")
 
 
-def _expand(node: Node) -> Symbol:
-    x = node.value(0)
-    target = tuple(int(size) for size in node.settings("shape", 1))
-    shape = np.broadcast_shapes(x.shape, target)
-    padded = (None,) * (len(shape) - len(x.shape)) + x.shape
-    sizes = [-1 if old == new else new for old, new in zip(padded, shape, strict=True)]
-    if set(sizes) <= {-1}:
-        return x
-    texts = [str(size) for size in sizes]
-    batch = node.batch
-    if sizes[0] != -1 and batch is not None and sizes[0] == batch.shape[0]:
-        texts[0] = f"{batch}.shape[0]"  # a token for each sample
-    return node.gives(f"{x}.expand({', '.join(texts)})")
+# ----------------------------------------------------------------------------- types
 
 
-def _tile(node: Node) -> Symbol:
-    x = node.value(0)
-    return node.gives(f"{x}.repeat({', '.join(map(str, node.settings('repeats', 1)))})")
+@operator("Cast")
+def _cast(node: Node, x: Symbol) -> Symbol:
+    return _to(node, x, node.attr.to)
 
 
-def _cast(node: Node) -> Symbol:
-    x, kind = node.value(0), node.attribute("to")
-    return _to(x, torch_type_of(node, kind), node)
-
-
-def _cast_like(node: Node) -> Symbol:
-    like = node.operand(1)
-    assert like is not None
-    if isinstance(like, Symbol):
-        return _to(node.value(0), like.tensor.dtype, node)
-    kind = onnx.helper.np_dtype_to_tensor_dtype(like.dtype)
-    return _to(node.value(0), torch_type_of(node, kind), node)
-
-
-_TORCH: Mapping[int, torch.dtype] = {
-    onnx.TensorProto.BFLOAT16: torch.bfloat16,
-    onnx.TensorProto.BOOL: torch.bool,
-    onnx.TensorProto.DOUBLE: torch.float64,
-    onnx.TensorProto.FLOAT: torch.float32,
-    onnx.TensorProto.FLOAT16: torch.float16,
-    onnx.TensorProto.INT16: torch.int16,
-    onnx.TensorProto.INT32: torch.int32,
-    onnx.TensorProto.INT64: torch.int64,
-    onnx.TensorProto.INT8: torch.int8,
-    onnx.TensorProto.UINT16: torch.uint16,
-    onnx.TensorProto.UINT32: torch.uint32,
-    onnx.TensorProto.UINT64: torch.uint64,
-    onnx.TensorProto.UINT8: torch.uint8,
-}
-
-
-def torch_type_of(node: Node, kind: int) -> torch.dtype:
-    """Return the type that a file names by a number.
-
-    Raises:
-        GemscError: PyTorch does not compute with it.
-    """
-    if kind not in _TORCH:
-        name = onnx.helper.tensor_dtype_to_string(kind)
-        raise node.refuse(
-            f"makes numbers of type {name}", help="export the model without them"
-        )
-    return _TORCH[kind]
-
-
-def _to(x: Symbol, dtype: torch.dtype, node: Node) -> Symbol:
+def _to(node: Node, x: Symbol, kind: int) -> Symbol:
+    dtype = node.dtype(kind)
     return x if x.tensor.dtype == dtype else node.gives(f"{x}.to({dtype})")
 
 
-def _bit_cast(node: Node) -> Symbol:
-    dtype = torch_type_of(node, node.attribute("to"))
-    x = node.value(0)
+@operator("CastLike")
+def _cast_like(node: Node, x: Symbol, like: Value) -> Symbol:
+    assert isinstance(like, Static)  # see Walk
+    return _to(node, x, onnx.helper.np_dtype_to_tensor_dtype(like.dtype))
+
+
+@operator("BitCast")
+def _bit_cast(node: Node, x: Symbol) -> Symbol:
+    dtype = node.dtype(node.attr.to)
     if dtype.itemsize != x.tensor.element_size():
         raise node.refuse(f"sees {x.tensor.dtype} as another type")
     return node.gives(f"{x}.view({dtype})")
 
 
-def _depth_to_space(node: Node) -> Symbol:
-    x, block = node.value(0), node.attribute("blocksize")
-    if node.attribute("mode", "DCR") == "CRD":
-        return node.gives(f"F.pixel_shuffle({x}, {block})")
-    parts = (block * block, x.shape[1] // block**2)
-    text = f"{x}.unflatten(1, {parts}).transpose(1, 2).flatten(1, 2)"
-    return node.gives(f"F.pixel_shuffle({text}, {block})")
-
-
-def _space_to_depth(node: Node) -> Symbol:
-    x, block = node.value(0), node.attribute("blocksize")
-    text = f"F.pixel_unshuffle({x}, {block})"
-    if node.attribute("mode", "DCR") == "CRD":
-        return node.gives(text)
-    parts = (x.shape[1], block * block)
-    return node.gives(f"{text}.unflatten(1, {parts}).transpose(1, 2).flatten(1, 2)")
-
-
-def _trilu(node: Node) -> Symbol:
-    x = node.value(0)
-    found = node.array(1)
-    diagonal = 0 if found is None else int(found.reshape(-1)[0])
-    method = "triu" if node.attribute("upper", 1) else "tril"
-    return node.gives(f"{x}.{method}({diagonal or ''})")
-
-
-def _identity(node: Node) -> Symbol:
-    return node.value(0)
-
-
-def _eye_like(node: Node) -> Symbol:
-    x = node.value(0)
-    dtype = x.tensor.dtype
-    if node.attribute("dtype") is not None:
-        dtype = torch_type_of(node, node.attribute("dtype"))
-    k = node.attribute("k", 0)
-    ones = f"torch.ones({x.shape}, dtype={dtype}, device={x}.device)"
-    return node.gives(f"{ones}.tril({k}).triu({k})")
-
-
-def _where(node: Node) -> Symbol:
-    values = [node.value(index) for index in range(3)]
-    return node.gives(f"torch.where({', '.join(map(str, values))})")
-
-
-SHAPES: Mapping[str, Operator] = {
-    "BitCast": _bit_cast,
-    "Cast": _cast,
-    "CastLike": _cast_like,
-    "Concat": _concat,
-    "DepthToSpace": _depth_to_space,
-    "Expand": _expand,
-    "Flatten": _flatten,
-    "Identity": _identity,
-    "Reshape": _reshape,
-    "Slice": _slice,
-    "SpaceToDepth": _space_to_depth,
-    "Split": _split,
-    "Squeeze": _squeeze,
-    "Tile": _tile,
-    "Transpose": _transpose,
-    "Unsqueeze": _unsqueeze,
-    "Where": _where,
-    **of_numbers({"EyeLike": _eye_like, "Trilu": _trilu}),
-}
+@operator("EyeLike")
+def _eye_like(node: Node, x: Symbol) -> Symbol:
+    kind = x.tensor.dtype if node.attr.dtype is None else node.dtype(node.attr.dtype)
+    ones = f"torch.ones({x.shape}, dtype={kind}, device={x}.device)"
+    return node.gives(f"{ones}.tril({node.attr.k}).triu({node.attr.k})")

@@ -17,9 +17,9 @@ from itertools import count
 
 import onnx
 
-from gemsc.importers.onnx.names import is_machine_made, module_of, scope
-from gemsc.importers.onnx.reader.fold import MOVES
-from gemsc.importers.onnx.reader.trained import all_nodes, is_layer, weight_slots
+from gemsc.importers.onnx.operators.names import is_machine_made, module_of, scope
+from gemsc.importers.onnx.operators.node import MOVES
+from gemsc.importers.onnx.trained import all_nodes, is_layer, weight_slots
 from gemsc.importers.weight import Array
 
 FX_NODE = "pkg.torch.onnx.fx_node"  # %a = call_function[target=...](args = (%p_w, ...

@@ -1,4 +1,4 @@
-"""The layers and tensors that the nodes of a graph hold, each once.
+"""The tensors of a graph: those that are known beforehand, and what nodes hold of them.
 
 What two nodes hold is one parameter: a layer with the same settings is called twice,
 and another use of a layer's weight names the layer, `self.embed.weight.T`.
@@ -7,20 +7,104 @@ and another use of a layer's weight names the layer, `self.embed.weight.T`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import onnx
 import torch
 from torch import Tensor, nn
 
-from gemsc.importers.onnx.names import is_machine_made, place_of_layer, scope
-from gemsc.importers.onnx.static import Static, torch_type
+from gemsc.errors import InternalError
+from gemsc.importers.onnx.operators.names import is_machine_made, place_of_layer, scope
 from gemsc.importers.sheet import Sheet, Symbol
 from gemsc.importers.weight import Array, Weight, constant
 
 MOST_AXES = 4  # of a tensor that is looked for in another order of its axes
+# the types that are a whole number of bytes, as torch has them
+NUMBERS = frozenset(
+    [
+        *("FLOAT", "DOUBLE", "FLOAT16", "BFLOAT16", "BOOL", "INT8", "INT16", "INT32"),
+        *("INT64", "UINT8", "UINT16", "UINT32", "UINT64"),
+    ]
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Static:
+    """A tensor that is known when the file is read.
+
+    `weight` says which elements of the file it has. What was computed from them, or is
+    no initializer, has a weight without sources. A `trained` one is a parameter where
+    it becomes a value of forward, another one a buffer, or a literal if it is small.
+    What depends on the shape of a value is `sized`: its batch is that of the example.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    weight: Weight
+    read: Callable[[str], Array]
+    trained: bool = False
+    sized: bool = False
+
+    @cached_property
+    def array(self) -> Array:
+        """Its numbers."""
+        return self.weight.made(self.read).astype(self.dtype, copy=False)
+
+    @property
+    def rank(self) -> int:
+        """How many axes it has."""
+        return len(self.shape)
+
+    def moved(self, move: Callable[[Array], Array], *shape: int) -> Static:
+        """Return it with its elements moved, in this shape."""
+        return replace(self, shape=shape, weight=self.weight.then(move))
+
+    def flat(self) -> Static:
+        """Return it without axes but one."""
+        size = int(np.prod(self.shape, dtype=np.int64))
+        return self.moved(lambda array: array.reshape(-1), size)
+
+
+# what a name of the graph stands for
+Value = Symbol | Static
+
+
+def computed(name: str, array: Array, *, sized: bool = False) -> Static:
+    """Return numbers that the file does not hold as they are."""
+    array = np.asarray(array)
+
+    def read(source: str) -> Array:
+        raise InternalError(f"'{name}' is not made of '{source}'")
+
+    return Static(name, array.shape, array.dtype, constant(array), read, sized=sized)
+
+
+def number_type(code: int) -> np.dtype[Any] | None:
+    """Return the type of arrays for a code of the format; None if torch has none."""
+    known = onnx.TensorProto.DataType
+    if code not in known.values() or known.Name(code) not in NUMBERS:
+        return None
+    return np.dtype(onnx.helper.tensor_dtype_to_np_dtype(code))
+
+
+def torch_type(kind: np.dtype[Any]) -> torch.dtype:
+    """Return PyTorch's type for NumPy's."""
+    if kind.name == "bfloat16":
+        return torch.bfloat16
+    return torch.from_numpy(np.empty(0, kind)).dtype
+
+
+def numpy_type(kind: torch.dtype) -> np.dtype[Any]:
+    """Return NumPy's type for PyTorch's."""
+    if kind is torch.bfloat16:
+        return onnx.helper.tensor_dtype_to_np_dtype(onnx.TensorProto.BFLOAT16)
+    found: np.dtype[Any] = torch.empty(0, dtype=kind, device="cpu").numpy().dtype
+    return found
 
 
 @dataclass(frozen=True)
@@ -46,46 +130,36 @@ class Parameters:
     _held: dict[str, list[_Held]] = field(default_factory=dict)
     _constants: dict[Static, Symbol] = field(default_factory=dict)
     _starts: dict[str, int] = field(default_factory=dict)  # of the elements' numbers
-    _sizes: dict[str, int] = field(default_factory=dict)
+    _count: int = 0
 
     def layer(
-        self,
-        node: onnx.NodeProto,
-        module: nn.Module,
-        weights: Mapping[str, Static | Weight],
+        self, node: onnx.NodeProto, module: nn.Module, weights: Mapping[str, Static]
     ) -> str:
         """Add a layer, or return the text of the one that is the same."""
-        kinds = {w.dtype for w in weights.values() if isinstance(w, Static)}
+        kinds = {weight.dtype for weight in weights.values()}
         if len(kinds) == 1:  # layers of another type than float32
             module.to(torch_type(kinds.pop()))
         settings = repr(module)
-        plain = {
-            key: w.weight if isinstance(w, Static) else w for key, w in weights.items()
-        }
-        found = self._same_layer(settings, plain)
-        if found:
-            return found
+        if text := self._same_layer(settings, weights):
+            return text
         module.to("meta")
         own = dict([*module.named_parameters(), *module.named_buffers()])
         for key, weight in weights.items():
-            if isinstance(weight, Static) and weight.shape != tuple(own[key].shape):
+            if weight.shape != tuple(own[key].shape):
                 raise self.sheet.refuse(
                     f"has a {key} of {weight.shape}, and needs {tuple(own[key].shape)}"
                 )
+        plain = {key: weight.weight for key, weight in weights.items()}
         ties = {key: self._tie(weight, own[key]) for key, weight in plain.items()}
-        frozen = {
-            key
-            for key, weight in weights.items()
-            if not (weight.trained if isinstance(weight, Static) else weight.sources)
-        }
         sources = {
             k: w.sources[0] for k, w in plain.items() if w.sources and not ties[k]
         }
+        frozen = {key for key, weight in weights.items() if not weight.trained}
         text = self.sheet.layer(
             place_of_layer(node, sources), module, plain, frozen=frozen
         )
-        for key, weight in plain.items():
-            self._hold(_Held(f"{text}.{key}", weight, own[key], text, settings))
+        for key in plain:
+            self._hold(_Held(f"{text}.{key}", plain[key], own[key], text, settings))
             if ties[key]:
                 self.sheet.tie(f"{text}.{key}", ties[key])
         return text
@@ -102,13 +176,12 @@ class Parameters:
     def value(self, node: onnx.NodeProto, static: Static) -> Symbol:
         """Return a tensor of the network itself: a parameter or a buffer."""
         if static.weight.sources:
-            found = self.held(static.weight, static.shape)
-            if found:
+            if found := self.held(static.weight, static.shape):
                 return found
             self._refuse_shared(static.weight)
         elif static in self._constants:
             return self._constants[static]
-        name = static.weight.sources[0] if static.weight.sources else static.name
+        name = (*static.weight.sources, static.name)[0]
         if is_machine_made(name):
             name = ".".join(filter(None, [scope(node), "weight"]))
             name = name if static.trained else f"{name.removesuffix('weight')}constant"
@@ -117,9 +190,7 @@ class Parameters:
             kind = torch_type(static.dtype)
         except TypeError:
             raise self.sheet.refuse(f"makes numbers of type {static.dtype}") from None
-        weight = static.weight
-        if not weight.sources:
-            weight = constant(static.array)
+        weight = static.weight if static.weight.sources else constant(static.array)
         symbol = self.sheet.tensor(
             path, static.shape, weight, dtype=kind, trained=static.trained
         )
@@ -134,8 +205,16 @@ class Parameters:
             self._held.setdefault(source, []).append(held)
 
     def _others(self, weight: Weight) -> list[_Held]:
-        found = [h for s in weight.sources for h in self._held.get(s, ())]
-        return list(dict.fromkeys(found))
+        """Return what has elements of the same tensors of the file."""
+        return list(
+            dict.fromkeys(h for s in weight.sources for h in self._held.get(s, ()))
+        )
+
+    def _equal(self, weight: Weight) -> Iterator[_Held]:
+        """Yield what has the same elements in the same order."""
+        for held in self._others(weight):
+            if np.array_equal(self._numbers(weight), self._numbers(held.weight)):
+                yield held
 
     def _numbers(self, weight: Weight) -> Array:
         """Return which elements of the file a weight has: numbers, one for each."""
@@ -143,36 +222,33 @@ class Parameters:
         for source in weight.sources:
             shape = self.shape(source)
             size = int(np.prod(shape, dtype=np.int64))
-            start = self._starts.setdefault(source, 1 + sum(self._sizes.values()))
-            self._sizes[source] = size
+            if source not in self._starts:
+                self._starts[source] = 1 + self._count
+                self._count += size
+            start = self._starts[source]
             arrays.append(np.arange(start, start + size, dtype=np.int64).reshape(shape))
         return weight.move(*arrays)
 
-    def _same_layer(self, settings: str, weights: Mapping[str, Weight]) -> str:
+    def _same_layer(self, settings: str, weights: Mapping[str, Static]) -> str:
         """Return the text of a layer with these settings and elements, if any."""
-        sourced = {key: w for key, w in weights.items() if w.sources}
-        if not sourced or len(sourced) != len(weights):
-            return ""
-        texts = []
-        for key, weight in sourced.items():
-            numbers = None
-            for held in self._others(weight):
-                if held.settings != settings or held.text != f"{held.layer}.{key}":
-                    continue
-                numbers = self._numbers(weight) if numbers is None else numbers
-                if np.array_equal(numbers, self._numbers(held.weight)):
-                    texts.append(held.layer)
-        full = texts and len(texts) == len(sourced) and len(set(texts)) == 1
-        return texts[0] if full else ""
+        texts = set()
+        for key, static in weights.items():
+            same = [
+                held.layer
+                for held in self._equal(static.weight)
+                if (held.settings, held.text) == (settings, f"{held.layer}.{key}")
+            ]
+            if len(same) != 1:
+                return ""
+            texts.add(same[0])
+        return texts.pop() if len(texts) == 1 else ""
 
     def _tie(self, weight: Weight, own: Tensor) -> str:
         """Return the parameter that a new layer's one is, "" where it is its own."""
         if not isinstance(own, nn.Parameter):
             return ""
-        for held in self._others(weight):
-            mine, theirs = self._numbers(weight), self._numbers(held.weight)
-            is_parameter = isinstance(held.tensor, nn.Parameter)
-            if is_parameter and np.array_equal(mine, theirs):
+        for held in self._equal(weight):
+            if isinstance(held.tensor, nn.Parameter):
                 return held.text
         self._refuse_shared(weight)
         return ""
@@ -182,11 +258,10 @@ class Parameters:
 
         What is no parameter may be there twice.
         """
-        others = [h for h in self._others(weight) if isinstance(h.tensor, nn.Parameter)]
-        mine = self._numbers(weight) if others else None
-        for held in others:
-            assert mine is not None
-            if np.intersect1d(mine, self._numbers(held.weight)).any():
+        for held in self._others(weight):
+            if not isinstance(held.tensor, nn.Parameter):
+                continue
+            if np.intersect1d(self._numbers(weight), self._numbers(held.weight)).any():
                 raise self.sheet.refuse(
                     f"has elements of '{weight.sources[0]}', which {held.text} holds in"
                     " another way",

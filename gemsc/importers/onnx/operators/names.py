@@ -24,15 +24,8 @@ MACHINE_MADE = re.compile(
 # parts of names that say nothing of the layer
 EMPTY = frozenset(
     [
-        "StatefulPartitionedCall",
-        "ReadVariableOp",
-        "Conv2D",
-        "MatMul",
-        "BiasAdd",
-        "FusedBatchNormV3",
-        "Relu",
-        "Identity",
-        "PartitionedCall",
+        *("StatefulPartitionedCall", "PartitionedCall", "ReadVariableOp", "Conv2D"),
+        *("MatMul", "BiasAdd", "FusedBatchNormV3", "Relu", "Identity"),
     ]
 )
 

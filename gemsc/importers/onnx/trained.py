@@ -7,13 +7,13 @@ those that are added or multiplied and have a name that a person gave, but for m
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx
 
-from gemsc.importers.onnx.names import is_machine_made, scope
-from gemsc.importers.onnx.reader.fold import MOVES
+from gemsc.importers.onnx.operators.names import is_machine_made, scope
+from gemsc.importers.onnx.operators.node import MOVES
 from gemsc.importers.weight import Array, FileTensor
 
 # the operands that are weights, whatever their names are
@@ -75,24 +75,24 @@ def weight_slots(node: onnx.NodeProto) -> list[int]:
     return sorted(index for index in found if index < len(node.input))
 
 
-def all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
-    """Give the nodes of a graph, and of those within it."""
+def all_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    """Give a graph, and those within its nodes."""
+    yield graph
     for node in graph.node:
-        yield node
         for attribute in node.attribute:
             if attribute.type == onnx.AttributeProto.GRAPH:
-                yield from all_nodes(attribute.g)
+                yield from all_graphs(attribute.g)
+
+
+def all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+    """Give the nodes of a graph, and of those within it."""
+    return (node for inner in all_graphs(graph) for node in inner.node)
 
 
 def used_names(graph: onnx.GraphProto) -> set[str]:
     """Return the values that a node takes, or that a graph gives."""
-    found = {value.name for value in graph.output}
-    for node in graph.node:
-        found.update(node.input)
-        for attribute in node.attribute:
-            if attribute.type == onnx.AttributeProto.GRAPH:
-                found |= used_names(attribute.g)
-    return found
+    names = {value.name for inner in all_graphs(graph) for value in inner.output}
+    return names.union(*(node.input for node in all_nodes(graph)))
 
 
 def trained_names(
@@ -112,19 +112,17 @@ def trained_names(
     named: dict[str, None] = {}
     users: dict[str, set[str]] = {}
     for node in all_nodes(graph):
-        for index in SLOTS.get(node.op_type, ()):
-            if index < len(node.input):
-                for name in _origins(node.input[index], makers, table, parameters):
-                    weights.add(name)
-                    users.setdefault(name, set()).add(scope(node))
-        for index in NAMED.get(node.op_type, ()):
-            if index < len(node.input):
-                for name in _origins(node.input[index], makers, table, parameters):
+        for slots in (SLOTS, NAMED):
+            for index in slots.get(node.op_type, ()):
+                for name in _origins(node.input[index:], makers, table, parameters):
                     is_number = name in makers and math.prod(table[name].shape) == 1
-                    is_known = name in buffers or is_machine_made(name)
-                    if not is_known and not is_number:
+                    if slots is SLOTS:
+                        weights.add(name)
+                    elif is_number or name in buffers or is_machine_made(name):
+                        continue
+                    else:
                         named[name] = None
-                        users.setdefault(name, set()).add(scope(node))
+                    users.setdefault(name, set()).add(scope(node))
     statistics = _statistics(graph, makers, table)
     weights -= {*buffers, *(statistics - _used_elsewhere(graph))}
     others = [n for n in named if n not in weights and not _is_mask(read(n))]
@@ -149,8 +147,8 @@ def _statistics(
         name
         for node in all_nodes(graph)
         if node.op_type == "BatchNormalization"
-        for operand in node.input[3:5]
-        for name in _origins(operand, makers, table)
+        for index in (3, 4)
+        for name in _origins(node.input[index:], makers, table)
     }
 
 
@@ -164,16 +162,16 @@ def _used_elsewhere(graph: onnx.GraphProto) -> set[str]:
 
 
 def _origins(
-    name: str,
+    names: Sequence[str],
     makers: Mapping[str, onnx.NodeProto],
     table: Mapping[str, FileTensor],
     numbers: Collection[str] = (),
 ) -> Iterator[str]:
-    """Give the tensors of the file whose elements a value has, all or some.
+    """Give the tensors of the file whose elements the first value has, all or some.
 
     Single numbers without an axis are among them if they are `numbers`.
     """
-    waiting, seen = [name], set()
+    waiting, seen = list(names[:1]), set()
     while waiting:
         name = waiting.pop()
         if name in seen:
@@ -208,7 +206,7 @@ def fuse_bias(graph: onnx.GraphProto, table: Mapping[str, FileTensor]) -> None:
         users = uses.get(node.output[0], [])
         if len(users) != 1 or users[0].op_type != "Add":
             continue
-        weight = next(_origins(node.input[1], makers, table), None)
+        weight = next(_origins(node.input[1:], makers, table), None)
         for bias in users[0].input:
             width = table[bias].shape if bias in table else ()
             if weight and len(width) == 1 and width[0] in table[weight].shape:

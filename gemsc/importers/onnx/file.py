@@ -18,30 +18,13 @@ from onnx import numpy_helper
 
 from gemsc.base.files import replaced
 from gemsc.errors import GemscError
-from gemsc.importers.onnx.reader.ties import part
-from gemsc.importers.onnx.reader.trained import trained_names
+from gemsc.importers.onnx.operators.node import DAMAGED
+from gemsc.importers.onnx.operators.parameters import number_type
+from gemsc.importers.onnx.ties import part
+from gemsc.importers.onnx.trained import all_graphs, trained_names
 from gemsc.importers.weight import Array, FileTensor
 
 ALIGNED = 4096  # bytes; from there programs may map a tensor into their memory
-DAMAGED = "the file is damaged, or is not to be trusted"
-# the types that are a whole number of bytes, as torch has them
-NUMBERS = frozenset(
-    [
-        "FLOAT",
-        "DOUBLE",
-        "FLOAT16",
-        "BFLOAT16",
-        "BOOL",
-        "INT8",
-        "INT16",
-        "INT32",
-        "INT64",
-        "UINT8",
-        "UINT16",
-        "UINT32",
-        "UINT64",
-    ]
-)
 
 
 def load_model(path: Path) -> onnx.ModelProto:
@@ -60,14 +43,6 @@ def load_model(path: Path) -> onnx.ModelProto:
     if not model.graph.node:
         raise GemscError(f"{path} has no graph with nodes", help=DAMAGED)
     return model
-
-
-def number_type(code: int) -> np.dtype[Any] | None:
-    """Return the type of arrays for a code of the format; None if torch has none."""
-    known = onnx.TensorProto.DataType
-    if code not in known.values() or known.Name(code) not in NUMBERS:
-        return None
-    return np.dtype(onnx.helper.tensor_dtype_to_np_dtype(code))
 
 
 class OnnxTensors:
@@ -91,21 +66,14 @@ class OnnxTensors:
         self._look_at(model.graph)
 
     def _look_at(self, graph: onnx.GraphProto) -> None:
-        self._tensors = dict(_tensors(graph))
+        self._tensors: dict[str, onnx.TensorProto] = {}
+        for name, tensor in _tensors(graph):
+            self._tensors.setdefault(name, tensor)
         self.table: Mapping[str, FileTensor] = {
             name: FileTensor(tuple(tensor.dims), kind)
             for name, tensor in self._tensors.items()
             if (kind := number_type(tensor.data_type)) is not None
         }
-
-    @classmethod
-    def open(cls, path: Path) -> OnnxTensors:
-        """Look at a file.
-
-        Raises:
-            GemscError: it is no ONNX file.
-        """
-        return cls(path, load_model(path))
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -249,23 +217,14 @@ def _append(path: Path, start: int, size: int) -> int:
 
 
 def _tensors(graph: onnx.GraphProto) -> Iterator[tuple[str, onnx.TensorProto]]:
-    """Give the tensors of a graph and of those within it; the first of a name."""
-    seen: set[str] = set()
-    for name, tensor in _all_tensors(graph):
-        if name not in seen:
-            seen.add(name)
-            yield name, tensor
-
-
-def _all_tensors(graph: onnx.GraphProto) -> Iterator[tuple[str, onnx.TensorProto]]:
-    for tensor in graph.initializer:
-        yield tensor.name, tensor
-    for node in graph.node:
-        for attribute in node.attribute:
-            if node.op_type == "Constant" and attribute.name == "value":
-                yield node.output[0], attribute.t
-            if attribute.type == onnx.AttributeProto.GRAPH:
-                yield from _all_tensors(attribute.g)
+    """Give the tensors of a graph and of those within it."""
+    for inner in all_graphs(graph):
+        for tensor in inner.initializer:
+            yield tensor.name, tensor
+        for node in inner.node:
+            for attribute in node.attribute:
+                if node.op_type == "Constant" and attribute.name == "value":
+                    yield node.output[0], attribute.t
 
 
 def _is_outside(tensor: onnx.TensorProto) -> bool:
