@@ -299,7 +299,7 @@ def test_a_rank_loads_nothing_of_the_compiler():
         "gemsc",
         "gemsc.runtime",
         "gemsc.runtime.training.train",
-        "gemsc.runtime.training.load",
+        "gemsc.runtime.training.train",
     )
     program = f"import sys, {', '.join(modules)}; print(*sys.modules)"
     loaded = subprocess.run(

@@ -11,8 +11,7 @@ import torch
 from torch import nn, optim
 from torch.optim import lr_scheduler as lrs
 
-from gemsc.runtime.checkpoint.state_check import check_alike, check_step
-from gemsc.runtime.checkpoint.state_json import decode, encode
+from gemsc.runtime.checkpoint.states import check_alike, check_step, decode, encode
 
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "steps": lambda o: lrs.StepLR(o, 2),

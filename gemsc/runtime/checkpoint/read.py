@@ -20,7 +20,6 @@ from gemsc.runtime.checkpoint.folder import (
     check_digests,
     with_advice,
 )
-from gemsc.runtime.checkpoint.generators import check_generators, set_generators
 from gemsc.runtime.checkpoint.holdings import (
     BESIDE_KEY,
     MODEL_KEY,
@@ -35,8 +34,13 @@ from gemsc.runtime.checkpoint.optimizer_state import (
     slots_of,
 )
 from gemsc.runtime.checkpoint.pieces import TensorPiece
-from gemsc.runtime.checkpoint.state_check import check_alike, check_step
-from gemsc.runtime.checkpoint.state_json import decode
+from gemsc.runtime.checkpoint.states import (
+    check_alike,
+    check_generators,
+    check_step,
+    decode,
+    set_generators,
+)
 from gemsc.runtime.worker.worker import Worker
 
 

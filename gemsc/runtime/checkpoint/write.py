@@ -25,7 +25,6 @@ from torch import Tensor
 from gemsc.base.files import write_text
 from gemsc.errors import GemscError
 from gemsc.runtime.checkpoint.folder import clear_space, discard, publish
-from gemsc.runtime.checkpoint.generators import generator_states
 from gemsc.runtime.checkpoint.holdings import (
     BESIDE_KEY,
     EMA_KEY,
@@ -37,7 +36,7 @@ from gemsc.runtime.checkpoint.holdings import (
 from gemsc.runtime.checkpoint.manifest import Manifest, Stored
 from gemsc.runtime.checkpoint.optimizer_state import slots_of, split_state
 from gemsc.runtime.checkpoint.pieces import TensorPiece
-from gemsc.runtime.checkpoint.state_json import dtype_name, encode
+from gemsc.runtime.checkpoint.states import dtype_name, encode, generator_states
 from gemsc.runtime.process.status import Status
 from gemsc.runtime.worker.worker import Worker
 from gemsc.weights.facts import FileFacts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import signal
 import threading
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -20,7 +22,6 @@ from gemsc.base.rng import seed_of
 from gemsc.base.user_place import user_place
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
-from gemsc.runtime.data.digest import digest
 from gemsc.runtime.data.held_generators import SeededReader
 from gemsc.runtime.data.tiled import TiledDataset, Window, whole_window
 from gemsc.runtime.process.status import Status, note_worker
@@ -326,3 +327,20 @@ def repeated(examples: Any, plan: Plan) -> Any:
         return torch.cat([leaf] * count) if many else leaf
 
     return pytree.tree_map(repeat, examples)
+
+
+def digest(sample: Any) -> str:
+    """Return a digest of dtype, shape and content of a sample, for comparisons."""
+    found = hashlib.blake2b(digest_size=16)
+    for leaf in pytree.tree_leaves(sample):
+        if isinstance(leaf, torch.Tensor):
+            value = leaf.detach().cpu().contiguous().reshape(-1)
+            found.update(f"{leaf.dtype} {tuple(leaf.shape)};".encode())
+            found.update(value.view(torch.uint8).numpy().data)
+        elif isinstance(leaf, np.ndarray | np.generic):
+            found.update(f"{leaf.dtype} {leaf.shape};".encode() + leaf.tobytes())
+        elif isinstance(leaf, bool | int | float | complex | str | bytes):
+            found.update(f"{type(leaf).__name__} {leaf!r};".encode())
+        else:  # the text of other objects may hold their address
+            found.update(f"{type(leaf).__name__};".encode())
+    return found.hexdigest()

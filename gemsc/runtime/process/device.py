@@ -12,12 +12,12 @@ import torch
 
 from gemsc.base.process import is_started_by_mpirun, return_large_blocks
 from gemsc.errors import GemscError
-from gemsc.runtime.process.mps import use_mps
 from gemsc.runtime.process.sharing import (
     LocalPlace,
     check_sharing,
     local_place,
     shared_device,
+    use_mps,
 )
 from gemsc.runtime.transport.launcher import is_first_started
 from gemsc.runtime.transport.transport import Transport

@@ -27,7 +27,7 @@ from typing import IO, Any
 import torch
 
 from gemsc.base.files import write_text
-from gemsc.runtime.training.callback import Callback
+from gemsc.runtime.training.callbacks import Callback
 from gemsc.runtime.training.run_folder import LOG, TABLE, clear, describe_run
 from gemsc.runtime.training.trainer import StepReport, Trainer
 from gemsc.runtime.transport.waiting import waited_seconds

@@ -13,7 +13,7 @@ from gemsc.base.rng import seed_of
 from gemsc.base.units import show_bytes
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
-from gemsc.runtime.checkpoint.export import export_model
+from gemsc.runtime.checkpoint.files import export_model
 from gemsc.runtime.checkpoint.folder import LATEST, MODEL
 from gemsc.runtime.checkpoint.manifest import Manifest
 from gemsc.runtime.data.batches import Batches
@@ -23,17 +23,12 @@ from gemsc.runtime.data.tiled import TiledDataset, window_of
 from gemsc.runtime.process.failure import is_first
 from gemsc.runtime.process.status import REPORTED
 from gemsc.runtime.process.stop import StopSignal
-from gemsc.runtime.training.bar import Bar
-from gemsc.runtime.training.best import Best
-from gemsc.runtime.training.callback import Callback
-from gemsc.runtime.training.checkpoints import Checkpoints
-from gemsc.runtime.training.ema import Ema
+from gemsc.runtime.training.callbacks import Bar, Callback, Ema, Hooks, Position
+from gemsc.runtime.training.checkpoints import Best, Checkpoints
 from gemsc.runtime.training.evaluation import Evaluator
-from gemsc.runtime.training.hooks import Hooks
 from gemsc.runtime.training.logs import Log, peak_bytes
-from gemsc.runtime.training.position import Position
-from gemsc.runtime.training.run_record import RunRecord
 from gemsc.runtime.training.trainer import Trainer
+from gemsc.runtime.training.verification import RunRecord
 from gemsc.runtime.worker.finite import (
     ADVICE,
     MOST_NAMED,

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -24,17 +21,16 @@ from gemsc.runtime.checkpoint.read import resume
 from gemsc.runtime.checkpoint.write import PendingSave, save
 from gemsc.runtime.data.tiled import Window
 from gemsc.runtime.process.device import cap_memory, choose_device
-from gemsc.runtime.process.eager_optimizers import without_dynamo
 from gemsc.runtime.process.stop import StopSignal
-from gemsc.runtime.training.program_directory import check_dtype
+from gemsc.runtime.training.program_directory import check_dtype, load_program
 from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.streams import Streams, streams_for
 from gemsc.runtime.transport.transport import Transport
 from gemsc.runtime.worker.finite import Problem
-from gemsc.runtime.worker.freezing import Freezing
-from gemsc.runtime.worker.program import RankPlace, RankProgram
-from gemsc.runtime.worker.requests import Requests
-from gemsc.runtime.worker.stages import Stages
+from gemsc.runtime.worker.program import RankPlace
+from gemsc.runtime.worker.stages import Freezing, Stages
+from gemsc.runtime.worker.steps import Requests
+from gemsc.runtime.worker.updates import without_dynamo
 from gemsc.runtime.worker.worker import Worker
 from gemsc.weights.read import read_tensor
 
@@ -424,36 +420,6 @@ class Trainer:
         worker.status.enter("sum of the losses")
         (total,) = worker.sum_up(float(steps.loss_sum()))
         return total / steps.count
-
-
-def load_program(directory: Path, rank: int) -> RankProgram:
-    """Return what the file of a rank says of itself."""
-    module = load_rank_module(directory, rank)
-    try:
-        program: RankProgram = module.PROGRAM
-    except AttributeError:
-        raise GemscError(
-            f"{module.__file__} has no PROGRAM", help="compile again"
-        ) from None
-    return program
-
-
-def load_rank_module(directory: Path, rank: int) -> ModuleType:
-    """Import `rankN.py` of a program directory."""
-    path = directory / f"rank{rank}.py"
-    if not path.exists():
-        raise GemscError(
-            f"{directory} has no {path.name}",
-            help="start as many ranks as the program has: `gemsc run` does",
-        )
-    name = f"gemsc_program_{abs(hash(str(directory)))}_rank{rank}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def as_structure(value: Any) -> Any:

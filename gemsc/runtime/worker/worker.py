@@ -32,9 +32,8 @@ from gemsc.runtime.worker.backward import edge_of, gradient_of, is_absent, run_b
 from gemsc.runtime.worker.deferral import Deferred
 from gemsc.runtime.worker.finite import NotFiniteError, Problem, not_finite
 from gemsc.runtime.worker.program import RankPlace, RankProgram, Run
-from gemsc.runtime.worker.requests import Requests
 from gemsc.runtime.worker.stages import Stages, without_trace
-from gemsc.runtime.worker.steps import Steps
+from gemsc.runtime.worker.steps import Requests, Steps
 from gemsc.runtime.worker.updates import Updates
 
 
