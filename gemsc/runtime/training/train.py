@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import cast
 
 import torch
 
@@ -82,7 +81,7 @@ def main(directory: Path, arguments: list[str] | None = None) -> int:
             steps = options.steps or 1
             time_steps(directory, transport, options.time_into, steps, device)
         else:
-            options = cast("argparse.Namespace", transport.broadcast_object(options))
+            options = transport.broadcast_object(options)
             code = train(directory, transport, options, device)
         transport.close()
     except BaseException as error:
