@@ -27,15 +27,18 @@ import torch
 from torch import Tensor, nn
 
 from gemsc.errors import GemscError
+from gemsc.weights.write import DTYPES as STORED_DTYPES
 
 SMALL = 16  # elements of a tensor that stands in the text
 KIND, OF = "$", "of"
-NAMES = (
-    *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
-    *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"),
-    *("bool", "complex64"),
-)
-DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in NAMES}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return `float32` for torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+DTYPES = {dtype_name(dtype): dtype for dtype in STORED_DTYPES.values()}
 
 Put = Callable[[Tensor], str]
 Get = Callable[[str], Tensor]
@@ -51,11 +54,6 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
     "OrderedDict": OrderedDict,
     "dict": dict,
 }
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return `float32` for torch.float32."""
-    return str(dtype).removeprefix("torch.")
 
 
 def encode(value: Any, put: Put, what: str) -> Any:
