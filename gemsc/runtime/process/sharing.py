@@ -135,7 +135,7 @@ def use_mps() -> str:
     given = os.environ.get(PIPES)
     if shutil.which(CONTROL) is None:
         return "" if given else f"there is no {CONTROL} here"
-    if _ask("get_server_list", dict(os.environ)):
+    if _ask_daemon("get_server_list", dict(os.environ)):
         return ""
     if given:
         raise GemscError(
@@ -144,7 +144,7 @@ def use_mps() -> str:
         )
     launcher = os.getppid()
     try:
-        reason = _started(_folder(launcher), launcher)
+        reason = _started_daemon(_daemon_folder(launcher), launcher)
     except OSError as error:
         reason = f"no folder for its sockets: {error}"
     if reason and _is_exclusive():
@@ -155,24 +155,24 @@ def use_mps() -> str:
     return reason
 
 
-def _started(folder: Path, launcher: int) -> str:
+def _started_daemon(folder: Path, launcher: int) -> str:
     """Start the daemon, or wait until another rank has; return why it did not."""
     folder.mkdir(mode=0o700, exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         note = folder / REASON
         if not note.exists():
-            note.write_text(_start(folder, launcher))
+            note.write_text(_start_daemon(folder, launcher))
         reason = note.read_text()
     if not reason:
         os.environ.update(_variables(folder))
     return reason
 
 
-def _start(folder: Path, launcher: int) -> str:
+def _start_daemon(folder: Path, launcher: int) -> str:
     for stale in folder.parent.glob(f"{PREFIX}*"):
         if not _is_alive(stale):
-            _end(stale)
+            _end_daemon(stale)
     environment = os.environ | _variables(folder)
     environment.pop("CUDA_VISIBLE_DEVICES", None)  # it would number them once more
     output = folder / "output"
@@ -185,9 +185,9 @@ def _start(folder: Path, launcher: int) -> str:
             stderr=subprocess.STDOUT,
         )
     deadline = time.monotonic() + START_SECONDS
-    while code == 0 and not _ask("get_server_list", environment):
+    while code == 0 and not _ask_daemon("get_server_list", environment):
         if time.monotonic() > deadline:
-            _ask("quit", environment)
+            _ask_daemon("quit", environment)
             return f"it does not answer after {START_SECONDS:.0f} s"
         time.sleep(LOOK_SECONDS)
     if code != 0:
@@ -207,7 +207,7 @@ def _variables(folder: Path) -> dict[str, str]:
     return {PIPES: str(folder), LOGS: str(folder)}
 
 
-def _ask(command: str, environment: dict[str, str]) -> bool:
+def _ask_daemon(command: str, environment: dict[str, str]) -> bool:
     """Give the daemon a command; return whether there is one that does it."""
     try:
         done = subprocess.run(
@@ -231,7 +231,7 @@ def _is_exclusive() -> bool:
     return False
 
 
-def _folder(launcher: int) -> Path:
+def _daemon_folder(launcher: int) -> Path:
     """Return the folder of the ranks of a launcher; its path is short, for sockets."""
     parent = Path("/tmp") if Path("/tmp").is_dir() else Path(tempfile.gettempdir())
     return parent / f"{PREFIX}{os.getuid()}-{launcher}-{_began(launcher)}"
@@ -253,21 +253,21 @@ def _is_alive(folder: Path) -> bool:
     return bool(began) and _began(int(launcher)) == began
 
 
-def _end(folder: Path) -> None:
+def _end_daemon(folder: Path) -> None:
     """End the daemon of a folder, and remove that."""
     if os.access(folder, os.W_OK):
-        _ask("quit", os.environ | _variables(folder))
+        _ask_daemon("quit", os.environ | _variables(folder))
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _keep(folder: Path) -> None:
+def _keep_daemon(folder: Path) -> None:
     """End the daemon once the ranks' launcher has ended."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     while _is_alive(folder):
         time.sleep(LOOK_SECONDS)
-    _end(folder)
+    _end_daemon(folder)
 
 
 if __name__ == "__main__":
-    _keep(Path(sys.argv[1]))
+    _keep_daemon(Path(sys.argv[1]))
