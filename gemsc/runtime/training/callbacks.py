@@ -15,6 +15,7 @@ checkpoints have files of their own; the small ones are here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gemsc.base.units import show_bytes
 from gemsc.errors import GemscError
 from gemsc.runtime.checkpoint.holdings import EMA_KEY
 from gemsc.runtime.data.batches import Batches
+from gemsc.runtime.process.device import peak_bytes
 from gemsc.runtime.process.progress import ProgressBar
 from gemsc.runtime.training.trainer import StepReport, Trainer
 from gemsc.user_model import UserModel
@@ -137,17 +140,25 @@ class Position(Callback):
         steps.done = state["epoch"] * len(batches) + first
 
 
-class Bar(Callback):
-    """Shows the progress of an epoch: loss, samples per second, the time of a step."""
+class Console(Callback):
+    """What the first rank prints: a bar for each epoch, figures, how the run ends."""
 
-    def __init__(self, total: int, each: int) -> None:
+    def __init__(self, trainer: Trainer, total: int, each: int) -> None:
         """Prepare for `total` steps, `each` of them in an epoch."""
+        self.talks = trainer.transport.rank == 0
         self.total = total
         self.each = each
         self._bar: ProgressBar | None = None
 
+    def say(self, text: str) -> None:
+        """Print a line."""
+        if self.talks:
+            print(text, flush=True)  # noqa: T201
+
     def on_step(self, trainer: Trainer, report: StepReport) -> None:
         """Count the step; an epoch's first and last one begin and end a bar."""
+        if not self.talks:
+            return
         epoch, number = divmod(report.step - 1, self.each)
         if self._bar is None:
             size = min(self.each, self.total - epoch * self.each) - number
@@ -157,9 +168,31 @@ class Bar(Callback):
         if number + 1 == self.each or report.step == self.total:
             self._close()
 
+    def on_evaluation(self, trainer: Trainer, figures: Mapping[str, float]) -> None:
+        """Print the loss and the user's metrics."""
+        text = "  ".join(f"{name} {mean:.4f}" for name, mean in figures.items())
+        self.say(f"held-out after epoch {trainer.epoch + 1}: {text}")
+        if not math.isfinite(figures.get("loss", 0.0)):
+            self.say("warning: the held-out loss is not finite")
+
     def on_end(self, trainer: Trainer) -> None:
-        """Leave the last state on the screen."""
+        """Say why the run ends before its time, and what the fullest rank took."""
         self._close()
+        transport, device = trainer.transport, trainer.device
+        if trainer.requests.agreed("stop"):
+            reasons = transport.all_gather_object(trainer.requests.reason("stop"))
+            reason = next(filter(None, reasons), "asked to")
+            self.say(f"stopped after step {trainer.step_number}: {reason}")
+        used = transport.all_gather_object(peak_bytes(device))
+        rank, plan = used.index(max(used)), trainer.plan
+        planned = plan.by_rank(plan.peak_bytes)[rank % plan.copy_ranks]
+        where = "its process, with Python and PyTorch"
+        if device.type == "cuda":
+            where = "PyTorch on its GPU"
+        self.say(
+            f"memory: rank {rank} took most: {show_bytes(used[rank])} in {where}; "
+            f"{show_bytes(planned)} of tensors were predicted"
+        )
 
     def on_failure(self, trainer: Trainer, error: BaseException) -> None:
         """Leave the last state on the screen, above the report."""

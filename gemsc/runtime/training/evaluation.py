@@ -92,7 +92,7 @@ class Evaluator:
                 help="give it another name",
             )
         transport, scorer = self.trainer.transport, self.holders.first
-        found: Any = transport.broadcast_object(mean_loss.figures() | own, scorer)
+        found = transport.broadcast_object(mean_loss.figures() | own, scorer)
         status.idle()
         self.record.add_figures(found)
         return {name: value for name, (value, _) in found.items()}
@@ -182,7 +182,7 @@ def picture_of_all(trainer: Trainer) -> Picture | None:
     inputs = trainer.program.inputs.values()
     shapes = [item.shape for item in inputs if item.path[0] == "input"]
     mine = next(filter(None, map(Picture.of_shape, shapes)), None)
-    found: list[Any] = trainer.transport.all_gather_object(mine)
+    found = trainer.transport.all_gather_object(mine)
     return next((each for each in found if each is not None), None)
 
 

@@ -180,7 +180,7 @@ def train(
         clip_norm=options.clip_norm,
         on_nonfinite=options.on_nonfinite,
     )
-    training = Training(trainer, user, plan, options)
+    training = Training(trainer, user, options)
     trainer.worker.detects_anomalies = options.detect_anomaly
     if options.resume is not None:
         trainer.resume(options.resume)
@@ -238,7 +238,8 @@ def load(
     transport = MpiTransport()
     install_hooks(transport)
     watch_exit(transport)
-    start_watch(transport, _seconds(timeout))
+    is_never = timeout is None or timeout == "never"
+    start_watch(transport, 0.0 if is_never else parse_seconds(str(timeout)))
     check_program(folder, transport.size)
     share_cores(transport)
     if dtype is not None:
@@ -258,14 +259,3 @@ def load(
     )
     trainer.leave_on_signals()
     return trainer
-
-
-def _seconds(timeout: float | str | None) -> float:
-    """Return seconds, 0 for never.
-
-    Raises:
-        GemscError: the text is not a time, or it is negative.
-    """
-    if timeout is None or timeout == "never":
-        return 0.0
-    return parse_seconds(str(timeout))

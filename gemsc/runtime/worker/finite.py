@@ -35,6 +35,18 @@ class Problem:
     losses: Mapping[int, float]
     gradients: tuple[str, ...]
 
+    @classmethod
+    def of_ranks(
+        cls, step: int, ranks: Iterable[tuple[Mapping[int, float], Iterable[str]]]
+    ) -> Problem:
+        """Return what all ranks have found: losses and gradients of each."""
+        losses: dict[int, float] = {}
+        gradients: dict[str, None] = {}
+        for of_rank, names in ranks:
+            losses |= of_rank
+            gradients |= dict.fromkeys(names)
+        return cls(step, dict(sorted(losses.items())), tuple(gradients))
+
     def __str__(self) -> str:
         """Return `the loss is nan at step 12, in micro-batch 3`, or the like."""
         found = [*self.losses.items()]

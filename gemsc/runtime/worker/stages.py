@@ -170,7 +170,7 @@ class Freezing:
                 help="compile without --branches, or with requires_grad=False",
             )
         mine = [*self._named], [*self._never]
-        everyone: list[Any] = self._transport.all_gather_object(mine)
+        everyone = self._transport.all_gather_object(mine)
         names = {name for theirs, _ in everyone for name in theirs}
         never = {name for _, theirs in everyone for name in theirs}
         found: set[str] = set()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
 from typing import Any
@@ -17,6 +17,7 @@ from torch.optim import optimizer as of_torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from gemsc.base.boxes import Interval
+from gemsc.base.elementwise import check_elementwise, updated_whole
 from gemsc.base.parts import sums_in_order
 from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.transport import Group
@@ -91,6 +92,27 @@ class Updates:
         self._to_come: Counter[str] = Counter()  # actions with gradients, by stage
         self._statistics = self._running_statistics()
         self.scaler = LossScale() if is_scaled else None
+
+    def make_optimizer(
+        self,
+        optimizer: Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer] | None,
+        scheduler: Callable[[Optimizer], Any] | None,
+    ) -> None:
+        """Make the optimizer of what this rank updates, by default SGD; see `Trainer`.
+
+        Raises:
+            GemscError: the optimizer looks at whole tensors, and the rank has parts.
+        """
+        parts = self._program.parts
+        if self._program.train_step is None or not self.parameters:
+            return
+        without_dynamo()
+        make = optimizer or partial(torch.optim.SGD, lr=0.01)
+        if parts:  # it may be another one than at compile time
+            check_elementwise(updated_whole(self.parameters, make), parts)
+        self.optimizer = make(self.parameters.items())
+        if scheduler is not None:
+            self.scheduler = scheduler(self.optimizer)
 
     def begin(self) -> None:
         """Remember what running statistics were before the step."""

@@ -30,6 +30,7 @@ from torch.utils.data import default_collate
 from gemsc.base.units import show_bytes
 from gemsc.errors import GemscError
 from gemsc.runtime.data.tiled import window_of
+from gemsc.runtime.process.device import peak_bytes
 from gemsc.runtime.process.progress import ProgressBar
 from gemsc.runtime.process.stop import STOPPING
 from gemsc.runtime.training.evaluation import (
@@ -38,7 +39,6 @@ from gemsc.runtime.training.evaluation import (
     picture_of_all,
     zero_target,
 )
-from gemsc.runtime.training.logs import peak_bytes
 from gemsc.runtime.training.train import load
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.slides.mask import write_rows
@@ -154,7 +154,7 @@ def main(path: Path) -> None:
     prediction = of_source(trainer, job, user)
     prediction.run()
     transport = trainer.transport
-    peaks: list[Any] = transport.all_gather_object(peak_bytes(trainer.device))
+    peaks = transport.all_gather_object(peak_bytes(trainer.device))
     if transport.rank == 0:
         print(  # noqa: T201
             f"{prediction.what}, in {time.perf_counter() - start:.0f} s; a rank took "
