@@ -36,7 +36,7 @@ import gemsc
 from gemsc.base.memory_format import convert, converted
 from gemsc.messages.message import Input, Message
 from gemsc.runtime import RankProgram, Run
-from gemsc.runtime.training.trainer import load_rank_module
+from gemsc.runtime.training.program_directory import load_rank_module
 from gemsc.weights.read import read_tensor
 from gemsc.weights.stage import fill
 

@@ -24,9 +24,9 @@ from memory import MICRO_BATCHES, Model, adamw, measure, traced
 from gemsc.compiler import Traced, lower
 from gemsc.options import CompileOptions
 from gemsc.runtime.training.trainer import Trainer
+from gemsc.runtime.training.verification import metered
 from gemsc.runtime.transport.local import run_local
 from gemsc.runtime.transport.transport import Transport
-from gemsc.runtime.worker.metered import metered
 
 WIDTH, LENGTH, WORDS = 64, 128, 512
 DEPTHS = 2, 6

@@ -28,9 +28,9 @@ from gemsc.codegen.package import write_directory
 from gemsc.compiler import lower, trace
 from gemsc.options import CompileOptions
 from gemsc.runtime.training.trainer import Trainer
+from gemsc.runtime.training.verification import metered
 from gemsc.runtime.transport.local import run_local
 from gemsc.runtime.transport.transport import Transport
-from gemsc.runtime.worker.metered import metered
 
 TILES = {1: "", 2: "2x1", 4: "2x2"}
 

@@ -14,9 +14,8 @@ if TYPE_CHECKING:
     from gemsc.compiler import CompiledProgram, compile
     from gemsc.errors import GemscError
     from gemsc.options import CompileOptions
-    from gemsc.runtime.training.callback import Callback
-    from gemsc.runtime.training.ema import Ema
-    from gemsc.runtime.training.load import load
+    from gemsc.runtime.training.callbacks import Callback, Ema
+    from gemsc.runtime.training.train import load
     from gemsc.runtime.training.trainer import Trainer
     from gemsc.slides.slide import Slide
     from gemsc.verify.steps import verify_compiled
@@ -39,15 +38,15 @@ __all__ = [
 __getattr__ = loads(
     __name__,
     {
-        "Callback": "gemsc.runtime.training.callback",
+        "Callback": "gemsc.runtime.training.callbacks",
         "CompileOptions": "gemsc.options",
         "CompiledProgram": "gemsc.compiler",
-        "Ema": "gemsc.runtime.training.ema",
+        "Ema": "gemsc.runtime.training.callbacks",
         "GemscError": "gemsc.errors",
         "Slide": "gemsc.slides.slide",
         "Trainer": "gemsc.runtime.training.trainer",
         "compile": "gemsc.compiler",
-        "load": "gemsc.runtime.training.load",
+        "load": "gemsc.runtime.training.train",
         "load_weights": "gemsc.weights.load",
         "verify_compiled": "gemsc.verify.steps",
     },

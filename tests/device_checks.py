@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from gemsc.runtime.memory.offload import OffloadedRun, PinnedStore, offloaded
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.runtime.transport import device_transport, streams, waiting
-from gemsc.runtime.transport.device_transport import DeviceTransport, Incoming, _Until
+from gemsc.runtime.transport.device_transport import DeviceTransport, Operation, _Until
 from gemsc.runtime.transport.local import LocalTransport, run_local
 from gemsc.runtime.transport.streams import Arrival, CudaStreams, Pending
 from gemsc.runtime.transport.waiting import Awaited, Request
@@ -282,7 +282,11 @@ def the_library_reads_the_device() -> None:
         transport = DeviceTransport(host, CudaStreams(DEVICE, device))
         transport.send(torch.ones(3).to(DEVICE), 1, 7)
         assert device.owns(host.sent[0])
-        assert transport.receive((3,), torch.float32, 1, 7).staged is None
+        incoming = transport.receive((3,), torch.float32, 1, 7)
+        assert incoming.memory is incoming.room
+        turns = host.num_turns
+        assert incoming.take() is incoming.buffer
+        assert host.num_turns == turns  # nothing is copied that would be waited for
 
 
 def few_messages_wait() -> None:
@@ -361,7 +365,8 @@ def sends_start_at_once() -> None:
                 device.move()
             assert (ask or later.done)()  # to ask is enough, for anything
             assert len(host.sent) == number
-        first = Incoming(transport, Silent(), Pending(torch.empty(0)))
+        first = Operation(transport, Pending(torch.empty(0)), Silent)
+        first.begin()
         assert _Until(lambda: True, (first, request)).need == Done.need
         assert _Until(lambda: True).need.what == "the device"
 

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import gemsc
-from gemsc.runtime.training.trainer import load_program
+from gemsc.runtime.training.program_directory import load_program
 from gemsc.runtime.worker.stages import Stages
 from gemsc.weights.read import read_tensor
 

@@ -23,7 +23,7 @@ from gemsc.passes.balance_stages import BalanceStages
 from gemsc.passes.insert_comms import InsertComms
 from gemsc.passes.manager import run_passes
 from gemsc.passes.place_stages import PlaceStages
-from gemsc.runtime.checkpoint.export import export_model
+from gemsc.runtime.checkpoint.files import export_model
 from gemsc.runtime.training.trainer import OptimizerFactory, Trainer
 from gemsc.runtime.transport.local import run_local
 from gemsc.verify.steps import Comparison, compare, reference_steps

@@ -23,8 +23,8 @@ from gemsc.plan import Plan
 from gemsc.runtime.checkpoint.folder import check_checkpoint
 from gemsc.runtime.process.status import read_status
 from gemsc.runtime.training.arguments import parse_arguments
+from gemsc.runtime.training.program_directory import load_program
 from gemsc.runtime.training.run_folder import clear, describe_run
-from gemsc.runtime.training.trainer import load_program
 from gemsc.viz.curves import RunLog, curves
 from gemsc.viz.report import write_report
 

@@ -9,7 +9,7 @@ import pytest
 
 from gemsc.costs.collectives import BUCKET_BYTES, ROUNDS, allreduce, sum_seconds
 from gemsc.costs.hardware import Allreduce, LinkSpeed, Network
-from gemsc.runtime.worker import buckets
+from gemsc.runtime.worker import reduction
 
 LATENCY, BANDWIDTH, ADDING = 3e-6, 2e9, 5e9
 LINK = LinkSpeed(latency=LATENCY, bandwidth=BANDWIDTH)
@@ -88,7 +88,7 @@ def test_buckets_are_summed_one_after_the_other() -> None:
         for count in (1, 3)
     )
     assert three == pytest.approx(3 * one)
-    assert BUCKET_BYTES == buckets.BUCKET_BYTES
+    assert BUCKET_BYTES == reduction.BUCKET_BYTES
 
 
 def test_groups_that_leave_a_node_together_share_its_interface() -> None:

@@ -16,7 +16,7 @@ from gemsc.runtime.memory import offload
 from gemsc.runtime.transport import device_transport, streams
 
 # test_offload.py has what else there is to be offloaded
-MOVES = ("PinnedStore", "_Pinned.", "_Moved", "Part.arrive", "Run.prefetch")
+MOVES = ("PinnedStore", "_Moved", "Part.arrive", "Run.prefetch")
 ONLY_SAVES_TIME = (
     "DeviceTransport.wait: self._deferred is True",
     "_OffloadedPart.arrive: self._arrived is False",

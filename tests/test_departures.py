@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gemsc.errors import InternalError
 from gemsc.planner.ending import start_early
 from gemsc.runtime.training.trainer import Trainer
-from gemsc.runtime.worker import buckets, updates
+from gemsc.runtime.worker import reduction, updates
 from gemsc.runtime.worker.departures import Departures, leaving_early
 
 STEPS = 4
@@ -40,7 +40,7 @@ def backward(named: dict[str, nn.Parameter], among: tuple[str, ...] = LAYERS) ->
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put each tensor into a bucket of its own."""
-    monkeypatch.setattr(buckets, "BUCKET_BYTES", 1)
+    monkeypatch.setattr(reduction, "BUCKET_BYTES", 1)
 
 
 def test_buckets_leave_in_order_as_soon_as_they_are_complete() -> None:
@@ -264,11 +264,11 @@ def test_parts_of_a_bucket_lie_as_their_tensors_do() -> None:
     gaps = torch.randn(6, 4)[:, :2]
     tensors = [image, torch.randn(3), torch.randn(()), gaps, torch.randn(2, 3).t()]
     bucket = torch.empty(sum(tensor.numel() for tensor in tensors))
-    parts = buckets.parts_like(tensors, bucket)
+    parts = reduction.parts_like(tensors, bucket)
     torch._foreach_copy_(parts, tensors)
     for part, tensor in zip(parts, tensors, strict=True):
         assert torch.equal(part, tensor)
         assert part.untyped_storage() == bucket.untyped_storage()
         strides = tensor.contiguous() if tensor is gaps else tensor
         assert part.stride() == strides.stride()
-    assert torch.equal(bucket.sort().values, buckets.flat(tensors).sort().values)
+    assert torch.equal(bucket.sort().values, reduction.flat(tensors).sort().values)

@@ -18,7 +18,7 @@ from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.local import run_local
 from gemsc.runtime.transport.streams import Streams
 from gemsc.runtime.transport.transport import Transport
-from gemsc.runtime.worker.clip import clip_gradients
+from gemsc.runtime.worker.updates import clip_gradients
 from gemsc.verify.steps import compare, reference_steps
 
 record = FRONTENDS["record"]

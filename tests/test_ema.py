@@ -15,7 +15,7 @@ from training_support import pairs, program, run, simple, user_of
 
 import gemsc
 from gemsc.errors import GemscError
-from gemsc.runtime.checkpoint.export import export_model
+from gemsc.runtime.checkpoint.files import export_model
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.weights.read import read_tensors
 from gemsc.weights.write import write_tensors

@@ -23,7 +23,7 @@ from gemsc.messages.exchange import Exchange
 from gemsc.passes.annotate import annotate
 from gemsc.runtime.tiles.convolution import reach
 from gemsc.runtime.training.trainer import Trainer
-from gemsc.runtime.worker.metered import metered
+from gemsc.runtime.training.verification import metered
 
 pytestmark = pytest.mark.usefixtures("in_double")
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from training_support import predict_job, user_of
 
 from gemsc.errors import GemscError
-from gemsc.runtime.prediction.predict import Job, Prediction
+from gemsc.runtime.training.predict import Job, Prediction
 from gemsc.slides import slide as slide_module
 from gemsc.slides.slide import Slide
 from gemsc.user_model import UserModel

@@ -254,6 +254,17 @@ def test_going_on_drops_what_came_after_the_checkpoint(
     assert (logged.run / "plan.toml").is_file()
 
 
+def test_a_table_that_is_lost_is_made_of_the_log(logged: Logged) -> None:
+    logged.train(2)
+    logged.save()
+    (logged.run / "log.csv").unlink()
+    logged.train(3, "--resume", logged.run)
+    losses = [line["loss"] for line in logged.lines if line["event"] == "step"]
+    assert [row["step"] for row in logged.table] == ["1", "2", "3"]
+    assert [float(row["loss"]) for row in logged.table] == losses
+    assert [row["eval_loss"] for row in logged.table] == ["", "0.5", "0.5"]
+
+
 def test_what_is_not_finite_is_valid_json_too(logged: Logged) -> None:
     logged.train(2, fails=1, on_nonfinite="skip")
     bad = logged.lines[2]

@@ -14,8 +14,7 @@ from nightly import at_night
 
 from gemsc.base.rng import preserve_rng
 from gemsc.errors import GemscError, SourceLocation
-from gemsc.runtime.data.batches import NUM_REPEATED, Batches
-from gemsc.runtime.data.digest import digest
+from gemsc.runtime.data.batches import NUM_REPEATED, Batches, digest
 from gemsc.runtime.data.shared import Digests, SharedData
 from gemsc.runtime.data.tiled import Window
 from gemsc.runtime.transport.local import run_local

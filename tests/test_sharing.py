@@ -21,7 +21,7 @@ from gemsc.costs.sharing import SharedDevice
 from gemsc.errors import GemscError
 from gemsc.options import AUTO, CompileOptions
 from gemsc.plan import Plan
-from gemsc.runtime.process import mps
+from gemsc.runtime.process import sharing
 from gemsc.runtime.process.device import claim_device
 from gemsc.runtime.process.sharing import (
     LOCAL_RANKS,
@@ -70,11 +70,11 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The log of a fake daemon, which is first on the path."""
     bin = tmp_path / "bin"
     bin.mkdir()
-    (bin / mps.CONTROL).write_text(CONTROL)
-    (bin / mps.CONTROL).chmod(0o755)
+    (bin / sharing.CONTROL).write_text(CONTROL)
+    (bin / sharing.CONTROL).chmod(0o755)
     monkeypatch.setenv("PATH", f"{bin}:{os.environ['PATH']}")
     monkeypatch.setenv("MPS_LOG", str(tmp_path / "log"))
-    monkeypatch.delenv(mps.PIPES, raising=False)
+    monkeypatch.delenv(sharing.PIPES, raising=False)
     return tmp_path / "log"
 
 
@@ -204,30 +204,30 @@ def test_a_daemon_of_the_site_is_used_and_left_alone(
     log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "control").touch()
-    monkeypatch.setenv(mps.PIPES, str(tmp_path))
-    assert mps.use_mps() == ""
+    monkeypatch.setenv(sharing.PIPES, str(tmp_path))
+    assert sharing.use_mps() == ""
     assert not log.exists()
-    assert os.environ[mps.PIPES] == str(tmp_path)
+    assert os.environ[sharing.PIPES] == str(tmp_path)
     (tmp_path / "control").unlink()
     with pytest.raises(GemscError, match="no MPS daemon answers in CUDA_MPS_PIPE"):
-        mps.use_mps()
+        sharing.use_mps()
 
 
 def test_a_daemon_that_does_not_start_is_told(
     log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mps, "_folder", lambda launcher: tmp_path / "own")
+    monkeypatch.setattr(sharing, "_daemon_folder", lambda launcher: tmp_path / "own")
     monkeypatch.setenv("MPS_FAILS", "no permission")
     expected = "nvidia-cuda-mps-control -d: An error: no permission"
-    assert mps.use_mps() == expected
-    assert mps.use_mps() == expected  # to the next rank
+    assert sharing.use_mps() == expected
+    assert sharing.use_mps() == expected  # to the next rank
     assert log.read_text().count("start") == 1
-    assert mps.PIPES not in os.environ
+    assert sharing.PIPES not in os.environ
     smi = tmp_path / "bin" / "nvidia-smi"
     smi.write_text("#!/bin/sh\necho Exclusive_Process\n")
     smi.chmod(0o755)
     with pytest.raises(GemscError, match="one process each, and MPS did not start"):
-        mps.use_mps()
+        sharing.use_mps()
 
 
 @pytest.fixture
@@ -253,7 +253,7 @@ def test_the_daemon_starts_once_and_outlives_no_launcher(
     program: Path, log: Path
 ) -> None:
     """Not even one that is killed; the next one sees to what killed keepers left."""
-    stale = Path("/tmp") / f"{mps.PREFIX}{os.getuid()}-{os.getpid()}-1"
+    stale = Path("/tmp") / f"{sharing.PREFIX}{os.getuid()}-{os.getpid()}-1"
     stale.mkdir(exist_ok=True)
     (stale / "control").touch()
     words = ("run", program, "--per-device", 2, "--epochs", 1_000_000)

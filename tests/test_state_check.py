@@ -11,8 +11,13 @@ import torch
 from torch import nn, optim
 from torch.optim import lr_scheduler as lrs
 
-from gemsc.runtime.checkpoint.state_check import check_alike, check_step
-from gemsc.runtime.checkpoint.state_json import decode, encode
+from gemsc.runtime.checkpoint.states import (
+    DTYPES,
+    check_alike,
+    check_step,
+    decode,
+    encode,
+)
 
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "steps": lambda o: lrs.StepLR(o, 2),
@@ -79,3 +84,11 @@ def test_an_optimizer_that_has_made_steps_is_tried_and_stays_as_it_is(
 def test_a_step_that_cannot_be_tried_is_not_refused() -> None:
     check_step(optim.LBFGS(nn.Linear(2, 2).parameters()))
     check_step(object())
+
+
+@pytest.mark.parametrize("dtype", [d for d in DTYPES.values() if not d.is_complex])
+def test_a_state_can_have_each_dtype_of_a_file(dtype: torch.dtype) -> None:
+    tensor = torch.tensor([1.0, 0.0, 1.0]).to(dtype)
+    again = decode(encode(tensor, str, "it"), lambda name: tensor)
+    assert again.dtype is dtype
+    assert again.tolist() == tensor.tolist()

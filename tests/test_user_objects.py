@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from command_line import compile_here
 
-from gemsc.runtime.worker.user_objects import user_object
+from gemsc.runtime.worker.program import user_object
 from gemsc.user_model import load_user_model
 
 MODEL = """

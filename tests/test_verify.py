@@ -19,7 +19,7 @@ import gemsc
 from gemsc.cli import verify as cli
 from gemsc.errors import GemscError
 from gemsc.messages.message import Input
-from gemsc.runtime.data.batch import BatchShape
+from gemsc.runtime.worker.steps import BatchShape
 from gemsc.verify.record import StepRecord
 from gemsc.verify.steps import TOLERANCE, Comparison, compare
 

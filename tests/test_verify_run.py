@@ -14,9 +14,8 @@ from nightly import at_night
 
 from gemsc.base.rng import seed_of
 from gemsc.errors import GemscError
-from gemsc.runtime.data.batches import Batches
-from gemsc.runtime.data.digest import digest
-from gemsc.runtime.training.run_record import RunRecord
+from gemsc.runtime.data.batches import Batches, digest
+from gemsc.runtime.training.verification import RunRecord
 from gemsc.user_model import UserModel, load_user_model
 from gemsc.verify.plain_run import PlainRun, RunSettings
 from gemsc.verify.runs import RunComparison, RunResult, check_data, compare_runs

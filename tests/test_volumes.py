@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from training_support import pairs, predict_job, run, user_of
 
 from gemsc.errors import GemscError
-from gemsc.runtime.prediction.predict import VolumePrediction
+from gemsc.runtime.training.predict import VolumePrediction
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.slides.volume import Volume
 from gemsc.slides.windows import Case, SlidingWindows

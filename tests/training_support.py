@@ -14,10 +14,9 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from gemsc.errors import SourceLocation
-from gemsc.plan import Plan
-from gemsc.runtime.prediction.predict import Job
 from gemsc.runtime.training.arguments import parse_arguments
 from gemsc.runtime.training.loop import Training
+from gemsc.runtime.training.predict import Job
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.user_model import UserModel
 
@@ -73,7 +72,7 @@ def run(
     parsed = parse_arguments([str(word) for word in words])
 
     def work(trainer: Trainer) -> Any:
-        training = Training(trainer, user, Plan.read(directory / "plan.toml"), parsed)
+        training = Training(trainer, user, parsed)
         if parsed.resume is not None:
             trainer.resume(parsed.resume)
         training.run()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gemsc.base.files import sync, write_text
 from gemsc.plan import Plan
-from gemsc.runtime.training.trainer import load_program
+from gemsc.runtime.training.program_directory import load_program
 from gemsc.weights.match import Wanted, conversions, matched
 from gemsc.weights.source import WeightFiles
 from gemsc.weights.stage import NOT_OF_THE_MODEL

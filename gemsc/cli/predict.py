@@ -15,12 +15,10 @@ from gemsc.cli.trained import program_of, trained_model
 from gemsc.errors import GemscError
 from gemsc.launch.launch import launch
 from gemsc.plan import Plan
-from gemsc.runtime.prediction.pictures import INPUT_HELP, KINDS
-from gemsc.runtime.prediction.predict import DTYPES, Job
 from gemsc.runtime.process.device import require_gpu
 from gemsc.runtime.process.progress import BAR_VARIABLE
-from gemsc.runtime.training.program_directory import check_program
-from gemsc.runtime.training.trainer import load_program
+from gemsc.runtime.training.predict import DTYPES, INPUT_HELP, KINDS, Job
+from gemsc.runtime.training.program_directory import check_program, load_program
 from gemsc.slides.slide import Slide, tifffile_module
 from gemsc.slides.volume import SUFFIXES, Volume, is_volume
 from gemsc.slides.windows import Picture
@@ -157,7 +155,7 @@ def _launch(plan: Plan, job: Path) -> int:
     if sys.stdout.isatty():
         columns = shutil.get_terminal_size().columns
         environment = {BAR_VARIABLE: "1", "COLUMNS": str(columns)}
-    words = [sys.executable, "-m", "gemsc.runtime.prediction.predict", str(job)]
+    words = [sys.executable, "-m", "gemsc.runtime.training.predict", str(job)]
     return launch(plan.ranks, words, env=environment)
 
 

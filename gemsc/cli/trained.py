@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gemsc.errors import GemscError
 from gemsc.importers.origin import ORIGIN_FILE
 from gemsc.plan import Plan
-from gemsc.runtime.checkpoint.export import saved_model
+from gemsc.runtime.checkpoint.files import saved_model
 from gemsc.runtime.checkpoint.folder import LATEST
 from gemsc.runtime.training.run_folder import ABOUT, RUNS
 from gemsc.user_model import UserModel, load_user_model

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from gemsc.runtime.tiles.grid import Grid
     from gemsc.runtime.tiles.windows import AxisWindows, Resize
     from gemsc.runtime.training.train import main
-    from gemsc.runtime.worker.program import RankProgram, Run
-    from gemsc.runtime.worker.user_objects import user_module, user_object
+    from gemsc.runtime.worker.program import RankProgram, Run, user_module, user_object
     from gemsc.runtime.worker.worker import Worker
 
 __all__ = [
@@ -71,7 +70,7 @@ __getattr__ = loads(
         "offloaded": "gemsc.runtime.memory.offload",
         "recompute": "gemsc.runtime.memory.recomputation",
         "tile_boxes": "gemsc.base.boxes",
-        "user_module": "gemsc.runtime.worker.user_objects",
-        "user_object": "gemsc.runtime.worker.user_objects",
+        "user_module": "gemsc.runtime.worker.program",
+        "user_object": "gemsc.runtime.worker.program",
     },
 )

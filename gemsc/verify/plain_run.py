@@ -22,7 +22,7 @@ from gemsc.base.dtypes import cast, cast_module
 from gemsc.base.memory_format import converted, like_examples
 from gemsc.base.nests import on_device
 from gemsc.base.rng import seed_of
-from gemsc.runtime.data.digest import digest
+from gemsc.runtime.data.batches import digest
 from gemsc.runtime.data.held_generators import SeededReader
 from gemsc.runtime.data.metrics import Metrics, first_samples
 from gemsc.slides.windows import Case, Picture, SlidingWindows

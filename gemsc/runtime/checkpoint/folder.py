@@ -17,7 +17,8 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,10 +64,8 @@ def check_checkpoint(directory: Path) -> Found:
             f"{directory} cannot be read: {error.strerror}",
             help="give the folder of a run, or one of its step- folders",
         ) from None
-    try:
+    with damage_named(folder, always=True):
         return Found(folder, _check_sizes(folder))
-    except GemscError as error:
-        raise with_advice(error, folder) from None
 
 
 def check_digests(folder: Path, manifest: Manifest, part: int, parts: int) -> None:
@@ -93,8 +92,24 @@ def saved_seed(directory: Path | None) -> int:
     return seed if isinstance(seed, int) else 0
 
 
-def with_advice(error: GemscError, folder: Path) -> GemscError:
-    """Return what is wrong with a checkpoint, with the name of another one."""
+@contextmanager
+def damage_named(folder: Path, *, always: bool = False) -> Iterator[None]:
+    """Name another checkpoint where this one is damaged, or `always`.
+
+    Raises:
+        GemscError: what was raised within, with that advice.
+    """
+    try:
+        yield
+    except GemscError as error:
+        if always or "is damaged" in error.message:
+            help = _other_than(folder)
+            raise GemscError(error.message, help=help) from None
+        raise
+
+
+def _other_than(folder: Path) -> str:
+    """Return which other checkpoint to go on from."""
     place = os.path.realpath(folder)  # of a link to itself, too
     for other in reversed(_steps_of(folder.parent)):
         if os.path.realpath(other) == place:
@@ -103,12 +118,10 @@ def with_advice(error: GemscError, folder: Path) -> GemscError:
             check_digests(other, _check_sizes(other), 0, 1)
         except GemscError:
             continue
-        help = f"{other} is whole: go on from there with --resume {other}"
-        return GemscError(error.message, help=help)
-    return GemscError(
-        error.message,
-        help=f"no other checkpoint in {folder.parent} is whole: give another folder, "
-        "or start anew without --resume",
+        return f"{other} is whole: go on from there with --resume {other}"
+    return (
+        f"no other checkpoint in {folder.parent} is whole: give another folder, or "
+        "start anew without --resume"
     )
 
 

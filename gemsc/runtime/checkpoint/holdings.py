@@ -46,13 +46,17 @@ class Holdings:
         part = self.worker.program.parts.get(name)
         return TensorPiece.whole(shape) if part is None else TensorPiece.of_part(part)
 
-    def updated(self, name: str, parameter: Tensor) -> HeldTensor:
-        """Return a parameter that this rank's optimizer has, or its rows of one."""
-        whole = self.worker.stages.parameters[name]
-        piece, rows = self.piece(name, whole.shape), self.worker.updates.own_rows
-        if name not in rows:
-            return HeldTensor(name, parameter, piece, self.is_first(name))
-        return HeldTensor(name, parameter, piece.rows(*rows[name]), True)
+    def updated(self) -> dict[int, HeldTensor]:
+        """Return the parameters that this rank's optimizer has, or its rows, by id."""
+        updates, held = self.worker.updates, {}
+        for name, parameter in updates.parameters.items():
+            whole = self.worker.stages.parameters[name]
+            piece, rows = self.piece(name, whole.shape), updates.own_rows.get(name)
+            if rows is not None:
+                piece = piece.rows(*rows)
+            is_written = rows is not None or self.is_first(name)
+            held[id(parameter)] = HeldTensor(name, parameter, piece, is_written)
+        return held
 
     def is_first(self, name: str) -> bool:
         """Whether this rank is the first one that holds its piece of a tensor."""

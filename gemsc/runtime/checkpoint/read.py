@@ -18,9 +18,8 @@ from gemsc.runtime.checkpoint.files import StoredTensors
 from gemsc.runtime.checkpoint.folder import (
     check_checkpoint,
     check_digests,
-    with_advice,
+    damage_named,
 )
-from gemsc.runtime.checkpoint.generators import check_generators, set_generators
 from gemsc.runtime.checkpoint.holdings import (
     BESIDE_KEY,
     MODEL_KEY,
@@ -35,8 +34,13 @@ from gemsc.runtime.checkpoint.optimizer_state import (
     slots_of,
 )
 from gemsc.runtime.checkpoint.pieces import TensorPiece
-from gemsc.runtime.checkpoint.state_check import check_alike, check_step
-from gemsc.runtime.checkpoint.state_json import decode
+from gemsc.runtime.checkpoint.states import (
+    check_alike,
+    check_generators,
+    check_step,
+    decode,
+    set_generators,
+)
 from gemsc.runtime.worker.worker import Worker
 
 
@@ -64,7 +68,7 @@ def resume(worker: Worker, directory: Path, tensors: Extra) -> dict[str, Any]:
             fit = _fit(_Reader(worker, tensors), directory, opened)
         except GemscError as error:
             problem = error
-        everyone: list[Any] = transport.all_gather_object((problem, fit.is_same))
+        everyone = transport.all_gather_object((problem, fit.is_same))
         for theirs, _ in everyone:
             if theirs is not None:  # perhaps of another rank
                 for part, state in zip(stateful, before, strict=True):
@@ -82,15 +86,10 @@ def _fit(reader: _Reader, directory: Path, opened: ExitStack) -> _Fit:
     if (manifest := found.manifest) is None:
         stored = opened.enter_context(StoredTensors.of_weights(found.place))
         return _Fit([*reader.weights(stored, "", {})])
-    try:
+    with damage_named(found.place), _checked(found.place):
         check_digests(found.place, manifest, transport.rank, transport.size)
         stored = opened.enter_context(StoredTensors(found.place, manifest.tensors))
-        with _checked(found.place):
-            return reader.everything(stored, manifest)
-    except GemscError as error:
-        if "is damaged" in error.message:
-            raise with_advice(error, found.place) from None
-        raise
+        return reader.everything(stored, manifest)
 
 
 @contextmanager
@@ -241,8 +240,7 @@ class _Reader:
         if updates.optimizer is None:
             return
         current = updates.optimizer.state_dict()
-        held = {id(p): holdings.updated(n, p) for n, p in updates.parameters.items()}
-        slots = slots_of(updates.optimizer, current, held)
+        slots = slots_of(updates.optimizer, current, holdings.updated())
         rank = self.worker.transport.host.rank
         sources = saved.groups(slots, len(current.get("param_groups", ())), rank)
         state = saved.state(current, slots, sources, stored.read)

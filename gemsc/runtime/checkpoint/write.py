@@ -13,9 +13,9 @@ import json
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from torch import Tensor
 from gemsc.base.files import write_text
 from gemsc.errors import GemscError
 from gemsc.runtime.checkpoint.folder import clear_space, discard, publish
-from gemsc.runtime.checkpoint.generators import generator_states
 from gemsc.runtime.checkpoint.holdings import (
     BESIDE_KEY,
     EMA_KEY,
@@ -37,7 +36,7 @@ from gemsc.runtime.checkpoint.holdings import (
 from gemsc.runtime.checkpoint.manifest import Manifest, Stored
 from gemsc.runtime.checkpoint.optimizer_state import slots_of, split_state
 from gemsc.runtime.checkpoint.pieces import TensorPiece
-from gemsc.runtime.checkpoint.state_json import dtype_name, encode
+from gemsc.runtime.checkpoint.states import dtype_name, encode, generator_states
 from gemsc.runtime.process.status import Status
 from gemsc.runtime.worker.worker import Worker
 from gemsc.weights.facts import FileFacts
@@ -96,11 +95,11 @@ def save(
     try:
         share = _share(worker, extra, tensors)
         if transport.rank == 0:
-            with _Told(directory, step):
+            with _told_where(directory, step):
                 beside = clear_space(directory, step)
     except GemscError as error:
         problem = error
-    everyone: list[Any] = transport.all_gather_object((step, str(beside), problem))
+    everyone = transport.all_gather_object((step, str(beside), problem))
     steps = [step for step, _, _ in everyone]
     beside = Path(everyone[0][1])
     problems = [problem for *_, problem in everyone if problem is not None]
@@ -134,7 +133,7 @@ def _together(transport: Any, act: Callable[[], None] | None, beside: Path) -> N
             act()
     except GemscError as error:
         problem = error
-    everyone: list[Any] = transport.all_gather_object(problem)
+    everyone = transport.all_gather_object(problem)
     for theirs in everyone:
         if theirs is not None:
             if transport.rank == 0:
@@ -142,24 +141,17 @@ def _together(transport: Any, act: Callable[[], None] | None, beside: Path) -> N
             raise theirs
 
 
-@dataclass(frozen=True)
-class _Told:
-    """Says what could not be written, where to, and what is left."""
-
-    directory: Path
-    step: int
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        if isinstance(error, OSError | RuntimeError | SafetensorError):
-            raise GemscError(
-                f"the checkpoint of step {self.step} cannot be written to "
-                f"{self.directory}: {error}",
-                help="free space there, or --save elsewhere; an older checkpoint there "
-                "is still complete",
-            ) from error
+@contextmanager
+def _told_where(directory: Path, step: int) -> Iterator[None]:
+    """Say what could not be written, where to, and what is left."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise GemscError(
+            f"the checkpoint of step {step} cannot be written to {directory}: {error}",
+            help="free space there, or --save elsewhere; an older checkpoint there is "
+            "still complete",
+        ) from error
 
 
 # -------------------------------------------------- what a rank has to say
@@ -167,17 +159,18 @@ class _Told:
 
 @dataclass(frozen=True)
 class _Share:
-    """What one rank saves: tensors by key, each with its piece, and JSON."""
+    """What one rank saves: the tensors that it writes by key, and JSON."""
 
-    tensors: dict[str, tuple[Tensor, TensorPiece]]
+    tensors: dict[str, HeldTensor]
     texts: dict[str, Any]
 
     def copied(self) -> _Share:
         """Return the same with tensors that nobody changes, in the host's memory."""
-        return _Share(
-            {k: (t.to("cpu", copy=True), p) for k, (t, p) in self.tensors.items()},
-            self.texts,
-        )
+        copies = {
+            key: replace(held, tensor=held.tensor.to("cpu", copy=True))
+            for key, held in self.tensors.items()
+        }
+        return _Share(copies, self.texts)
 
 
 def _share(worker: Worker, extra: Mapping[str, Any], tensors: Extra) -> _Share:
@@ -186,27 +179,27 @@ def _share(worker: Worker, extra: Mapping[str, Any], tensors: Extra) -> _Share:
         worker.updates,
         Holdings(worker),
     )
-    found = {
-        held.key: (held.tensor.detach(), held.piece)
-        for held in (*holdings.tensors(tensors), *holdings.gradients())
-        if held.is_written
-    }
-
-    def put(tensor: Tensor) -> str:
-        key = f"private/{rank}/{len(found)}"
-        found[key] = tensor, TensorPiece.whole(tensor.shape)
-        return key
-
+    held = [*holdings.tensors(tensors), *holdings.gradients()]
     kinds: dict[str, str] = {}
     rest: dict[str, Any] = {"groups": [], "values": {}, "rest": {}}
     scheduler = None
     if updates.optimizer is not None:
         kinds["optimizer"] = type(updates.optimizer).__name__
-        held, rest = _optimizer(updates, holdings)
-        found |= {each.key: (each.tensor, each.piece) for each in held}
+        state = updates.optimizer.state_dict()
+        slots = slots_of(updates.optimizer, state, holdings.updated())
+        of_optimizer, rest = split_state(state, slots)
+        held += of_optimizer
     if updates.scheduler is not None:
         kinds["scheduler"] = type(updates.scheduler).__name__
         scheduler = updates.scheduler.state_dict()
+    written = {each.key: each for each in held if each.is_written}
+
+    def put(tensor: Tensor) -> str:
+        key = f"private/{rank}/{len(written)}"
+        whole = TensorPiece.whole(tensor.shape)
+        written[key] = HeldTensor(key, tensor, whole, is_written=True)
+        return key
+
     own = {
         "kinds": kinds,
         **encode(rest, put, "the state of the optimizer"),
@@ -223,17 +216,7 @@ def _share(worker: Worker, extra: Mapping[str, Any], tensors: Extra) -> _Share:
             "seed": worker.seed,
             "extra": encode(extra, put, "the extra state"),
         }
-    return _Share(found, texts)
-
-
-def _optimizer(
-    updates: Any, holdings: Holdings
-) -> tuple[list[HeldTensor], dict[str, Any]]:
-    """Return the tensors that this rank writes of the optimizer, and the rest."""
-    state = updates.optimizer.state_dict()
-    held = {id(p): holdings.updated(n, p) for n, p in updates.parameters.items()}
-    found, rest = split_state(state, slots_of(updates.optimizer, state, held))
-    return [each for each in found if each.is_written], rest
+    return _Share(written, texts)
 
 
 # ------------------------------------------------------ files and threads
@@ -269,25 +252,32 @@ class _Job:
 
     def write(self, share: _Share, go_on: Callable[[], None] | None = None) -> None:
         """Write this rank's file, then what there is in it; tell of each tensor."""
-        table = {k: Entry(t.dtype, p.sizes) for k, (t, p) in share.tensors.items()}
+        table = {
+            key: Entry(held.tensor.dtype, held.piece.sizes)
+            for key, held in share.tensors.items()
+        }
 
         def read(key: str) -> Tensor:
             if go_on is not None:
                 go_on()
-            tensor, piece = share.tensors[key]
-            return tensor.reshape(piece.sizes)
+            held = share.tensors[key]
+            return held.tensor.detach().reshape(held.piece.sizes)
 
-        with _Told(self.directory, self.step):
+        with _told_where(self.directory, self.step):
             facts = write_stream(self.beside / self._file, table, read, sync=True)
             pieces = {
-                key: (dtype_name(tensor.dtype), piece.shape, piece.intervals)
-                for key, (tensor, piece) in share.tensors.items()
+                key: (
+                    dtype_name(held.tensor.dtype),
+                    held.piece.shape,
+                    held.piece.intervals,
+                )
+                for key, held in share.tensors.items()
             }
             self._tell({"facts": vars(facts), "tensors": pieces, **share.texts})
 
     def complete(self) -> None:
         """Make a checkpoint of what all ranks have written."""
-        with _Told(self.directory, self.step):
+        with _told_where(self.directory, self.step):
             everyone = [self._told(rank) for rank in range(self.ranks)]
             files: dict[str, FileFacts] = {}
             aliases: dict[str, str] = {}

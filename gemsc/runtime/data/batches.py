@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import signal
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -20,26 +22,49 @@ from gemsc.base.rng import seed_of
 from gemsc.base.user_place import user_place
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
-from gemsc.runtime.data.digest import digest
 from gemsc.runtime.data.held_generators import SeededReader
 from gemsc.runtime.data.tiled import TiledDataset, Window, whole_window
 from gemsc.runtime.process.status import Status, note_worker
 
 NUM_REPEATED = 8  # samples of a run's first batch that are read twice
 
-_Keys = list[tuple[int, int, int, bool]]  # of a batch's samples: see `_Reproducible`
-# the index of a sample, the sample, its digests, its whole target; None if not wanted
-_Read = tuple[int, Any, tuple[str, ...], Any]
+
+class _Key(NamedTuple):
+    """A sample to read in an epoch.
+
+    num_digests: how many digests to give, each of another reading of the sample.
+    is_whole: whether to give its whole target.
+    """
+
+    epoch: int
+    sample_index: int
+    num_digests: int = 0
+    is_whole: bool = False
+
+
+class _Read(NamedTuple):
+    """A sample that was read, its digests, and its whole target if that was wanted."""
+
+    sample_index: int
+    sample: Any
+    digests: tuple[str, ...]
+    target: Any
+
+
+class _Collated(NamedTuple):
+    """The samples of a batch: inputs and targets, and of each sample its digests."""
+
+    data: tuple[Any, Any]
+    digests: list[tuple[str, ...]]
+    whole_targets: Any
 
 
 class _Reproducible(Dataset[Any]):
     """A dataset whose samples depend on nothing but seed, epoch and index.
 
     Every rank that needs a sample reads it itself, so random crops and flips must come
-    out alike: see `SeededReader`. A key is (epoch, index, how many digests to give,
-    each of another reading of the sample, whether to give its whole target). An error
-    is returned, not raised: of one that another process raises, DataLoader keeps the
-    text alone.
+    out alike: see `SeededReader`. An error is returned, not raised: of one that another
+    process raises, DataLoader keeps the text alone.
     """
 
     def __init__(self, dataset: Any, seed: int, window: Window | None) -> None:
@@ -47,7 +72,7 @@ class _Reproducible(Dataset[Any]):
         self.window = window
         self._reader = SeededReader(dataset, seed)
 
-    def __getitem__(self, key: tuple[int, int, int, bool]) -> _Read | GemscError:
+    def __getitem__(self, key: _Key) -> _Read | GemscError:
         epoch, index, num_digests, is_whole = key
         try:
             sample = self._read(epoch, index, self.window)
@@ -57,7 +82,7 @@ class _Reproducible(Dataset[Any]):
             target = None
             if is_whole and self.window is not None and not self.window.is_whole:
                 target = self._read(epoch, index, whole_window(self.window.shape))[1]
-            return index, sample, (*texts,), target
+            return _Read(index, sample, (*texts,), target)
         except Exception as error:
             what = f"{type(error).__name__}: {error}"
             if isinstance(error, GemscError):  # of a Slide
@@ -84,9 +109,9 @@ class _Sampler:
     """The keys of an epoch's batches: each is made when it is asked for."""
 
     def __init__(self) -> None:
-        self.keys: Iterator[_Keys] = iter(())
+        self.keys: Iterator[list[_Key]] = iter(())
 
-    def __iter__(self) -> Iterator[_Keys]:
+    def __iter__(self) -> Iterator[list[_Key]]:
         return self.keys
 
 
@@ -196,25 +221,30 @@ class Batches:
                 return 2 if place < twice else 1
             return int(self.compare_all)
 
-        keys: Iterator[_Keys] = (
+        keys = (
             [
-                (number, index, num_digests(i, place), self._whole(i))
+                _Key(number, index, num_digests(i, place), self._whole(i))
                 for place, index in enumerate(self._part(self._row(order, i)))
             ]
             for i in numbers
         )
         # part 0 reads this one anyway: so those of all copies can be compared
-        common: list[_Keys] = []
+        common: list[_Key] = []
         if self._start and numbers:
-            common = [[(number, self._row(order, first)[0], 1, False)]]
-        read = self._load(chain(common, keys))
-        digests = {key[1]: next(read)[1][0] for (key,) in common}
-        for i, (data, found, target) in zip(numbers, read, strict=True):
-            row = self._row(order, i)
-            texts = zip(self._part(row), found, strict=True)
+            common = [_Key(number, self._row(order, first)[0], num_digests=1)]
+        read = self._load(chain(([key] for key in common), keys))
+        digests = {key.sample_index: next(read).digests[0] for key in common}
+        for i, collated in zip(numbers, read, strict=True):
+            row, data, targets = (
+                self._row(order, i),
+                collated.data,
+                collated.whole_targets,
+            )
+            if targets is None:
+                targets = data[1]
+            texts = zip(self._part(row), collated.digests, strict=True)
             digests |= {index: text for index, text in texts if text}
-            target = data[1] if target is None else target
-            yield Batch(data, len(row) == self.size, target, digests)
+            yield Batch(data, len(row) == self.size, targets, digests)
             digests = {}
 
     def _whole(self, batch: int) -> bool:
@@ -238,7 +268,7 @@ class Batches:
         if is_main:
             signal.signal(signal.SIGCHLD, before)
 
-    def _load(self, keys: Iterator[_Keys]) -> Iterator[Any]:
+    def _load(self, keys: Iterator[list[_Key]]) -> Iterator[_Collated]:
         """Yield what the samples of each list of keys are, as `_collate` joins them."""
         self._sampler.keys = keys
         if self._loader is None:
@@ -275,22 +305,17 @@ def _begin_worker(number: int) -> None:
     note_worker()
 
 
-def _collate(
-    read: list[_Read | GemscError],
-) -> tuple[tuple[Any, Any], list[tuple[str, ...]], Any] | GemscError:
-    """Join samples to a batch of inputs and one of targets.
-
-    Return the digests, too, and whole targets where they were read.
-    """
+def _collate(read: list[_Read | GemscError]) -> _Collated | GemscError:
+    """Join samples to a batch of inputs and one of targets."""
     good: list[_Read] = []
     for each in read:
         if isinstance(each, GemscError):
             return each
         good.append(each)
-    samples = [sample for _, sample, _, _ in good]
+    samples = [each.sample for each in good]
     if wrong := pair_error(samples[0]):
         return wrong
-    targets = [target for *_, target in good if target is not None]
+    targets = [each.target for each in good if each.target is not None]
     try:
         batch = default_collate(samples)
         whole_targets = default_collate(targets) if targets else None
@@ -300,19 +325,21 @@ def _collate(
             f"{_odd_one(good) or error}",
             help="return samples of the same structure, shapes and dtypes",
         )
-    return (batch[0], batch[1]), [texts for _, _, texts, _ in good], whole_targets
+    digests = [each.digests for each in good]
+    return _Collated((batch[0], batch[1]), digests, whole_targets)
 
 
 def _odd_one(read: list[_Read]) -> str:
     """Return which sample has not the shapes of the first one, "" if all have."""
-    first, sample, *_ = read[0]
-    for index, other, *_ in read[1:]:
-        pairs = zip(pytree.tree_leaves(sample), pytree.tree_leaves(other), strict=False)
-        for one, two in pairs:
-            shapes = [list(getattr(leaf, "shape", ())) for leaf in (one, two)]
-            if shapes[0] != shapes[1]:
+    first = read[0]
+    for other in read[1:]:
+        leaves = (pytree.tree_leaves(each.sample) for each in (first, other))
+        for pair in zip(*leaves, strict=False):
+            one, two = (list(getattr(leaf, "shape", ())) for leaf in pair)
+            if one != two:
                 return (
-                    f"sample {index} has shape {shapes[1]}, sample {first} {shapes[0]}"
+                    f"sample {other.sample_index} has shape {two}, "
+                    f"sample {first.sample_index} {one}"
                 )
     return ""
 
@@ -326,3 +353,20 @@ def repeated(examples: Any, plan: Plan) -> Any:
         return torch.cat([leaf] * count) if many else leaf
 
     return pytree.tree_map(repeat, examples)
+
+
+def digest(sample: Any) -> str:
+    """Return a digest of dtype, shape and content of a sample, for comparisons."""
+    found = hashlib.blake2b(digest_size=16)
+    for leaf in pytree.tree_leaves(sample):
+        if isinstance(leaf, torch.Tensor):
+            value = leaf.detach().cpu().contiguous().reshape(-1)
+            found.update(f"{leaf.dtype} {tuple(leaf.shape)};".encode())
+            found.update(value.view(torch.uint8).numpy().data)
+        elif isinstance(leaf, np.ndarray | np.generic):
+            found.update(f"{leaf.dtype} {leaf.shape};".encode() + leaf.tobytes())
+        elif isinstance(leaf, bool | int | float | complex | str | bytes):
+            found.update(f"{type(leaf).__name__} {leaf!r};".encode())
+        else:  # the text of other objects may hold their address
+            found.update(f"{type(leaf).__name__};".encode())
+    return found.hexdigest()

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import repeat
-from typing import Any
 
 from gemsc.base.boxes import Box
 from gemsc.base.rng import seed_all, seed_of
@@ -72,7 +71,7 @@ class SharedData:
         changing: list[int] = []
         window = self.batches.window
         box = window.box if window is not None else None
-        everyone: list[Any] = self.transport.all_gather_object((box, digests))
+        everyone = self.transport.all_gather_object((box, digests))
         for rank, (box, theirs) in enumerate(everyone):
             for index, (found, *again) in theirs.items():
                 changing += [index] if {*again} - {found} else []

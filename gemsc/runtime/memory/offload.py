@@ -21,8 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Protocol
+from functools import cached_property, partial
 from weakref import ReferenceType, finalize, ref
 
 import torch
@@ -32,7 +31,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from gemsc.runtime.memory.meter import active_meter
 from gemsc.runtime.tiles.saving import Decomposed, decomposed
-from gemsc.runtime.transport.streams import Arrival, Pending, Streams
+from gemsc.runtime.transport.streams import Arrival, Streams
 
 _active = threading.local()  # the run of the stage that runs forward on this thread
 
@@ -52,24 +51,15 @@ def offloaded() -> Iterator[None]:
         yield
 
 
-class Kept(Protocol):
-    """Bytes that wait somewhere else."""
+@dataclass(frozen=True)
+class Kept:
+    """Bytes that wait in host memory: `fetch` starts to copy them back to the device.
 
-    def fetch(self) -> Arrival:
-        """Start to copy them back to the device."""
-        ...
+    `free` lets their room be used again.
+    """
 
-    def free(self) -> None:
-        """Let their room be used again."""
-        ...
-
-
-class Store(Protocol):
-    """Where storages wait."""
-
-    def put(self, data: Tensor) -> Kept:
-        """Start to copy a row of bytes outward."""
-        ...
+    fetch: Callable[[], Arrival]
+    free: Callable[[], None]
 
 
 class PinnedStore:
@@ -88,20 +78,9 @@ class PinnedStore:
         """Copy on the outward stream."""
         free = self._free[data.nbytes]
         copy = self._streams.to_host(data, free.pop() if free else None)
-        return _Pinned(self._streams, copy, free)
-
-
-@dataclass(frozen=True)
-class _Pinned:
-    streams: Streams
-    copy: Pending
-    free_rooms: list[Tensor]
-
-    def fetch(self) -> Arrival:
-        return self.streams.fetch(self.copy)
-
-    def free(self) -> None:
-        self.free_rooms.append(self.copy.tensor)
+        return Kept(
+            partial(self._streams.fetch, copy), partial(free.append, copy.tensor)
+        )
 
 
 class FileStore:
@@ -109,38 +88,25 @@ class FileStore:
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile(prefix="gemsc-offload-")  # noqa: SIM115
-        self._free: dict[int, list[mmap.mmap]] = defaultdict(list)
+        self._free: dict[int, list[Tensor]] = defaultdict(list)
 
     def put(self, data: Tensor) -> Kept:
         """Copy into the file."""
         size = max(1, -(-data.nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
         free = self._free[size]
         room = free.pop() if free else self._grow(size)
-        if data.nbytes:
-            torch.frombuffer(room, dtype=torch.uint8, count=data.nbytes).copy_(data)
-        return _InFile(room, data.nbytes, free)
+        kept = room[: data.nbytes].copy_(data)
+        return Kept(lambda: Arrival(kept.clone()), partial(free.append, room))
 
-    def _grow(self, size: int) -> mmap.mmap:
+    def _grow(self, size: int) -> Tensor:
         descriptor = self._file.fileno()
         start = os.fstat(descriptor).st_size
         os.ftruncate(descriptor, start + size)
-        return mmap.mmap(descriptor, size, offset=start)
+        room = mmap.mmap(descriptor, size, offset=start)
+        return torch.frombuffer(room, dtype=torch.uint8)
 
 
-@dataclass(frozen=True)
-class _InFile:
-    room: mmap.mmap
-    num_bytes: int
-    free_rooms: list[mmap.mmap]
-
-    def fetch(self) -> Arrival:
-        data = torch.empty(self.num_bytes, dtype=torch.uint8)
-        if self.num_bytes:
-            data.copy_(torch.frombuffer(self.room, dtype=torch.uint8, count=len(data)))
-        return Arrival(data)
-
-    def free(self) -> None:
-        self.free_rooms.append(self.room)
+Store = PinnedStore | FileStore
 
 
 def store_for(streams: Streams) -> Store:

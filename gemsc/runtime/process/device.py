@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,17 +13,18 @@ import torch
 
 from gemsc.base.process import is_started_by_mpirun, return_large_blocks
 from gemsc.errors import GemscError
-from gemsc.runtime.process.mps import use_mps
 from gemsc.runtime.process.sharing import (
     LocalPlace,
     check_sharing,
     local_place,
     shared_device,
+    use_mps,
 )
 from gemsc.runtime.transport.launcher import is_first_started
 from gemsc.runtime.transport.transport import Transport
 
 # the only one with which cuBLAS gives the same bits each time; read when it starts
+BYTES_OF_RSS = 1 if sys.platform == "darwin" else 1024
 CONTEXT_BYTES = 2**29  # of CUDA itself, in each process
 CUBLAS_SETTING = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 # PyTorch then counts GPUs without starting CUDA, which has to come after MPS
@@ -164,6 +166,13 @@ def cap_memory(device: torch.device, cap: int | None) -> None:
     share = max(cap - CONTEXT_BYTES, cap // 2) / total
     before = torch.cuda.get_per_process_memory_fraction(device)
     torch.cuda.set_per_process_memory_fraction(min(share, before), device)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return the most memory that this rank has used so far, on its device."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * BYTES_OF_RSS
 
 
 @contextmanager

@@ -17,7 +17,6 @@ import time
 import traceback
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 from gemsc.base.units import show_long
 from gemsc.runtime.process.failure import end_job, is_first, line_of
@@ -136,7 +135,7 @@ def start_watch(transport: Transport, limit: float) -> None:
         folder = str(kept.enter_context(scratch_folder(0)))
         atexit.register(kept.close)
     node = platform.node()
-    everyone: list[Any] = transport.all_gather_object((node, folder))
+    everyone = transport.all_gather_object((node, folder))
     if not is_given:
         folders = (found for its_node, found in everyone if its_node == node and found)
         _start(transport, next(folders), limit)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gemsc.errors import InternalError
 from gemsc.messages.exchange import Exchange, Piece, View
-from gemsc.runtime.transport.device_transport import DeviceTransport, Incoming
+from gemsc.runtime.transport.device_transport import DeviceTransport, Operation
 from gemsc.runtime.transport.waiting import Request
 
 __all__ = ["Flight", "TileMailbox", "tag_of"]
@@ -29,7 +29,7 @@ class Flight:
     ) -> None:
         self._mailbox = mailbox
         self._shapes = shapes  # of what comes from each tile
-        self.incoming: dict[int, Incoming] = {}
+        self.incoming: dict[int, Operation] = {}
         self.outgoing: list[Request] = []
 
     def take(self, tile: int) -> list[Tensor]:

@@ -1,25 +1,28 @@
 """Evaluation on held-out data: the loss and the user's metrics, of all samples.
 
 Each copy of the model evaluates its part of a batch. The parts are brought together on
-one rank, which scores the batch as one process would.
+one rank (`Holders`), which scores the batch as one process would.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import pickle
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from gemsc.base.dtypes import cast
 from gemsc.errors import GemscError
-from gemsc.runtime.data.holders import Holders
-from gemsc.runtime.data.metrics import Metrics, first_samples
+from gemsc.runtime.data.metrics import Metrics, first_samples, is_texts
 from gemsc.runtime.data.shared import SharedData
 from gemsc.runtime.data.tiled import Window
-from gemsc.runtime.training.run_record import RunRecord
 from gemsc.runtime.training.trainer import Trainer
+from gemsc.runtime.training.verification import RunRecord
+from gemsc.runtime.transport.transport import LARGEST_TAG, Transport
 from gemsc.slides.windows import Case, Picture, SlidingWindows
 from gemsc.user_model import UserModel
 
@@ -89,7 +92,7 @@ class Evaluator:
                 help="give it another name",
             )
         transport, scorer = self.trainer.transport, self.holders.first
-        found: Any = transport.broadcast_object(mean_loss.figures() | own, scorer)
+        found = transport.broadcast_object(mean_loss.figures() | own, scorer)
         status.idle()
         self.record.add_figures(found)
         return {name: value for name, (value, _) in found.items()}
@@ -179,7 +182,7 @@ def picture_of_all(trainer: Trainer) -> Picture | None:
     inputs = trainer.program.inputs.values()
     shapes = [item.shape for item in inputs if item.path[0] == "input"]
     mine = next(filter(None, map(Picture.of_shape, shapes)), None)
-    found: list[Any] = trainer.transport.all_gather_object(mine)
+    found = trainer.transport.all_gather_object(mine)
     return next((each for each in found if each is not None), None)
 
 
@@ -227,3 +230,59 @@ def zero_target(trainer: Trainer, part: Window | None = None) -> Any:
             nest = nest.setdefault(key, {})
         nest[item.path[-1]] = zeros
     return target
+
+
+@dataclass
+class Holders:
+    """The ranks that have outputs, one of each copy; the first one takes those of all.
+
+    They are known after the first `join`.
+    """
+
+    transport: Transport
+    ranks: list[int] = field(default_factory=list)
+
+    def find(self, output: Any) -> None:
+        """Learn once who has outputs; every rank calls it."""
+        if not self.ranks:
+            has_output = self.transport.all_gather_object(output is not None)
+            self.ranks = [rank for rank, has in enumerate(has_output) if has]
+
+    @property
+    def first(self) -> int:
+        """The rank that takes all."""
+        return self.ranks[0]
+
+    def join(self, value: Any) -> Any:
+        """Return what all holders have of a batch on the first one, None elsewhere."""
+        transport = self.transport
+        if transport.rank not in self.ranks:
+            return None
+        if transport.rank != self.first:
+            _send(transport, value, self.first)
+            return None
+        parts = [value, *(_receive(transport, rank) for rank in self.ranks[1:])]
+        return pytree.tree_map(_join, *parts, is_leaf=is_texts)
+
+
+def _join(*leaves: Any) -> Any:
+    if isinstance(leaves[0], Tensor):
+        return torch.cat(leaves)
+    if isinstance(leaves[0], np.ndarray):
+        return np.concatenate(leaves)
+    is_list = is_texts(leaves[0])
+    return [text for texts in leaves for text in texts] if is_list else leaves[0]
+
+
+def _send(transport: Transport, value: Any, dest: int) -> None:
+    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    for tensor in (torch.tensor([data.numel()]), data):
+        transport.wait(transport.send(tensor, dest, LARGEST_TAG))
+
+
+def _receive(transport: Transport, source: int) -> Any:
+    size = torch.zeros(1, dtype=torch.int64)
+    transport.wait(transport.receive(size, source, LARGEST_TAG))
+    data = torch.empty(int(size), dtype=torch.uint8)
+    transport.wait(transport.receive(data, source, LARGEST_TAG))
+    return pickle.loads(data.numpy().data)  # of a rank of this job

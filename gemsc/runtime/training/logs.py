@@ -1,33 +1,31 @@
 """The log of a run: what happened, line by line, and the figures of each step.
 
     log.jsonl   {"event": "step", "step": 12, "epoch": 2, "loss": 0.31, ...}
-                {"event": "evaluation", "step": 12, "loss": 0.29, "dice": 0.71, ...}
+                {"event": "evaluation", "step": 12, "figures": {"loss": 0.29, ...}}
     log.csv     step,epoch,loss,samples_per_second,...,eval_loss,eval_dice
 
-The first rank writes each line as soon as it is known. A run that goes on continues
-its log; what was logged after the checkpoint is dropped: no step is there twice.
-A number that is not finite is null in the one and empty in the other.
+The first rank writes each line as soon as it is known; all else is made of these lines.
+A run that goes on continues its log; what was logged after the checkpoint is dropped:
+no step is there twice. A number that is not finite is null, and empty in the table.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import io
 import json
 import math
 import platform
-import resource
-import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 
-from gemsc.base.files import write_text
-from gemsc.runtime.training.callback import Callback
+from gemsc.base.files import replaced, write_text
+from gemsc.runtime.process.device import peak_bytes
+from gemsc.runtime.training.callbacks import Callback
 from gemsc.runtime.training.run_folder import LOG, TABLE, clear, describe_run
 from gemsc.runtime.training.trainer import StepReport, Trainer
 from gemsc.runtime.transport.waiting import waited_seconds
@@ -37,7 +35,6 @@ COLUMNS = (
     *("step", "epoch", "loss", "samples_per_second", "seconds", "data_seconds"),
     *("learning_rate", "gradient_norm"),
 )
-BYTES_OF_RSS = 1 if sys.platform == "darwin" else 1024
 
 
 class Log(Callback):
@@ -49,7 +46,7 @@ class Log(Callback):
         self._options = options
         self._board: Any = None
         self._lines: IO[str] | None = None
-        self._table: _Table | None = None
+        self._columns: tuple[str, ...] = COLUMNS  # of log.csv
         self._last = 0.0  # when the last step ended
         self._steps_seconds = self._waited = 0.0
 
@@ -82,8 +79,10 @@ class Log(Callback):
                 name: value for name, value in figures.items() if value is not None
             }
             more = {} if report.problem is None else {"problem": str(report.problem)}
-            self._write("step", report.step, **known, **more)
-            self._note(report.step, known)
+            row = self._write("step", report.step, **known, **more)
+            with (self.folder / TABLE).open("a", encoding="utf-8", newline="") as file:
+                self._writer(file).writerow(row)
+            self._show(report.step, known)
         if report.step % EACH == 0:
             self._log_ranks(trainer)
 
@@ -91,8 +90,9 @@ class Log(Callback):
         """Log what was found on held-out data."""
         if self._lines is not None:
             self._write("evaluation", trainer.step_number, figures=dict(figures))
+            self._tabulate()
             named = {f"eval_{name}": value for name, value in figures.items()}
-            self._note(trainer.step_number, named)
+            self._show(trainer.step_number, named)
 
     def on_epoch(
         self, trainer: Trainer, epoch: int, figures: Mapping[str, float]
@@ -123,25 +123,54 @@ class Log(Callback):
         self.folder.mkdir(parents=True, exist_ok=True)
         if self._options.overwrite:
             clear(self.folder)
-        _keep_lines(self.folder / LOG, step)
-        self._lines = (self.folder / LOG).open("a", encoding="utf-8", buffering=1)
-        self._table = _Table(self.folder / TABLE, step)
+        lines = self.folder / LOG
+        kept = [line for line, record in _records(lines) if record["step"] <= step]
+        write_text(lines, "".join(f"{line}\n" for line in kept))
+        self._lines = lines.open("a", encoding="utf-8", buffering=1)
+        self._tabulate()
         if self._options.tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # loads a lot
 
             place = str(self.folder / "tensorboard")
             self._board = SummaryWriter(place, purge_step=step + 1)
 
-    def _write(self, event: str, step: int, **what: Any) -> None:
-        if self._lines is None:
-            return
+    def _write(self, event: str, step: int, **what: Any) -> dict[str, Any]:
         record = {"event": event, "step": step, "time": round(time.time(), 3), **what}
-        self._lines.write(json.dumps(_finite(record), allow_nan=False) + "\n")
+        finite: dict[str, Any] = _finite(record)
+        if self._lines is not None:
+            self._lines.write(json.dumps(finite, allow_nan=False) + "\n")
+        return finite
 
-    def _note(self, step: int, figures: Mapping[str, Any]) -> None:
-        """Add figures of a step to the table."""
-        assert self._table is not None
-        self._table.add(step, figures)
+    def _tabulate(self) -> None:
+        """Write log.csv anew: a row for each step, with what was found after it."""
+        rows: dict[int, dict[str, Any]] = {}
+        for _, record in _records(self.folder / LOG):
+            figures = {}
+            if record.get("event") == "step":
+                figures = {name: record.get(name) for name in COLUMNS}
+            elif record.get("event") == "evaluation":
+                figures = {f"eval_{n}": x for n, x in record["figures"].items()}
+            if figures:
+                rows.setdefault(record["step"], {"step": record["step"]}).update(
+                    figures
+                )
+        names = (name for row in rows.values() for name in row)
+        self._columns = (*dict.fromkeys((*COLUMNS, *names)),)
+        with (
+            replaced(self.folder / TABLE) as beside,
+            beside.open("w", encoding="utf-8", newline="") as file,
+        ):
+            writer = self._writer(file)
+            writer.writeheader()
+            writer.writerows(rows.values())
+
+    def _writer(self, file: IO[str]) -> csv.DictWriter[str]:
+        return csv.DictWriter(
+            file, self._columns, extrasaction="ignore", lineterminator="\n"
+        )
+
+    def _show(self, step: int, figures: Mapping[str, Any]) -> None:
+        """Give figures of a step to TensorBoard."""
         for name, value in figures.items():
             if self._board is not None and isinstance(value, float):
                 self._board.add_scalar(name, value, step)
@@ -166,79 +195,16 @@ class Log(Callback):
         self._lines = self._board = None
 
 
-class _Table:
-    """log.csv: a row for each step; for a new column the file is written anew."""
-
-    def __init__(self, path: Path, step: int) -> None:
-        """Go on after a step."""
-        self._path = path
-        self._columns: list[str] = [*COLUMNS]
-        self._last: dict[str, str] = {}  # row
-        self._begin = 0  # of the last row, in bytes
-        rows: list[dict[str, str]] = []
-        if step and path.is_file():
-            with path.open(newline="", encoding="utf-8", errors="replace") as file:
-                reader = csv.DictReader(file, restval="")
-                rows = [row for row in reader if _step_of(row.get("step")) <= step]
-                found = [name for name in reader.fieldnames or () if name]
-                self._columns += [name for name in found if name not in COLUMNS]
-        self._rewrite(rows)
-
-    def add(self, step: int, figures: Mapping[str, Any]) -> None:
-        """Add figures to the row of a step, the last one or the next."""
-        texts = {
-            name: str(value)
-            for name, value in figures.items()
-            if not isinstance(value, float) or math.isfinite(value)
-        }
-        is_same = self._last.get("step") == str(step)
-        row = self._last | texts if is_same else {"step": str(step), **texts}
-        if new := [name for name in figures if name not in self._columns]:
-            self._columns += new
-            with self._path.open(newline="", encoding="utf-8") as file:
-                self._rewrite(list(csv.DictReader(file)))
-            is_same = is_same and bool(self._last)
-        with self._path.open("r+b") as file:
-            file.seek(self._begin if is_same else 0, 0 if is_same else 2)
-            self._begin = file.tell()
-            file.write(self._text([row]))
-        self._last = row
-
-    def _rewrite(self, rows: list[dict[str, str]]) -> None:
-        head = self._text([dict(zip(self._columns, self._columns, strict=True)), *rows])
-        self._last = rows[-1] if rows else {}
-        self._begin = len(head) - len(self._text([self._last])) if rows else len(head)
-        write_text(self._path, head.decode())
-
-    def _text(self, rows: Iterable[Mapping[str, str]]) -> bytes:
-        text = io.StringIO()
-        writer = csv.DictWriter(
-            text, self._columns, extrasaction="ignore", lineterminator="\n"
-        )
-        writer.writerows(rows)
-        return text.getvalue().encode()
-
-
-def _keep_lines(path: Path, step: int) -> None:
-    """Keep what was logged up to a step, less a line that a kill has cut."""
-    kept = []
-    for line in (
-        path.read_text("utf-8", "replace").splitlines() if path.exists() else ()
-    ):
+def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the lines of a log, and what they say, less one that a kill has cut."""
+    text = path.read_text("utf-8", "replace") if path.exists() else ""
+    for line in text.splitlines():
         try:
-            if _step_of(json.loads(line)["step"]) <= step:
-                kept.append(line + "\n")
+            record = json.loads(line)
+            record["step"] = int(record["step"])
         except (ValueError, KeyError, TypeError):
             continue
-    write_text(path, "".join(kept))
-
-
-def _step_of(value: Any) -> float:
-    """Return a step of a log; infinity if it is none."""
-    try:
-        return int(value)
-    except (ValueError, TypeError):
-        return math.inf
+        yield line, record
 
 
 def _finite(value: Any) -> Any:
@@ -256,10 +222,3 @@ def _learning_rate(optimizer: torch.optim.Optimizer | None) -> float | None:
     """Return the learning rate of the first group of parameters."""
     rate = optimizer.param_groups[0].get("lr") if optimizer is not None else None
     return None if rate is None else float(rate)
-
-
-def peak_bytes(device: torch.device) -> int:
-    """Return the most memory that this rank has used so far, on its device."""
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * BYTES_OF_RSS

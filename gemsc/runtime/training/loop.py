@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import math
 import shlex
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from gemsc.base.rng import seed_of
-from gemsc.base.units import show_bytes
 from gemsc.errors import GemscError
-from gemsc.plan import Plan
-from gemsc.runtime.checkpoint.export import export_model
+from gemsc.runtime.checkpoint.files import export_model
 from gemsc.runtime.checkpoint.folder import LATEST, MODEL
 from gemsc.runtime.checkpoint.manifest import Manifest
 from gemsc.runtime.data.batches import Batches
@@ -23,17 +19,12 @@ from gemsc.runtime.data.tiled import TiledDataset, window_of
 from gemsc.runtime.process.failure import is_first
 from gemsc.runtime.process.status import REPORTED
 from gemsc.runtime.process.stop import StopSignal
-from gemsc.runtime.training.bar import Bar
-from gemsc.runtime.training.best import Best
-from gemsc.runtime.training.callback import Callback
-from gemsc.runtime.training.checkpoints import Checkpoints
-from gemsc.runtime.training.ema import Ema
+from gemsc.runtime.training.callbacks import Callback, Console, Ema, Hooks, Position
+from gemsc.runtime.training.checkpoints import Best, Checkpoints
 from gemsc.runtime.training.evaluation import Evaluator
-from gemsc.runtime.training.hooks import Hooks
-from gemsc.runtime.training.logs import Log, peak_bytes
-from gemsc.runtime.training.position import Position
-from gemsc.runtime.training.run_record import RunRecord
+from gemsc.runtime.training.logs import Log
 from gemsc.runtime.training.trainer import Trainer
+from gemsc.runtime.training.verification import RunRecord
 from gemsc.runtime.worker.finite import (
     ADVICE,
     MOST_NAMED,
@@ -53,12 +44,10 @@ class Training:
 
     trainer: Trainer
     user: UserModel
-    plan: Plan
     options: argparse.Namespace
 
     def __post_init__(self) -> None:
-        self.transport = self.trainer.transport
-        self.talks = self.transport.rank == 0
+        self.plan, self.transport = self.trainer.plan, self.trainer.transport
         self.record = RunRecord(is_kept=self.options.record_run is not None)
         seed = self.trainer.worker.seed
         self.data = self._data("dataset", seed, shuffle=True)
@@ -67,6 +56,7 @@ class Training:
         self.evaluator = (
             Evaluator(self.trainer, self.user, data, self.record) if data else None
         )
+        self.console = Console(self.trainer, self.total, len(self._batches))
         self.checkpoints: Checkpoints | None = None
         self.trainer.add_callbacks(self._callbacks())
 
@@ -74,12 +64,12 @@ class Training:
         """Return what the options and the user's file ask for, in order."""
         options, best = self.options, None
         each = len(self._batches)
-        found: list[Callback] = [Position(self.trainer, self._batches)]
+        callbacks: list[Callback] = [Position(self.trainer, self._batches)]
         if options.ema is not None:
-            found.append(Ema(options.ema))
-        found.append(Hooks(self.user))
+            callbacks.append(Ema(options.ema))
+        callbacks.append(Hooks(self.user))
         if self.evaluator is not None:
-            found.append(best := Best(options.best, options.patience))
+            callbacks.append(best := Best(options.best, options.patience))
             if (names := figure_names(self.user.metrics)) is not None:
                 best.check(names, self.user.line_of("metrics"))
         elif options.best is not None or options.patience is not None:
@@ -89,9 +79,8 @@ class Training:
                 help="add eval_dataset(), with samples that are not trained on",
             )
         if options.save is not None:
-            found.append(Log(options))
-        if self.talks:
-            found.append(Bar(self.total, each))
+            callbacks.append(Log(options))
+        callbacks.append(self.console)
         if options.save is not None and options.checkpoint_every != "never":
             self.checkpoints = Checkpoints(
                 options.save,
@@ -102,8 +91,8 @@ class Training:
                 best=best,
                 background=options.checkpoint_async,
             )
-            found.append(self.checkpoints)  # last: it saves the state of the others
-        return found
+            callbacks.append(self.checkpoints)  # last: it saves the state of the others
+        return callbacks
 
     @property
     def _batches(self) -> Batches:
@@ -190,7 +179,7 @@ class Training:
             done = self.trainer.worker.steps.done
             if self.trainer.is_leaving and done % each and done < total:
                 break
-            figures = self._evaluate(epoch)
+            figures = self._evaluate()
             self.trainer.agree()
             self.trainer.tell("on_epoch", epoch, figures)
             self.trainer.agree()
@@ -201,20 +190,20 @@ class Training:
         if self.is_interrupted:
             self._leave(done)
             return
-        if self.trainer.requests.agreed("stop"):
-            self._say_why()
         self.trainer.tell("on_end")
-        self._say_memory()
         if self.checkpoints is not None:
-            self._export(self.checkpoints.folder)
-        if self.talks and self.options.record_run is not None:
+            folder = self.checkpoints.folder
+            if self.console.talks:  # one plain file, from the last checkpoint
+                export_model(folder, folder / MODEL)
+            self.console.say(f"saved {folder / MODEL}")
+        if self.console.talks and self.options.record_run is not None:
             self.record.write(self.options.record_run)
 
     def _has_steps_left(self, done: int, total: int) -> bool:
         """Whether there is something to do; say what a run goes on from."""
         folder, goes_on = self.options.save, self.options.goes_on
         if goes_on and self.options.resume is None:
-            self._say(f"{folder} holds no checkpoint yet: from the start")
+            self.console.say(f"{folder} holds no checkpoint yet: from the start")
         if done < total:
             return True
         if not goes_on:
@@ -223,7 +212,7 @@ class Training:
                 help="give more --epochs or --steps: they count from the first start",
             )
         more = "go on from there with more --epochs or --steps"
-        self._say(f"{folder} has done all of its {total} steps; {more}")
+        self.console.say(f"{folder} has done all of its {total} steps; {more}")
         return False
 
     def _train_epoch(self, epoch: int, first: int, end: int) -> None:
@@ -250,28 +239,18 @@ class Training:
             if (problem := self.trainer.worker.problem) is not None:
                 where = "; ".join(self._where(problem, batch.data))
                 done = DONE[self.options.on_nonfinite]
-                self._say(f"warning: {problem}, {where}: {done}")
+                self.console.say(f"warning: {problem}, {where}: {done}")
             if self.trainer.is_stopping:
                 return
 
-    def _evaluate(self, epoch: int) -> dict[str, float]:
-        """Print and return the loss and the user's metrics, means over the samples."""
+    def _evaluate(self) -> dict[str, float]:
+        """Return the loss and the user's metrics, means over the held-out samples."""
         if self.evaluator is None:
             return {}
         self.trainer.tell("on_evaluation_start")
         figures = self.evaluator.run()
-        text = "  ".join(f"{name} {mean:.4f}" for name, mean in figures.items())
-        self._say(f"held-out after epoch {epoch + 1}: {text}")
-        if not math.isfinite(figures.get("loss", 0.0)):
-            self._say("warning: the held-out loss is not finite")
         self.trainer.tell("on_evaluation", figures)
         return figures
-
-    def _export(self, folder: Path) -> None:
-        """Write the model as one plain file, from the last checkpoint."""
-        if self.talks:
-            export_model(folder, folder / MODEL)
-        self._say(f"saved {folder / MODEL}")
 
     def _leave(self, done: int) -> None:
         """Say how to go on."""
@@ -281,40 +260,19 @@ class Training:
             where = f"checkpoint in {folder}; go on with: gemsc run "
             where += shlex.join([str(self.trainer.directory), *self._arguments()])
         text = f"stopped on request at step {done}; {where}"
-        if self.talks and is_first(REPORTED, text):
-            self._say(text)
+        if self.console.talks and is_first(REPORTED, text):
+            self.console.say(text)
 
     def _arguments(self) -> list[str]:
         """Return the options of this run, with those that let it go on."""
-        given = [word for word in self.options.typed if word != "--overwrite"]
-        if "--resume" in given:
-            at = given.index("--resume")
-            named = at + 1 < len(given) and not given[at + 1].startswith("-")
-            given = given[:at] + given[at + 1 + named :]
-        if not any(word.split("=")[0] == "--save" for word in given):
-            given += ["--save", str(self.options.save)]
-        return [*given, "--resume"]
-
-    def _say_why(self) -> None:
-        """Say why the run ends before its time."""
-        mine = self.trainer.requests.reason("stop")
-        reasons: list[Any] = self.transport.all_gather_object(mine)
-        reason = next(filter(None, reasons), "asked to")
-        self._say(f"stopped after step {self.trainer.step_number}: {reason}")
-
-    def _say_memory(self) -> None:
-        """Say what the fullest rank took, beside what its tensors were to take."""
-        device = self.trainer.device
-        used: list[Any] = self.transport.all_gather_object(peak_bytes(device))
-        rank = used.index(max(used))
-        planned = self.plan.by_rank(self.plan.peak_bytes)[rank % self.plan.copy_ranks]
-        where = "its process, with Python and PyTorch"
-        if device.type == "cuda":
-            where = "PyTorch on its GPU"
-        self._say(
-            f"memory: rank {rank} took most: {show_bytes(used[rank])} in {where}; "
-            f"{show_bytes(planned)} of tensors were predicted"
-        )
+        words = [word for word in self.options.typed if word != "--overwrite"]
+        if "--resume" in words:
+            at = words.index("--resume")
+            has_folder = at + 1 < len(words) and not words[at + 1].startswith("-")
+            del words[at : at + 1 + has_folder]
+        if not any(word.split("=")[0] == "--save" for word in words):
+            words += ["--save", str(self.options.save)]
+        return [*words, "--resume"]
 
     def _where(self, problem: Problem, data: Any) -> list[str]:
         """Return in which samples of the step's batch a problem is; all ranks call it.
@@ -332,7 +290,7 @@ class Training:
         ]
         own = indices[place.copy * batches.size // place.num_copies :]
         own = [own[row] for row in rows_not_finite(data) if row < len(own)]
-        everyone: list[Any] = self.transport.all_gather_object(own)
+        everyone = self.transport.all_gather_object(own)
         wrong = sorted({index for theirs in everyone for index in theirs})
         found += [f"sample {i} holds NaN or infinity" for i in wrong[:MOST_NAMED]]
         return [f"in epoch {epoch + 1}", *found]
@@ -343,7 +301,3 @@ class Training:
             step = Manifest.read(folder / LATEST).step
             help += f"; {folder} still holds the checkpoint of step {step}"
         return help
-
-    def _say(self, text: str) -> None:
-        if self.talks:
-            print(text, flush=True)  # noqa: T201

@@ -1,20 +1,24 @@
-"""What `gemsc compile` wrote: checked before anything starts."""
+"""What `gemsc compile` wrote: checked before anything starts, then imported."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import sys
 import sysconfig
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from gemsc.base.fingerprint import changed_definitions
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # what starts ranks loads no PyTorch
     import torch
+
+    from gemsc.runtime.worker.program import RankProgram
 
 
 def check_dtype(plan: Plan, dtype: torch.dtype | None) -> None:
@@ -90,3 +94,33 @@ def check_compiler() -> None:
         f"the program was compiled with --torch-compile, which needs {missing}",
         help=f"{help}, or compile the model again without --torch-compile",
     )
+
+
+def load_program(directory: Path, rank: int) -> RankProgram:
+    """Return what the file of a rank says of itself."""
+    module = load_rank_module(directory, rank)
+    try:
+        program: RankProgram = module.PROGRAM
+    except AttributeError:
+        raise GemscError(
+            f"{module.__file__} has no PROGRAM", help="compile again"
+        ) from None
+    return program
+
+
+def load_rank_module(directory: Path, rank: int) -> ModuleType:
+    """Import `rankN.py` of a program directory."""
+    path = directory / f"rank{rank}.py"
+    if not path.exists():
+        raise GemscError(
+            f"{directory} has no {path.name}",
+            help="start as many ranks as the program has: `gemsc run` does",
+        )
+    name = f"gemsc_program_{abs(hash(str(directory)))}_rank{rank}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module

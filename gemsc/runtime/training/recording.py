@@ -18,7 +18,7 @@ import torch
 
 from gemsc.plan import Plan
 from gemsc.runtime.data.batches import repeated
-from gemsc.runtime.training.logs import peak_bytes
+from gemsc.runtime.process.device import peak_bytes
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.runtime.transport.streams import Moment
 from gemsc.runtime.transport.transport import Transport
@@ -149,7 +149,7 @@ def record_timed_steps(
         trainer.step(*batch)
         steps.append((zero, recorder.take()))
     clock = (platform.node(), [zero for zero, _ in steps])
-    clocks: list[Any] = transport.all_gather_object(clock)
+    clocks = transport.all_gather_object(clock)
     shared = len({node for node, _ in clocks}) == 1
     result = []
     for number, (zero, records) in enumerate(steps):

@@ -1,31 +1,37 @@
-"""The main program of every rank: its options, its trainer, its failures."""
+"""How a rank starts: as `gemsc run` starts it, or with `load` in a user's own loop."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import cast
 
 import torch
 
 from gemsc.base.process import is_started_by_mpirun, num_cores
+from gemsc.base.units import parse_seconds
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
 from gemsc.runtime.checkpoint.folder import saved_seed
 from gemsc.runtime.process.device import claim_device, exact_arithmetic
-from gemsc.runtime.process.failure import install_hooks, is_first, stop_all
+from gemsc.runtime.process.failure import install_hooks, is_first, stop_all, watch_exit
 from gemsc.runtime.process.status import REPORTED, Status
 from gemsc.runtime.process.stop import STOPPED, StopSignal
 from gemsc.runtime.process.watch import start_watch
-from gemsc.runtime.training.arguments import parse_arguments
+from gemsc.runtime.training.arguments import DEFAULT_TIMEOUT, parse_arguments
+from gemsc.runtime.training.callbacks import Callback
 from gemsc.runtime.training.loop import Training
 from gemsc.runtime.training.program_directory import check_program
 from gemsc.runtime.training.recording import record_timed_steps, time_steps
 from gemsc.runtime.training.run_folder import choose_folder, held
-from gemsc.runtime.training.trainer import Trainer
+from gemsc.runtime.training.trainer import (
+    OptimizerFactory,
+    SchedulerFactory,
+    Trainer,
+)
 from gemsc.runtime.training.verification import run_recorded_steps
 from gemsc.runtime.transport.launcher import check_launcher, is_first_started
 from gemsc.runtime.transport.mpi import MpiTransport
@@ -75,7 +81,7 @@ def main(directory: Path, arguments: list[str] | None = None) -> int:
             steps = options.steps or 1
             time_steps(directory, transport, options.time_into, steps, device)
         else:
-            options = cast("argparse.Namespace", transport.broadcast_object(options))
+            options = transport.broadcast_object(options)
             code = train(directory, transport, options, device)
         transport.close()
     except BaseException as error:
@@ -174,7 +180,7 @@ def train(
         clip_norm=options.clip_norm,
         on_nonfinite=options.on_nonfinite,
     )
-    training = Training(trainer, user, plan, options)
+    training = Training(trainer, user, options)
     trainer.worker.detects_anomalies = options.detect_anomaly
     if options.resume is not None:
         trainer.resume(options.resume)
@@ -184,3 +190,72 @@ def train(
         training.run()
     StopSignal.ignore()
     return STOPPED if training.is_interrupted else 0
+
+
+def load(
+    directory: str | Path,
+    *,
+    optimizer: OptimizerFactory | None = None,
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    seed: int = 0,
+    scheduler: SchedulerFactory | None = None,
+    accumulate: int = 1,
+    clip_norm: float | None = None,
+    on_nonfinite: str = "stop",
+    deterministic: bool = False,
+    per_device: int | None = None,
+    callbacks: Iterable[Callback] = (),
+    timeout: float | str | None = DEFAULT_TIMEOUT,
+) -> Trainer:
+    """Return this rank's trainer; call it on every rank, started with mpirun.
+
+    `optimizer` gets the rank's (name, parameter) pairs; the default is SGD with a
+    learning rate of 0.01. `scheduler` gets the optimizer and gives what steps the
+    learning rate after each update. `dtype`, torch.float64 for example, becomes the
+    default dtype, too. `seed`, `accumulate`, `clip_norm`, `on_nonfinite`,
+    `deterministic` and `per_device` are those of `gemsc run`; `callbacks` follow the
+    training (see `gemsc.Callback`).
+
+    From then on, an uncaught exception on any rank, or `sys.exit` with an error, ends
+    all ranks, and so does a rank that leaves while others wait for it. So does a
+    `timeout` (seconds, or a text such as "10min"; None for never) in which no rank goes
+    on and one waits for others. SIGTERM and SIGUSR1 set
+    `trainer.is_leaving`: ask it after each step, save, and `sys.exit(75)`.
+
+    Raises:
+        GemscError: the directory holds no program, or one for another number of ranks,
+            or its sources have changed; the timeout is no time.
+    """
+    folder = Path(directory)
+    plan = Plan.read(folder / "plan.toml")
+    device = claim_device(
+        device,
+        deterministic=deterministic,
+        per_device=per_device or plan.per_device,
+        copy_ranks=plan.copy_ranks,
+    )
+    transport = MpiTransport()
+    install_hooks(transport)
+    watch_exit(transport)
+    is_never = timeout is None or timeout == "never"
+    start_watch(transport, 0.0 if is_never else parse_seconds(str(timeout)))
+    check_program(folder, transport.size)
+    share_cores(transport)
+    if dtype is not None:
+        torch.set_default_dtype(dtype)  # also of what forward makes
+    trainer = Trainer(
+        folder,
+        transport,
+        optimizer=optimizer,
+        device=device,
+        dtype=dtype,
+        seed=seed,
+        scheduler=scheduler,
+        accumulate=accumulate,
+        clip_norm=clip_norm,
+        on_nonfinite=on_nonfinite,
+        callbacks=callbacks,
+    )
+    trainer.leave_on_signals()
+    return trainer

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from gemsc.base.elementwise import check_elementwise, updated_whole
 from gemsc.base.nests import with_attributes
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
@@ -24,17 +20,15 @@ from gemsc.runtime.checkpoint.read import resume
 from gemsc.runtime.checkpoint.write import PendingSave, save
 from gemsc.runtime.data.tiled import Window
 from gemsc.runtime.process.device import cap_memory, choose_device
-from gemsc.runtime.process.eager_optimizers import without_dynamo
 from gemsc.runtime.process.stop import StopSignal
-from gemsc.runtime.training.program_directory import check_dtype
+from gemsc.runtime.training.program_directory import check_dtype, load_program
 from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.streams import Streams, streams_for
 from gemsc.runtime.transport.transport import Transport
 from gemsc.runtime.worker.finite import Problem
-from gemsc.runtime.worker.freezing import Freezing
-from gemsc.runtime.worker.program import RankPlace, RankProgram
-from gemsc.runtime.worker.requests import Requests
-from gemsc.runtime.worker.stages import Stages
+from gemsc.runtime.worker.program import RankPlace
+from gemsc.runtime.worker.stages import Freezing, Stages
+from gemsc.runtime.worker.steps import Requests
 from gemsc.runtime.worker.worker import Worker
 from gemsc.weights.read import read_tensor
 
@@ -137,16 +131,7 @@ class Trainer:
             float_dtype=dtype,
         )
         self._freezing = Freezing(self.program, self.stages, transport)
-        updates = self.worker.updates
-        parameters = updates.parameters
-        if self.program.train_step is not None and parameters:
-            without_dynamo()
-            make = optimizer or partial(torch.optim.SGD, lr=0.01)
-            if self.program.parts:  # it may be another one than at compile time
-                check_elementwise(updated_whole(parameters, make), self.program.parts)
-            updates.optimizer = make(parameters.items())
-            if scheduler is not None:
-                updates.scheduler = scheduler(updates.optimizer)
+        self.worker.updates.make_optimizer(optimizer, scheduler)
         self.add_callbacks(callbacks)
 
     def step(
@@ -194,6 +179,48 @@ class Trainer:
         self.tell("on_step", report)
         return mean
 
+    def evaluate(
+        self, input: Any, target: Any = None, *, window: Window | None = None
+    ) -> Evaluation:
+        """Run one batch in evaluation mode; see `step` for the arguments."""
+        steps = self.worker.steps
+        self._begin(input, target, window, training=False)
+        self.program.eval_step(self.worker)
+        for loss, _ in steps.results:
+            if loss is not None:
+                steps.add_loss(loss)
+        mean = None
+        if self.program.train_step is not None:
+            self.worker.status.enter("sum of the losses")
+            (total,) = self.worker.sum_up(float(steps.loss_sum()))
+            mean = total / steps.count
+        self.worker.end()
+        outputs = [output for _, output in steps.results]
+        return Evaluation(mean, concatenated(outputs) if outputs else None)
+
+    def _begin(
+        self,
+        input: Any,
+        target: Any,
+        window: Window | None,
+        *,
+        training: bool,
+        count: int | None = None,
+    ) -> None:
+        sources = {"input": as_structure(input), "target": target}
+        batch = self.worker.steps.bind(sources, window)
+        self.worker.begin(batch, training=training, count=count)
+        self.stages.set_mode(training=training)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return this rank's parameters and buffers under the user's names.
+
+        Where the rank has a part of a tensor (`program.parts`), it is that part; what
+        another rank of its stage alone holds (`program.placed`) is not there.
+        Those of the loss, and constants, are left out: the user's model has none.
+        """
+        return self.stages.state_dict()
+
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
         """The optimizer of this rank's parameters; None if it updates none."""
@@ -209,16 +236,36 @@ class Trainer:
         """How many steps are done since the first start."""
         return self.worker.steps.done
 
-    @property
-    def requests(self) -> Requests:
-        """What this rank asks all for; see `Requests`."""
-        return self.worker.requests
+    # ------------------------------------------------------------- callbacks
+
+    def add_callbacks(self, callbacks: Iterable[Any]) -> None:
+        """Let more callbacks follow the training; `resume` comes after this."""
+        for callback in callbacks:
+            self.callbacks.append(callback)
+            callback.on_load(self)
+
+    def tell(self, event: str, *arguments: Any) -> None:
+        """Call a method of all callbacks, in order."""
+        for callback in self.callbacks:
+            getattr(callback, event)(self, *arguments)
 
     def start(self) -> None:
         """Tell the callbacks that training starts, once; `step` calls it, too."""
         if not self._has_started:
             self._has_started = True
             self.tell("on_start")
+
+    # ------------------------------------- what one rank asks for and all do
+
+    @property
+    def requests(self) -> Requests:
+        """What this rank asks all for; see `Requests`."""
+        return self.worker.requests
+
+    def agree(self) -> None:
+        """Let all ranks know between two steps what one has asked for."""
+        asked = self.transport.all_gather_object(self.requests.numbers())
+        self.requests.agree([sum(numbers) for numbers in zip(*asked, strict=True)])
 
     def stop(self, reason: str) -> None:
         """Ask `gemsc run` to end as it does after the last epoch, and say why.
@@ -249,11 +296,6 @@ class Trainer:
         """Let SIGTERM and SIGUSR1 set `is_leaving` after the step, on all ranks."""
         StopSignal.catch(partial(self.requests.ask, "leave"))
 
-    def agree(self) -> None:
-        """Let all ranks know between two steps what one has asked for."""
-        asked: list[Any] = self.transport.all_gather_object(self.requests.numbers())
-        self.requests.agree([sum(numbers) for numbers in zip(*asked, strict=True)])
-
     def freeze(self, *paths: str) -> None:
         """Do not train what is under these paths of the model; all ranks call this.
 
@@ -272,41 +314,7 @@ class Trainer:
         """
         self._freezing.change(paths, trains=True)
 
-    def add_callbacks(self, callbacks: Iterable[Any]) -> None:
-        """Let more callbacks follow the training; `resume` comes after this."""
-        for callback in callbacks:
-            self.callbacks.append(callback)
-            callback.on_load(self)
-
-    def tell(self, event: str, *arguments: Any) -> None:
-        """Call a method of all callbacks, in order."""
-        for callback in self.callbacks:
-            getattr(callback, event)(self, *arguments)
-
-    def evaluate(
-        self, input: Any, target: Any = None, *, window: Window | None = None
-    ) -> Evaluation:
-        """Run one batch in evaluation mode; see `step` for the arguments."""
-        steps = self.worker.steps
-        self._begin(input, target, window, training=False)
-        self.program.eval_step(self.worker)
-        for loss, _ in steps.results:
-            if loss is not None:
-                steps.add_loss(loss)
-        has_loss = self.program.train_step is not None
-        mean = self._mean_loss() if has_loss else None
-        self.worker.end()
-        outputs = [output for _, output in steps.results]
-        return Evaluation(mean, concatenated(outputs) if outputs else None)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return this rank's parameters and buffers under the user's names.
-
-        Where the rank has a part of a tensor (`program.parts`), it is that part; what
-        another rank of its stage alone holds (`program.placed`) is not there.
-        Those of the loss, and constants, are left out: the user's model has none.
-        """
-        return self.stages.state_dict()
+    # ----------------------------------------------------------- checkpoints
 
     def save(
         self,
@@ -331,13 +339,15 @@ class Trainer:
         """
         self.finish_saving()
         directory = Path(directory)
+        named = self._named_callbacks.items()
+        states = [(name, callback.state_dict()) for name, callback in named]
         self.worker.status.enter("checkpoint")
         self._saving = save(
             self.worker,
             directory,
             extra={
                 "own": dict(extra or {}),
-                "callbacks": self._states(),
+                "callbacks": {name: state for name, state in states if state},
                 "frozen": sorted(self._freezing.names),
             },
             tensors=self._tensors(),
@@ -378,24 +388,20 @@ class Trainer:
         self.worker.status.enter("resume")
         found = resume(self.worker, Path(directory), self._tensors())
         self._freezing.set(found.get("frozen", ()))
-        for name, callback in self._named():
+        for name, callback in self._named_callbacks.items():
             if (state := found.get("callbacks", {}).get(name)) is not None:
                 callback.load_state_dict(state)
         self.worker.status.idle()
         own: dict[str, Any] = found.get("own", {})
         return own
 
-    def _named(self) -> list[tuple[str, Any]]:
-        """Return the callbacks, each with a name of its own."""
-        names = [type(each).__name__ for each in self.callbacks]
-        numbers = [names[:i].count(name) for i, name in enumerate(names)]
-        pairs = zip(names, numbers, strict=True)
-        named = [f"{name} {number}" if number else name for name, number in pairs]
-        return [*zip(named, self.callbacks, strict=True)]
-
-    def _states(self) -> dict[str, Any]:
-        states = {name: each.state_dict() for name, each in self._named()}
-        return {name: state for name, state in states.items() if state}
+    @property
+    def _named_callbacks(self) -> dict[str, Any]:
+        """The callbacks, each with a name of its own."""
+        kinds = [type(callback).__name__ for callback in self.callbacks]
+        numbers = [kinds[:i].count(kind) for i, kind in enumerate(kinds)]
+        names = [f"{k} {n}" if n else k for k, n in zip(kinds, numbers, strict=True)]
+        return dict(zip(names, self.callbacks, strict=True))
 
     def _tensors(self) -> dict[str, Mapping[str, Tensor]]:
         return {
@@ -403,57 +409,6 @@ class Trainer:
             for callback in self.callbacks
             for kind, named in callback.tensors().items()
         }
-
-    def _begin(
-        self,
-        input: Any,
-        target: Any,
-        window: Window | None,
-        *,
-        training: bool,
-        count: int | None = None,
-    ) -> None:
-        sources = {"input": as_structure(input), "target": target}
-        batch = self.worker.steps.bind(sources, window)
-        self.worker.begin(batch, training=training, count=count)
-        self.stages.set_mode(training=training)
-
-    def _mean_loss(self) -> float:
-        """Return the mean loss of an evaluation, the same on every rank."""
-        worker, steps = self.worker, self.worker.steps
-        worker.status.enter("sum of the losses")
-        (total,) = worker.sum_up(float(steps.loss_sum()))
-        return total / steps.count
-
-
-def load_program(directory: Path, rank: int) -> RankProgram:
-    """Return what the file of a rank says of itself."""
-    module = load_rank_module(directory, rank)
-    try:
-        program: RankProgram = module.PROGRAM
-    except AttributeError:
-        raise GemscError(
-            f"{module.__file__} has no PROGRAM", help="compile again"
-        ) from None
-    return program
-
-
-def load_rank_module(directory: Path, rank: int) -> ModuleType:
-    """Import `rankN.py` of a program directory."""
-    path = directory / f"rank{rank}.py"
-    if not path.exists():
-        raise GemscError(
-            f"{directory} has no {path.name}",
-            help="start as many ranks as the program has: `gemsc run` does",
-        )
-    name = f"gemsc_program_{abs(hash(str(directory)))}_rank{rank}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def as_structure(value: Any) -> Any:

@@ -1,20 +1,29 @@
-"""Run given batches and write down losses, gradients, buffers: for `gemsc verify`."""
+"""What a rank writes down for `gemsc verify`: of given batches, or of a whole run."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
+from gemsc.base.boxes import Box
 from gemsc.base.draws import same_draws
 from gemsc.base.dtypes import as_real
 from gemsc.plan import Plan
+from gemsc.runtime.data.shared import Digests
+from gemsc.runtime.memory.meter import ActivationMeter
 from gemsc.runtime.process.device import exact_arithmetic
 from gemsc.runtime.training.trainer import OptimizerFactory, Trainer
 from gemsc.runtime.transport.transport import Transport
-from gemsc.runtime.worker.metered import metered
+from gemsc.runtime.worker.program import Run
+from gemsc.runtime.worker.worker import Worker
 from gemsc.user_model import load_user_model
 from gemsc.weights.write import write_tensors
 
@@ -102,3 +111,109 @@ def recorded(
         json.dumps([meter.peak_bytes, meter.peak_total_bytes] if meter else [0, 0])
     )
     return losses
+
+
+def metered(worker: Worker) -> ActivationMeter:
+    """Return a meter that follows all that this worker does from now on."""
+    meter = ActivationMeter(worker.stages.own_tensors, lambda: _others(worker))
+    take, forward, backward = worker.input, worker.run, worker.backward
+
+    def metered_input(name: str, m: int) -> Tensor:
+        return take(name, m).clone()  # as on a device: a micro-batch at a time
+
+    def metered_run(run: Run, m: int, *inputs: Tensor) -> Any:
+        with meter.forward(inputs):
+            return forward(run, m, *inputs)
+
+    def metered_backward(
+        run: Run, m: int, *gradients: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        worker.mail.release_arrived()
+        meter.sample()
+        # memory grows when the first backward of a step makes the gradients, and when
+        # something is deferred, recomputed or brought back
+        parameters = worker.stages[run].parameters()
+        is_first = all(parameter.grad is None for parameter in parameters)
+        meter.closely = is_first or meter.brings_back or worker.defers(run, m)
+        result = backward(run, m, *gradients)
+        meter.sample()
+        return result
+
+    for method in (metered_input, metered_run, metered_backward):
+        setattr(worker, method.__name__.removeprefix("metered_"), method)
+    return meter
+
+
+def _others(worker: Worker) -> Iterator[Tensor]:
+    """Yield all that the rank holds besides activations."""
+    yield from worker.stages.own_tensors()
+    for parameter in worker.stages.parameters.values():
+        if parameter.grad is not None:
+            yield parameter.grad
+    if worker.updates.optimizer is not None:
+        states = worker.updates.optimizer.state_dict()["state"]
+        yield from (leaf for leaf in tree_leaves(states) if isinstance(leaf, Tensor))
+    yield from worker.mail.buffers()
+
+
+FILE = "run.json"
+Figures = dict[str, tuple[float, int]]  # mean, and the samples that count in it
+
+
+@dataclass
+class RunRecord:
+    """Losses of all steps, figures of all evaluations, and the samples of each batch.
+
+    A run that is not verified keeps nothing.
+    """
+
+    is_kept: bool = True
+    losses: list[float] = field(default_factory=list)
+    samples: list[Digests] = field(default_factory=list)
+    figures: list[Figures] = field(default_factory=list)
+    eval_samples: list[Digests] = field(default_factory=list)
+
+    def draws(self) -> AbstractContextManager[None]:
+        """Let a run that is verified draw the numbers that the plain loop draws."""
+        return same_draws() if self.is_kept else nullcontext()
+
+    def add_step(self, loss: float, samples: Digests) -> None:
+        """Note the loss of a step, and what all ranks read for it."""
+        if self.is_kept:
+            self.losses.append(loss)
+            self.samples.append(samples)
+
+    def add_evaluated(self, samples: Digests) -> None:
+        """Note what all ranks read for a batch of an evaluation."""
+        if self.is_kept:
+            self.eval_samples.append(samples)
+
+    def add_figures(self, figures: Figures) -> None:
+        """Note what an evaluation has found."""
+        if self.is_kept:
+            self.figures.append(figures)
+
+    def write(self, folder: Path) -> None:
+        """Write the record into a folder."""
+        parts = {
+            "losses": self.losses,
+            "samples": [[*digests.items()] for digests in self.samples],
+            "figures": self.figures,
+            "eval_samples": [[*digests.items()] for digests in self.eval_samples],
+        }
+        (folder / FILE).write_text(json.dumps(parts))
+
+    @classmethod
+    def read(cls, folder: Path) -> RunRecord:
+        """Read what `write` wrote."""
+        parts = json.loads((folder / FILE).read_text())
+        for name in ("samples", "eval_samples"):
+            parts[name] = [
+                {(index, _box(box)): found for (index, box), found in digests}
+                for digests in parts[name]
+            ]
+        return cls(**parts)
+
+
+def _box(box: list[list[int]] | None) -> Box | None:
+    return None if box is None else tuple((start, stop) for start, stop in box)

@@ -1,4 +1,15 @@
-"""Messages between devices: the transport, with the copies that a device needs."""
+"""Messages between devices: the transport, with the copies that a device needs.
+
+Where the library cannot read the device, or the device is not done with a tensor, an
+operation waits for the device before it starts:
+
+    send        device -- copy --> host -- start --> other rank
+    receive     other rank --> host; take() -- copy --> device
+    all-reduce  device -- copy --> host -- start --> sum on the host -- copy --> device
+
+On the CPU there is nothing to copy or to wait for: the transport's own requests are all
+that there is.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +29,27 @@ DEVICE_SLEEP = 200e-6  # seconds: what waits for the device starts about as late
 
 
 @dataclass(slots=True, eq=False)
-class _Deferred:
-    """An operation that starts once its data has come to where the library reads it."""
+class Operation:
+    """A message or a sum, on its way once the device is done with its `memory`.
+
+    memory: what the library reads or writes.
+    room: of a message that comes in, its place on the device: perhaps that memory.
+    then: what follows once the operation is done.
+    """
 
     transport: DeviceTransport
-    copy: Pending
+    memory: Pending
     start: Callable[[], Request]
-    then: Callable[[], None] | None = None  # once the operation is done
-    request: Request | None = None
+    then: Callable[[], None] | None = None
+    room: Pending | None = None
+    request: Request | None = None  # the library's, once it has been started
 
     def begin(self) -> None:
+        """Start it."""
         self.request = self.start()
 
     def done(self) -> bool:
+        """Give the library a turn; True once complete, and from then on."""
         self.transport.advance()
         if self.request is None or not self.request.done():
             return False
@@ -38,10 +57,27 @@ class _Deferred:
         return True
 
     def finish(self) -> None:
-        """Do what comes after the operation, once."""
+        """Do what follows, once."""
         if self.then is not None:
             self.then()
             self.then = None
+
+    @property
+    def buffer(self) -> Tensor:
+        """The memory on the device that a message comes into."""
+        assert self.room is not None
+        return self.room.tensor
+
+    def take(self) -> Tensor:
+        """Wait politely; return a message that comes in, on the device. Call it once.
+
+        On CUDA the tensor can be used at once on the current stream, which waits for
+        the copy where it must.
+        """
+        self.transport.wait(self)
+        if self.room is None or self.room is self.memory:
+            return self.memory.tensor
+        return self.transport.bring(self.memory.tensor, self.room)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,144 +92,113 @@ class _Until:
     def need(self) -> Awaited:
         """What the first operation takes that has been started."""
         for request in self.requests:
-            found: Awaited | None = getattr(_plain(request), "need", None)
-            if found is not None:
-                return found
+            need: Awaited | None = getattr(_plain(request), "need", None)
+            if need is not None:
+                return need
         return Awaited("the device", ())
-
-
-@dataclass(slots=True, eq=False)
-class Incoming:
-    """A message on its way to this rank, perhaps through a buffer of the host."""
-
-    transport: DeviceTransport
-    request: Request
-    room: Pending
-    staged: Tensor | None = None
-
-    def done(self) -> bool:
-        """Give the library a turn; True once the message is here."""
-        self.transport.advance()
-        return self.request.done()
-
-    @property
-    def buffer(self) -> Tensor:
-        """The memory that the message comes into."""
-        return self.room.tensor
-
-    def take(self) -> Tensor:
-        """Wait politely; return the tensor on the device. Call it once.
-
-        On CUDA the tensor can be used at once on the current stream, which waits for
-        the copy where it must.
-        """
-        self.transport.wait(self)
-        if self.staged is None:
-            return self.room.tensor
-        return self.transport.bring(self.staged, self.room)
 
 
 class DeviceTransport:
     """What a rank sends and receives with: tensors of its device, on any transport.
 
-    Where the library cannot read the device, or the device is not done with a tensor, a
-    message is deferred: it starts at a later call, in order. All that is
-    deferred holds memory, and so do messages that are copied to the device: with more
-    than MOST_DEFERRED of either, the host waits for the device, and for nobody else.
+    What waits for the device is deferred: it starts at a later call, in order. All that
+    is deferred holds memory, and so do messages that are copied to the device: with
+    more than MOST_DEFERRED of either, the host waits for the device, and for nobody
+    else.
     """
 
     def __init__(self, host: Transport, streams: Streams) -> None:
         self.host = host
         self.streams = streams
         self._direct = streams.in_order or host.cuda_aware
-        self._deferred: deque[_Deferred] = deque()
+        self._deferred: deque[Operation] = deque()
         self._arriving: deque[Pending] = deque()  # in memory of the host
 
     def send(self, tensor: Tensor, dest: int, tag: int) -> Request:
         """Start to send; the tensor must not change in place until that is done."""
         # the memory of a lazy conjugate or negative is not its value
         tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
-        if self.streams.in_order:
-            return self.host.send(tensor, dest, tag)
         streams = self.streams
-        copy = streams.in_place(tensor) if self._direct else streams.to_host(tensor)
-        return self._defer(copy, lambda: self.host.send(copy.tensor, dest, tag))
+        if streams.in_order:
+            return self.host.send(tensor, dest, tag)
+        memory = streams.in_place(tensor) if self._direct else streams.to_host(tensor)
+        return self._defer(
+            Operation(self, memory, lambda: self.host.send(memory.tensor, dest, tag))
+        )
 
     def receive(
         self, shape: tuple[int, ...], dtype: torch.dtype, source: int, tag: int
-    ) -> Incoming:
+    ) -> Operation:
         """Start to receive into a new buffer."""
-        room = self.streams.device_buffer(shape, dtype)
+        memory = room = self.streams.device_buffer(shape, dtype)
         if not self._direct:
-            buffer = self.streams.host_buffer(shape, dtype)
-            request = self.host.receive(buffer, source, tag)
-            return Incoming(self, request, room, buffer)
-        if self.streams.in_order:
-            return Incoming(self, self.host.receive(room.tensor, source, tag), room)
-        request = self._defer(room, lambda: self.host.receive(room.tensor, source, tag))
-        return Incoming(self, request, room)
+            memory = Pending(self.streams.host_buffer(shape, dtype))
+        incoming = Operation(
+            self,
+            memory,
+            lambda: self.host.receive(memory.tensor, source, tag),
+            room=room,
+        )
+        if memory.event is not None:
+            return self._defer(incoming)
+        incoming.begin()  # nothing else uses the memory
+        return incoming
 
     def all_reduce(self, group: Group, tensor: Tensor) -> Request:
-        """Start the sum over a group, in place; on CUDA it goes through the host.
-
-        On CUDA the sum is in the tensor for what is computed after `done()` was True.
-        """
+        """Start the sum over a group, in place."""
         tensor = tensor.detach()
         if tensor.is_complex():  # the same memory, in a dtype that MPI can add
             tensor = torch.view_as_real(tensor)
-        if self.streams.in_order:
-            return group.all_reduce(tensor)
-        copy = self.streams.to_host(tensor)
-        return self._defer(
-            copy,
-            lambda: group.all_reduce(copy.tensor),
-            lambda: self.streams.copy_back(copy.tensor, tensor),
-        )
+        return self._collect(lambda own, _: group.all_reduce(own), tensor)
 
     def reduce_scatter(
         self, group: Group, tensor: Tensor, sizes: Sequence[int], result: Tensor
     ) -> Request:
         """Start the sum, of which each member gets its part: see `Group`."""
-        return self._collect(group.reduce_scatter, tensor, sizes, result)
+        return self._collect(
+            lambda own, room: group.reduce_scatter(own, sizes, room), tensor, result
+        )
 
     def all_gather(
         self, group: Group, tensor: Tensor, sizes: Sequence[int], result: Tensor
     ) -> Request:
         """Start to bring all members' tensors together: see `Group`."""
-        return self._collect(group.all_gather, tensor, sizes, result)
+        return self._collect(
+            lambda own, room: group.all_gather(own, sizes, room), tensor, result
+        )
 
     def _collect(
         self,
-        start: Callable[[Tensor, Sequence[int], Tensor], Request],
+        start: Callable[[Tensor, Tensor], Request],
         tensor: Tensor,
-        sizes: Sequence[int],
-        result: Tensor,
+        result: Tensor | None = None,
     ) -> Request:
-        """Start a collective operation; on CUDA it goes through the host.
+        """Start a collective operation, in place without a `result`.
 
-        On CUDA the result is there for what is computed after `done()` was True.
+        On CUDA it goes through the host, and the result is there for what is computed
+        after `done()` was True.
         """
-        tensor = tensor.detach()
-        if self.streams.in_order:
-            return start(tensor, sizes, result)
-        copy = self.streams.to_host(tensor)
-        room = self.streams.host_buffer(tuple(result.shape), result.dtype)
+        tensor, streams = tensor.detach(), self.streams
+        target = tensor if result is None else result
+        if streams.in_order:
+            return start(tensor, target)
+        copy = streams.to_host(tensor)
+        room = copy.tensor
+        if result is not None:
+            room = streams.host_buffer(tuple(result.shape), result.dtype)
         return self._defer(
-            copy,
-            lambda: start(copy.tensor, sizes, room),
-            lambda: self.streams.copy_back(room, result),
+            Operation(
+                self,
+                copy,
+                lambda: start(copy.tensor, room),
+                lambda: streams.copy_back(room, target),
+            )
         )
 
-    def _defer(
-        self,
-        copy: Pending,
-        start: Callable[[], Request],
-        finish: Callable[[], None] | None = None,
-    ) -> Request:
-        deferred = _Deferred(self, copy, start, finish)
-        self._deferred.append(deferred)
+    def _defer(self, operation: Operation) -> Operation:
+        self._deferred.append(operation)
         wait(_Until(lambda: self._at_most(MOST_DEFERRED)))
-        return deferred
+        return operation
 
     def _at_most(self, most: int) -> bool:
         """Start what is ready, other ranks may need it; whether so few are left."""
@@ -216,7 +221,7 @@ class DeviceTransport:
 
     def advance(self) -> None:
         """Start what is ready. In order: messages and sums must not overtake."""
-        while self._deferred and self._deferred[0].copy.ready():
+        while self._deferred and self._deferred[0].memory.ready():
             self._deferred.popleft().begin()
 
     def wait(self, *requests: Request) -> None:
@@ -231,7 +236,7 @@ class DeviceTransport:
         started = [_plain(request) for request in requests]
         self.host.wait(*(request for request in started if request is not None))
         for request in requests:
-            if isinstance(request, _Deferred):
+            if isinstance(request, Operation):
                 request.finish()
 
     def progress(self) -> None:
@@ -240,8 +245,6 @@ class DeviceTransport:
         self.host.progress()
 
 
-def _plain(request: Request | None) -> Request | None:
+def _plain(request: Request) -> Request | None:
     """Return the transport's own request, if it has been started."""
-    while isinstance(request, Incoming | _Deferred):
-        request = request.request
-    return request
+    return request.request if isinstance(request, Operation) else request

@@ -110,9 +110,8 @@ class _World:
                 self.ranks[rank].notify()
 
     def post(self, request: _LocalRequest, key: Key, *, is_send: bool) -> None:
-        mine, others = self.sends, self.receives
-        if not is_send:
-            mine, others = others, mine
+        queues = self.sends, self.receives
+        mine, others = queues if is_send else reversed(queues)
         with self.changed:
             self.check()
             queue = others.get(key)
@@ -157,9 +156,7 @@ class _World:
         """Fail if every rank that still runs waits for something that cannot come."""
         if self.failure is not None or len(self.finished) == self.size:
             return
-        for rank in range(self.size):
-            if rank in self.finished:
-                continue
+        for rank in {*range(self.size)} - self.finished:
             if all(request.complete for request in self.waiting.get(rank, ())):
                 return
         self.fail(InternalError(f"deadlock: {self.who_waits()}"))
@@ -172,10 +169,6 @@ class _World:
                 texts = ["nothing, it has finished"]
             lines.append(f"rank {rank} waits for {' and '.join(texts) or 'nothing'}")
         return "; ".join(lines)
-
-    def left_over(self) -> list[str]:
-        queues = [*self.sends.values(), *self.receives.values()]
-        return [request.text for queue in queues for request in queue]
 
 
 def _copy(send: _LocalRequest, receive: _LocalRequest) -> None:
@@ -211,6 +204,13 @@ def _add_up(tensors: dict[int, object]) -> None:
 Share = tuple[Tensor, list[int], Tensor]  # brought, the members' sizes, the result
 
 
+def _share(tensor: Tensor, sizes: Sequence[int], result: Tensor) -> Share:
+    """Return what a member brings, if its memory can be read."""
+    for each in (tensor, result):
+        check_memory(each, cuda_aware=False)
+    return tensor.detach(), list(sizes), result.detach()
+
+
 def _shares(values: dict[int, object]) -> list[Share]:
     """Return what the members brought, if it fits."""
     shares = [value for value in values.values() if isinstance(value, tuple)]
@@ -234,6 +234,13 @@ def _gather(values: dict[int, object]) -> None:
             result.copy_(whole)
 
 
+def _hand_out(values: dict[int, object]) -> None:
+    """Give each rank's box what all ranks brought."""
+    pairs = [value for value in values.values() if isinstance(value, tuple)]
+    for box, _ in pairs:
+        box += [data for _, data in pairs]
+
+
 class LocalGroup:
     """Some of the threads."""
 
@@ -247,10 +254,7 @@ class LocalGroup:
     def all_reduce(self, tensor: Tensor) -> Request:
         """Start the sum, added in ascending rank order."""
         check_sum(tensor)
-        kind = f"all_reduce {self._key}".rstrip()
-        return self._transport.start_collective(
-            kind, self.ranks, tensor.detach(), _add_up, key=self._key
-        )
+        return self._start("all_reduce", tensor.detach(), _add_up)
 
     def reduce_scatter(
         self, tensor: Tensor, sizes: Sequence[int], result: Tensor
@@ -258,7 +262,8 @@ class LocalGroup:
         """Start the sum of which each member gets its part."""
         assert tensor.numel() == sum(sizes)
         assert result.numel() == sizes[self.ranks.index(self._transport.rank)]
-        return self._start("reduce_scatter", tensor, sizes, result, _scatter_sums)
+        share = _share(tensor, sizes, result)
+        return self._start("reduce_scatter", share, _scatter_sums)
 
     def all_gather(
         self, tensor: Tensor, sizes: Sequence[int], result: Tensor
@@ -266,22 +271,12 @@ class LocalGroup:
         """Start to bring all members' tensors together."""
         assert result.numel() == sum(sizes)
         assert tensor.numel() == sizes[self.ranks.index(self._transport.rank)]
-        return self._start("all_gather", tensor, sizes, result, _gather)
+        return self._start("all_gather", _share(tensor, sizes, result), _gather)
 
-    def _start(
-        self,
-        name: str,
-        tensor: Tensor,
-        sizes: Sequence[int],
-        result: Tensor,
-        combine: Combine,
-    ) -> Request:
-        check_memory(tensor, cuda_aware=False)
-        check_memory(result, cuda_aware=False)
+    def _start(self, name: str, value: object, combine: Combine) -> Request:
         kind = f"{name} {self._key}".rstrip()
-        share = tensor.detach(), list(sizes), result.detach()
         return self._transport.start_collective(
-            kind, self.ranks, share, combine, key=self._key
+            kind, self.ranks, value, combine, key=self._key
         )
 
 
@@ -366,26 +361,16 @@ class LocalTransport:
         self._world.join(place, request, (self.rank, value), kind, combine)
         return request
 
-    def all_gather_object(self, value: object) -> list[object]:
+    def all_gather_object(self, value: T) -> list[T]:
         """Return every rank's value, by rank; each rank gets its own copies."""
-        box: list[bytes | None] = [None] * self.size
-        self.wait(self._start_exchange(box, pickle.dumps(value)))
-        return [pickle.loads(data) for data in box if data is not None]
+        box: list[bytes] = []
+        share, ranks = (box, pickle.dumps(value)), tuple(range(self.size))
+        self.wait(self.start_collective("exchange of objects", ranks, share, _hand_out))
+        return [pickle.loads(data) for data in box]
 
-    def _start_exchange(self, box: list[bytes | None], data: bytes) -> Request:
-        def hand_out(values: dict[int, object]) -> None:
-            pairs = [pair for pair in values.values() if isinstance(pair, tuple)]
-            for their_box, _ in pairs:
-                their_box[:] = [their_data for _, their_data in pairs]
-
-        ranks = tuple(range(self.size))
-        return self.start_collective(
-            "exchange of objects", ranks, (box, data), hand_out
-        )
-
-    def broadcast_object(self, value: object, root: int = 0) -> object:
+    def broadcast_object(self, value: T, root: int = 0) -> T:
         """Return the root's value on every rank."""
-        return self.all_gather_object(value if self.rank == root else None)[root]
+        return self.all_gather_object(value)[root]
 
     def barrier(self) -> None:
         """Return when all ranks have come here."""
@@ -418,10 +403,12 @@ def run_local(
     """
     world = _World(num_ranks)
     results: dict[int, T] = {}
-    core = _any_core()
+    cores = [*os.sched_getaffinity(0)] if hasattr(os, "sched_setaffinity") else []
+    core = {random.SystemRandom().choice(cores)} if cores else set()
 
     def run(rank: int) -> None:
-        _share_a_core(core)
+        if core:  # ranks that wait for each other need a fifth less time on one
+            os.sched_setaffinity(0, core)
         try:
             transport = LocalTransport(world, rank, cuda_aware=cuda_aware)
             results[rank] = main(transport)
@@ -442,22 +429,10 @@ def run_local(
         if failed is not None:
             error.add_note(f"on rank {failed}")
         raise error
-    if left := world.left_over():
+    queues = *world.sends.values(), *world.receives.values()
+    if left := [request.text for queue in queues for request in queue]:
         raise InternalError(f"messages without a partner: {'; '.join(left)}")
     return [results[rank] for rank in range(num_ranks)]
-
-
-def _any_core() -> int | None:
-    """Return the number of a core, None where threads cannot be bound to one."""
-    if not hasattr(os, "sched_setaffinity"):
-        return None
-    return random.SystemRandom().choice([*os.sched_getaffinity(0)])
-
-
-def _share_a_core(core: int | None) -> None:
-    """Bind this thread: ranks that wait for each other need a fifth less time so."""
-    if core is not None:
-        os.sched_setaffinity(0, {core})
 
 
 def _join(world: _World, threads: list[threading.Thread], timeout: float) -> None:

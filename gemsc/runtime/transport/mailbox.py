@@ -11,7 +11,7 @@ from torch import Tensor
 from gemsc.errors import GemscError
 from gemsc.messages.grid_message import GridMessage
 from gemsc.messages.message import Message, Value
-from gemsc.runtime.transport.device_transport import DeviceTransport, Incoming
+from gemsc.runtime.transport.device_transport import DeviceTransport, Operation
 from gemsc.runtime.transport.waiting import Request
 
 
@@ -23,7 +23,7 @@ class _Letterbox:
     dtype: torch.dtype
     dtypes: tuple[torch.dtype, ...]  # of the values
     source: int
-    incoming: Incoming | None = None
+    incoming: Operation | None = None
 
 
 class Mailbox:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy
 import torch
@@ -41,6 +41,8 @@ from gemsc.runtime.transport.waiting import (
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+T = TypeVar("T")
 
 LEFT_SECONDS = 2.0  # for what a rank has sent before it left
 LAST_SECONDS = 5.0  # for the library to end all ranks
@@ -228,14 +230,13 @@ class MpiTransport:
     whatever else uses MPI in this process.
     """
 
-    def __init__(self, comm: MPI.Intracomm | None = None) -> None:
+    def __init__(self) -> None:
         end_with_launcher()
         self._mpi = start_mpi()
-        world: MPI.Intracomm = comm if comm is not None else self._mpi.COMM_WORLD
+        world: MPI.Intracomm = self._mpi.COMM_WORLD
         self.rank = world.Get_rank()
         self.size = world.Get_size()
-        if comm is None:
-            check_size(self.size, self._mpi.Get_library_version())
+        check_size(self.size, self._mpi.Get_library_version())
         self._messages = world.Dup()
         self._control = world.Dup()
         self._groups: dict[tuple[tuple[int, ...], str], MpiGroup] = {}
@@ -325,7 +326,7 @@ class MpiTransport:
             self._groups[ranks, key] = MpiGroup(self._mpi, comm, ranks, key)
         return self._groups[ranks, key]
 
-    def all_gather_object(self, value: object) -> list[object]:
+    def all_gather_object(self, value: T) -> list[T]:
         """Return every rank's value, by rank."""
         what = "what each rank tells all others"
         data = numpy.frombuffer(bytearray(pickle.dumps(value)), numpy.uint8)
@@ -336,7 +337,7 @@ class MpiTransport:
         parts = numpy.split(everything, numpy.cumsum(sizes)[:-1])
         return [pickle.loads(part.tobytes()) for part in parts]
 
-    def broadcast_object(self, value: object, root: int = 0) -> object:
+    def broadcast_object(self, value: T, root: int = 0) -> T:
         """Return the root's value on every rank."""
         what = f"what rank {root} tells all others"
         data = numpy.frombuffer(bytearray(pickle.dumps(value)), numpy.uint8)
@@ -345,7 +346,8 @@ class MpiTransport:
         if self.rank != root:
             data = numpy.empty(size[0], numpy.uint8)
         self._finish(self._control.Ibcast(data, root), what)
-        return pickle.loads(data.tobytes())
+        found: T = pickle.loads(data.tobytes())
+        return found
 
     def barrier(self) -> None:
         """Return when all ranks have come here."""

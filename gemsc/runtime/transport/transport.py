@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NoReturn, Protocol
+from typing import NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,6 +11,8 @@ from torch import Tensor
 from gemsc.errors import InternalError
 from gemsc.runtime.transport.streams import Streams
 from gemsc.runtime.transport.waiting import Request
+
+T = TypeVar("T")
 
 LARGEST_TAG = 32767  # what the MPI standard guarantees
 
@@ -109,11 +111,11 @@ class Transport(Protocol):
         """
         ...
 
-    def all_gather_object(self, value: object) -> list[object]:
+    def all_gather_object(self, value: T) -> list[T]:
         """Return every rank's small value, by rank."""
         ...
 
-    def broadcast_object(self, value: object, root: int = 0) -> object:
+    def broadcast_object(self, value: T, root: int = 0) -> T:
         """Return the root's small value on every rank."""
         ...
 

@@ -24,7 +24,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from gemsc.errors import InternalError
-from gemsc.runtime.worker.buckets import buckets
+from gemsc.runtime.worker.reduction import buckets
 
 Parameters = Mapping[str, nn.Parameter]
 Names = tuple[str, ...]

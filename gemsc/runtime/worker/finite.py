@@ -2,7 +2,8 @@
 
 Each rank looks at its losses and, in one pass, at its gradients. One sum over all ranks
 before the optimizer's step has the losses and the number of such ranks. Then "stop"
-raises, "skip" leaves the update out, and "warn" makes it.
+raises, "skip" leaves the update out, and "warn" makes it. In float16, what is too large
+may be the factor of the loss: see `LossScale`.
 """
 
 from __future__ import annotations
@@ -33,6 +34,18 @@ class Problem:
     step: int
     losses: Mapping[int, float]
     gradients: tuple[str, ...]
+
+    @classmethod
+    def of_ranks(
+        cls, step: int, ranks: Iterable[tuple[Mapping[int, float], Iterable[str]]]
+    ) -> Problem:
+        """Return what all ranks have found: losses and gradients of each."""
+        losses: dict[int, float] = {}
+        gradients: dict[str, None] = {}
+        for of_rank, names in ranks:
+            losses |= of_rank
+            gradients |= dict.fromkeys(names)
+        return cls(step, dict(sorted(losses.items())), tuple(gradients))
 
     def __str__(self) -> str:
         """Return `the loss is nan at step 12, in micro-batch 3`, or the like."""
@@ -100,3 +113,52 @@ def _real(gradient: Tensor) -> Tensor:
 def _listed(names: list[str]) -> str:
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
     return ", ".join(names[:MOST_NAMED]) + more
+
+
+FIRST = 2.0**16
+GROWTH, BACKOFF = 2.0, 0.5
+SMALLEST = 1.0  # below it, what overflows is not what was scaled
+INTERVAL = 2000  # updates between two growths
+
+
+class LossScale:
+    """The factor of the loss, with which float16 gradients neither vanish nor overflow.
+
+    float16 ends at 65504 and loses what is below 6e-8. So the loss is multiplied by a
+    large factor before the backward, and the gradients of the weights, which are in
+    float32, are divided by it. Where one of them is not finite the factor was too
+    large: then no rank makes its update, and the factor is halved. It doubles after
+    2000 updates in a row. That is what torch.amp.GradScaler does, which knows the
+    gradients of one process only. `good` counts the updates since the factor last
+    changed, `skipped` all that were left out.
+    """
+
+    def __init__(self) -> None:
+        self.factor = FIRST
+        self.good = 0
+        self.skipped = 0
+
+    def take(self, *, is_overflow: bool) -> bool:
+        """Change the factor after an update, or after one that is left out.
+
+        Returns whether a smaller factor may help: it cannot where none is left.
+        """
+        if not is_overflow:
+            self.good += 1
+            if self.good == INTERVAL:
+                self.factor *= GROWTH
+                self.good = 0
+            return True
+        self.good = 0
+        self.skipped += 1
+        self.factor *= BACKOFF
+        return self.factor >= SMALLEST
+
+    def state_dict(self) -> dict[str, float]:
+        """Return what a checkpoint keeps, as numbers for JSON."""
+        return {"factor": self.factor, "good": self.good, "skipped": self.skipped}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Go on from what `state_dict` returned."""
+        self.factor = float(state["factor"])
+        self.good, self.skipped = int(state["good"]), int(state["skipped"])

@@ -1,19 +1,106 @@
-"""Sums over the ranks that hold the same stage: gradients and running statistics."""
+"""Sums over the ranks that hold the same stage: gradients and running statistics.
+
+Gradients travel in buckets. With --shard-optimizer (ZeRO, stage 1), each rank updates
+its own rows of what several ranks hold:
+
+    sums of gradients   reduce-scatter: each rank gets the sums of its rows
+    update              the optimizer has the rank's rows as its parameters
+    afterwards          all-gather: each rank gets the other ranks' rows
+
+Source: Rajbhandari and others, ZeRO: Memory optimizations toward training trillion
+parameter models, 2020.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from gemsc.messages.rows import Rows
+from gemsc.base.boxes import Interval
+from gemsc.messages.rows import Rows, rows_of_holders
 from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.transport import Group
 from gemsc.runtime.transport.waiting import Request
-from gemsc.runtime.worker.buckets import Bucket, flat, parts_like, shares
+
+BUCKET_BYTES = 8 * 2**20
+
+
+@dataclass(slots=True)
+class Bucket:
+    """What some tensors become: their values lie in `values` once `request` is done."""
+
+    tensors: list[Tensor]
+    values: Tensor
+    request: Request
+
+    def unpack(self) -> None:
+        """Put the values into the tensors."""
+        sizes = [tensor.numel() for tensor in self.tensors]
+        pairs = zip(torch.split(self.values, sizes), self.tensors, strict=True)
+        parts = [part.view_as(tensor) for part, tensor in pairs]
+        torch._foreach_copy_(self.tensors, parts)
+
+
+def buckets(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Group the numbers of tensors of one dtype up to the size of a bucket."""
+    by_dtype: dict[torch.dtype, list[list[int]]] = defaultdict(lambda: [[]])
+    room: dict[torch.dtype, int] = defaultdict(lambda: BUCKET_BYTES)  # in the last one
+    for number, tensor in enumerate(tensors):
+        found, dtype = by_dtype[tensor.dtype], tensor.dtype
+        if found[-1] and tensor.nbytes > room[dtype]:
+            found.append([])
+            room[dtype] = BUCKET_BYTES
+        found[-1].append(number)
+        room[dtype] -= tensor.nbytes
+    return [bucket for found in by_dtype.values() for bucket in found]
+
+
+def flat(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the elements of tensors, one after the other."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def parts_like(tensors: Sequence[Tensor], values: Tensor) -> list[Tensor]:
+    """Return parts of a flat tensor as views of the shapes and formats of these."""
+    found, start = [], 0
+    for tensor in tensors:
+        part = values[start : start + tensor.numel()]
+        if _is_dense(tensor):
+            part = values.as_strided(tensor.size(), tensor.stride(), start)
+        found.append(part.view_as(tensor))
+        start += tensor.numel()
+    return found
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements lie side by side, in any order of the dimensions."""
+    size = 1
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if length > 1 and stride != size:
+            return False
+        size *= length
+    return True
+
+
+def rows_of(tensor: Tensor, rows: Interval) -> Tensor:
+    """Return some rows of a tensor as a view; a number is one row."""
+    start, stop = rows
+    return (tensor if tensor.dim() else tensor.view(1))[start:stop]
+
+
+def shares(tensors: Sequence[Tensor], rows: Sequence[Rows]) -> list[list[Tensor]]:
+    """Return, for each rank, its rows of all tensors, as views."""
+    pairs = [*zip(tensors, rows, strict=True)]
+    return [
+        [rows_of(tensor, of_ranks[rank]) for tensor, of_ranks in pairs]
+        for rank in range(len(rows[0]))
+    ]
 
 
 class GradientSums:
@@ -209,3 +296,74 @@ def tracking(module: nn.Module) -> Iterator[tuple[str, _NormBase]]:
 def _statistics(layer: _NormBase) -> dict[str, Tensor]:
     names = ("running_mean", "running_var", "num_batches_tracked")
     return {name: cast("Tensor", getattr(layer, name)) for name in names}
+
+
+class OwnRows:
+    """The rows that this rank updates of the parameters that it holds with others.
+
+    `rows` has those of all holders of a parameter, `own` this rank's, by name.
+    """
+
+    def __init__(self, transport: DeviceTransport) -> None:
+        self.rows: dict[str, Rows] = {}
+        self.own: dict[str, Interval] = {}
+        self._transport = transport
+        self._shared: list[tuple[Group, dict[str, nn.Parameter]]] = []
+        self._views: dict[str, tuple[nn.Parameter, nn.Parameter]] = {}
+
+    def share(
+        self,
+        group: Group,
+        parameters: Mapping[str, nn.Parameter],
+        whole: Collection[str],
+    ) -> None:
+        """Share out what the ranks of a group hold; what is `whole` goes to one."""
+        trained = {name: p for name, p in parameters.items() if p.requires_grad}
+        shapes = {name: parameter.shape for name, parameter in trained.items()}
+        self.rows |= rows_of_holders(shapes, len(group.ranks), whole)
+        self._shared.append((group, trained))
+        member = group.ranks.index(self._transport.host.rank)
+        for name, parameter in trained.items():
+            start, stop = self.own[name] = self.rows[name][member]
+            if stop - start < self.rows[name][-1][1]:
+                view = rows_of(parameter.detach(), (start, stop))
+                self._views[name] = nn.Parameter(view), parameter
+
+    def parameters(self, held: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+        """Return what this rank updates of the parameters that it holds.
+
+        Rows are parameters that have the memory of the held one.
+        """
+        own = {**held} | {name: view for name, (view, _) in self._views.items()}
+        return {name: p for name, p in own.items() if p.numel() or held[name] is p}
+
+    def take_gradients(self) -> None:
+        """Give the rows the gradients that the held parameters have for them."""
+        for name, (view, parameter) in self._views.items():
+            gradient = parameter.grad
+            view.grad = None if gradient is None else rows_of(gradient, self.own[name])
+
+    def drop_gradients(self) -> None:
+        """Take the gradients from the rows."""
+        for view, _ in self._views.values():
+            view.grad = None
+
+    def gather(self, of: Callable[[nn.Parameter], Tensor | None]) -> None:
+        """Bring together all ranks' rows of a tensor of each shared parameter."""
+        waiting: list[Bucket] = []
+        for group, named in self._shared:
+            found = [(of(p), self.rows[name]) for name, p in named.items()]
+            pairs = [(tensor, rows) for tensor, rows in found if tensor is not None]
+            for numbers in buckets([tensor for tensor, _ in pairs]):
+                by_rank = shares(*zip(*(pairs[n] for n in numbers), strict=True))
+                waiting.append(self._start(group, by_rank))
+        self._transport.wait(*(bucket.request for bucket in waiting))
+        for bucket in waiting:
+            bucket.unpack()
+
+    def _start(self, group: Group, by_rank: list[list[Tensor]]) -> Bucket:
+        sizes = [sum(tensor.numel() for tensor in own) for own in by_rank]
+        own = flat(by_rank[group.ranks.index(self._transport.host.rank)])
+        whole = own.new_empty(sum(sizes))
+        request = self._transport.all_gather(group, own, sizes, whole)
+        return Bucket([tensor for own in by_rank for tensor in own], whole, request)

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch import _compile as compile_hooks
 from torch.nn.modules.batchnorm import _NormBase
+from torch.optim import Optimizer
+from torch.optim import optimizer as of_torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from gemsc.base.boxes import Interval
+from gemsc.base.elementwise import check_elementwise, updated_whole
 from gemsc.base.parts import sums_in_order
 from gemsc.runtime.transport.device_transport import DeviceTransport
-from gemsc.runtime.worker.clip import clip_gradients
+from gemsc.runtime.transport.transport import Group
 from gemsc.runtime.worker.departures import Departures, leaving_early
-from gemsc.runtime.worker.finite import all_finite
-from gemsc.runtime.worker.loss_scale import LossScale
-from gemsc.runtime.worker.own_rows import OwnRows
+from gemsc.runtime.worker.finite import LossScale, all_finite
 from gemsc.runtime.worker.program import RankPlace, RankProgram, Run
-from gemsc.runtime.worker.reduction import GradientSums, RunningStatistics, tracking
+from gemsc.runtime.worker.reduction import (
+    GradientSums,
+    OwnRows,
+    RunningStatistics,
+    tracking,
+)
 from gemsc.runtime.worker.stages import Stages
 from gemsc.runtime.worker.steps import Steps
 
@@ -85,6 +92,27 @@ class Updates:
         self._to_come: Counter[str] = Counter()  # actions with gradients, by stage
         self._statistics = self._running_statistics()
         self.scaler = LossScale() if is_scaled else None
+
+    def make_optimizer(
+        self,
+        optimizer: Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer] | None,
+        scheduler: Callable[[Optimizer], Any] | None,
+    ) -> None:
+        """Make the optimizer of what this rank updates, by default SGD; see `Trainer`.
+
+        Raises:
+            GemscError: the optimizer looks at whole tensors, and the rank has parts.
+        """
+        parts = self._program.parts
+        if self._program.train_step is None or not self.parameters:
+            return
+        without_dynamo()
+        make = optimizer or partial(torch.optim.SGD, lr=0.01)
+        if parts:  # it may be another one than at compile time
+            check_elementwise(updated_whole(self.parameters, make), parts)
+        self.optimizer = make(self.parameters.items())
+        if scheduler is not None:
+            self.scheduler = scheduler(self.optimizer)
 
     def begin(self) -> None:
         """Remember what running statistics were before the step."""
@@ -246,3 +274,83 @@ class Updates:
             self._transport,
             self._transport.host.group(ranks, "norm"),
         )
+
+
+EPSILON = 1e-6  # that of torch.nn.utils.clip_grad_norm_
+
+
+def clip_gradients(
+    limit: float,
+    own: Collection[nn.Parameter],
+    everything: Collection[nn.Parameter],
+    transport: DeviceTransport,
+    group: Group,
+) -> float:
+    """Scale `everything` so that its norm over the group's ranks is at most `limit`.
+
+    Returns what it was before. `own` are the parameters that this rank counts: each one
+    is in `own` of one rank.
+    """
+    square = torch.zeros((), dtype=torch.float64)
+    gradients = _gradients(own)
+    if gradients:  # one number goes to the host
+        norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float64)
+        square = torch.stack(norms).square().sum().cpu()
+    transport.wait(group.all_reduce(square))
+    norm = float(square.sqrt())
+    scale = limit / (norm + EPSILON)
+    scaled = _gradients(everything)
+    if scale < 1.0 and scaled:
+        torch._foreach_mul_(scaled, scale)
+    return norm
+
+
+def _gradients(parameters: Collection[nn.Parameter]) -> list[Tensor]:
+    """Return the numbers of all gradients, in their memory."""
+    found = []
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.coalesce()
+            found.append(parameter.grad._values())
+        elif parameter.grad is not None:
+            found.append(parameter.grad.detach())
+    return [torch.view_as_real(g) if g.is_complex() else g for g in found]
+
+
+def without_dynamo() -> None:
+    """Let torch.optim work without torch._dynamo, from now on in this process.
+
+    Its methods load that for a step that torch.compile traces, which no step of ours
+    is: 1.4 s of a process, 40 % of a rank's start (torch 2.13). What they compute is
+    the same, and torch.compile may still load it. Call this before an optimizer is
+    made; where a PyTorch is built in another way, nothing is changed.
+    """
+    disable = getattr(compile_hooks, "_disable_dynamo", None)
+    use_grad = getattr(of_torch, "_use_grad_for_differentiable", None)
+    if disable is None or use_grad is None:
+        return
+    untraced = disable(_example).__code__
+    for method in vars(Optimizer).values():
+        if getattr(method, "__code__", None) is untraced:
+            # what it looks for before it asks torch._dynamo, and gets the same
+            method.__wrapped__.__dynamo_disable = method.__wrapped__
+    step_of_torch = use_grad(_example).__code__
+    for kind in vars(torch.optim).values():
+        step: Any = vars(kind).get("step") if isinstance(kind, type) else None
+        if getattr(step, "__code__", None) is step_of_torch:
+            kind.step = _step(step.__wrapped__)
+
+
+def _example(optimizer: Any) -> None:
+    """Stand for a method: the functions around two of them have the same code."""
+
+
+def _step(step: Any) -> Any:
+    """Return a step with gradients only if the optimizer is to be differentiable."""
+
+    @wraps(step)
+    def call(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        with torch.set_grad_enabled(self.defaults["differentiable"]):
+            return step(self, *args, **kwargs)
+
+    return call

@@ -32,9 +32,8 @@ from gemsc.runtime.worker.backward import edge_of, gradient_of, is_absent, run_b
 from gemsc.runtime.worker.deferral import Deferred
 from gemsc.runtime.worker.finite import NotFiniteError, Problem, not_finite
 from gemsc.runtime.worker.program import RankPlace, RankProgram, Run
-from gemsc.runtime.worker.requests import Requests
 from gemsc.runtime.worker.stages import Stages, without_trace
-from gemsc.runtime.worker.steps import Steps
+from gemsc.runtime.worker.steps import Requests, Steps
 from gemsc.runtime.worker.updates import Updates
 
 
@@ -340,20 +339,14 @@ class Worker:
     def _problem(self, *, is_wrong: bool) -> Problem:
         """Return what is not finite on any rank; here, it `is_wrong` with gradients."""
         losses = {m: float(loss) for m, loss in self.steps.losses.items()}
-        count = self.steps.count
         losses = {
             m: loss
             for m, loss in losses.items()
-            if m < count and not math.isfinite(loss)
+            if m < self.steps.count and not math.isfinite(loss)
         }
         names = not_finite(self.updates.parameters) if is_wrong else []
-        everyone: list[Any] = self.transport.host.all_gather_object((losses, names))
-        found = {m: loss for theirs, _ in everyone for m, loss in theirs.items()}
-        return Problem(
-            self.steps.done + 1,
-            dict(sorted(found.items())),
-            tuple(dict.fromkeys(name for _, theirs in everyone for name in theirs)),
-        )
+        everyone = self.transport.host.all_gather_object((losses, names))
+        return Problem.of_ranks(self.steps.done + 1, everyone)
 
     def _number_of(self, run: Run, m: int) -> int:
         """Return the number of a micro-batch over all replicas."""

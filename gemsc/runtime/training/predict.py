@@ -2,7 +2,9 @@
 
 Every rank reads what its stage takes of each window. The ranks that have the model's
 output bring it to the first of them, which writes a slide row by row, and a volume once
-all its windows are blended.
+all its windows are blended. What pixels become for the model, and what its output
+becomes in the file, can be said in the model's file: `predict_input(region)`,
+`predict_output(output)`.
 """
 
 from __future__ import annotations
@@ -21,29 +23,91 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import default_collate
 
 from gemsc.base.units import show_bytes
 from gemsc.errors import GemscError
-from gemsc.runtime.data.holders import Holders
 from gemsc.runtime.data.tiled import window_of
-from gemsc.runtime.prediction.pictures import as_input, as_picture
+from gemsc.runtime.process.device import peak_bytes
 from gemsc.runtime.process.progress import ProgressBar
 from gemsc.runtime.process.stop import STOPPING
 from gemsc.runtime.training.evaluation import (
+    Holders,
     evaluate_case,
     picture_of_all,
     zero_target,
 )
-from gemsc.runtime.training.load import load
-from gemsc.runtime.training.logs import peak_bytes
+from gemsc.runtime.training.train import load
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.slides.mask import write_rows
 from gemsc.slides.slide import Slide
 from gemsc.slides.volume import Volume, is_volume
 from gemsc.slides.windows import Case, Picture, Place, SlidingWindows, Windows
 from gemsc.user_model import UserModel, load_user_model
+
+KINDS = ("mask", "probabilities", "scores")
+INPUT_HELP = "define predict_input(region) in the model's file: docs/whole-slides.md"
+OUTPUT_HELP = "define predict_output(output) in the model's file, which returns a NumPy"
+OUTPUT_HELP += " array of that size"
+
+
+def as_input(region: NDArray[Any], picture: Picture) -> Tensor:
+    """Return pixels from 0 to 1, as the model takes them; floats stay as they are.
+
+    Raises:
+        GemscError: the slide has other channels than the model takes.
+    """
+    if region.shape[-1] != picture.channels:
+        raise GemscError(
+            f"the picture has {region.shape[-1]} channels, the model takes "
+            f"{picture.channels}",
+            help=INPUT_HELP,
+        )
+    scaled = region.astype(np.float32)
+    if region.dtype.kind in "iu":
+        scaled /= np.iinfo(region.dtype).max
+    if picture.is_channels_first:
+        scaled = np.moveaxis(scaled, -1, 0)
+    return torch.from_numpy(np.ascontiguousarray(scaled))
+
+
+def as_picture(
+    output: Any, size: tuple[int, ...], kind: str, threshold: float
+) -> NDArray[Any]:
+    """Return what is written of the output for a window or a volume of this size.
+
+    Its last axis has the channels, if there are any. A mask has the class with the
+    highest score; of a single channel, 1 where the score is above the threshold.
+
+    Raises:
+        GemscError: the output is no picture of this size.
+    """
+    if not isinstance(output, Tensor):
+        what = type(output).__name__
+        raise GemscError(f"the model returns a {what}: no picture", help=OUTPUT_HELP)
+    scores, dims = output, len(size)
+    if scores.dim() == dims:
+        scores = scores[None]
+    is_last = scores.shape[:dims] == size and scores.shape[1:] != size
+    if scores.dim() == dims + 1 and is_last:
+        scores = scores.movedim(-1, 0)
+    if scores.dim() != dims + 1 or scores.shape[1:] != size:
+        raise GemscError(
+            f"the model returns {list(output.shape)} for a picture of "
+            f"{' x '.join(map(str, size))}: none of that size",
+            help=OUTPUT_HELP,
+        )
+    if kind == "mask":
+        if len(scores) == 1:
+            return (scores[0] > threshold).numpy().astype(np.uint8)
+        return scores.argmax(0).numpy().astype(np.min_scalar_type(len(scores) - 1))
+    if kind == "probabilities":
+        scores = scores.softmax(0) if len(scores) > 1 else scores.sigmoid()
+    found = scores.movedim(0, -1).numpy()
+    return found[..., 0] if len(scores) == 1 else found
+
 
 DTYPES = {"float32": None, "float64": torch.float64}
 
@@ -90,7 +154,7 @@ def main(path: Path) -> None:
     prediction = of_source(trainer, job, user)
     prediction.run()
     transport = trainer.transport
-    peaks: list[Any] = transport.all_gather_object(peak_bytes(trainer.device))
+    peaks = transport.all_gather_object(peak_bytes(trainer.device))
     if transport.rank == 0:
         print(  # noqa: T201
             f"{prediction.what}, in {time.perf_counter() - start:.0f} s; a rank took "

@@ -1,1 +1,0 @@
-"""Prediction over whole slides, on the ranks of a program."""

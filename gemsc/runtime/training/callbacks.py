@@ -1,0 +1,281 @@
+"""What happens beside the steps of training: logs, checkpoints, users' hooks, ...
+
+    on_load                              the program and its weights are loaded
+    on_start                             and the checkpoint, if there is one
+      on_step on_step on_step ...        after each step
+      on_evaluation_start, on_evaluation where there is held-out data
+      on_epoch                           the end of an epoch, or of the run within one
+        on_save                          a checkpoint is complete
+    on_end                               or on_failure, on the rank that fails
+
+All ranks call all callbacks, in the same order and after the same step: a callback may
+communicate, and what only one rank shall do asks for `trainer.transport.rank`. Logs and
+checkpoints have files of their own; the small ones are here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gemsc.base.units import show_bytes
+from gemsc.errors import GemscError
+from gemsc.runtime.checkpoint.holdings import EMA_KEY
+from gemsc.runtime.data.batches import Batches
+from gemsc.runtime.process.device import peak_bytes
+from gemsc.runtime.process.progress import ProgressBar
+from gemsc.runtime.training.trainer import StepReport, Trainer
+from gemsc.user_model import UserModel
+
+
+class Callback:
+    """Something that follows training; override what it needs."""
+
+    def on_load(self, trainer: Trainer) -> None:
+        """Called once, before a checkpoint is resumed from: make room for `tensors`."""
+
+    def on_start(self, trainer: Trainer) -> None:
+        """Called once before the first step."""
+
+    def on_step(self, trainer: Trainer, report: StepReport) -> None:
+        """Called after each step."""
+
+    def on_evaluation_start(self, trainer: Trainer) -> None:
+        """Called before the held-out samples are evaluated."""
+
+    def on_evaluation(self, trainer: Trainer, figures: Mapping[str, float]) -> None:
+        """Called with the means of loss and metrics over all held-out samples."""
+
+    def on_epoch(
+        self, trainer: Trainer, epoch: int, figures: Mapping[str, float]
+    ) -> None:
+        """Called once an epoch, counted from 0, has ended and was evaluated.
+
+        `figures` are those of `on_evaluation`, none without held-out data.
+        """
+
+    def on_save(self, trainer: Trainer, folder: Path) -> None:
+        """Called once a checkpoint is complete in its folder."""
+
+    def on_end(self, trainer: Trainer) -> None:
+        """Called after the last step."""
+
+    def on_failure(self, trainer: Trainer, error: BaseException) -> None:
+        """Called on a rank that fails, before it ends the others: do not wait."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint shall hold of it, as JSON."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take what `state_dict` gave."""
+
+    def tensors(self) -> dict[str, Mapping[str, Tensor]]:
+        """Return tensors of this rank that a checkpoint shall hold, and gives back.
+
+        By kind, then by the name of the parameter whose shape each has on this rank:
+        `{"average": {"conv.weight": tensor, ...}}`. Resuming copies into them.
+        """
+        return {}
+
+
+class Hooks(Callback):
+    """Calls what the user's file defines, `on_step` and `on_epoch`, on every rank."""
+
+    def __init__(self, user: UserModel) -> None:
+        self.user = user
+
+    def on_step(self, trainer: Trainer, report: StepReport) -> None:
+        """Call the user's `on_step(trainer, report)`."""
+        self.user.call("on_step", trainer, report)
+
+    def on_epoch(
+        self, trainer: Trainer, epoch: int, figures: Mapping[str, float]
+    ) -> None:
+        """Call the user's `on_epoch(trainer, epoch, figures)`."""
+        self.user.call("on_epoch", trainer, epoch, figures)
+
+
+class Position(Callback):
+    """Lets a run that goes on with batches of another size go on at the same sample.
+
+    Its steps are then counted as if all batches had had the size that they have now.
+    """
+
+    def __init__(self, trainer: Trainer, batches: Batches) -> None:
+        self.trainer = trainer
+        self.batches = batches
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return epoch and sample, of how many."""
+        epoch, first = divmod(self.trainer.step_number, len(self.batches))
+        size = self.batches.size
+        return {
+            "num_samples": self.batches.num_samples,
+            "batch_size": size,
+            "epoch": epoch,
+            "sample": first * size,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to the sample that comes next.
+
+        Raises:
+            GemscError: the dataset has another length.
+        """
+        batches, steps = self.batches, self.trainer.worker.steps
+        if state["num_samples"] != batches.num_samples:
+            raise GemscError(
+                f"the checkpoint is of a run over {state['num_samples']} samples, "
+                f"dataset() now has {batches.num_samples}",
+                help="go on with the same data; or `gemsc export` the checkpoint and "
+                "--resume from that file: a new run that starts from its weights",
+            )
+        first = min(state["sample"] // batches.size, len(batches))
+        steps.done = state["epoch"] * len(batches) + first
+
+
+class Console(Callback):
+    """What the first rank prints: a bar for each epoch, figures, how the run ends."""
+
+    def __init__(self, trainer: Trainer, total: int, each: int) -> None:
+        """Prepare for `total` steps, `each` of them in an epoch."""
+        self.talks = trainer.transport.rank == 0
+        self.total = total
+        self.each = each
+        self._bar: ProgressBar | None = None
+
+    def say(self, text: str) -> None:
+        """Print a line."""
+        if self.talks:
+            print(text, flush=True)  # noqa: T201
+
+    def on_step(self, trainer: Trainer, report: StepReport) -> None:
+        """Count the step; an epoch's first and last one begin and end a bar."""
+        if not self.talks:
+            return
+        epoch, number = divmod(report.step - 1, self.each)
+        if self._bar is None:
+            size = min(self.each, self.total - epoch * self.each) - number
+            title = f"epoch {epoch + 1}/{-(-self.total // self.each)}"
+            self._bar = ProgressBar(size, title, started=report.seconds)
+        self._bar.step(report.loss, report.samples)
+        if number + 1 == self.each or report.step == self.total:
+            self._close()
+
+    def on_evaluation(self, trainer: Trainer, figures: Mapping[str, float]) -> None:
+        """Print the loss and the user's metrics."""
+        text = "  ".join(f"{name} {mean:.4f}" for name, mean in figures.items())
+        self.say(f"held-out after epoch {trainer.epoch + 1}: {text}")
+        if not math.isfinite(figures.get("loss", 0.0)):
+            self.say("warning: the held-out loss is not finite")
+
+    def on_end(self, trainer: Trainer) -> None:
+        """Say why the run ends before its time, and what the fullest rank took."""
+        self._close()
+        transport, device = trainer.transport, trainer.device
+        if trainer.requests.agreed("stop"):
+            reasons = transport.all_gather_object(trainer.requests.reason("stop"))
+            reason = next(filter(None, reasons), "asked to")
+            self.say(f"stopped after step {trainer.step_number}: {reason}")
+        used = transport.all_gather_object(peak_bytes(device))
+        rank, plan = used.index(max(used)), trainer.plan
+        planned = plan.by_rank(plan.peak_bytes)[rank % plan.copy_ranks]
+        where = "its process, with Python and PyTorch"
+        if device.type == "cuda":
+            where = "PyTorch on its GPU"
+        self.say(
+            f"memory: rank {rank} took most: {show_bytes(used[rank])} in {where}; "
+            f"{show_bytes(planned)} of tensors were predicted"
+        )
+
+    def on_failure(self, trainer: Trainer, error: BaseException) -> None:
+        """Leave the last state on the screen, above the report."""
+        self._close()
+
+    def _close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+class Ema(Callback):
+    """Averages the weights, older ones less and less; `average` has this rank's.
+
+        average = decay * average + (1 - decay) * weights        after each update
+
+    It is torch.optim.swa_utils.AveragedModel with get_ema_multi_avg_fn, on each rank
+    for what it holds. An evaluation sees the averages; buffers are those of the model.
+    """
+
+    def __init__(self, decay: float) -> None:
+        """Let the weights of an update count `1 - decay`, those before it less."""
+        self.decay = decay
+        self.average: dict[str, Tensor] = {}
+        self.count = 0  # of the updates in the average
+        self._weights: dict[str, Tensor] = {}
+        self._seen = 0  # updates
+
+    def on_load(self, trainer: Trainer) -> None:
+        """Make room for the averages."""
+        named = trainer.stages.parameters.items()
+        self._weights = {n: p for n, p in named if p.is_floating_point()}
+        self.average = {n: p.detach().clone() for n, p in self._weights.items()}
+
+    def on_start(self, trainer: Trainer) -> None:
+        """Begin with the weights, unless a checkpoint had averages."""
+        self._seen = trainer.worker.updates.count
+        if not self.count:
+            self._copy()
+
+    @torch.no_grad()
+    def on_step(self, trainer: Trainer, report: StepReport) -> None:
+        """Add the weights if they are new."""
+        if self._seen == trainer.worker.updates.count:
+            return
+        self._seen = trainer.worker.updates.count
+        if not self.count:
+            self._copy()
+        else:
+            for name, average in self.average.items():
+                average.lerp_(self._weights[name], 1.0 - self.decay)
+        self.count += 1
+
+    def on_evaluation_start(self, trainer: Trainer) -> None:
+        """Let the evaluation see the averages."""
+        self.swap()
+
+    def on_evaluation(self, trainer: Trainer, figures: Mapping[str, float]) -> None:
+        """Train on with the weights."""
+        self.swap()
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Exchange weights and averages."""
+        for name, average in self.average.items():
+            weights = self._weights[name]
+            kept = weights.clone()
+            weights.copy_(average)
+            average.copy_(kept)
+
+    def tensors(self) -> dict[str, Mapping[str, Tensor]]:
+        """Return the averages: a checkpoint holds them as it holds the weights."""
+        return {EMA_KEY.rstrip("/"): self.average}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how many updates are in the averages."""
+        return {"count": self.count}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with the averages of a checkpoint."""
+        self.count = state["count"]
+
+    @torch.no_grad()
+    def _copy(self) -> None:
+        for name, average in self.average.items():
+            average.copy_(self._weights[name])
