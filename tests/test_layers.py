@@ -122,7 +122,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "compiler": (
         *(*PLANNER, "compilation", "frontend", "passes", "passes.branches"),
-        *("search", "codegen", "compiled", "lowering", "verify"),
+        *("search", "codegen", "compiled", "lowering", "verify", "weights"),
     ),
     "calibrate": (*COSTS, *RUNTIME, "runtime.memory", "launch"),
     "simulate": (
