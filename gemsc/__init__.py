@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from gemsc.runtime.training.trainer import Trainer
     from gemsc.slides.slide import Slide
     from gemsc.verify.steps import verify_compiled
+    from gemsc.weights.keras_model import KerasModel
     from gemsc.weights.load import load_weights
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "CompiledProgram",
     "Ema",
     "GemscError",
+    "KerasModel",
     "Slide",
     "Trainer",
     "compile",
@@ -43,6 +45,7 @@ __getattr__ = loads(
         "CompiledProgram": "gemsc.compiler",
         "Ema": "gemsc.runtime.training.callbacks",
         "GemscError": "gemsc.errors",
+        "KerasModel": "gemsc.weights.keras_model",
         "Slide": "gemsc.slides.slide",
         "Trainer": "gemsc.runtime.training.trainer",
         "compile": "gemsc.compiler",

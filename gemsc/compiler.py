@@ -38,6 +38,7 @@ from gemsc.search.candidates import Candidate
 from gemsc.search.grids import image_sizes
 from gemsc.search.sharing import choose_sharing, sharing_note
 from gemsc.verify.first_step import first_step
+from gemsc.weights.keras_model import as_module
 
 __all__ = [
     "CompiledProgram",
@@ -80,6 +81,7 @@ def compile(
     Raises:
         GemscError: the model or an option cannot be compiled; it says where and why.
     """
+    model = as_module(model)
     options = replace(options or CompileOptions(), **choices)
     with edited.lines() if edited else nullcontext():
         if edited is not None:

@@ -30,6 +30,7 @@ from gemsc.base.rng import seeded
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.slides.windows import SlidingWindows
 from gemsc.source.constants import RENAMED, ConstantsLoader
+from gemsc.weights.keras_model import as_module
 from gemsc.weights.load import load_weights
 
 HOOKS = {  # called beside the steps of training, or in prediction
@@ -94,7 +95,8 @@ class UserModel:
             GemscError: the user's function fails or gives something else, or the
                 weights are not those of the model.
         """
-        made = self._make(self.name, self.model, seed)
+        with self.lines():
+            made = as_module(self._make(self.name, self.model, seed))
         if not isinstance(made, nn.Module):
             raise GemscError(
                 f"{self.name} returns an object of type {type(made).__name__}",

@@ -19,10 +19,9 @@ import torch.nn.functional as F
 from keras_support import imported, keras
 from torch import Tensor
 
-from gemsc.importers.keras.training.compiled import TrainingText, training_text
-from gemsc.importers.keras.training.losses import LOSSES, ModelOutput
-from gemsc.importers.keras.training.optimizers import OPTIMIZERS
-from gemsc.importers.keras.training.schedules import SCHEDULES
+from gemsc.importers.keras.compiled import TrainingText, training_text
+from gemsc.importers.keras.losses import LOSSES, ModelOutput
+from gemsc.importers.keras.optimizers import OPTIMIZERS, SCHEDULES
 
 losses, optimizers = keras.losses, keras.optimizers
 schedules = keras.optimizers.schedules

@@ -90,15 +90,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("errors", "base", "nn", "frontend", "importers"),
         "importers.onnx.operators",
     ),
-    "importers.keras.training": ("codegen", "importers"),
-    "importers.keras": (
-        "errors",
-        "base",
-        "nn",
-        "codegen",
-        "importers",
-        "importers.keras.training",
-    ),
+    "importers.keras": ("errors", "base", "nn", "codegen", "importers"),
     "viz": (*PLANNER, "search"),
     "result": (*PLANNER, "compilation", "search", "codegen", "viz"),
     "lowering": (*PLANNER, "compilation", "frontend", "passes", "passes.checks"),
@@ -118,7 +110,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "compiler": (
         *(*PLANNER, "compilation", "frontend", "passes", "passes.branches"),
-        *("search", "codegen", "result", "lowering", "verify"),
+        *("search", "codegen", "result", "lowering", "verify", "weights"),
     ),
     "calibrate": (*COSTS, *RUNTIME, "runtime.memory", "launch"),
     "simulate": (

@@ -49,6 +49,9 @@ class Watch:
         takes = what_is_taken(args, kwargs)
         if takes in self.calls or self.problem is not None:
             return self.forward(*args, **kwargs)
+        if any(map(callable, (*args, *kwargs.values()))):  # as those of Keras' layers
+            self.problem = "it is called with a function"
+            return self.forward(*args, **kwargs)
         try:
             with self._put_back():
                 measured = self._measure(takes, args, kwargs)

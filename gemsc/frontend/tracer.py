@@ -150,6 +150,10 @@ class Tracer(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.paused or is_ignored(func):
             return func(*args, **kwargs)
+        for kind in types:
+            if not issubclass(kind, torch.Tensor):  # holds one, as Keras' variables do
+                with self:
+                    return kind.__torch_function__(func, types, args, kwargs)
         if func is torch.Tensor.__bool__:
             asked = self._asked(args[0], sys._getframe(1))
             if asked is not None:

@@ -23,6 +23,8 @@ _FOLDERS = (Path(torch.__file__).parent, Path(__file__).parents[1])  # torch, ge
 _SKIPPED = tuple(f"{folder}/" for folder in _FOLDERS)
 # It stands for a function of torch: it says what values are called, and not where.
 _NAMED = str(Path(__file__).with_name("attention.py"))
+# Within these, lines are those of whoever calls them.
+_INNER = re.compile(r"/einops/|/keras/src/(?!layers/)|/keras/src/layers/layer\.py$")
 _STDLIB = sysconfig.get_paths()["stdlib"] + "/"
 _Span = tuple[int | None, int | None, int | None, int | None]
 
@@ -114,10 +116,13 @@ def _frames(boundary: CodeType) -> Iterator[FrameType]:
 
 @cache
 def is_user_file(file: str) -> bool:
-    """Return whether a file belongs neither to torch, Python, einops nor gemsc."""
+    """Return whether a file belongs neither to torch, Python nor gemsc.
+
+    Of einops and Keras, only the layers of Keras count.
+    """
     if file.startswith("<ipython"):
         return True
-    if file.startswith("<") or file.startswith(_SKIPPED) or "/einops/" in file:
+    if file.startswith("<") or file.startswith(_SKIPPED) or _INNER.search(file):
         return False
     return not file.startswith(_STDLIB) or "-packages/" in file
 

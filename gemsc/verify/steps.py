@@ -35,6 +35,7 @@ from gemsc.user_model import UserModel, load_user_model
 from gemsc.verify.low_precision import LowPrecision, WatchPrecision
 from gemsc.verify.precision import FULL, Precision
 from gemsc.verify.record import StepRecord, read_record
+from gemsc.weights.keras_model import as_module
 from gemsc.weights.read import read_tensors
 
 CPU = torch.device("cpu")
@@ -293,7 +294,7 @@ def verify_compiled(
         path=Path(directory),
         module=sys.modules["__main__"],
         name="model",
-        model=copy.deepcopy(model),
+        model=copy.deepcopy(as_module(model)),
         example_inputs=example_inputs,
         loss=loss,
         example_target=example_target,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gemsc.errors import GemscError
+from gemsc.weights.keras_model import KerasModel, is_keras
 from gemsc.weights.match import Wanted, conversions, matched
 from gemsc.weights.source import WeightFiles
 from gemsc.weights.stage import put
@@ -21,6 +22,7 @@ from gemsc.weights.write import Entry
 def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> list[str]:
     """Give a model the weights of a file or folder, under its own names.
 
+    A model of Keras gets those of a run that trained it as it is.
     The model may be on the meta device. Its parameters and buffers are then on the
     memory of the files, which the system reads and drops page by page; what has another
     dtype there is converted into a temporary file. Returns notes about conversions.
@@ -28,6 +30,11 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> list[str]:
     Raises:
         GemscError: the files are damaged, or not those of this model.
     """
+    if is_keras(model):
+        module = KerasModel(model)
+        notes = load_weights(module, path)
+        module.give_back()
+        return notes
     files = WeightFiles.open(Path(path))
     wanted = list(_wanted(model))
     found = matched(files, wanted)

@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from gemsc.importers.keras.activation import activated
+from gemsc.importers.keras.images import Pads, image, padded, per_axis, same_pads
 from gemsc.importers.keras.layer import Laid, LayerCall, Translator
-from gemsc.importers.keras.windows import Pads, image, padded, per_axis, same_pads
 from gemsc.importers.sheet import Symbol
 from gemsc.importers.weight import Array, Weight
 

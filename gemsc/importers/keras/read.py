@@ -9,18 +9,35 @@ from typing import Any
 
 from gemsc.codegen.python_text import literal_text
 from gemsc.errors import GemscError
+from gemsc.importers.keras.activation import ACTIVATION_LAYERS
 from gemsc.importers.keras.archive import Archive
+from gemsc.importers.keras.attention import ATTENTION_LAYERS
+from gemsc.importers.keras.compiled import regularizer_notes, training_text
 from gemsc.importers.keras.config import MODELS, Listed, references
+from gemsc.importers.keras.conv import CONV_LAYERS
+from gemsc.importers.keras.core import CORE_LAYERS
 from gemsc.importers.keras.custom import custom_layers, custom_name
 from gemsc.importers.keras.graph import MISREAD, Graph, Model
+from gemsc.importers.keras.images import IMAGE_LAYERS
 from gemsc.importers.keras.layer import Translator
-from gemsc.importers.keras.layers import LAYERS
+from gemsc.importers.keras.losses import ModelOutput
+from gemsc.importers.keras.norm import NORM_LAYERS
 from gemsc.importers.keras.operations import OPERATIONS
-from gemsc.importers.keras.training.compiled import training_text
-from gemsc.importers.keras.training.losses import ModelOutput
-from gemsc.importers.keras.training.regularizers import regularizer_notes
+from gemsc.importers.keras.recurrent import RECURRENT_LAYERS
 from gemsc.importers.network import ImportedNetwork
 from gemsc.importers.options import ImportOptions
+
+# the layers by the names of their classes: a function for each
+LAYERS: Mapping[str, Translator] = {
+    **ACTIVATION_LAYERS,
+    **ATTENTION_LAYERS,
+    **CORE_LAYERS,
+    **IMAGE_LAYERS,
+    **NORM_LAYERS,
+    **CONV_LAYERS,
+    **RECURRENT_LAYERS,
+}
+
 
 _SHOWN = 10  # of the layers that are refused
 
@@ -134,6 +151,13 @@ def _outputs(config: Mapping[str, Any], model: Model) -> list[ModelOutput]:
     ]
 
 
+# what takes all that Keras can compute
+_DIRECTLY = (
+    "return the Keras model itself from model() in a file, with KERAS_BACKEND=torch, "
+    "and compile that file"
+)
+
+
 def _given(options: ImportOptions, custom: Collection[str]) -> str:
     """Return what to do about layers that are not known."""
     if options.custom is None:
@@ -149,8 +173,7 @@ def _check(path: Path, config: Mapping[str, Any], graph: Graph, given: str) -> N
     if not top.is_model:
         raise GemscError(
             f"{path} is a {top.kind!r:.60}, a class with a call() of its own",
-            help=f"gemsc imports {' and '.join(MODELS[::2])} models: write it in "
-            "PyTorch, or build it of layers",
+            help=f"gemsc imports {' and '.join(MODELS[::2])} models; {_DIRECTLY}",
         )
     unknown = [
         f"{entry.name!r:.60} ({entry.kind:.60})"
@@ -164,8 +187,8 @@ def _check(path: Path, config: Mapping[str, Any], graph: Graph, given: str) -> N
         raise GemscError(
             f"{path.name} uses layers that gemsc does not support: "
             f"{', '.join(unknown[:_SHOWN])}{more}",
-            help=f"build them of other layers, {given}; the code of a Lambda is "
-            "never run",
+            help=f"build them of other layers, {given}; the code of a Lambda in a file "
+            f"is never run. Or {_DIRECTLY}",
         )
 
 

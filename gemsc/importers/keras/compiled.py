@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from gemsc.codegen.python_text import parsed
 from gemsc.codegen.writer import Names, Writer
 from gemsc.importers.expression import write_statement
-from gemsc.importers.keras.training.losses import (
+from gemsc.importers.keras.graph import MISREAD
+from gemsc.importers.keras.losses import (
     LossForm,
     ModelOutput,
     UnknownLossError,
     loss_form,
+    metric_form,
+    metric_name,
     snake,
 )
-from gemsc.importers.keras.training.metrics import metric_form, metric_name
-from gemsc.importers.keras.training.optimizers import optimizer_text
-
-# what a config that is damaged makes of a function that reads it
-_MISREAD: tuple[type[Exception], ...] = (KeyError, TypeError, ValueError)
-_MISREAD += (IndexError, AttributeError, OverflowError, ZeroDivisionError)
+from gemsc.importers.keras.optimizers import optimizer_text
 
 
 @dataclass
@@ -42,7 +40,7 @@ def training_text(config: Any, outputs: Sequence[ModelOutput]) -> TrainingText:
         return TrainingText()
     try:
         return _written(config, outputs)
-    except _MISREAD as why:
+    except MISREAD as why:
         reason = f"{type(why).__name__}: {why}"
         return TrainingText(notes=[f"compile() cannot be read: {reason:.80}"])
 
@@ -321,3 +319,53 @@ def _write_optimizer(config: Mapping[str, Any], text: TrainingText) -> None:
         return
     text.functions += functions
     text.notes += [f"optimizer: {note}" for note in notes]
+
+
+# ------------------------------------------------------------------ beside the network
+
+
+def regularizer_notes(configs: Iterable[tuple[str, Mapping[str, Any]]]) -> list[str]:
+    """Return a note for each regularizer and constraint of layers, by their names."""
+    return [note for name, config in configs for note in _notes(name, config)]
+
+
+def _notes(name: str, config: Mapping[str, Any]) -> Iterator[str]:
+    for key, setting in config.items():
+        if not setting:
+            continue
+        what, _, kind = key.rpartition("_")
+        if kind == "regularizer" and what != "activity":
+            yield f"'{name}': {_regularizer(what, setting)}"
+        elif kind == "constraint":
+            yield (
+                f"'{name}': {_named(setting)} of its {what} is left out: set "
+                "the weight back in on_step(trainer, report)"
+            )
+        elif key in ("layer", "backward_layer", "cell") and isinstance(
+            setting, Mapping
+        ):
+            inner = setting.get("config")
+            if isinstance(inner, Mapping):
+                yield from _notes(name, inner)
+
+
+def _regularizer(what: str, setting: Any) -> str:
+    """Return what a regularizer would be in an optimizer."""
+    said = f"{_named(setting)} of its {what} is no part of the loss"
+    config = setting.get("config") if isinstance(setting, Mapping) else None
+    config = config if isinstance(config, Mapping) else {}
+    one, two = config.get("l1"), config.get("l2")
+    if two and not one:
+        return f"{said}: weight_decay={2 * float(two):.6g} is the same under SGD"
+    if two:
+        return f"{said}: weight_decay={2 * float(two):.6g} under SGD is its l2 alone"
+    return said
+
+
+def _named(setting: Any) -> str:
+    if not isinstance(setting, Mapping):
+        return str(setting)
+    config = setting.get("config")
+    settings = config if isinstance(config, Mapping) else {}
+    inside = ", ".join(f"{k}={v}" for k, v in settings.items())
+    return f"{setting.get('class_name')}({inside})"

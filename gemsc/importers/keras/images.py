@@ -1,0 +1,396 @@
+"""Images: their borders, windows and sizes; the padding that Keras calls 'same'."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from gemsc.importers.keras.layer import Laid, LayerCall, Translator
+from gemsc.importers.sheet import Symbol
+from gemsc.importers.weight import Array, constant
+
+# zeros before and after, for each axis of an image
+Pads = Sequence[tuple[int, int]]
+
+
+def image(call: LayerCall) -> tuple[Symbol, bool]:
+    """Return a layer's input with its channels first, and whether Keras has them last.
+
+    A layer of data_format "channels_first" has its values as PyTorch has them.
+    """
+    if call.config.get("data_format") == "channels_first":
+        return call.last(), False
+    return call.first(), True
+
+
+def per_axis(value: Any, count: int) -> tuple[int, ...]:
+    """Return a setting for each axis: of one number, or of a list of them."""
+    values = [value] * count if isinstance(value, int) else list(value)
+    if len(values) != count or not all(type(v) is int and v >= 0 for v in values):
+        raise ValueError(f"{value!r:.40} for {count} axes")
+    return tuple(values)
+
+
+def same_pads(
+    sizes: Sequence[int],
+    kernel: Sequence[int],
+    strides: Sequence[int],
+    dilation: Sequence[int],
+) -> Pads:
+    """Return the padding of 'same': ceil(n / s) windows, the odd zero at the end."""
+    pads = []
+    for n, k, s, d in zip(sizes, kernel, strides, dilation, strict=True):
+        total = max((-(-n // s) - 1) * s + d * (k - 1) + 1 - n, 0)
+        pads.append((total // 2, total - total // 2))
+    return pads
+
+
+def padded(call: LayerCall, x: Symbol, pads: Pads, value: str = "") -> Symbol:
+    """Return an image with zeros, or another value, around it; of none, as it is."""
+    if not any(before or after for before, after in pads):
+        return x
+    filled = f', "constant", {value}' if value else ""
+    text = f"F.pad({x}, {flat_pads(pads)}{filled})"
+    return call.sheet.line(f"{call.layer.name}_pad", text)
+
+
+def one_number(values: Sequence[Any]) -> Any:
+    """Return 3 for (3, 3): as people write it."""
+    return values[0] if len(set(values)) == 1 else tuple(values)
+
+
+def slices(crops: Pads) -> str:
+    """Return the text that takes something off each axis of an image."""
+    texts = [f"{before or ''}:{-after if after else ''}" for before, after in crops]
+    return f"[:, :, {', '.join(texts)}]"
+
+
+def flat_pads(pads: Pads) -> tuple[int, ...]:
+    """Return padding as PyTorch has it: the last axis first."""
+    return tuple(size for pair in reversed(pads) for size in pair)
+
+
+# ----------------------------------------------------------------------------- borders
+
+_PAD: Sequence[Any] = (nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d)
+_DROPOUT: Sequence[Any] = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+
+
+def _zeros(call: LayerCall) -> Laid:
+    x, first = image(call)
+    pads = _borders(call.config["padding"], len(x.shape) - 2)
+    make = _PAD[len(pads) - 1]
+    name = call.add(lambda: make(one_number(flat_pads(pads))))
+    return call.gives(f"{name}({x})", first=first)
+
+
+def _cropping(call: LayerCall) -> Laid:
+    x, first = image(call)
+    crops = _borders(call.config["cropping"], len(x.shape) - 2)
+    return call.gives(f"{x}{slices(crops)}", first=first)
+
+
+def _borders(value: Any, axes: int) -> Pads:
+    """Return what is before and after each axis: of 1, of [1, 2], of [[1, 2], 3]."""
+    if isinstance(value, int):
+        value = [value] * axes
+    if axes == 1 and len(value) == 2:
+        value = [value]
+    if len(value) != axes:
+        raise ValueError(f"{value!r:.40} for {axes} axes")
+    found = []
+    for item in value:
+        before, after = per_axis(item, 2)
+        found.append((before, after))
+    return found
+
+
+def _spatial_dropout(call: LayerCall) -> Laid:
+    rate = float(call.config["rate"])
+    if rate == 0:
+        return call.inputs[0]
+    x, first = image(call)
+    make = _DROPOUT[len(x.shape) - 3]
+    name = call.add(lambda: make(rate))
+    return call.gives(f"{name}({x})", first=first)
+
+
+# ------------------------------------------------------------------------------- pools
+
+_MAX: Sequence[Any] = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
+_MEAN: Sequence[Any] = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
+
+
+def _max(call: LayerCall) -> Laid:
+    x, first = image(call)
+    kernel, strides, pads = _windows(call, x)
+    settings = _own_padding(x.shape[2:], kernel, strides, pads)
+    if settings is None:
+        settings, x = {}, padded(call, x, pads, "-torch.inf")
+    name = _pool(call, _MAX, kernel, strides, settings)
+    return call.gives(f"{name}({x})", first=first)
+
+
+def _mean(call: LayerCall) -> Laid:
+    """Zeros that pad count for nothing: the mean is of what is in the image."""
+    x, first = image(call)
+    kernel, strides, pads = _windows(call, x)
+    settings = _own_padding(x.shape[2:], kernel, strides, pads)
+    if settings is not None:
+        if any(before for before, _ in pads) or settings.get("ceil_mode"):
+            settings["count_include_pad"] = False
+        name = _pool(call, _MEAN, kernel, strides, settings)
+        return call.gives(f"{name}({x})", first=first)
+    share = _share(x.shape[2:], kernel, strides, pads)
+    x = padded(call, x, pads)
+    name = _pool(call, _MEAN, kernel, strides, {})
+    part = call.sheet.tensor(
+        f"{call.layer.name}_share", share.shape, constant(share), trained=False
+    )
+    return call.gives(f"{name}({x}) / {part}", first=first)
+
+
+def _pool(
+    call: LayerCall,
+    kinds: Sequence[Any],
+    kernel: Sequence[int],
+    strides: Sequence[int],
+    settings: Mapping[str, Any],
+) -> str:
+    """Add a pool; a call with images of another size may need another one."""
+    sizes = {"padding": one_number(settings.get("padding", (0,)))}
+    module = kinds[len(kernel) - 1](
+        one_number(kernel), one_number(strides), **{**settings, **sizes}
+    )
+    for text in call.layer.added.values():
+        if repr(call.sheet.empty(text)) == repr(module):
+            return text
+    text = call.sheet.layer(call.layer.name, module)
+    call.layer.added[text] = text
+    return text
+
+
+def _windows(
+    call: LayerCall, x: Symbol
+) -> tuple[tuple[int, ...], tuple[int, ...], Pads]:
+    axes = len(x.shape) - 2
+    kernel = per_axis(call.config["pool_size"], axes)
+    strides = per_axis(call.config["strides"] or kernel, axes)
+    pads: Pads = [(0, 0)] * axes
+    if call.config["padding"] == "same":
+        pads = same_pads(x.shape[2:], kernel, strides, [1] * axes)
+    elif call.config["padding"] != "valid":
+        raise call.refuse(f"has padding={call.config['padding']!r:.40}")
+    return kernel, strides, pads
+
+
+def _own_padding(
+    sizes: Sequence[int], kernel: Sequence[int], strides: Sequence[int], pads: Pads
+) -> dict[str, Any] | None:
+    """Return the settings of a pool that pads so by itself, None if there are none.
+
+    It pads as much after the image as before; with ceil_mode there are further windows
+    at the end, as long as they begin in what it pads.
+    """
+    before = tuple(pair[0] for pair in pads)
+    settings = {"padding": before} if any(before) else {}
+    wanted = [
+        (n + b + a - k) // s + 1
+        for n, k, s, (b, a) in zip(sizes, kernel, strides, pads, strict=True)
+    ]
+    for ceil in (False, True):
+        found = [
+            _count(n, k, s, b, ceil)
+            for n, k, s, b in zip(sizes, kernel, strides, before, strict=True)
+        ]
+        if found == wanted:
+            return {**settings, "ceil_mode": True} if ceil else settings
+    return None
+
+
+def _count(n: int, k: int, s: int, pad: int, ceil: bool) -> int:
+    count = (n + 2 * pad - k + (s - 1 if ceil else 0)) // s + 1
+    return count - (ceil and (count - 1) * s >= n + pad)
+
+
+def _share(
+    sizes: Sequence[int], kernel: Sequence[int], strides: Sequence[int], pads: Pads
+) -> Array:
+    """Return which share of each window is in the image."""
+    share: Array = np.ones((1, 1), np.float32)
+    for n, k, s, (before, after) in zip(sizes, kernel, strides, pads, strict=True):
+        starts = np.arange((n + before + after - k) // s + 1) * s - before
+        inside = np.minimum(starts + k, n) - np.maximum(starts, 0)
+        share = share[..., None] * (inside / k).astype(np.float32)
+    return share
+
+
+# -------------------------------------------------------------------- whole images
+
+
+def _global(kind: str) -> Translator:
+    def translate(call: LayerCall) -> Laid:
+        x, first = image(call)
+        axes = tuple(range(2, len(x.shape)))
+        kept = bool(call.config.get("keepdims"))
+        keep = ", keepdim=True" if kept else ""
+        return call.gives(f"{x}.{kind}({axes}{keep})", first=first)
+
+    return translate
+
+
+def _adaptive(layers: Sequence[Any]) -> Translator:
+    def translate(call: LayerCall) -> Laid:
+        x, first = image(call)
+        axes = len(x.shape) - 2
+        sizes = one_number(per_axis(call.config["output_size"], axes))
+        name = call.add(lambda: layers[axes - 1](sizes))
+        return call.gives(f"{name}({x})", first=first)
+
+    return translate
+
+
+_ADAPTIVE_MEAN: Sequence[Any] = (
+    nn.AdaptiveAvgPool1d,
+    nn.AdaptiveAvgPool2d,
+    nn.AdaptiveAvgPool3d,
+)
+_ADAPTIVE_MAX: Sequence[Any] = (
+    nn.AdaptiveMaxPool1d,
+    nn.AdaptiveMaxPool2d,
+    nn.AdaptiveMaxPool3d,
+)
+
+
+# --------------------------- images of another size: by layers of PyTorch, or matrices
+
+
+def _up(call: LayerCall) -> Laid:
+    x, first = image(call)
+    factors = per_axis(call.config["size"], len(x.shape) - 2)
+    kind = call.config.get("interpolation", "nearest")
+    if kind == "nearest" or (kind == "bilinear" and len(factors) == 2):
+        settings = {} if kind == "nearest" else {"align_corners": False}
+        scale = one_number(tuple(map(float, factors)))
+        name = call.add(lambda: nn.Upsample(scale_factor=scale, mode=kind, **settings))
+        return call.gives(f"{name}({x})", first=first)
+    sizes = [n * factor for n, factor in zip(x.shape[2:], factors, strict=True)]
+    return call.gives(_by_matrices(call, x, sizes, kind, antialias=False), first=first)
+
+
+def _resizing(call: LayerCall) -> Laid:
+    """Resize to a size; the ratio of height and width is kept by crops or borders."""
+    config = call.config
+    x, first = image(call)
+    if not x.tensor.is_floating_point():
+        raise call.refuse(
+            "resizes integers, which Keras rounds", help="resize in the dataset"
+        )
+    sizes = per_axis([config["height"], config["width"]], 2)
+    x = _of_ratio(call, x, sizes)
+    kind, antialias = config["interpolation"], bool(config.get("antialias"))
+    if kind != "nearest" and (antialias or kind != "bilinear"):
+        return call.gives(_by_matrices(call, x, sizes, kind, antialias), first=first)
+    mode = "nearest-exact" if kind == "nearest" else kind
+    settings = {} if kind == "nearest" else {"align_corners": False}
+    name = call.add(lambda: nn.Upsample(size=sizes, mode=mode, **settings))
+    return call.gives(f"{name}({x})", first=first)
+
+
+def _of_ratio(call: LayerCall, x: Symbol, sizes: Sequence[int]) -> Symbol:
+    """Crop an image, or pad it, to the ratio of another size."""
+    height, width = x.shape[2:]
+    as_high, as_wide = width * sizes[0] / sizes[1], height * sizes[1] / sizes[0]
+    name = call.layer.name
+    if call.config.get("crop_to_aspect_ratio"):
+        wanted = max(min(height, int(as_high)), 1), max(min(width, int(as_wide)), 1)
+        starts = [
+            int((n - w) / 2) for n, w in zip((height, width), wanted, strict=True)
+        ]
+        crops = [
+            (start, n - start - w)
+            for start, n, w in zip(starts, (height, width), wanted, strict=True)
+        ]
+        if any(size for pair in crops for size in pair):
+            return call.sheet.line(f"{name}_crop", f"{x}{slices(crops)}")
+    elif call.config.get("pad_to_aspect_ratio"):
+        further = max(height, int(as_high)) - height, max(width, int(as_wide)) - width
+        pads = [(int(size / 2), int(size / 2)) for size in further]
+        if any(further):
+            fill = float(call.config.get("fill_value", 0.0))
+            text = f'F.pad({x}, {flat_pads(pads)}, "constant", {fill!r})'
+            return call.sheet.line(f"{name}_pad", text)
+    return x
+
+
+# ----------------------------------------------------------------------- matrices
+
+
+def _by_matrices(
+    call: LayerCall, x: Symbol, sizes: Sequence[int], kind: str, antialias: bool
+) -> str:
+    """Return the expression of an image between a matrix of rows and one of columns."""
+    if kind not in _KERNELS or len(sizes) != 2:
+        raise call.refuse(f"has interpolation={kind!r:.40}")
+    rows = _matrix(x.shape[2], sizes[0], kind, antialias)
+    columns = _matrix(x.shape[3], sizes[1], kind, antialias).T
+    left = call.tensor("rows", rows.shape, constant(rows), trained=False)
+    right = call.tensor("columns", columns.shape, constant(columns), trained=False)
+    return f"{left} @ {x} @ {right}"
+
+
+def _matrix(size: int, target: int, kind: str, antialias: bool) -> Array:
+    """Return (target, size): how much of each pixel is in each new one.
+
+    As jax.image.resize: centers of pixels at halves; what a kernel has outside of the
+    image goes to the pixels inside.
+    """
+    radius, kernel = _KERNELS[kind]
+    stretch = max(size / target, 1.0) if antialias else 1.0
+    centers = (np.arange(target) + 0.5) * size / target - 0.5
+    distance = np.abs(centers[:, None] - np.arange(size)) / stretch
+    weights = np.where(distance < radius, kernel(distance), 0.0)
+    weights /= weights.sum(1, keepdims=True)
+    weights[(centers < -0.5) | (centers > size - 0.5)] = 0
+    return weights.astype(np.float32)
+
+
+def _linear(x: Array) -> Array:
+    return np.maximum(0.0, 1.0 - x)
+
+
+def _cubic(x: Array) -> Array:
+    """Return the kernel of Keys with a = -0.5, where PyTorch has -0.75."""
+    near = (1.5 * x - 2.5) * x * x + 1.0
+    far = ((-0.5 * x + 2.5) * x - 4.0) * x + 2.0
+    return np.where(x < 1.0, near, far)
+
+
+def _lanczos(radius: float) -> Callable[[Array], Array]:
+    return lambda x: np.asarray(np.sinc(x) * np.sinc(x / radius))
+
+
+_KERNELS: Mapping[str, tuple[float, Callable[[Array], Array]]] = {
+    "bilinear": (1.0, _linear),
+    "bicubic": (2.0, _cubic),
+    "lanczos3": (3.0, _lanczos(3.0)),
+    "lanczos5": (5.0, _lanczos(5.0)),
+}
+
+
+IMAGE_LAYERS: Mapping[str, Translator] = {
+    **{f"ZeroPadding{d}D": _zeros for d in (1, 2, 3)},
+    **{f"Cropping{d}D": _cropping for d in (1, 2, 3)},
+    **{f"SpatialDropout{d}D": _spatial_dropout for d in (1, 2, 3)},
+    **{f"MaxPooling{d}D": _max for d in (1, 2, 3)},
+    **{f"AveragePooling{d}D": _mean for d in (1, 2, 3)},
+    **{f"GlobalMaxPooling{d}D": _global("amax") for d in (1, 2, 3)},
+    **{f"GlobalAveragePooling{d}D": _global("mean") for d in (1, 2, 3)},
+    **{f"AdaptiveMaxPooling{d}D": _adaptive(_ADAPTIVE_MAX) for d in (1, 2, 3)},
+    **{f"AdaptiveAveragePooling{d}D": _adaptive(_ADAPTIVE_MEAN) for d in (1, 2, 3)},
+    **{f"UpSampling{d}D": _up for d in (1, 2, 3)},
+    "Resizing": _resizing,
+}

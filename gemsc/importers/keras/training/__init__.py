@@ -1,1 +1,0 @@
-"""What Keras' compile() was given, as PyTorch: loss, optimizer, schedule, metrics."""
