@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from gemsc.base.files import facts_of
 from gemsc.errors import GemscError, InternalError
 from gemsc.importers.check import compared
 from gemsc.importers.network import ImportedNetwork, read
@@ -35,7 +36,6 @@ from gemsc.importers.origin import (
 )
 from gemsc.importers.weight import to_torch
 from gemsc.importers.write import INSTALLED, model_source
-from gemsc.weights.facts import facts_of
 from gemsc.weights.write import Entry, write_stream
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gemsc.base.boxes import Box
-from gemsc.base.draws import same_draws
+from gemsc.base.rng import same_draws
 from gemsc.runtime.data.shared import Digests
 
 FILE = "run.json"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from gemsc.base.draws import same_draws
 from gemsc.base.dtypes import as_real
+from gemsc.base.rng import same_draws
 from gemsc.plan import Plan
 from gemsc.runtime.process.device import exact_arithmetic
 from gemsc.runtime.training.trainer import OptimizerFactory, Trainer

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 from torch import nn
 
 from gemsc.plan import Plan
-from gemsc.source.constants import RENAMED, ConstantsLoader
+from gemsc.source import RENAMED, ConstantsLoader
 
 T = TypeVar("T")
 
