@@ -20,8 +20,10 @@ import torch
 
 from gemsc.plan import Plan
 from gemsc.runtime.data.batches import repeated
+from gemsc.runtime.training.verification import record_steps
+from gemsc.runtime.transport.transport import Transport
 from gemsc.verify.field.check import check_program_for_all_inputs
-from gemsc.verify.on_threads import steps_on_threads
+from gemsc.verify.first_step import on_threads
 from gemsc.verify.steps import user_model_of
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -70,12 +72,15 @@ def measure(name: str, repeats: int) -> str:
         user = user_model_of(program, plan)
         inputs = user.make_inputs()
         batch = repeated((inputs, user.make_target(inputs)), plan)
+
+        def step(transport: Transport) -> list[float]:
+            given = program, transport, program, [batch], torch.float32, None
+            return record_steps(*given, measure=False)
+
         steps, proofs = [], []
         for _ in range(repeats):
             start = time.process_time()
-            steps_on_threads(
-                program, plan.ranks, [batch], dtype=torch.float32, measure=False
-            )
+            on_threads(plan.ranks, step, torch.float32)
             steps.append(time.process_time() - start)
             start = time.process_time()
             found = check_program_for_all_inputs(program)

@@ -33,12 +33,12 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch_shards import start_torch_shards
 
 import gemsc
-from gemsc.base.memory_format import convert, converted
+from gemsc.base.dtypes import convert, converted
 from gemsc.messages.message import Input, Message
 from gemsc.runtime import RankProgram, Run
 from gemsc.runtime.training.program_directory import load_rank_module
+from gemsc.weights.load import fill
 from gemsc.weights.read import read_tensor
-from gemsc.weights.stage import fill
 
 TORCH_SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 

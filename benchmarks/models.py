@@ -40,15 +40,15 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import gemsc
-from gemsc.base.draws import same_draws
+from gemsc.base.rng import same_draws
 from gemsc.codegen.package import write_directory
 from gemsc.compiler import CompiledProgram
 from gemsc.errors import GemscError
 from gemsc.runtime.training.verification import record_steps
 from gemsc.runtime.transport.local import run_local
 from gemsc.runtime.transport.transport import Transport
-from gemsc.verify.record import read_record
-from gemsc.verify.steps import TOLERANCE, compare, reference_steps
+from gemsc.verify.compare import TOLERANCE, compare, read_record
+from gemsc.verify.steps import reference_steps
 
 RANKS = 3
 MICRO_BATCHES = 2

@@ -33,7 +33,7 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
-from gemsc.launch.restarts import last_step
+from gemsc.launch.start import last_step
 from gemsc.runtime.checkpoint.manifest import Manifest
 from gemsc.runtime.process.status import STATUS_VARIABLE
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gemsc.base.lazy import loads
+from gemsc.base import loads
 
 if TYPE_CHECKING:
     from gemsc.compiler import CompiledProgram, compile

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import linecache
+import sysconfig
+import traceback
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
+from types import TracebackType
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,3 +93,23 @@ def one_of(name: str, known: Collection[str]) -> str:
     close = get_close_matches(name, known, n=1, cutoff=0.5)
     meant = f"did you mean {close[0]}? " if close else ""
     return f"{meant}choose one of {', '.join(known)}"
+
+
+LIBRARIES = (sysconfig.get_path("stdlib"), str(Path(__file__).parent))
+
+
+def user_place(trace: TracebackType | None) -> SourceLocation | None:
+    """Return the innermost line of the user's."""
+    found = None
+    for frame in traceback.extract_tb(trace):
+        if is_users(Path(frame.filename)) and frame.lineno is not None:
+            found = SourceLocation(frame.filename, frame.lineno)
+    return found
+
+
+def is_users(path: Path) -> bool:
+    """Whether a file is of neither Python, a package, gemsc nor a program."""
+    file = str(path)
+    if file.startswith(("<", *LIBRARIES)) or "-packages" in file:
+        return False
+    return not (path.parent / "plan.toml").is_file()

@@ -55,7 +55,7 @@ class CompileOptions:
     ranks: int = option(None, "total number of processes, as for mpirun -n")
     data: int = option(1, "number of data-parallel replicas, or auto", auto=True)
     per_device: int = option(
-        1, "replicas that share each device, or auto: as many as gain most", auto=True
+        1, "replicas per device, or auto: as many as pay off", auto=True
     )
     schedule: str = option("1f1b", "pipeline schedule")
     micro_batches: int = option(
@@ -91,7 +91,7 @@ class CompileOptions:
         (), "blocks to recompute in the backward pass: off, all, auto or names"
     )
     offload: tuple[str, ...] = option(
-        (), "blocks whose activations wait in host memory: off, auto or names"
+        (), "blocks whose activations are kept in host memory: off, auto or names"
     )
     check: bool = option(
         True, "compare the traced graph, and one step of the program, with the model"
@@ -251,7 +251,7 @@ class CompileOptions:
         if self._copies > 1:
             whose = f"the {self.copy_ranks} ranks of a replica"
         if leading:
-            whose = f"the {left} ranks beside {typed('tiles', self.tiles)}"
+            whose = f"the {left} ranks left by {typed('tiles', self.tiles)}"
         return GemscError(
             " ".join(typed(name, each.size) for name in names)
             + f" does not divide {whose}",

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import ast
-import importlib
-import importlib.util
 import inspect
-import sys
-import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -29,7 +24,11 @@ from gemsc.base.nests import (
 from gemsc.base.rng import seeded
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.slides.windows import SlidingWindows
-from gemsc.source.constants import RENAMED, ConstantsLoader
+from gemsc.source import (
+    definition,
+    import_source,
+    user_failure,
+)
 from gemsc.weights.keras_model import as_module
 from gemsc.weights.load import load_weights
 
@@ -39,18 +38,6 @@ HOOKS = {  # called beside the steps of training, or in prediction
     "predict_input": "predict_input(region) with a height x width x channels array",
     "predict_output": "predict_output(output) with what the model returns for a sample",
 }
-_OPTIONAL = (
-    "loss",
-    "optimizer",
-    "scheduler",
-    "dataset",
-    "example_target",
-    "metrics",
-    "eval_dataset",
-    "eval_windows",
-    "weights",
-    *HOOKS,
-)
 
 
 @dataclass(frozen=True)
@@ -109,24 +96,21 @@ class UserModel:
 
     def _load_weights(self, model: nn.Module, seed: int) -> None:
         place = self._make("weights", self.weights, seed)
-        try:
+        with self._at_line_of("weights"):
             if not isinstance(place, str | Path):
                 raise GemscError(
                     f"weights is of type {type(place).__name__}",
                     help="name a file or a folder, from the folder of the model's file",
                 )
             load_weights(model, self.path.parent / Path(place).expanduser())
-        except GemscError as error:
-            error.at = error.at or self.line_of("weights")
-            raise
 
-    def make_inputs(self, *, seed: int = 0) -> Inputs:
+    def make_inputs(self) -> Inputs:
         """Return the example inputs of one micro-batch.
 
         Raises:
             GemscError: they are no tuple or dict with tensors in it.
         """
-        made = self._make("example_inputs", self.example_inputs, seed)
+        made = self._make("example_inputs", self.example_inputs, 0)
         with self.lines():
             inputs = normalize_inputs(made)
             for _, tensor in tensor_leaves(inputs):
@@ -137,7 +121,7 @@ class UserModel:
                     )
             return inputs
 
-    def make_target(self, inputs: Inputs, *, seed: int = 0) -> Any:
+    def make_target(self, inputs: Inputs) -> Any:
         """Return a target for `inputs`: the user's, or one collated from the dataset.
 
         A dataset of the file itself counts more than an example that it only imports,
@@ -149,16 +133,16 @@ class UserModel:
         if self.loss is None:
             return None
         if self.example_target is not None and not self._has_newer_data():
-            return self._make("example_target", self.example_target, seed)
+            return self._make("example_target", self.example_target, 0)
         if self.dataset is None:
             raise GemscError(
                 "there is a loss, but nothing provides its target",
                 at=self.line_of("loss"),
                 help="add dataset() of (input, target) pairs, or example_target()",
             )
-        data = self.make_dataset(seed=seed)
+        data = self.make_dataset()
         sizes = (t.shape[0] for _, t in tensor_leaves(inputs) if t.dim() > 0)
-        with seeded(seed):
+        with seeded(0):
             return self._collate(data, next(sizes, 1))
 
     def _has_newer_data(self) -> bool:
@@ -195,12 +179,9 @@ class UserModel:
         """
         if self.eval_windows is None:
             return None
-        given = self._make("eval_windows", self.eval_windows, 0)
-        try:
-            return SlidingWindows.of(given)
-        except GemscError as error:
-            error.at = error.at or self.line_of("eval_windows")
-            raise
+        windows = self._make("eval_windows", self.eval_windows, 0)
+        with self._at_line_of("eval_windows"):
+            return SlidingWindows.of(windows)
 
     def make_dataset(self, name: str = "dataset", *, seed: int = 0) -> Any:
         """Return the user's `dataset` or `eval_dataset`; None where there is none.
@@ -226,14 +207,25 @@ class UserModel:
         except Exception as error:
             at = self.line_of(name)
             if isinstance(error, GemscError):
-                error.at = error.at or _failure(name, error, self.path, at).at
+                error.at = error.at or user_failure(name, error, self.path, at).at
                 raise
             advice = f"gemsc calls {HOOKS[name]}"
-            raise _failure(f"{name}() fails", error, self.path, at, advice) from error
+            raise user_failure(
+                f"{name}() fails", error, self.path, at, advice
+            ) from error
 
     def line_of(self, name: str) -> SourceLocation | None:
         """Return where the file defines a name."""
-        return _definition(self.path, name)
+        return definition(self.path, name)
+
+    @contextmanager
+    def _at_line_of(self, name: str) -> Iterator[None]:
+        """Give errors without a place the line of a name."""
+        try:
+            yield
+        except GemscError as error:
+            error.at = error.at or self.line_of(name)
+            raise
 
     @contextmanager
     def lines(self) -> Iterator[None]:
@@ -263,7 +255,7 @@ class UserModel:
         except GemscError:
             raise
         except (Exception, SystemExit) as error:
-            raise _failure("dataset fails", error, self.path, at, advice) from error
+            raise user_failure("dataset fails", error, self.path, at, advice) from error
         return collated[1]
 
     def _make(self, name: str, value: Any, seed: int) -> Any:
@@ -277,7 +269,9 @@ class UserModel:
         except (Exception, SystemExit) as error:
             at = self.line_of(name)
             advice = f"{name}() must work when it is called alone, without arguments"
-            raise _failure(f"{name}() fails", error, self.path, at, advice) from error
+            raise user_failure(
+                f"{name}() fails", error, self.path, at, advice
+            ) from error
 
 
 def _sample(data: Any, index: int) -> Any:
@@ -288,7 +282,7 @@ def _sample(data: Any, index: int) -> Any:
 
 
 def load_user_model(
-    spec: str, *, seed: int = 0, constants: Mapping[str, str] | None = None
+    spec: str, *, constants: Mapping[str, str] | None = None
 ) -> UserModel:
     """Import `path/model.py` or `pkg.module:name` and return what it defines.
 
@@ -300,23 +294,20 @@ def load_user_model(
     Raises:
         GemscError: with the line, for whatever is missing or fails.
     """
-    place, name = _split(spec)
-    with seeded(seed):
-        if place.endswith(".py") or "/" in place:
-            path, module = _import_file(Path(place), constants or {})
-        else:
-            path, module = _import_module(place, constants or {})
+    with seeded(0):
+        path, module, name = import_source(spec, constants or {})
     found = vars(module)
     if found.get(name) is None:
         raise _no_model(path, module, name)
     if found.get("example_inputs") is None:
         raise GemscError(
             f"no example_inputs in {path.name}",
-            at=_definition(path, name),
+            at=definition(path, name),
             help="add example_inputs(), which returns a tuple of the tensors "
             "that forward takes, for one micro-batch",
         )
-    optional = {key: found.get(key) for key in _OPTIONAL}
+    names = (item.name for item in fields(UserModel) if item.default is None)
+    optional = {name: found.get(name) for name in names}
     return UserModel(
         path,
         module,
@@ -326,118 +317,6 @@ def load_user_model(
         constants=constants or {},
         **optional,
     )
-
-
-def _split(spec: str) -> tuple[str, str]:
-    place, separator, name = spec.rpartition(":")
-    if separator and name.isidentifier():
-        return place, name
-    return spec, "model"
-
-
-def _import_file(path: Path, constants: Mapping[str, str]) -> tuple[Path, ModuleType]:
-    if not path.is_file():
-        raise GemscError(
-            f"there is no file {path}",
-            help="give the path of a Python file, or package.module:name",
-        )
-    if path.suffix != ".py":
-        raise GemscError(f"{path} is not a Python file", help="its name ends in .py")
-    path = path.resolve()
-    _check_syntax(path)
-    if (path.parent / "__init__.py").is_file():
-        _refuse_constants(path, constants)
-        return path, _import_of_package(path)
-    name = _module_name(path)
-    loader = ConstantsLoader(name, path, constants)
-    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
-    if spec is None or spec.loader is None:
-        raise GemscError(f"{path} cannot be imported")
-    module = importlib.util.module_from_spec(spec)
-    previous = sys.modules.get(spec.name)
-    sys.modules[spec.name] = module
-    try:
-        with _on_path(path.parent):
-            spec.loader.exec_module(module)
-    except BaseException as error:
-        if previous is None:
-            del sys.modules[spec.name]
-        else:
-            sys.modules[spec.name] = previous
-        if isinstance(error, KeyboardInterrupt | GemscError):
-            raise
-        advice = f"`python {path.name}` shows the whole traceback"
-        raise _failure(
-            f"importing {path.name} fails", error, path, advice=advice
-        ) from error
-    return path, module
-
-
-def _refuse_constants(path: Path, constants: Mapping[str, str]) -> None:
-    if constants:
-        raise GemscError(
-            f"--set cannot change constants of {path.name}, which is in a package",
-            help="move what runs change into a file of its own",
-        )
-
-
-def _import_of_package(path: Path) -> ModuleType:
-    """Import a file under its name in its package, for its relative imports."""
-    root = path.parent
-    while (root / "__init__.py").is_file():
-        root = root.parent
-    name = ".".join(path.relative_to(root).with_suffix("").parts)
-    with _on_path(path.parent), _on_path(root):
-        return _import_named(name, path)
-
-
-def _module_name(path: Path) -> str:
-    """Return the file's name, or another one where an imported module has it."""
-    taken = sys.modules.get(path.stem)
-    if taken is None or getattr(taken, "__file__", None) == str(path):
-        return path.stem
-    return RENAMED + path.stem
-
-
-def _import_module(name: str, constants: Mapping[str, str]) -> tuple[Path, ModuleType]:
-    with _on_path(Path.cwd()):
-        try:
-            found = importlib.util.find_spec(name)
-        except (ImportError, ValueError):
-            found = None
-        if found is None or found.origin is None:
-            raise GemscError(
-                f"there is no module {name}",
-                help="give package.module:name, or the path of a file: path/model.py",
-            )
-        path = Path(found.origin)
-        if path.suffix == ".py":
-            _check_syntax(path)
-        _refuse_constants(path, constants)
-        return path, _import_named(name, path)
-
-
-def _import_named(name: str, path: Path) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except (Exception, SystemExit) as error:
-        advice = f"`python -m {name}` shows the whole traceback"
-        raise _failure(f"importing {name} fails", error, path, advice=advice) from error
-
-
-def _check_syntax(path: Path) -> None:
-    try:
-        ast.parse(path.read_bytes(), str(path))
-    except SyntaxError as error:
-        raise GemscError(
-            f"syntax error: {error.msg}",
-            at=SourceLocation(str(path), error.lineno or 1),
-            help=f"`python {path.name}` must run",
-        ) from error
-    except ValueError as error:
-        raise GemscError(
-            f"{path} is not Python: {error}", help="give the path of a Python file"
-        ) from error
 
 
 def _no_model(path: Path, module: ModuleType, name: str) -> GemscError:
@@ -458,58 +337,3 @@ def _no_model(path: Path, module: ModuleType, name: str) -> GemscError:
         advice = f"define {name}(), which returns a torch.nn.Module"
     there = f"it has {', '.join(sorted(own))}" if own else "it defines nothing"
     return GemscError(f"no {name} in {path.name}; {there}", help=advice)
-
-
-def _definition(path: Path, name: str) -> SourceLocation | None:
-    """Return the last top-level line that defines or assigns a name."""
-    try:
-        tree = ast.parse(path.read_bytes())
-    except (OSError, SyntaxError, ValueError):
-        return None
-    line = None
-    for node in tree.body:
-        if name in _defined(node):
-            line = node.lineno
-    return None if line is None else SourceLocation(str(path), line)
-
-
-def _defined(node: ast.stmt) -> set[str]:
-    match node:
-        case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
-            return {name}
-        case ast.Assign(targets=targets):
-            return {part.id for part in targets if isinstance(part, ast.Name)}
-        case ast.AnnAssign(target=ast.Name(id=name)):
-            return {name}
-        case ast.Import(names=names) | ast.ImportFrom(names=names):
-            return {alias.asname or alias.name for alias in names}
-    return set()
-
-
-def _failure(
-    what: str,
-    error: BaseException,
-    path: Path,
-    at: SourceLocation | None = None,
-    advice: str | None = None,
-) -> GemscError:
-    """Return an error at the innermost line of the user's folder."""
-    for frame in traceback.extract_tb(error.__traceback__):
-        file = Path(frame.filename)
-        if file.parent == path.parent and frame.lineno is not None:
-            at = SourceLocation(frame.filename, frame.lineno)
-    text = " ".join(str(error).split())
-    if isinstance(error, ModuleNotFoundError) and error.name:
-        advice = f"install {error.name}, or start gemsc where it can be imported"
-    kind = type(error).__name__
-    return GemscError(f"{what}: {kind}{': ' * bool(text)}{text}", at=at, help=advice)
-
-
-@contextmanager
-def _on_path(folder: Path) -> Iterator[None]:
-    entry = str(folder)
-    sys.path.insert(0, entry)
-    try:
-        yield
-    finally:
-        sys.path.remove(entry)

@@ -24,7 +24,7 @@ import pytest
 import torch
 from command_line import MODEL, Gemsc, gemsc_here
 
-from gemsc.base.draws import same_draws
+from gemsc.base.rng import same_draws
 from gemsc.errors import GemscError
 from gemsc.ir.interpret import run_nodes
 from gemsc.launch.mpirun import find_mpirun

@@ -13,7 +13,8 @@ from support import run_on_threads
 from torch import Tensor, nn
 
 from gemsc.compiler import CompiledProgram, compile
-from gemsc.verify.steps import TOLERANCE, compare, reference_steps
+from gemsc.verify.compare import TOLERANCE, compare
+from gemsc.verify.steps import reference_steps
 
 EXACT = TOLERANCE[torch.float64]
 D = 6

@@ -17,12 +17,12 @@ from shard_models import SHARD_MODELS
 from support import run_on_threads
 from tower_models import TOWER_MODELS
 
-from gemsc.base.draws import same_draws
+from gemsc.base.rng import same_draws
 from gemsc.codegen.package import write_directory
 from gemsc.compiler import CompiledProgram, Traced, lower, trace
 from gemsc.options import CompileOptions
-from gemsc.verify.record import StepRecord
-from gemsc.verify.steps import compare, reference_steps
+from gemsc.verify.compare import StepRecord, compare
+from gemsc.verify.steps import reference_steps
 
 __all__ = [
     "FLOAT32",

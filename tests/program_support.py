@@ -26,7 +26,8 @@ from gemsc.passes.place_stages import PlaceStages
 from gemsc.runtime.checkpoint.files import export_model
 from gemsc.runtime.training.trainer import OptimizerFactory, Trainer
 from gemsc.runtime.transport.local import run_local
-from gemsc.verify.steps import Comparison, compare, reference_steps
+from gemsc.verify.compare import Comparison, compare
+from gemsc.verify.steps import reference_steps
 
 T = TypeVar("T")
 WIDTH = 4

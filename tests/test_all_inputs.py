@@ -24,7 +24,8 @@ from gemsc.runtime.transport.local import LocalGroup
 from gemsc.runtime.transport.transport import Request
 from gemsc.runtime.worker.deferral import Deferred
 from gemsc.runtime.worker.reduction import RunningStatistics
-from gemsc.verify.field import check, rules
+from gemsc.verify.compare import StepRecord
+from gemsc.verify.field import check
 from gemsc.verify.field.check import (
     AllInputs,
     _compared,
@@ -34,7 +35,6 @@ from gemsc.verify.field.check import (
 )
 from gemsc.verify.field.mode import OverField
 from gemsc.verify.field.numbers import PRIMES, Field
-from gemsc.verify.record import StepRecord
 
 TILES = options(ranks=2, tiles="2x1", micro_batches=2)
 PROVED = (
@@ -337,7 +337,7 @@ def test_what_is_not_decided_names_the_files_that_the_user_has(tmp_path: Path) -
 
 
 def test_divisions_by_0_are_chance_where_there_are_many_of_others() -> None:
-    mode = OverField(Field(PRIMES[0], 0), rules)
+    mode = OverField(Field(PRIMES[0], 0))
     for mode.divisions, mode.zeros, verdict, is_chance in (
         (10, 0, "not equal", True),
         (10, 1, "proved", False),

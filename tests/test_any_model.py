@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from gemsc.codegen.expressions import is_attribute
 from gemsc.compiler import compile
 from gemsc.errors import GemscError
-from gemsc.verify.steps import TOLERANCE
+from gemsc.verify.compare import TOLERANCE
 
 EXACT = TOLERANCE[torch.float64]
 

@@ -12,14 +12,15 @@ from program_support import mse, written
 from support import run_on_threads
 from torch import Tensor, nn
 
-from gemsc.base.draws import same_draws
 from gemsc.base.plain_forward import plain_forward
+from gemsc.base.rng import same_draws
 from gemsc.frontend import record
 from gemsc.frontend.check import check_against_eager
 from gemsc.ir.opaque import opaque_of
 from gemsc.ir.program import Program
 from gemsc.passes.canonicalize import Canonicalize
-from gemsc.verify.steps import compare, reference_steps
+from gemsc.verify.compare import compare
+from gemsc.verify.steps import reference_steps
 
 SAMPLES, LENGTH, WIDTH, HEADS = 3, 5, 8, 2
 CAUSAL = nn.Transformer.generate_square_subsequent_mask(LENGTH).double()

@@ -30,8 +30,8 @@ from gemsc.runtime.data.batches import Batches
 from gemsc.runtime.training.program_directory import check_program
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.runtime.transport.local import LocalTransport, run_local
+from gemsc.weights.load import fill
 from gemsc.weights.read import read_tensor
-from gemsc.weights.stage import fill
 from gemsc.weights.write import write_tensors
 
 

@@ -31,7 +31,7 @@ from gemsc.codegen.package import write_directory
 from gemsc.costs.hardware import read_hardware
 from gemsc.launch.launch import launch
 from gemsc.options import CompileOptions
-from gemsc.verify.steps import compare, read_record
+from gemsc.verify.compare import compare, read_record
 
 Planned = Callable[[str, Column], CompileOptions]
 

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import pytest
 from command_line import Gemsc
 
-from gemsc.cli.compare import draw_run
+from gemsc.cli.run import draw_run
 from gemsc.errors import GemscError
 from gemsc.viz.curves import RunLog, curves
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gemsc.errors import GemscError
-from gemsc.source.constants import check_run_constants, split_constants
+from gemsc.source import check_run_constants, split_constants
 from gemsc.user_model import UserModel, load_user_model
 
 TEXT = """import torch

@@ -23,8 +23,8 @@ from typer.main import get_command
 from gemsc.cli import make_app
 from gemsc.compiler import CompiledProgram, compile
 from gemsc.ir.dump import dump
-from gemsc.launch.arguments import read_launch
 from gemsc.launch.launch import launch
+from gemsc.launch.start import read_launch
 from gemsc.schedules import SCHEDULES
 from gemsc.user_model import UserModel, load_user_model
 from gemsc.viz.terminal import show

@@ -12,8 +12,9 @@ from program_support import Net, X, batch_of, mse, written
 from support import run_on_threads
 from torch import Tensor, nn
 
-from gemsc.base.draws import same_draws
-from gemsc.verify.steps import compare, reference_steps
+from gemsc.base.rng import same_draws
+from gemsc.verify.compare import compare
+from gemsc.verify.steps import reference_steps
 
 IMAGE = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(0))
 DRAWS = {

@@ -19,7 +19,8 @@ from gemsc.runtime.transport.local import run_local
 from gemsc.runtime.transport.streams import Streams
 from gemsc.runtime.transport.transport import Transport
 from gemsc.runtime.worker.updates import clip_gradients
-from gemsc.verify.steps import compare, reference_steps
+from gemsc.verify.compare import compare
+from gemsc.verify.steps import reference_steps
 
 record = FRONTENDS["record"]
 

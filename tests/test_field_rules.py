@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gemsc.verify.field import rules
 from gemsc.verify.field.degree import Degrees
 from gemsc.verify.field.mode import OverField
 from gemsc.verify.field.numbers import PRIMES, Field, NotDecidedError, _fractions
@@ -26,7 +25,7 @@ FIELD = Field(PRIMES[0], 7)
 
 @contextmanager
 def over() -> Iterator[OverField]:
-    with OverField(FIELD, rules) as mode:
+    with OverField(FIELD) as mode:
         yield mode
 
 

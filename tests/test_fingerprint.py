@@ -102,7 +102,7 @@ def test_a_file_that_is_gone_or_no_python_is_named(tmp_path: Path) -> None:
     path = write(tmp_path)
     recorded = {str(path): source_fingerprints(path)}
     path.write_text("def (")
-    assert changed_definitions(recorded) == [f"{path} is not valid Python any more"]
+    assert changed_definitions(recorded) == [f"{path} is no longer valid Python"]
     path.unlink()
     assert changed_definitions(recorded) == [f"{path} no longer exists"]
 

@@ -25,8 +25,7 @@ from gemsc.runtime.transport.local import LocalGroup
 from gemsc.runtime.transport.transport import Request
 from gemsc.runtime.worker.deferral import Deferred
 from gemsc.verify import first_step
-from gemsc.verify.record import read_record
-from gemsc.verify.steps import Comparison
+from gemsc.verify.compare import Comparison, read_record
 from gemsc.weights.write import write_tensors
 
 

@@ -54,7 +54,7 @@ def test_a_hostfile_is_one_of_open_mpi_or_of_mpich(tmp_path):
         ("a:0", "'a:0' has no number of ranks above 0"),
         ("a:two", "'a:two' has no number of ranks above 0"),
         ("a:-1", "'a:-1' is not a host"),
-        ("a,b,a:2", "host a is there twice\nhelp: add its numbers up: a:3"),
+        ("a,b,a:2", "host a is listed twice\nhelp: add its numbers up: a:3"),
     ],
 )
 def test_wrong_hosts_are_refused(text, message):
@@ -70,7 +70,7 @@ def test_wrong_hosts_are_refused(text, message):
         ("# none\n", "names no host"),
         ("a\nb slots=0\n", "hosts:2: error: --hostfile: 'b slots=0' has no number"),
         ("a\nb slots=2 x\n", "hosts:2: error: --hostfile: 'b slots=2 x' is not a host"),
-        ("a\n\na\n", "hosts:3: error: host a is there twice"),
+        ("a\n\na\n", "hosts:3: error: host a is listed twice"),
     ],
 )
 def test_wrong_hostfiles_are_refused_with_their_line(text, message, tmp_path):

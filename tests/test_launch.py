@@ -17,8 +17,7 @@ from gemsc.errors import GemscError
 from gemsc.launch import mpirun
 from gemsc.launch.hosts import Host
 from gemsc.launch.launch import TIMED_OUT, launch
-from gemsc.launch.mpirun import find_mpirun, mpirun_command
-from gemsc.launch.mpirun_words import in_our_words
+from gemsc.launch.mpirun import find_mpirun, in_our_words, mpirun_command
 from gemsc.runtime.process import scratch
 from gemsc.runtime.process.status import STATUS_VARIABLE
 
@@ -257,11 +256,10 @@ def test_a_line_without_an_end_is_shown_as_it_comes(shell_mpirun, tmp_path):
     assert text == "50%\r100%"
 
 
-def test_all_is_shown_on_demand(shell_mpirun, tmp_path):
+def test_what_mpirun_says_of_a_rank_becomes_a_line(shell_mpirun, tmp_path):
     (tmp_path / "text").write_bytes(KILLED)
     script = f"cat {tmp_path}/text >&2"
     assert run(script, tmp_path)[1] == "rank 1 was ended by signal 9 (Killed)\n"
-    assert run(script, tmp_path, show_all=True)[1] == KILLED.decode()
 
 
 def test_a_job_that_takes_too_long_is_ended(shell_mpirun, tmp_path):

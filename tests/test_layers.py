@@ -138,11 +138,6 @@ IN_FUNCTIONS = {
     ("gemsc.runtime.training.arguments", "gemsc.runtime.process.device"),
     ("gemsc.launch.start", "gemsc.runtime.process.device"),
     ("gemsc.runtime.training.logs", "torch.utils.tensorboard"),
-    ("gemsc.slides.dicom", "pydicom"),
-    ("gemsc.slides.ome_zarr", "zarr"),
-    ("gemsc.slides.slide", "openslide"),
-    ("gemsc.slides.slide", "tifffile"),
-    ("gemsc.slides.volume", "nibabel"),
 }
 
 OF_A_RANK = {*MAY_IMPORT["runtime"], *MAY_IMPORT["runtime.training"]}

@@ -17,7 +17,7 @@ from support import run_on_threads
 import gemsc
 from gemsc.options import CompileOptions
 from gemsc.plan import Plan
-from gemsc.verify.steps import compare
+from gemsc.verify.compare import compare
 
 PLANS = (
     options(ranks=2, tiles="2x1", micro_batches=3),

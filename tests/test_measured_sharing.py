@@ -11,7 +11,7 @@ import pytest
 from command_line import MODEL, Gemsc, gemsc_here, start
 
 from gemsc.calibrate import machine
-from gemsc.cli import profile_sharing
+from gemsc.cli import profile
 from gemsc.costs.hardware import read_hardware
 from gemsc.costs.sharing import SharedDevice
 from gemsc.errors import GemscError
@@ -75,7 +75,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int | None]]:
         seen.append((plan.data, plan.per_device))
         return load({1: 100.0, 2: 130.0, 4: 170.0}[plan.data])
 
-    monkeypatch.setattr(profile_sharing, "measure_load", measure_load)
+    monkeypatch.setattr(profile, "measure_load", measure_load)
     return seen
 
 

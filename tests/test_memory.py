@@ -31,7 +31,7 @@ from gemsc.planner.memory import MemoryParts, memory_curve, stage_weights
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.runtime.transport.local import LocalTransport, run_local
 from gemsc.schedules import SCHEDULES, StageCost, Task, held_bytes, run
-from gemsc.verify.steps import compare
+from gemsc.verify.compare import compare
 
 
 def adamw(parameters):

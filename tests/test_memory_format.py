@@ -10,12 +10,13 @@ from program_support import assert_formatted, batch_of, on_ranks, written
 from support import run_on_threads
 from torch import Tensor, nn
 
-from gemsc.base.memory_format import convert, converted, format_of, like_examples
+from gemsc.base.dtypes import convert, converted, format_of, like_examples
 from gemsc.errors import GemscError
 from gemsc.messages.message import Message, Value
 from gemsc.options import CompileOptions
 from gemsc.runtime.training.trainer import Trainer
-from gemsc.verify.steps import compare, reference_steps
+from gemsc.verify.compare import compare
+from gemsc.verify.steps import reference_steps
 
 LAST = torch.channels_last
 

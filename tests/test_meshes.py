@@ -20,12 +20,13 @@ from support import run_on_threads
 from tile_support import Step, assert_same, eager
 from torch import Tensor, nn
 
-from gemsc.base.draws import same_draws
 from gemsc.base.grid_shape import GridShape
+from gemsc.base.rng import same_draws
 from gemsc.errors import GemscError
 from gemsc.planner.ending import held_gradients
 from gemsc.planner.explain import task_of
-from gemsc.verify.steps import compare, reference_steps
+from gemsc.verify.compare import compare
+from gemsc.verify.steps import reference_steps
 
 pytestmark = pytest.mark.usefixtures("in_double", "drawn_alike")
 PER_TEST = 6

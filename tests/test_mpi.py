@@ -13,8 +13,7 @@ from parity_support import FLOAT32, FLOAT64, NETWORKS, lowered, options, referen
 from gemsc.codegen.package import write_directory
 from gemsc.launch.launch import launch
 from gemsc.options import CompileOptions
-from gemsc.verify.record import read_record
-from gemsc.verify.steps import compare
+from gemsc.verify.compare import compare, read_record
 
 PROGRAM = Path(__file__).with_name("mpi_parity_program.py")
 DOUBLE = torch.float64

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gemsc.options import CompileOptions
 from gemsc.runtime import offloaded
 from gemsc.runtime.memory.offload import FileStore, OffloadedRun
-from gemsc.verify.steps import compare
+from gemsc.verify.compare import compare
 
 CASES = (
     ("unet", "enter,down,up", CompileOptions(ranks=2, micro_batches=4)),

@@ -13,7 +13,7 @@ from program_support import mse
 from tile_support import Step, assert_same, eager, on_tiles, uneven_loss
 from torch import Tensor, nn
 
-from gemsc.verify.steps import TOLERANCE
+from gemsc.verify.compare import TOLERANCE
 
 pytestmark = pytest.mark.usefixtures("in_double")
 EXACT = TOLERANCE[torch.float64]

@@ -29,7 +29,7 @@ from support import run_on_threads
 
 from gemsc.codegen.package import write_directory
 from gemsc.options import CompileOptions
-from gemsc.verify.steps import compare
+from gemsc.verify.compare import compare
 
 SCHEDULES = ("basic", "gpipe", "1f1b")
 RANKS = (1, 2, 3, 4, 8)

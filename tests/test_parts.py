@@ -29,9 +29,9 @@ from gemsc.planner.ending import gradient_sums, held_gradients, reduced_bytes
 from gemsc.planner.explain import task_of
 from gemsc.result import CompiledProgram, prove_files
 from gemsc.runtime.training.trainer import Trainer
-from gemsc.verify.steps import compare, reference_steps
-from gemsc.weights.join import join_files, pasted
-from gemsc.weights.read import read_tensors
+from gemsc.verify.compare import compare
+from gemsc.verify.steps import reference_steps
+from gemsc.weights.read import pasted, read_tensor
 
 State = dict[str, Tensor]
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -326,7 +326,7 @@ def test_parts_are_cut_read_and_pasted(
     cut = [
         Part(tuple(shape), dim, outer, units, rows) for rows in itertools.pairwise(ends)
     ]
-    held = [read_tensors(tmp_path / "file", parts={"w": part}) for part in cut]
+    held = [{"w": read_tensor(tmp_path / "file", {"w": part}, "w")} for part in cut]
     for part, tensors in zip(cut, held, strict=True):
         assert tensors["w"].shape == part.local_shape
         assert tensors["w"].is_contiguous()
@@ -348,9 +348,8 @@ def test_parts_are_cut_read_and_pasted(
     extra["h"] = torch.randn(5).to(torch.bfloat16)
     for number, tensors in enumerate(held):
         save_file({**tensors, **(extra if number else {})}, tmp_path / f"{number}")
-    files = [(tmp_path / f"{number}", table) for number, table in enumerate(tables)]
-    join_files(tmp_path / "joined", files)
-    joined = load_file(tmp_path / "joined")
+    read = (load_file(tmp_path / f"{number}") for number in range(len(held)))
+    joined = pasted(zip(read, tables, strict=True))
     assert joined.keys() == {"w", *extra}
     for name, tensor in {"w": whole, **extra}.items():
         assert joined[name].dtype == tensor.dtype

@@ -33,10 +33,10 @@ from gemsc.passes.shards.local import put_parts
 from gemsc.planner.explain import task_of
 from gemsc.result import CompiledProgram, prove_files
 from gemsc.user_model import load_user_model
+from gemsc.verify.compare import compare, read_record
 from gemsc.verify.plain_run import PlainRun, RunSettings
-from gemsc.verify.record import read_record
-from gemsc.verify.steps import compare, initial_model, reference_steps
-from gemsc.weights.join import pasted
+from gemsc.verify.steps import initial_model, reference_steps
+from gemsc.weights.read import pasted
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (4, 3), (4, 3, 2, 2)])

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
 from gemsc.runtime.training.trainer import Trainer
+from gemsc.verify.compare import StepRecord, compare
 from gemsc.verify.precision import Precision
-from gemsc.verify.record import StepRecord
-from gemsc.verify.steps import compare, reference_steps
+from gemsc.verify.steps import reference_steps
 
 
 class Picture(nn.Module):

@@ -306,8 +306,8 @@ def test_what_cannot_be_predicted_is_said_before_ranks_start(
     for words, message in (
         (["slide.npy", "-o", "there.tiff"], "there.tiff exists already"),
         (["slide.npy", "-o", "no/where.tiff"], "no/where.tiff cannot be written"),
-        (["slide.npy", "-o", "mask.png"], "mask.png is to hold what is predicted of a"),
-        (["there.tiff"], "there.tiff is no TIFF file"),
+        (["slide.npy", "-o", "mask.png"], "mask.png cannot hold the prediction of a"),
+        (["there.tiff"], "there.tiff is not a readable TIFF file"),
         (["slide.npy", "--level", "3"], "slide.npy has no level 3"),
         (["slide.npy", "--overlap", "16"], "cannot overlap by 16 on each side"),
         (["slide.npy", "--output-kind", "x"], "--output-kind: unknown 'x'"),

@@ -14,8 +14,8 @@ from shard_support import on_branches
 from tile_support import Step, assert_same, eager
 from torch import Tensor, nn
 
-from gemsc.base.draws import same_draws
 from gemsc.base.grid_shape import GridShape
+from gemsc.base.rng import same_draws
 from gemsc.errors import GemscError
 
 pytestmark = [

@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from gemsc.base.draws import same_draws
+from gemsc.base.rng import same_draws
 from gemsc.codegen.package import write_directory
 from gemsc.compiler import lower
 from gemsc.errors import GemscError
 from gemsc.options import CompileOptions
 from gemsc.planner.edited import EditedPlan
 from gemsc.runtime import recompute
-from gemsc.verify.steps import compare
+from gemsc.verify.compare import compare
 
 gemsc = pytest.fixture(gemsc_here)
 CHOICES = (

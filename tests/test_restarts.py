@@ -9,9 +9,9 @@ from command_line import MODEL, start
 from host_pair import two_hosts
 
 from gemsc.launch import start as starting
-from gemsc.launch.ending import Ending
 from gemsc.launch.hosts import Host
-from gemsc.launch.restarts import calls_for_restart, fewer_ranks, last_step
+from gemsc.launch.launch import Ending
+from gemsc.launch.start import calls_for_restart, fewer_ranks, last_step
 from gemsc.plan import Plan
 from gemsc.runtime.checkpoint.manifest import Manifest
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from command_line import MODEL, Gemsc
 
-from gemsc.launch.restarts import compile_for
+from gemsc.launch.start import compile_for
 from gemsc.plan import Plan
 
 COMPILE = """\

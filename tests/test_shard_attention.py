@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from parity_support import FLOAT64, lowered, options, worst_error
 
-from gemsc.base.draws import same_draws
+from gemsc.base.rng import same_draws
 
 WHOLE = tuple(f"blocks.{block}.{name}" for block in (0, 1) for name in ("qkv", "out"))
 

@@ -12,7 +12,7 @@ from test_grid import on_tiles
 from torch import Tensor
 
 from gemsc.base.boxes import everything
-from gemsc.base.draws import same_draws
+from gemsc.base.rng import same_draws
 from gemsc.ir.shape_grid import ShapeGrid
 from gemsc.runtime import tiles
 from gemsc.runtime.tiles.grid import Grid

@@ -27,7 +27,7 @@ from shard_models import HEADS, SHARD_MODELS
 from gemsc.codegen.package import write_directory
 from gemsc.launch.launch import launch
 from gemsc.options import CompileOptions
-from gemsc.verify.steps import compare, read_record
+from gemsc.verify.compare import compare, read_record
 
 gemsc = pytest.fixture(gemsc_here)
 

@@ -9,7 +9,7 @@ import pytest
 from command_line import MODEL
 from slurm_cluster import Cluster, slurm
 
-from gemsc.launch.restarts import last_step
+from gemsc.launch.start import last_step
 
 pytestmark = pytest.mark.mpi
 

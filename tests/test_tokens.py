@@ -13,8 +13,8 @@ from shard_support import on_mesh
 from tile_support import Step, assert_same, eager, on_tiles
 from torch import Tensor, nn
 
-from gemsc.base.draws import same_draws
 from gemsc.base.grid_shape import GridShape
+from gemsc.base.rng import same_draws
 from gemsc.errors import GemscError
 
 pytestmark = pytest.mark.usefixtures("in_double", "drawn_alike")

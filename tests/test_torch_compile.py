@@ -18,7 +18,7 @@ from support import run_on_threads
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
-from gemsc.base.draws import same_draws
+from gemsc.base.rng import same_draws
 from gemsc.errors import GemscError
 from gemsc.runtime.training.program_directory import check_program
 from gemsc.verify import steps
@@ -224,11 +224,12 @@ def test_kernels_may_lose_in_float32_what_they_lose_in_float64(
     written(tmp_path, Net(layers), (X,), torch_compile=True, ranks=1)
     off = {torch.float64: lost, torch.float32: 5e-3}
 
-    def ranks(directory: Path, plan: Any, batches: Any, dtype: Any, _: Any) -> Any:
-        count = plan.data * plan.micro_batches
-        record = steps.reference_steps(Net(layers), mse, batches, count, dtype)
+    def ranks(subject: Any) -> Any:
+        count = subject.plan.data * subject.plan.micro_batches
+        given = subject.batches, count, subject.dtype
+        record = steps.reference_steps(Net(layers), mse, *given)
         gradient = record.gradients["a.bias"]
-        gradient += off[dtype] * gradient.abs().max()
+        gradient += off[subject.dtype] * gradient.abs().max()
         return record
 
     monkeypatch.setattr(steps, "_ranks", ranks)

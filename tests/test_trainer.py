@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from gemsc.errors import GemscError
 from gemsc.runtime.training.trainer import Trainer
-from gemsc.verify.steps import TOLERANCE, Comparison
+from gemsc.verify.compare import TOLERANCE, Comparison
 
 EXACT = TOLERANCE[torch.float64]
 

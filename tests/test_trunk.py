@@ -15,8 +15,8 @@ from shard_support import on_shards
 from tile_support import assert_same, eager, on_tiles
 from torch import Tensor, fx, nn
 
-from gemsc.base.draws import same_draws
 from gemsc.base.grid_shape import GridShape
+from gemsc.base.rng import same_draws
 from gemsc.ir.flow import is_exchange
 from gemsc.ir.interpret import run_nodes
 from gemsc.passes.spatial.cuts import Axes, fits

@@ -20,15 +20,13 @@ from gemsc.cli import verify as cli
 from gemsc.errors import GemscError
 from gemsc.messages.message import Input
 from gemsc.runtime.worker.steps import BatchShape
-from gemsc.verify.record import StepRecord
-from gemsc.verify.steps import TOLERANCE, Comparison, compare
+from gemsc.verify.compare import TOLERANCE, Comparison, StepRecord, compare
 
 WIDE, NARROW = torch.float64, torch.float32
 
 
 def found(errors: dict[str, float], rounding: dict[str, float]) -> Comparison:
-    none = (0.0, "")
-    return Comparison(0, none, none, none, 0, 0, errors=errors, rounding=rounding)
+    return Comparison({"loss": 0.0} | errors, rounding=rounding)
 
 
 def test_each_tensor_is_judged_by_its_own_rounding() -> None:

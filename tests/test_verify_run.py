@@ -292,12 +292,12 @@ def test_a_figure_of_the_run_that_differs_is_found(user: UserModel) -> None:
     ("error", "rounding", "verdict"),
     [
         (1e-5, 0.0, "exact"),
-        (1e-3, 0.0, "NOT EXACT"),
+        (1e-3, 0.0, "wrong"),
         (1e-3, 1e-3, "exact"),
         (0.09, 0.2, "exact"),
-        (0.2, 0.01, "NOT EXACT"),
-        (0.2, 0.2, "not decided"),
-        (float("inf"), 0.01, "NOT EXACT"),
+        (0.2, 0.01, "wrong"),
+        (0.2, 0.2, "undecided"),
+        (float("inf"), 0.01, "wrong"),
     ],
 )
 def test_rounding_excuses_so_much(error: float, rounding: float, verdict: str) -> None:

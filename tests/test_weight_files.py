@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import gemsc as api
-from gemsc.cli import import_weights
+from gemsc.cli import import_
 from gemsc.errors import GemscError
 from gemsc.weights.source import WeightFiles
 
@@ -219,7 +219,7 @@ def test_an_import_that_fails_leaves_the_program(
     def fail(path: Path, text: str) -> None:
         raise OSError(28, "No space left on device", str(path))
 
-    monkeypatch.setattr(import_weights, "write_text", fail)
+    monkeypatch.setattr(import_, "write_text", fail)
     assert gemsc("import", "out", "folder").code == 1
     assert files(program) == before
 
@@ -306,7 +306,7 @@ def copy_elsewhere(folder: Path) -> None:
             lambda f: spoil(f, a=str(f / "model-00001-of-00002.safetensors")),
             "which is no",
         ),
-        (lambda f: spoil(f, a="model.pt"), "which is no .safetensors file of this"),
+        (lambda f: spoil(f, a="model.pt"), "which is not a .safetensors file in this"),
         (lambda f: (f / "model.safetensors.index.json").write_text("{"), "is damaged"),
         (lambda f: (f / "model.safetensors.index.json").write_text("[]"), "is damaged"),
         (
@@ -335,8 +335,8 @@ def test_damaged_folders_are_named(damage: object, says: str, tmp_path: Path) ->
         (b"not a file of torch", "is damaged"),
         (b"", "is damaged"),
         (nn.Linear(2, 2), "holds more than tensors"),
-        ([torch.ones(1)], "is no state_dict"),
-        ({"a": 3}, "is no state_dict"),
+        ([torch.ones(1)], "is not a state_dict"),
+        ({"a": 3}, "is not a state_dict"),
     ],
 )
 def test_other_files_of_torch_are_refused(

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from gemsc.base.files import facts_of
 from gemsc.errors import GemscError
-from gemsc.weights.facts import facts_of
 from gemsc.weights.write import DTYPES, Entry, write_stream, write_tensors
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from program_support import against_one_process, mse
 from torch import Tensor, nn
 
-from gemsc.verify.steps import TOLERANCE
+from gemsc.verify.compare import TOLERANCE
 
 EXACT = TOLERANCE[torch.float64]
 WIDTH = 4

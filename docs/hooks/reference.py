@@ -24,7 +24,7 @@ import gemsc
 from gemsc.cli import make_app
 from gemsc.ir.operators.calls import FUNCTIONS, LAYERS
 from gemsc.ir.operators.table import HOW, OPERATORS
-from gemsc.launch.arguments import run_parser
+from gemsc.launch.start import run_parser
 from gemsc.options import CompileOptions, flag
 from gemsc.passes.shards.rules import OTHERS
 from gemsc.plan import ENTRIES, Plan

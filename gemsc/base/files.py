@@ -1,10 +1,12 @@
-"""Files that are never half there: written beside, then renamed."""
+"""Files that are never half there: written beside, then renamed; and what they hold."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 
@@ -39,3 +41,18 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@dataclass(frozen=True)
+class FileFacts:
+    """What a file must be."""
+
+    bytes: int
+    sha256: str
+
+
+def facts_of(path: Path) -> FileFacts:
+    """Return a file's size and digest."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return FileFacts(path.stat().st_size, digest)

@@ -81,9 +81,7 @@ def changed_definitions(
         path = Path(file)
         now = source_fingerprints(path)
         if UNREADABLE in now:
-            how = (
-                "is not valid Python any more" if path.exists() else "no longer exists"
-            )
+            how = "is no longer valid Python" if path.exists() else "no longer exists"
             changes.append(f"{file} {how}")
             continue
         for name in sorted({*definitions, *(now if whole else ())}):

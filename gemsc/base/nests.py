@@ -72,6 +72,16 @@ def normalize_inputs(inputs: object) -> Inputs:
     return inputs
 
 
+def call_model(model: Callable[..., Any], inputs: Any) -> Any:
+    """Return what a model gives for a tuple of positional or a dict of named inputs."""
+    return model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)
+
+
+def call_loss(loss: Callable[..., Any], output: Any, target: Any) -> Any:
+    """Return the loss of an output; a target of None means that it takes none."""
+    return loss(output) if target is None else loss(output, target)
+
+
 def on_device(nest: Any, device: torch.device) -> Any:
     """Return a nest with its tensors on a device."""
     return pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.to(device), nest)

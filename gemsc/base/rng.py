@@ -1,15 +1,22 @@
-"""The generators of random numbers: torch's, Python's and NumPy's."""
+"""Random numbers: the generators, and draws that do not depend on their order."""
 
 from __future__ import annotations
 
 import hashlib
 import random
 import threading
+import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from gemsc.base.dtypes import is_real, within
 
 # torch has one generator for all threads, and tests run ranks as threads
 generator_lock = threading.RLock()
@@ -73,3 +80,124 @@ def may_draw(name: str) -> bool:
     """Whether a function or a layer of this name may draw random numbers."""
     name = name.lower()
     return "normalize" not in name and any(word in name for word in _DRAWS)
+
+
+_UNTAGGED = ("random_", "binomial", "_sample_dirichlet")
+_here = threading.local()
+
+
+@contextmanager
+def same_draws() -> Iterator[None]:
+    """Let what torch draws in this thread depend on how much is asked for alone.
+
+    Then it does not matter which rank draws, when, and how often: two draws of as many
+    elements give the same numbers, however these are arranged. Numbers are drawn in
+    float64 and rounded to the dtype that is asked for, so that runs in two dtypes are
+    comparable, and in the order of indices, whatever the memory format.
+    """
+    before = ExitStack()
+    with generator_lock:
+        before.enter_context(preserve_rng())
+    _here.alike = True
+    try:
+        with _SameDraws():
+            yield
+    finally:
+        _here.alike = False
+        with generator_lock:  # another thread may be about to draw
+            before.close()
+
+
+def are_draws_same() -> bool:
+    """Whether this thread is in `same_draws`: parts must be those of whole draws."""
+    return getattr(_here, "alike", False)
+
+
+def outside_draws() -> AbstractContextManager[None]:
+    """Leave `same_draws`, for what draws nothing: `torch.compile` takes no mode."""
+    context: AbstractContextManager[None] = _disable_current_modes()
+    return context if are_draws_same() else nullcontext()
+
+
+class QuietMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode that lets no call load torch._dynamo: it traces nothing within."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class _SameDraws(QuietMode):  # type: ignore[no-untyped-call]
+    """Draws as `same_draws` says; `torch.compile` traces only `outside_draws`."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name.removeprefix("aten::")
+        tagged = torch.Tag.nondeterministic_seeded in func.tags
+        if not (tagged or name in _UNTAGGED) or kwargs.get("generator") is not None:
+            return func(*args, **kwargs)
+        with generator_lock:
+            torch.manual_seed(_seed(args, kwargs))
+            return _drawn(func, name, args, kwargs)
+
+
+def _drawn(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Draw in double precision and round."""
+    if "attention" in name:  # it computes more than it draws
+        return func(*args, **kwargs)
+    if name.endswith("_"):
+        wide = _widened(args[0], copy=True)
+        func(wide, *map(_widened, args[1:]), **kwargs)
+        return args[0].copy_(wide)
+    given = kwargs
+    if kwargs.get("dtype") is not None:
+        given = kwargs | {"dtype": within(kwargs["dtype"], torch.float64)}
+    elif not _tensors(args) and name in ("rand", "randn", "normal"):
+        given = kwargs | {"dtype": torch.float64}
+    wide = pytree.tree_map(_widened, args)
+    result = func(*wide, **given)
+    for argument, own, other in zip(func._schema.arguments, args, wide, strict=False):
+        if argument.is_write and own is not other:  # the noise of rrelu, for instance
+            own.copy_(other)
+    return pytree.tree_map(lambda leaf: _narrowed(leaf, args, kwargs), result)
+
+
+def _seed(args: Any, kwargs: dict[str, Any]) -> int:
+    """Return a number for the sizes among the arguments."""
+    sizes = [
+        leaf.numel() if isinstance(leaf, Tensor) else leaf
+        for leaf in pytree.tree_leaves((args, kwargs))
+        if isinstance(leaf, Tensor) or type(leaf) is int
+    ]
+    return zlib.crc32(repr(sizes).encode())
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _widened(value: Any, *, copy: bool = False) -> Any:
+    """Return a tensor in double precision, in the order of its indices."""
+    if not isinstance(value, Tensor):
+        return value
+    dtype = within(value.dtype, torch.float64)
+    return value.to(dtype, copy=copy, memory_format=torch.contiguous_format)
+
+
+def _narrowed(leaf: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Return a result in the dtype and the memory format that it would have had."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    dtype = leaf.dtype
+    given = _tensors(args)
+    if is_real(dtype):
+        like = given[0].dtype if given else torch.get_default_dtype()
+        dtype = kwargs.get("dtype") or within(dtype, like)
+    if not given or given[0].shape != leaf.shape or kwargs.get("memory_format"):
+        return leaf.to(dtype)
+    return torch.empty_like(given[0], dtype=dtype).copy_(leaf)

@@ -1,4 +1,14 @@
-"""The commands by name, each loaded when it is called; exit codes of errors."""
+"""The commands by name, each loaded when it is called; exit codes; project settings.
+
+Options that are always the same stand in gemsc.toml, or in pyproject.toml:
+
+    [compile]
+    ranks = 4
+    micro-batches = 8
+
+    [run]
+    epochs = 20
+"""
 
 from __future__ import annotations
 
@@ -7,7 +17,7 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -17,9 +27,9 @@ import typer
 from typer.main import get_command
 
 from gemsc.base.process import MALLOC_SETTING
-from gemsc.cli.settings import read_settings
+from gemsc.base.toml_file import TomlFile
 from gemsc.cli.terminal import say
-from gemsc.errors import GemscError, InternalError, UsageError
+from gemsc.errors import GemscError, InternalError, UsageError, one_of
 
 INTERRUPTED = 130  # exit code, as after any SIGINT
 # typer keeps click to itself: the base class of all errors in a command line
@@ -34,7 +44,7 @@ COMMANDS = {
     "run": "gemsc.cli.run",
     "export": "gemsc.cli.export",
     "predict": "gemsc.cli.predict",
-    "compare": "gemsc.cli.compare",
+    "compare": "gemsc.cli.run",
     "verify": "gemsc.cli.verify",
     "show": "gemsc.cli.show",
     "graph": "gemsc.cli.show",
@@ -209,3 +219,74 @@ def _in_our_words(error: Any) -> UsageError:
     command = error.ctx.command_path if error.ctx else "gemsc"
     message = error.format_message().rstrip(".")
     return UsageError(message[:1].lower() + message[1:], help=f"see {command} --help")
+
+
+SET_BY_FILE = ("compile", "run")  # commands
+SETTINGS_FILES = {
+    "gemsc.toml": (),
+    "pyproject.toml": ("tool", "gemsc"),
+}  # first come, and where
+
+
+def read_settings(command: str, known: Collection[str]) -> dict[str, bool | list[str]]:
+    """Return the options of a command that this folder gives, by name: `micro-batches`.
+
+    A value is true or false, or words. Says which file they are from.
+
+    Raises:
+        GemscError: the file is no TOML, or has what the command does not; at its line.
+    """
+    for name, tables in SETTINGS_FILES.items():
+        if not Path(name).is_file():
+            continue
+        file = TomlFile.read(
+            Path(name), what="settings file", advice="see `gemsc compile --help`"
+        )
+        entries: Any = file.entries
+        for table in tables:
+            entries = entries.get(table, {}) if isinstance(entries, dict) else {}
+        if entries:
+            return _settings_of(file, tables, entries, command, known)
+    return {}
+
+
+def _settings_of(
+    file: TomlFile,
+    tables: tuple[str, ...],
+    entries: Any,
+    command: str,
+    known: Collection[str],
+) -> dict[str, bool | list[str]]:
+    heads = [f"[{'.'.join((*tables, name))}]" for name in SET_BY_FILE]
+    for name, table in entries.items():
+        if name not in SET_BY_FILE or not isinstance(table, dict):
+            raise file.error(
+                (*tables, name),
+                f"'{name}' is not a table of settings",
+                help=f"write options below {' or '.join(heads)}",
+            )
+    found = {}
+    for name, value in entries.get(command, {}).items():
+        option = name.replace("_", "-")
+        if option not in known:
+            raise file.error(
+                (*tables, command, name),
+                f"gemsc {command} has no option '{name}'",
+                help=one_of(option, known),
+            )
+        found[option] = value if isinstance(value, bool) else _words(value)
+    if found:
+        shown = (f"{option}={_shown(value)}" for option, value in found.items())
+        say(f"settings from {file.path}: {', '.join(shown)}")
+    return found
+
+
+def _shown(value: bool | list[str]) -> str:
+    return str(value).lower() if isinstance(value, bool) else " ".join(value)
+
+
+def _words(value: Any) -> list[str]:
+    """Return the words of a value: `WIDTH=128` of a table, "3,4" of a list."""
+    if isinstance(value, dict):
+        return [f"{name}={each}" for name, each in value.items()]
+    return [",".join(map(str, value)) if isinstance(value, list) else str(value)]

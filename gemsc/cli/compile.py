@@ -16,7 +16,15 @@ import typer
 from gemsc.base.files import write_text
 from gemsc.base.fingerprint import source_fingerprints
 from gemsc.cli.options import DEFAULTS, Model, takes_options, typed_flags
-from gemsc.cli.terminal import Answer, console, gives_json, pass_line, progress_bar, say
+from gemsc.cli.terminal import (
+    Answer,
+    console,
+    gives_json,
+    pass_line,
+    progress_bar,
+    say,
+    tell,
+)
 from gemsc.codegen.package import check_target
 from gemsc.compiler import CompiledProgram, compile, plan, trace
 from gemsc.costs.hardware import read_hardware
@@ -32,35 +40,17 @@ from gemsc.planner.edited import EditedPlan
 from gemsc.planner.explain import speed
 from gemsc.runtime.process.device import device_named
 from gemsc.search.candidates import Candidate, reason
-from gemsc.source.constants import split_constants
+from gemsc.source import split_constants
 from gemsc.user_model import UserModel, load_user_model
 from gemsc.viz.terminal import notes, of_this_machine, show_candidates
 from gemsc.viz.terminal import show as show_plan
 
 FILES = "Files"
 COMPARED = (
-    "ranks",
-    "data",
-    "per_device",
-    "schedule",
-    "micro_batches",
-    "balance",
-    "placement",
-    "precision",
-    "memory_format",
-    "torch_compile",
-    "device_memory",
-    "hardware",
-    "profile",
-    "device",
-    "recompute",
-    "offload",
-    "tiles",
-    "shards",
-    "branches",
-    "trunk",
-    "whole",
-    "shard_optimizer",
+    *("ranks", "data", "per_device", "schedule", "micro_batches", "balance"),
+    *("placement", "precision", "memory_format", "torch_compile"),
+    *("device_memory", "hardware", "profile", "device", "recompute", "offload"),
+    *("tiles", "shards", "branches", "trunk", "whole", "shard_optimizer"),
 )
 
 
@@ -111,17 +101,17 @@ def compile_command(
     if not overwrite:
         _check_same(output, user)
     shows = nullcontext(_say_nothing) if options.profile else pass_line()
-    with shows as tell:
-        watch = _Watch(print_after, time_passes, tell)
+    with shows as show_pass:
+        watch = _Watch(print_after, time_passes, show_pass)
         program = compiled(user, options, watch, edited)
         watch.finish()
-        tell("write")
+        show_pass("write")
         note = program.write(output)
     _report(program.candidates, program.plan, f" -> {output}")
     if program.plan.unchecked:
         say(f"note: {not_compared(program.plan, output)}")
     if note:
-        console.print(f"note: {note}", highlight=False)
+        tell(f"note: {note}")
 
 
 @gives_json
@@ -148,9 +138,8 @@ def plan_command(
     show_plan(found, console)
     if output is not None:
         write_text(output, found.to_toml(output.parent))
-        console.print(
+        tell(
             f"wrote {output}: edit it, then gemsc compile {model} --plan {output}",
-            highlight=False,
         )
     compared = [_as_data(each) for each in candidates]
     why = reason(candidates) if candidates else ""
@@ -178,7 +167,7 @@ class _Watch:
 
     print_after: str
     time_passes: bool
-    tell: Callable[..., None]
+    show_pass: Callable[..., None]
     times: list[tuple[str, float]] = field(default_factory=list)
     seen: set[str] = field(default_factory=set)
 
@@ -187,7 +176,7 @@ class _Watch:
         again = f" ({count})" if count > 1 else ""
         self.times.append((step.name + again, seconds))
         self.seen.add(step.name)
-        self.tell(step.name + again)
+        self.show_pass(step.name + again)
         if self.print_after in (step.name, "all"):
             say(f"--- after {step.name}{again}")
             say(dump(program))
@@ -209,9 +198,9 @@ def _report(
     """Print what was chosen, and why, where there was a choice."""
     if candidates:
         show_candidates(candidates, console, most)
-    console.print(f"{plan.summary}{where}", highlight=False)
+    tell(f"{plan.summary}{where}")
     for note in (*(of_this_machine(plan) if candidates else ()), *notes(plan)):
-        console.print(note, highlight=False)
+        tell(note)
 
 
 def compiled(

@@ -20,7 +20,7 @@ from rich.table import Table
 from torch import nn
 
 from gemsc.base.process import num_cores
-from gemsc.cli.terminal import Answer, console, gives_json
+from gemsc.cli.terminal import Answer, console, gives_json, tell
 from gemsc.compiler import compile
 from gemsc.errors import GemscError
 from gemsc.launch.mpirun import find_mpirun
@@ -56,9 +56,9 @@ def doctor_command(
     rows = list(_rows())
     for row in rows:
         table.add_row(*map(escape, row), style="yellow" if row[2] else "")
-    console.print(table, highlight=False)
+    console.print(table)
     if trial:
-        console.print(_trial(), highlight=False)
+        tell(_trial())
     found = [dict(zip(("name", "found", "advice"), row, strict=True)) for row in rows]
     return {"machine": found, "trial": "exact" if trial else None}, 0
 

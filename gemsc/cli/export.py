@@ -1,27 +1,31 @@
-"""`gemsc export`: a checkpoint as one plain file of weights, or as Keras or ONNX."""
+"""`gemsc export`: a trained model as one plain file of weights, or as Keras or ONNX."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from torch import Tensor, nn
 
-from gemsc.cli.terminal import console
-from gemsc.cli.trained import (
-    Trained,
-    import_folder,
-    load_trained,
-    program_of,
-    trained_model,
-)
+from gemsc.cli.terminal import tell
 from gemsc.errors import GemscError, UsageError
 from gemsc.importers.back import write_back
 from gemsc.importers.network import READERS
 from gemsc.importers.onnx.from_torch import export_onnx
-from gemsc.importers.origin import Origin
-from gemsc.runtime.checkpoint.folder import MODEL
-from gemsc.weights.write import write_stream
+from gemsc.importers.origin import ORIGIN_FILE, Origin
+from gemsc.plan import Plan
+from gemsc.runtime.checkpoint.files import saved_model
+from gemsc.runtime.checkpoint.folder import LATEST, MODEL
+from gemsc.runtime.training.run_folder import ABOUT, RUNS
+from gemsc.user_model import UserModel, load_user_model
+from gemsc.weights.load import NOT_OF_THE_MODEL
+from gemsc.weights.source import WeightFiles
+from gemsc.weights.write import Entry, write_stream
 
 KINDS = (".safetensors", *READERS)
 
@@ -41,13 +45,13 @@ def export_command(
     ] = None,
     ema: Annotated[
         bool,
-        typer.Option(help="the moving average of the weights, as trained with --ema"),
+        typer.Option(help="export the averaged weights of a run with --ema"),
     ] = False,
 ) -> None:
     """Write the trained weights as one file: .safetensors, .onnx or Keras."""
     if output is None:
         raise UsageError(
-            f"the file to write {run} into is not named",
+            f"no output file is given for {run}",
             help=f"for example gemsc export {run} -o {MODEL}",
         )
     if f".{output}" in KINDS:  # --to onnx
@@ -61,9 +65,9 @@ def export_command(
                 help="give another file with -o",
             ) from None
     for note in notes:
-        console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
+        tell(f"note: {note}")
     line = f"wrote {output}: {trained.what}"
-    console.print(line, highlight=False, markup=False, soft_wrap=True)
+    tell(line)
 
 
 def _write(run: Path, output: Path, trained: Trained) -> list[str]:
@@ -85,3 +89,126 @@ def _write(run: Path, output: Path, trained: Trained) -> list[str]:
         help="give a name that ends in .safetensors or .onnx; if it was imported, "
         "the folder of its model.py has lost its import.toml",
     )
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The tensors of a model under the user's names; `what` says which they are."""
+
+    what: str
+    table: Mapping[str, Entry]
+    read: Callable[[str], Tensor]
+
+
+@contextmanager
+def trained_model(place: Path, *, averages: bool) -> Iterator[Trained]:
+    """Open the model of a run, of its step- folder, or of a program.
+
+    A program's is that of its last run with a checkpoint, or what it starts from.
+
+    Raises:
+        GemscError: there is none.
+    """
+    if _is_program(place):
+        run = _last_run(place)
+        if run is None and not averages:
+            yield _initial(place)
+            return
+        place = run or place
+    with saved_model(place, averages=averages) as saved:
+        what = f"the model of step {saved.step} of {place}"
+        yield Trained(what, saved.table, saved.read)
+
+
+def program_of(place: Path) -> Path:
+    """Return the program that a run, or its step- folder, is of.
+
+    Raises:
+        GemscError: it is not known, or not there any more.
+    """
+    found = place.resolve()
+    for folder in (found, *found.parents[:3]):  # PROGRAM/runs/1/step-000010
+        if (folder / ABOUT).is_file():
+            try:
+                program = Path(json.loads((folder / ABOUT).read_bytes())["program"])
+            except (ValueError, KeyError, TypeError):
+                program = folder
+            if _is_program(program):
+                return program
+        if _is_program(folder):
+            return folder
+    raise GemscError(
+        f"the program of {place} cannot be found",
+        help="give the folder of a run that `gemsc run` made, and keep its program",
+    )
+
+
+def import_folder(program: Path) -> Path | None:
+    """Return the folder of the import that a program's model comes from."""
+    plan = Plan.read(program / "plan.toml")
+    files = [plan.spec.partition(":")[0], *plan.sources]
+    folders = dict.fromkeys(Path(file).parent for file in files if file)
+    found = (folder for folder in folders if (folder / ORIGIN_FILE).is_file())
+    return next(found, None)
+
+
+def load_trained(program: Path, trained: Trained) -> tuple[UserModel, nn.Module]:
+    """Return a program's model in one process, with these tensors in it.
+
+    Raises:
+        GemscError: the model's file does not fit them any more.
+    """
+    plan = Plan.read(program / "plan.toml")
+    if not plan.spec:
+        raise GemscError(
+            f"{program} was compiled from Python: its model is not in a file",
+            help="export it as .safetensors",
+        )
+    user = load_user_model(plan.spec, constants=plan.constants)
+    model = user.make_model()
+    state = model.state_dict(keep_vars=True)
+    taken = {id(state[name]) for name in trained.table if name in state}
+    for name, tensor in state.items():
+        entry = trained.table.get(name)
+        if entry is None and id(tensor) not in taken:
+            raise GemscError(
+                f"{trained.what} has no '{name}', which {user.path.name} has",
+                help="compile and train the model as it is now",
+            )
+        if entry is not None:
+            if entry.shape != tuple(tensor.shape):
+                raise GemscError(
+                    f"'{name}' has the shape {list(entry.shape)}, and "
+                    f"{list(tensor.shape)} in {user.path.name}",
+                    help="compile and train the model as it is now",
+                )
+            tensor.data.copy_(trained.read(name))
+    return user, model
+
+
+def _is_program(folder: Path) -> bool:
+    return all((folder / name).is_file() for name in ("plan.toml", "rank0.py"))
+
+
+def _last_run(program: Path) -> Path | None:
+    """Return the run with a checkpoint that began last."""
+    folder = program / RUNS
+    runs = [path for path in folder.iterdir()] if folder.is_dir() else []
+    found = [run for run in runs if (run / LATEST).exists() and run.name.isdecimal()]
+    return max(found, key=lambda run: int(run.name), default=None)
+
+
+def _initial(program: Path) -> Trained:
+    plan = Plan.read(program / "plan.toml")
+    files: dict[str, WeightFiles] = {}
+    for stage in plan.stages:
+        path = program / plan.weights / f"stage{stage.index}.safetensors"
+        stored = WeightFiles.open(path)
+        files |= dict.fromkeys(stored.table, stored)
+    table = {
+        name: stored.table[name]
+        for name, stored in files.items()
+        if not name.startswith(NOT_OF_THE_MODEL)
+    }
+    what = f"the model that {program} starts from"
+    return Trained(what, table, lambda name: files[name].mapped(name))

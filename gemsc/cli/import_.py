@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import shutil
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
+from torch import Tensor
 
-from gemsc.cli.import_weights import import_weights
-from gemsc.cli.imported import described, refuse_older
-from gemsc.cli.terminal import console
+from gemsc.base.files import sync, write_text
+from gemsc.base.nests import tensor_leaves
+from gemsc.cli.terminal import say, tell
 from gemsc.errors import GemscError
-from gemsc.importers.folder import default_folder, import_file
-from gemsc.importers.network import READERS
+from gemsc.importers.folder import default_folder, import_file, import_once
+from gemsc.importers.network import READERS, ImportedNetwork
 from gemsc.importers.options import ImportOptions
 from gemsc.importers.origin import MODEL_FILE
+from gemsc.importers.write import counts
+from gemsc.plan import Plan
+from gemsc.runtime.training.program_directory import load_program
+from gemsc.weights.load import NOT_OF_THE_MODEL
+from gemsc.weights.source import Wanted, WeightFiles, conversions, matched
+from gemsc.weights.write import Entry, write_stream
 
 
 def import_command(
@@ -44,11 +56,11 @@ def import_command(
     shape: Annotated[
         list[str] | None,
         typer.Option(
-            help="shape of an input that the file leaves open: name=2x3x512x512"
+            help="shape of an input that the file does not fix: name=2x3x512x512"
         ),
     ] = None,
     channels_first: Annotated[
-        bool, typer.Option("--channels-first", help="images in the layout of PyTorch")
+        bool, typer.Option("--channels-first", help="use PyTorch's layout for images")
     ] = False,
     custom: Annotated[
         Path | None, typer.Option(help="file that defines layers gemsc does not know")
@@ -69,7 +81,7 @@ def import_command(
         return
     if weights is not None:
         raise GemscError(
-            f"{source} is imported as a whole, and {weights} is one argument too many",
+            f"unexpected argument {weights}: {source} is imported as a whole",
             help=f"to choose the folder: gemsc import {source} -o {weights}",
         )
     folder = output or default_folder(source)
@@ -82,22 +94,22 @@ def import_command(
             "each input"
         )
     for line in described(network):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        tell(line)
     model = folder / MODEL_FILE
     line = f"wrote {model}; next: gemsc compile {model}"
-    console.print(line, highlight=False, markup=False, soft_wrap=True)
+    tell(line)
 
 
 def _import_weights(program: Path, weights: Path | None) -> None:
     refuse_older(program)
     if weights is None:
         raise GemscError(
-            f"{program} is no file that gemsc imports, and there are no weights",
+            f"{program} is not a file that gemsc can import, and no weights are given",
             help="gemsc import model.keras -o net, or gemsc import build/x weights",
         )
     for note in import_weights(program, weights):
-        console.print(f"note: {note}", highlight=False)
-    console.print(f"{program} starts from {weights}", highlight=False)
+        tell(f"note: {note}")
+    tell(f"{program} starts from {weights}")
 
 
 def _shapes(words: list[str]) -> dict[str, tuple[int, ...]]:
@@ -113,3 +125,127 @@ def _shapes(words: list[str]) -> dict[str, tuple[int, ...]]:
             )
         found[name] = tuple(map(int, sizes))
     return found
+
+
+def import_weights(directory: Path, path: Path) -> list[str]:
+    """Replace a program's initial weights; return notes about what was converted.
+
+    They are written into a new folder, one tensor at a time, and plan.toml then names
+    it: a program starts from all of the old weights, or from all of the new ones.
+
+    Raises:
+        GemscError: the files are damaged, or not those of the program's model.
+    """
+    plan = Plan.read(directory / "plan.toml")
+    names = (f"stage{stage.index}.safetensors" for stage in plan.stages)
+    stages = [WeightFiles.open(directory / plan.weights / name) for name in names]
+    table = {name: entry for stage in stages for name, entry in stage.table.items()}
+    wanted = _wanted(directory, plan, table)
+    files = WeightFiles.open(path)
+    found = matched(files, wanted)
+    number = int(plan.weights.partition("-")[2] or 1) + 1
+    new = directory / f"weights-{number}"
+    shutil.rmtree(new, ignore_errors=True)
+    try:
+        for stage in stages:
+
+            def read(name: str, stage: WeightFiles = stage) -> Tensor:
+                if name not in found:
+                    return stage.mapped(name)
+                return files.mapped(found[name]).to(stage.table[name].dtype)
+
+            write_stream(new / stage.path.name, stage.table, read, sync=True)
+        sync(new)
+        plan = replace(plan, weights=new.name)
+        write_text(directory / "plan.toml", plan.to_toml(directory))
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        raise
+    for other in directory.glob("weights*"):  # those before, and what kills have left
+        if other != new:
+            shutil.rmtree(other)
+    return conversions(files, wanted)
+
+
+def _wanted(directory: Path, plan: Plan, table: Mapping[str, Entry]) -> list[Wanted]:
+    """Return the model's tensors: under which names, and which a state_dict has."""
+    names: dict[str, list[str]] = defaultdict(list)
+    persistent: set[str] = set()
+    for rank in range(plan.copy_ranks):
+        for kind in load_program(directory, rank).stages.values():
+            with torch.device("meta"):
+                stage = kind()
+            first: dict[int, str] = {}
+            for tensors in (stage.named_parameters, stage.named_buffers):
+                for name, tensor in tensors(remove_duplicate=False):
+                    names[first.setdefault(id(tensor), name)].append(name)
+            persistent |= stage.state_dict().keys()
+    return [
+        Wanted(tuple(dict.fromkeys([name, *names[name]])), entry, name in persistent)
+        for name, entry in table.items()
+        if not name.startswith(NOT_OF_THE_MODEL)
+    ]
+
+
+SHOWN = 5  # names in a line
+
+
+def imported(model: str) -> str:
+    """Return what a command loads: the model.py of what model.keras is imported to."""
+    path = Path(model)
+    if path.suffix not in READERS:
+        refuse_older(path)
+        return model
+    folder, network = import_once(path)
+    if network is None:
+        say(f"{path} is in {folder} already")
+    else:
+        count = len(network.notes)
+        notes = f": {count} note{'s' * (count != 1)} in its import.toml" * bool(count)
+        say(f"imported {path} into {folder}{notes}")
+    return str(folder / MODEL_FILE)
+
+
+def refuse_older(path: Path) -> None:
+    """Refuse what TensorFlow or an older Keras has written.
+
+    Raises:
+        GemscError: it is such a file or folder; it says how to save it anew.
+    """
+    again = 'keras.models.load_model("{}").save("model.keras")'
+    if path.name.endswith(".weights.h5"):
+        what = "has weights without layers"
+        advice = f'in Keras: model.load_weights("{path}"); model.save("model.keras")'
+    elif path.suffix in (".h5", ".hdf5"):
+        what = "is of TensorFlow or an older Keras"
+        advice = f"save it once with Keras 3: {again.format(path)}"
+    elif (path / "saved_model.pb").exists():
+        what = "is a SavedModel, which Keras 3 does not load as a model"
+        advice = (
+            f'with the TensorFlow that wrote it: tf.keras.models.load_model("{path}")'
+            f'.save("model.h5"); then with Keras 3: {again.format("model.h5")}'
+        )
+    else:
+        return
+    raise GemscError(f"{path} {what}; gemsc reads .keras files", help=advice)
+
+
+def described(network: ImportedNetwork) -> Iterator[str]:
+    """Yield lines that say what was imported: tensors, inputs, outputs, notes."""
+    root, sheet = network.model.root, network.model
+    yield from counts(root)
+    if frozen := [n for n, p in root.named_parameters() if not p.requires_grad]:
+        more = ", ..." * (len(frozen) > SHOWN)
+        yield f"not trained: {', '.join(frozen[:SHOWN])}{more}"
+    for value in sheet.inputs:
+        yield f"input {value}: {_shape(value.tensor)}"
+    for keys, tensor in tensor_leaves(sheet.empty(sheet.result)):
+        yield f"{' '.join(map(str, ('output', *keys)))}: {_shape(tensor)}"
+    for note in network.notes:
+        yield f"note: {note}"
+
+
+def _shape(tensor: Tensor) -> str:
+    sizes = "x".join(map(str, tensor.shape)) or "a number"
+    dtype = "" if tensor.dtype is torch.float32 else f" {tensor.dtype}"
+    return sizes + dtype.replace("torch.", "")

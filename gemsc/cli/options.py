@@ -12,7 +12,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from gemsc.base.units import parse_bytes
-from gemsc.cli.imported import imported
+from gemsc.cli.import_ import imported
 from gemsc.errors import GemscError, UsageError, one_of
 from gemsc.frontend import FRONTENDS
 from gemsc.options import (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -10,13 +9,12 @@ from typing import Annotated
 
 import typer
 
-from gemsc.cli.terminal import console
-from gemsc.cli.trained import program_of, trained_model
+from gemsc.cli.export import program_of, trained_model
+from gemsc.cli.terminal import tell
 from gemsc.errors import GemscError
-from gemsc.launch.launch import launch
+from gemsc.launch.launch import bar_settings, launch
 from gemsc.plan import Plan
 from gemsc.runtime.process.device import require_gpu
-from gemsc.runtime.process.progress import BAR_VARIABLE
 from gemsc.runtime.training.predict import DTYPES, INPUT_HELP, KINDS, Job
 from gemsc.runtime.training.program_directory import check_program, load_program
 from gemsc.slides.slide import Slide, tifffile_module
@@ -33,12 +31,12 @@ USUAL_OVERLAP = 64  # pixels, or an eighth of the window if that is less
 def predict_command(
     run: Annotated[
         Path,
-        typer.Argument(help="a run's folder, a checkpoint of it, or a program"),
+        typer.Argument(help="run folder, one of its checkpoints, or a program"),
     ],
     picture: Annotated[
         Path,
         typer.Argument(
-            help="a slide (.tiff, .svs, ...), a volume (.nii.gz, DICOM), or OME-Zarr"
+            help="slide (.tiff, .svs, ...), volume (.nii.gz, DICOM) or OME-Zarr"
         ),
     ],
     output: Annotated[
@@ -46,30 +44,30 @@ def predict_command(
         typer.Option(
             "-o",
             "--output",
-            help="the file to write: mask.tiff, or mask.nii.gz of a volume",
+            help="file to write (default: mask.tiff, or mask.nii.gz for a volume)",
         ),
     ] = None,
-    level: Annotated[int, typer.Option(help="level of a pyramid; 0 is the finest")] = 0,
+    level: Annotated[int, typer.Option(help="pyramid level; 0 is the finest")] = 0,
     overlap: Annotated[
         int | None,
         typer.Option(
-            help="pixels of a window on each side that the next ones see, too; by "
-            "default 64, or an eighth of the window; of volumes, as eval_windows says",
+            help="overlap of neighbouring windows on each side in pixels (default: 64, "
+            "or an eighth of the window; for volumes: eval_windows)",
             min=0,
         ),
     ] = None,
     orientation: Annotated[
         str | None,
         typer.Option(
-            help="how the axes of a volume are turned for the model: RAS, LPS, ...; "
-            "by default they stay as in the file"
+            help="orientation of a volume for the model: RAS, LPS, ... (default: as in "
+            "the file)"
         ),
     ] = None,
     spacing: Annotated[
         tuple[float, float, float] | None,
         typer.Option(
-            help="size of the voxels that the model gets, along its axes, in the unit "
-            "of the file: 1.5 1.5 2; what is written has the file's"
+            help="voxel size for the model, in the unit of the file: 1.5 1.5 2; the "
+            "output keeps that of the file"
         ),
     ] = None,
     output_kind: Annotated[
@@ -77,18 +75,18 @@ def predict_command(
     ] = "mask",
     threshold: Annotated[
         float,
-        typer.Option(help="score above which a mask of one channel is 1"),
+        typer.Option(help="score above which a pixel of a one-channel mask is 1"),
     ] = 0.0,
     ema: Annotated[
         bool, typer.Option(help="predict with the averaged weights of --ema")
     ] = False,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="replace the file of -o")
+        bool, typer.Option("--overwrite", help="overwrite the output file")
     ] = False,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
     dtype: Annotated[str, typer.Option(help="float32 or float64")] = "float32",
 ) -> None:
-    """Predict a whole slide or volume on the ranks of a program, in windows."""
+    """Predict a whole slide or volume, window by window, on a program's ranks."""
     for name, value, choices in (
         ("--output-kind", output_kind, KINDS),
         ("--device", device, DEVICES),
@@ -146,17 +144,13 @@ def predict_command(
             raise typer.Exit(code)
         Path(job.output).replace(output)
     line = f"wrote {output}: {trained.what}"
-    console.print(line, highlight=False, markup=False, soft_wrap=True)
+    tell(line)
 
 
 def _launch(plan: Plan, job: Path) -> int:
     """Let the ranks predict; return the exit code."""
-    environment = {}
-    if sys.stdout.isatty():
-        columns = shutil.get_terminal_size().columns
-        environment = {BAR_VARIABLE: "1", "COLUMNS": str(columns)}
     words = [sys.executable, "-m", "gemsc.runtime.training.predict", str(job)]
-    return launch(plan.ranks, words, env=environment)
+    return launch(plan.ranks, words, env=bar_settings())
 
 
 def _check_output(output: Path, picture: Path, *, overwrite: bool) -> None:
@@ -165,7 +159,7 @@ def _check_output(output: Path, picture: Path, *, overwrite: bool) -> None:
     if not output.name.lower().endswith(suffixes):
         what = "a volume" if is_deep else "a picture"
         raise GemscError(
-            f"{output} is to hold what is predicted of {what}",
+            f"{output} cannot hold the prediction of {what}",
             help=f"name a file that ends in {' or '.join(suffixes)}",
         )
     if output.is_dir():
@@ -223,7 +217,8 @@ def _check_picture(
     for name, value in (("--orientation", orientation), ("--spacing", spacing)):
         if not is_deep and value is not None:
             raise GemscError(
-                f"{name} is of volumes, and {path} is a picture", help="leave it out"
+                f"{name} is only for volumes, and {path} is a picture",
+                help="leave it out",
             )
     if is_deep:
         channels = Volume(path, orientation, level, spacing).channels

@@ -16,7 +16,7 @@ from gemsc.base.files import write_text
 from gemsc.base.process import num_cores
 from gemsc.cli.compile import compiled
 from gemsc.cli.options import DEFAULTS, ModelOrProgram, takes_options
-from gemsc.cli.terminal import Answer, Directory, console, gives_json
+from gemsc.cli.terminal import Answer, Directory, check_svg, console, gives_json, tell
 from gemsc.errors import GemscError
 from gemsc.launch.measure import measure
 from gemsc.options import CompileOptions
@@ -55,7 +55,7 @@ def show_command(
         raise GemscError("--port has no effect without --open", help="add --open")
     plan = Plan.read(directory / "plan.toml")
     if html:
-        console.print(f"wrote {write_report(plan, directory)}", highlight=False)
+        tell(f"wrote {write_report(plan, directory)}")
         return None
     show_plan(plan, console)
     here = seconds_here(plan)
@@ -85,11 +85,10 @@ def graph_command(
         program = compiled(load_user_model(target), options)
         path = output or Path("graph.svg")
         dot = program.graph()
-    if path.suffix != ".svg":
-        raise GemscError(f"cannot draw {path}", help="give -o a name that ends in .svg")
+    check_svg(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     note = render(dot, path)
-    console.print(f"note: {note}" if note else f"wrote {path}", highlight=False)
+    tell(f"note: {note}" if note else f"wrote {path}")
 
 
 def timeline_command(
@@ -126,24 +125,23 @@ def timeline_command(
         typer.echo(grid(plan))
         return
     path = output or directory / "timeline.svg"
-    if path.suffix != ".svg":
-        raise GemscError(f"cannot draw {path}", help="give -o a name that ends in .svg")
+    check_svg(path)
     marks = measure(directory, steps, device) if measured else ()
     write_timeline(plan, path, marks)
     for line in (f"wrote {path}", *(() if marks else of_this_machine(plan))):
-        console.print(line, highlight=False)
+        tell(line)
     if marks:
         predicted, measured_step = panels_of(plan, marks)
         trace = directory / "trace.json"
         write_text(trace, trace_text((predicted, measured_step)))
-        console.print(f"wrote {trace}: open it at ui.perfetto.dev", highlight=False)
+        tell(f"wrote {trace}: open it at ui.perfetto.dev")
         show_shares(predicted, measured_step, console)
 
 
 def _open(folder: Path, port: int) -> None:
     """Serve the report and the curves of the run until Ctrl-C."""
     with Server(Pages(folder), port) as server:
-        console.print(f"{server.address} shows {folder}; Ctrl-C ends", highlight=False)
+        tell(f"{server.address} shows {folder}; Ctrl-C ends")
         graphical = ("BROWSER", "DISPLAY", "WAYLAND_DISPLAY")
         if sys.platform in ("darwin", "win32") or any(map(os.environ.get, graphical)):
             webbrowser.open(server.address)

@@ -11,7 +11,7 @@ import typer
 from gemsc.base.files import write_text
 from gemsc.base.units import show_bytes, show_seconds
 from gemsc.cli.options import ModelOrProgram, takes_options
-from gemsc.cli.terminal import Answer, console, gives_json
+from gemsc.cli.terminal import Answer, check_svg, console, gives_json, tell
 from gemsc.costs.collectives import ROUNDS
 from gemsc.costs.hardware import Hardware, LinkSpeed, read_hardware
 from gemsc.errors import GemscError
@@ -61,10 +61,8 @@ def simulate_command(
     ] = None,
 ) -> Answer:
     """Simulate training on many ranks: real schedule, modelled network."""
-    if output is not None and output.suffix != ".svg":
-        raise GemscError(
-            f"cannot draw {output}", help="give -o a name that ends in .svg"
-        )
+    if output is not None:
+        check_svg(output)
     user, options = _read(target)
     counts = _counts(options, ranks, data, fixed=Path(target).is_dir())
     options = replace(options, **{**(given or {}), **counts})
@@ -88,7 +86,7 @@ def simulate_command(
         sharing = [{"processes": k, "gain": shared.gain(k)} for k in each]
     if output is not None:
         write_text(output, draw_curve(_heading(found), found.points))
-        console.print(f"wrote {output}", highlight=False)
+        tell(f"wrote {output}")
     return _as_data(found) | {"sharing": sharing}, 0
 
 
@@ -165,26 +163,23 @@ def _heading(found: Simulation) -> str:
 def _print(found: Simulation) -> None:
     last, network = found.last, found.hardware.network
     console.print(_heading(found), style="bold", highlight=False)
-    console.print(
+    tell(
         f"{network.ranks_per_node} ranks per node; inside {_rate(network.intra)}, "
         f"between {_rate(network.inter)}; figures: {found.hardware.source}",
-        highlight=False,
     )
     for note in found.hardware.notes:
-        console.print(f"- {note}", highlight=False)
+        tell(f"- {note}")
     show_points(found.points, console)
-    console.print(
+    tell(
         f"scaling efficiency {found.efficiency:.2%} on {last.ranks:,} ranks, compared "
         f"with {found.points[0].ranks:,}: {last.throughput:,.1f} samples/s, "
         f"{show_seconds(last.step_seconds)} a step",
-        highlight=False,
     )
     peak, room = max(found.timeline.peak_bytes), found.hardware.device.memory_bytes
     verdict = "fits" if found.fits else "DOES NOT FIT"
-    console.print(
+    tell(
         f"highest peak memory of a rank: {show_bytes(peak)} of {show_bytes(room)}: "
         f"{verdict}",
-        highlight=False,
     )
 
 

@@ -25,6 +25,8 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
+from gemsc.errors import GemscError
+
 UNCUT = 10_000  # characters of a line where no terminal's width cuts it
 QUIET_SECONDS = 30.0  # where nobody watches, what ends sooner needs no lines
 
@@ -36,6 +38,19 @@ Directory = Annotated[
 ]
 Answer = tuple[dict[str, Any], int]  # what was found, and the exit code
 JSON = typer.Option("--json", help="print one JSON document instead")
+
+
+def tell(text: str) -> None:
+    """Print a line to stdout as it is, unless an answer in JSON is wanted."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def check_svg(output: Path) -> None:
+    """Refuse to draw into a file that is no .svg file."""
+    if output.suffix != ".svg":
+        raise GemscError(
+            f"cannot draw {output}", help="give -o a name that ends in .svg"
+        )
 
 
 def say(text: str) -> None:
@@ -125,11 +140,6 @@ def _quiet() -> Iterator[None]:
         console.quiet = False
         os.dup2(held, 1)
         os.close(held)
-
-
-def with_name(pair: tuple[float, str]) -> dict[str, Any]:
-    """Return an error and the tensor that has it."""
-    return {"error": pair[0], "name": pair[1]}
 
 
 def _plain(found: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,27 +12,29 @@ import typer
 from rich.table import Table
 
 from gemsc.base.files import write_text
-from gemsc.cli.terminal import Answer, Directory, console, gives_json, with_name
+from gemsc.cli.terminal import Answer, Directory, console, gives_json, tell
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
 from gemsc.runtime.process.device import device_named
+from gemsc.verify.compare import Comparison
 from gemsc.verify.field.check import check_program_for_all_inputs
-from gemsc.verify.runs import OPTIONS, verify_run
-from gemsc.verify.steps import Comparison, verify_program
+from gemsc.verify.runs import OPTIONS, RunComparison, verify_run
+from gemsc.verify.steps import verify_program
 from gemsc.viz.terminal import show_activations
 
-JUDGED = {"exact": "exact", "NOT EXACT": "wrong", "not decided": "undecided"}
+WORDS = {"exact": "exact", "wrong": "NOT EXACT", "undecided": "not decided"}
+KINDS = ("gradient", "parameter", "buffer")
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 
 
 @gives_json
-def verify_command(  # noqa: C901
+def verify_command(
     directory: Directory,
     steps: Annotated[int, typer.Option(help="training steps to compare", min=1)] = 2,
     dtype: Annotated[str, typer.Option(help="float64, float32 or both")] = "both",
     device: Annotated[
         str,
-        typer.Option(help="device for both: cpu, or cuda for the GPU"),
+        typer.Option(help="device to compute on: cpu or cuda"),
     ] = "cpu",
     run: Annotated[
         int | None,
@@ -67,41 +69,48 @@ def verify_command(  # noqa: C901
         )
     if all_inputs:
         proof = check_program_for_all_inputs(directory)
-        console.print(str(proof), highlight=False, soft_wrap=True)
+        tell(str(proof))
         return {"all_inputs": asdict(proof)}, int(proof.verdict != "proved")
     chosen = device_named(device)
     plan = Plan.read(directory / "plan.toml")
     if plan.only_dtype and plan.dtype in names and len(names) > 1:
         names = [plan.dtype]
-        console.print(f"only in {plan.dtype}: {plan.only_dtype}", highlight=False)
+        tell(f"only in {plan.dtype}: {plan.only_dtype}")
     for line in _about(plan, names):
-        console.print(line, highlight=False)
+        tell(line)
     if run is not None:
         return _verify_run(directory, names, run, arguments or [], chosen)
-    table = Table(
-        title=f"{directory} against one process, {steps} steps: relative error"
-    )
-    for column in ("dtype", "loss", "gradients", "parameters", "buffers", "equal bits"):
-        table.add_column(column)
-    results = {}
-    for name in names:
-        found = verify_program(
+    results = {
+        name: verify_program(
             directory, dtype=DTYPES[name], num_steps=steps, device=chosen
         )
-        results[name] = found
-        table.add_row(name, *_row(found))
-    console.print(table)
+        for name in names
+    }
+    _show(
+        f"{directory} against one process, {steps} steps: relative error",
+        ("dtype", "loss", "gradients", "parameters", "buffers", "equal bits"),
+        ([name, *_row(found)] for name, found in results.items()),
+    )
     verdicts = {name: found.judge(DTYPES[name]) for name, found in results.items()}
     for name, (kind, tensor) in verdicts.items():
         exact = verdicts.get("float64", ("", ""))[0] == "exact"
-        text = _verdict(name, kind, tensor, results[name], exact)
-        console.print(text, highlight=False)
+        tell(_verdict(name, kind, tensor, results[name], exact))
     if "float32" in results:
-        measured = results["float32"].activation_bytes
-        show_activations(plan, measured, console)
-    code = _ended(directory, [kind for kind, _ in verdicts.values()])
+        show_activations(plan, results["float32"].activation_bytes, console)
+    code = _exit_code([kind for kind, _ in verdicts.values()])
+    if code == 0:
+        _note_compared(directory)
     compared = {n: _as_data(results[n], *verdicts[n], DTYPES[n]) for n in names}
     return {"exact": code == 0, "steps": steps, "dtypes": compared}, code
+
+
+def _show(title: str, heads: Iterable[str], rows: Iterable[list[str]]) -> None:
+    table = Table(title=title)
+    for head in heads:
+        table.add_column(head)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
 
 
 def _as_data(
@@ -111,28 +120,27 @@ def _as_data(
     allowed = min(found.allowed(tensor, dtype), found.limit(dtype))
     return {
         "verdict": verdict,
-        "decided_by": with_name((found.errors[tensor], tensor)),
+        "decided_by": _with_name((found.errors[tensor], tensor)),
         "allowed": allowed,
         "loss": found.loss,
-        "gradient": with_name(found.gradient),
-        "parameter": with_name(found.parameter),
-        "buffer": with_name(found.buffer),
+        **{kind: _with_name(found.worst_of(kind)) for kind in KINDS},
         "equal_bits": found.equal,
         "tensors": found.total,
         "activation_bytes": found.activation_bytes,
     }
 
 
-def _ended(directory: Path, kinds: list[str]) -> int:
-    """Return the exit code; let `gemsc run` know of a program that is exact."""
+def _exit_code(kinds: list[str]) -> int:
     # float64 comes first, if it is asked for: float32 alone proves too little
-    if kinds[0] != "exact" or "wrong" in kinds:
-        return 1
+    return 0 if kinds[0] == "exact" and "wrong" not in kinds else 1
+
+
+def _note_compared(directory: Path) -> None:
+    """Let `gemsc run` know of a program that is exact."""
     plan = Plan.read(directory / "plan.toml")
     if plan.unchecked:
         plan = replace(plan, unchecked="")
         write_text(directory / "plan.toml", plan.to_toml(directory))
-    return 0
 
 
 def _about(plan: Plan, names: list[str]) -> Iterator[str]:
@@ -156,42 +164,41 @@ def _verify_run(
     device: torch.device,
 ) -> Answer:
     """Compare whole runs."""
-    verdicts: list[str] = []
-    lines = []
-    compared = {}
-    table = Table(title=f"run of {directory} against a plain loop: relative error")
-    for column in ("dtype", "loss", "evaluation", "saved model", "equal bits"):
-        table.add_column(column)
-    for name in names:
-        found = verify_run(
+    results = {
+        name: verify_run(
             directory,
             dtype=DTYPES[name],
             num_steps=num_steps,
             arguments=arguments,
             device=device,
         )
-        equal = f"{found.equal} of {found.total}"
-        parts = map(_with_name, (found.evaluation, found.model))
-        table.add_row(name, f"{found.loss:.1e}", *parts, equal)
-        verdicts.append(found.judge(DTYPES[name]))
-        compared[name] = {
-            "verdict": JUDGED[verdicts[-1]],
+        for name in names
+    }
+    _show(
+        f"run of {directory} against a plain loop: relative error",
+        ("dtype", "loss", "evaluation", "saved model", "equal bits"),
+        ([name, *_run_row(found)] for name, found in results.items()),
+    )
+    verdicts = {name: found.judge(DTYPES[name]) for name, found in results.items()}
+    for name, found in results.items():
+        rounding = f" (rounding alone {found.rounding:.1e})" if found.rounding else ""
+        tell(
+            f"{name}: {num_steps} steps, {found.num_evaluations} evaluations, worst "
+            f"{found.worst:.1e}{rounding}: {WORDS[verdicts[name]]}"
+        )
+    code = _exit_code(list(verdicts.values()))
+    compared = {
+        name: {
+            "verdict": verdicts[name],
             "loss": found.loss,
-            "evaluation": with_name(found.evaluation),
-            "model": with_name(found.model),
+            "evaluation": _with_name(found.evaluation),
+            "model": _with_name(found.model),
             "evaluations": found.num_evaluations,
             "equal_bits": found.equal,
             "tensors": found.total,
         }
-        rounding = f" (rounding alone {found.rounding:.1e})" if found.rounding else ""
-        lines.append(
-            f"{name}: {num_steps} steps, {found.num_evaluations} evaluations, worst "
-            f"{found.worst:.1e}{rounding}: {verdicts[-1]}"
-        )
-    console.print(table)
-    for line in lines:
-        console.print(line, highlight=False)
-    code = 0 if verdicts[0] == "exact" and "NOT EXACT" not in verdicts else 1
+        for name, found in results.items()
+    }
     return {"exact": code == 0, "steps": num_steps, "dtypes": compared}, code
 
 
@@ -200,9 +207,9 @@ def _verdict(
 ) -> str:
     """Return what to say of whether the ranks compute what one process does."""
     allowed, limit = found.allowed(tensor, DTYPES[dtype]), found.limit(DTYPES[dtype])
-    words = {"exact": "exact", "wrong": "NOT EXACT"}.get(
-        kind, f"not decided in {dtype}" + "; exact in float64" * exact_in_float64
-    )
+    words = WORDS[kind]
+    if kind == "undecided":
+        words += f" in {dtype}" + "; exact in float64" * exact_in_float64
     error = found.errors[tensor]
     line = f"{dtype}: worst {error:.1e}, allowed {min(allowed, limit):.0e}: {words}"
     if tensor in found.rounding:
@@ -219,15 +226,19 @@ def _verdict(
 
 
 def _row(found: Comparison) -> list[str]:
-    return [
-        f"{found.loss:.1e}",
-        _with_name(found.gradient),
-        _with_name(found.parameter),
-        _with_name(found.buffer),
-        f"{found.equal} of {found.total}",
-    ]
+    worst = (_shown(found.worst_of(kind)) for kind in KINDS)
+    return [f"{found.loss:.1e}", *worst, f"{found.equal} of {found.total}"]
 
 
-def _with_name(pair: tuple[float, str]) -> str:
+def _run_row(found: RunComparison) -> list[str]:
+    worst = map(_shown, (found.evaluation, found.model))
+    return [f"{found.loss:.1e}", *worst, f"{found.equal} of {found.total}"]
+
+
+def _shown(pair: tuple[float, str]) -> str:
     error, name = pair
-    return f"{error:.1e} {name}" if name else f"{error:.1e}"
+    return f"{error:.1e} {name}".rstrip()
+
+
+def _with_name(pair: tuple[float, str]) -> dict[str, Any]:
+    return {"error": pair[0], "name": pair[1]}

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from gemsc.base.boxes import Box
-from gemsc.base.memory_format import format_of
+from gemsc.base.dtypes import format_of
 from gemsc.codegen.exchanges import exchanges_of, gathers_of, wish_of
 from gemsc.codegen.expressions import literal
 from gemsc.codegen.rank_text import RankText, RunText

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 
 from torch import Tensor, fx, nn
 
-from gemsc.base.memory_format import CHANNELS_LAST, is_laid_out
+from gemsc.base.dtypes import CHANNELS_LAST, is_laid_out
 from gemsc.codegen.expressions import Named, access, is_attribute
 from gemsc.codegen.forward import write_forwards
 from gemsc.codegen.python_text import quoted

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
-from gemsc.base.memory_format import format_of
+from gemsc.base.dtypes import format_of
 from gemsc.costs.hardware import Device
 from gemsc.ir.work import Work
 

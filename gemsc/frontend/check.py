@@ -1,39 +1,47 @@
-"""Compare a traced graph with the user's model in eager mode."""
+"""Compare a traced graph with the user's model, and find where the two part."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from types import CodeType
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from gemsc.base.dtypes import Autocast, autocasting
-from gemsc.base.nests import map_tensors, normalize_inputs, tensor_leaves
+from gemsc.base.nests import (
+    call_loss,
+    call_model,
+    normalize_inputs,
+    tensor_leaves,
+)
 from gemsc.base.plain_forward import plain_forward
 from gemsc.base.rng import preserve_rng
 from gemsc.errors import GemscError, InternalError, SourceLocation
-from gemsc.frontend.difference import ValuesByLine, first_difference
-from gemsc.frontend.eager import deep_copy, failures, in_mode, set_training
+from gemsc.frontend.eager import deep_copy, detached, failures, in_mode, set_training
 from gemsc.frontend.fake_copy import LOSS
-from gemsc.frontend.gradients import Gradients, chunks_of
+from gemsc.frontend.gradients import Gradients, difference_of, gradients_differ
+from gemsc.frontend.user_code import user_line
 from gemsc.frontend.values import returned
 from gemsc.ir.holder import attribute
-from gemsc.ir.interpret import run_nodes
+from gemsc.ir.interpret import run_node, run_nodes
 from gemsc.ir.meta import location
 from gemsc.ir.mutation import changed_by_layer, mutated_inputs
 from gemsc.ir.opaque import opaques
 from gemsc.ir.program import Program
 
 _SEED = 0
-_TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2**-7}
 # A gradient that is zero but for rounding (a bias before a BatchNorm) has no scale of
 # its own: it is also measured by this part of the largest gradient.
 _NOISE = 0.1
-_HALF_TOLERANCE = 1e-3  # a last bit of float16; above, one of bfloat16
 _ROUNDINGS = 16  # of gradients added in another order, under autocast
 
 
@@ -96,11 +104,11 @@ def check_against_eager(
     with preserve_rng(), torch.enable_grad(), plain_forward():
         code = check_against_eager.__code__
         with failures(f"the model fails {in_mode(training)}", code):
-            fed = _copied(inputs), _copied(target)
+            fed = detached(inputs), detached(target)
             autocast = program.autocast
             expected = _run_eager(eager_model, fed[0], eager_loss, fed[1], autocast)
         with failures("the traced graph fails", code):
-            values = {"input": _copied(inputs), "target": _copied(target)}
+            values = {"input": detached(inputs), "target": detached(target)}
             actual = _run_graph(program, graph_module, values)
     for name, parameter in shared.items():
         if parameter._version != versions[name]:
@@ -144,12 +152,24 @@ def _first_difference(
 ) -> fx.Node | None:
     """Return the first node that computes what no call at its line does in eager."""
     model, loss, module = copies
-    lines = ValuesByLine(_forward.__code__)
+    lines = _ValuesByLine(_forward.__code__)
     with lines.noting():
-        _forward(model, _copied(inputs), loss, _copied(target), program.autocast)
+        _forward(model, detached(inputs), loss, detached(target), program.autocast)
     torch.manual_seed(_SEED)
-    values = _fed(program, {"input": _copied(inputs), "target": _copied(target)})
-    return first_difference(program.graph.nodes, module, values, lines.found)
+    values = _fed(program, {"input": detached(inputs), "target": detached(target)})
+    node: fx.Node
+    for node in program.graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        values[node] = run_node(node, values, module)
+        at = location(node)
+        if node.op == "get_attr" or at is None or at not in lines.found:
+            continue
+        for tensor in _tensors(pytree.tree_leaves(values[node])):
+            mine = _sum(tensor)
+            if not any(_alike(mine, theirs) for theirs in lines.found[at]):
+                return node
+    return None
 
 
 def _shared(program: Program) -> dict[str, nn.Parameter]:
@@ -208,13 +228,6 @@ def _copy_flags(model: nn.Module, loss: Any, graph_module: nn.Module) -> None:
         module.training = flags.get(path, module.training)
 
 
-def _copied(values: Any) -> Any:
-    def copied(path: object, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-    return map_tensors(values, copied)
-
-
 def _run_eager(
     model: nn.Module, inputs: Any, loss: Any, target: Any, autocast: Autocast | None
 ) -> _Results:
@@ -233,10 +246,10 @@ def _forward(
     """Return what the model gives, and the loss."""
     torch.manual_seed(_SEED)
     with autocasting(autocast):
-        output = model(**inputs) if isinstance(inputs, dict) else model(*inputs)
+        output = call_model(model, inputs)
         if loss is None:
             return output, None
-        return output, loss(output) if target is None else loss(output, target)
+        return output, call_loss(loss, output, target)
 
 
 def _run_graph(program: Program, module: nn.Module, fed: Any) -> _Results:
@@ -292,13 +305,15 @@ def _compare(actual: _Results, expected: _Results, least: float) -> None:
         return _NOISE * max((want.largest(name) for name in want), default=0.0)
 
     for name, tensor in expected.tensors.items():
-        _report(name, _difference(actual.tensors.get(name), tensor, least), actual)
+        _report(name, difference_of(actual.tensors.get(name), tensor, least), actual)
     for name in expected.parameters:
-        problem = _unlike(have, want, name, least, noise)
+        problem = gradients_differ(have, want, name, least, noise)
         _report(f"the gradient of {name}", problem, actual)
     buffers = actual.buffers
     for name, buffer in expected.buffers.items():
-        _report(f"buffer {name}", _difference(buffers.get(name), buffer, least), actual)
+        _report(
+            f"buffer {name}", difference_of(buffers.get(name), buffer, least), actual
+        )
 
 
 def _report(name: str, problem: str | None, actual: _Results) -> None:
@@ -310,72 +325,65 @@ def _report(name: str, problem: str | None, actual: _Results) -> None:
         )
 
 
-def _difference(
-    have: torch.Tensor | None, want: torch.Tensor, least: float
-) -> str | None:
-    if have is None:
-        return "is missing instead of there"
-    kinds = ((tensor.dtype, tuple(tensor.shape)) for tensor in (have, want))
-    return _other_kind(*kinds) or _other_numbers(
-        lambda: chunks_of(have), lambda: chunks_of(want), want.dtype, least
+_ENOUGH = 1e-4  # of a sum's size: what is wrong is off by more, roundings by less
+
+
+class _ValuesByLine(TorchFunctionMode):
+    """Sums up what each of the user's lines computes.
+
+    That are the results of torch's functions and of modules.
+
+    A value is known by its shape and the sum of its absolute elements, taken at once:
+    it may be overwritten later. `boundary` is the code that calls the model.
+    """
+
+    def __init__(self, boundary: CodeType) -> None:
+        super().__init__()
+        self.boundary = boundary
+        self.found: dict[SourceLocation, list[_Sum]] = defaultdict(list)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._note((result, args[:1]))  # what was written to is a result, too
+        return result
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Note what is computed until the end."""
+        hook = register_module_forward_hook(
+            lambda module, args, result: self._note(result)
+        )
+        try:
+            with self:
+                yield
+        finally:
+            hook.remove()
+
+    def _note(self, result: Any) -> None:
+        line = user_line(self.boundary)
+        if line is not None:
+            leaves = _tensors(pytree.tree_leaves(result))
+            with torch._C.DisableTorchFunction():
+                self.found[line.location] += map(_sum, leaves)
+
+
+_Sum = tuple[tuple[int, ...], float]
+
+
+def _tensors(leaves: list[Any]) -> list[Tensor]:
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _sum(tensor: Tensor) -> _Sum:
+    plain = tensor.detach()
+    plain = torch.view_as_real(plain) if plain.is_complex() else plain
+    return tuple(tensor.shape), float(plain.double().abs().sum())
+
+
+def _alike(mine: _Sum, theirs: _Sum) -> bool:
+    (shape, one), (other_shape, other) = mine, theirs
+    return shape == other_shape and (
+        one == other or abs(one - other) <= _ENOUGH * max(one, other)
     )
-
-
-def _unlike(
-    have: Gradients,
-    want: Gradients,
-    name: str,
-    least: float,
-    floor: Callable[[], float],
-) -> str | None:
-    if name not in have or name not in want:
-        words = [("missing", "there")[name in each] for each in (have, want)]
-        return None if words[0] == words[1] else f"is {words[0]} instead of {words[1]}"
-    return _other_kind(have.kind(name), want.kind(name)) or _other_numbers(
-        lambda: have.chunks(name),
-        lambda: want.chunks(name),
-        want.kind(name)[0],
-        least,
-        floor,
-    )
-
-
-_Kind = tuple[torch.dtype, tuple[int, ...]]
-_Chunks = Callable[[], Iterator[torch.Tensor]]
-
-
-def _other_kind(have: _Kind, want: _Kind) -> str | None:
-    if have == want:
-        return None
-    return f"is {have[0]} {list(have[1])} instead of {want[0]} {list(want[1])}"
-
-
-def _other_numbers(
-    have: _Chunks,
-    want: _Chunks,
-    dtype: torch.dtype,
-    least: float,
-    floor: Callable[[], float] = lambda: 0.0,
-) -> str | None:
-    """Compare the numbers, chunk by chunk; say by how much they differ."""
-    if all(map(torch.equal, have(), want())):
-        return None
-    if not (dtype.is_floating_point or dtype.is_complex):
-        return "differs"
-    is_equal, are_finite, scale, largest = True, True, -math.inf, 0.0
-    for mine, theirs in zip(have(), want(), strict=True):
-        finite = theirs.isfinite()
-        is_equal &= torch.allclose(mine, theirs, rtol=0.0, atol=0.0, equal_nan=True)
-        are_finite &= torch.equal(finite, mine.isfinite())
-        if finite.any():
-            scale = max(scale, float(theirs[finite].abs().max()))
-            largest = max(largest, float((mine - theirs)[finite].abs().max()))
-    if is_equal:
-        return None
-    if not are_finite or scale < 0:
-        return "is finite in one and not in the other"
-    tolerance = max(least, _TOLERANCES.get(dtype, _HALF_TOLERANCE))
-    if largest <= tolerance * max(scale, floor()):
-        return None
-    relative = largest / scale if scale else math.inf
-    return f"differs by {relative:.1e} of its largest element"

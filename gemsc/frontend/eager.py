@@ -1,9 +1,10 @@
-"""Run the user's model as it is, on a copy: copies, modes and failures."""
+"""The user's model as it is: copies, modes, failures, its precision and optimizer."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import CodeType
 from typing import Any
@@ -13,6 +14,8 @@ from torch import nn
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.weight_norm import WeightNorm
 
+from gemsc.base.dtypes import Autocast, is_real
+from gemsc.base.nests import map_tensors
 from gemsc.errors import GemscError
 from gemsc.frontend.user_code import failing_line
 
@@ -75,6 +78,15 @@ def deep_copy(objects: Any, memo: dict[int, Any] | None = None) -> Any:
         ) from error
 
 
+def detached(value: Any) -> Any:
+    """Return a nest with tensors of its own that require gradients as these do."""
+
+    def clone(path: object, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+    return map_tensors(value, clone)
+
+
 def _attributes(objects: Any) -> Iterator[tuple[str, nn.Module, str, Any]]:
     """Yield all attributes of modules: path, module, name, value."""
     for owner in (each for each in objects if isinstance(each, nn.Module)):
@@ -110,3 +122,64 @@ def _problem(
                 "forward applies the mask again"
             )
     return what, "compute it in forward, or keep it with .detach()"
+
+
+def check_optimizer(
+    parameters: Mapping[str, nn.Parameter],
+    factory: Callable[[Iterable[tuple[str, nn.Parameter]]], Any],
+) -> None:
+    """Make an optimizer of the parameters that are trained, and drop it.
+
+    Raises:
+        GemscError: that fails, at which of the user's lines; or nothing can step.
+    """
+    trained = [(name, p) for name, p in parameters.items() if p.requires_grad]
+    help = (
+        "it gets (name, parameter) pairs, as torch.optim's classes take them; "
+        "pick out parameters with `for name, p in pairs`"
+    )
+    with failures("optimizer() fails", check_optimizer.__code__, help):
+        made = factory(trained) if trained else None
+    step = getattr(made, "step", None)
+    if trained and not callable(step):
+        raise GemscError(
+            f"optimizer() returns {type(made).__name__}, which cannot step",
+            help="return one torch.optim.Optimizer of all the parameters that it gets",
+        )
+    if callable(step) and _needs_closure(step):
+        raise GemscError(
+            f"{type(made).__name__} computes the loss several times in a step, and "
+            "needs a closure for it: ranks compute it once",
+            help="return an optimizer whose step() needs no argument",
+        )
+
+
+def _needs_closure(step: Callable[..., Any]) -> bool:
+    try:
+        given = inspect.signature(step).parameters.values()
+    except ValueError:  # it is not written in Python
+        return False
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return any(p.default is inspect.Parameter.empty and p.kind in kinds for p in given)
+
+
+def autocast_of(model: nn.Module, precision: str) -> Autocast | None:
+    """Return what a model runs within: nothing in "float32".
+
+    Raises:
+        GemscError: autocast leaves weights of this dtype as they are.
+    """
+    if precision == "float32":
+        return None
+    device = "cpu"
+    for name, parameter in model.named_parameters():
+        device = parameter.device.type
+        if is_real(parameter.dtype) and parameter.dtype is not torch.float32:
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            raise GemscError(
+                f"--precision {precision}: parameter {name} is in {dtype}, and "
+                "autocast computes in another precision than float32 only",
+                help="leave out --precision"
+                + ("" if dtype.startswith("complex") else ", or return model.float()"),
+            )
+    return "cpu" if device == "meta" else device, getattr(torch, precision)

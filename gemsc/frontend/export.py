@@ -15,14 +15,22 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gemsc.base.dtypes import Autocast
-from gemsc.base.nests import Inputs, Path, map_tensors, normalize_inputs, tensor_leaves
+from gemsc.base.nests import (
+    Inputs,
+    Path,
+    call_loss,
+    call_model,
+    map_tensors,
+    normalize_inputs,
+    tensor_leaves,
+)
 from gemsc.base.rng import preserve_rng
 from gemsc.errors import GemscError
+from gemsc.frontend.eager import set_training
 from gemsc.frontend.fake_copy import LOSS, fake_input, reject_unsupported
-from gemsc.frontend.root import make_root
 from gemsc.frontend.user_code import failing_line, printed_line
 from gemsc.frontend.values import Returned, input_names, output_notes, returned
-from gemsc.frontend.writer import CONSTANTS
+from gemsc.frontend.writer import CONSTANTS, make_root
 from gemsc.ir import meta
 from gemsc.ir.fake import fake_copy
 from gemsc.ir.interpret import run_node
@@ -99,12 +107,7 @@ class _Wrapper(nn.Module):
         super().__init__()
         copied, self.loss = copy.deepcopy((model, loss))
         self.add_module(_MODEL, copied)
-        if not training:
-            copied.eval()
-        elif not copied.training:
-            copied.train()
-        if isinstance(self.loss, nn.Module):
-            self.loss.train(training)
+        set_training(copied, self.loss, training)
         self.given = {"input": inputs, "target": target}
         self.leaves = tuple(tensor_leaves(self.given))
         self.returned = Returned()
@@ -114,17 +117,13 @@ class _Wrapper(nn.Module):
         source = iter(tensors)
         values = map_tensors(self.given, lambda path, tensor: next(source))
         model = self.get_submodule(_MODEL)
-        inputs = values["input"]
-        by_name = isinstance(inputs, dict)
-        output = model(**inputs) if by_name else model(*inputs)
+        output = call_model(model, values["input"])
         # In place: torch.export gives all attributes the values that they had before.
         vars(self.returned).update(vars(returned(output)))
         outputs = tuple(self.returned.tensors)
         if self.loss is None:
             return outputs
-        target = values["target"]
-        loss = self.loss(output) if target is None else self.loss(output, target)
-        return (loss, *outputs)
+        return (call_loss(self.loss, output, values["target"]), *outputs)
 
 
 def _export(wrapper: _Wrapper) -> fx.GraphModule:

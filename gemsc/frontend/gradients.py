@@ -1,11 +1,13 @@
-"""Gradients of a whole model in little memory: they wait in a file."""
+"""Compare the gradients of a whole model in little memory: they wait in a file."""
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -14,6 +16,8 @@ from torch import Tensor, nn
 
 from gemsc.errors import GemscError
 
+_TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2**-7}
+_HALF_TOLERANCE = 1e-3  # a last bit of float16; above, one of bfloat16
 CHUNK = 2**20  # elements that are looked at at once
 
 
@@ -34,7 +38,10 @@ class Gradients:
     computed, and its memory is free again. Sparse ones stay in memory.
     """
 
-    _file: Any = field(default_factory=lambda: _unnamed_file(), repr=False)
+    _file: Any = field(
+        default_factory=partial(tempfile.TemporaryFile, prefix="gemsc-check-"),
+        repr=False,
+    )
     _places: dict[str, _Place] = field(default_factory=dict)
     _sparse: dict[str, Tensor] = field(default_factory=dict)
 
@@ -114,5 +121,74 @@ def chunks_of(tensor: Tensor) -> Iterator[Tensor]:
         yield flat[start : start + CHUNK]
 
 
-def _unnamed_file() -> Any:
-    return tempfile.TemporaryFile(prefix="gemsc-check-")
+_Kind = tuple[torch.dtype, tuple[int, ...]]
+_Chunks = Callable[[], Iterator[torch.Tensor]]
+
+
+def difference_of(
+    have: torch.Tensor | None, want: torch.Tensor, least: float
+) -> str | None:
+    """Return how a tensor differs, by more than `least` and what its dtype rounds."""
+    if have is None:
+        return "is missing instead of there"
+    kinds = ((tensor.dtype, tuple(tensor.shape)) for tensor in (have, want))
+    return _other_kind(*kinds) or _other_numbers(
+        lambda: chunks_of(have), lambda: chunks_of(want), want.dtype, least
+    )
+
+
+def gradients_differ(
+    have: Gradients,
+    want: Gradients,
+    name: str,
+    least: float,
+    floor: Callable[[], float],
+) -> str | None:
+    """Return how a gradient differs; one below `floor()` is noise."""
+    if name not in have or name not in want:
+        words = [("missing", "there")[name in each] for each in (have, want)]
+        return None if words[0] == words[1] else f"is {words[0]} instead of {words[1]}"
+    return _other_kind(have.kind(name), want.kind(name)) or _other_numbers(
+        lambda: have.chunks(name),
+        lambda: want.chunks(name),
+        want.kind(name)[0],
+        least,
+        floor,
+    )
+
+
+def _other_kind(have: _Kind, want: _Kind) -> str | None:
+    if have == want:
+        return None
+    return f"is {have[0]} {list(have[1])} instead of {want[0]} {list(want[1])}"
+
+
+def _other_numbers(
+    have: _Chunks,
+    want: _Chunks,
+    dtype: torch.dtype,
+    least: float,
+    floor: Callable[[], float] = lambda: 0.0,
+) -> str | None:
+    """Compare the numbers, chunk by chunk; say by how much they differ."""
+    if all(map(torch.equal, have(), want())):
+        return None
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return "differs"
+    is_equal, are_finite, scale, largest = True, True, -math.inf, 0.0
+    for mine, theirs in zip(have(), want(), strict=True):
+        finite = theirs.isfinite()
+        is_equal &= torch.allclose(mine, theirs, rtol=0.0, atol=0.0, equal_nan=True)
+        are_finite &= torch.equal(finite, mine.isfinite())
+        if finite.any():
+            scale = max(scale, float(theirs[finite].abs().max()))
+            largest = max(largest, float((mine - theirs)[finite].abs().max()))
+    if is_equal:
+        return None
+    if not are_finite or scale < 0:
+        return "is finite in one and not in the other"
+    tolerance = max(least, _TOLERANCES.get(dtype, _HALF_TOLERANCE))
+    if largest <= tolerance * max(scale, floor()):
+        return None
+    relative = largest / scale if scale else math.inf
+    return f"differs by {relative:.1e} of its largest element"

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gemsc.base.nests import dense_leaves, map_tensors, named_tuple, tensor_leaves
 from gemsc.costs.operators import draws, runs_a_kernel, work_of
+from gemsc.frontend.eager import detached
 from gemsc.ir.meta import TensorSpec
 from gemsc.ir.opaque import Given, OpaqueCall, givens, what_is_taken
 from gemsc.ir.work import Work
@@ -328,12 +329,3 @@ def _numbers(module: nn.Module) -> dict[str, object]:
         for number in [value.tolist() if isinstance(value, Tensor) else value]
         if isinstance(value, (int, float, complex, Tensor)) and name != "training"
     }
-
-
-def detached(value: Any) -> Any:
-    """Return a nest with tensors of its own that require gradients as these do."""
-
-    def clone(path: object, tensor: Tensor) -> Tensor:
-        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-    return map_tensors(value, clone)

@@ -1,21 +1,30 @@
-"""The modules of a model whose forward depends on data: one node each."""
+"""Modules whose forward depends on data, one node each, and what is said of others."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
 
 from gemsc.base.dtypes import cast, cast_module, default_dtype
-from gemsc.base.nests import Inputs
+from gemsc.base.nests import Inputs, call_loss, call_model
 from gemsc.errors import GemscError, SourceLocation
-from gemsc.frontend.eager import deep_copy, failures, in_mode, set_training
+from gemsc.frontend.eager import deep_copy, detached, failures, in_mode, set_training
 from gemsc.frontend.fake_copy import LOSS
-from gemsc.frontend.observe import Watch, detached
+from gemsc.frontend.observe import Watch
+from gemsc.frontend.user_code import failing_line
 from gemsc.ir.opaque import Opaque
+
+DATA_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
+_TO_NUMPY = ".numpy() is not supported for tensor subclasses"
 
 
 class DependsOnDataError(GemscError):
@@ -37,6 +46,84 @@ class FailsOnFakesError(DependsOnDataError):
         """Keep what to say of a model that does not run."""
         super().__init__(message, **parts)
         self.otherwise = otherwise
+
+
+# What to write in place of an operator whose result has a size of its own.
+_OF_FIXED_SIZE = {
+    "repeat_interleave": "if the sum of the repeats never changes, give it: "
+    "output_size=...",
+    "_unique2": "count each value that there can be: F.one_hot(values, number).sum(0)",
+}
+
+
+def data_error(
+    error: BaseException, at: SourceLocation | None, path: str
+) -> GemscError:
+    """Return what is said where forward needs data; `path` is the module that runs."""
+    if isinstance(error, DynamicOutputShapeException):
+        operator = str(getattr(error.func, "_overloadpacket", error.func))
+        ways = (text for name, text in _OF_FIXED_SIZE.items() if name in operator)
+        way = next(ways, "keep the size fixed: multiply by the mask, use torch.where")
+        return DependsOnDataError(
+            "the size of this tensor depends on the data",
+            path=path,
+            at=at,
+            help=f"{way}, or move it into a submodule, which then stays whole on one "
+            "rank",
+        )
+    return DependsOnDataError(
+        "forward needs the value of a tensor, which differs from step to step",
+        path=path,
+        at=at,
+        help="compute it with torch.where, make the choice a setting of the model, or "
+        "move it into a submodule, which then stays whole on one rank",
+    )
+
+
+def of_a_loss(
+    found: GemscError, function: object, error: Exception, boundary: CodeType
+) -> GemscError:
+    """Return the error, of a loss that is a function at the user's own line."""
+    if isinstance(function, nn.Module) or not isinstance(found, DependsOnDataError):
+        return found
+    at = failing_line(error.__traceback__, boundary, own=True)
+    if at != found.at:
+        found.at, found.notes_at = at, ((found.at, "here"),)
+    found.message = found.message.replace("forward needs", "the loss needs")
+    found.help = (
+        "make the loss a torch.nn.Module with what depends on data as a submodule, "
+        "which then stays whole on one rank, or compute it with torch.where"
+    )
+    return found
+
+
+def user_error(what: str, error: Exception, boundary: CodeType) -> GemscError:
+    """Return what is said of an error of the user's code below the frame of `boundary`.
+
+    `what` says which code fails.
+    """
+    at = failing_line(error.__traceback__, boundary)
+    path = vars(error).get("gemsc_path", "")
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, DATA_ERRORS) or _TO_NUMPY in str(cause):
+            return data_error(cause, at, path)
+        cause = cause.__cause__ or cause.__context__
+    text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    fails = GemscError(
+        f"{what}: {text}",
+        at=at,
+        help="the model and its loss must run as plain PyTorch on example_inputs()",
+    )
+    if not isinstance(error, RuntimeError):
+        return fails
+    return FailsOnFakesError(
+        f"PyTorch computes this, but not without numbers: {text}",
+        fails,
+        path=path,
+        at=at,
+        help="move it into a submodule, which then stays whole on one rank",
+    )
 
 
 @dataclass
@@ -152,11 +239,10 @@ class Leaves:
             torch.enable_grad(),
             torch.autograd.graph.saved_tensors_hooks(_drop, _never),
         ):
-            by_name = isinstance(inputs, dict)
-            output = model(**inputs) if by_name else model(*inputs)
+            output = call_model(model, inputs)
             asked = not paths or any(_related(p, LOSS) for p in paths)
             if loss is not None and asked:
-                loss(output) if target is None else loss(output, target)
+                call_loss(loss, output, target)
         return watches
 
 

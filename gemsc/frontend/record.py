@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-import operator
-import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import fx, nn
 
@@ -31,8 +27,7 @@ from gemsc.base.nests import (
 )
 from gemsc.base.rng import preserve_rng
 from gemsc.errors import GemscError, SourceLocation
-from gemsc.frontend.dtypes import mark_dtypes
-from gemsc.frontend.eager import in_mode
+from gemsc.frontend.eager import in_mode, set_training
 from gemsc.frontend.fake_copy import (
     FakeCopy,
     copy_on_fakes,
@@ -40,13 +35,21 @@ from gemsc.frontend.fake_copy import (
     reject_unsupported,
 )
 from gemsc.frontend.opaque import DependsOnDataError, Leaves
-from gemsc.frontend.root import make_root
+from gemsc.frontend.runs import (
+    AnyDraw,
+    check_same,
+    drawn,
+    mark_dtypes,
+    other_generators,
+    plain_numbers,
+    reject_counters,
+)
 from gemsc.frontend.tracer import Tracer, TracerFakeMode
 from gemsc.frontend.user_code import is_user_file
 from gemsc.frontend.values import Returned, input_names, output_notes, returned
-from gemsc.frontend.writer import GraphWriter, fixed_nodes
+from gemsc.frontend.writer import GraphWriter, make_root
 from gemsc.ir.holder import put_layer
-from gemsc.ir.meta import TensorSpec, location, region
+from gemsc.ir.meta import TensorSpec, location
 from gemsc.ir.opaque import Opaque, OpaqueLeaf
 from gemsc.ir.program import GraphInput, Program
 
@@ -132,13 +135,14 @@ def record(
 def _trace_twice(request: _Request) -> _Trace:
     fake = TracerFakeMode()
     copied = _copy(request, fake)
+    numbers = [plain_numbers(request.model)]
     with _no_random_numbers(request):
         first = _trace(request, copied, fake)
-    numbers = [_numbers(copied.model)]
+    numbers.append(plain_numbers(copied.model))
     second = _trace(request, copied, fake, earlier=first.writer)
-    numbers.append(_numbers(copied.model))
-    _compare(first, second, request.training)
-    _reject_counters(request.model, numbers)
+    numbers.append(plain_numbers(copied.model))
+    check_same(first.writer, second.writer, request.training)
+    reject_counters(*numbers)
     return first
 
 
@@ -146,11 +150,7 @@ def _copy(request: _Request, fake: TracerFakeMode) -> FakeCopy:
     copied = copy_on_fakes(request.model, request.loss, fake, request.dtype)
     if not request.training:
         copied.model.train()  # drops what some models keep from an earlier evaluation
-        copied.model.eval()
-    elif not copied.model.training:
-        copied.model.train()
-    if isinstance(copied.loss, nn.Module):
-        copied.loss.train(request.training)
+    set_training(copied.model, copied.loss, request.training)
     return copied
 
 
@@ -298,102 +298,22 @@ def _trace_in_other_dtype(request: _Request, trace: _Trace) -> None:
         trace.only_dtype = f"{at}{error.message}"
 
 
-def _compare(first: _Trace, second: _Trace, training: bool) -> None:
-    """Refuse a forward that does something else when it is called again.
-
-    Where it kept values of its first call, such as a table, the second does not compute
-    them again: then what is fixed is compared where it is used.
-    """
-    known: dict[object, int] = {}
-    names: dict[fx.Node, str] = {}
-    runs: list[list[tuple[object, fx.Node]]] = []
-    for writer in (first.writer, second.writer):
-        kept = second.writer.kept
-        fixed = fixed_nodes(writer.graph, training) if kept else set()
-        names |= {node: names[source] for node, source in writer.kept.items()}
-        runs.append(list(_signature(writer.graph, fixed, known, names)))
-    for (a, node), (b, _) in zip(*runs, strict=False):
-        if a != b:
-            _reject_difference(location(node))
-    if len(runs[0]) != len(runs[1]):
-        _reject_difference(None)
-    constants = first.writer.constants
-    for name, value in second.writer.constants.items():
-        if not torch.equal(value, constants[name]):
-            _reject_difference(None)
-
-
-def _signature(
-    graph: fx.Graph,
-    fixed: set[fx.Node],
-    known: dict[object, int],
-    names: dict[fx.Node, str],
-) -> Iterator[tuple[object, fx.Node]]:
-    """Yield what each node does, but the fixed ones; name them all."""
-    count = 0
-    for node in graph.nodes:
-        if node in names:
-            continue
-        arguments = fx.node.map_arg((node.args, node.kwargs), lambda n: names[n])
-        what = (node.op, node.target, repr(arguments), region(node))
-        if node in fixed:
-            names[node] = f"fixed {known.setdefault(what, len(known))}"
-            continue
-        names[node] = f"value {count}"
-        count += 1
-        yield what, node
-
-
-def _reject_difference(at: SourceLocation | None) -> None:
-    raise GemscError(
-        "forward is not deterministic: it behaves differently when it is called again",
-        at=at,
-        help="use neither Python's random nor attributes that forward changes",
-    )
-
-
-def _numbers(model: nn.Module) -> dict[str, object]:
-    """Return all plain numbers that modules hold."""
-    return {
-        f"{path}.{name}".lstrip("."): value
-        for path, module in model.named_modules()
-        for name, value in vars(module).items()
-        if isinstance(value, (int, float, complex))
-    }
-
-
-def _reject_counters(model: nn.Module, runs: list[dict[str, object]]) -> None:
-    """Refuse numbers that change with every call."""
-    runs = [_numbers(model), *runs]
-    for name, value in runs[0].items():
-        values = [run.get(name, value) for run in runs]
-        if name.endswith("training") or len(runs) < 3:
-            continue
-        if values[0] != values[1] and values[1] != values[2]:
-            raise GemscError(
-                f"forward changes self.{name} at each call: "
-                f"{', '.join(map(str, values))}",
-                help="keep it in a buffer: "
-                f'self.register_buffer("{name.split(".")[-1]}", torch.tensor(...))',
-            )
-
-
 @contextmanager
 def _no_random_numbers(request: _Request) -> Iterator[None]:
     """Refuse a forward for which draws of Python or NumPy decide something."""
-    before = _generators()
+    before = other_generators()
     yield
-    if _generators() == before or _same_for_all_draws(request):
+    if other_generators() == before or _same_for_all_draws(request):
         return
     fake = TracerFakeMode()
     lines: list[SourceLocation] = []
 
     def watch(node: fx.Node) -> None:
         line = location(node)
-        if not lines and line is not None and _generators() != start:
+        if not lines and line is not None and other_generators() != start:
             lines.append(line)
 
-    start = _generators()
+    start = other_generators()
     _trace(request, _copy(request, fake), fake, on_node=watch)
     raise GemscError(
         "forward is not deterministic: it draws from Python's or NumPy's random "
@@ -409,141 +329,24 @@ def _same_for_all_draws(request: _Request) -> bool:
     """Return whether no draw of Python's `random` decides anything.
 
     Each comparison of a draw (`random.random() < self.layerdrop`, which is 0) must come
-    out alike for all that may be drawn: see `_Draw`. What takes its value gives another
-    graph for another draw. A draw made in another way moves a generator: what it
-    decides is not known.
+    out alike for all that may be drawn: see `AnyDraw`. What takes its value gives
+    another graph for another draw. A draw made in another way moves a generator: what
+    it decides is not known.
     """
-    before = _generators()
+    before = other_generators()
     traces: list[_Trace] = []
     try:
-        for numbers in ((_Draw.LOW,), (_Draw.HIGH,), (_Draw.LOW, _Draw.HIGH)):
+        for numbers in ((AnyDraw.LOW,), (AnyDraw.HIGH,), (AnyDraw.LOW, AnyDraw.HIGH)):
             fake = TracerFakeMode()
-            with _drawn(numbers):
+            with drawn(numbers):
                 traces.append(_trace(request, _copy(request, fake), fake))
-            if _generators() != before:
+            if other_generators() != before:
                 return False
         for other in traces[1:]:
-            _compare(traces[0], other, request.training)
+            check_same(traces[0].writer, other.writer, request.training)
     except GemscError:
         return False
     return True
-
-
-class _Draw(float):
-    """One number of those that may be drawn, from `low` to `high`, both of them too.
-
-    Sums and products with numbers (`random.uniform`) are such numbers again.
-    """
-
-    LOW, HIGH = 0.0, 1 - 2**-53  # of random.random
-
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, value: float, *ends: float) -> _Draw:
-        """Return a number that may be anything between these ends."""
-        made = cls(value)
-        made.low, made.high = min(ends), max(ends)
-        return made
-
-    def _with(self, other: Any, operation: Callable[[float, float], float]) -> Any:
-        if isinstance(other, _Draw) or not isinstance(other, int | float):
-            return NotImplemented
-        ends = (operation(self.low, other), operation(self.high, other))
-        return self.of(operation(float(self), other), *ends)
-
-    def __add__(self, other: Any) -> Any:
-        return self._with(other, operator.add)
-
-    def __sub__(self, other: Any) -> Any:
-        return self._with(other, operator.sub)
-
-    def __mul__(self, other: Any) -> Any:
-        return self._with(other, operator.mul)
-
-    def __truediv__(self, other: Any) -> Any:
-        return self._with(other, operator.truediv)
-
-    __radd__, __rmul__ = __add__, __mul__
-
-    def __neg__(self) -> Any:
-        return self * -1
-
-    def __rsub__(self, other: Any) -> Any:
-        return -self + other
-
-    def _decides(self, *_: Any) -> Any:
-        raise GemscError("a draw decides something")
-
-    __int__ = __trunc__ = __floor__ = __ceil__ = __round__ = _decides
-    __pow__ = __rpow__ = __mod__ = __rmod__ = __abs__ = __rtruediv__ = _decides
-    __floordiv__ = __rfloordiv__ = __divmod__ = __rdivmod__ = _decides
-
-    def _asks(self, is_so: bool, is_never_so: bool) -> bool:
-        if not is_so and not is_never_so:
-            raise GemscError("a draw decides something")
-        return is_so
-
-    def __lt__(self, other: float) -> bool:
-        low, high = _ends(other)
-        return self._asks(self.high < low, self.low >= high)
-
-    def __le__(self, other: float) -> bool:
-        low, high = _ends(other)
-        return self._asks(self.high <= low, self.low > high)
-
-    def __gt__(self, other: float) -> bool:
-        low, high = _ends(other)
-        return self._asks(self.low > high, self.high <= low)
-
-    def __ge__(self, other: float) -> bool:
-        low, high = _ends(other)
-        return self._asks(self.low >= high, self.high < low)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, int | float):
-            return False
-        low, high = _ends(other)
-        return self._asks(False, self.high < low or self.low > high)
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    def __bool__(self) -> bool:
-        return self != 0.0
-
-    def __hash__(self) -> int:
-        return super().__hash__()
-
-
-def _ends(number: float) -> tuple[float, float]:
-    if isinstance(number, _Draw):
-        return number.low, number.high
-    return number, number
-
-
-@contextmanager
-def _drawn(numbers: tuple[float, ...]) -> Iterator[None]:
-    """Let `random.random` and what Python computes of it draw these, in turn."""
-    # an end: a loop may draw until it likes what it gets
-    turns = itertools.islice(itertools.cycle(numbers), 10_000)
-    before: Any = random.random
-    generator = before.__self__
-    ends = _Draw.LOW, _Draw.HIGH
-    random.random = generator.random = lambda: _Draw.of(next(turns), *ends)
-    try:
-        yield
-    finally:
-        random.random = before
-        del generator.random
-
-
-def _generators() -> tuple[object, ...]:
-    numpy_state = np.random.get_state(legacy=True)
-    return random.getstate(), *(
-        part.tobytes() if isinstance(part, np.ndarray) else part for part in numpy_state
-    )
 
 
 # The result

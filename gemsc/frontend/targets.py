@@ -17,56 +17,53 @@ TargetCall = tuple[str, Any, tuple[Any, ...], dict[str, Any]]
 """(op, target, args, kwargs) of an FX node, with tensors in the arguments."""
 
 _REVERSED: dict[str, Callable[..., Any]] = {
-    "__rsub__": operator.sub,
-    "__rdiv__": operator.truediv,
-    "__rtruediv__": operator.truediv,
-    "__rpow__": operator.pow,
-    "__rfloordiv__": operator.floordiv,
-    "__rmod__": operator.mod,
-    "__rmatmul__": operator.matmul,
-    "__rlshift__": operator.lshift,
-    "__rrshift__": operator.rshift,
-}
+    f"__r{name}__": getattr(operator, f"__{name}__")
+    for name in (
+        "sub",
+        "truediv",
+        "pow",
+        "floordiv",
+        "mod",
+        "matmul",
+        "lshift",
+        "rshift",
+    )
+} | {"__rdiv__": operator.truediv}
 _DUNDERS: dict[str, Callable[..., Any]] = {
     name: function
     for name, function in vars(operator).items()
     if name.startswith("__") and callable(function)
 }
 # These arrive under the method's name whether written `a + b` or `a.add(b)`.
+_SAME = (
+    "add",
+    "sub",
+    "mul",
+    "pow",
+    "matmul",
+    "neg",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+)
 _NAMES: dict[str, Callable[..., Any]] = {
-    "add": operator.add,
-    "sub": operator.sub,
-    "mul": operator.mul,
+    **{name: getattr(operator, name) for name in _SAME},
+    **{f"{name}_": getattr(operator, f"i{name}") for name in _SAME[:4]},
     "div": operator.truediv,
+    "div_": operator.itruediv,
     "remainder": operator.mod,
-    "pow": operator.pow,
-    "matmul": operator.matmul,
-    "neg": operator.neg,
-    "eq": operator.eq,
-    "ne": operator.ne,
-    "lt": operator.lt,
-    "le": operator.le,
-    "gt": operator.gt,
-    "ge": operator.ge,
+    "remainder_": operator.imod,
     "bitwise_and": operator.and_,
     "bitwise_or": operator.or_,
     "bitwise_xor": operator.xor,
-    "add_": operator.iadd,
-    "sub_": operator.isub,
-    "mul_": operator.imul,
-    "div_": operator.itruediv,
-    "remainder_": operator.imod,
-    "pow_": operator.ipow,
 }
 _IGNORED = frozenset(
     {
-        "_set_grad_enabled",
-        "_enter_autocast",
-        "_exit_autocast",
-        "retain_grad",
-        "set_default_dtype",
-        "manual_seed",
-        "seed",
+        *("_set_grad_enabled", "_enter_autocast", "_exit_autocast", "retain_grad"),
+        *("set_default_dtype", "manual_seed", "seed"),
     }
 )
 _REFUSED = {

@@ -14,21 +14,26 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
-    DynamicOutputShapeException,
     FakeTensorMode,
 )
 from torch.autograd.function import BackwardCFunction
 from torch.jit._fuser import optimized_execution
 from torch.overrides import TorchFunctionMode
 
-from gemsc.base.nests import tensor_leaves
+from gemsc.base.nests import call_model, tensor_leaves
 from gemsc.base.plain_forward import plain_forward
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.frontend.attention import attention_of
 from gemsc.frontend.fake_copy import FakeCopy
-from gemsc.frontend.opaque import DependsOnDataError, FailsOnFakesError
+from gemsc.frontend.opaque import (
+    DATA_ERRORS,
+    DependsOnDataError,
+    data_error,
+    of_a_loss,
+    user_error,
+)
 from gemsc.frontend.targets import TargetCall, describe_call, is_ignored
-from gemsc.frontend.user_code import UserLine, failing_line, guarded, user_line
+from gemsc.frontend.user_code import UserLine, guarded, user_line
 from gemsc.frontend.writer import GraphWriter
 from gemsc.ir.fake import without_count
 from gemsc.ir.mutation import call_mutates
@@ -37,10 +42,8 @@ from gemsc.runtime.tiles import must_be
 
 _Args = tuple[Any, ...]
 _Kwargs = dict[str, Any]
-_DATA_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
 _ASKS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _LONGEST = 56  # letters of the user's line in an argument
-_TO_NUMPY = ".numpy() is not supported for tensor subclasses"
 
 
 class TracerFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
@@ -114,20 +117,20 @@ class Tracer(TorchFunctionMode):
         Raises:
             GemscError: at the user's line, whatever went wrong there.
         """
+        boundary = Tracer.run.__code__
         self._fake.tracer = self
         try:
             plain = plain_forward(self._note_checkpoint)
             with _patched(self), plain, torch.enable_grad(), self._fake, self:
-                by_name = isinstance(args, dict)
-                result = function(**args) if by_name else function(*args)
+                result = call_model(function, args)
             self._check_unseen()
             self._check_overwritten()
         except GemscError as error:
-            found = _of_a_loss(self._error or error, function, error)
-            raise found from error.__cause__
+            found = self._error or error
+            raise of_a_loss(found, function, error, boundary) from error.__cause__
         except Exception as error:
-            found = _of_a_loss(self._user_error(what, error), function, error)
-            raise found from error
+            found = user_error(what, error, boundary)
+            raise of_a_loss(found, function, error, boundary) from error
         finally:
             self._fake.tracer = None
         if self._error is not None:  # the user's code caught it and went on
@@ -285,7 +288,7 @@ class Tracer(TorchFunctionMode):
             ):
                 raise GemscError(
                     f"{name}.forward changes its input in place, and the input is "
-                    "used in another place, too",
+                    "also used elsewhere",
                     at=at,
                     help=f"let {name}.forward compute a new value (x = x - 1 for "
                     "x -= 1), or give it a copy: x.clone()",
@@ -357,8 +360,8 @@ class Tracer(TorchFunctionMode):
         line = self.writer.line = user_line(Tracer.run.__code__)
         try:
             yield line
-        except _DATA_ERRORS as error:
-            self._error = self._error or _data_error(
+        except DATA_ERRORS as error:
+            self._error = self._error or data_error(
                 error, line.location if line else None, self.writer.module_path
             )
             raise self._error from error
@@ -366,29 +369,6 @@ class Tracer(TorchFunctionMode):
             error.at = error.at or (line.location if line else None)
             self._error = self._error or error
             raise
-
-    def _user_error(self, what: str, error: Exception) -> GemscError:
-        at = failing_line(error.__traceback__, Tracer.run.__code__)
-        cause: BaseException | None = error
-        while cause is not None:
-            if isinstance(cause, _DATA_ERRORS) or _TO_NUMPY in str(cause):
-                return _data_error(cause, at, vars(error).get("gemsc_path", ""))
-            cause = cause.__cause__ or cause.__context__
-        text = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        fails = GemscError(
-            f"{what}: {text}",
-            at=at,
-            help="the model and its loss must run as plain PyTorch on example_inputs()",
-        )
-        if not isinstance(error, RuntimeError):
-            return fails
-        return FailsOnFakesError(
-            f"PyTorch computes this, but not without numbers: {text}",
-            fails,
-            path=vars(error).get("gemsc_path", ""),
-            at=at,
-            help="move it into a submodule, which then stays whole on one rank",
-        )
 
 
 @contextmanager
@@ -418,52 +398,6 @@ def _changes(call: TargetCall, args: _Args) -> bool:
     if op == "call_module":
         return getattr(args[0], "inplace", False) is True
     return call_mutates(op, target, kwargs)
-
-
-# What to write in place of an operator whose result has a size of its own.
-_OF_FIXED_SIZE = {
-    "repeat_interleave": "if the sum of the repeats never changes, give it: "
-    "output_size=...",
-    "_unique2": "count each value that there can be: F.one_hot(values, number).sum(0)",
-}
-
-
-def _data_error(
-    error: BaseException, at: SourceLocation | None, path: str
-) -> GemscError:
-    if isinstance(error, DynamicOutputShapeException):
-        operator = str(getattr(error.func, "_overloadpacket", error.func))
-        ways = (text for name, text in _OF_FIXED_SIZE.items() if name in operator)
-        way = next(ways, "keep the size fixed: multiply by the mask, use torch.where")
-        return DependsOnDataError(
-            "the size of this tensor depends on the data",
-            path=path,
-            at=at,
-            help=f"{way}, or move it into a submodule, which then stays whole on one "
-            "rank",
-        )
-    return DependsOnDataError(
-        "forward needs the value of a tensor, which differs from step to step",
-        path=path,
-        at=at,
-        help="compute it with torch.where, make the choice a setting of the model, or "
-        "move it into a submodule, which then stays whole on one rank",
-    )
-
-
-def _of_a_loss(found: GemscError, function: object, error: Exception) -> GemscError:
-    """Return the error, of a loss that is a function at the user's own line."""
-    if isinstance(function, nn.Module) or not isinstance(found, DependsOnDataError):
-        return found
-    at = failing_line(error.__traceback__, Tracer.run.__code__, own=True)
-    if at != found.at:
-        found.at, found.notes_at = at, ((found.at, "here"),)
-    found.message = found.message.replace("forward needs", "the loss needs")
-    found.help = (
-        "make the loss a torch.nn.Module with what depends on data as a submodule, "
-        "which then stays whole on one rank, or compute it with torch.where"
-    )
-    return found
 
 
 @contextmanager

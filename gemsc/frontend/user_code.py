@@ -132,22 +132,32 @@ def _read(frame: FrameType, *, direct: bool) -> UserLine:
     location = SourceLocation(code.co_filename, frame.f_lineno)
     if not direct:
         return UserLine(location, None, operator=False)
-    span = next(islice(code.co_positions(), frame.f_lasti // 2, None), None)
-    target = _targets(code.co_filename).get(span) if span else None
+    target = _targets(code.co_filename).get(_running(frame))
     name = opcode.opname[code.co_code[frame.f_lasti]]
     is_operator = name in ("BINARY_OP", "COMPARE_OP") or name.startswith("UNARY_")
     return UserLine(location, target, operator=is_operator)
 
 
+def _running(frame: FrameType) -> _Span:
+    """Return the span of the expression that a frame computes."""
+    spans = frame.f_code.co_positions()
+    return next(islice(spans, frame.f_lasti // 2, None), (None,) * 4)
+
+
+@cache
+def _tree(file: str) -> ast.Module:
+    """Return what a file holds; nothing, where it is not Python."""
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return ast.Module([], [])
+
+
 @cache
 def _targets(file: str) -> dict[_Span, str | tuple[object, ...]]:
     """Map the span of each assigned expression to the names it is assigned to."""
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError):
-        return {}
     found: dict[_Span, str | tuple[object, ...]] = {}
-    for node in ast.walk(tree):
+    for node in ast.walk(_tree(file)):
         match node:
             case ast.Assign(targets=[target], value=value):
                 spans: list[ast.expr | ast.stmt] = [value]
@@ -184,20 +194,14 @@ def guarded(frame: FrameType) -> bool | None:
     None, where the branch is not one that only raises, or that replaces what is not
     finite: such a one is part of what the model computes.
     """
-    code = frame.f_code
-    span = next(islice(code.co_positions(), frame.f_lasti // 2, None), None)
-    return _guards(code.co_filename).get(span) if span else None
+    return _guards(frame.f_code.co_filename).get(_running(frame))
 
 
 @cache
 def _guards(file: str) -> dict[_Span, bool]:
     """Map the span of each test of a guard to the value that takes no branch."""
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError):
-        return {}
     found: dict[_Span, bool] = {}
-    for node in ast.walk(tree):
+    for node in ast.walk(_tree(file)):
         match node:
             case ast.Assert(test=test):
                 asked = dict(_asked(test, True))

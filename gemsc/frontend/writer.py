@@ -1,4 +1,4 @@
-"""Write FX nodes for tensors that are known by identity."""
+"""Write FX nodes for tensors known by identity, and make the module of the graph."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from gemsc.base.nests import Path, named_tuple, tensor_leaves
 from gemsc.base.rng import may_draw
 from gemsc.errors import GemscError
-from gemsc.frontend.fake_copy import FakeCopy
+from gemsc.frontend.fake_copy import LOSS, FakeCopy
 from gemsc.frontend.targets import TargetCall
 from gemsc.frontend.user_code import UserLine
 from gemsc.ir import meta
+from gemsc.ir.holder import with_graph
 from gemsc.ir.meta import Region
 from gemsc.ir.mutation import call_mutates
 
@@ -317,3 +318,45 @@ def _part_name(target: object, key: str | int) -> object:
 def _identifier(name: str) -> str:
     text = "".join(c if c.isalnum() and c.isascii() else "_" for c in name)
     return f"_{text}" if text[:1].isdigit() else text
+
+
+def make_root(
+    model: nn.Module, loss: Any, constants: dict[str, torch.Tensor]
+) -> tuple[fx.GraphModule, dict[str, str]]:
+    """Return a graph module that holds the user's modules, and the aliases in it.
+
+    Raises:
+        GemscError: a submodule or parameter of the model has a name of FX's own.
+    """
+    root = with_graph(nn.Module(), fx.Graph())
+    names = [*model._modules, *model._parameters, *model._buffers]
+    for attribute in names:
+        taken = attribute in vars(root) or hasattr(type(root), attribute)
+        if taken or attribute in (LOSS, CONSTANTS):
+            raise GemscError(
+                f"the model has an attribute with the reserved name {attribute}",
+                help=f"call it {attribute}_ or the like",
+            )
+    root._modules.update(model._modules)
+    root._parameters.update(model._parameters)
+    root._buffers.update(model._buffers)
+    root._non_persistent_buffers_set |= model._non_persistent_buffers_set
+    if isinstance(loss, nn.Module):
+        root.add_module(LOSS, loss)
+    if constants:
+        holder = nn.Module()
+        for constant, value in constants.items():
+            holder.register_buffer(constant, value.detach(), persistent=False)
+        root.add_module(CONSTANTS, holder)
+    return root, _aliases(root)
+
+
+def _aliases(root: nn.Module) -> dict[str, str]:
+    first: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    for named in (root.named_parameters, root.named_buffers):
+        for name, tensor in named(remove_duplicate=False):
+            original = first.setdefault(id(tensor), name)
+            if original != name:
+                aliases[name] = original
+    return aliases

@@ -18,6 +18,7 @@ from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
+from gemsc.base.files import facts_of
 from gemsc.errors import GemscError
 from gemsc.importers.check import compared
 from gemsc.importers.network import ImportedNetwork, read
@@ -31,7 +32,6 @@ from gemsc.importers.origin import (
     check_inside,
 )
 from gemsc.importers.write import INSTALLED, model_source
-from gemsc.weights.facts import facts_of
 from gemsc.weights.write import Entry, write_stream
 
 

@@ -20,10 +20,10 @@ from pathlib import Path, PurePosixPath
 
 import tomli_w
 
+from gemsc.base.files import FileFacts, facts_of
 from gemsc.base.toml_file import TomlFile
 from gemsc.errors import GemscError
 from gemsc.importers.options import ImportOptions
-from gemsc.weights.facts import FileFacts, facts_of
 
 ORIGIN_FILE, MODEL_FILE = "import.toml", "model.py"
 WEIGHTS_FILE, ORIGINAL = "weights.safetensors", "original"

@@ -12,7 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from gemsc.base.memory_format import empty, format_of
+from gemsc.base.dtypes import empty, format_of
 
 
 def fake_copy(module: nn.Module, mode: FakeTensorMode) -> nn.Module:

@@ -38,7 +38,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
     """Read `a:2,b:2`.
 
     Raises:
-        GemscError: it is empty, a name or number is none, or a host is there twice.
+        GemscError: it is empty, a name or number is none, or a host is listed twice.
     """
     entries = [entry.strip() for entry in text.split(",")]
     if not text.strip():
@@ -90,7 +90,7 @@ def _distinct(
     for host, at in found:
         if host.name in hosts:
             raise GemscError(
-                f"host {host.name} is there twice",
+                f"host {host.name} is listed twice",
                 at=at,
                 help=f"add its numbers up: {host.name}:"
                 f"{hosts[host.name].slots + host.slots}",

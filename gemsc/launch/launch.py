@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,11 +20,10 @@ from types import FrameType
 from typing import IO
 
 from gemsc.base.process import end_with_parent
-from gemsc.launch.ending import Ending
 from gemsc.launch.hosts import UNREACHED, Host
-from gemsc.launch.mpirun import mpirun_command
-from gemsc.launch.mpirun_words import Tell, in_our_words
+from gemsc.launch.mpirun import Tell, in_our_words, mpirun_command
 from gemsc.runtime.process.hang import hang_report, is_hanging
+from gemsc.runtime.process.progress import BAR_VARIABLE
 from gemsc.runtime.process.scratch import scratch_folder
 from gemsc.runtime.process.status import (
     REPORTED,
@@ -46,6 +46,26 @@ GRACE_SECONDS = 5.0  # from asking mpirun to end to killing it
 LONGEST_REPORT = 9  # lines, of which one may say that there are more
 
 
+@dataclass(frozen=True)
+class Ending:
+    """The exit code, and what is known beside it.
+
+    how: what became of the rank that ended the others, "" if it said so itself.
+    is_asked: whether this process was asked to end.
+    step: the last step that any rank was in, None if no rank could say.
+    """
+
+    code: int
+    how: str = ""
+    is_asked: bool = False
+    step: int | None = None
+
+    @property
+    def reason(self) -> str:
+        """What the ranks ended with."""
+        return self.how or f"the ranks ended with exit code {self.code}"
+
+
 def launch(
     num_ranks: int,
     argv: Sequence[str],
@@ -55,22 +75,21 @@ def launch(
     timeout: float | None = None,
     stdout: int | IO[str] | None = None,
     stderr: int | IO[str] | None = None,
-    show_all: bool = False,
     computes: Callable[[int], list[str]] = lambda rank: [],
     hosts: Sequence[Host] = (),
     at_end: Callable[[Ending], None] = lambda ending: None,
 ) -> int:
     """Start `argv` on every rank, pass its output on, and return the exit code.
 
-    mpirun's own paragraphs about a failed rank become one line, unless `show_all`. If a
-    rank could not say why it ended, what it was doing is added: every rank notes that
-    in a file that outlives it; `computes(rank)` gives lines about the rank's part.
-    Signals that end this process end the ranks first, and if it is killed, mpirun ends
-    them. `hosts` take exactly these ranks; without any, all are on this machine. `env`
-    adds to the environment; `stdout` and `stderr` are as for
-    `subprocess.Popen`, less PIPE. The exit code is 124 after `timeout` seconds, and
-    128 + n after signal n; the first SIGTERM or SIGUSR1 only asks ranks that can save
-    to leave, with exit code 75. `at_end` is told more of how they ended.
+    mpirun's own paragraphs about a failed rank become one line. If a rank could not say
+    why it ended, what it was doing is added: every rank notes that in a file that
+    outlives it; `computes(rank)` gives lines about the rank's part. Signals that end
+    this process end the ranks first, and if it is killed, mpirun ends them. `hosts`
+    take exactly these ranks; without any, all are on this machine. `env` adds to the
+    environment; `stdout` and `stderr` are as for `subprocess.Popen`, less PIPE. The
+    exit code is 124 after `timeout` seconds, and 128 + n after signal n; the first
+    SIGTERM or SIGUSR1 only asks ranks that can save to leave, with exit code 75.
+    `at_end` is told more of how they ended.
     """
     target = _descriptor(stderr)
     with scratch_folder(num_ranks) as scratch:
@@ -90,7 +109,7 @@ def launch(
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
-                stderr=stderr if show_all else subprocess.PIPE,
+                stderr=subprocess.PIPE,
                 start_new_session=True,  # a signal for the group goes to mpirun alone
                 preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM),
             )
@@ -98,8 +117,7 @@ def launch(
             reader = _start_reader(process, target, notes.of_rank)
             code = _wait(process, timeout, notes, target)
         seen = signals.seen
-        if reader is not None:
-            reader.join(GRACE_SECONDS)
+        reader.join(GRACE_SECONDS)
         if seen:
             _write(target, notes.of_all(f"stopped by {signal_name(seen[0])}"))
         elif code < 0:
@@ -107,7 +125,7 @@ def launch(
         elif code not in (0, STOPPED, TIMED_OUT) and (text := notes.last_words):
             _write(target, f"{text}\n".encode())  # a mpirun that ends shows no more
             code = STOPPED
-        elif code not in (0, STOPPED, TIMED_OUT) and notes.are_silent and not show_all:
+        elif code not in (0, STOPPED, TIMED_OUT) and notes.are_silent:
             is_lost = hosts and code == UNREACHED
             why = "as ssh when a host is lost" if is_lost else "it may be by a signal"
             _write(target, notes.of_all(f"mpirun ended with exit code {code}, {why}"))
@@ -119,6 +137,13 @@ def launch(
         how = next(iter(notes.told), "")
         at_end(Ending(code, how, is_asked=bool(seen), step=notes.last_step))
     return code
+
+
+def bar_settings() -> dict[str, str]:
+    """Return the environment in which ranks show their progress, on a terminal."""
+    if not sys.stdout.isatty():
+        return {}
+    return {BAR_VARIABLE: "1", "COLUMNS": str(shutil.get_terminal_size().columns)}
 
 
 def _descriptor(stderr: int | IO[str] | None) -> int:
@@ -305,11 +330,9 @@ def _forwarded_signals(folder: Path) -> Iterator[_Signals]:
 
 def _start_reader(
     process: subprocess.Popen[bytes], target: int, tell: Tell
-) -> threading.Thread | None:
+) -> threading.Thread:
     """Copy the ranks' stderr in a thread, less mpirun's paragraphs."""
     pipe = process.stderr
-    if pipe is None:
-        return None
     thread = threading.Thread(target=_copy, args=(pipe, target, tell), daemon=True)
     thread.start()
     return thread

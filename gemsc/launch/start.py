@@ -1,26 +1,42 @@
-"""Start a program's ranks, on this machine or several: what `gemsc run` does."""
+"""Start a program's ranks, on this machine or several: what `gemsc run` does.
+
+Where a rank has died they start again, from the last checkpoint, on the hosts that
+still answer:
+
+    restart 1 of 3 from step 120: rank 2 was ended by signal 9 (Killed)
+"""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
-import shutil
+import re
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from gemsc.errors import GemscError
-from gemsc.launch.arguments import Launch, read_launch
-from gemsc.launch.ending import Ending
-from gemsc.launch.hosts import Host, check_hosts, is_here, share_out, that_answer
-from gemsc.launch.launch import launch
-from gemsc.launch.restarts import calls_for_restart, compile_for, last_step
+from gemsc.launch.hosts import (
+    Host,
+    check_hosts,
+    is_here,
+    parse_hosts,
+    read_hostfile,
+    share_out,
+    that_answer,
+)
+from gemsc.launch.launch import Ending, bar_settings, launch
+from gemsc.options import CompileOptions
 from gemsc.plan import Plan
-from gemsc.runtime.checkpoint.folder import check_checkpoint
+from gemsc.runtime.checkpoint.folder import LATEST, check_checkpoint
 from gemsc.runtime.process.failure import computed_lines
-from gemsc.runtime.process.progress import BAR_VARIABLE
 from gemsc.runtime.process.sharing import check_sharing
+from gemsc.runtime.process.stop import STOPPED
+from gemsc.runtime.training.arguments import Parser, make_parser, parse_arguments
 from gemsc.runtime.training.program_directory import check_program
 from gemsc.runtime.training.run_folder import LOCK, choose_folder
 
@@ -29,7 +45,6 @@ def start(
     directory: Path,
     arguments: Sequence[str],
     *,
-    timeout: float | None = None,
     ended: Callable[[Path], None] = lambda folder: None,
 ) -> int:
     """Run the program under mpirun, again if a rank dies, and return the exit code.
@@ -54,11 +69,11 @@ def start(
     if options.goes_on and options.resume is not None:
         check_checkpoint(options.resume)
     if folder is None:  # it does not train
-        return _Job(directory, plan, (*rest,), hosts).run(timeout).code
+        return _Job(directory, plan, (*rest,), hosts).run().code
     if not is_named:
         rest += ["--save", str(folder)]
     job = _Job(directory, plan, (*rest,), hosts)
-    code = _run(job, how, folder, last_step(options.resume or folder), timeout)
+    code = _run(job, how, folder, last_step(options.resume or folder))
     if folder.is_dir():
         ended(folder)
         if not is_named:  # a run that failed before its start leaves nothing
@@ -86,18 +101,13 @@ class _Job:
     arguments: tuple[str, ...]
     hosts: tuple[Host, ...]
 
-    def run(self, timeout: float | None) -> Ending:
+    def run(self) -> Ending:
         """Start the ranks and wait for their end."""
-        environment = {}
-        if sys.stdout.isatty():
-            environment[BAR_VARIABLE] = "1"
-            environment["COLUMNS"] = str(shutil.get_terminal_size().columns)
         endings: list[Ending] = []
         launch(
             self.plan.ranks,
             [sys.executable, str(self.directory), *self.arguments],
-            env=environment,
-            timeout=timeout,
+            env=bar_settings(),
             computes=self._computes,
             hosts=self.hosts,
             at_end=endings.append,
@@ -109,13 +119,11 @@ class _Job:
         return computed_lines(self.directory / file)
 
 
-def _run(
-    first: _Job, how: Launch, folder: Path, step: int, timeout: float | None
-) -> int:
+def _run(first: _Job, how: Launch, folder: Path, step: int) -> int:
     """Run a job that begins at a step, and what goes on from it, as often as asked."""
     job, restart = first, 0
     while True:
-        ending = job.run(timeout)
+        ending = job.run()
         if restart == how.restarts or not calls_for_restart(ending, step):
             return ending.code
         restart, step = restart + 1, last_step(folder)
@@ -138,7 +146,7 @@ def _again(job: _Job, hosts: Sequence[Host]) -> _Job:
         hosts = that_answer(hosts)
         slots = sum(host.slots for host in hosts)
         if slots == 0:
-            raise GemscError("no host answers any more")
+            raise GemscError("no host answers")
         if slots < plan.ranks:
             directory = compile_for(directory, plan, slots)
             plan = Plan.read(directory / "plan.toml")
@@ -164,3 +172,146 @@ def _check_sharing(per_device: int, ranks: int, kind: str) -> None:
 def _say(text: str) -> None:
     sys.stdout.flush()
     print(text, file=sys.stderr, flush=True)  # noqa: T201
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How the ranks are started: on which hosts, and how often again."""
+
+    hosts: tuple[Host, ...] = ()
+    restarts: int = 0
+
+
+def read_launch(
+    arguments: Sequence[str],
+) -> tuple[Launch, list[str], argparse.Namespace]:
+    """Return how to start the ranks, their arguments, and these as the ranks read them.
+
+    Raises:
+        GemscError: an option is unknown or wrong, or a host.
+    """
+    parser = _launch_parser()
+    own, rest = parser.parse_known_args(arguments)
+    options = parse_arguments(rest, parents=[parser])
+    hosts: tuple[Host, ...] = ()
+    if own.hosts is not None and own.hostfile is not None:
+        raise GemscError("--hosts and --hostfile are given", help="leave out one")
+    if own.hosts is not None:
+        hosts = parse_hosts(own.hosts)
+    elif own.hostfile is not None:
+        hosts = read_hostfile(own.hostfile)
+    if own.restarts and getattr(options, "checkpoint_every", None) == "never":
+        raise GemscError(
+            "--restarts has no checkpoint to go on from with --checkpoint-every never",
+            help="leave one of them out",
+        )
+    return Launch(hosts, own.restarts), rest, options
+
+
+def run_parser() -> Parser:
+    """Return what reads all options of `gemsc run`: those of ranks, and its own."""
+    return make_parser(parents=[_launch_parser()])
+
+
+def _launch_parser() -> Parser:
+    parser = Parser(add_help=False, allow_abbrev=False)
+    group = parser.add_argument_group("starting the ranks")
+    group.add_argument("--hosts", help="hosts and the number of ranks on each: a:2,b:2")
+    group.add_argument(
+        "--hostfile", type=Path, help="file with one line `a slots=2` per host"
+    )
+    group.add_argument(
+        "--restarts",
+        type=_number,
+        default=0,
+        help="restarts from the last checkpoint when a rank dies (default: 0)",
+    )
+    return parser
+
+
+def _number(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number from 0")
+    return int(text)
+
+
+# with the options typed here, and none of the project's
+GEMSC = "from gemsc.cli import main; main(settings=False)"
+OF_A_NUMBER_OF_RANKS = {"balance", "blocks", "cuts", "placement"}
+OF_A_NUMBER_OF_RANKS |= {"tiles", "shards", "branches", "trunk", "whole"}
+
+
+def calls_for_restart(ending: Ending, first_step: int) -> bool:
+    """Whether ranks that ended so may do better the next time.
+
+    Not those that were stopped on purpose, nor those that one of them ended before the
+    first step was done: that is a mistake, and would be made again.
+    """
+    if ending.is_asked or ending.code in (0, STOPPED):
+        return False
+    return ending.code != 1 or ending.step is None or ending.step > first_step
+
+
+def last_step(folder: Path) -> int:
+    """Return the step of the last checkpoint in a run's folder, 0 if there is none."""
+    try:
+        name = os.readlink(folder / LATEST)
+    except OSError:
+        return 0
+    found = re.search(r"step-(\d+)", name)
+    return int(found[1]) if found else 0
+
+
+def fewer_ranks(plan: Plan, slots: int) -> CompileOptions:
+    """Return the options of a program with the same batch on at most `slots` ranks.
+
+    There are fewer replicas with more micro-batches each; if not even one finds room,
+    it has fewer stages.
+    """
+    given: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in plan.options.items()
+    }
+    batches = plan.data * plan.micro_batches
+    copies, ranks = slots // plan.copy_ranks, plan.copy_ranks
+    while copies > 1 and batches % copies:
+        copies -= 1
+    if copies == 0:
+        copies, ranks = 1, slots
+        given = {n: v for n, v in given.items() if n not in OF_A_NUMBER_OF_RANKS}
+    given.pop("per_device", None)
+    each = {"ranks": ranks * copies, "data": copies, "micro_batches": batches // copies}
+    return CompileOptions(**{**given, **each})
+
+
+def compile_for(directory: Path, plan: Plan, slots: int) -> Path:
+    """Compile a program again for at most `slots` ranks, and return its folder.
+
+    Raises:
+        GemscError: it cannot be; says why.
+    """
+    try:
+        options = fewer_ranks(plan, slots)
+    except GemscError as error:
+        raise _impossible(plan, slots, str(error)) from error
+    folder = directory / f"restart-{options.ranks}-ranks"
+    words = [plan.spec, "-o", str(folder)]
+    for flag in options.flags():
+        words += flag.split(" ", 1)
+    done = subprocess.run(
+        [sys.executable, "-c", GEMSC, "compile", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise _impossible(plan, slots, done.stderr.strip())
+    return folder
+
+
+def _impossible(plan: Plan, slots: int, why: str) -> GemscError:
+    return GemscError(
+        f"{plan.model} has {plan.ranks} ranks, the hosts that answer take {slots}, and "
+        f"it cannot be compiled for so few:\n{why}",
+        help=f"compile it for {slots} ranks in another way, and go on with --resume",
+    )

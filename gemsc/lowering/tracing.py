@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from gemsc.base.dtypes import convert, converted
 from gemsc.base.elementwise import Factory, updated_whole
-from gemsc.base.memory_format import convert, converted
 from gemsc.base.nests import normalize_inputs
 from gemsc.compilation import Traced
 from gemsc.costs.hardware import Hardware
@@ -21,8 +21,7 @@ from gemsc.costs.profile import Progress
 from gemsc.errors import GemscError
 from gemsc.frontend import FRONTENDS
 from gemsc.frontend.check import check_against_eager
-from gemsc.frontend.optimizer import check_optimizer
-from gemsc.frontend.precision import autocast_of
+from gemsc.frontend.eager import autocast_of, check_optimizer
 from gemsc.ir.opaque import Opaque, opaques
 from gemsc.ir.program import Program
 from gemsc.options import choose

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from gemsc.base.boxes import Box, shape_of
-from gemsc.base.memory_format import empty
+from gemsc.base.dtypes import empty
 from gemsc.messages.exchange import Exchange, Piece
 from gemsc.messages.message import Message, Value, name_of
 

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gemsc.errors import GemscError
+from gemsc.slides import needed
 
 RELATIVE = 0.05  # of the distance of two slices: by how much they may lie elsewhere
 NEEDED = (
@@ -25,16 +26,6 @@ NEEDED = (
 SAME = ("ImageOrientationPatient", "PixelSpacing", "Rows", "Columns")
 
 
-def _pydicom() -> Any:
-    try:
-        import pydicom
-    except ImportError:
-        raise GemscError(
-            "DICOM files need pydicom", help="pip install 'gemsc[volumes]'"
-        ) from None
-    return pydicom
-
-
 def read_headers(folder: Path) -> tuple[list[Path], tuple[int, ...], NDArray[Any]]:
     """Return the files in their order, the shape and the affine of the volume.
 
@@ -44,7 +35,7 @@ def read_headers(folder: Path) -> tuple[list[Path], tuple[int, ...], NDArray[Any
     Raises:
         GemscError: the folder holds no regular stack of slices.
     """
-    pydicom = _pydicom()
+    pydicom = needed("pydicom", "DICOM", "volumes")
     found: list[tuple[Path, Any]] = []
     for path in sorted(folder.iterdir()):
         try:
@@ -96,7 +87,7 @@ def read_voxels(files: list[Path]) -> NDArray[np.float32]:
     Raises:
         GemscError: a slice cannot be decoded.
     """
-    pydicom = _pydicom()
+    pydicom = needed("pydicom", "DICOM", "volumes")
     slices = []
     for path in files:
         try:

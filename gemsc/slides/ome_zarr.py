@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gemsc.errors import GemscError
+from gemsc.slides import needed
 
 MARKS = ("zarr.json", ".zgroup", ".zarray")  # of any zarr, the first one of version 3
 MILLIMETRES = {
@@ -64,7 +65,7 @@ class OmeZarr:
         notes = notes.get("ome", notes)  # since 0.5
         if "multiscales" not in notes:
             raise GemscError(
-                f"{path} has no multiscales: it is no image of OME-Zarr",
+                f"{path} has no multiscales: it is not an OME-Zarr image",
                 help=f"give the folder of one image, such as {path / '0'}",
             )
         try:
@@ -146,16 +147,11 @@ def _transformed(
 
 
 def _group(path: Path) -> Any:
-    try:
-        import zarr
-    except ImportError:
-        raise GemscError(
-            "OME-Zarr needs zarr", help="pip install 'gemsc[zarr]'"
-        ) from None
+    zarr = needed("zarr", "OME-Zarr", "zarr")
     try:
         return zarr.open_group(path, mode="r")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise GemscError(
-            f"{path} is no OME-Zarr that can be read: {error}",
+            f"{path} is not readable OME-Zarr: {error}",
             help="give the folder of an image, with .zgroup or zarr.json in it",
         ) from None

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gemsc.errors import GemscError
+from gemsc.slides import needed
 from gemsc.slides.ome_zarr import OmeZarr, check_level, is_zarr
 
 Picture = NDArray[Any]
@@ -30,18 +31,8 @@ LARGEST_SEGMENT = 512 * 2**20  # bytes of a tile or strip, decoded
 
 
 def tifffile_module() -> Any:
-    """Return the module that reads and writes TIFF.
-
-    Raises:
-        GemscError: it is not installed.
-    """
-    try:
-        import tifffile
-    except ImportError:
-        raise GemscError(
-            "TIFF files need tifffile", help="pip install 'gemsc[slides]'"
-        ) from None
-    return tifffile
+    """Return the module that reads and writes TIFF."""
+    return needed("tifffile", "TIFF", "slides")
 
 
 class Slide:
@@ -126,11 +117,11 @@ class _Array:
             array = np.load(path, mmap_mode="r")
         except (ValueError, OSError, EOFError) as error:
             raise GemscError(
-                f"{path} is no NumPy array: {error}", help="write it with numpy.save"
+                f"{path} is not a NumPy array: {error}", help="write it with numpy.save"
             ) from None
         if array.ndim not in (2, 3):
             raise GemscError(
-                f"{path} has the shape {list(array.shape)}: no picture",
+                f"{path} has the shape {list(array.shape)}: not a picture",
                 help="give height x width, or height x width x channels",
             )
         self._array = array if array.ndim == 3 else array[..., None]
@@ -150,7 +141,7 @@ class _Zarr:
         self._image = image = OmeZarr(path, level)
         if len(image.space) == 3:
             raise GemscError(
-                f"{path} has {image.levels[0][0]} planes: a volume, no picture",
+                f"{path} has {image.levels[0][0]} planes: a volume, not a picture",
                 help="write one plane of it as an image of its own",
             )
         self.shape: Any = image.shape
@@ -167,19 +158,13 @@ class _OpenSlide:
     """A level of what OpenSlide reads; where the scanner saw nothing, it is white."""
 
     def __init__(self, path: Path, level: int) -> None:
-        try:
-            import openslide
-        except ImportError:
-            raise GemscError(
-                f"{path.suffix} files need OpenSlide",
-                help="pip install 'gemsc[slides]'",
-            ) from None
+        openslide = needed("openslide", path.suffix, "slides")
         self._error = openslide.OpenSlideError
         try:
             self._file = openslide.OpenSlide(path)
         except self._error as error:
             raise GemscError(
-                f"{path} is no slide that OpenSlide can read: {error}",
+                f"{path} is not a slide that OpenSlide can read: {error}",
                 help="give the file that belongs to its folder, or a TIFF file",
             ) from None
         self.levels: Any = tuple((h, w) for w, h in self._file.level_dimensions)
@@ -219,7 +204,7 @@ class _Tiff:
             levels = self._file.series[0].levels
         except (tifffile.TiffFileError, IndexError) as error:
             raise GemscError(
-                f"{path} is no TIFF file that can be read: {error}",
+                f"{path} is not a readable TIFF file: {error}",
                 help="give a TIFF file, or a .npy file",
             ) from None
         kinds = {series.axes for series in levels}

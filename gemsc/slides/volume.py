@@ -17,27 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gemsc.errors import GemscError
+from gemsc.slides import needed
 from gemsc.slides.dicom import read_headers, read_voxels
 from gemsc.slides.ome_zarr import OmeZarr, check_level, is_zarr
-from gemsc.slides.resample import at_places, count_voxels, steps_of
 
 SUFFIXES = (".nii", ".nii.gz")
 OTHERS = {"bool": "uint8", "float16": "float32"}  # types that NIfTI does not have
-
-
-def nibabel_module() -> Any:
-    """Return the module that reads and writes NIfTI.
-
-    Raises:
-        GemscError: it is not installed.
-    """
-    try:
-        import nibabel
-    except ImportError:
-        raise GemscError(
-            "NIfTI files need nibabel", help="pip install 'gemsc[volumes]'"
-        ) from None
-    return nibabel
 
 
 def is_volume(path: Path) -> bool:
@@ -101,10 +86,10 @@ class Volume:
         """Read what the file says of itself; of OME-Zarr, a level of its pyramid.
 
         Raises:
-            GemscError: it is no such file, no volume of numbers, or has no such level.
+            GemscError: it is no file of numbers in space, or has no such level.
         """
         self.path = Path(path)
-        self._nibabel = nibabel = nibabel_module()
+        self._nibabel = nibabel = needed("nibabel", "NIfTI", "volumes")
         if not self.path.exists():
             raise GemscError(f"there is no file {self.path}", help="give a NIfTI file")
         try:
@@ -113,7 +98,7 @@ class Volume:
             kind = self._image.get_data_dtype().kind
         except (nibabel.filebasedimages.ImageFileError, OSError, ValueError) as error:
             raise GemscError(
-                f"{self.path} is no NIfTI file that can be read: {error}",
+                f"{self.path} is not a readable NIfTI file: {error}",
                 help="give a .nii or .nii.gz file, or a folder of DICOM slices",
             ) from None
         if len(shape) == 5 and shape[3] == 1:  # vectors: no time, and channels
@@ -121,7 +106,7 @@ class Volume:
         if len(shape) not in (3, 4) or kind not in "iuf":
             raise GemscError(
                 f"{self.path} has the shape {list(self._image.shape)} and the type "
-                f"{self._image.get_data_dtype()}: no volume of numbers",
+                f"{self._image.get_data_dtype()}: not a volume of numbers",
                 help="give x, y, z, or x, y, z and channels",
             )
         self._stored = (*shape, 1)[:4]
@@ -239,3 +224,40 @@ class Volume:
                 help="return another dtype from predict_output: uint8, float32, ...",
             ) from None
         self._nibabel.save(type(image)(data, image.affine, header), path)
+
+
+def count_voxels(count: int, old: float, new: float) -> int:
+    """Return how many voxels of size `new` replace `count` of size `old`."""
+    return int(np.round((count - 1) * old / new + 1))
+
+
+def steps_of(count: int, old: float, new: float) -> NDArray[Any]:
+    """Return where `count` voxels of size `new` lie, counted in those of size `old`."""
+    return np.arange(count) * (new / old)
+
+
+def at_places(data: NDArray[Any], places: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Return numbers at these places of the first axes; the edge goes on outside.
+
+    Along an axis of 4 voxels of 1.5 mm, those of 1 mm, as MONAI's `Spacing` makes them:
+    the first one stays, the last one is within half of its size.
+
+        o-----o-----o-----o
+        o---o---o---o---o-      at 0, 1, 2, 3, 4 mm
+
+    Integers and truth values are those of the nearest voxel, others are interpolated
+    linearly.
+    """
+    is_label = data.dtype.kind in "iub"
+    for axis, place in enumerate(places):
+        last = data.shape[axis] - 1
+        place = place.clip(0, last)
+        if is_label:
+            data = data.take(np.rint(place).astype(int), axis)
+            continue
+        low = np.floor(place).astype(int)
+        shape = [-1 if n == axis else 1 for n in range(data.ndim)]
+        share = (place - low).astype(data.dtype).reshape(shape)
+        high = data.take(np.minimum(low + 1, last), axis)
+        data = data.take(low, axis) * (1 - share) + high * share
+    return data

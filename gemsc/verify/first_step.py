@@ -11,21 +11,23 @@ import copy
 import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
-from dataclasses import replace
+from contextlib import (
+    ExitStack,
+    suppress,
+)
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from gemsc.base.draws import same_draws
 from gemsc.base.dtypes import as_real, cast, cast_module, default_dtype
-from gemsc.base.nests import normalize_inputs, tensor_leaves
+from gemsc.base.nests import call_loss, call_model, normalize_inputs, tensor_leaves
 from gemsc.base.plain_forward import plain_forward
-from gemsc.base.rng import preserve_rng
+from gemsc.base.rng import preserve_rng, same_draws
 from gemsc.codegen.package import write_directory
 from gemsc.compilation import Compilation
 from gemsc.errors import GemscError, InternalError
@@ -35,25 +37,20 @@ from gemsc.plan import Plan
 from gemsc.runtime.data.batches import repeated
 from gemsc.runtime.training.trainer import Trainer, concatenated
 from gemsc.runtime.training.verification import recorded
+from gemsc.runtime.transport.local import run_local
 from gemsc.runtime.transport.transport import Transport
-from gemsc.verify.low_precision import WatchPrecision
-from gemsc.verify.on_threads import on_threads
-from gemsc.verify.precision import Precision
-from gemsc.verify.record import StepRecord, read_record
-from gemsc.verify.steps import (
-    NUDGES,
-    Comparison,
-    compare,
-    micro_batch_of,
-    nudged,
-    reference_steps,
-)
+from gemsc.verify.compare import Comparison, StepRecord, compare, read_record
+from gemsc.verify.precision import Precision, WatchPrecision
+from gemsc.verify.steps import NUDGES, micro_batch_of, nudged, reference_steps
 
 MOST_SECONDS = 30.0  # of the ranks and the model, as predicted
 MOST_BYTES = 4 << 30  # of weights and activations
 MOST_COPIES = 2  # data-parallel copies do the same
 _FLOPS_PER_SECOND = 2e10  # of a core, in float64: see benchmarks/checked_step.py
 _BLOCK_SECONDS = 1e-3  # of a block's launches, forward and backward
+
+TIMEOUT = 120.0  # seconds in which nothing moves
+T = TypeVar("T")
 
 _NOTHING = StepRecord([0.0], {}, {})
 
@@ -75,31 +72,80 @@ def first_step(
     if reason := too_much(compilation.plan, model):
         return reason
     plan = _with_few_copies(compilation.plan)
-    given = normalize_inputs(example_inputs), example_target
-    batch = repeated(given, plan)
-    reason = _compared(compilation, plan, model, loss, different(batch, plan))
-    # numbers that mean something to each other may be refused by the model
-    return reason and _compared(compilation, plan, model, loss, batch)
-
-
-def _compared(
-    compilation: Compilation,
-    plan: Plan,
-    model: nn.Module,
-    loss: Callable[..., Any] | None,
-    batch: tuple[Any, Any],
-) -> str:
-    """Run both on a batch; return why they cannot be compared, "" if they are equal."""
-    inputs, target = batch
     dtype = getattr(torch, plan.dtype) if plan.only_dtype else torch.float64
+    batch = repeated((normalize_inputs(example_inputs), example_target), plan)
+    step = _Step(plan, model, loss, batch, dtype)
+    other = replace(step, batch=different(step.batch, plan))
+    # numbers that mean something to each other may be refused by the model
+    return _compared(compilation, other) and _compared(compilation, step)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One step of a model on a batch, for its ranks and for one process."""
+
+    plan: Plan
+    model: nn.Module
+    loss: Callable[..., Any] | None
+    batch: tuple[Any, Any]
+    dtype: torch.dtype
+
+    def in_one_process(self) -> StepRecord:
+        """Return what one process computes, in training and in evaluation."""
+        plan, dtype, (inputs, _) = self.plan, self.dtype, self.batch
+        precision, record = Precision.of(plan, dtype), _NOTHING
+        with same_draws():
+            if self.loss is not None:
+                loss, count = AnyLoss(self.loss), plan.data * plan.micro_batches
+                step = self.model, loss, [self.batch], count, dtype
+                record = reference_steps(*step, precision=precision)
+            after = self.model, record.state
+            outputs = evaluated(*after, inputs, plan, dtype, precision)
+        return replace(record, outputs=named_outputs(outputs))
+
+    def on_ranks(self, directory: Path) -> tuple[Exception | None, StepRecord]:
+        """Return what the ranks of a program compute, and what stopped them."""
+
+        def train(transport: Transport) -> Any:
+            with same_draws():
+                trainer = Trainer(
+                    *(directory, transport),
+                    dtype=self.dtype,
+                    device=torch.device("cpu"),
+                    on_nonfinite="warn",
+                )
+                if trainer.program.train_step is not None:
+                    recorded(trainer, directory, [self.batch], measure=False)
+                return trainer.evaluate(*self.batch).output
+
+        try:
+            outputs = on_threads(self.plan.ranks, train, self.dtype)
+        except (GemscError, InternalError) as error:
+            return error, _NOTHING
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            message = f"the program that was written does not run: {text}"
+            failure = InternalError(message)
+            failure.__cause__ = error
+            return failure, _NOTHING
+        # those of data-parallel copies, in order
+        found = named_outputs([each for each in outputs if each is not None])
+        trains = (directory / "losses0.json").exists()
+        record = read_record(directory, self.plan.ranks) if trains else _NOTHING
+        return None, replace(record, outputs=found)
+
+
+def _compared(compilation: Compilation, step: _Step) -> str:
+    """Run both on a batch; return why they cannot be compared, "" if they are equal."""
+    dtype = step.dtype
     with ExitStack() as stack:
         stack.enter_context(preserve_rng())
         stack.enter_context(default_dtype(dtype))  # of all threads, until both end
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="gemsc-check-")))
-        write_directory(replace(compilation, plan=plan), folder)
+        write_directory(replace(compilation, plan=step.plan), folder)
         beside = stack.enter_context(ThreadPoolExecutor(1))
-        model_runs = beside.submit(_model, plan, model, loss, inputs, target, dtype)
-        failure, actual = _ranks(plan, folder, inputs, target, dtype)
+        model_runs = beside.submit(step.in_one_process)
+        failure, actual = step.on_ranks(folder)
         try:
             expected = model_runs.result()
         except (RuntimeError, TypeError, ValueError) as error:
@@ -111,7 +157,7 @@ def _compared(
         raise failure
     found = compare(actual, expected)
     if found.judge(dtype)[0] == "wrong":
-        found = _with_roundings(found, expected, plan, model, loss, batch, dtype)
+        found = _with_roundings(found, expected, step)
     kind, wrong = found.judge(dtype)
     if kind == "exact":
         return ""
@@ -200,27 +246,7 @@ def different(batch: tuple[Any, Any], plan: Plan) -> tuple[Any, Any]:
     return pytree.tree_map(change, inputs), target
 
 
-def _model(
-    plan: Plan,
-    model: nn.Module,
-    loss: Callable[..., Any] | None,
-    inputs: Any,
-    target: Any,
-    dtype: torch.dtype,
-) -> StepRecord:
-    """Return what one process computes, in training and in evaluation."""
-    count = plan.data * plan.micro_batches
-    precision = Precision.of(plan, dtype)
-    record = _NOTHING
-    with same_draws():
-        if loss is not None:
-            given = model, _Loss(loss), [(inputs, target)]
-            record = reference_steps(*given, count, dtype, precision=precision)
-        outputs = evaluated(model, record.state, inputs, plan, dtype, precision)
-    return replace(record, outputs=named_outputs(outputs))
-
-
-class _Loss(nn.Module):
+class AnyLoss(nn.Module):
     """The user's loss, which may take outputs alone."""
 
     def __init__(self, loss: Callable[..., Any]) -> None:
@@ -229,7 +255,7 @@ class _Loss(nn.Module):
 
     def forward(self, output: Any, target: Any) -> Any:
         """Return the loss."""
-        return self.loss(output) if target is None else self.loss(output, target)
+        return call_loss(self.loss, output, target)
 
 
 def evaluated(
@@ -255,8 +281,7 @@ def evaluated(
         for m in range(count):
             part = micro_batch_of(inputs, m, count, plan.batch_size)
             with precision.autocast(cpu):
-                by_name = isinstance(part, Mapping)
-                outputs.append(model(**part) if by_name else model(*part))
+                outputs.append(call_model(model, part))
     return outputs
 
 
@@ -270,56 +295,30 @@ def named_outputs(outputs: list[Any]) -> dict[str, Tensor]:
     return joined
 
 
-def _ranks(
-    plan: Plan, directory: Path, inputs: Any, target: Any, dtype: torch.dtype
-) -> tuple[Exception | None, StepRecord]:
-    """Return what the ranks compute, and what stopped them."""
-    cpu = torch.device("cpu")
-
-    def steps(transport: Transport) -> Any:
-        with same_draws():
-            trainer = Trainer(
-                directory, transport, dtype=dtype, device=cpu, on_nonfinite="warn"
-            )
-            if trainer.program.train_step is not None:
-                recorded(trainer, directory, [(inputs, target)], measure=False)
-            return trainer.evaluate(inputs, target).output
-
-    try:
-        outputs = on_threads(plan.ranks, steps, dtype)
-    except (GemscError, InternalError) as error:
-        return error, _NOTHING
-    except Exception as error:
-        text = f"{type(error).__name__}: {error}"
-        failure = InternalError(f"the program that was written does not run: {text}")
-        failure.__cause__ = error
-        return failure, _NOTHING
-    # those of data-parallel copies, in order
-    found = named_outputs([each for each in outputs if each is not None])
-    trains = (directory / "losses0.json").exists()
-    record = read_record(directory, plan.ranks) if trains else _NOTHING
-    return None, replace(record, outputs=found)
-
-
-def _with_roundings(
-    found: Comparison,
-    expected: StepRecord,
-    plan: Plan,
-    model: nn.Module,
-    loss: Callable[..., Any] | None,
-    batch: tuple[Any, Any],
-    dtype: torch.dtype,
-) -> Comparison:
+def _with_roundings(found: Comparison, expected: StepRecord, step: _Step) -> Comparison:
     """Return the comparison with what other roundings of one process change."""
+    dtype = step.dtype
     watch = WatchPrecision(dtype)
     with suppress(NotImplementedError), watch:
-        _model(plan, model, loss, *batch, dtype)
-    lower = Precision.of(plan, dtype).dtype
+        step.in_one_process()
+    lower = Precision.of(step.plan, dtype).dtype
     if watch.found is not None:
         lower, found = watch.found.dtype, replace(found, last_bit=watch.found.last_bit)
     for number in range(NUDGES):
         if found.judge(dtype)[0] != "wrong":
             break
-        other = _model(plan, nudged(model, number, dtype, lower), loss, *batch, dtype)
-        found = found.with_rounding(compare(other, expected).errors)
+        changed = replace(step, model=nudged(step.model, number, dtype, lower))
+        once = compare(changed.in_one_process(), expected)
+        found = found.with_rounding(once.errors)
     return found
+
+
+def on_threads(
+    num_ranks: int, work: Callable[[Transport], T], dtype: torch.dtype
+) -> list[T]:
+    """Return what `work(transport)` gives on each rank, with this default dtype.
+
+    The ranks are threads of this process, without MPI.
+    """
+    with default_dtype(dtype):  # all threads have it
+        return run_local(num_ranks, work, timeout=TIMEOUT)

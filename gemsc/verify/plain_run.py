@@ -17,11 +17,9 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import default_collate
 
 from gemsc.base.boxes import Box
-from gemsc.base.draws import same_draws
-from gemsc.base.dtypes import cast, cast_module
-from gemsc.base.memory_format import converted, like_examples
+from gemsc.base.dtypes import cast, cast_module, converted, like_examples
 from gemsc.base.nests import on_device
-from gemsc.base.rng import seed_of
+from gemsc.base.rng import same_draws, seed_of
 from gemsc.runtime.data.batches import digest
 from gemsc.runtime.data.held_generators import SeededReader
 from gemsc.runtime.data.metrics import Metrics, first_samples

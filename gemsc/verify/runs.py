@@ -25,18 +25,10 @@ from gemsc.runtime.process.progress import ProgressBar
 from gemsc.runtime.training.arguments import parse_arguments
 from gemsc.runtime.training.verification import Figures, RunRecord
 from gemsc.user_model import UserModel
+from gemsc.verify.compare import ALLOWED, LIMIT, TOLERANCE, StepRecord, compare
 from gemsc.verify.plain_run import PlainRun, RunSettings, Samples
 from gemsc.verify.precision import FULL, Precision
-from gemsc.verify.record import StepRecord
-from gemsc.verify.steps import (
-    ALLOWED,
-    LIMIT,
-    TOLERANCE,
-    compare,
-    initial_model,
-    threads_of_a_rank,
-    user_model_of,
-)
+from gemsc.verify.steps import initial_model, threads_of_a_rank, user_model_of
 from gemsc.weights.read import read_tensors
 
 CPU = torch.device("cpu")
@@ -67,11 +59,11 @@ class RunComparison:
         return max(self.loss, self.evaluation[0], self.model[0])
 
     def judge(self, dtype: torch.dtype) -> str:
-        """Return "exact", "NOT EXACT", or "not decided" where rounding hides it."""
+        """Return "exact", "wrong", or "undecided" where rounding hides it."""
         allowed = max(TOLERANCE[dtype], ALLOWED * self.rounding)
         if self.worst <= min(allowed, LIMIT[dtype]):
             return "exact"
-        return "not decided" if allowed > LIMIT[dtype] else "NOT EXACT"
+        return "undecided" if allowed > LIMIT[dtype] else "wrong"
 
 
 def verify_run(
@@ -278,7 +270,7 @@ def compare_runs(actual: RunResult, expected: RunResult) -> RunComparison:
             error = _relative(pair[0].get(name), pair[1].get(name))
             if error > worst[0]:
                 worst = (error, f"{name} of evaluation {number + 1}")
-    model = steps.buffer
+    model = steps.worst_of("buffer")
     if extra := set(actual.model) - set(expected.model):
         model = (float("inf"), min(extra))
     return RunComparison(

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 import itertools
-import math
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from gemsc.base.draws import same_draws
-from gemsc.base.dtypes import as_real, cast, cast_module, default_dtype
-from gemsc.base.memory_format import convert, converted, like_examples
-from gemsc.base.nests import on_device
+from gemsc.base.dtypes import (
+    as_real,
+    cast,
+    cast_module,
+    convert,
+    converted,
+    default_dtype,
+    like_examples,
+)
+from gemsc.base.nests import call_model, on_device
 from gemsc.base.plain_forward import plain_forward
 from gemsc.base.process import num_cores
+from gemsc.base.rng import same_draws
 from gemsc.errors import GemscError
 from gemsc.launch.launch import launch
 from gemsc.plan import Plan
@@ -32,90 +38,13 @@ from gemsc.runtime.process.device import exact_arithmetic, require_gpu
 from gemsc.runtime.training.program_directory import check_dtype, check_program
 from gemsc.runtime.training.trainer import OptimizerFactory, as_structure
 from gemsc.user_model import UserModel, load_user_model
-from gemsc.verify.low_precision import LowPrecision, WatchPrecision
-from gemsc.verify.precision import FULL, Precision
-from gemsc.verify.record import StepRecord, read_record
+from gemsc.verify.compare import Comparison, StepRecord, compare, read_record
+from gemsc.verify.precision import FULL, LowPrecision, Precision, WatchPrecision
 from gemsc.weights.keras_model import as_module
 from gemsc.weights.read import read_tensors
 
 CPU = torch.device("cpu")
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
-# A gradient that is zero but for rounding (a bias before BatchNorm) has no relative
-# error worth the name: errors are taken relative to at least this share of the largest.
-NEGLIGIBLE = 1e-3
-LARGEST_BUFFER = 1.0  # at most: a mask of huge numbers hides no error in another buffer
 NUDGES = 6  # other roundings of one process that are tried
-ALLOWED = 2.0  # both runs round: they may be so much further apart than one is
-# What is further off is never called exact, however much rounding alone would explain.
-LIMIT = {torch.float64: 1e-6, torch.float32: 0.1}
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """The worst relative errors; each with the name of the tensor that has it.
-
-    `equal` counts the tensors that are bit for bit equal, of `total`.
-    `activation_bytes` is the measured peak of each rank. `errors` has the error of each
-    tensor by itself ("gradient of conv.weight"), `rounding` how far rounding alone
-    changes it in one process, where that was measured: compared with itself in float64,
-    or with weights changed in their last bit. Sums in a different order cannot be
-    expected to be closer. What the ranks of a grid hold as a whole, but not with the
-    same bits, has an infinite error ("copies of conv.weight"). `last_bit` is that of
-    the precision in which the ranks of a grid add up, where it is less than the dtype.
-    `inside` is what the model itself computes in, where that is less.
-    """
-
-    loss: float
-    gradient: tuple[float, str]
-    parameter: tuple[float, str]
-    buffer: tuple[float, str]
-    equal: int
-    total: int
-    activation_bytes: tuple[int, ...] = ()
-    errors: Mapping[str, float] = field(default_factory=dict)
-    rounding: Mapping[str, float] = field(default_factory=dict)
-    last_bit: float = 0.0
-    inside: LowPrecision | None = None
-
-    def limit(self, dtype: torch.dtype) -> float:
-        """Return how far off a tensor may be at most, whatever rounding explains."""
-        narrow = torch.float32 if self.inside is not None else dtype
-        return max(LIMIT[dtype], LIMIT[narrow])
-
-    def allowed(self, name: str, dtype: torch.dtype) -> float:
-        """Return how far a tensor may be off if nothing but rounding differs."""
-        least = max(TOLERANCE[dtype], self.last_bit)
-        return max(least, ALLOWED * self.rounding.get(name, 0.0))
-
-    def judge(self, dtype: torch.dtype) -> tuple[str, str]:
-        """Return "exact", "wrong" or "undecided", and the tensor that it is about.
-
-        Each tensor may be off by twice what rounding alone does to it. Where that is
-        more than `LIMIT`, and the tensor is as far off, nothing is decided.
-        """
-        found: dict[str, str] = {}
-        for name, error in self.errors.items():
-            allowed = self.allowed(name, dtype)
-            if not error <= min(allowed, self.limit(dtype)):
-                kind = "undecided" if allowed > self.limit(dtype) else "wrong"
-                found.setdefault(kind, name)
-        for kind in ("wrong", "undecided"):
-            if kind in found:
-                return kind, found[kind]
-        return "exact", max(self.errors, key=lambda name: self.errors[name])
-
-    def with_rounding(self, errors: Mapping[str, float]) -> Comparison:
-        """Return the comparison with what one more rounding of one process changes."""
-        known = self.rounding
-        rounding = {n: max(e, known.get(n, 0.0)) for n, e in errors.items()}
-        return replace(self, rounding=rounding)
-
-    @property
-    def worst(self) -> float:
-        """The worst of all."""
-        parts = self.gradient, self.parameter, self.buffer
-        worst = max(self.loss, *(error for error, _ in parts))
-        return max(worst, *self.errors.values())
 
 
 def reference_steps(
@@ -157,9 +86,7 @@ def reference_steps(
                 for each in (input, target)
             )
             with plain_forward(), default_dtype(dtype), precision.autocast(device):
-                by_name = isinstance(given, Mapping)
-                output = model(**given) if by_name else model(*given)
-                value = loss(output, wanted)
+                value = loss(call_model(model, given), wanted)
             torch.autograd.backward(scaler.scale(value / num_micro_batches))
             total += float(value.detach().double())
         losses.append(total / num_micro_batches)
@@ -173,87 +100,6 @@ def reference_steps(
     state = dict([*model.named_parameters(), *model.named_buffers()])
     state = {n: as_real(t.detach()).cpu() for n, t in state.items()}
     return StepRecord(losses, gradients, state)
-
-
-def compare(
-    actual: StepRecord, expected: StepRecord, *, may_overflow: bool = False
-) -> Comparison:
-    """Return the largest errors of N ranks, compared with one process.
-
-    What is NaN in both is wrong, unless it `may_overflow`: in float16 a scale of the
-    loss may be too large, for both.
-    """
-    pairs = zip(actual.losses, expected.losses, strict=True)
-    loss = max(abs(a - b) / max(abs(b), 1e-12) for a, b in pairs)
-    loss = loss if loss == loss else float("inf")
-    parameters = {n for n, t in expected.state.items() if n in expected.gradients}
-    known = actual.state
-    groups = {
-        "gradient of ": (actual.gradients, expected.gradients, expected.gradients),
-        "parameter ": (known, expected.state, parameters),
-        "buffer ": (known, expected.state, expected.state.keys() - parameters),
-        "evaluation's ": (actual.outputs, expected.outputs, expected.outputs),
-    }
-    errors, equal = {"loss": loss}, 0
-    worst: dict[str, tuple[float, str]] = {}
-    for kind, (mine, theirs, names) in groups.items():
-        most = LARGEST_BUFFER if kind in ("buffer ", "evaluation's ") else math.inf
-        found = _errors(mine, theirs, names, most, may_overflow)
-        worst[kind] = max(((e, n) for n, e in found.items() if e), default=(0.0, ""))
-        errors |= {f"{kind}{name}": error for name, error in found.items()}
-        equal += sum(n in mine and torch.equal(mine[n], theirs[n]) for n in names)
-    errors |= {f"copies of {name}": math.inf for name in sorted(actual.unequal)}
-    return Comparison(
-        loss,
-        worst["gradient of "],
-        worst["parameter "],
-        worst["buffer "],
-        equal,
-        total=sum(len(names) for *_, names in groups.values()),
-        activation_bytes=tuple(actual.activation_bytes),
-        errors=errors,
-    )
-
-
-def _errors(
-    actual: Mapping[str, Tensor],
-    expected: Mapping[str, Tensor],
-    names: Iterable[str],
-    most: float,
-    may_overflow: bool,
-) -> dict[str, float]:
-    """Return the relative error of each tensor, infinite where it is not there.
-
-    What counts as the largest of them is `most` at most.
-    """
-    names = sorted(names)
-    largest = max((_size(expected[name]) for name in names), default=0.0)
-    least = NEGLIGIBLE * min(largest, most)
-    errors = {}
-    for name in names:
-        error = float("inf")
-        if name in actual and actual[name].shape == expected[name].shape:
-            difference = _difference(actual[name], expected[name], may_overflow)
-            scale = max(_size(expected[name]), least, sys.float_info.min)
-            error = difference / scale
-        errors[name] = error if error == error else float("inf")
-    return errors
-
-
-def _difference(mine: Tensor, theirs: Tensor, may_overflow: bool) -> float:
-    """Return the largest difference; infinities may be equal, and NaN if allowed."""
-    mine, theirs = mine.double(), theirs.double()
-    same = mine == theirs
-    if may_overflow:
-        same |= mine.isnan() & theirs.isnan()
-    difference = (mine - theirs).masked_fill(same, 0.0)
-    return float(difference.abs().max()) if difference.numel() else 0.0
-
-
-def _size(tensor: Tensor) -> float:
-    """Return the largest absolute value, infinities left aside."""
-    finite = tensor[tensor.isfinite()]
-    return float(finite.double().abs().max()) if finite.numel() else 0.0
 
 
 def _default_optimizer(pairs: Any) -> torch.optim.Optimizer:
@@ -318,7 +164,6 @@ def verify_program(
     *,
     dtype: torch.dtype,
     num_steps: int = 2,
-    seed: int = 0,
     user: UserModel | None = None,
     device: torch.device = CPU,
 ) -> Comparison:
@@ -336,119 +181,133 @@ def verify_program(
     if device.type == "cuda":
         require_gpu()
     with exact_arithmetic(device):
-        return _verify(directory, dtype, num_steps, seed, user, device)
+        plan = Plan.read(directory / "plan.toml")
+        check_program(directory, plan.ranks)
+        check_dtype(plan, dtype)
+        user = user or user_model_of(directory, plan)
+        model, batches = (
+            initial_model(user, directory),
+            _batches(user, plan, num_steps),
+        )
+        return _verify(_Subject(directory, plan, user, model, batches, dtype, device))
 
 
-def _verify(
-    directory: Path,
-    dtype: torch.dtype,
-    num_steps: int,
-    seed: int,
-    user: UserModel | None,
-    device: torch.device,
-) -> Comparison:
-    plan = Plan.read(directory / "plan.toml")
-    check_program(directory, plan.ranks)
-    check_dtype(plan, dtype)
-    user = user or user_model_of(directory, plan)
-    model = initial_model(user, directory)
-    batches = _batches(user, plan, num_steps, seed)
-    expected = _one_process(user, model, batches, plan, dtype, device)
-    overflow = Precision.of(plan, dtype).dtype is torch.float16
-    ranks = _ranks(directory, plan, batches, dtype, device)
-    found = compare(ranks, expected, may_overflow=overflow)
-    found = replace(found, last_bit=_last_bit(plan, dtype))
+@dataclass(frozen=True)
+class _Subject:
+    """A program, its model, and what both compute on."""
+
+    directory: Path
+    plan: Plan
+    user: UserModel
+    model: nn.Module
+    batches: list[tuple[Any, Any]]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def precision(self) -> Precision:
+        """What both compute in."""
+        return Precision.of(self.plan, self.dtype)
+
+    def in_one_process(self) -> StepRecord:
+        """Train in this process, with the threads of one rank and the same draws."""
+        try:
+            with threads_of_a_rank(self.plan), same_draws():
+                return reference_steps(
+                    self.model,
+                    self.user.make_loss(),
+                    self.batches,
+                    self.plan.data * self.plan.micro_batches,
+                    self.dtype,
+                    self.user.optimizer,
+                    self.precision,
+                    self.device,
+                )
+        except (RuntimeError, TypeError) as error:
+            text = " ".join(str(error).split())
+            raise GemscError(
+                f"the model itself does not run in {self.dtype}: {text}",
+                help="take dtypes from tensors (x.dtype), or verify in another --dtype",
+            ) from error
+
+
+def _verify(subject: _Subject) -> Comparison:
+    """Compare ranks with one process; where they differ, with what rounding does."""
+    plan, dtype = subject.plan, subject.dtype
+    overflow = subject.precision.dtype is torch.float16
+    expected = subject.in_one_process()
+    found = compare(_ranks(subject), expected, may_overflow=overflow)
+    found = replace(found, last_bit=_last_bit(subject))
     if found.judge(dtype)[0] == "exact":
         return found
-    inside = _inside(user, model, batches, plan, dtype, device)
+    inside = _inside(subject)
     if inside is not None:
         last_bit = max(found.last_bit, inside.last_bit)
         found = replace(found, last_bit=last_bit, inside=inside)
-    for other in _other_roundings(user, model, batches, plan, dtype, device, inside):
+    for other in _other_roundings(subject, inside):
         once = compare(other, expected, may_overflow=overflow)
         found = found.with_rounding(once.errors)
         if found.judge(dtype)[0] == "exact":
             return found
     if plan.torch_compile and dtype is torch.float32 and not plan.only_dtype:
-        lost = _lost_by_kernels(user, model, batches, plan, directory, device)
-        rounding = {n: max(e, lost.get(n, 0.0)) for n, e in found.rounding.items()}
-        found = replace(found, rounding=rounding)
+        found = found.with_rounding(_lost_by_kernels(subject))
     return found
 
 
-def _lost_by_kernels(
-    user: UserModel,
-    model: nn.Module,
-    batches: list[tuple[Any, Any]],
-    plan: Plan,
-    directory: Path,
-    device: torch.device,
-) -> dict[str, float]:
+def _lost_by_kernels(subject: _Subject) -> dict[str, float]:
     """Return what other kernels, which sum in another order, lose in float32.
 
     It is what they lose in float64, in units of the last bit. Nothing, if the ranks are
     not exact there.
     """
-    wide, single = torch.float64, torch.float32
-    expected = _one_process(user, model, batches, plan, wide, device)
-    found = compare(_ranks(directory, plan, batches, wide, device), expected)
-    if found.judge(wide)[0] != "exact":
+    wide = replace(subject, dtype=torch.float64)
+    found = compare(_ranks(wide), wide.in_one_process())
+    if found.judge(wide.dtype)[0] != "exact":
         return {}
-    bits = torch.finfo(single).eps / torch.finfo(wide).eps
+    bits = torch.finfo(subject.dtype).eps / torch.finfo(wide.dtype).eps
     return {name: bits * error for name, error in found.errors.items()}
 
 
-def _last_bit(plan: Plan, dtype: torch.dtype) -> float:
+def _last_bit(subject: _Subject) -> float:
     """Return how far off other roundings of the ranks alone may be.
 
     In half precision it is the last bit, where ranks of a grid add up and where
     `torch.compile` fuses operations.
     """
-    lower = Precision.of(plan, dtype).dtype
+    plan, lower = subject.plan, subject.precision.dtype
     is_added = any(stage.grid.size > 1 for stage in plan.stages)
     if lower is not None and (is_added or plan.torch_compile):
         return torch.finfo(lower).eps
     return 0.0
 
 
-def _ranks(
-    directory: Path,
-    plan: Plan,
-    batches: list[tuple[Any, Any]],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> StepRecord:
+def _ranks(subject: _Subject) -> StepRecord:
     """Train in the ranks, under mpirun."""
+    num_ranks, dtype = subject.plan.ranks, str(subject.dtype).removeprefix("torch.")
     with tempfile.TemporaryDirectory(prefix="gemsc-verify-") as name:
         folder = Path(name)
-        torch.save(batches, folder / "batches.pt")
-        words = ["--verify-into", name, "--device", device.type]
-        words += ["--dtype", str(dtype).removeprefix("torch.")]
-        code = launch(plan.ranks, [sys.executable, str(directory), *words])
+        torch.save(subject.batches, folder / "batches.pt")
+        words = ["--verify-into", name, "--device", subject.device.type]
+        command = [sys.executable, str(subject.directory), *words, "--dtype", dtype]
+        code = launch(num_ranks, command)
         if code != 0:
             raise GemscError(
-                f"the ranks ended with exit code {code} in {dtype}",
+                f"the ranks ended with exit code {code} in {subject.dtype}",
                 help="see the report above",
             )
-        return read_record(folder, plan.ranks)
+        return read_record(folder, num_ranks)
 
 
 def _other_roundings(
-    user: UserModel,
-    model: nn.Module,
-    batches: list[tuple[Any, Any]],
-    plan: Plan,
-    dtype: torch.dtype,
-    device: torch.device,
-    inside: LowPrecision | None,
+    subject: _Subject, inside: LowPrecision | None
 ) -> Iterator[StepRecord]:
     """Yield what one process does where it rounds otherwise."""
-    lower = Precision.of(plan, dtype).dtype if inside is None else inside.dtype
-    if dtype is not torch.float64 and not plan.only_dtype:
-        yield _one_process(user, model, batches, plan, torch.float64, device)
+    lower = subject.precision.dtype if inside is None else inside.dtype
+    if subject.dtype is not torch.float64 and not subject.plan.only_dtype:
+        yield replace(subject, dtype=torch.float64).in_one_process()
     for number in range(NUDGES):
-        changed = nudged(model, number, dtype, lower)
-        yield _one_process(user, changed, batches, plan, dtype, device)
+        changed = nudged(subject.model, number, subject.dtype, lower)
+        yield replace(subject, model=changed).in_one_process()
 
 
 def nudged(
@@ -470,50 +329,14 @@ def nudged(
     return model
 
 
-def _inside(
-    user: UserModel,
-    model: nn.Module,
-    batches: list[tuple[Any, Any]],
-    plan: Plan,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> LowPrecision | None:
+def _inside(subject: _Subject) -> LowPrecision | None:
     """Return what a model computes in where it is run in float64, if that is less."""
-    watch = WatchPrecision(dtype)
-    if dtype is torch.float64:
+    watch = WatchPrecision(subject.dtype)
+    if subject.dtype is torch.float64:
         # what cannot be watched is judged as if it were in float64 all through
         with suppress(GemscError, NotImplementedError), watch:
-            _one_process(user, model, batches[:1], plan, dtype, device)
+            replace(subject, batches=subject.batches[:1]).in_one_process()
     return watch.found
-
-
-def _one_process(
-    user: UserModel,
-    model: nn.Module,
-    batches: list[tuple[Any, Any]],
-    plan: Plan,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> StepRecord:
-    """Train in this process, with the threads of one rank and the same draws."""
-    try:
-        with threads_of_a_rank(plan), same_draws():
-            return reference_steps(
-                model,
-                user.make_loss(),
-                batches,
-                plan.data * plan.micro_batches,
-                dtype,
-                user.optimizer,
-                Precision.of(plan, dtype),
-                device,
-            )
-    except (RuntimeError, TypeError) as error:
-        text = " ".join(str(error).split())
-        raise GemscError(
-            f"the model itself does not run in {dtype}: {text}",
-            help="take dtypes from tensors (x.dtype), or verify in another --dtype",
-        ) from error
 
 
 @contextmanager
@@ -564,23 +387,20 @@ def initial_model(user: UserModel, directory: Path) -> nn.Module:
     return model
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    """Return a tensor without what a package adds to it, which no file keeps."""
-    return tensor.as_subclass(Tensor)
-
-
-def _batches(
-    user: UserModel, plan: Plan, num_steps: int, seed: int
-) -> list[tuple[Any, Any]]:
+def _batches(user: UserModel, plan: Plan, num_steps: int) -> list[tuple[Any, Any]]:
     """Return batches of the dataset, or the example inputs again and again."""
     inputs = converted(user.make_inputs(), plan.memory_format)
     target = user.make_target(inputs)
     if user.dataset is not None:
-        data = user.make_dataset(seed=seed)
-        batches = Batches(data, plan.batch_size, seed=seed, shuffle=True)
+        data = user.make_dataset()
+        batches = Batches(data, plan.batch_size, seed=0, shuffle=True)
         if len(batches) >= num_steps:
             first = itertools.islice(batches.epoch(0), num_steps)
-            pairs = [pytree.tree_map_only(Tensor, _plain, b.data) for b in first]
+            pairs = [
+                # without what a package adds to tensors, which no file keeps
+                pytree.tree_map_only(Tensor, lambda t: t.as_subclass(Tensor), b.data)
+                for b in first
+            ]
             return [
                 (like_examples(as_structure(input), inputs), target)
                 for input, target in pairs

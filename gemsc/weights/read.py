@@ -1,8 +1,9 @@
-"""Read safetensors files: whole tensors, or the parts of them that a rank needs."""
+"""Read safetensors files: tensors, parts, or whole ones put together of parts."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,41 +12,30 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from gemsc.base.parts import Part
-from gemsc.errors import GemscError
+from gemsc.base.parts import Part, make_whole
+from gemsc.errors import GemscError, InternalError
 
 AGAIN = "compile again to rewrite it"
 
 
-def read_tensors(
-    path: Path,
-    *,
-    names: Collection[str] | None = None,
-    parts: Mapping[str, Part] | None = None,
-) -> dict[str, Tensor]:
-    """Read a file, or what it has of some `names`.
-
-    Of tensors that have `parts` only the part is read: the whole is never in memory.
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Read a whole file.
 
     Raises:
-        GemscError: it is missing or damaged, or a tensor has not the part's shape.
+        GemscError: it is missing or damaged.
     """
     with _opened(path) as file:
-        found = [name for name in file.keys() if names is None or name in names]  # noqa: SIM118
-        cut = parts or {}
-        return {
-            name: _read_part(file.get_slice(name), cut[name], f"{path}: '{name}'")
-            if name in cut
-            else file.get_tensor(name)
-            for name in found
-        }
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
 def read_tensor(path: Path, parts: Mapping[str, Part], name: str) -> Tensor:
     """Read one tensor, or the part of it that there is in `parts`, into own memory.
 
+    Of a part the whole is never in memory.
+
     Raises:
-        GemscError: as `read_tensors`, or the file has no such tensor.
+        GemscError: the file is missing or damaged, or has no such tensor, or one of
+            another shape.
     """
     with _opened(path) as file:
         if name not in file.keys():  # noqa: SIM118
@@ -80,3 +70,31 @@ def _read_part(stored: Any, part: Part, what: str) -> Tensor:
     around = (slice(None),) * part.dim
     rows = [stored[(*around, slice(*interval))] for interval in part.intervals]
     return torch.cat(rows, part.dim).contiguous()
+
+
+def pasted(
+    held: Iterable[tuple[Mapping[str, Tensor], Mapping[str, Part]]],
+) -> dict[str, Tensor]:
+    """Return whole tensors, put together from what each rank holds.
+
+    `held` has the tensors of each rank and the parts that some of them are. Of what
+    several ranks hold the first one's counts.
+    """
+    pieces: dict[str, dict[Part | None, Tensor]] = defaultdict(dict)
+    for tensors, parts in held:
+        for name, tensor in tensors.items():
+            pieces[name].setdefault(parts.get(name), tensor)
+    return {name: _whole(name, found) for name, found in pieces.items()}
+
+
+def _whole(name: str, pieces: Mapping[Part | None, Tensor]) -> Tensor:
+    if None in pieces:
+        return pieces[None]
+    parts = {part: tensor for part, tensor in pieces.items() if part is not None}
+    if not make_whole(parts):
+        raise InternalError(f"the parts of '{name}' are not all of it: {[*parts]}")
+    part, tensor = next(iter(parts.items()))
+    whole = tensor.new_empty(part.shape)
+    for part, tensor in parts.items():
+        part.put(tensor, whole)
+    return whole

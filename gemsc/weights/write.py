@@ -18,9 +18,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gemsc.base.files import replaced
+from gemsc.base.files import FileFacts, replaced
 from gemsc.errors import GemscError, InternalError
-from gemsc.weights.facts import FileFacts
 
 ALIGNMENT = 8  # bytes, of what follows the table of a file
 METADATA = {"format": "pt"}  # Hugging Face's loaders look for it

@@ -22,11 +22,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from gemsc.base.files import sync
+from gemsc.base.files import facts_of, sync
 from gemsc.errors import GemscError
 from gemsc.runtime.checkpoint.manifest import MANIFEST, Manifest, damaged
 from gemsc.runtime.process.status import Status
-from gemsc.weights.facts import facts_of
 
 LATEST, BEST = "latest", "best"
 MODEL = "model.safetensors"

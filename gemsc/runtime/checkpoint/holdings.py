@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gemsc.runtime.checkpoint.pieces import TensorPiece
 from gemsc.runtime.worker.worker import Worker
-from gemsc.weights.stage import NOT_OF_THE_MODEL, model_state, stage_tensors
+from gemsc.weights.load import NOT_OF_THE_MODEL, model_state, stage_tensors
 
 MODEL_KEY = "model/"  # before the user's names
 EMA_KEY = "ema/"  # of the averages of `--ema`

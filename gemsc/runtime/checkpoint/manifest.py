@@ -22,10 +22,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gemsc.base.files import sync
+from gemsc.base.files import FileFacts, sync
 from gemsc.errors import GemscError
 from gemsc.runtime.checkpoint.pieces import TensorPiece
-from gemsc.weights.facts import FileFacts
 
 MANIFEST = "manifest.json"
 FORMAT = 3

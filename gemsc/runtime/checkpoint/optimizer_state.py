@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gemsc.base.memory_format import is_laid_out, to_format
+from gemsc.base.dtypes import is_laid_out, to_format
 from gemsc.errors import GemscError
 from gemsc.runtime.checkpoint.holdings import HeldTensor
 from gemsc.runtime.checkpoint.pieces import TensorPiece

@@ -22,7 +22,7 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import Tensor
 
-from gemsc.base.files import write_text
+from gemsc.base.files import FileFacts, write_text
 from gemsc.errors import GemscError
 from gemsc.runtime.checkpoint.folder import clear_space, discard, publish
 from gemsc.runtime.checkpoint.holdings import (
@@ -39,7 +39,6 @@ from gemsc.runtime.checkpoint.pieces import TensorPiece
 from gemsc.runtime.checkpoint.states import dtype_name, encode, generator_states
 from gemsc.runtime.process.status import Status
 from gemsc.runtime.worker.worker import Worker
-from gemsc.weights.facts import FileFacts
 from gemsc.weights.write import Entry, write_stream
 
 POLL_SECONDS = 0.05

@@ -19,8 +19,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from gemsc.base.nests import num_samples, pair_error
 from gemsc.base.process import outlast_signals
 from gemsc.base.rng import seed_of
-from gemsc.base.user_place import user_place
-from gemsc.errors import GemscError
+from gemsc.errors import GemscError, user_place
 from gemsc.plan import Plan
 from gemsc.runtime.data.held_generators import SeededReader
 from gemsc.runtime.data.tiled import TiledDataset, Window, whole_window

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from gemsc.base.rng import seed_all, seed_of
-from gemsc.base.user_place import is_users
+from gemsc.errors import is_users
 
 Sample = TypeVar("Sample")
 

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from gemsc.base.user_place import user_place
-from gemsc.errors import GemscError, SourceLocation
+from gemsc.errors import GemscError, SourceLocation, user_place
 
 _RESULTS = {"update": "compute", "__call__": "aggregate"}  # what adds, what sums up
 

@@ -28,8 +28,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves
 
-from gemsc.base.draws import are_draws_same
 from gemsc.base.dtypes import autocasting, current_autocast
+from gemsc.base.rng import are_draws_same
 from gemsc.errors import InternalError
 from gemsc.runtime.memory.meter import active_meter
 from gemsc.runtime.tiles.saving import Decomposed, decomposed, forget, saved_parts

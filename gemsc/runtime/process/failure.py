@@ -14,8 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from gemsc.base.user_place import is_users, user_place
-from gemsc.errors import GemscError, SourceLocation
+from gemsc.errors import GemscError, SourceLocation, is_users, user_place
 from gemsc.runtime.process.status import REPORTED, STATUS_VARIABLE, Status
 from gemsc.runtime.process.stop import STOPPED, StopSignal
 

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gemsc.base.draws import are_draws_same
-from gemsc.base.rng import seed_of, torch_seeded
+from gemsc.base.rng import are_draws_same, seed_of, torch_seeded
 
 __all__ = ["nothing", "own_numbers", "pack", "tied", "unpack"]
 

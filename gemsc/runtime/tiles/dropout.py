@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gemsc.base.boxes import Box, everything, intersection, shape_of
-from gemsc.base.draws import are_draws_same
-from gemsc.base.rng import seed_of
+from gemsc.base.rng import are_draws_same, seed_of
 
 __all__ = ["dropout"]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gemsc.base.boxes import Box, intersection, shape_of, volume
-from gemsc.base.memory_format import empty, format_of
+from gemsc.base.dtypes import empty, format_of
 from gemsc.messages.exchange import Exchange, View, index_of
 from gemsc.runtime.tiles.messages import Flight, TileMailbox
 from gemsc.runtime.tiles.saving import remember

@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gemsc.base.boxes import Box, Interval, shape_of
-from gemsc.nn.batchnorm import BiasedBatchNorm
+from gemsc.nn import BiasedBatchNorm
 from gemsc.runtime.tiles.collectives import TileGrid, rows
 from gemsc.runtime.tiles.rounding import not_negative
 

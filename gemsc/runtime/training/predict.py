@@ -86,7 +86,7 @@ def as_picture(
     """
     if not isinstance(output, Tensor):
         what = type(output).__name__
-        raise GemscError(f"the model returns a {what}: no picture", help=OUTPUT_HELP)
+        raise GemscError(f"the model returns a {what}: not a picture", help=OUTPUT_HELP)
     scores, dims = output, len(size)
     if scores.dim() == dims:
         scores = scores[None]

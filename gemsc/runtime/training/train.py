@@ -36,7 +36,7 @@ from gemsc.runtime.training.verification import run_recorded_steps
 from gemsc.runtime.transport.launcher import check_launcher, is_first_started
 from gemsc.runtime.transport.mpi import MpiTransport
 from gemsc.runtime.transport.transport import Transport
-from gemsc.source.constants import check_run_constants, split_constants
+from gemsc.source import check_run_constants, split_constants
 from gemsc.user_model import load_user_model
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from gemsc.base.boxes import Box
-from gemsc.base.draws import same_draws
 from gemsc.base.dtypes import as_real
+from gemsc.base.rng import same_draws
 from gemsc.plan import Plan
 from gemsc.runtime.data.shared import Digests
 from gemsc.runtime.memory.meter import ActivationMeter

@@ -16,7 +16,7 @@ from torch import nn
 from gemsc.base.parts import Part, holder_of, parts_of
 from gemsc.messages.message import Input, Tiles
 from gemsc.plan import Plan
-from gemsc.source.constants import RENAMED, ConstantsLoader
+from gemsc.source import RENAMED, ConstantsLoader
 
 StepFunction = Callable[[Any], None]  # of the rank's Worker
 

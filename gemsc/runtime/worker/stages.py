@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gemsc.base.draws import are_draws_same, outside_draws
 from gemsc.base.dtypes import cast_module
+from gemsc.base.rng import are_draws_same, outside_draws
 from gemsc.errors import GemscError
 from gemsc.runtime.transport.transport import Transport
 from gemsc.runtime.worker.program import RankProgram, Run
-from gemsc.weights.stage import fill, model_state, stage_tensors
+from gemsc.weights.load import fill, model_state, stage_tensors
 
 # of one forward that is compiled: for training and evaluation, for each replica on this
 # rank, for sizes of batches, for what is frozen

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from gemsc.base.draws import are_draws_same
 from gemsc.base.dtypes import Autocast, autocasting, whole
-from gemsc.base.rng import seed_of, torch_seeded
+from gemsc.base.rng import are_draws_same, seed_of, torch_seeded
 from gemsc.errors import InternalError
 from gemsc.messages.exchange import Exchange
 from gemsc.messages.grid_message import GridMessage

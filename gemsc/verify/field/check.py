@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import shutil
 import time
-import traceback
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -19,11 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from gemsc.base.draws import same_draws
 from gemsc.base.dtypes import cast_module, default_dtype
 from gemsc.base.plain_forward import plain_forward
-from gemsc.base.rng import preserve_rng
-from gemsc.base.user_place import is_users
+from gemsc.base.rng import preserve_rng, same_draws
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
 from gemsc.runtime.data.batches import repeated
@@ -33,20 +29,25 @@ from gemsc.runtime.training.program_directory import check_program
 from gemsc.runtime.training.trainer import Evaluation, Trainer
 from gemsc.runtime.training.verification import recorded
 from gemsc.runtime.transport.transport import Transport
-from gemsc.verify.field import rules
+from gemsc.verify.compare import StepRecord, read_record
 from gemsc.verify.field.degree import Degrees
 from gemsc.verify.field.locate import (
     Recording,
+    first_cause,
     first_wrong_gradient,
     first_wrong_value,
-    users_line,
+    undecided_line,
 )
 from gemsc.verify.field.mode import Exps, OverField
 from gemsc.verify.field.numbers import PRIMES, Field, NotDecidedError
-from gemsc.verify.first_step import different, evaluated, named_outputs
-from gemsc.verify.on_threads import on_threads
+from gemsc.verify.first_step import (
+    AnyLoss,
+    different,
+    evaluated,
+    named_outputs,
+    on_threads,
+)
 from gemsc.verify.precision import FULL
-from gemsc.verify.record import StepRecord, read_record
 from gemsc.verify.steps import (
     initial_model,
     micro_batch_of,
@@ -55,8 +56,6 @@ from gemsc.verify.steps import (
 )
 from gemsc.weights.read import read_tensors
 from gemsc.weights.write import write_tensors
-
-__all__ = ["AllInputs", "check_all_inputs", "check_program_for_all_inputs"]
 
 Watched = Callable[[Path, int], AbstractContextManager[None]]
 DTYPE = torch.float64
@@ -111,6 +110,7 @@ def check_all_inputs(
     parameters and buffers, are drawn anew.
     """
     start = time.perf_counter()
+    subject = _Subject(directory, model, loss, inputs, target)
     found = AllInputs("not decided")
     bound = 1.0
     for number in range(draws or _MOST_DRAWS):
@@ -119,13 +119,13 @@ def check_all_inputs(
         for again in range(_AGAIN):
             p = PRIMES[number % len(PRIMES)]
             drawn = Field(p, 1000 * number + again)
-            found, is_whole = _once(directory, model, loss, inputs, target, drawn)
+            found, is_whole = _once(subject, drawn)
             if is_whole:
                 break
         else:
             return AllInputs("not decided", _BY_ZERO)
         if found.verdict != "proved":
-            return _located(found, directory, model, loss, inputs, target)
+            return _located(found, subject)
         bound *= min(found.degree / p, 1.0)
     if draws is None and bound > _TOO_LIKELY:
         words = f"equal in {_MOST_DRAWS} draws, which programs of degree {found.degree}"
@@ -134,21 +134,25 @@ def check_all_inputs(
     return replace(found, bound=bound, seconds=time.perf_counter() - start)
 
 
-def _located(
-    found: AllInputs,
-    directory: Path,
-    model: nn.Module,
-    loss: Callable[..., Any],
-    inputs: Any,
-    target: Any,
-) -> AllInputs:
+@dataclass(frozen=True)
+class _Subject:
+    """A program, the model it was compiled from, and a batch for both."""
+
+    directory: Path
+    model: nn.Module
+    loss: Callable[..., Any]
+    inputs: Any
+    target: Any
+
+
+def _located(found: AllInputs, subject: _Subject) -> AllInputs:
     """Return what was found wrong with the place of the first wrong value."""
     if found.verdict != "not equal":
         return found
     one, two = Recording(), Recording()
     for key, recording in enumerate((one, two), 500):
-        given = model, loss, inputs, target, Field(PRIMES[0], key)
-        if _once(directory, *given, recording)[0].verdict == "not decided":
+        drawn = Field(PRIMES[0], key)
+        if _once(subject, drawn, recording)[0].verdict == "not decided":
             return found
     place = first_wrong_value(one, two, loss_too="the loss" in found.wrong)
     if not place:
@@ -158,29 +162,12 @@ def _located(
             for name in found.wrong
             if name.startswith(prefix)
         ]
-        last = first_wrong_gradient(directory, names)
+        last = first_wrong_gradient(subject.directory, names)
         place = f"the forward is right; first in the backward: {last}" if last else ""
     return replace(found, why=f"{found.why}; {place}") if place else found
 
 
-def _with_line(error: NotDecidedError, copied: Path, directory: Path) -> str:
-    """Return what has no rule, and the line that asks for it, where it is.
-
-    That of a rank's file is named as the user knows it, with the user's line above it.
-    """
-    text = f"no rule for {error}"
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        path, line = Path(frame.filename), frame.lineno or 0
-        if path.parent == copied:
-            return f"{directory / path.name}:{line}{users_line(path, line)}: {text}"
-        if is_users(path):
-            return f"{path}:{line}: {text}"
-    return text
-
-
-def check_program_for_all_inputs(
-    directory: Path, *, draws: int | None = None
-) -> AllInputs:
+def check_program_for_all_inputs(directory: Path) -> AllInputs:
     """Compare a program that was compiled from a file; see `check_all_inputs`.
 
     Raises:
@@ -196,10 +183,10 @@ def check_program_for_all_inputs(
     others = [different((each, None), plan)[0] for each in batch]
     if not _same_integers(others, batch):
         with suppress(_ModelFailedError):  # where they mean something to each other
-            found = check_all_inputs(directory, model, loss, *others, draws=draws)
+            found = check_all_inputs(directory, model, loss, *others)
             if found.why != _BY_ZERO:  # perhaps by a count of them
                 return found
-    return check_all_inputs(directory, model, loss, *batch, draws=draws)
+    return check_all_inputs(directory, model, loss, *batch)
 
 
 def _same_integers(one: Any, other: Any) -> bool:
@@ -227,43 +214,39 @@ def _of_model() -> Iterator[None]:
 
 
 def _once(
-    directory: Path,
-    model: nn.Module,
-    loss: Callable[..., Any],
-    inputs: Any,
-    target: Any,
-    drawn: Field,
-    recording: Recording | None = None,
+    subject: _Subject, drawn: Field, recording: Recording | None = None
 ) -> tuple[AllInputs, bool]:
     """Return what one draw finds, and whether no division by 0 hides anything."""
     with TemporaryDirectory(prefix="gemsc-field-") as name:
         folder = Path(name) / "program"
-        shutil.copytree(directory, folder)
+        shutil.copytree(subject.directory, folder)
         plan = Plan.read(folder / "plan.toml")
-        whole = _drawn_model(model, drawn)
+        whole = _drawn_model(subject.model, drawn)
         _draw_weights(folder / plan.weights, whole)
-        given = (
-            _drawn_batch(inputs, drawn, "input"),
-            _drawn_batch(target, drawn, "target"),
+        loss = AnyLoss(subject.loss)
+        batch = (
+            _drawn_batch(subject.inputs, drawn, "input"),
+            _drawn_batch(subject.target, drawn, "target"),
         )
         count = plan.data * plan.micro_batches
-        see, watch = None, _not_watched
+        see: Callable[[Any], None] | None = None
+        watch: Watched = lambda file, rank: nullcontext()  # noqa: E731
         if recording is not None:
-            see, watch = recording.see, partial(recording.rank, directory)
-            see([*whole.parameters(), *whole.buffers(), given])
+            see, watch = recording.see, partial(recording.rank, subject.directory)
+            see([*whole.parameters(), *whole.buffers(), batch])
         try:
             with preserve_rng(), default_dtype(DTYPE), _tables_apart():
                 with _over(drawn, see) as mode, _of_model():
                     with Degrees() as degrees:
                         expected = reference_steps(
-                            whole, _loss_of(loss), [given], count, DTYPE, _Still
+                            whole, loss, [batch], count, DTYPE, _Still
                         )
-                    held = _evaluated(
-                        whole, expected.state, _loss_of(loss), given, plan
-                    )
-                actual, found, modes = _ranks(folder, plan, given, drawn, watch)
+                    held = _evaluated(whole, expected.state, loss, batch, plan)
+                actual, found, modes = _ranks(folder, plan, batch, drawn, watch)
         except NotDecidedError as error:
-            return AllInputs("not decided", _with_line(error, folder, directory)), True
+            return AllInputs(
+                "not decided", undecided_line(error, folder, subject.directory)
+            ), True
         pairs = (actual, expected), (found, held)
         verdict = _compared(*pairs, drawn, count)
         # a value goes through the functions of one micro-batch
@@ -292,16 +275,14 @@ class _Evaluated:
 def _evaluated(
     model: nn.Module,
     state: Mapping[str, Tensor],
-    loss: Callable[..., Any],
+    loss: nn.Module,
     batch: tuple[Any, Any],
     plan: Plan,
 ) -> _Evaluated:
     """Return what the model gives in evaluation after the step."""
     outputs = evaluated(model, state, batch[0], plan, DTYPE, FULL)
-    loss = copy.deepcopy(loss)
-    if isinstance(loss, nn.Module):
-        cast_module(loss, DTYPE)
-        loss.eval()
+    loss = copy.deepcopy(loss).eval()
+    cast_module(loss, DTYPE)
     total, count = 0.0, plan.data * plan.micro_batches
     with torch.no_grad(), plain_forward():
         for m, output in enumerate(outputs):
@@ -326,7 +307,7 @@ def _over(
     see: Callable[[Any], None] | None = None,
     exps: Exps | None = None,
 ) -> Iterator[OverField]:
-    mode = OverField(drawn, rules, see, exps)
+    mode = OverField(drawn, see, exps)
     with nothing_rounds(), mode, same_draws():
         yield mode
 
@@ -339,18 +320,6 @@ class _Still(torch.optim.SGD):
 
     def step(self, closure: Any = None) -> Any:
         """Leave all as it is."""
-
-
-def _loss_of(loss: Callable[..., Any]) -> Callable[..., Any]:
-    if isinstance(loss, nn.Module):
-        return loss
-    return lambda output, target: (
-        loss(output) if target is None else loss(output, target)
-    )
-
-
-def _not_watched(file: Path, rank: int) -> AbstractContextManager[None]:
-    return nullcontext()
 
 
 def _ranks(
@@ -387,20 +356,13 @@ def _ranks(
     return read_record(folder, plan.ranks), of_all, modes
 
 
-def _random(name: str, shape: Any, drawn: Field) -> Tensor:
-    seed = zlib.crc32(f"{drawn.p} {drawn.key} {name}".encode())
-    generator = torch.Generator().manual_seed(seed)
-    values = torch.randint(drawn.p, tuple(shape), generator=generator) - drawn.half
-    return values.double()
-
-
 def _drawn_model(model: nn.Module, drawn: Field) -> nn.Module:
     model = copy.deepcopy(model)
     named = [*model.named_parameters(), *model.named_buffers()]
     with torch.no_grad():
         for name, tensor in named:
             if tensor.is_floating_point() and bool(tensor.isfinite().all()):
-                tensor.data = _random(name, tensor.shape, drawn).to(tensor.dtype)
+                tensor.data = drawn.random(name, tensor.shape).to(tensor.dtype)
     return model
 
 
@@ -428,7 +390,7 @@ def _drawn_batch(value: Any, drawn: Field, name: str) -> Any:
             return leaf
         if not bool(leaf.isfinite().all()):
             return leaf.to(DTYPE)
-        return _random(f"{name} {next(count)}", leaf.shape, drawn)
+        return drawn.random(f"{name} {next(count)}", leaf.shape)
 
     return pytree.tree_map(draw, value)
 
@@ -472,21 +434,8 @@ def _compared(
     wrong += [f"the copies of {name}" for name in sorted(actual.unequal)]
     counts = len(expected.gradients), len(_buffers(expected))
     if wrong:
-        return AllInputs("not equal", _first_of(wrong), *counts, wrong=tuple(wrong))
+        return AllInputs("not equal", first_cause(wrong), *counts, wrong=tuple(wrong))
     return AllInputs("proved", "", *counts)
-
-
-def _first_of(wrong: list[str]) -> str:
-    """Return what is wrong first, as far as parameters and buffers say.
-
-    They stand in the order of forward. Where the loss is right, backward goes wrong:
-    first nearest to the loss.
-    """
-    if wrong[0] != "the loss":
-        gradients = [each for each in wrong if each.startswith("the gradient of ")]
-        return gradients[-1] if gradients else wrong[0]
-    buffers = [each for each in wrong if each.startswith("buffer ")]
-    return f"the loss, first {buffers[0]}" if buffers else wrong[0]
 
 
 def _buffers(record: StepRecord) -> dict[str, Tensor]:

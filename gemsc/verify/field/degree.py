@@ -2,52 +2,91 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from gemsc.base.draws import QuietMode
-from gemsc.verify.field import rules
-from gemsc.verify.field.dispatch import NotesOnMemory, holds_numbers, name_and_place
+from gemsc.base.rng import QuietMode
+from gemsc.verify.field.arithmetic import BACKWARDS, FUNCTIONS, ORDERED, SUMS
+from gemsc.verify.field.mode import (
+    DRAWS,
+    MOVES,
+    PLAIN,
+    UNWRITTEN,
+    NotesOnMemory,
+    holds_numbers,
+    name_and_place,
+    names,
+)
+from gemsc.verify.field.rules import RESIZES
 
-__all__ = ["Degrees"]
-
-_ADDS = frozenset(
-    [
-        *("add", "sub", "subtract", "rsub", "neg", "sum", "mean", "cumsum", "where"),
-        *("masked_fill", "copy", "fill", "_to_copy", "scatter", "constant_pad_nd"),
-        *("lift_fresh", "native_dropout", "detach", "set", "_unsafe_view"),
-        *("avg_pool2d", "avg_pool2d_backward", "avg_pool3d", "avg_pool3d_backward"),
-        *("nll_loss_forward", "nll_loss_backward", "nll_loss2d_forward"),
-        *("nll_loss2d_backward", "native_dropout_backward"),
-        *rules.MOVES,
-        *rules.PLAIN,
-        *rules.SUMS,
-        *rules.RESIZES,
-        *(f"{name}_backward" for name in rules.RESIZES),
-    ]
+_ADDS = (
+    names(
+        "add sub subtract rsub neg sum mean cumsum where masked_fill copy fill scatter "
+        "_to_copy constant_pad_nd lift_fresh native_dropout detach set _unsafe_view "
+        "avg_pool2d avg_pool2d_backward avg_pool3d avg_pool3d_backward "
+        "nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward "
+        "native_dropout_backward"
+    )
+    | MOVES
+    | PLAIN
+    | SUMS
+    | {*RESIZES, *(f"{name}_backward" for name in RESIZES)}
 )
 # constants in the shape of a value
-_CONSTANTS = frozenset(
-    [
-        *("full_like", "new_full", "zeros_like", "ones_like", "new_zeros", "new_ones"),
-        *("zero", "bernoulli", *rules.UNWRITTEN),
-        *(name.removesuffix("_") for name in rules.DRAWS),
-    ]
+_CONSTANTS = (
+    names("full_like new_full zeros_like ones_like new_zeros new_ones zero bernoulli")
+    | UNWRITTEN
+    | {name.removesuffix("_") for name in DRAWS}
 )
-_MULTIPLIES = frozenset(
-    [
-        *("mul", "multiply", "mm", "bmm", "mv", "dot", "addmm", "baddbmm", "addmv"),
-        *("linear", "convolution", "convolution_backward", "addcmul", "lerp"),
-    ]
+_MULTIPLIES = names(
+    "mul multiply mm bmm mv dot addmm baddbmm addmv linear convolution "
+    "convolution_backward addcmul lerp"
 )
-_ORDERS = frozenset([*rules.ORDERED, "eq", "ne"])
-_FUNCTIONS = frozenset([*rules.FUNCTIONS, "exp", "log", "reciprocal"])
-_NORMS = ("native_batch_norm", "native_group_norm", "native_layer_norm")
-_NORMS_BACKWARD = tuple(f"{name}_backward" for name in _NORMS)
+_ORDERS = ORDERED | {"eq", "ne"}
+_FUNCTIONS = FUNCTIONS | {"exp", "log", "reciprocal"}
+_NORMS = names("native_batch_norm native_group_norm native_layer_norm")
 _SOFTMAX = 3  # exp of a number may be a quotient itself, that of a logarithm
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+
+# of the degrees of an operator's arguments: that of its result, and that of what it
+# gives to functions
+_Rule = Callable[[list[int]], tuple[int, int]]
+
+
+def _table(*rows: tuple[Iterable[str], _Rule]) -> dict[str, _Rule]:
+    return {name: rule for named, rule in rows for name in named}
+
+
+_RULES = _table(
+    (_MULTIPLIES, lambda d: (sum(sorted(d)[-2:]), 0)),
+    (("square", "mse_loss"), lambda d: (2 * max(d), 0)),
+    (("mse_loss_backward",), lambda d: (max(d) + d[0], 0)),
+    (("linalg_vector_norm",), lambda d: (1, 2 * max(d))),
+    (_FUNCTIONS, lambda d: (1, max(d))),
+    (("rsqrt",), lambda d: (1, max(d) + 1)),  # of the root, too
+    (_ORDERS, lambda d: (max(d), max(d))),
+    (BACKWARDS, lambda d: (d[0] + 1, max(d[1:]))),
+    (("_softmax", "_safe_softmax"), lambda d: (_SOFTMAX, max(d) + 2)),
+    (("_log_softmax", "logsumexp"), lambda d: (max(*d, 2), max(d) + 2)),
+    (
+        ("_softmax_backward_data", "_log_softmax_backward_data"),
+        lambda d: (d[0] + 2 * _SOFTMAX, 0),
+    ),
+    (_NORMS, lambda d: (d[0] + 2, 2 * d[0] + 1)),  # the variance, and its root
+    (
+        [f"{name}_backward" for name in _NORMS],
+        lambda d: (d[0] + 2 * (d[1] + 1) + 2, 0),
+    ),
+    # query, key, value; before them, backward, the gradient
+    ((_ATTENTION,), lambda d: (d[2] + _SOFTMAX, d[0] + d[1] + 1)),
+    (
+        (f"{_ATTENTION}_backward",),
+        lambda d: (d[0] + d[3] + max(d[1:3]) + 2 * _SOFTMAX, d[1] + d[2] + 1),
+    ),
+)
 
 
 class Degrees(QuietMode):  # type: ignore[no-untyped-call]
@@ -96,55 +135,19 @@ class Degrees(QuietMode):  # type: ignore[no-untyped-call]
         self.highest = max(self.highest, degree)
         self._known.enter(t, degree)
 
-    def _degree(self, name: str, args: Any, degrees: list[int]) -> int:  # noqa: C901
+    def _degree(self, name: str, args: Any, degrees: list[int]) -> int:
         """Return the degree of a result; count those of functions' arguments."""
-        top, two = max(degrees), sum(sorted(degrees)[-2:])
-        if name in _MULTIPLIES:
-            return two
-        if name in ("square", "mse_loss"):
-            return 2 * top
-        if name == "mse_loss_backward":
-            return top + degrees[0]
-        if name == "linalg_vector_norm":
-            self.total += 2 * top
-            return 1
         if name == "pow" and isinstance(args[1], int | float) and args[1] in range(9):
-            return int(args[1]) * top
-        if name in _ORDERS:
-            self.total += top
-            self.chooses |= top > 0
-            return top
-        if name == "rsqrt":  # of the root, too
-            self.total += top + 1
-            return 1
-        if name in _FUNCTIONS:
-            self.total += top
-            return 1
+            return int(args[1]) * max(degrees)
         if name in ("div", "divide", "true_divide"):
             by = self.of(args[1]) if holds_numbers(args[1]) else 0
             self.total += by
             return degrees[0] + bool(by)
-        if name in rules.BACKWARDS:
-            self.total += max(degrees[1:])
-            return degrees[0] + 1
-        if name in ("_softmax", "_safe_softmax", "_log_softmax", "logsumexp"):
-            self.total += top + 2
-            return max(top, 2) if "log" in name else _SOFTMAX
-        if name in ("_softmax_backward_data", "_log_softmax_backward_data"):
-            return degrees[0] + 2 * _SOFTMAX
-        if name in _NORMS:
-            self.total += 2 * degrees[0] + 1  # the variance, and its root
-            return degrees[0] + 2
-        if name in _NORMS_BACKWARD:
-            return degrees[0] + 2 * (degrees[1] + 1) + 2
-        if name == _ATTENTION:
-            query, key, value = degrees[:3]
-            self.total += query + key + 1
-            return value + _SOFTMAX
-        if name == f"{_ATTENTION}_backward":
-            gradient, query, key, value = degrees[:4]
-            self.total += query + key + 1
-            return gradient + value + max(query, key) + 2 * _SOFTMAX
         # what torch composes of a few others: as if all were squared in a function
-        self.total += 2 * sum(degrees)
-        return 2 * sum(degrees)
+        twice = 2 * sum(degrees)
+        degree, of_arguments = (
+            _RULES[name](degrees) if name in _RULES else (twice, twice)
+        )
+        self.total += of_arguments
+        self.chooses |= name in _ORDERS and max(degrees) > 0
+        return degree

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,9 +21,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from gemsc.verify.field.numbers import PRIMES
-
-__all__ = ["Recording", "first_wrong_gradient", "first_wrong_value", "users_line"]
+from gemsc.errors import is_users
+from gemsc.verify.field.numbers import PRIMES, NotDecidedError
 
 MOST = 2**26  # elements of the model that are kept of one draw
 _MOST_OF_RANKS = 4096  # values
@@ -128,7 +128,7 @@ def first_wrong_value(one: Recording, two: Recording, *, loss_too: bool) -> str:
 def _place(seen: _Seen) -> str:
     return (
         f"first wrong value: {seen.name} of rank {seen.rank} "
-        f"({seen.file.name}:{seen.line}{users_line(seen.file, seen.line)})"
+        f"({seen.file.name}:{seen.line}{_users_line(seen.file, seen.line)})"
     )
 
 
@@ -158,7 +158,7 @@ def _is_partial(seen: _Seen) -> bool:
     return re.match(r" \+ self\.[^()]*\bbias\b", after) is not None
 
 
-def users_line(file: Path, line: int) -> str:
+def _users_line(file: Path, line: int) -> str:
     """Return where the user's code is, as the comment above a line says."""
     for text in reversed(file.read_text().splitlines()[:line]):
         if found := USERS_LINE.search(text):
@@ -183,6 +183,34 @@ def first_wrong_gradient(directory: Path, names: list[str]) -> str:
             )
             for number, line in enumerate(plain, 1):
                 if starts and number > starts[0] and used.search(line):
-                    where = f"{file.name}:{number}{users_line(file, number)}"
+                    where = f"{file.name}:{number}{_users_line(file, number)}"
                     order.append((rank, number, f"{name} ({where})"))
     return max(order, default=(0, 0, ""))[2]
+
+
+def undecided_line(error: NotDecidedError, copied: Path, directory: Path) -> str:
+    """Return what has no rule, and the line that asks for it, where it is.
+
+    That of a rank's file is named as the user knows it, with the user's line above it.
+    """
+    text = f"no rule for {error}"
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path, line = Path(frame.filename), frame.lineno or 0
+        if path.parent == copied:
+            return f"{directory / path.name}:{line}{_users_line(path, line)}: {text}"
+        if is_users(path):
+            return f"{path}:{line}: {text}"
+    return text
+
+
+def first_cause(wrong: list[str]) -> str:
+    """Return what is wrong first, of all that is, as far as parameters and buffers say.
+
+    They stand in the order of forward. Where the loss is right, backward goes wrong:
+    first nearest to the loss.
+    """
+    if wrong[0] != "the loss":
+        gradients = [each for each in wrong if each.startswith("the gradient of ")]
+        return gradients[-1] if gradients else wrong[0]
+    buffers = [each for each in wrong if each.startswith("buffer ")]
+    return f"the loss, first {buffers[0]}" if buffers else wrong[0]

@@ -7,21 +7,129 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
 from torch._decomp import decomposition_table
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
-from gemsc.base.draws import QuietMode
-from gemsc.verify.field.dispatch import NotesOnMemory, holds_numbers, name_and_place
+from gemsc.base.dtypes import is_real
+from gemsc.base.rng import QuietMode
 from gemsc.verify.field.numbers import LONGEST, SMALL, Field, NotDecidedError
 
-__all__ = ["Exps", "OverField"]
-
 Rule = Callable[..., Any]
+
+T = TypeVar("T")
+_FEW = 64  # notes: to look for those of memory that is gone is not worth it
+
+
+def names(text: str) -> frozenset[str]:
+    """Return the words of a text."""
+    return frozenset(text.split())
+
+
+# Operators by what is done with them, where that is not a rule.
+
+# random numbers: constants, the same on both sides
+DRAWS = names(
+    "rand rand_like randn randn_like randint randint_like randperm bernoulli_ uniform_ "
+    "normal_ exponential_ random_"
+)
+# new memory
+UNWRITTEN = names("empty empty_like empty_strided new_empty new_empty_strided")
+# what looks at numbers without changing them, or makes none
+PLAIN = names(
+    "_local_scalar_dense isfinite isinf isnan is_same_size size stride is_nonzero "
+    "record_stream _has_compatible_shallow_copy_type is_pinned _pin_memory equal "
+    "nonzero _foreach_copy_ _foreach_zero_ _assert_async "
+    # by 1: it looks for infinities
+    "_amp_foreach_non_finite_check_and_unscale_"
+)
+# what moves numbers and gives a memory of its own to nothing but what it is given
+CARRIES = names(
+    "clone cat stack index index_select gather flip roll repeat repeat_interleave "
+    "masked_select take take_along_dim expand_copy view_copy slice_copy"
+)
+# what only moves numbers
+MOVES = CARRIES | names(
+    "zero_ zeros_like ones_like new_zeros new_ones zeros ones select_backward "
+    "slice_backward slice_scatter select_scatter as_strided_scatter diagonal_scatter "
+    "unfold replication_pad1d replication_pad2d replication_pad3d reflection_pad1d "
+    "reflection_pad2d reflection_pad3d tril triu tril_ triu_ upsample_nearest1d "
+    "upsample_nearest2d upsample_nearest3d _upsample_nearest_exact2d unbind_copy "
+    "max_unpool2d im2col pixel_shuffle pixel_unshuffle channel_shuffle embedding "
+    "split_with_sizes_copy narrow_copy diag_embed rot90 masked_scatter masked_scatter_ "
+    "_unsafe_index block_diag _reshape_alias unsafe_split native_channel_shuffle "
+    "unsafe_chunk unsafe_split_with_sizes index_copy index_copy_"
+)
+# what says itself in which dtype its result is
+OWN_DTYPE = names("_to_copy full_like new_full")
+
+# what each other operation of torch is over a finite field; what has no rule is what
+# torch's decompositions compose it of: norms of layers, `addmm`
+RULES: dict[str, Rule] = {}
+
+
+class NotesOnMemory(Generic[T]):
+    """What is known of all that lies in the memory of tensors, while they live.
+
+    Threads may share it.
+    """
+
+    def __init__(self) -> None:
+        self._notes: dict[int, tuple[StorageWeakRef, T]] = {}
+        self._many = _FEW
+
+    def of(self, t: Tensor) -> T | None:
+        """Return what is known of a tensor's memory."""
+        found = self._notes.get(t.untyped_storage()._cdata)
+        return None if found is None or _is_gone(found[0]) else found[1]
+
+    def enter(self, t: Tensor, note: T) -> None:
+        """Say what is known of a tensor's memory from now on."""
+        if len(self._notes) > self._many:
+            for key, (memory, _) in list(self._notes.items()):
+                if _is_gone(memory):
+                    self._notes.pop(key, None)
+            self._many = max(_FEW, 2 * len(self._notes))
+        storage = t.untyped_storage()
+        memory = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self._notes[storage._cdata] = memory, note
+
+    def forget(self, t: Tensor) -> None:
+        """Drop what is known of a tensor that is written to."""
+        self._notes.pop(t.untyped_storage()._cdata, None)
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Enter a function as the rule of these operators, named without overloads."""
+
+    def enter(function: Rule) -> Rule:
+        RULES.update(dict.fromkeys(names, function))
+        return function
+
+    return enter
+
+
+def name_and_place(func: Any) -> tuple[str, bool]:
+    """Return the name of an ATen operator, `add` of `add_`, and if it is in place."""
+    name = func._schema.name.removeprefix("aten::")
+    in_place = name.endswith("_") and not name.endswith("__")
+    return name[:-1] if in_place else name, in_place
+
+
+def holds_numbers(leaf: Any) -> TypeGuard[Tensor]:
+    """Whether something is a tensor of numbers that are no integers."""
+    return isinstance(leaf, Tensor) and is_real(leaf.dtype)
+
+
+def _is_gone(memory: StorageWeakRef) -> bool:
+    return bool(memory.expired())  # type: ignore[no-untyped-call]
+
+
 _unwritten = itertools.count(1)  # what is in new memory: never twice the same
 
 
@@ -61,14 +169,12 @@ class OverField(QuietMode):  # type: ignore[no-untyped-call]
     def __init__(
         self,
         field: Field,
-        rules: Any,
         see: Callable[[Any], None] | None = None,
         exps: Exps | None = None,
     ) -> None:
         super().__init__()
         self.see = see
         self.field = field
-        self.rules = rules  # the module of that name
         self.zeros = self.divisions = 0
         self._exps = Exps() if exps is None else exps
 
@@ -81,9 +187,7 @@ class OverField(QuietMode):  # type: ignore[no-untyped-call]
             self.see(result)
         return result
 
-    def _computed(  # noqa: C901
-        self, func: Any, args: Any, kwargs: dict[str, Any]
-    ) -> Any:
+    def _computed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:  # noqa: C901
         name = func._schema.name.removeprefix("aten::")
         if func.namespace in ("profiler", "prims") and not _has_numbers(args):
             return func(*args, **kwargs)
@@ -91,17 +195,17 @@ class OverField(QuietMode):  # type: ignore[no-untyped-call]
             raise NotDecidedError(func._schema.name)
         if any(map(_is_no_number, pytree.tree_leaves((args, kwargs)))):
             return func(*args, **kwargs)
-        if name in self.rules.UNWRITTEN:
+        if name in UNWRITTEN:
             return self._filled(func(*args, **kwargs))
-        if name in self.rules.DRAWS:
+        if name in DRAWS:
             return self._constants(self._plain(func, args, kwargs))
         if name == "_local_scalar_dense" and holds_numbers(args[0]):
             return float(self.of(args[0]).item())
-        if name in self.rules.MOVES:
+        if name in MOVES:
             return self._moved(name, func, args, kwargs)
         if func.is_view or torch.Tag.inplace_view in func.tags or name == "set_":
             return func(*args, **kwargs)
-        if name in self.rules.PLAIN:
+        if name in PLAIN:
             return self._plain(func, args, kwargs)
         if name == "copy_" and args[0].dtype is args[1].dtype is torch.uint8:
             self._plain(func, args, kwargs)
@@ -110,17 +214,12 @@ class OverField(QuietMode):  # type: ignore[no-untyped-call]
         if not _has_numbers((args, kwargs)):
             return self._constants(func(*args, **kwargs))
         base, in_place = name_and_place(func)
-        rule = self.rules.RULES.get(base)
-        if rule is not None:
+        if (found := RULES.get(base)) is not None:
             target: Any = args[0] if in_place else kwargs.pop("out", None)
-            result = rule(self, *args, **kwargs)
+            result = found(self, *args, **kwargs)
             if target is not None:
                 return self._write(target, result)
-            return (
-                result
-                if base in self.rules.OWN_DTYPE
-                else self._like(result, args, kwargs)
-            )
+            return result if base in OWN_DTYPE else self._like(result, args, kwargs)
         if func in decomposition_table:
             with self:
                 return decomposition_table[func](*args, **kwargs)
@@ -255,7 +354,7 @@ class OverField(QuietMode):  # type: ignore[no-untyped-call]
         """Move numbers, and what exp of them is."""
         result = self._plain(func, args, kwargs)
         moved = [t for t in pytree.tree_leaves((args, kwargs)) if holds_numbers(t)]
-        if name in self.rules.CARRIES and any(map(self.has_exp, moved)):
+        if name in CARRIES and any(map(self.has_exp, moved)):
             exps = pytree.tree_map_only(holds_numbers, self.exp, args)
             is_log = all(map(self.is_log, moved))
             self.remember(result, func(*exps, **kwargs), is_log=is_log)

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import hashlib
 import math
+import zlib
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-
-__all__ = ["LONGEST", "PRIMES", "SMALL", "Field", "NotDecidedError"]
 
 # the largest below 2^17, but for 2^17 - 1, by which variances are divided
 PRIMES = (131063, 131059, 131041)
@@ -125,6 +125,13 @@ class Field:
             raise NotDecidedError("fractions with large denominators")
         found = self._quotients(tops, bottoms).astype(np.float64)
         return self.reduced(torch.from_numpy(found).view(t.shape))
+
+    def random(self, name: str, shape: Sequence[int]) -> Tensor:
+        """Return numbers that are drawn for a name."""
+        seed = zlib.crc32(f"{self.p} {self.key} {name}".encode())
+        generator = torch.Generator().manual_seed(seed)
+        numbers = torch.randint(self.p, tuple(shape), generator=generator)
+        return (numbers - self.half).double()
 
     # ---------------------------------------------------- functions
 

@@ -1,44 +1,321 @@
-"""What each operation of torch is over a finite field.
-
-What has no rule is what torch's decompositions compose it of: norms of layers, `addmm`.
-"""
+"""What moves numbers, attention, means over windows and resizing, over a field."""
 
 from __future__ import annotations
 
-from gemsc.verify.field import attention, functions, moves, order, pools, sums
-from gemsc.verify.field.functions import BACKWARDS, FUNCTIONS
-from gemsc.verify.field.moves import (
-    CARRIES,
-    DRAWS,
-    MOVES,
-    OWN_DTYPE,
-    PLAIN,
-    UNWRITTEN,
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gemsc.verify.field.arithmetic import counted
+from gemsc.verify.field.mode import RULES, OverField, Rule, rule
+from gemsc.verify.field.numbers import NotDecidedError
+
+aten = torch.ops.aten
+
+
+@rule("_to_copy")
+def _to_copy(mode: OverField, t: Tensor, **how: Any) -> Any:
+    dtype = how.get("dtype") or t.dtype
+    if dtype.is_floating_point:
+        if dtype not in (torch.float32, torch.float64):
+            raise NotDecidedError(f"numbers in {dtype}")
+        return mode.carry(t, aten._to_copy(mode.of(t), **{**how, "dtype": dtype}))
+    if not t.is_floating_point():
+        return aten._to_copy(t, **how)
+    return aten._to_copy(_as_plain(mode, t, dtype), **how)
+
+
+def _as_plain(mode: OverField, t: Tensor, dtype: torch.dtype) -> Any:
+    """Return what becomes integers or booleans: of numbers only those that count."""
+    if dtype is torch.bool:
+        return mode.of(t) != 0
+    counts = counted(mode, t)
+    if counts is None or dtype.is_complex:
+        raise NotDecidedError(f"a conversion of numbers to {dtype}")
+    return counts.to(dtype)
+
+
+@rule("copy")
+def _copy(mode: OverField, t: Tensor, other: Tensor, *_: Any) -> Any:
+    if t.is_floating_point():
+        return mode.of(other)
+    return _as_plain(mode, other, t.dtype) if other.is_floating_point() else other
+
+
+@rule("fill")
+def _fill(mode: OverField, t: Tensor, value: Any) -> Tensor:
+    return torch.full_like(t, 0.0).copy_(_with_infinity(mode, value))
+
+
+def _with_infinity(mode: OverField, value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return mode.of(value)
+    return torch.tensor(mode.scalar(value), dtype=torch.float64)
+
+
+@rule("full_like", "new_full")
+def _full_like(mode: OverField, t: Tensor, *rest: Any, **how: Any) -> Any:
+    dtype = how.get("dtype") or t.dtype
+    if dtype.is_floating_point:
+        *size, value = rest
+        rest = (*size, mode.scalar(value))
+        if size:
+            return aten.new_full(t, *rest, **how)
+        return aten.full_like(t, *rest, **how)
+    return (aten.new_full if len(rest) == 2 else aten.full_like)(t, *rest, **how)
+
+
+@rule("masked_fill")
+def _masked_fill(mode: OverField, t: Tensor, mask: Tensor, value: Any) -> Tensor:
+    return torch.where(mask, _with_infinity(mode, value), t)
+
+
+@rule("constant_pad_nd")
+def _pad(mode: OverField, t: Tensor, pad: Any, value: Any = 0) -> Any:
+    return aten.constant_pad_nd(t, pad, mode.scalar(value))
+
+
+@rule("where")
+def _where(mode: OverField, mask: Tensor, a: Any, b: Any) -> Tensor:
+    return torch.where(mask, _with_infinity(mode, a), _with_infinity(mode, b))
+
+
+@rule("scatter")
+def _scatter(
+    mode: OverField, t: Tensor, dim: int, index: Tensor, value: Any, **how: Any
+) -> Any:
+    if how:
+        raise NotDecidedError("scatter with reduce")
+    return aten.scatter(mode.of(t), dim, index, mode.of(value))
+
+
+@rule("lift_fresh", "lift", "lift_fresh_copy")
+def _lift(mode: OverField, t: Tensor) -> Tensor:
+    return mode.of(t).clone() if t.is_floating_point() else t
+
+
+@rule("_softmax")
+def _softmax(mode: OverField, t: Tensor, dim: int, *rest: Any, **how: Any) -> Tensor:
+    exps = mode.exp(t)
+    total = mode.sum(exps, [dim], True)
+    empty = (mode.of(t) == -math.inf).all(dim, keepdim=True)
+    if bool(empty.any()):
+        return mode.mul(exps, mode.field.inverse(total))
+    return mode.mul(exps, mode.inverse(total))
+
+
+@rule("_softmax_backward_data")
+def _softmax_backward(
+    mode: OverField, g: Tensor, y: Tensor, dim: int, *rest: Any
+) -> Tensor:
+    g, y = mode.of(g), mode.of(y)
+    part = mode.mul(g, y)
+    return mode.add(part, -mode.mul(y, mode.sum(part, [dim], True)))
+
+
+@rule("_log_softmax")
+def _log_softmax(mode: OverField, t: Tensor, dim: int, *rest: Any) -> Tensor:
+    total = mode.sum(mode.exp(t), [dim], True)
+    result = mode.reduced(mode.of(t) - mode.field.apply("log", total))
+    return mode.remember(result, mode.mul(mode.exp(t), mode.inverse(total)))
+
+
+@rule("_log_softmax_backward_data")
+def _log_softmax_backward(
+    mode: OverField, g: Tensor, y: Tensor, dim: int, *rest: Any
+) -> Tensor:
+    exps, g = mode.exp(y), mode.of(g)
+    return mode.add(g, -mode.mul(exps, mode.sum(g, [dim], True)))
+
+
+def _scores(
+    mode: OverField, q: Tensor, k: Tensor, causal: bool, mask: Any, scale: Any
+) -> tuple[Tensor, float]:
+    factor = mode.of(1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    scores = mode.mul(mode.matmul(q, k.transpose(-2, -1)), factor)
+    if causal:
+        keep = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        scores = scores.masked_fill(~keep, -math.inf)
+    if mask is not None and mask.dtype is torch.bool:
+        scores = scores.masked_fill(~mask, -math.inf)
+    elif mask is not None:
+        scores = mode.reduced(scores + mode.of(mask))
+    return scores, factor
+
+
+@rule("_scaled_dot_product_flash_attention_for_cpu")
+def _attention(
+    mode: OverField,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    attn_mask: Any = None,
+    scale: Any = None,
+) -> Any:
+    q, k, v = mode.of(q), mode.of(k), mode.of(v)
+    k, v = (_for_each_head(q, t) for t in (k, v))
+    if dropout_p:
+        raise NotDecidedError("attention that drops within its kernel")
+    scores, _ = _scores(mode, q, k, is_causal, attn_mask, scale)
+    weights = _softmax(mode, scores, -1)
+    # as the kernel leaves it in memory: batch x queries x heads x size
+    out = mode.matmul(weights, v).transpose(1, 2).contiguous().transpose(1, 2)
+    return out, mode.field.apply("log", mode.sum(mode.exp(scores), [-1]))
+
+
+@rule("_scaled_dot_product_flash_attention_for_cpu_backward")
+def _attention_backward(
+    mode: OverField,
+    g: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    attn_mask: Any = None,
+    scale: Any = None,
+) -> Any:
+    g, q, k, v = mode.of(g), mode.of(q), mode.of(k), mode.of(v)
+    heads = k.shape[1]
+    k, v = (_for_each_head(q, t) for t in (k, v))
+    scores, factor = _scores(mode, q, k, is_causal, attn_mask, scale)
+    weights = _softmax(mode, scores, -1)
+    of_v = mode.matmul(weights.transpose(-2, -1), g)
+    of_weights = mode.matmul(g, v.transpose(-2, -1))
+    of_scores = mode.mul(_softmax_backward(mode, of_weights, weights, -1), factor)
+    of_k = mode.matmul(of_scores.transpose(-2, -1), q)
+    of_k, of_v = (
+        mode.sum(torch.unflatten(t, 1, (heads, -1)), [2]) for t in (of_k, of_v)
+    )
+    return mode.matmul(of_scores, k), of_k, of_v
+
+
+def _for_each_head(q: Tensor, t: Tensor) -> Tensor:
+    """Return keys or values, of which some heads of queries may share one."""
+    count = q.shape[1] // t.shape[1]
+    return t if count == 1 else t.repeat_interleave(count, 1)
+
+
+RESIZES = (
+    *("_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "upsample_linear1d"),
+    *("upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d"),
+    *("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"),
 )
-from gemsc.verify.field.order import ORDERED
-from gemsc.verify.field.pools import RESIZES
-from gemsc.verify.field.sums import SUMS
 
-__all__ = [
-    "BACKWARDS",
-    "CARRIES",
-    "DRAWS",
-    "FUNCTIONS",
-    "MOVES",
-    "ORDERED",
-    "OWN_DTYPE",
-    "PLAIN",
-    "RESIZES",
-    "RULES",
-    "SUMS",
-    "UNWRITTEN",
-]
 
-RULES = {
-    **moves.RULES,
-    **sums.RULES,
-    **functions.RULES,
-    **order.RULES,
-    **attention.RULES,
-    **pools.RULES,
-}
+def _average(name: str) -> Rule:
+    def run(mode: OverField, x: Tensor, *args: Any) -> Tensor:
+        x = mode.of(x)
+        if x.dim() != _num_axes(name) + 2:
+            raise NotDecidedError("a pool without a batch")
+        found = mode.field.reduced(getattr(aten, name)(x, *_pool_args(list(args), 1)))
+        return mode.mul(found, mode.inverse(_pool_factors(name, x, args)))
+
+    return run
+
+
+def _average_backward(name: str) -> Rule:
+    def run(mode: OverField, g: Tensor, x: Tensor, *args: Any) -> Tensor:
+        g = mode.mul(mode.of(g), mode.inverse(_pool_factors(name, x, args)))
+        found = getattr(aten, f"{name}_backward")(
+            g, mode.of(x), *_pool_args(list(args), 1)
+        )
+        return mode.field.reduced(found)
+
+    return run
+
+
+def _pool_factors(name: str, x: Tensor, args: Any) -> Any:
+    ones = torch.ones((1, 1, *x.shape[-(x.dim() - 2) :]), dtype=torch.float64)
+    args = list(args)
+    sums = getattr(aten, name)(ones, *_pool_args(args, 1))
+    means = getattr(aten, name)(
+        ones, *_pool_args(args, args[5] if len(args) > 5 else None)
+    )
+    return (sums / means).round()
+
+
+def _pool_args(args: list[Any], divisor: Any) -> list[Any]:
+    kernel, *rest = args
+    defaults = [[], 0, False, True]
+    rest = [*rest[:4], *defaults[len(rest[:4]) :]]
+    return [kernel, *rest, divisor]
+
+
+def _resize(name: str) -> Rule:
+    axes = _num_axes(name)
+
+    def run(mode: OverField, x: Tensor, *args: Any, **how: Any) -> Tensor:
+        op = getattr(aten, name)
+        size = tuple(x.shape[-axes:])
+        matrices = _matrices(mode, lambda t: op(t, *args, **how), size)
+        return _along(mode, mode.of(x), matrices)
+
+    return run
+
+
+def _resize_backward(name: str) -> Rule:
+    axes = _num_axes(name)
+
+    def run(mode: OverField, g: Tensor, *args: Any, **how: Any) -> Tensor:
+        op = getattr(aten, name)
+        if name.startswith("_adaptive"):
+            rest, size = [list(g.shape[-axes:])], args[0].shape
+        else:
+            output, size, *rest = args
+            rest = [output, *rest]
+        matrices = _matrices(mode, lambda t: op(t, *rest, **how), tuple(size[-axes:]))
+        return _along(mode, mode.of(g), [m.t() for m in matrices])
+
+    return run
+
+
+def _matrices(
+    mode: OverField, call: Callable[[Tensor], Tensor], size: tuple[int, ...]
+) -> list[Tensor]:
+    """Return the matrices (outputs x inputs) of an operation linear along each axis.
+
+    What does not change along the other axes stays so.
+    """
+    found = []
+    for axis, length in enumerate(size):
+        view = [length if a == axis else 1 for a in range(len(size))]
+        basis = torch.eye(length, dtype=torch.float64).view(length, 1, *view)
+        full = call(basis.expand(length, 1, *size).contiguous()).movedim(axis + 2, 1)
+        rows = full.reshape(length, full.shape[1], -1)[..., 0]
+        found.append(mode.field.fractions(rows.t().contiguous()))
+    return found
+
+
+def _along(mode: OverField, x: Tensor, matrices: list[Tensor]) -> Tensor:
+    first = x.dim() - len(matrices)
+    for axis, matrix in enumerate(matrices):
+        dim = first + axis
+        moved = x.movedim(dim, -1)
+        x = mode.matmul(moved, matrix.t()).movedim(-1, dim)
+    return x.contiguous()
+
+
+def _num_axes(name: str) -> int:
+    """Return along how many axes an operation works: 2 of `avg_pool2d`."""
+    found = re.search(r"(\d)d", name)
+    assert found is not None
+    return int(found[1])
+
+
+for _name in ("avg_pool2d", "avg_pool3d"):
+    RULES[_name] = _average(_name)
+    RULES[f"{_name}_backward"] = _average_backward(_name)
+for _name in RESIZES:
+    RULES[_name] = _resize(_name)
+    RULES[f"{_name}_backward"] = _resize_backward(_name)

@@ -1,4 +1,8 @@
-"""Sums and products, of two numbers, over dimensions, of matrices and in windows."""
+"""Functions, sums and products of numbers of a field, and their order.
+
+Functions of one number are drawn at random, as is the slope of each; so is the order of
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -7,38 +11,113 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gemsc.verify.field.dispatch import Rule, Rules
-from gemsc.verify.field.functions import of_one
-from gemsc.verify.field.mode import OverField
-from gemsc.verify.field.moves import counted
+from gemsc.verify.field.mode import RULES, OverField, Rule, names, rule
 from gemsc.verify.field.numbers import LONGEST, SMALL, NotDecidedError
 
-__all__ = ["RULES", "SUMS"]
-
 aten = torch.ops.aten
-RULES = Rules()
-# what only adds numbers up
-SUMS = (
-    *("index_add", "scatter_add", "index_put", "_index_put_impl"),
-    *("_unsafe_index_put", "embedding_dense_backward"),
-    *("upsample_nearest1d_backward", "upsample_nearest2d_backward"),
-    *("upsample_nearest3d_backward", "_upsample_nearest_exact2d_backward"),
-    *("unfold_backward", "col2im", "replication_pad1d_backward"),
-    *("replication_pad2d_backward", "replication_pad3d_backward"),
-    *("reflection_pad1d_backward", "reflection_pad2d_backward"),
-    *("reflection_pad3d_backward", "max_pool2d_with_indices_backward"),
-    *("max_pool3d_with_indices_backward", "adaptive_max_pool2d_backward"),
-    *("adaptive_max_pool3d_backward", "index_select_backward", "trace"),
-    *("value_selecting_reduction_backward",),
+
+FUNCTIONS = names(
+    "relu gelu silu sigmoid tanh softplus elu leaky_relu hardtanh hardswish "
+    "hardsigmoid mish erf erfc sin cos tan atan asin acos sinh cosh log1p log2 "
+    "log10 expm1 exp2 sqrt abs sign sgn selu celu relu6 log_sigmoid_forward "
+    "softshrink hardshrink threshold round floor ceil trunc logit sinc erfinv "
+    "lgamma digamma"
+)
+BACKWARDS = names(
+    "threshold_backward gelu_backward silu_backward sigmoid_backward "
+    "tanh_backward softplus_backward elu_backward leaky_relu_backward "
+    "hardtanh_backward hardswish_backward hardsigmoid_backward mish_backward "
+    "log_sigmoid_backward softshrink_backward hardshrink_backward logit_backward"
 )
 
 
-@RULES.of("add")
+_SQRT = str(("sqrt", (), []))  # the key of a function of one tensor alone
+
+
+def _function(name: str) -> Rule:
+    def run(mode: OverField, t: Tensor, *rest: Any, **how: Any) -> Any:
+        if any(isinstance(each, Tensor) for each in rest):
+            raise NotDecidedError(name)
+        result = mode.field.apply((name, rest, sorted(how.items())), mode.of(t))
+        if name == "log_sigmoid_forward":
+            return result, torch.zeros_like(result)
+        return result
+
+    return run
+
+
+def _slope(name: str) -> Rule:
+    def run(mode: OverField, g: Tensor, *rest: Any, **how: Any) -> Any:
+        how.pop("grad_input", None)
+        tensors = [mode.of(t) for t in rest if isinstance(t, Tensor)]
+        numbers = [each for each in rest if not isinstance(each, Tensor)]
+        key = (name, numbers, sorted(how.items()))
+        slope = mode.field.apply(key, tensors[0])
+        return mode.mul(mode.of(g), slope)
+
+    return run
+
+
+@rule("rsqrt")
+def _rsqrt(mode: OverField, t: Tensor) -> Any:
+    return mode.inverse(mode.field.apply(_SQRT, mode.of(t)))
+
+
+@rule("exp")
+def _exp(mode: OverField, t: Tensor) -> Tensor:
+    return mode.exp(t)
+
+
+@rule("log")
+def _log(mode: OverField, t: Tensor) -> Tensor:
+    x = mode.of(t)
+    return mode.remember(mode.field.apply("log", x), x, is_log=True)
+
+
+@rule("xlogy")
+def _xlogy(mode: OverField, a: Any, b: Any) -> Tensor:
+    log = mode.field.apply("log", torch.as_tensor(mode.of(b)))
+    return mode.mul(mode.of(a), log)
+
+
+for _name in FUNCTIONS:
+    RULES[_name] = _function(_name)
+for _name in BACKWARDS:
+    RULES[_name] = _slope(_name)
+
+
+def counted(mode: OverField, value: Any) -> Tensor | None:
+    """Return what counts something as float64: it has small integers alone.
+
+    Drawn numbers are none, but by chance.
+    """
+    numbers = mode.of(value)
+    if not isinstance(numbers, Tensor):
+        numbers = torch.tensor(numbers, dtype=torch.float64)
+    return numbers if bool((numbers.abs() <= SMALL).all()) else None
+
+
+# what only adds numbers up
+SUMS = names(
+    "index_add scatter_add index_put _index_put_impl _unsafe_index_put "
+    "embedding_dense_backward upsample_nearest1d_backward "
+    "upsample_nearest2d_backward upsample_nearest3d_backward "
+    "_upsample_nearest_exact2d_backward unfold_backward col2im "
+    "replication_pad1d_backward replication_pad2d_backward "
+    "replication_pad3d_backward reflection_pad1d_backward "
+    "reflection_pad2d_backward reflection_pad3d_backward "
+    "max_pool2d_with_indices_backward max_pool3d_with_indices_backward "
+    "adaptive_max_pool2d_backward adaptive_max_pool3d_backward "
+    "index_select_backward trace value_selecting_reduction_backward"
+)
+
+
+@rule("add")
 def _add(mode: OverField, a: Any, b: Any, alpha: Any = 1) -> Tensor:
     return _sum_of_two(mode, a, b, mode.of(alpha))
 
 
-@RULES.of("sub")
+@rule("sub")
 def _sub(mode: OverField, a: Any, b: Any, alpha: Any = 1) -> Tensor:
     return _sum_of_two(mode, a, b, -mode.of(alpha))
 
@@ -75,12 +154,12 @@ def _exp_of(mode: OverField, value: Any) -> Tensor:
     return mode.field.apply("exp", torch.tensor(mode.of(value), dtype=torch.float64))
 
 
-@RULES.of("mul")
+@rule("mul")
 def _mul(mode: OverField, a: Any, b: Any) -> Tensor:
     return mode.mul(mode.of(a), mode.of(b))
 
 
-@RULES.of("neg")
+@rule("neg")
 def _neg(mode: OverField, a: Tensor) -> Any:
     result = -mode.of(a)
     if mode.has_exp(a):
@@ -88,7 +167,7 @@ def _neg(mode: OverField, a: Tensor) -> Any:
     return result
 
 
-@RULES.of("div")
+@rule("div")
 def _div(mode: OverField, a: Any, b: Any, rounding_mode: Any = None) -> Any:
     if rounding_mode is not None:
         counts = [counted(mode, value) for value in (a, b)]
@@ -98,15 +177,15 @@ def _div(mode: OverField, a: Any, b: Any, rounding_mode: Any = None) -> Any:
     return mode.mul(mode.of(a), mode.inverse(mode.of(b)))
 
 
-@RULES.of("reciprocal")
+@rule("reciprocal")
 def _reciprocal(mode: OverField, a: Tensor) -> Any:
     return mode.inverse(mode.of(a))
 
 
-@RULES.of("pow")
+@rule("pow")
 def _pow(mode: OverField, a: Any, b: Any) -> Any:
     if not isinstance(b, Tensor):
-        return power(mode, mode.of(a), b)
+        return _power(mode, mode.of(a), b)
     x, exponents = (
         t if isinstance(t, Tensor) else torch.tensor(t, dtype=torch.float64)
         for t in (mode.of(a), mode.of(b))
@@ -118,15 +197,15 @@ def _pow(mode: OverField, a: Any, b: Any) -> Any:
     is_count = exponents.abs() <= SMALL
     for n in set(exponents[is_count].tolist()):
         here = exponents == n
-        result[here] = power(mode, x[here], n)
+        result[here] = _power(mode, x[here], n)
     return result
 
 
-def power(mode: OverField, x: Tensor, n: float) -> Any:
+def _power(mode: OverField, x: Tensor, n: float) -> Any:
     if n < 0:
-        return mode.inverse(power(mode, x, -n))
+        return mode.inverse(_power(mode, x, -n))
     if n != int(n):
-        return mode.field.apply(of_one("sqrt") if n == 0.5 else ("pow", n), x)
+        return mode.field.apply(_SQRT if n == 0.5 else ("pow", n), x)
     result, square, rest = torch.ones_like(x), x, int(n)
     while rest:
         if rest % 2:
@@ -135,49 +214,51 @@ def power(mode: OverField, x: Tensor, n: float) -> Any:
     return result
 
 
-@RULES.of("sum")
+@rule("sum")
 def _sum(
     mode: OverField, t: Tensor, dims: Any = None, keepdim: bool = False, **how: Any
 ) -> Tensor:
     return mode.sum(mode.of(t), dims, keepdim)
 
 
-@RULES.of("mean")
+@rule("mean")
 def _mean(
     mode: OverField, t: Tensor, dims: Any = None, keepdim: bool = False, **how: Any
 ) -> Tensor:
-    return mean(mode, mode.of(t), dims, keepdim)
+    return _mean_of(mode, mode.of(t), dims, keepdim)
 
 
-def mean(mode: OverField, t: Tensor, dims: Any = None, keepdim: bool = False) -> Tensor:
+def _mean_of(
+    mode: OverField, t: Tensor, dims: Any = None, keepdim: bool = False
+) -> Tensor:
     total = mode.sum(t, dims, keepdim)
     return mode.mul(
         total, mode.inverse(mode.field.number(t.numel() // max(total.numel(), 1)))
     )
 
 
-@RULES.of("cumsum")
+@rule("cumsum")
 def _cumsum(mode: OverField, t: Tensor, dim: int, **how: Any) -> Tensor:
     return mode.field.reduced(mode.of(t).cumsum(dim))
 
 
-@RULES.of("var")
+@rule("var")
 def _var(mode: OverField, t: Tensor, *args: Any, **how: Any) -> Tensor:
-    return variance_of(mode, mode.of(t), *_correction(args, how))[0]
+    return _variance_of(mode, mode.of(t), *_correction(args, how))[0]
 
 
-@RULES.of("var_mean")
+@rule("var_mean")
 def _var_mean(mode: OverField, t: Tensor, *args: Any, **how: Any) -> Any:
-    return variance_of(mode, mode.of(t), *_correction(args, how))
+    return _variance_of(mode, mode.of(t), *_correction(args, how))
 
 
-def variance_of(
+def _variance_of(
     mode: OverField, x: Tensor, dims: Any, correction: Any, keepdim: bool
 ) -> tuple[Tensor, Tensor]:
     dims = list(range(x.dim())) if dims is None or not dims else list(dims)
-    middle = mean(mode, x, dims, True)
+    middle = _mean_of(mode, x, dims, True)
     off = mode.add(x, -middle)
-    biased = mean(mode, mode.mul(off, off), dims, True)
+    biased = _mean_of(mode, mode.mul(off, off), dims, True)
     count = x.numel() // max(middle.numel(), 1)
     correction = 1 if correction is None else correction
     factor = mode.mul(
@@ -203,7 +284,7 @@ def _correction(args: Any, how: dict[str, Any]) -> tuple[Any, Any, bool]:
     return dims, correction, keepdim
 
 
-@RULES.of("mm", "bmm", "mv", "dot")
+@rule("mm", "bmm", "mv", "dot")
 def _mm(mode: OverField, a: Tensor, b: Tensor) -> Tensor:
     x, y = mode.of(a), mode.of(b)
     if y.dim() == 1:
@@ -211,7 +292,7 @@ def _mm(mode: OverField, a: Tensor, b: Tensor) -> Tensor:
     return mode.matmul(x, y)
 
 
-@RULES.of("convolution")
+@rule("convolution")
 def _convolution(
     mode: OverField, x: Tensor, weight: Tensor, bias: Any, *how: Any
 ) -> Any:
@@ -225,7 +306,7 @@ def _convolution(
     return mode.add(result, mode.of(bias).view(-1, *(1,) * (x.dim() - 2)))
 
 
-@RULES.of("convolution_backward")
+@rule("convolution_backward")
 def _convolution_backward(
     mode: OverField, g: Tensor, x: Tensor, weight: Tensor, bias: Any, *how: Any
 ) -> Any:
@@ -270,3 +351,73 @@ def _summing(name: str) -> Rule:
 
 for _name in SUMS:
     RULES[_name] = _summing(_name)
+
+
+_TWO = names("gt ge lt le maximum minimum fmax fmin")
+_BOUNDED = names("clamp clamp_min clamp_max")
+ORDERED = (
+    _TWO
+    | _BOUNDED
+    | names(
+        "amax amin max min argmax argmin sort topk max_pool2d_with_indices "
+        "max_pool3d_with_indices adaptive_max_pool2d adaptive_max_pool3d kthvalue "
+        "aminmax median cummax cummin mode"
+    )
+)
+
+
+def _ordered(name: str) -> Rule:
+    """Return the rule of what chooses among numbers by their order."""
+
+    def run(mode: OverField, t: Any, *args: Any, **how: Any) -> Any:
+        def place(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                value = torch.tensor(mode.scalar(value), dtype=torch.float64)
+            return mode.field.ordered(mode.of(value))
+
+        def number(found: Any) -> Any:
+            is_place = isinstance(found, Tensor) and found.is_floating_point()
+            return mode.field.from_order(found) if is_place else found
+
+        if name in _BOUNDED:
+            names = {"clamp": ("min", "max")}.get(name, (name[-3:],))
+            bounds = dict(zip(names, args, strict=False)) | how
+            found = place(t)
+            if bounds.get("min") is not None:
+                found = torch.maximum(found, place(bounds["min"]))
+            if bounds.get("max") is not None:
+                found = torch.minimum(found, place(bounds["max"]))
+        elif name in _TWO:
+            found = getattr(aten, name)(place(t), place(*args), **how)
+        else:
+            found = getattr(aten, name)(place(t), *args, **how)
+        if isinstance(found, tuple | list):
+            return tuple(map(number, found))
+        return number(found)
+
+    return run
+
+
+def _same(name: str) -> Rule:
+    """Return the rule of what asks whether numbers are the same, or 0."""
+
+    def run(mode: OverField, *args: Any, **how: Any) -> Any:
+        def plain(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return mode.of(value)
+            if type(value) in (int, float) and name in ("eq", "ne"):
+                return mode.scalar(value)
+            return value
+
+        return getattr(aten, name)(*map(plain, args), **how)
+
+    return run
+
+
+for _name in ORDERED:
+    RULES[_name] = _ordered(_name)
+for _name in (
+    *("eq", "ne", "any", "all"),
+    *("logical_and", "logical_or", "logical_not", "logical_xor"),
+):
+    RULES[_name] = _same(_name)

@@ -1,0 +1,326 @@
+"""Import the user's file, with other values for constants: `--set WIDTH=32`.
+
+    WIDTH = 64        is read as        WIDTH = 32
+
+The assignment is replaced before the file runs, so that all that uses the name sees the
+new value. Values are literals; nothing else is ever evaluated.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from difflib import get_close_matches
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+from gemsc.base.fingerprint import names_at_run_time
+from gemsc.errors import GemscError, SourceLocation
+
+# before the name of a user's file whose own is that of an imported module
+RENAMED = "gemsc_user_"
+KINDS = (int, float, str, bool, tuple)
+
+
+def import_source(
+    spec: str, constants: Mapping[str, str]
+) -> tuple[Path, ModuleType, str]:
+    """Import `path/model.py:name` or `pkg.module:name`: its path, module and `name`.
+
+    `name` is "model" where it is left out; `constants` have other values than there.
+
+    Raises:
+        GemscError: with the line, if it is not there or fails.
+    """
+    place, separator, name = spec.rpartition(":")
+    if not (separator and name.isidentifier()):
+        place, name = spec, "model"
+    is_file = place.endswith(".py") or "/" in place
+    load = _import_file if is_file else _import_module
+    return *load(place, constants), name
+
+
+def _import_file(place: str, constants: Mapping[str, str]) -> tuple[Path, ModuleType]:
+    path = Path(place)
+    if not path.is_file():
+        raise GemscError(
+            f"there is no file {path}",
+            help="give the path of a Python file, or package.module:name",
+        )
+    if path.suffix != ".py":
+        raise GemscError(f"{path} is not a Python file", help="its name ends in .py")
+    path = path.resolve()
+    _check_syntax(path)
+    if (path.parent / "__init__.py").is_file():
+        _refuse_constants(path, constants)
+        return path, _import_of_package(path)
+    name = _module_name(path)
+    loader = ConstantsLoader(name, path, constants)
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
+    if spec is None or spec.loader is None:
+        raise GemscError(f"{path} cannot be imported")
+    module = importlib.util.module_from_spec(spec)
+    previous = sys.modules.get(spec.name)
+    sys.modules[spec.name] = module
+    try:
+        with _on_path(path.parent):
+            spec.loader.exec_module(module)
+    except BaseException as error:
+        if previous is None:
+            del sys.modules[spec.name]
+        else:
+            sys.modules[spec.name] = previous
+        if isinstance(error, KeyboardInterrupt | GemscError):
+            raise
+        advice = f"`python {path.name}` shows the whole traceback"
+        raise user_failure(
+            f"importing {path.name} fails", error, path, advice=advice
+        ) from error
+    return path, module
+
+
+def _refuse_constants(path: Path, constants: Mapping[str, str]) -> None:
+    if constants:
+        raise GemscError(
+            f"--set cannot change constants of {path.name}, which is in a package",
+            help="move what runs change into a file of its own",
+        )
+
+
+def _import_of_package(path: Path) -> ModuleType:
+    """Import a file under its name in its package, for its relative imports."""
+    root = path.parent
+    while (root / "__init__.py").is_file():
+        root = root.parent
+    name = ".".join(path.relative_to(root).with_suffix("").parts)
+    with _on_path(path.parent), _on_path(root):
+        return _import_named(name, path)
+
+
+def _module_name(path: Path) -> str:
+    """Return the file's name, or another one where an imported module has it."""
+    taken = sys.modules.get(path.stem)
+    if taken is None or getattr(taken, "__file__", None) == str(path):
+        return path.stem
+    return RENAMED + path.stem
+
+
+def _import_module(name: str, constants: Mapping[str, str]) -> tuple[Path, ModuleType]:
+    with _on_path(Path.cwd()):
+        try:
+            found = importlib.util.find_spec(name)
+        except (ImportError, ValueError):
+            found = None
+        if found is None or found.origin is None:
+            raise GemscError(
+                f"there is no module {name}",
+                help="give package.module:name, or the path of a file: path/model.py",
+            )
+        path = Path(found.origin)
+        if path.suffix == ".py":
+            _check_syntax(path)
+        _refuse_constants(path, constants)
+        return path, _import_named(name, path)
+
+
+def _import_named(name: str, path: Path) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as error:
+        advice = f"`python -m {name}` shows the whole traceback"
+        raise user_failure(
+            f"importing {name} fails", error, path, advice=advice
+        ) from error
+
+
+def _check_syntax(path: Path) -> None:
+    try:
+        ast.parse(path.read_bytes(), str(path))
+    except SyntaxError as error:
+        raise GemscError(
+            f"syntax error: {error.msg}",
+            at=SourceLocation(str(path), error.lineno or 1),
+            help=f"`python {path.name}` must run",
+        ) from error
+    except ValueError as error:
+        raise GemscError(
+            f"{path} is not Python: {error}", help="give the path of a Python file"
+        ) from error
+
+
+def definition(path: Path, name: str) -> SourceLocation | None:
+    """Return the last top-level line that defines or assigns a name."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return None
+    line = None
+    for node in tree.body:
+        if name in _defined(node):
+            line = node.lineno
+    return None if line is None else SourceLocation(str(path), line)
+
+
+def _defined(node: ast.stmt) -> set[str]:
+    match node:
+        case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+            return {name}
+        case ast.Assign(targets=targets):
+            return {part.id for part in targets if isinstance(part, ast.Name)}
+        case ast.AnnAssign(target=ast.Name(id=name)):
+            return {name}
+        case ast.Import(names=names) | ast.ImportFrom(names=names):
+            return {alias.asname or alias.name for alias in names}
+    return set()
+
+
+def user_failure(
+    what: str,
+    error: BaseException,
+    path: Path,
+    at: SourceLocation | None = None,
+    advice: str | None = None,
+) -> GemscError:
+    """Return an error at the innermost line of the user's folder."""
+    for frame in traceback.extract_tb(error.__traceback__):
+        file = Path(frame.filename)
+        if file.parent == path.parent and frame.lineno is not None:
+            at = SourceLocation(frame.filename, frame.lineno)
+    text = " ".join(str(error).split())
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        advice = f"install {error.name}, or start gemsc where it can be imported"
+    kind = type(error).__name__
+    return GemscError(f"{what}: {kind}{': ' * bool(text)}{text}", at=at, help=advice)
+
+
+@contextmanager
+def _on_path(folder: Path) -> Iterator[None]:
+    entry = str(folder)
+    sys.path.insert(0, entry)
+    try:
+        yield
+    finally:
+        sys.path.remove(entry)
+
+
+class ConstantsLoader(SourceFileLoader):
+    """Loads a Python file with other values for some of its constants."""
+
+    def __init__(self, name: str, path: Path, constants: Mapping[str, str]) -> None:
+        """Take texts by name; without any, the file is loaded as it is."""
+        super().__init__(name, str(path))
+        self.constants = constants
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        """Return the code, never a cached one of other constants."""
+        if not self.constants:
+            return super().get_code(fullname)
+        tree = ast.parse(Path(self.path).read_bytes(), self.path)
+        assigned = _assigned(tree)
+        for name, text in self.constants.items():
+            if name not in assigned:
+                raise _unknown(Path(self.path), name, assigned)
+            for statement in assigned[name]:
+                statement.value = _new_value(Path(self.path), name, text, statement)
+        return compile(ast.fix_missing_locations(tree), self.path, "exec")
+
+
+def split_constants(texts: list[str]) -> dict[str, str]:
+    """Read `NAME=VALUE` each.
+
+    Raises:
+        GemscError: a text has another form.
+    """
+    found = {}
+    for text in texts:
+        name, separator, value = text.partition("=")
+        if not separator or not name.strip().isidentifier():
+            raise GemscError(
+                f"--set {text}: that is not NAME=VALUE",
+                help="name a constant of the model's file: --set WIDTH=32",
+            )
+        found[name.strip()] = value.strip()
+    return found
+
+
+def check_run_constants(path: Path, constants: Mapping[str, str]) -> None:
+    """Make sure that a run may change constants: the model does not use them.
+
+    Raises:
+        GemscError: what was compiled may use one.
+    """
+    free = names_at_run_time(path)
+    assigned = _assigned(ast.parse(path.read_bytes()))
+    for name in constants:
+        if name not in assigned:
+            raise _unknown(path, name, assigned)
+        if name not in free:
+            raise GemscError(
+                f"{name} may be part of what was compiled: not only the data, the "
+                "optimizer, the metrics and the hooks use it",
+                at=SourceLocation(str(path), assigned[name][0].lineno),
+                help=f"compile again with --set {name}={constants[name]}",
+            )
+
+
+def _assigned(tree: ast.Module) -> dict[str, list[Any]]:
+    """Return the statements at the top that give a name a literal."""
+    found: dict[str, list[Any]] = {}
+    for item in tree.body:
+        match item:
+            case ast.Assign(targets=[ast.Name(id=name)]):
+                found.setdefault(name, []).append(item)
+            case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr()):
+                found.setdefault(name, []).append(item)
+    return {
+        name: items
+        for name, items in found.items()
+        if all(_literal(item.value) is not None for item in items)
+    }
+
+
+def _literal(value: ast.expr | str) -> Any:
+    """Return the number, text, bool or tuple of them that is written; None if none."""
+    try:
+        found = ast.literal_eval(value)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return None
+    parts = found if isinstance(found, tuple) else (found,)
+    return found if all(isinstance(part, KINDS) for part in parts) else None
+
+
+def _new_value(path: Path, name: str, text: str, statement: Any) -> ast.expr:
+    """Return the value as it is written in the file, of the type of the old one."""
+    old = _literal(statement.value)
+    new = text if isinstance(old, str) else _literal(text)
+    if isinstance(old, str) and isinstance(_literal(text), str):
+        new = _literal(text)  # in quotes
+    if isinstance(old, float) and type(new) is int:
+        new = float(new)
+    if type(new) is not type(old):
+        raise GemscError(
+            f"--set {name}={text}: {name} is {old!r}, of type {type(old).__name__}",
+            at=SourceLocation(str(path), statement.lineno),
+            help="give a value of that type",
+        )
+    made = ast.parse(repr(new), mode="eval").body
+    return ast.copy_location(made, statement.value)
+
+
+def _unknown(path: Path, name: str, assigned: Mapping[str, Any]) -> GemscError:
+    close = get_close_matches(name, assigned, n=1)
+    advice = "a constant is a number or a text that a line at the top assigns"
+    if assigned:
+        advice = f"it has {', '.join(assigned)}"
+    at = None
+    if close:
+        advice = f"did you mean {close[0]}?"
+        at = SourceLocation(str(path), assigned[close[0]][0].lineno)
+    return GemscError(f"{path.name} has no constant {name}", at=at, help=advice)

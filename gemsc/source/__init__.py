@@ -1,1 +1,0 @@
-"""The user's source files, as they are loaded."""

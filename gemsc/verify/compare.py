@@ -1,0 +1,255 @@
+"""What steps leave in ranks and in one process, and how far these are apart."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gemsc.base.parts import Part
+from gemsc.verify.precision import LowPrecision
+from gemsc.weights.read import pasted, read_tensors
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+# A gradient that is zero but for rounding (a bias before BatchNorm) has no relative
+# error worth the name: errors are taken relative to at least this share of the largest.
+NEGLIGIBLE = 1e-3
+LARGEST_BUFFER = 1.0  # at most: a mask of huge numbers hides no error in another buffer
+ALLOWED = 2.0  # both runs round: they may be so much further apart than one is
+# What is further off is never called exact, however much rounding alone would explain.
+LIMIT = {torch.float64: 1e-6, torch.float32: 0.1}
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """Losses of some steps, gradients of the first, tensors after the last.
+
+    `unequal` are tensors that all ranks of a grid, or several replicas, hold as a
+    whole, but not bit for bit the same: they drift apart, or one rank of them has none.
+    `outputs` are what evaluation gives after the steps, where it was asked for.
+    """
+
+    losses: list[float]
+    gradients: dict[str, Tensor]
+    state: dict[str, Tensor]
+    activation_bytes: list[int] = field(default_factory=list)
+    peak_bytes: list[int] = field(default_factory=list)
+    unequal: frozenset[str] = frozenset()
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+
+
+def read_record(folder: Path, num_ranks: int) -> StepRecord:
+    """Join what the ranks wrote (gemsc.runtime.training.verification)."""
+    ranks = range(num_ranks)
+    losses, *_ = (_read_json(folder / f"losses{rank}.json") for rank in ranks)
+    peaks = [_read_json(folder / f"memory{rank}.json") for rank in ranks]
+    held = [_read_json(folder / f"held{rank}.json") for rank in ranks]
+    parts = [
+        {name: Part.read(part) for name, part in each["parts"].items()} for each in held
+    ]
+    joined: dict[str, dict[str, Tensor]] = {}
+    unequal: set[str] = set()
+    for kind in ("gradients", "state"):
+        files = [folder / f"{kind}{rank}.safetensors" for rank in ranks]
+        joined[kind] = pasted(zip(map(read_tensors, files), parts, strict=True))
+        for rank, each in enumerate(held):
+            if (first := each["grid"][0]) != rank:
+                pair = read_tensors(files[first]), read_tensors(files[rank])
+                alone = {*each["alone"], *held[first]["alone"]}
+                unequal |= _unequal(*pair) - parts[rank].keys() - alone
+    unequal |= _drifted(folder, parts, joined["gradients"].keys())
+    return StepRecord(
+        losses,
+        **joined,
+        activation_bytes=[activations for activations, _ in peaks],
+        peak_bytes=[peak for _, peak in peaks],
+        unequal=frozenset(unequal),
+    )
+
+
+def _read_json(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def _drifted(
+    folder: Path, parts: list[dict[str, Part]], trained: Iterable[str]
+) -> set[str]:
+    """Return trained parameters that ranks hold as a whole, each with other bits."""
+    first: dict[str, Tensor] = {}
+    found = set()
+    for rank, own in enumerate(parts):
+        tensors = read_tensors(folder / f"state{rank}.safetensors")
+        for name in tensors.keys() & trained - own.keys():
+            if not _same_bits(first.setdefault(name, tensors[name]), tensors[name]):
+                found.add(name)
+    return found
+
+
+def _unequal(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> set[str]:
+    """Return which tensors are not bit for bit the same."""
+    both = {name: (mine.get(name), theirs.get(name)) for name in {*mine, *theirs}}
+    return {
+        name
+        for name, (one, other) in both.items()
+        if one is None or other is None or not _same_bits(one, other)
+    }
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    pair = (each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other))
+    return torch.equal(*pair)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How far what ranks computed is from what one process did.
+
+    `errors` has the relative error of the loss and of each tensor ("gradient of
+    conv.weight"); `rounding` how far rounding alone changes it in one process, where
+    that was measured: compared with itself in float64, or with weights changed in their
+    last bit. Sums in a different order cannot be expected to be closer. What the ranks
+    of a grid hold as a whole, but not with the same bits, has an infinite error
+    ("copies of conv.weight"). `equal` counts the tensors that are bit for bit equal, of
+    `total`. `activation_bytes` is the measured peak of each rank. `last_bit` is that of
+    the precision in which the ranks of a grid add up, where it is less than the dtype.
+    `inside` is what the model itself computes in, where that is less.
+    """
+
+    errors: Mapping[str, float]
+    equal: int = 0
+    total: int = 0
+    activation_bytes: tuple[int, ...] = ()
+    rounding: Mapping[str, float] = field(default_factory=dict)
+    last_bit: float = 0.0
+    inside: LowPrecision | None = None
+
+    @property
+    def loss(self) -> float:
+        """The error of the loss."""
+        return self.errors["loss"]
+
+    @property
+    def worst(self) -> float:
+        """The largest error of all."""
+        return max(self.errors.values())
+
+    def worst_of(self, kind: str) -> tuple[float, str]:
+        """Return the largest error of a gradient, parameter or buffer, and its name."""
+        prefix = "gradient of " if kind == "gradient" else f"{kind} "
+        pairs = self.errors.items()
+        named = [(e, n.removeprefix(prefix)) for n, e in pairs if n.startswith(prefix)]
+        return max((pair for pair in named if pair[0]), default=(0.0, ""))
+
+    def limit(self, dtype: torch.dtype) -> float:
+        """Return how far off a tensor may be at most, whatever rounding explains."""
+        narrow = torch.float32 if self.inside is not None else dtype
+        return max(LIMIT[dtype], LIMIT[narrow])
+
+    def allowed(self, name: str, dtype: torch.dtype) -> float:
+        """Return how far a tensor may be off if nothing but rounding differs."""
+        least = max(TOLERANCE[dtype], self.last_bit)
+        return max(least, ALLOWED * self.rounding.get(name, 0.0))
+
+    def judge(self, dtype: torch.dtype) -> tuple[str, str]:
+        """Return "exact", "wrong" or "undecided", and the tensor that it is about.
+
+        Each tensor may be off by twice what rounding alone does to it. Where that is
+        more than `LIMIT`, and the tensor is as far off, nothing is decided.
+        """
+        found: dict[str, str] = {}
+        for name, error in self.errors.items():
+            allowed = self.allowed(name, dtype)
+            if not error <= min(allowed, self.limit(dtype)):
+                kind = "undecided" if allowed > self.limit(dtype) else "wrong"
+                found.setdefault(kind, name)
+        for kind in ("wrong", "undecided"):
+            if kind in found:
+                return kind, found[kind]
+        return "exact", max(self.errors, key=lambda name: self.errors[name])
+
+    def with_rounding(self, errors: Mapping[str, float]) -> Comparison:
+        """Return the comparison with what one more rounding of one process changes."""
+        both = self.rounding, errors
+        names = {name for each in both for name in each}
+        rounding = {n: max(each.get(n, 0.0) for each in both) for n in names}
+        return replace(self, rounding=rounding)
+
+
+def compare(
+    actual: StepRecord, expected: StepRecord, *, may_overflow: bool = False
+) -> Comparison:
+    """Return the largest errors of N ranks, compared with one process.
+
+    What is NaN in both is wrong, unless it `may_overflow`: in float16 a scale of the
+    loss may be too large, for both.
+    """
+    pairs = zip(actual.losses, expected.losses, strict=True)
+    loss = max(abs(a - b) / max(abs(b), 1e-12) for a, b in pairs)
+    loss = loss if loss == loss else float("inf")
+    parameters = {n for n, t in expected.state.items() if n in expected.gradients}
+    known = actual.state
+    groups = {
+        "gradient of ": (actual.gradients, expected.gradients, expected.gradients),
+        "parameter ": (known, expected.state, parameters),
+        "buffer ": (known, expected.state, expected.state.keys() - parameters),
+        "evaluation's ": (actual.outputs, expected.outputs, expected.outputs),
+    }
+    errors, equal = {"loss": loss}, 0
+    for kind, (mine, theirs, names) in groups.items():
+        most = LARGEST_BUFFER if kind in ("buffer ", "evaluation's ") else math.inf
+        found = _errors(mine, theirs, names, most, may_overflow)
+        errors |= {f"{kind}{name}": error for name, error in found.items()}
+        equal += sum(n in mine and torch.equal(mine[n], theirs[n]) for n in names)
+    errors |= {f"copies of {name}": math.inf for name in sorted(actual.unequal)}
+    total = sum(len(names) for *_, names in groups.values())
+    return Comparison(errors, equal, total, tuple(actual.activation_bytes))
+
+
+def _errors(
+    actual: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+    names: Iterable[str],
+    most: float,
+    may_overflow: bool,
+) -> dict[str, float]:
+    """Return the relative error of each tensor, infinite where it is not there.
+
+    What counts as the largest of them is `most` at most.
+    """
+    names = sorted(names)
+    largest = max((_size(expected[name]) for name in names), default=0.0)
+    least = NEGLIGIBLE * min(largest, most)
+    errors = {}
+    for name in names:
+        error = float("inf")
+        if name in actual and actual[name].shape == expected[name].shape:
+            difference = _difference(actual[name], expected[name], may_overflow)
+            scale = max(_size(expected[name]), least, sys.float_info.min)
+            error = difference / scale
+        errors[name] = error if error == error else float("inf")
+    return errors
+
+
+def _difference(mine: Tensor, theirs: Tensor, may_overflow: bool) -> float:
+    """Return the largest difference; infinities may be equal, and NaN if allowed."""
+    mine, theirs = mine.double(), theirs.double()
+    same = mine == theirs
+    if may_overflow:
+        same |= mine.isnan() & theirs.isnan()
+    difference = (mine - theirs).masked_fill(same, 0.0)
+    return float(difference.abs().max()) if difference.numel() else 0.0
+
+
+def _size(tensor: Tensor) -> float:
+    """Return the largest absolute value, infinities left aside."""
+    finite = tensor[tensor.isfinite()]
+    return float(finite.double().abs().max()) if finite.numel() else 0.0
