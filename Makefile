@@ -60,7 +60,7 @@ bench: $(READY)  ## measure: docs/benchmarks.md says what
 	  echo "== $$script"; $(BIN)/python $$script || exit; done
 
 size:  ## lines of each room of gemsc/, and the most that it may have
-	@$(PYTHON) tests/size.py
+	@$(PYTHON) tests/house/size.py
 
 site: $(READY)  ## build the documentation: build/site/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet

@@ -203,7 +203,7 @@ def too_much(plan: Plan, model: nn.Module) -> str:
         return f"that would take about {seconds:.0f} s"
     weights = sum(tensor.numel() for tensor in tensors)
     held = plan.replicas * copies * weights * max(s.grid.size for s in plan.stages)
-    # in float64, as tests/test_large_models.py measures; the model has its copies, too
+    # in float64, as test_large_models.py measures; the model has its copies, too
     num_bytes = 8 * (3 * held + 5 * weights) + 2 * copies * sum(plan.activation_bytes)
     if num_bytes > MOST_BYTES:
         return f"that would take about {num_bytes / 2**30:.0f} GiB of memory"

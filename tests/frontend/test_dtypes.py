@@ -1,0 +1,157 @@
+"""A program runs in another floating-point type as the model itself does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from program_support import Net, X, against_one_process, batch_of, mse, written
+from threads import run_on_threads
+from torch import Tensor, nn
+
+from gemsc.frontend import FRONTENDS
+from gemsc.ir import meta
+from gemsc.runtime.transport.device_transport import DeviceTransport
+from gemsc.runtime.transport.local import run_local
+from gemsc.runtime.transport.streams import Streams
+from gemsc.runtime.transport.transport import Transport
+from gemsc.runtime.worker.updates import clip_gradients
+from gemsc.verify.compare import compare
+from gemsc.verify.steps import reference_steps
+
+record = FRONTENDS["record"]
+
+
+def dtype_of_a_tensor(self: Any, x: Tensor) -> Tensor:
+    h = self.a(x)
+    mask = torch.ones(2, 4, dtype=h.dtype).tril()
+    h = self.b(h.to(x.dtype) * mask) + torch.zeros(1, dtype=self.a.weight.dtype)
+    h = self.c(h + torch.arange(4).to(h.dtype).sin())
+    return self.d(h.masked_fill(h > 1, torch.finfo(h.dtype).eps))
+
+
+def fixed_on_purpose(self: Any, x: Tensor) -> Tensor:
+    h = self.a(x)
+    part = h.float().softmax(-1, dtype=torch.float32)
+    h = self.b(part.to(h.dtype)) + part.to(torch.float32).sum()
+    h = self.c(h + part.log().type_as(h))
+    return self.d(h) + part
+
+
+def tensor_that_is_no_buffer(self: Any, x: Tensor) -> Tensor:
+    h = self.b(self.a(x)) + self.table.exp()
+    return self.d(self.c(h) * self.table.cos())
+
+
+def complex_numbers(self: Any, x: Tensor) -> Tensor:
+    h = torch.fft.fft(self.a(x)) * self.filter
+    h = self.b(h.to(self.filter.dtype).abs())
+    return self.d(self.c(h))
+
+
+class Gate(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = x * 2 if float(x.detach().sum()) > 0 else x * 3
+        return h, h.float()
+
+
+def opaque_module(self: Any, x: Tensor) -> Tensor:
+    h, part = self.gate(self.a(x))
+    h = self.c(self.b(h))
+    return self.d(h) + part.exp()
+
+
+CASES: dict[str, tuple[Callable[..., Tensor], dict[str, Any]]] = {
+    "dtype of a tensor": (dtype_of_a_tensor, {}),
+    "fixed on purpose": (fixed_on_purpose, {}),
+    "no buffer": (tensor_that_is_no_buffer, {"table": torch.linspace(0, 1, 4)}),
+    "opaque": (opaque_module, {"gate": Gate()}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_program_in_float64_is_the_model_in_float64(
+    name: str, tmp_path: Path
+) -> None:
+    forward, attributes = CASES[name]
+    found = against_one_process(tmp_path, Net(forward, **attributes), ranks=2)
+    assert found.equal == found.total
+
+
+@pytest.mark.parametrize("data", [1, 2])
+def test_complex_parameters_stay_complex(data: int, tmp_path: Path) -> None:
+    values = torch.randn(4, dtype=torch.complex64)
+    model = Net(complex_numbers, filter=nn.Parameter(values))
+    found = against_one_process(tmp_path, model, ranks=2 * data, data=data)
+    assert found.worst < 1e-12
+
+
+def test_clipping_counts_both_parts_of_a_complex_gradient() -> None:
+    parameter = nn.Parameter(torch.zeros(1, dtype=torch.complex64))
+    parameter.grad = torch.tensor([3 + 4j])
+
+    def clip(transport: Transport) -> None:
+        link, group = (
+            DeviceTransport(transport, Streams()),
+            transport.group((0,), "norm"),
+        )
+        clip_gradients(1.0, [parameter], [parameter], link, group)
+
+    run_local(1, clip)
+    torch.testing.assert_close(parameter.grad.abs(), torch.ones(1))
+
+
+def test_messages_have_the_dtype_of_what_is_sent(tmp_path: Path) -> None:
+    written(tmp_path, Net(fixed_on_purpose), ranks=3, micro_batches=2)
+    text = "".join(path.read_text() for path in tmp_path.glob("rank*.py"))
+    assert "keeps_dtype=True" in text
+    batches = [batch_of(((X,), X), 2)] * 2
+    for dtype in (torch.float32, torch.float64):
+        actual = run_on_threads(tmp_path, 3, batches, dtype=dtype)
+        args = (Net(fixed_on_purpose), mse, batches, 2, dtype)
+        found = compare(actual, reference_steps(*args))
+        assert found.equal == found.total
+
+
+def test_a_model_in_float64_runs_in_float32(tmp_path: Path) -> None:
+    model = Net(dtype_of_a_tensor).double()
+    written(tmp_path, model, (X.double(),), target=X.double(), ranks=2, micro_batches=2)
+    batches = [batch_of(((X,), X), 2)]
+    actual = run_on_threads(tmp_path, 2, batches, dtype=torch.float32)
+    expected = reference_steps(model, mse, batches, 2, torch.float32)
+    found = compare(actual, expected)
+    assert found.equal == found.total
+
+
+def test_what_follows_a_cast_that_does_nothing_is_what_the_user_wrote() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        h = self.a(x)
+        part = h.float()  # the same tensor
+        return self.b(h) + part
+
+    graph = record(Net(forward), (X,)).graph
+    (layer,) = [node for node in graph.nodes if node.target == "b"]
+    (part,) = [node for node in graph.nodes if node.target == "float"]
+    assert layer.args == part.args
+    assert meta.dtypes(part).value
+    assert not meta.dtypes(layer).value
+
+
+def test_a_model_that_cannot_run_in_another_dtype_says_why() -> None:
+    def bits(self: Any, x: Tensor) -> Tensor:
+        return self.a(x) * x.view(torch.int32).sum(1, keepdim=True)
+
+    def branch(self: Any, x: Tensor) -> Tensor:
+        h = self.a(x)
+        if x.dtype == torch.float32:
+            h = h.exp()
+        return h * 2
+
+    for forward in (bits, branch):
+        why = record(Net(forward), (X,)).only_dtype
+        assert why.startswith("test_dtypes.py:")
+        assert why.endswith("forward behaves differently in float64")
+    assert record(Net(dtype_of_a_tensor), (X,)).only_dtype == ""

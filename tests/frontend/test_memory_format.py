@@ -1,0 +1,170 @@
+"""channels_last: kept by weights, stages, messages and tiles, as in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from program_support import assert_formatted, batch_of, on_ranks, written
+from threads import run_on_threads
+from torch import Tensor, nn
+
+from gemsc.base.dtypes import convert, converted, format_of, like_examples
+from gemsc.errors import GemscError
+from gemsc.messages.message import Message, Value
+from gemsc.options import CompileOptions
+from gemsc.runtime.training.trainer import Trainer
+from gemsc.verify.compare import compare
+from gemsc.verify.steps import reference_steps
+
+LAST = torch.channels_last
+
+
+class Picture(nn.Module):
+    """A skip over a smaller image; a weight of 1x1 and one for each channel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8))
+        self.down = nn.Sequential(nn.Conv2d(8, 8, 3, stride=2, padding=1), nn.ReLU())
+        self.one = nn.Conv2d(8, 8, 1)
+        self.up = nn.ConvTranspose2d(8, 8, 2, stride=2)
+        self.last = nn.Conv2d(8, 8, 3, padding=1, groups=8)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skip = self.first(x)
+        x = self.up(self.one(self.down(skip))) + skip
+        return self.head(self.last(x).mean((2, 3)))
+
+
+class Volume(nn.Module):
+    """A volume, then images of it: weights of four and of five dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.volume = nn.Sequential(nn.Conv3d(2, 4, 3, padding=1), nn.BatchNorm3d(4))
+        self.image = nn.Conv2d(4, 8, 3, padding=1)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.image(self.volume(x).relu().mean(2)).mean((2, 3)))
+
+
+PICTURES = (torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0)),)
+VOLUMES = (torch.randn(2, 2, 8, 8, 8, generator=torch.Generator().manual_seed(0)),)
+TARGET = torch.tensor([0, 1])
+COUNT = 2  # micro-batches
+
+
+def classes(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output, target)
+
+
+def adam(named: object) -> torch.optim.Optimizer:
+    return torch.optim.Adam(named, lr=0.01)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        (Picture, {"schedule": "zb-h1"}),
+        (Picture, {"tiles": "2x1", "ranks": 3}),
+        (Volume, {"recompute": ("all",)}),
+    ],
+)
+def test_ranks_compute_what_one_process_computes_in_the_format(
+    model: type[nn.Module], options: dict[str, object], tmp_path: Path
+) -> None:
+    inputs = VOLUMES if model is Volume else PICTURES
+    options = {"ranks": 2, "micro_batches": COUNT, **options}
+    own = model()
+    convert(own, "channels_last")
+    given = model(), inputs, classes, TARGET
+    written(tmp_path, *given, memory_format="channels_last", **options)
+    batch = batch_of((converted(inputs, "channels_last"), TARGET), COUNT)
+    exact = "tiles" not in options
+    dtype = torch.float32 if exact else torch.float64
+    ranks = int(str(options["ranks"]))
+    record = run_on_threads(tmp_path, ranks, [batch] * 2, dtype=dtype)
+    found = compare(record, reference_steps(own, classes, [batch] * 2, COUNT, dtype))
+    assert found.worst < 1e-11
+    assert not exact or found.equal == found.total > 0
+
+
+def test_a_model_that_has_the_format_keeps_it_in_text_and_on_ranks(
+    tmp_path: Path,
+) -> None:
+    """Weights, their gradients, what the optimizer keeps of them, also once resumed."""
+    model = Picture().to(memory_format=LAST)  # type: ignore[call-overload]
+    inputs = (PICTURES[0].to(memory_format=LAST),)
+    given = model, inputs, classes, TARGET
+    written(tmp_path, *given, ranks=2, micro_batches=COUNT)
+    text = "".join(path.read_text() for path in tmp_path.glob("rank*.py"))
+    assert text.count("self.to(memory_format=torch.channels_last)") == 2
+    assert text.count("    memory_format=torch.channels_last,") == 5  # 2 x 2 and x
+    assert_formatted(tmp_path)
+    batch = batch_of((PICTURES, TARGET), COUNT)
+
+    def work(trainer: Trainer) -> list[tuple[Tensor, ...]]:
+        trainer.step(*batch)
+        trainer.save(tmp_path / "saved")
+        trainer.resume(tmp_path / "saved")
+        updates = trainer.worker.updates
+        assert updates.optimizer is not None
+        state = updates.optimizer.state
+        return [
+            (p.detach(), state[p]["exp_avg"])
+            for p in updates.parameters.values()
+            if p.dim() == 4
+        ]
+
+    found = [
+        pair for rank in on_ranks(tmp_path, 2, work, optimizer=adam) for pair in rank
+    ]
+    assert len(found) == 5
+    for pair in found:
+        empty = torch.empty(pair[0].shape, memory_format=LAST)
+        assert all(tensor.stride() == empty.stride() for tensor in pair)
+
+
+def test_a_layer_in_another_format_keeps_that(tmp_path: Path) -> None:
+    model = Picture()
+    model.last.to(memory_format=LAST)  # type: ignore[call-overload]
+    written(tmp_path, model, PICTURES, classes, TARGET, ranks=2)
+    text = "".join(path.read_text() for path in tmp_path.glob("rank*.py"))
+    assert text.count(".to(memory_format=") == 1
+    assert "self.last.to(memory_format=torch.channels_last)" in text
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_message_carries_memory_as_it_lies(count: int) -> None:
+    shape = (2, 8, 4, 6)
+    value = Value("x", shape, torch.float32, memory_format=LAST)
+    message = Message(0, 0, 1, (value, Value("y", (3,), torch.float32))[:count])
+    x = torch.randn(shape).to(memory_format=LAST)
+    packed = message.pack((x, torch.ones(3))[:count])
+    assert packed.is_contiguous()
+    assert (packed.data_ptr() == x.data_ptr()) == (count == 1)  # no copy
+    dtypes = (torch.float32,) * count
+    assert message.buffer(dtypes) == (tuple(packed.shape), packed.dtype)
+    received = message.unpack(packed.clone(), dtypes)[0]
+    assert torch.equal(received, x)
+    assert received.stride() == x.stride()
+    plain = message.pack((x.contiguous(), torch.ones(3))[:count])  # is made so
+    assert torch.equal(message.unpack(plain, dtypes)[0], x)
+
+
+def test_data_gets_the_format_of_the_examples() -> None:
+    examples = {"x": PICTURES[0].to(memory_format=LAST), "mask": torch.ones(2, 2)}
+    found = like_examples({"x": PICTURES[0], "mask": torch.ones(2, 2)}, examples)
+    assert format_of(found["x"]) is LAST
+    assert format_of(found["mask"]) is torch.contiguous_format
+
+
+def test_an_unknown_format_is_refused() -> None:
+    with pytest.raises(GemscError, match="memory format 'nhwc'"):
+        CompileOptions(memory_format="nhwc")

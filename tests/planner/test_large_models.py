@@ -1,0 +1,133 @@
+"""Models that are large for the memory there is."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from command_line import GEMSC
+from peak_memory import write_shards
+
+SUPPORT = Path(__file__).parents[1] / "support"
+CGROUP = Path("/sys/fs/cgroup/memory")  # of version 1: a limit for one process
+GIB = 2**30
+
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="the peak is Linux's"
+)
+
+
+def growths(folder: Path, layers: int, width: int, *steps: str) -> dict[str, int]:
+    """Return by how many bytes each step raises the peak of a process."""
+    done = subprocess.run(
+        [
+            *(sys.executable, SUPPORT / "peak_memory.py"),
+            *(folder, str(layers), str(width), *steps),
+        ],
+        check=True,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"TMPDIR": str(folder)},
+    )
+    found: dict[str, int] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.nightly
+def test_compiling_takes_little_more_than_the_weights(tmp_path: Path) -> None:
+    layers, width = 10, 1024
+    layer = 4 * width * (width + 1)
+    write_shards(tmp_path / "shards", layers, width)
+    steps = "real, no check", "real", "meta, no check", "meta", "rank"
+    found = growths(tmp_path, layers, width, *steps)
+    weights = layers * layer
+    assert found["real, no check"] < 1.3 * weights
+    assert found["meta, no check"] < 2 * weights
+    # a first step runs: eight copies in float64, as first_step.too_much counts
+    assert max(found["real"], found["meta"]) < 1.1 * 16 * weights
+    assert found["rank"] < weights / 2 + 3 * layer
+
+
+@pytest.mark.nightly
+def test_vgg_16_takes_twice_its_weights(tmp_path: Path) -> None:
+    found = growths(tmp_path, 2, 8, "VGG-16, no check", "VGG-16")
+    weights = 4 * 138_357_544
+    print({name: size / weights for name, size in found.items()})  # noqa: T201
+    assert found["VGG-16, no check"] <= 1.1 * weights
+    assert found["VGG-16"] <= 2.0 * weights
+
+
+MODEL = """
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+sys.path.insert(0, {tests!r})
+from peak_memory import Net, peak
+
+
+def model():
+    with torch.device("meta"):
+        return Net({layers}, {width})
+
+
+weights = "shards"
+loss = nn.MSELoss()
+
+
+def example_inputs():
+    return (torch.randn(1, {width}),)
+
+
+def dataset():
+    return [(torch.randn({width}), torch.randn({width})) for _ in range(4)]
+
+
+def on_step(trainer, report):
+    Path(f"peak{{trainer.transport.rank}}").write_text(str(peak()))
+"""
+
+
+@pytest.fixture
+def limit() -> Iterator[Path]:
+    """Return a group of processes that may have 1 GiB together, file cache included."""
+    group = CGROUP / f"gemsc-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(str(GIB))
+    except OSError as error:
+        pytest.skip(f"no limit of memory can be set here: {error}")
+    yield group
+    group.rmdir()
+
+
+@pytest.mark.nightly
+def test_two_gibibytes_compile_and_train(tmp_path: Path, limit: Path) -> None:
+    layers, width = 32, 4096
+    write_shards(tmp_path / "shards", layers, width)
+    text = MODEL.format(layers=layers, width=width, tests=str(SUPPORT))
+    (tmp_path / "model.py").write_text(text)
+    compile = f"{GEMSC} compile model.py --ranks 4 --micro-batches 4 -o out"
+    for command in (
+        f"echo $$ > {limit}/cgroup.procs; exec {compile}",
+        f"{GEMSC} run out --epochs 1",
+    ):
+        done = subprocess.run(
+            ["bash", "-c", command],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=600,
+            env=os.environ | {"TMPDIR": str(tmp_path)},
+        )
+        assert done.returncode == 0, done.stderr
+    peaks = [int((tmp_path / f"peak{rank}").read_text()) for rank in range(4)]
+    print(peaks)  # noqa: T201
+    assert max(peaks) < 3 * GIB

@@ -1,0 +1,88 @@
+"""Two runs that draw random numbers in another order get the same ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from program_support import Net, X, batch_of, mse, written
+from threads import run_on_threads
+from torch import Tensor, nn
+
+from gemsc.base.rng import same_draws
+from gemsc.verify.compare import compare
+from gemsc.verify.steps import reference_steps
+
+IMAGE = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(0))
+DRAWS = {
+    "dropout": lambda x: F.dropout(torch.ones_like(x), 0.5),
+    "dropout2d": lambda x: F.dropout2d(torch.ones_like(x), 0.5),
+    "alpha": lambda x: F.alpha_dropout(x, 0.5, training=True),
+    "rand": lambda x: torch.rand(3, 4, dtype=x.dtype),
+    "rand_like": torch.rand_like,
+    "randn_like": torch.randn_like,
+    "normal": lambda x: torch.normal(x, x.abs()),
+    "bernoulli": lambda x: torch.bernoulli(x.sigmoid()),
+    "in place": lambda x: torch.empty_like(x).bernoulli_(0.3),
+    "uniform": lambda x: torch.empty_like(x).uniform_(-1, 1),
+    "gumbel": lambda x: F.gumbel_softmax(torch.zeros_like(x)),
+    "permutation": lambda x: torch.randperm(7),
+    "integers": lambda x: torch.empty(9, dtype=torch.int64).random_(0, 50),
+    "multinomial": lambda x: torch.multinomial(x.double().abs().flatten(), 3),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_draws_depend_on_what_is_asked_for_alone(name: str) -> None:
+    draw = DRAWS[name]
+    with same_draws():
+        first = draw(IMAGE)
+        torch.rand(3)
+        again = draw(IMAGE)
+        other_format = draw(IMAGE.contiguous(memory_format=torch.channels_last))
+        wide = draw(IMAGE.double())
+    assert torch.equal(first, again)
+    assert torch.equal(first, other_format)
+    torch.testing.assert_close(first.double(), wide.double(), rtol=1e-5, atol=1e-6)
+    assert first.double().std() > 0
+
+
+def test_draws_of_as_many_elements_are_the_same_in_any_shape() -> None:
+    heads = torch.ones(2, 3, 4, 5)
+    with same_draws():
+        first = F.dropout(heads, 0.5)
+        again = F.dropout(heads.flatten(0, 1), 0.5)
+    assert torch.equal(first.flatten(0, 1), again)
+    assert 0 < int((first == 0).sum()) < first.numel()
+
+
+def test_a_program_draws_what_the_model_draws(tmp_path: Path) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        h = self.drop(self.a(x))
+        keep = h.new_empty(len(h), 1).bernoulli_(0.5)  # as a stochastic depth
+        h = self.b(h) * keep + torch.randn_like(h)
+        h = self.c(h)[torch.randperm(len(h))]
+        return self.d(h * torch.rand(4, dtype=h.dtype))
+
+    model = Net(forward, drop=nn.Dropout(0.5))
+    written(tmp_path, model, ranks=3, micro_batches=2)
+    batches = [batch_of(((X,), X), 2)] * 2
+    record = run_on_threads(tmp_path, 3, batches, draws=same_draws)
+    with same_draws():
+        expected = reference_steps(model, mse, batches, 2, torch.float64)
+    found = compare(record, expected)
+    assert found.equal == found.total
+    record = run_on_threads(tmp_path, 3, batches)
+    assert compare(record, expected).worst > 1e-3  # which is why
+
+
+def test_what_a_draw_keeps_for_the_backward_is_there() -> None:
+    x = torch.randn(64, requires_grad=True)
+    with same_draws():
+        result = torch.nn.functional.rrelu(x, training=True)
+    result.sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, result.detach() / x.detach())

@@ -1,0 +1,79 @@
+"""A sample of the parity tests under real mpirun, one process a rank."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from nightly import at_night
+from parity_support import FLOAT32, FLOAT64, NETWORKS, lowered, options, reference
+
+from gemsc.codegen.package import write_directory
+from gemsc.launch.launch import launch
+from gemsc.options import CompileOptions
+from gemsc.verify.compare import compare, read_record
+
+PROGRAM = Path(__file__).parents[1] / "support" / "mpi_parity_program.py"
+DOUBLE = torch.float64
+SAMPLE = [
+    ("unet", options(ranks=4, schedule="master", times=2), DOUBLE),
+    ("unet", options(ranks=4, placement="folded", data=2), DOUBLE),
+    ("encoder", options(ranks=2, micro_batches=3), torch.float32),
+    ("encoder", options(ranks=4, schedule="mast", micro_batches=2, data=2), DOUBLE),
+    ("resnet18", options(ranks=4, schedule="chimera"), DOUBLE),
+    ("unet", options(ranks=3, schedule="zb-h1"), DOUBLE),
+    ("densecnn", options(ranks=2, schedule="interleaved"), DOUBLE),
+    ("tiled", options(ranks=4, tiles="2x1", data=2, overlap_halos="on"), DOUBLE),
+    ("tiled", options(ranks=4, tiles="2x2", micro_batches=2), DOUBLE),
+    ("tiled", options(ranks=4, tiles="2x1,1x2", micro_batches=2), DOUBLE),
+    ("unet", options(ranks=4, tiles="2x1", schedule="master", times=1), DOUBLE),
+    ("densecnn", options(ranks=3, tiles="1x2", placement="folded"), DOUBLE),
+    ("clip", options(ranks=3, micro_batches=2), DOUBLE),
+    ("siamese", options(ranks=4, placement="0,1,0", data=2), DOUBLE),
+    ("two encoders", options(ranks=4, schedule="gpipe"), DOUBLE),
+    ("words", options(ranks=4, shards="2", trunk="batch", data=2), DOUBLE),
+]
+
+
+BY_PROCESSES = {
+    processes: [each for each in SAMPLE if each[1].ranks == processes]
+    for processes in (2, 3, 4)
+}
+BY_DAY = BY_PROCESSES[4][5::5]  # on tiles; on shards with data-parallel replicas
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    "sample",
+    [BY_DAY, *at_night(*BY_PROCESSES.values())],
+    ids=["by day", *map(str, BY_PROCESSES)],
+)
+def test_processes_compute_what_one_process_does(
+    sample: list[tuple[str, CompileOptions, torch.dtype]], tmp_path: Path
+) -> None:
+    """Two steps of each program of so many ranks, in one job: starts take longest."""
+    processes = sample[0][1].ranks
+    assert len(BY_DAY) == 2
+    words = []
+    for index, (name, plan, dtype) in enumerate(sample):
+        folder = tmp_path / str(index)
+        write_directory(lowered(name, plan).compilation, folder / "program")
+        batches = [NETWORKS[name].inputs(micro_batches(name, plan), dtype)] * 2
+        torch.save(batches, folder / "batches.pt")
+        words += [str(folder), str(dtype).split(".")[1]]
+    assert launch(processes, [sys.executable, str(PROGRAM), *words], timeout=240) == 0
+    wrong = {}
+    for index, (name, plan, dtype) in enumerate(sample):
+        expected = reference(name, micro_batches(name, plan), dtype, 2)
+        found = compare(read_record(tmp_path / str(index), processes), expected)
+        if not found.worst <= (FLOAT64 if dtype is torch.float64 else FLOAT32):
+            wrong[f"{name} {plan.command_line()}"] = found.worst
+    assert not wrong
+
+
+def micro_batches(name: str, plan: CompileOptions) -> int:
+    """Return how many of them all copies take in a step."""
+    found = lowered(name, plan).plan
+    return found.data * found.micro_batches

@@ -1,0 +1,168 @@
+"""Mixed precision: stages within autocast, weights in float32, one loss scale."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from program_support import Net, X, batch_of, mse, on_ranks, written
+from threads import run_on_threads
+from torch import Tensor, nn
+
+from gemsc.errors import GemscError
+from gemsc.plan import Plan
+from gemsc.runtime.training.trainer import Trainer
+from gemsc.verify.compare import StepRecord, compare
+from gemsc.verify.precision import Precision
+from gemsc.verify.steps import reference_steps
+
+
+class Picture(nn.Module):
+    """Convolutions and norms, a skip over two stages, and a part in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8))
+        self.down = nn.Sequential(nn.Conv2d(8, 8, 3, stride=2, padding=1), nn.ReLU())
+        self.up = nn.ConvTranspose2d(8, 8, 2, stride=2)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skip = self.first(x)
+        x = self.up(self.down(skip))
+        with torch.autocast("cpu", enabled=False):
+            x = (x.to(self.head.weight.dtype) + skip).relu()
+        return self.head(x.mean((2, 3)))
+
+
+PICTURES = (torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0)),)
+
+
+def classes(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output, target)
+
+
+def trained(
+    directory: Path,
+    precision: str,
+    dtype: torch.dtype = torch.float32,
+    *,
+    steps: int = 2,
+    micro_batches: int = 3,
+    **options: object,
+) -> tuple[StepRecord, StepRecord, Plan]:
+    """Train on threads and in one process, both in a precision."""
+    target = torch.tensor([0, 1])
+    choices = {"ranks": 2, "micro_batches": micro_batches, **options}
+    given = Picture(), PICTURES, classes, target
+    plan = written(directory, *given, precision=precision, **choices).plan
+    batches = [batch_of((PICTURES, target), micro_batches)] * steps
+    record = run_on_threads(directory, plan.ranks, batches, dtype=dtype)
+    own = Precision.of(plan, dtype)
+    expected = reference_steps(
+        Picture(), classes, batches, micro_batches, dtype, precision=own
+    )
+    return record, expected, plan
+
+
+def distance(one: StepRecord, other: StepRecord) -> float:
+    """Return how far all gradients are from those of another step, in the L2 norm."""
+    pairs = [(one.gradients[n].double(), t) for n, t in other.gradients.items()]
+    square = sum(float((a - b).square().sum()) for a, b in pairs)
+    return square**0.5
+
+
+@pytest.mark.parametrize(
+    ("precision", "options"),
+    [
+        ("bfloat16", {"schedule": "zb-h1"}),
+        ("float16", {"recompute": ("all",)}),
+    ],
+)
+def test_stages_compute_what_one_process_computes_within_autocast(
+    precision: str, options: dict[str, object], tmp_path: Path
+) -> None:
+    """Predicted memory has statistics of norms in half, and each weight's cast."""
+    record, expected, plan = trained(tmp_path, precision, **options)
+    found = compare(record, expected)
+    assert found.equal == found.total > 0
+    assert record.activation_bytes == pytest.approx(plan.activation_bytes, 0.07)
+    text = (tmp_path / "rank0.py").read_text()
+    assert f"precision=torch.{precision}" in text
+    assert f"torch.{precision}, gradient=True" in text  # so it travels
+
+
+@pytest.mark.parametrize("options", [{"tiles": "2x1"}, {"shards": "2"}])
+def test_grids_are_as_near_to_float64_as_one_process(
+    options: dict[str, object], tmp_path: Path
+) -> None:
+    steps = {"steps": 1, "micro_batches": 1, **options}
+    record, expected, _ = trained(tmp_path / "half", "bfloat16", **steps)
+    ranks, exact, _ = trained(tmp_path / "whole", "bfloat16", torch.float64, **steps)
+    assert compare(ranks, exact).worst < 1e-12  # where there is no autocast
+    assert 0 < distance(record, exact) < 1.5 * distance(expected, exact)
+
+
+class Overflows(torch.autograd.Function):
+    """Nothing, but for a gradient that is infinite when it is asked for."""
+
+    now = False
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
+        return gradient * (torch.inf if Overflows.now else 1.0)
+
+
+def test_an_overflow_on_one_rank_leaves_out_the_update_of_all(tmp_path: Path) -> None:
+    """The infinite gradient is that of the first layer: the last rank has none."""
+
+    def forward(self: Net, x: Tensor) -> Tensor:
+        x = Overflows.apply(self.a(x))  # type: ignore[no-untyped-call]
+        return self.d(self.c(self.b(x)))
+
+    written(tmp_path, Net(forward), ranks=2, micro_batches=2, precision="float16")
+    batch = batch_of(((X,), X), 2)
+
+    def steps(trainer: Trainer) -> tuple[list[bool], list[dict[str, float]]]:
+        scaler = trainer.worker.updates.scaler
+        assert scaler is not None
+        moved, states = [], []
+        for overflows in (False, True, False):
+            before = {n: t.clone() for n, t in trainer.state_dict().items()}
+            if trainer.transport.rank == 0:
+                Overflows.now = overflows
+            trainer.step(*batch)
+            after = trainer.state_dict()
+            moved.append(not all(torch.equal(before[n], after[n]) for n in after))
+            states.append(scaler.state_dict())
+        scaler.load_state_dict(states[0])
+        assert scaler.state_dict() == states[0]
+        return moved, states
+
+    for moved, states in on_ranks(tmp_path, 2, steps):
+        assert moved == [True, False, True]
+        assert [state["factor"] for state in states] == [2.0**16, 2.0**15, 2.0**15]
+        assert [state["skipped"] for state in states] == [0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype", "message"),
+    [
+        ("fp8", torch.float32, "unknown precision 'fp8'"),
+        ("float16", torch.float64, "parameter a.weight is in float64"),
+        ("bfloat16", torch.complex64, "parameter a.weight is in complex64"),
+    ],
+)
+def test_refused(
+    precision: str, dtype: torch.dtype, message: str, tmp_path: Path
+) -> None:
+    model = Net(lambda self, x: self.d(self.a(x)))
+    model.a.weight.data = model.a.weight.data.to(dtype)
+    with pytest.raises(GemscError, match=message):
+        written(tmp_path, model, (X.to(dtype),), mse, X, precision=precision)
