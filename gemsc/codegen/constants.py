@@ -12,6 +12,7 @@ from gemsc.base.boxes import Box
 from gemsc.base.dtypes import format_of
 from gemsc.codegen.exchanges import exchanges_of, gathers_of, wish_of
 from gemsc.codegen.expressions import literal
+from gemsc.codegen.python_text import quoted
 from gemsc.codegen.rank_text import RankText, RunText
 from gemsc.codegen.writer import Names, Writer
 from gemsc.errors import InternalError
@@ -172,7 +173,7 @@ class Constants:
         names = sorted(self.text.program.updated_whole().keys() & held)
         if names:
             self.writer.line("# The optimizer does not update these by element.")
-            self.writer.argument(f"updated_whole={{{', '.join(map(repr, names))}}}")
+            self.writer.argument(f"updated_whole={{{', '.join(map(quoted, names))}}}")
 
     def _deferred(self) -> dict[str, object]:
         found: dict[str, object] = {}

@@ -45,6 +45,7 @@ OPERATORS: dict[type[ast.AST], tuple[str, int]] = {
 CONDITION, COMPARISON, POWER, ATOM = 0, 4, 12, 20
 BRACKETS: dict[type[ast.AST], tuple[str, str]] = {
     ast.List: ("[", "]"),
+    ast.Set: ("{", "}"),
     ast.Tuple: ("(", ")"),
     ast.Dict: ("{", "}"),
 }
@@ -149,7 +150,7 @@ def _atom(node: ast.expr) -> str | None:
             return f"{_operand(function)}({', '.join(arguments(node))})"
         case ast.Subscript(value=value, slice=index):
             return f"{_operand(value)}[{_index(index)}]"
-        case ast.List() | ast.Tuple() | ast.Dict():
+        case ast.List() | ast.Set() | ast.Tuple() | ast.Dict():
             start, end = BRACKETS[type(node)]
             return start + ", ".join(items(node)) + "," * is_single(node) + end
         case ast.Starred(value=value):
@@ -249,7 +250,7 @@ def items(node: ast.expr) -> list[str]:
             f"{one_line(key)}: {one_line(value)}" if key else f"**{_operand(value)}"
             for key, value in zip(node.keys, node.values, strict=True)
         ]
-    if isinstance(node, ast.List | ast.Tuple):
+    if isinstance(node, ast.List | ast.Set | ast.Tuple):
         return [one_line(item) for item in node.elts]
     return []
 

@@ -263,5 +263,5 @@ def test_two_ranks_draw_what_the_model_draws(tmp_path: Path) -> None:
     text = (tmp_path / "rank0.py").read_text()
     assert "permute = qkv.unflatten(-1, (3, 2, 4)).permute(2, 1, 3, 0, 4)" in text
     assert "query, key, value = permute.unbind(0)" in text
-    assert "dropout_p=(0.3 if self.training else 0.0)" in text
+    assert "dropout_p=0.3 if self.training else 0.0" in text
     assert 'self.layers.layers["0"].self_attn.out_proj.weight' in text

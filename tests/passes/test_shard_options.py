@@ -98,7 +98,7 @@ def test_mirrored_stages_of_as_many_shards_change_places() -> None:
         ),
         (
             {"ranks": 7, "tiles": ("2x1",), "shards": ("2",)},
-            "--shards 2 does not divide the 3 ranks beside --tiles 2x1",
+            "--shards 2 does not divide the 3 ranks left by --tiles 2x1",
             "use --ranks 6 or 8, or list the shards of each stage: --shards 2,2,1",
         ),
         (

@@ -21,7 +21,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
+from typing import Protocol
 from weakref import ReferenceType, finalize, ref
 
 import torch
@@ -31,7 +32,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from gemsc.runtime.memory.meter import active_meter
 from gemsc.runtime.tiles.saving import Decomposed, decomposed
-from gemsc.runtime.transport.streams import Arrival, Streams
+from gemsc.runtime.transport.streams import Arrival, Pending, Streams
 
 _active = threading.local()  # the run of the stage that runs forward on this thread
 
@@ -51,15 +52,24 @@ def offloaded() -> Iterator[None]:
         yield
 
 
-@dataclass(frozen=True)
-class Kept:
-    """Bytes that wait in host memory: `fetch` starts to copy them back to the device.
+class Kept(Protocol):
+    """Bytes that wait somewhere else."""
 
-    `free` lets their room be used again.
-    """
+    def fetch(self) -> Arrival:
+        """Start to copy them back to the device."""
+        ...
 
-    fetch: Callable[[], Arrival]
-    free: Callable[[], None]
+    def free(self) -> None:
+        """Let their room be used again."""
+        ...
+
+
+class Store(Protocol):
+    """Where storages wait."""
+
+    def put(self, data: Tensor) -> Kept:
+        """Start to copy a row of bytes outward."""
+        ...
 
 
 class PinnedStore:
@@ -78,9 +88,20 @@ class PinnedStore:
         """Copy on the outward stream."""
         free = self._free[data.nbytes]
         copy = self._streams.to_host(data, free.pop() if free else None)
-        return Kept(
-            partial(self._streams.fetch, copy), partial(free.append, copy.tensor)
-        )
+        return _Pinned(self._streams, copy, free)
+
+
+@dataclass(frozen=True)
+class _Pinned:
+    streams: Streams
+    copy: Pending
+    free_rooms: list[Tensor]
+
+    def fetch(self) -> Arrival:
+        return self.streams.fetch(self.copy)
+
+    def free(self) -> None:
+        self.free_rooms.append(self.copy.tensor)
 
 
 class FileStore:
@@ -88,25 +109,38 @@ class FileStore:
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile(prefix="gemsc-offload-")  # noqa: SIM115
-        self._free: dict[int, list[Tensor]] = defaultdict(list)
+        self._free: dict[int, list[mmap.mmap]] = defaultdict(list)
 
     def put(self, data: Tensor) -> Kept:
         """Copy into the file."""
         size = max(1, -(-data.nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
         free = self._free[size]
         room = free.pop() if free else self._grow(size)
-        kept = room[: data.nbytes].copy_(data)
-        return Kept(lambda: Arrival(kept.clone()), partial(free.append, room))
+        if data.nbytes:
+            torch.frombuffer(room, dtype=torch.uint8, count=data.nbytes).copy_(data)
+        return _InFile(room, data.nbytes, free)
 
-    def _grow(self, size: int) -> Tensor:
+    def _grow(self, size: int) -> mmap.mmap:
         descriptor = self._file.fileno()
         start = os.fstat(descriptor).st_size
         os.ftruncate(descriptor, start + size)
-        room = mmap.mmap(descriptor, size, offset=start)
-        return torch.frombuffer(room, dtype=torch.uint8)
+        return mmap.mmap(descriptor, size, offset=start)
 
 
-Store = PinnedStore | FileStore
+@dataclass(frozen=True)
+class _InFile:
+    room: mmap.mmap
+    num_bytes: int
+    free_rooms: list[mmap.mmap]
+
+    def fetch(self) -> Arrival:
+        data = torch.empty(self.num_bytes, dtype=torch.uint8)
+        if self.num_bytes:
+            data.copy_(torch.frombuffer(self.room, dtype=torch.uint8, count=len(data)))
+        return Arrival(data)
+
+    def free(self) -> None:
+        self.free_rooms.append(self.room)
 
 
 def store_for(streams: Streams) -> Store:
