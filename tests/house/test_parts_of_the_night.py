@@ -9,7 +9,11 @@ from collections.abc import Callable
 import pytest
 from conftest import table_of
 
-FILES = ("test_forks.py", "test_partition.py", "test_parts_of_the_night.py")
+FILES = (
+    "passes/test_forks.py",
+    "planner/test_partition.py",
+    "house/test_parts_of_the_night.py",
+)
 
 
 class Collected:
