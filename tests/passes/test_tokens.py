@@ -211,3 +211,20 @@ def test_products_are_what_their_equations_say(
 
 def _squares(output: Tensor) -> Tensor:
     return (output * output.detach().cos()).sum()
+
+
+INDICES: dict[str, Callable[[Tensor], Tensor]] = {
+    "one more dimension": lambda x: x[:, :, True].sum(2),
+    "the last row": lambda x: x[:, :, -1],
+    "one row and one column": lambda x: x[..., 2, 5],
+    "every third of few": lambda x: x[:, :, 1:5:3],
+    "no rows": lambda x: x + x[:, :, 3:3:2].sum(2, keepdim=True),
+}
+
+
+@pytest.mark.parametrize("grid", [(2, 1), (1, 2), (2, 2), (3, 1)])
+@pytest.mark.parametrize("name", INDICES)
+def test_single_rows_few_rows_and_none(name: str, grid: tuple[int, ...]) -> None:
+    model = Product(lambda x, w: INDICES[name](x))
+    case = model, (torch.randn(2, 4, 6, 8),), _squares, None
+    assert_same(on_tiles(*case, grid), eager(*case))

@@ -128,6 +128,26 @@ def test_the_first_candidate_is_the_fastest_that_fits(
     assert "needs" in reason(capped)
 
 
+@pytest.mark.parametrize("data", [1, AUTO])
+def test_what_is_left_out_is_slower_than_what_is_taken(
+    traced: gemsc.compiler.Traced, data: int
+) -> None:
+    options = CompileOptions(
+        **{**_fields(ALL), "shards": ("auto",), "balance": "compute"}
+    )
+    every = [assess(traced, each) for each in alternatives(options)]
+    found = search(traced, options)
+    best = max(each.samples_per_second for each in every if each.fits())
+    assert found[0].samples_per_second >= 0.99 * best
+    kept = {each.name for each in found}
+    left_out = [each for each in every if not each.problem and each.name not in kept]
+    assert left_out or data == 1
+    assert all(each.samples_per_second < best for each in left_out)
+    for each in every:
+        if not each.problem:
+            assert each.samples_per_second <= 1.001 * each.most_samples_per_second
+
+
 def test_where_nothing_fits_the_message_says_what_would(
     traced: gemsc.compiler.Traced,
 ) -> None:

@@ -3,7 +3,8 @@
     a (10.77.<n>.1) ----- b (10.77.<n>.2)      each with an sshd
 
 Network namespaces joined by a pair of virtual interfaces. `ssh` on the path of what
-runs there knows keys and port; files are shared, as on a cluster.
+runs there knows keys and port; files are shared, as on a cluster. A shell that is not
+the first (SHLVL) does not read ~/.bashrc, which may say anything.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ PermitRootLogin yes
 PasswordAuthentication no
 UsePAM no
 PidFile none
+SetEnv SHLVL=1
 """
 SSH = """\
 #!/bin/sh

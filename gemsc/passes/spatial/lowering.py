@@ -677,18 +677,21 @@ class Lowering:
 
         `rows` are boxes of it with all dimensions that are boxes when they are `flat`.
         """
-        local, shape = self.local(node), whole_shape(node)
-        parts, held = local.parts, local.held_parts
-        owned = self.owned(self.shape(node), local.axes)
-        boxes = self.held(node)
-        source = self._part_of(
-            local.node, self.shape(node), boxes, rows, 0.0, owned, parts=held
+        local, shape, unflattened = (
+            self.local(node),
+            whole_shape(node),
+            self.shape(node),
         )
+        held, owned = self.held(node), self.owned(unflattened, local.axes)
+        in_rows = self._part_of(
+            local.node, unflattened, held, rows, 0.0, owned, parts=local.held_parts
+        )
+        parts = local.parts
         layout = Layout(unfolded(shape, parts), refined(flat, parts))
         sizes = local_sizes(shape_of(flat[self.place]), parts, self.place)
-        source = self._viewed(source, layout, sizes)
+        viewed = self._viewed(in_rows, layout, sizes)
         wanted = self.owned(shape, axes)
-        own = self._part_of(source, shape, flat, wanted, 0.0, parts=parts)
+        own = self._part_of(viewed, shape, flat, wanted, 0.0, parts=parts)
         return Local(own, axes, parts)
 
     def _viewed(

@@ -197,6 +197,8 @@ def _entries(index: Any, dims: int) -> list[Any] | None:
     entries = list(index) if isinstance(index, tuple) else [index]
     if not all(e is ... or isinstance(e, (slice, int)) for e in entries):
         return None
+    if any(isinstance(e, bool) for e in entries):  # x[True] has one more dimension
+        return None
     if ... in entries:
         at = entries.index(...)
         missing = dims - (len(entries) - 1)
@@ -207,6 +209,8 @@ def _entries(index: Any, dims: int) -> list[Any] | None:
 def _slice(low: Lowering, node: fx.Node, source: fx.Node, entries: list[Any]) -> Local:
     axes = low.axes(source)
     assert axes is not None
+    if 0 in low.shape(node):
+        raise Refused("its result is empty")
     shape, sizes = low.shape(source), iter(low.shape(node))
     result: list[int | None] = []
     ranges: dict[int, range] = {}  # of the dimensions that are cut
