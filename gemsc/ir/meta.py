@@ -136,6 +136,9 @@ class Facts:
         return self.forward_seconds + self.backward_seconds
 
 
+NO_FACTS = Facts()
+
+
 def set_traced(
     node: fx.Node,
     *,
@@ -214,7 +217,7 @@ def set_dtypes(node: fx.Node, dtypes: Dtypes) -> None:
 
 def facts(node: fx.Node) -> Facts:
     """Return the annotate pass' facts; of placeholders their bytes and storages."""
-    return cast("Facts", node.meta.get("gemsc_facts", Facts()))
+    return cast("Facts", node.meta.get("gemsc_facts", NO_FACTS))
 
 
 def set_facts(node: fx.Node, facts: Facts) -> None:

@@ -66,6 +66,20 @@ def test_a_read_that_passes_a_write() -> None:
     refuse(broken, "%b passes %setitem, whose memory it uses")
 
 
+def test_an_order_that_was_right_is_looked_at_again_where_it_has_changed() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = torch.zeros(2, 4)
+        y[:, 0] = self.a(x)[:, 0]
+        return self.b(y)
+
+    program = blocks_of(Net(forward), torch.zeros(2, 4))
+    verify(program)
+    read = next(node for node in program.graph.nodes if node.target == "b")
+    write = next(node for node in program.graph.nodes if node.name == "setitem")
+    read.append(write)
+    refuse(replace(program, blocks=None), "%b passes %setitem, whose memory it uses")
+
+
 def test_placeholders_that_are_not_the_inputs(program: Program) -> None:
     refuse(replace(program, inputs=()), "are not the inputs")
     renamed = tuple(replace(item, name="y") for item in program.inputs)
