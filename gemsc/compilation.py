@@ -30,6 +30,12 @@ class Traced:
     twins: dict[fx.Node, fx.Node] | None
     facts: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
+    @property
+    def other_evaluation(self) -> Program | None:
+        """The graph of evaluation, if that computes something else and was traced."""
+        is_other = self.twins is None and self.evaluation is not self.program
+        return self.evaluation if is_other else None
+
 
 @dataclass(frozen=True)
 class TileProgram:

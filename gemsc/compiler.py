@@ -33,7 +33,7 @@ from gemsc.planner.fitting import Scheduled
 from gemsc.planner.make_plan import make_plan
 from gemsc.result import CompiledProgram, prove_files
 from gemsc.schedules.loops import find_loops
-from gemsc.search.auto import settled, telling_what_fits
+from gemsc.search.auto import Tell, settled, telling_what_fits
 from gemsc.search.candidates import Candidate
 from gemsc.search.grids import image_sizes
 from gemsc.search.sharing import choose_sharing, sharing_note
@@ -148,24 +148,34 @@ def lower(
 
 
 def plan(
-    traced: Traced, options: CompileOptions, source: Path | None = None
+    traced: Traced,
+    options: CompileOptions,
+    source: Path | None = None,
+    *,
+    tell: Tell = lambda text: None,
 ) -> tuple[tuple[Candidate, ...], Plan]:
-    """Return what was compared and the plan of the best, without a program."""
+    """Return what was compared and the plan of the best, without a program.
+
+    `tell` is told how far the comparison is.
+    """
     run = Runs()
-    candidates, options = settled_options(traced, options, run)
+    candidates, options = settled_options(traced, options, run, tell)
     with telling_what_fits(options, partial(schedule_stages, traced, run=run)):
-        done = schedule_stages(traced, options, run)
+        done = schedule_stages(traced, options, run, lowered="unlike")
     return candidates, _planned(traced, done, options, source, run)
 
 
 def settled_options(
-    traced: Traced, options: CompileOptions, run: Runs
+    traced: Traced,
+    options: CompileOptions,
+    run: Runs,
+    tell: Tell = lambda text: None,
 ) -> tuple[tuple[Candidate, ...], CompileOptions]:
     """Return what was compared where something is `auto`, and the options to take."""
     stage = partial(schedule_stages, traced, run=run)
     sizes, has_branches = image_sizes(traced.program), "branches" in options.open_splits
     most = most_branches(traced.program) if has_branches else 1
-    settle = partial(settled, sizes=sizes, most_branches=most, stage=stage)
+    settle = partial(settled, sizes=sizes, most_branches=most, stage=stage, tell=tell)
     if options.per_device == AUTO:
         return choose_sharing(options, _shared(traced, options, run), settle, stage)
     return settle(options)

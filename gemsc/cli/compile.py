@@ -44,8 +44,10 @@ from gemsc.source import split_constants
 from gemsc.user_model import UserModel, load_user_model
 from gemsc.viz.terminal import notes, of_this_machine, show_candidates
 from gemsc.viz.terminal import show as show_plan
+from gemsc.weights.load import blank
 
 FILES = "Files"
+PLAN_SECONDS = 5.0  # from one line to the next, where nobody watches
 COMPARED = (
     *("ranks", "data", "per_device", "schedule", "micro_batches", "balance"),
     *("placement", "precision", "memory_format", "torch_compile"),
@@ -224,10 +226,20 @@ def compiled(
 def _plan(
     user: UserModel, options: CompileOptions
 ) -> tuple[tuple[Candidate, ...], Plan]:
-    """Return what was compared and the best plan; evaluation is not looked at."""
-    with _prepared(user, options) as given:
+    """Return what was compared and the best plan; evaluation is not looked at.
+
+    A model on the meta device needs no weights.
+    """
+    with (
+        pass_line(PLAN_SECONDS, PLAN_SECONDS) as line,
+        _prepared(user, options) as given,
+    ):
+        if not options.profile:
+            blank(given["model"])
+        show = _say_nothing if options.profile else line
         traced = trace(
             **given,
+            after_each=lambda step, program, seconds: show(step.name),
             frontend=options.frontend,
             precision=options.precision,
             memory_format=options.memory_format,
@@ -237,7 +249,7 @@ def _plan(
             profile=options.profile,
             device=torch.device(options.device) if options.device else None,
         )
-    candidates, found = plan(traced, options, user.path)
+        candidates, found = plan(traced, options, user.path, tell=line)
     return candidates, replace(found, **_source(found, user))
 
 

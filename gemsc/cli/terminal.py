@@ -73,17 +73,22 @@ def progress_bar() -> Iterator[Callable[[str, float], None]]:
 
 
 @contextmanager
-def pass_line() -> Iterator[Callable[[str], None]]:
-    """Show which pass has ended and the time so far; give what is to be told of it.
+def pass_line(
+    quiet: float = QUIET_SECONDS, between: float = 0.0
+) -> Iterator[Callable[[str], None]]:
+    """Show what has ended and the time so far; give what is to be told of it.
 
-    On a terminal it is one line that goes away; elsewhere, one line for each pass that
-    ends after the first half minute.
+    On a terminal it is one line that goes away; elsewhere, one line for each that ends
+    after `quiet` seconds, and `between` after the one before.
     """
     terminal, start = Console(stderr=True), perf_counter()
     if not terminal.is_terminal:
+        following = quiet
 
         def tell(name: str) -> None:
-            if (seconds := perf_counter() - start) > QUIET_SECONDS:
+            nonlocal following
+            if (seconds := perf_counter() - start) > following:
+                following = seconds + between
                 say(f"{seconds:5.0f} s  {name}")
 
         yield tell

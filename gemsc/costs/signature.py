@@ -54,6 +54,29 @@ def signature(program: Program) -> Hashable:
     return program.frozen, tuple(map(call, program.graph.nodes))
 
 
+def alike_ranks(first: Program) -> list[int]:
+    """Return, for each shard of the largest grid, the first that has parts as large.
+
+    `first` is what the first one runs. Of values, weights and messages alike.
+    """
+    placement = first.placement
+    assert placement is not None
+    parts = [cut.parts for each in first.shards.values() for cut in each.cut]
+    layouts = [meta.layout(node) for node in first.compute_nodes]
+    exchanges = [exchange_of(node) for node in first.compute_nodes if is_exchange(node)]
+    found: dict[Hashable, int] = {}
+
+    def sizes(rank: int) -> Hashable:
+        return (
+            tuple(own[rank % len(own)].local_shape for own in parts),
+            tuple(w and shape_of(w.boxes[rank % w.num_tiles]) for w in layouts),
+            tuple(_sizes(each, rank) for each in exchanges),
+        )
+
+    ranks = range(placement.num_tiles)
+    return [found.setdefault(sizes(rank), rank) for rank in ranks]
+
+
 def _what(node: fx.Node, module: nn.Module) -> Any:
     """Return what a node is: a tensor's size, a layer's settings, or a function."""
     if node.op == "placeholder":

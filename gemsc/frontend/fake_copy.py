@@ -174,7 +174,7 @@ def reject_unsupported(model: nn.Module) -> None:
             raise GemscError(
                 f"the model's '{name}' has no data: it is on the meta device",
                 help='name the files of its weights beside the model: weights = "...", '
-                "or call gemsc.load_weights(model, path)",
+                "or call gemsc.load_weights(model, path); gemsc plan needs none",
             )
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Literal
 
-from gemsc.base.grid_shape import GridShape
+from gemsc.base.grid_shape import ALONE, GridShape
 from gemsc.compilation import Traced
 from gemsc.costs.hardware import Hardware, read_hardware
+from gemsc.costs.signature import alike_ranks
 from gemsc.ir.program import Program
 from gemsc.ir.shards import Placed
 from gemsc.lowering.tracing import one_thread
@@ -30,12 +33,20 @@ from gemsc.passes.mark_segments import MarkSegments
 from gemsc.passes.overlap_halos import OverlapHalos
 from gemsc.passes.place_stages import PlaceStages
 from gemsc.passes.split_tiles import SplitTiles
+from gemsc.planner.at_best import schedule_at_best
 from gemsc.planner.ending import share_updates
 from gemsc.planner.fitting import Scheduled, schedule
-from gemsc.planner.layout import check_blocks, check_whole, stage_layout
+from gemsc.planner.layout import (
+    StageLayout,
+    check_blocks,
+    check_whole,
+    stage_layout,
+)
 from gemsc.planner.predict import schedule_task
 from gemsc.planner.traffic import peak_tile
 from gemsc.schedules import SCHEDULES
+
+Lowered = Literal["all", "unlike", "two", "none"]
 
 
 @one_thread()
@@ -44,14 +55,15 @@ def schedule_stages(
     options: CompileOptions,
     run: Runs,
     *,
-    every_tile: bool = True,
+    lowered: Lowered = "all",
     hardware: Hardware | None = None,
     placed: Placed | None = None,
 ) -> Scheduled:
     """Cut, place, split and schedule: what the options decide, before any text.
 
-    Without `every_tile` only the first tile is lowered, and the one that holds most;
-    all ranks where they share branches.
+    Of a stage's ranks "all" are `lowered`; those that are "unlike" all others, which is
+    as exact but has no text for each; or "two", the first and the one that holds most,
+    and all where they share branches. Where "none" is, see `schedule_at_best`.
     """
     choose("schedule", options.schedule, SCHEDULES)
     hardware = hardware or read_hardware(options.hardware)
@@ -60,28 +72,25 @@ def schedule_stages(
     with telling_what_ties(traced.program):
         check_blocks(options, chosen, traced.program.name, names)
     check_whole(options.whole, traced.program.module)
-    balance = BalanceStages(
-        num_stages=chosen.num_stages,
-        kind=options.balance,
-        blocks=options.blocks,
-        cuts=options.cuts,
-        live=chosen.live,
-        grids=chosen.grids,
-        link=hardware.network.link(0, 1),
-        # plans of other models that differ in these alone share their stages
-        rows=chosen.rows if traced.program.towers else (),
-        micro_batches=chosen.micro_batches if traced.program.towers else (),
-    )
+    balance = _balance(traced, options, chosen, hardware)
+    cut = _cut(traced, options, chosen, balance, run)
     place = PlaceStages(
         chosen.placement,
         num_replicas=chosen.num_replicas,
         rows=chosen.rows,
         groups=chosen.groups,
     )
-    check_statistics = CheckStatistics(chosen.num_replicas * options.data)
-    mark = MarkSegments(options.recompute, options.offload)
-    one_graph = (CheckTorchCompile(),) if options.torch_compile else ()
-    cut = run(traced.program, *one_graph, balance, check_statistics, mark)
+    if lowered == "none":
+        alone = replace(place, groups=(ALONE,) * len(chosen.groups))
+        program = run(cut, alone, InsertComms())
+        blocks = traced.program.blocks or ()
+        shares = {
+            grid: run.once(
+                ("shares", grid), balance.shares, traced.program, blocks, grid
+            )
+            for grid in {*chosen.grids}
+        }
+        return schedule_at_best(program, chosen, options, hardware, shares, run.once)
     if any(grid.beside > 1 for grid in chosen.grids):
         link, row = hardware.network.link(0, 1), chosen.rows[0]
         choose_shards = ChooseShards(
@@ -91,7 +100,7 @@ def schedule_stages(
             options.whole,
             row,
             placed,
-            None if traced.twins is not None else traced.evaluation,
+            traced.other_evaluation,
             options.data,
         )
         cut = run(cut, choose_shards)
@@ -106,10 +115,7 @@ def schedule_stages(
             split = tile_passes(number, chosen.grids, options)
             return run(cut, *split, annotate, InsertComms(), place)
 
-        others = set(range(1, chosen.most_ranks))
-        if not every_tile and all(grid.branches == 1 for grid in chosen.grids):
-            others &= {peak_tile(tile(0))}
-        tiles = (tile(0), *map(tile, sorted(others)))
+        tiles = _tiles(tile, chosen, lowered)
     if options.shard_optimizer:
         program, *split = (
             run.once((id(each), options.data), share_updates, each, options.data)
@@ -122,6 +128,61 @@ def schedule_stages(
     done = schedule(program, tiles, task, chosen, options, hardware)
     check_in_flight(program, _crowded(done))
     return done
+
+
+def _balance(
+    traced: Traced, options: CompileOptions, chosen: StageLayout, hardware: Hardware
+) -> BalanceStages:
+    """Return the pass that chooses the cuts."""
+    has_towers = bool(traced.program.towers)
+    return BalanceStages(
+        num_stages=chosen.num_stages,
+        kind=options.balance,
+        blocks=options.blocks,
+        cuts=options.cuts,
+        live=chosen.live,
+        grids=_different(chosen.grids),
+        link=hardware.network.link(0, 1),
+        # plans of other models that differ in these alone share their stages
+        rows=chosen.rows if has_towers else (),
+        micro_batches=chosen.micro_batches if has_towers else (),
+    )
+
+
+def _cut(
+    traced: Traced,
+    options: CompileOptions,
+    chosen: StageLayout,
+    balance: BalanceStages,
+    run: Runs,
+) -> Program:
+    """Return the program with its stages; the same one for all that cut it alike."""
+    one_graph = (CheckTorchCompile(),) if options.torch_compile else ()
+    cut = run(traced.program, *one_graph, balance)
+    edges = tuple(len(stage.blocks) for stage in cut.require_stages())
+    cut = run.once(("cut", id(traced.program), edges), lambda found: found, cut)
+    check_statistics = CheckStatistics(chosen.num_replicas * options.data)
+    return run(cut, check_statistics, MarkSegments(options.recompute, options.offload))
+
+
+def _tiles(
+    tile: Callable[[int], Program], chosen: StageLayout, lowered: Lowered
+) -> tuple[Program, ...]:
+    """Return what the ranks of the largest grid run, or some of them."""
+    first, others = tile(0), range(1, chosen.most_ranks)
+    if lowered == "all" or any(grid.branches > 1 for grid in chosen.grids):
+        return first, *map(tile, others)
+    if lowered == "two":
+        return first, *map(tile, {peak_tile(first)} - {0})
+    if any(grid.tiles for grid in chosen.grids):
+        return first, *map(tile, others)
+    return tuple(map(tile, alike_ranks(first)))
+
+
+def _different(grids: tuple[GridShape, ...]) -> tuple[GridShape, ...]:
+    """Return the grids by which stages are weighed: none where all share all alike."""
+    alike = len({*grids}) == 1 and not grids[0].tiles and grids[0].shards > 1
+    return () if alike else grids
 
 
 def _crowded(done: Scheduled) -> set[int]:

@@ -84,7 +84,7 @@ class BalanceStages(Pass):
     def _balanced(self, program: Program, blocks: Sequence[Block]) -> list[int]:
         crossing = _crossing(program, blocks)
         grids = self.grids or (ALONE,) * self.num_stages
-        known = {grid: self._shares(program, blocks, grid) for grid in set(grids)}
+        known = {grid: self.shares(program, blocks, grid) for grid in set(grids)}
         shares = [known[grid] for grid in grids]
         if self.kind == "compute":
             seconds = [block.busy_seconds for block in blocks]
@@ -113,7 +113,7 @@ class BalanceStages(Pass):
         ]
         return partition(rows, cut_costs=crossing)
 
-    def _shares(
+    def shares(
         self, program: Program, blocks: Sequence[Block], grid: GridShape
     ) -> list[float]:
         """Return the part of each block's seconds that the ranks of a grid take."""

@@ -24,8 +24,9 @@ from gemsc.planner.traffic import exchanges
 class FindHalos(Pass):
     """Lower the first tile to learn what all tiles want of inputs and of each other.
 
-    Inputs come with the halo that their users want. Of other exchanges one serves up
-    to so many `layers`; 0: each layer has its own. `grids` are as for `SplitTiles`.
+    Inputs come with the halo that their users want; shards have none. Of other
+    exchanges one serves up to so many `layers`; 0: each layer has its own. `grids` are
+    as for `SplitTiles`.
     """
 
     name: ClassVar[str] = "find-halos"
@@ -37,6 +38,8 @@ class FindHalos(Pass):
 
     def apply(self, program: Program) -> Program:
         """Return the program with its halos."""
+        if not any(grid.tiles for grid in self.grids):
+            return replace(program, halos=Halos())
         low, halos = self._lowering(program), Halos()
         lowered = low.run()
         if self.layers:

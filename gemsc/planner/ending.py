@@ -57,18 +57,38 @@ class StepEnd:
 
 
 def after_backward(
-    program: Program, task: Task, timeline: Timeline, copies: int, hardware: Hardware
+    program: Program,
+    task: Task,
+    timeline: Timeline,
+    copies: int,
+    hardware: Hardware,
 ) -> StepEnd:
     """Return how a step ends."""
     placement = program.placement
     assert placement is not None
+    held = held_gradients(program, task) if task.has_backward else []
+    sizes = placement.num_ranks, copies
+    return end_of(program, task, timeline, held, sizes, hardware)
+
+
+def end_of(
+    program: Program,
+    task: Task,
+    timeline: Timeline,
+    held: Sequence[Sequence[Held]],
+    sizes: tuple[int, int],
+    hardware: Hardware,
+) -> StepEnd:
+    """Return how a step ends where these ranks hold these gradients.
+
+    `sizes` are the ranks of each copy and the copies.
+    """
     if not task.has_backward:
         return StepEnd()
     sums = gradient_sums(
         hardware.network,
-        held_gradients(program, task),
-        placement.num_ranks,
-        copies,
+        held,
+        *sizes,
         shares_update=program.updated is not None,
     )
     early = start_early(program)

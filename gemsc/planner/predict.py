@@ -41,7 +41,9 @@ def schedule_task(
     first = tiles[0]
     placement = first.placement
     assert placement is not None
-    costs = [_stage_costs(tile, hardware) for tile in tiles]
+    unlike = {id(tile): tile for tile in tiles}
+    known = {key: _stage_costs(tile, hardware) for key, tile in unlike.items()}
+    costs = [known[id(tile)] for tile in tiles]
     stages = []
     for index in range(len(first.require_stages())):
         size = len(placement.ranks[0][index])

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from gemsc.base.grid_shape import SPLITS
 from gemsc.costs.hardware import Hardware, read_hardware
 from gemsc.errors import GemscError
 from gemsc.options import CompileOptions
-from gemsc.planner.ending import after_backward, reduced_bytes
+from gemsc.planner.at_best import held_at_best
+from gemsc.planner.ending import after_backward, end_of, reduced_bytes
 from gemsc.planner.fitting import Scheduled
 from gemsc.planner.predict import micro_batch_size, talking
 from gemsc.planner.traffic import step_traffic
@@ -19,11 +20,18 @@ from gemsc.search.candidates import Candidate, alternatives, is_open, ranked
 
 SLACK = 0.1  # by which stages that are cut elsewhere may take less work
 
-Stage = Callable[..., Scheduled]  # of options; `every_tile`: not two of them only
+ROUNDING = 0.02  # an order of which the text is short may be slower
+
+Stage = Callable[..., Scheduled]  # of options, and how many ranks are `lowered`
+Tell = Callable[[str], None]
 
 
 def settled(
-    options: CompileOptions, sizes: tuple[int, ...], most_branches: int, stage: Stage
+    options: CompileOptions,
+    sizes: tuple[int, ...],
+    most_branches: int,
+    stage: Stage,
+    tell: Tell = lambda text: None,
 ) -> tuple[tuple[Candidate, ...], CompileOptions]:
     """Return what was compared where something is `auto`, and the options to take.
 
@@ -37,32 +45,32 @@ def settled(
             )
     if not is_open(options):
         return (), options
-    candidates = search(options, sizes, most_branches, stage)
+    candidates = search(options, sizes, most_branches, stage, tell)
     return candidates, candidates[0].options
 
 
 def search(
-    options: CompileOptions, sizes: tuple[int, ...], most_branches: int, stage: Stage
+    options: CompileOptions,
+    sizes: tuple[int, ...],
+    most_branches: int,
+    stage: Stage,
+    tell: Tell = lambda text: None,
 ) -> tuple[Candidate, ...]:
     """Return all that agrees with the options, best first.
 
     What does not fit the memory cap is tried again with the optimizer's state shared
     out over replicas, with some blocks recomputed, and with both. What cannot be faster
-    than something that fits is left out.
+    than something that fits is left out. `tell` is told how far this is.
 
     Raises:
         GemscError: nothing fits; says what would.
     """
-    found: list[Candidate] = []
-    for each in alternatives(options, sizes, most_branches):
-        if _may_win(each, found):
-            found.append(assess(each, stage))
+    compared = _Comparison(stage, tell)
+    compared.add(alternatives(options, sizes, most_branches))
     for change in (_sharding, _recomputing):
-        for each in filter(None, map(change, list(found))):
-            if _may_win(each, found):
-                smaller = assess(each, stage)
-                found += [] if smaller.problem else [smaller]
-    found = ranked(found)
+        changed = filter(None, map(change, [*compared.found, *compared.too_large]))
+        compared.add(list(changed), problems=False)
+    found = compared.ranked()
     while options.open_splits and found[0].fits():
         exact = assess(found[0].options, stage, every_tile=True)
         found[0] = exact
@@ -70,8 +78,73 @@ def search(
             break
         found = ranked(found)
     if not found[0].fits():
+        found = compared.leanest()
         raise nothing_fits(found, lambda other: assess(other, stage))
     return tuple(found)
+
+
+@dataclass
+class _Comparison:
+    """What is found of some choices, and what of others that are left out.
+
+    Splits are looked at last: the fastest first, if their ranks shared all evenly.
+    `too_large` are those that would not even then fit.
+    """
+
+    stage: Stage
+    tell: Tell
+    found: list[Candidate] = field(default_factory=list)
+    too_large: list[Candidate] = field(default_factory=list)
+    places: dict[CompileOptions, int] = field(default_factory=dict)
+
+    def add(self, choices: Sequence[CompileOptions], *, problems: bool = True) -> None:
+        """Assess what may be better than all that is found."""
+        for each in choices:
+            self.places.setdefault(each, len(self.places))
+        whole = [each for each in choices if not _is_split(each)]
+        for number, each in enumerate(whole):
+            self.tell(f"{number + 1} of {len(choices)} plans")
+            if _may_win(each, self.found):
+                self._assess(each, problems)
+        bounds = []
+        for number, each in enumerate(filter(_is_split, choices)):
+            self.tell(f"{len(whole) + number + 1} of {len(choices)} plans")
+            bounds.append(at_best(each, self.stage))
+        bounds.sort(key=lambda bound: -bound.samples_per_second)
+        for number, bound in enumerate(bounds):
+            if bound.is_too_large():
+                self.too_large.append(bound)
+            elif self._is_promising(bound):
+                self.tell(f"{bound.name} ({number + 1} of {len(bounds)} splits)")
+                self._assess(bound.options, problems)
+
+    def _is_promising(self, bound: Candidate) -> bool:
+        """Whether a split may be faster than all that fits so far."""
+        fastest = max((c.samples_per_second for c in self.found if c.fits()), default=0)
+        if not bound.problem and (1 + ROUNDING) * bound.samples_per_second <= fastest:
+            return False
+        return _may_win(bound.options, self.found)
+
+    def _assess(self, options: CompileOptions, problems: bool) -> None:
+        each = assess(options, self.stage)
+        self.found += [] if each.problem and not problems else [each]
+
+    def ranked(self) -> list[Candidate]:
+        """Return what is found, best first; of what is alike what was first to try."""
+        return ranked(sorted(self.found, key=lambda c: self.places[c.options]))
+
+    def leanest(self) -> list[Candidate]:
+        """Return what is found where nothing fits, with what needs least memory."""
+        self.too_large.sort(key=lambda bound: bound.peak_bytes)
+        for bound in self.too_large:
+            peaks = [each.peak_bytes for each in self.found if not each.problem]
+            if not peaks or bound.peak_bytes < min(peaks):
+                self._assess(bound.options, problems=True)
+        return self.ranked()
+
+
+def _is_split(options: CompileOptions) -> bool:
+    return any(getattr(options, name) for name in SPLITS)
 
 
 def _may_win(options: CompileOptions, found: Sequence[Candidate]) -> bool:
@@ -124,13 +197,14 @@ def assess(
 ) -> Candidate:
     """Return what is predicted for one choice: by two tiles of a grid, or by all."""
     uncapped = replace(options, device_memory=None)
+    lowered = "unlike" if every_tile else "two"
     try:
-        done = stage(uncapped, every_tile=every_tile)
+        done = stage(uncapped, lowered=lowered)
     except GemscError as error:
         return Candidate(options, problem=error.message)
     if options.rank_memory and max(done.timeline.peak_bytes) > options.rank_memory:
         with suppress(GemscError):  # there may be an order that holds less at a time
-            done = stage(options, every_tile=every_tile)
+            done = stage(options, lowered=lowered)
     peaks = done.timeline.peak_bytes
     first, hardware = done.tiles[0], read_hardware(options.hardware)
     sums = reduced_bytes(first, done.task, options.data)
@@ -149,6 +223,28 @@ def assess(
         talking=_talking_share(done, hardware),
         ending=ends.seconds,
         sent_bytes=sent.message_bytes + sent.sum_bytes + sum(sums),
+    )
+
+
+def at_best(options: CompileOptions, stage: Stage) -> Candidate:
+    """Return what no split that is chosen so can be better than, unless by rounding."""
+    hardware = read_hardware(options.hardware)
+    try:
+        done = stage(replace(options, device_memory=None), lowered="none")
+    except GemscError as error:
+        return Candidate(options, problem=error.message)
+    if options.rank_memory and max(done.timeline.peak_bytes) > options.rank_memory:
+        with suppress(GemscError):
+            done = stage(options, lowered="none")
+    program, timeline = done.program, done.timeline
+    held = held_at_best(done.task, options.groups)
+    sizes = options.copy_ranks, options.data
+    ends = end_of(program, done.task, timeline, held, sizes, hardware)
+    return Candidate(
+        options,
+        seconds=timeline.makespan + ends.seconds,
+        samples=options.data * sum(done.task.micro_batches) * micro_batch_size(program),
+        peak_bytes=max(timeline.peak_bytes),
     )
 
 

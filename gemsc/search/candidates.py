@@ -148,11 +148,12 @@ def alternatives(
     balances: tuple[str, ...] = (options.balance,)
     if options.balance == "auto":  # what is balanced by memory is never faster
         balances = ("compute",) if options.device_memory is None else BOTH
+    first = *pairs[0], balances[0]
     found = [
         replace(each, schedule=schedule, placement=placement, balance=balance)
         for each in _shared(options, sizes, most_branches)
         for (schedule, placement), balance in product(pairs, balances)
-        if _has_stages(each) or (schedule, placement) == pairs[0]
+        if _has_stages(each) or (schedule, placement, balance) == first
     ]
     if not found:
         _ = options.groups  # says so where no number of copies fits tiles and shards

@@ -17,6 +17,8 @@ from gemsc.weights.keras_model import KerasModel, is_keras
 from gemsc.weights.source import Wanted, WeightFiles, conversions, matched
 from gemsc.weights.write import Entry
 
+FEW = 64  # elements
+
 
 def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> list[str]:
     """Give a model the weights of a file or folder, under its own names.
@@ -120,6 +122,22 @@ def fill(stage: nn.Module, read: Callable[[str], Tensor], device: torch.device) 
         values[name] = tensor
         del tensor
     put(stage, values)
+
+
+def blank(model: nn.Module) -> None:
+    """Give what a model has on the meta device memory that nobody has written to.
+
+    The system provides it page by page when it is used, which planning never does. A
+    few numbers, which forward may ask for, are 0.
+    """
+    values = {
+        name: (torch.zeros if tensor.numel() <= FEW else torch.empty)(
+            tensor.shape, dtype=tensor.dtype
+        )
+        for name, tensor in stage_tensors(model).items()
+        if tensor.is_meta
+    }
+    put(model, values)
 
 
 def put(module: nn.Module, values: Mapping[str, Tensor]) -> None:

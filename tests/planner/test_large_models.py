@@ -131,3 +131,71 @@ def test_two_gibibytes_compile_and_train(tmp_path: Path, limit: Path) -> None:
     peaks = [int((tmp_path / f"peak{rank}").read_text()) for rank in range(4)]
     print(peaks)  # noqa: T201
     assert max(peaks) < 3 * GIB
+
+
+UNFILLED = """
+import torch
+from torch import nn
+
+
+def model():
+    with torch.device({device!r}):
+        return nn.Sequential(*(nn.Linear({width}, {width}) for _ in range({layers})))
+
+
+loss = nn.MSELoss()
+
+
+def example_inputs():
+    return (torch.randn(2, {width}),)
+
+
+def example_target():
+    return torch.randn(2, {width})
+"""
+
+
+MEASURED = """
+import resource, sys
+from gemsc.cli.command import main
+try:
+    main()
+finally:
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)
+"""
+
+
+def planned(folder: Path, device: str, layers: int, width: int) -> tuple[object, int]:
+    """Return what is compared for a model on a device, and the peak in bytes."""
+    (folder / f"{device}.py").write_text(
+        UNFILLED.format(device=device, layers=layers, width=width)
+    )
+    words = ["plan", f"{device}.py", "--ranks", "2", "--shards", "off", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURED, *words],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)["candidates"], 1024 * int(done.stderr.split()[-1])
+
+
+def test_a_plan_needs_no_weights(tmp_path: Path) -> None:
+    """On the meta device it is the plan of the model with weights, in no memory."""
+    layers, width = 8, 4096
+    real, meta = (planned(tmp_path, each, layers, width) for each in ("cpu", "meta"))
+    assert real[0] == meta[0]
+    assert real[1] - meta[1] > 0.8 * 4 * layers * width**2
+
+
+def test_a_program_needs_them(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(
+        UNFILLED.format(device="meta", layers=2, width=8)
+    )
+    done = subprocess.run(
+        [GEMSC, "compile", "model.py"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert "has no data: it is on the meta device" in done.stderr
+    assert "gemsc plan needs none" in done.stderr
