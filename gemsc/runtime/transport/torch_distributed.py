@@ -343,7 +343,7 @@ class TorchTransport:
     def send(self, tensor: Tensor, dest: int, tag: int) -> Request:
         """Start to send the tensor's bytes."""
         need = Awaited(f"message {tag} from rank {self.rank} to rank {dest}", (dest,))
-        return self._post(self._messages.send, tensor, dest, tag, need)
+        return self._post(tensor, dest, tag, need, is_send=True)
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> Request:
         """Start to receive into the tensor's bytes.
@@ -352,20 +352,16 @@ class TorchTransport:
         """
         what = f"message {tag} from rank {source} to rank {self.rank}"
         need = Awaited(what, (source,))
-        return self._post(self._messages.recv, tensor, source, tag, need)
+        return self._post(tensor, source, tag, need, is_send=False)
 
     def _post(
-        self,
-        start: Callable[..., Any],
-        tensor: Tensor,
-        peer: int,
-        tag: int,
-        need: Awaited,
+        self, tensor: Tensor, peer: int, tag: int, need: Awaited, *, is_send: bool
     ) -> Request:
         check_message(tensor, peer, tag, size=self.size, cuda_aware=self.cuda_aware)
         tensor = tensor.detach()
         if peer == self.rank:
-            return self._post_own(tensor, tag, is_send=start == self._messages.send)
+            return self._post_own(tensor, tag, is_send=is_send)
+        start = self._messages.send if is_send else self._messages.recv
         try:
             work = _Awaiting(start([_bytes(tensor.view(-1))], peer, tag))
         except RuntimeError as error:
