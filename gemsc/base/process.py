@@ -9,6 +9,11 @@ import sys
 
 # where Open MPI has its shared memory, on one machine: in the scratch folder of the job
 SCRATCH_VARIABLE = "OMPI_MCA_btl_sm_backing_directory"
+# where ranks find each other that gemsc.launch.torch_ranks starts
+STORE_VARIABLE = "GEMSC_TORCH_STORE"
+ABORTED = ".aborted"  # beside that file: a rank has said why all end
+TORCHRUN = "TORCHELASTIC_RUN_ID"  # set by torchrun, in each process
+OF_MPI = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")  # in each rank
 # glibc: large pages for tensors. Copies from process to process are twice as fast, and
 # training a convolution was 15 % faster, one that unfolds 50 % (CPU, one thread). What
 # a step frees, up to 16 GiB, is kept for the next one, and not cleared by the system
@@ -63,17 +68,29 @@ def return_large_blocks() -> None:
 
 
 def end_with_launcher() -> None:
-    """Let this rank be killed as soon as its mpirun has ended, however that ended.
+    """Let this rank be killed as soon as its launcher has ended, however that ended.
 
     So no rank trains on alone.
     """
-    if is_started_by_mpirun():
+    if is_started_by_mpirun() or is_started_by_torch():
         end_with_parent(os.getppid(), signal.SIGKILL)
 
 
 def is_started_by_mpirun() -> bool:
     """Whether a launcher of MPI, of any kind, started this process."""
-    return not {"OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"}.isdisjoint(os.environ)
+    return not set(OF_MPI).isdisjoint(os.environ)
+
+
+def is_started_by_torch() -> bool:
+    """Whether torchrun, or gemsc for torch.distributed, started this process.
+
+    Not if its mpirun is the nearer one; srun, which calls its tasks ranks of MPI, too,
+    starts torchrun, and not the other way round.
+    """
+    if STORE_VARIABLE not in os.environ and TORCHRUN not in os.environ:
+        return False
+    by_srun = "SLURM_PROCID" in os.environ and OF_MPI[0] not in os.environ
+    return by_srun or not is_started_by_mpirun()
 
 
 def num_cores() -> int:

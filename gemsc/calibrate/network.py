@@ -19,12 +19,13 @@ from typing import Any
 
 import torch
 
+from gemsc.base.process import is_started_by_torch
 from gemsc.calibrate.kernels import fit_seconds, rounded
 from gemsc.costs.hardware import Allreduce, LinkSpeed, Network
 from gemsc.errors import GemscError
 from gemsc.runtime.process.failure import install_hooks, stop_all
 from gemsc.runtime.process.status import Status
-from gemsc.runtime.transport.mpi import MpiTransport
+from gemsc.runtime.transport.choose import start_transport
 from gemsc.runtime.transport.transport import Transport
 
 SIZES = (1024, 16 * 2**10, 256 * 2**10, 2**20, 4 * 2**20, 16 * 2**20)
@@ -84,13 +85,14 @@ def sum_efficiency(
 
 
 def is_rank() -> bool:
-    """Whether this process was started by mpirun, with others."""
-    return any(int(os.environ.get(name, "1")) > 1 for name in SIZE_VARIABLES)
+    """Whether this process was started by mpirun or torchrun, with others."""
+    names = ("WORLD_SIZE",) if is_started_by_torch() else SIZE_VARIABLES
+    return any(int(os.environ.get(name, "1")) > 1 for name in names)
 
 
 def main(path: Path | None = None) -> dict[str, object] | None:
     """Measure on this rank; rank 0 returns the result and writes it, if to a path."""
-    transport = MpiTransport()
+    transport = start_transport()
     install_hooks(transport)
     found = None
     try:

@@ -70,6 +70,7 @@ def _rows() -> Iterator[Row]:
     yield from _packages()
     yield _found("mpirun", _mpirun, "pip install 'gemsc[mpi]', or load your site's MPI")
     yield _found("MPI of mpi4py", _library, "pip install 'gemsc[mpi]'")
+    yield _found("torch.distributed", _torch_engine, "a PyTorch that has it")
     yield _cores()
     yield from _gpus()
     yield _program("dot", "-V", "graph.svg: install graphviz")
@@ -104,6 +105,14 @@ def _library() -> str:
     name, *_, last = _output(sys.executable, "-c", LIBRARY).splitlines()
     name = " ".join(name.split(",")[0].rstrip("\0").split())
     return f"{name}, {last}" if "CUDA" in last else name
+
+
+def _torch_engine() -> str:
+    """Return what `--engine torch` goes by."""
+    dist = torch.distributed
+    if not dist.is_available() or not dist.is_gloo_available():
+        raise GemscError("none: no --engine torch")
+    return "gloo, NCCL" if dist.is_nccl_available() else "gloo; no NCCL"
 
 
 def _cores() -> Row:

@@ -20,8 +20,10 @@ from types import FrameType
 from typing import IO
 
 from gemsc.base.process import end_with_parent
+from gemsc.errors import GemscError
 from gemsc.launch.hosts import UNREACHED, Host
 from gemsc.launch.mpirun import Tell, in_our_words, mpirun_command
+from gemsc.launch.torch_ranks import torch_command
 from gemsc.runtime.process.hang import hang_report, is_hanging
 from gemsc.runtime.process.progress import BAR_VARIABLE
 from gemsc.runtime.process.scratch import scratch_folder
@@ -44,6 +46,9 @@ LOOK_SECONDS = 5.0  # from one look whether the ranks hang to the next
 LATER_SECONDS = 3.0  # than the ranks' own reports
 GRACE_SECONDS = 5.0  # from asking mpirun to end to killing it
 LONGEST_REPORT = 9  # lines, of which one may say that there are more
+ENGINE_VARIABLE = "GEMSC_ENGINE"
+COMMANDS = {"mpi": mpirun_command, "torch": torch_command}
+STARTERS = {"mpi": "mpirun", "torch": "the process that started the ranks"}
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,7 @@ def launch(
     stderr: int | IO[str] | None = None,
     computes: Callable[[int], list[str]] = lambda rank: [],
     hosts: Sequence[Host] = (),
+    engine: str | None = None,
     at_end: Callable[[Ending], None] = lambda ending: None,
 ) -> int:
     """Start `argv` on every rank, pass its output on, and return the exit code.
@@ -85,17 +91,23 @@ def launch(
     why it ended, what it was doing is added: every rank notes that in a file that
     outlives it; `computes(rank)` gives lines about the rank's part. Signals that end
     this process end the ranks first, and if it is killed, mpirun ends them. `hosts`
-    take exactly these ranks; without any, all are on this machine. `env` adds to the
+    take exactly these ranks; without any, all are on this machine. `engine` is "mpi" or
+    "torch", by default what GEMSC_ENGINE says, or MPI. `env` adds to the
     environment; `stdout` and `stderr` are as for `subprocess.Popen`, less PIPE. The
     exit code is 124 after `timeout` seconds, and 128 + n after signal n; the first
     SIGTERM or SIGUSR1 only asks ranks that can save to leave, with exit code 75.
     `at_end` is told more of how they ended.
+
+    Raises:
+        GemscError: the engine is not there, or cannot do that.
     """
+    engine = chosen_engine(engine)
+    starter = STARTERS[engine]
     target = _descriptor(stderr)
     with scratch_folder(num_ranks) as scratch:
         notes = _Notes(scratch / "status", num_ranks, computes)
         notes.folder.mkdir()
-        command, environment = mpirun_command(
+        command, environment = COMMANDS[engine](
             num_ranks,
             argv,
             scratch=scratch,
@@ -121,14 +133,16 @@ def launch(
         if seen:
             _write(target, notes.of_all(f"stopped by {signal_name(seen[0])}"))
         elif code < 0:
-            _write(target, notes.of_all(f"mpirun was ended by {signal_name(-code)}"))
+            _write(target, notes.of_all(f"{starter} was ended by {signal_name(-code)}"))
         elif code not in (0, STOPPED, TIMED_OUT) and (text := notes.last_words):
             _write(target, f"{text}\n".encode())  # a mpirun that ends shows no more
             code = STOPPED
         elif code not in (0, STOPPED, TIMED_OUT) and notes.are_silent:
             is_lost = hosts and code == UNREACHED
             why = "as ssh when a host is lost" if is_lost else "it may be by a signal"
-            _write(target, notes.of_all(f"mpirun ended with exit code {code}, {why}"))
+            _write(
+                target, notes.of_all(f"{starter} ended with exit code {code}, {why}")
+            )
         if seen:
             code = -seen[0]
         elif code == 0 and notes.told:  # mpirun says so where a host is lost
@@ -137,6 +151,18 @@ def launch(
         how = next(iter(notes.told), "")
         at_end(Ending(code, how, is_asked=bool(seen), step=notes.last_step))
     return code
+
+
+def chosen_engine(engine: str | None) -> str:
+    """Return the engine asked for, or else that of the environment, or MPI.
+
+    Raises:
+        GemscError: there is no such engine.
+    """
+    engine = engine or os.environ.get(ENGINE_VARIABLE) or "mpi"
+    if engine not in COMMANDS:
+        raise GemscError(f"{ENGINE_VARIABLE} is '{engine}', not mpi or torch")
+    return engine
 
 
 def bar_settings() -> dict[str, str]:

@@ -15,7 +15,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,8 @@ from gemsc.launch.hosts import (
     share_out,
     that_answer,
 )
-from gemsc.launch.launch import Ending, bar_settings, launch
+from gemsc.launch.launch import Ending, bar_settings, chosen_engine, launch
+from gemsc.launch.torch_ranks import check_one_machine
 from gemsc.options import CompileOptions
 from gemsc.plan import Plan
 from gemsc.runtime.checkpoint.folder import LATEST, check_checkpoint
@@ -47,7 +48,7 @@ def start(
     *,
     ended: Callable[[Path], None] = lambda folder: None,
 ) -> int:
-    """Run the program under mpirun, again if a rank dies, and return the exit code.
+    """Run the program's ranks, again if a rank dies, and return the exit code.
 
     `ended` is called with the run's folder, if there is one, once all ranks are gone.
 
@@ -58,7 +59,8 @@ def start(
     if plan.unchecked:
         sys.stderr.write(f"note: {not_compared(plan, directory)}\n")
     how, rest, options = read_launch(arguments)
-    hosts = _places(how.hosts, plan.ranks, directory)
+    engine = chosen_engine(options.engine)
+    hosts = _places(how.hosts, plan.ranks, directory, engine)
     per_device = options.per_device or plan.per_device
     if per_device is not None and not hosts:  # else each host counts its own
         _check_sharing(per_device, plan.ranks, options.device)
@@ -69,10 +71,10 @@ def start(
     if options.goes_on and options.resume is not None:
         check_checkpoint(options.resume)
     if folder is None:  # it does not train
-        return _Job(directory, plan, (*rest,), hosts).run().code
+        return _Job(directory, plan, (*rest,), hosts, engine).run().code
     if not is_named:
         rest += ["--save", str(folder)]
-    job = _Job(directory, plan, (*rest,), hosts)
+    job = _Job(directory, plan, (*rest,), hosts, engine)
     code = _run(job, how, folder, last_step(options.resume or folder))
     if folder.is_dir():
         ended(folder)
@@ -100,6 +102,7 @@ class _Job:
     plan: Plan
     arguments: tuple[str, ...]
     hosts: tuple[Host, ...]
+    engine: str
 
     def run(self) -> Ending:
         """Start the ranks and wait for their end."""
@@ -110,6 +113,7 @@ class _Job:
             env=bar_settings(),
             computes=self._computes,
             hosts=self.hosts,
+            engine=self.engine,
             at_end=endings.append,
         )
         return endings[0]
@@ -150,15 +154,25 @@ def _again(job: _Job, hosts: Sequence[Host]) -> _Job:
         if slots < plan.ranks:
             directory = compile_for(directory, plan, slots)
             plan = Plan.read(directory / "plan.toml")
-    places = _places(hosts, plan.ranks, directory)
-    return _Job(directory, plan, (*job.arguments, "--resume"), places)
+    places = _places(hosts, plan.ranks, directory, job.engine)
+    return replace(
+        job,
+        directory=directory,
+        plan=plan,
+        arguments=(*job.arguments, "--resume"),
+        hosts=places,
+    )
 
 
-def _places(hosts: Sequence[Host], ranks: int, directory: Path) -> tuple[Host, ...]:
+def _places(
+    hosts: Sequence[Host], ranks: int, directory: Path, engine: str
+) -> tuple[Host, ...]:
     """Return how many ranks each host gets; none are named if all are on this one."""
     used = share_out(hosts, ranks) if hosts else ()
     if all(map(is_here, used)):
         return ()
+    if engine == "torch":
+        check_one_machine(used)
     check_hosts(used, directory)
     return used
 

@@ -145,6 +145,7 @@ def test_options_that_are_named_exist(page, capsys):
     known |= {"--extra-index-url", "--oversubscribe", "--mpi"}  # pip, mpirun, srun
     known |= {"--gpus-per-node"}  # sbatch
     known |= {"--no-binary", "--recipe", "--nproc-per-node"}  # pip, rattler, torchrun
+    known |= {"--nnodes", "--rdzv-backend", "--rdzv-endpoint"}  # torchrun
     known |= {"--rm", "--gpus", "--nv", "--build-arg"}  # docker, apptainer
     app = get_command(make_app())
     for command in (app, *app.commands.values()):

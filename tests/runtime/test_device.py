@@ -144,6 +144,28 @@ def test_two_runs_on_a_gpu_are_compared_without_tf32(
         matmul.fp32_precision, conv.fp32_precision = before
 
 
+@pytest.mark.parametrize("given", [None, "LL128"])
+def test_deterministic_runs_pin_what_nccl_adds_by(
+    given: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NCCL_PROTO"):
+        monkeypatch.delenv(name, raising=False)
+    if given is not None:
+        monkeypatch.setenv("NCCL_PROTO", given)
+    benchmark = torch.backends.cudnn.benchmark
+    try:
+        claim_device(torch.device("cpu"), deterministic=True)
+        found = os.environ["NCCL_ALGO"], os.environ["NCCL_PROTO"]
+        assert found == ("Ring", given or "Simple")
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cudnn.benchmark = benchmark
+        for name in ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO"):
+            os.environ.pop(name, None)
+        if given is None:
+            os.environ.pop("NCCL_PROTO", None)
+
+
 def test_one_process_trains_on_a_device_as_on_the_cpu() -> None:
     seen = []
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from command_line import GEMSC, MODEL, compile_here
+from nightly import at_night
 from test_failures import children
 
 pytestmark = pytest.mark.mpi
@@ -31,13 +32,14 @@ import signal
 import sys
 import time
 
+OWN = os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("RANK"))
 KIND, RANK, CALL = os.environ.get("TRIP", "none:9:0").split(":")
 calls = 0
 
 
 def trip(kind):
     global calls
-    if (kind, os.environ.get("OMPI_COMM_WORLD_RANK")) != (KIND, RANK):
+    if (kind, OWN) != (KIND, RANK):
         return
     calls += 1
     if calls == int(CALL):
@@ -48,7 +50,7 @@ def trip(kind):
 
 
 def at_end():
-    if os.environ.get("TRIP_SIGNAL") and "OMPI_COMM_WORLD_RANK" in os.environ:
+    if os.environ.get("TRIP_SIGNAL") and OWN is not None:
         print("at the end:", repr(signal.getsignal(signal.SIGTERM)))
 
 
@@ -161,12 +163,17 @@ class Job:
     @property
     def ranks(self) -> list[int]:
         """The processes of the ranks, in order."""
-        found = []
+        found, names = [], (b"PMIX_RANK=", b"RANK=")
         for pid in children(self.process.pid):
             data = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            ranks = [v.partition(b"=")[2] for v in data if v.startswith(b"PMIX_RANK=")]
+            ranks = [v.partition(b"=")[2] for v in data if v.startswith(names)]
             found += [(int(rank), pid) for rank in ranks]
         return [pid for _, pid in sorted(found)]
+
+
+@pytest.fixture(autouse=True, params=["mpi", *at_night("torch")])
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GEMSC_ENGINE", request.param)
 
 
 @pytest.fixture

@@ -6,18 +6,27 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from command_line import MODEL, run_words
+from command_line import MODEL, run_words, start
 
 from gemsc.base.process import SCRATCH_VARIABLE
 from gemsc.errors import GemscError
+from gemsc.runtime.process.sharing import local_place
 from gemsc.runtime.transport import launcher
+from gemsc.runtime.transport.choose import engine
 from gemsc.runtime.transport.launcher import (
     check_launcher,
     check_size,
     is_first_started,
 )
 
-NAMES = {*launcher.RANKS, launcher.SLURM_TASKS, "GEMSC_NUM_RANKS", "PMI_SIZE"}
+OF_TORCH = {"TORCHELASTIC_RUN_ID", "GEMSC_TORCH_STORE", "GEMSC_ENGINE"}
+NAMES = {
+    *OF_TORCH,
+    *launcher.RANKS,
+    launcher.SLURM_TASKS,
+    "GEMSC_NUM_RANKS",
+    "PMI_SIZE",
+}
 OPEN_MPI, MPICH = "Open MPI v5.0.11, package: x", "MPICH Version:\t4.3.2\nMore"
 
 
@@ -132,25 +141,62 @@ def test_ranks_started_by_hand_say_so_and_leave_nothing(command):
     assert set(memory.glob("sm_segment.*")) <= before
 
 
-def test_torchrun_is_refused_once_with_what_to_type(command):
+def test_an_engine_that_the_launcher_does_not_start_is_refused_once(command):
     Path("model.py").write_text(MODEL)
     assert command("compile", "model.py", "-o", "program").code == 0
-    for rank, said in enumerate(
-        (
-            "error: torchrun started this, and ranks talk by MPI\n"
-            "help: type gemsc run program --steps 3\n",
-            "",
-        )
-    ):
+    says = (
+        "error: --engine mpi: torchrun started this rank\n"
+        "help: start it with mpirun -n RANKS python or with `gemsc run`, or leave "
+        "--engine out\n"
+    )
+    for rank, said in enumerate((says, "")):
         by_torchrun = {"TORCHELASTIC_RUN_ID": "none", "RANK": str(rank)}
-        words = sys.executable, "program", "--steps", 3
+        words = sys.executable, "program", "--engine", "mpi"
         done = run_words(*words, **by_torchrun)
         assert (done.code, done.err) == (1, said)
-    Path("script.py").write_text(
-        "from gemsc.runtime.transport import launcher\nlauncher.check_launcher()\n"
+    done = run_words(sys.executable, "program", "--engine", "torch")
+    assert done.code == 1
+    assert done.err.startswith("error: --engine torch: no torchrun started this rank\n")
+    done = start("run", "program", GEMSC_ENGINE="nccl")
+    assert done.code == 1
+    assert done.err == "error: GEMSC_ENGINE is 'nccl', not mpi or torch\n"
+    done = start("run", "program", "--engine", "torch", "--hosts", "far:1,away:1")
+    assert done.code == 1
+    assert "torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d" in done.err
+
+
+BY_MPIRUN, BY_SRUN = {"OMPI_COMM_WORLD_RANK": "0"}, {"SLURM_PROCID": "0"}
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "none"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "found"),
+    [
+        ({}, "mpi"),
+        (TORCHRUN, "torch"),
+        ({"GEMSC_TORCH_STORE": "file"}, "torch"),
+        (BY_MPIRUN, "mpi"),
+        (BY_SRUN | {"PMIX_RANK": "0"}, "mpi"),
+        (TORCHRUN | BY_MPIRUN, "mpi"),  # mpirun in a rank of torchrun's
+        (TORCHRUN | BY_MPIRUN | BY_SRUN, "mpi"),
+        (TORCHRUN | BY_SRUN, "torch"),
+        (TORCHRUN | BY_SRUN | {"PMIX_RANK": "0"}, "torch"),  # srun torchrun
+        (TORCHRUN | BY_SRUN | {"PMI_RANK": "0"}, "torch"),
+        (TORCHRUN | {"PMI_RANK": "0"}, "mpi"),  # MPICH's mpirun
+    ],
+)
+def test_who_started_a_rank_last_chooses_its_engine(started, environment, found):
+    started(**environment)
+    assert engine() == found
+
+
+def test_the_place_of_a_rank_is_that_of_the_nearest_launcher(started):
+    """Under `srun torchrun` each task of Slurm's is torchrun, on a node of its own."""
+    started(**BY_SRUN, **TORCHRUN, SLURM_LOCALID="0", SLURM_STEP_TASKS_PER_NODE="1(x2)")
+    assert local_place({**os.environ, "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}) == (
+        3,
+        4,
     )
-    done = run_words(sys.executable, "script.py", TORCHELASTIC_RUN_ID="none")
-    assert "help: type mpirun -n RANKS python script.py\n" in done.err
 
 
 def test_a_library_of_mpi_that_is_not_there_is_one_line(started, tmp_path):

@@ -1,13 +1,14 @@
-"""A sample of the parity tests under real mpirun, one process a rank."""
+"""A sample of the parity tests under real mpirun and torchrun, one process a rank."""
 
 from __future__ import annotations
 
+import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from nightly import at_night
 from parity_support import FLOAT32, FLOAT64, NETWORKS, lowered, options, reference
 
 from gemsc.codegen.package import write_directory
@@ -42,20 +43,46 @@ BY_PROCESSES = {
     for processes in (2, 3, 4)
 }
 BY_DAY = BY_PROCESSES[4][5::5]  # on tiles; on shards with data-parallel replicas
+# mirrored replicas; tiles with data-parallel replicas; shards with them
+UNDER_TORCHRUN = BY_PROCESSES[4][2:5:2] + BY_PROCESSES[4][-1:]
+TORCHRUN = "torch.distributed.run"
+
+
+def by_torchrun(processes: int, words: list[str]) -> int:
+    """Start a program under torchrun, as users do, and return the exit code."""
+    command = [sys.executable, "-m", TORCHRUN, "--nproc-per-node", str(processes)]
+    return subprocess.run([*command, *words], timeout=240, check=False).returncode
+
+
+def by_mpirun(processes: int, words: list[str]) -> int:
+    return launch(processes, [sys.executable, *words], timeout=240, engine="mpi")
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize(
-    "sample",
-    [BY_DAY, *at_night(*BY_PROCESSES.values())],
-    ids=["by day", *map(str, BY_PROCESSES)],
+    ("start", "sample"),
+    [
+        pytest.param(by_mpirun, BY_DAY, id="by day"),
+        pytest.param(by_torchrun, UNDER_TORCHRUN, id="by day, torchrun"),
+        *(
+            pytest.param(
+                *(start, sample),
+                id=f"{processes} {start.__name__}",
+                marks=pytest.mark.nightly,
+            )
+            for processes, sample in BY_PROCESSES.items()
+            for start in (by_mpirun, by_torchrun)
+        ),
+    ],
 )
 def test_processes_compute_what_one_process_does(
-    sample: list[tuple[str, CompileOptions, torch.dtype]], tmp_path: Path
+    start: Callable[[int, list[str]], int],
+    sample: list[tuple[str, CompileOptions, torch.dtype]],
+    tmp_path: Path,
 ) -> None:
     """Two steps of each program of so many ranks, in one job: starts take longest."""
     processes = sample[0][1].ranks
-    assert len(BY_DAY) == 2
+    assert (len(BY_DAY), len(UNDER_TORCHRUN)) == (2, 3)
     words = []
     for index, (name, plan, dtype) in enumerate(sample):
         folder = tmp_path / str(index)
@@ -63,7 +90,7 @@ def test_processes_compute_what_one_process_does(
         batches = [NETWORKS[name].inputs(micro_batches(name, plan), dtype)] * 2
         torch.save(batches, folder / "batches.pt")
         words += [str(folder), str(dtype).split(".")[1]]
-    assert launch(processes, [sys.executable, str(PROGRAM), *words], timeout=240) == 0
+    assert start(processes, [str(PROGRAM), *words]) == 0
     wrong = {}
     for index, (name, plan, dtype) in enumerate(sample):
         expected = reference(name, micro_batches(name, plan), dtype, 2)

@@ -44,6 +44,15 @@ def test_ranks_that_srun_does_not_connect_say_so_once(cluster, program):
 
 
 @pytest.mark.nightly
+def test_a_task_may_be_torchrun(cluster, program):
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
+    words = (*torchrun, program, "--steps", "2", "--save", "saved")
+    done = cluster.run("srun", "--mpi=pmix", "-n", "1", *words)
+    assert done.returncode == 0, done.stderr
+    assert last_step(Path("saved")) == 2
+
+
+@pytest.mark.nightly
 def test_a_job_that_is_told_to_stop_goes_on_after_a_requeue(cluster, program):
     job = cluster.submit(program / "job.sbatch", "--epochs", "60")
     cluster.wait_for(job, "epoch 3/60")

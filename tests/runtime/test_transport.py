@@ -40,9 +40,10 @@ def run_mpi(
     folder: Path,
     names: tuple[str, ...] = (),
     env: dict[str, str] | None = None,
+    engine: str | None = None,
 ) -> tuple[int, str]:
     """Return the exit code and all output of the program."""
-    if reason := mpirun_is_missing():
+    if engine != "torch" and (reason := mpirun_is_missing()):
         pytest.skip(reason)
     with (folder / "output").open("w+") as output:
         code = launch(
@@ -52,6 +53,7 @@ def run_mpi(
             stderr=output,
             env=env,
             timeout=60,
+            engine=engine,
         )
         output.seek(0)
         return code, output.read()
@@ -62,8 +64,9 @@ def mpi_output(tmp_path_factory):
     """All cases in one job: to start Python takes longer than the cases do."""
 
     @functools.cache
-    def run(num_ranks: int) -> str:
-        code, output = run_mpi(num_ranks, tmp_path_factory.mktemp("mpi"))
+    def run(num_ranks: int, engine: str) -> str:
+        folder = tmp_path_factory.mktemp(engine)
+        code, output = run_mpi(num_ranks, folder, engine=engine)
         return f"{output}\nexit code {code}\n"
 
     return run
@@ -77,9 +80,10 @@ def test_threads(case, num_ranks):
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("num_ranks", [2, *at_night(4)])
+@pytest.mark.parametrize("engine", ["mpi", "torch"])
 @pytest.mark.parametrize("name", CASES)
-def test_mpi(name, num_ranks, mpi_output):
-    output = mpi_output(num_ranks)
+def test_processes(name, engine, num_ranks, mpi_output):
+    output = mpi_output(num_ranks, engine)
     assert f"passed {name}\n" in output, output
 
 
@@ -188,8 +192,9 @@ def test_ranks_in_different_collectives_are_an_error():
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("num_ranks", [2, *at_night(4)])
-def test_ranks_end_after_they_closed_the_transport(num_ranks, mpi_output):
-    assert "\nexit code 0\n" in mpi_output(num_ranks)
+@pytest.mark.parametrize("engine", ["mpi", "torch"])
+def test_ranks_end_after_they_closed_the_transport(engine, num_ranks, mpi_output):
+    assert "\nexit code 0\n" in mpi_output(num_ranks, engine)
 
 
 @pytest.mark.mpi
@@ -222,12 +227,13 @@ def test_large_messages_arrive_where_ranks_cannot_read_each_others_memory(tmp_pa
 
 @pytest.mark.mpi
 def test_a_message_that_is_too_large_for_a_count_goes_in_pieces(mpi_output):
-    assert "passed a_message_in_pieces\n" in mpi_output(2)
+    assert "passed a_message_in_pieces\n" in mpi_output(2, "mpi")
 
 
 @pytest.mark.mpi
-def test_a_rank_that_waits_leaves_the_core_to_others(mpi_output):
-    found = re.search(r"cpu seconds ([\d.]+)", mpi_output(2))
+@pytest.mark.parametrize("engine", ["mpi", "torch"])
+def test_a_rank_that_waits_leaves_the_core_to_others(engine, mpi_output):
+    found = re.search(r"cpu seconds ([\d.]+)", mpi_output(2, engine))
     assert found is not None
     assert float(found[1]) < 0.25  # measured 0.03; a blocking MPI wait takes 0.98
 

@@ -12,10 +12,10 @@ import torch
 
 from gemsc.runtime.process.failure import stop_all
 from gemsc.runtime.training.verification import run_recorded_steps
-from gemsc.runtime.transport.mpi import MpiTransport
+from gemsc.runtime.transport.choose import start_transport
 
 for name, dtype in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
-    transport = MpiTransport()
+    transport = start_transport()
     folder = Path(name)
     try:
         run_recorded_steps(folder / "program", transport, folder, getattr(torch, dtype))

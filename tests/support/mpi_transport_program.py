@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gemsc.errors import InternalError
 from gemsc.runtime.transport import mpi, waiting
+from gemsc.runtime.transport.choose import start_transport
 from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.streams import Streams
 from gemsc.runtime.transport.transport import Transport
@@ -343,7 +344,7 @@ OTHERS: dict[str, Case] = {
 
 def main(names: list[str]) -> None:
     torch.set_num_threads(1)
-    transport = mpi.MpiTransport()
+    transport = start_transport()
     try:
         for name in names or [*CASES, "a_message_in_pieces", "a_long_wait"]:
             (CASES | OTHERS)[name](transport)

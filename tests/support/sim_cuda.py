@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gemsc.runtime.transport.local import LocalTransport
+from gemsc.runtime.transport.local import LocalGroup, LocalTransport
 
 __all__ = ["DEVICE", "POLICIES", "DirectTransport", "SimDevice", "on_device"]
 
@@ -439,9 +439,10 @@ class SimDevice(TorchDispatchMode):
 
 
 class DirectTransport:
-    """A CUDA-aware library: it reads and writes blocks, at once."""
+    """A library that reads and writes blocks, at once: in messages, and in sums."""
 
     cuda_aware = True
+    sums_on_device = True
 
     def __init__(self, inner: LocalTransport, device: SimDevice) -> None:
         self._inner = inner
@@ -456,8 +457,42 @@ class DirectTransport:
     def receive(self, tensor: Tensor, source: int, tag: int) -> Any:
         return self._inner.receive(self._raw(tensor), source, tag)
 
+    def group(self, ranks: tuple[int, ...], key: str = "") -> DirectGroup:
+        return DirectGroup(self._inner.group(ranks, key), self._raw)
+
     def _raw(self, tensor: Tensor) -> Tensor:
         return self._device.data_of(tensor) if self._device.owns(tensor) else tensor
+
+
+class DirectGroup:
+    """Sums of blocks; only of groups that all members have connected."""
+
+    def __init__(self, inner: LocalGroup, raw: Callable[[Tensor], Tensor]) -> None:
+        self.ranks = inner.ranks
+        self._inner = inner
+        self._raw = raw
+        self._is_connected = False
+
+    def connect(self) -> None:
+        self._is_connected = True
+
+    def all_reduce(self, tensor: Tensor) -> Any:
+        return self._inner.all_reduce(self._block(tensor))
+
+    def reduce_scatter(
+        self, tensor: Tensor, sizes: Sequence[int], result: Tensor
+    ) -> Any:
+        return self._inner.reduce_scatter(
+            self._block(tensor), sizes, self._block(result)
+        )
+
+    def all_gather(self, tensor: Tensor, sizes: Sequence[int], result: Tensor) -> Any:
+        return self._inner.all_gather(self._block(tensor), sizes, self._block(result))
+
+    def _block(self, tensor: Tensor) -> Tensor:
+        raw = self._raw(tensor)
+        assert raw is tensor or self._is_connected
+        return raw
 
 
 @contextmanager

@@ -27,6 +27,8 @@ from gemsc.runtime.transport.transport import Transport
 BYTES_OF_RSS = 1 if sys.platform == "darwin" else 1024
 CONTEXT_BYTES = 2**29  # of CUDA itself, in each process
 CUBLAS_SETTING = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+# NCCL adds in another order with another algorithm, and takes what looks fastest
+NCCL_SETTINGS = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
 # PyTorch then counts GPUs without starting CUDA, which has to come after MPS
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
@@ -83,6 +85,8 @@ def claim_device(
     """
     if deterministic:  # before CUDA starts
         os.environ.setdefault(*CUBLAS_SETTING)
+        for name, value in NCCL_SETTINGS.items():
+            os.environ.setdefault(name, value)
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
     place, gpus = local_place(), num_gpus("auto" if wanted is None else wanted.type)

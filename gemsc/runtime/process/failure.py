@@ -19,7 +19,7 @@ from gemsc.runtime.process.status import REPORTED, STATUS_VARIABLE, Status
 from gemsc.runtime.process.stop import STOPPED, StopSignal
 
 if TYPE_CHECKING:
-    from gemsc.runtime.transport.mpi import MpiTransport
+    from gemsc.runtime.transport.choose import JobTransport
     from gemsc.runtime.transport.transport import Transport
 
 REPORT_SECONDS = 2.0  # for the first rank that fails, before another one ends it
@@ -139,7 +139,7 @@ def is_first(what: str, text: str = "") -> bool:
     return True
 
 
-def watch_exit(transport: MpiTransport) -> None:
+def watch_exit(transport: JobTransport) -> None:
     """Let `sys.exit` with an error end all ranks, as an exception does.
 
     No hook sees a SystemExit, so its code is noted on the way out. At the end MPI would

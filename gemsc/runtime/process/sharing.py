@@ -29,6 +29,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from gemsc.base.process import is_started_by_torch
 from gemsc.errors import GemscError
 
 # A rank's number on its machine, and how many there are, as launchers tell it; the
@@ -40,6 +41,7 @@ LOCAL_RANKS = {
     "PMI_LOCAL_RANK": "PMI_LOCAL_SIZE",
     "SLURM_LOCALID": "SLURM_STEP_TASKS_PER_NODE",  # 4(x2),3: of each node
 }
+OF_TORCH = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
 OF_NODES = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
@@ -52,7 +54,8 @@ class LocalPlace(NamedTuple):
 
 def local_place(environment: Mapping[str, str] = os.environ) -> LocalPlace | None:
     """Return what the launcher tells of this rank; None if it tells nothing."""
-    for rank, size in LOCAL_RANKS.items():
+    launchers = dict([OF_TORCH]) if is_started_by_torch() else LOCAL_RANKS
+    for rank, size in launchers.items():
         if environment.get(rank, "").isdecimal():
             sizes = [
                 int(number)

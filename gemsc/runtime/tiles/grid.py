@@ -68,7 +68,7 @@ class Grid:
         """Put the sum over the tiles into the tensor; return it."""
         if self._group is None:
             key = f"tiles of {self.ranks}"
-            self._group = self.transport.host.group(tuple(sorted(self.ranks)), key)
+            self._group = self.transport.group(tuple(sorted(self.ranks)), key)
         self.transport.wait(self.transport.all_reduce(self._group, tensor))
         return tensor
 

@@ -157,6 +157,12 @@ def make_parser(parents: Sequence[argparse.ArgumentParser] = ()) -> Parser:
         help="where to compute (auto: on GPUs, if there are any)",
     )
     parser.add_argument(
+        "--engine",
+        choices=["mpi", "torch"],
+        help="what messages go by: MPI (default), or torch.distributed, which torchrun "
+        "starts, too",
+    )
+    parser.add_argument(
         "--per-device",
         type=_count,
         metavar="N",

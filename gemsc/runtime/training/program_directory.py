@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from gemsc.base.fingerprint import changed_definitions
+from gemsc.base.process import is_started_by_torch
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
 
@@ -44,11 +45,14 @@ def check_program(directory: Path, num_ranks: int) -> Plan:
     """
     plan = Plan.read(directory / "plan.toml")
     if num_ranks != plan.ranks:
-        ways = f"use mpirun -n {plan.ranks}"
+        starter, option = "mpirun", "-n"
+        if is_started_by_torch():
+            starter, option = "torchrun", "--nproc-per-node"
+        ways = f"use {starter} {option} {plan.ranks}"
         if plan.spec:  # else there is no dataset to run with
             ways += f", or `gemsc run {directory}`"
         raise GemscError(
-            f"{directory} was compiled for {plan.ranks} ranks, mpirun started "
+            f"{directory} was compiled for {plan.ranks} ranks, {starter} started "
             f"{num_ranks}",
             help=ways,
         )

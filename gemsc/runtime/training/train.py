@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from gemsc.base.process import is_started_by_mpirun, num_cores
+from gemsc.base.process import is_started_by_mpirun, is_started_by_torch, num_cores
 from gemsc.base.units import parse_seconds
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
@@ -33,8 +33,12 @@ from gemsc.runtime.training.trainer import (
     Trainer,
 )
 from gemsc.runtime.training.verification import run_recorded_steps
-from gemsc.runtime.transport.launcher import check_launcher, is_first_started
-from gemsc.runtime.transport.mpi import MpiTransport
+from gemsc.runtime.transport.choose import (
+    JobTransport,
+    check_engine,
+    start_transport,
+)
+from gemsc.runtime.transport.launcher import is_first_started
 from gemsc.runtime.transport.transport import Transport
 from gemsc.source import check_run_constants, split_constants
 from gemsc.user_model import load_user_model
@@ -43,14 +47,14 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
 def main(directory: Path, arguments: list[str] | None = None) -> int:
-    """Run this rank under mpirun; return the exit code."""
+    """Run this rank under mpirun or torchrun; return the exit code."""
     options, device, wrong, code = argparse.Namespace(), None, None, 0
     try:
         options = parse_arguments(arguments)
         device = _claimed(directory, options)
     except GemscError as error:
         wrong = str(error)
-    transport = _start_mpi(directory)
+    transport = _start(directory, getattr(options, "engine", None))
     if transport is None:
         return 1
     install_hooks(transport)
@@ -101,13 +105,13 @@ def _claimed(directory: Path, options: argparse.Namespace) -> torch.device | Non
     )
 
 
-def _start_mpi(directory: Path) -> MpiTransport | None:
+def _start(directory: Path, wanted: str | None) -> JobTransport | None:
     """Return the end of the messages; None, and a word, if this rank would be alone."""
     try:
-        check_launcher()
-        if not is_started_by_mpirun():
+        check_engine(wanted)
+        if not (is_started_by_mpirun() or is_started_by_torch()):
             _check_alone(directory, Plan.read(directory / "plan.toml").ranks)
-        return MpiTransport()
+        return start_transport()
     except GemscError as error:  # no rank knows of the others
         if is_first_started():
             print(error, file=sys.stderr, flush=True)  # noqa: T201
@@ -118,7 +122,8 @@ def _check_alone(directory: Path, ranks: int) -> None:
     if ranks > 1:
         raise GemscError(
             f"{directory} has {ranks} ranks, and no mpirun started this one",
-            help=f"use mpirun -n {ranks}, srun --mpi=pmix -n {ranks}, or `gemsc run`",
+            help=f"use mpirun -n {ranks}, srun --mpi=pmix -n {ranks}, "
+            f"torchrun --nproc-per-node {ranks}, or `gemsc run`",
         )
 
 
@@ -208,7 +213,7 @@ def load(
     callbacks: Iterable[Callback] = (),
     timeout: float | str | None = DEFAULT_TIMEOUT,
 ) -> Trainer:
-    """Return this rank's trainer; call it on every rank, started with mpirun.
+    """Return this rank's trainer; call it on every rank, under mpirun or torchrun.
 
     `optimizer` gets the rank's (name, parameter) pairs; the default is SGD with a
     learning rate of 0.01. `scheduler` gets the optimizer and gives what steps the
@@ -235,7 +240,7 @@ def load(
         per_device=per_device or plan.per_device,
         copy_ranks=plan.copy_ranks,
     )
-    transport = MpiTransport()
+    transport = start_transport()
     install_hooks(transport)
     watch_exit(transport)
     is_never = timeout is None or timeout == "never"

@@ -6,6 +6,7 @@ operation waits for the device before it starts:
     send        device -- copy --> host -- start --> other rank
     receive     other rank --> host; take() -- copy --> device
     all-reduce  device -- copy --> host -- start --> sum on the host -- copy --> device
+                or, where the library `sums_on_device`: device -- start --> sum on it
 
 On the CPU there is nothing to copy or to wait for: the transport's own requests are all
 that there is.
@@ -144,6 +145,17 @@ class DeviceTransport:
         incoming.begin()  # nothing else uses the memory
         return incoming
 
+    def group(self, ranks: tuple[int, ...], key: str = "") -> Group:
+        """Return the group of these ranks, for sums of the device's tensors.
+
+        All of them ask for it; that may take until they have, so what is deferred
+        starts before: one of them may wait for it.
+        """
+        wait(_Until(lambda: self._at_most(0)))
+        group = self.host.group(ranks, key)
+        group.connect()
+        return group
+
     def all_reduce(self, group: Group, tensor: Tensor) -> Request:
         """Start the sum over a group, in place."""
         tensor = tensor.detach()
@@ -175,13 +187,16 @@ class DeviceTransport:
     ) -> Request:
         """Start a collective operation, in place without a `result`.
 
-        On CUDA it goes through the host, and the result is there for what is computed
-        after `done()` was True.
+        On CUDA it goes through the host, or the library does it there, and the result
+        is there for what is computed after `done()` was True.
         """
         tensor, streams = tensor.detach(), self.streams
         target = tensor if result is None else result
         if streams.in_order:
             return start(tensor, target)
+        if self.host.sums_on_device:
+            memory = streams.in_place(tensor)
+            return self._defer(Operation(self, memory, lambda: start(tensor, target)))
         copy = streams.to_host(tensor)
         room = copy.tensor
         if result is not None:

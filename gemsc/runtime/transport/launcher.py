@@ -7,7 +7,6 @@ starts: Open MPI leaves 16 MiB of shared memory behind from each such process.
 from __future__ import annotations
 
 import os
-import shlex
 import signal
 import sys
 from collections.abc import Iterator
@@ -15,7 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from gemsc.base.process import SCRATCH_VARIABLE, is_started_by_mpirun
+from gemsc.base.process import (
+    SCRATCH_VARIABLE,
+    is_started_by_mpirun,
+    is_started_by_torch,
+)
 from gemsc.errors import GemscError
 
 NUM_RANKS_VARIABLE = "GEMSC_NUM_RANKS"  # set by gemsc.launch
@@ -23,12 +26,11 @@ TRANSPORTS = "OMPI_MCA_btl"
 SLURM_TASKS = "SLURM_STEP_NUM_TASKS"  # set by srun, in each task
 OF_OPEN_MPI = {"OMPI_COMM_WORLD_RANK", "PMIX_RANK"}
 RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
-TORCHRUN = "TORCHELASTIC_RUN_ID"  # set by torchrun, in each process
 
 
 def is_first_started() -> bool:
     """Whether the launcher calls this process the first one, or there is none."""
-    names = (*RANKS, "RANK") if TORCHRUN in os.environ else RANKS
+    names = ("RANK",) if is_started_by_torch() else RANKS
     return next((os.environ[n] for n in names if n in os.environ), "0") == "0"
 
 
@@ -36,15 +38,9 @@ def check_launcher() -> None:
     """Make sure that this process does not take itself for the only one.
 
     Raises:
-        GemscError: torchrun or srun started it, which gives ranks of MPI nothing to
-            find each other by.
+        GemscError: srun started it, which gives ranks of MPI nothing to find each
+            other by.
     """
-    if TORCHRUN in os.environ and not is_started_by_mpirun():
-        starts = "gemsc run" if Path(sys.argv[0]).is_dir() else "mpirun -n RANKS python"
-        raise GemscError(
-            "torchrun started this, and ranks talk by MPI",
-            help=f"type {starts} {shlex.join(sys.argv)}",
-        )
     tasks = os.environ.get(SLURM_TASKS, "1")
     if tasks != "1" and not is_started_by_mpirun():
         raise GemscError(

@@ -251,6 +251,9 @@ class LocalGroup:
         self._key = key
         self._transport = transport
 
+    def connect(self) -> None:
+        """There is nothing to make."""
+
     def all_reduce(self, tensor: Tensor) -> Request:
         """Start the sum, added in ascending rank order."""
         check_sum(tensor)
@@ -282,6 +285,8 @@ class LocalGroup:
 
 class LocalTransport:
     """One thread's end of the messages."""
+
+    sums_on_device = False
 
     def __init__(self, world: _World, rank: int, *, cuda_aware: bool) -> None:
         self.rank = rank

@@ -25,10 +25,18 @@ class Group(Protocol):
         """The members, ascending."""
         ...
 
+    def connect(self) -> None:
+        """Make what sums on the device need, where the transport has any.
+
+        All members call this, in the same order of their groups.
+        """
+        ...
+
     def all_reduce(self, tensor: Tensor) -> Request:
         """Start the sum over the members, in place; the same bits on every member.
 
-        The tensor is on the CPU. All members start their sums in the same order.
+        The tensor is on the CPU, or on the device if the transport `sums_on_device`.
+        All members start their sums in the same order.
         bfloat16 and float16 are added in float32 and rounded once.
         """
         ...
@@ -83,8 +91,13 @@ class Transport(Protocol):
         """Whether CUDA tensors can be sent and received as they are."""
         ...
 
+    @property
+    def sums_on_device(self) -> bool:
+        """Whether groups that are connected take CUDA tensors, too."""
+        ...
+
     def try_device(self, streams: Streams) -> None:
-        """Find out whether the device's tensors can; all ranks call this."""
+        """Find out what can be done with the device's tensors; all ranks call this."""
         ...
 
     def send(self, tensor: Tensor, dest: int, tag: int) -> Request:
@@ -172,12 +185,12 @@ def check_memory(tensor: Tensor, *, cuda_aware: bool) -> None:
         )
 
 
-def check_sum(tensor: Tensor) -> None:
+def check_sum(tensor: Tensor, *, on_device: bool = False) -> None:
     """Raise an InternalError for a tensor that cannot be summed over ranks.
 
-    Sums take CPU tensors only: MPI libraries that carry CUDA tensors in messages do not
-    do so in non-blocking sums.
+    MPI takes CPU tensors only: libraries that carry CUDA tensors in messages do not do
+    so in non-blocking sums.
     """
-    check_memory(tensor, cuda_aware=False)
+    check_memory(tensor, cuda_aware=on_device)
     if tensor.dtype == torch.bool or tensor.is_complex():
         raise InternalError(f"no all-reduce for {shape_text(tensor)}")

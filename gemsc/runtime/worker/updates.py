@@ -71,13 +71,16 @@ class Updates:
         self._steps = steps
         self._clip_norm = clip_norm
         self._groups = {
-            key: transport.host.group(place.everywhere(ranks), key)
+            key: transport.group(place.everywhere(ranks), key)
             for key, ranks in sorted(program.reductions.items())
         }
         self._summed: dict[str, dict[str, nn.Parameter]] = defaultdict(dict)
         for run, stage in stages.items():
             for name, parameter in stage.named_parameters():
                 self._summed[program.sum_of(run, name)][name] = parameter
+        self._norm_group = None
+        if clip_norm is not None:
+            self._norm_group = transport.group(self._ranks_of_norm(), "norm")
         self._own = OwnRows(transport)
         if program.shard_optimizer:
             for key, group in self._groups.items():
@@ -265,21 +268,27 @@ class Updates:
 
     def _clip(self, limit: float) -> float:
         """Scale all gradients so that their norm over all ranks is at most `limit`."""
-        own, ranks = self.parameters, tuple(range(self._transport.host.size))
+        own = self.parameters
         if not self._program.shard_optimizer:
             own = {}  # each part of each counts once
             for key, parameters in self._summed.items():
                 if self._program.is_first(key, self._place.rank):
                     own |= parameters
-            first = self._place.first_rank
-            ranks = tuple(range(first, first + self._place.copy_ranks))
+        assert self._norm_group is not None
         return clip_gradients(
             limit,
             own.values(),
             self.parameters.values(),
             self._transport,
-            self._transport.host.group(ranks, "norm"),
+            self._norm_group,
         )
+
+    def _ranks_of_norm(self) -> tuple[int, ...]:
+        """Return the ranks that together hold each gradient once."""
+        if self._program.shard_optimizer:
+            return tuple(range(self._transport.host.size))
+        first = self._place.first_rank
+        return tuple(range(first, first + self._place.copy_ranks))
 
 
 EPSILON = 1e-6  # that of torch.nn.utils.clip_grad_norm_
@@ -297,12 +306,13 @@ def clip_gradients(
     Returns what it was before. `own` are the parameters that this rank counts: each one
     is in `own` of one rank.
     """
-    square = torch.zeros((), dtype=torch.float64)
+    device = transport.streams.device
+    square = torch.zeros((), dtype=torch.float64, device=device)
     gradients = _gradients(own)
-    if gradients:  # one number goes to the host
+    if gradients:
         norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float64)
-        square = torch.stack(norms).square().sum().cpu()
-    transport.wait(group.all_reduce(square))
+        square = torch.stack(norms).square().sum()
+    transport.wait(transport.all_reduce(group, square))
     norm = float(square.sqrt())
     scale = limit / (norm + EPSILON)
     scaled = _gradients(everything)

@@ -1,0 +1,538 @@
+"""The second transport of real jobs: torch.distributed, with gloo and NCCL.
+
+gloo carries control data, messages, and sums on the host; where every rank has a GPU of
+its own, NCCL sums what is there. gloo moves data in threads of its own, and honours
+tags. That a message is there it tells only who waits for it: each message in flight has
+a thread that does, at no cost.
+
+    receive  ---->  gloo  ---->  its thread: wait()  ---->  done
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import os
+import pickle
+import platform
+import sys
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import cache, partial
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import Tensor
+from torch import distributed as torch_distributed
+
+from gemsc.base.process import (
+    ABORTED,
+    STORE_VARIABLE,
+    TORCHRUN,
+    end_with_launcher,
+)
+from gemsc.errors import GemscError, InternalError
+from gemsc.runtime.transport.streams import Streams
+from gemsc.runtime.transport.transport import (
+    add_in_order,
+    check_memory,
+    check_message,
+    check_sum,
+    shape_text,
+)
+from gemsc.runtime.transport.waiting import (
+    Awaited,
+    Request,
+    Wait,
+    check_in_waits,
+    check_no_more,
+    wait,
+)
+
+T = TypeVar("T")
+
+dist: Any = torch_distributed  # its stores and process groups have no types
+
+LOOPBACK = "127.0.0.1"
+INTERFACE = "GLOO_SOCKET_IFNAME"  # as everywhere in torch.distributed
+NO_LIMIT = timedelta(days=365)  # the hang watch has the limit that the user chose
+MANY_ON_A_GPU = "NCCL_MULTI_RANK_GPU_ENABLE"
+SHARED = (
+    "ranks share a GPU, which NCCL takes from 2.30 on and with "
+    f"{MANY_ON_A_GPU}=1: sums go through the host"
+)
+LEFT_SECONDS = 2.0  # for a rank's last messages, and for a launcher to end the others
+HALVES = (torch.bfloat16, torch.float16)
+
+_count = itertools.count()  # of this process's transports: each meets others anew
+
+
+class _Waiters:
+    """Threads that wait, each for one operation: as many as are in flight at once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._tasks: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._idle = 0
+
+    def start(self, task: Callable[[], None]) -> None:
+        """Let a thread do it."""
+        with self._lock:
+            is_new = self._idle == 0
+            self._idle -= not is_new
+        if is_new:
+            threading.Thread(target=self._run, name="gemsc wait", daemon=True).start()
+        self._tasks.put(task)
+
+    def _run(self) -> None:
+        while True:
+            self._tasks.get()()
+            with self._lock:
+                self._idle += 1
+
+
+class _Request:
+    """An operation in flight; keeps its tensors, and ends with `then`."""
+
+    __slots__ = ("_is_lost", "_tensors", "_then", "_work", "need")
+
+    def __init__(
+        self,
+        work: Any,
+        need: Awaited,
+        is_lost: Callable[[Awaited, Exception], NoReturn],
+        tensors: tuple[Tensor, ...],
+        then: Callable[[], object] | None = None,
+    ) -> None:
+        self._work = work
+        self.need = need
+        self._is_lost = is_lost
+        self._tensors = tensors
+        self._then = then
+
+    def done(self) -> bool:
+        """Whether it is complete."""
+        if self._work is None:
+            return True
+        if not self._work.is_completed():
+            return False
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            self._is_lost(self.need, error)
+        if self._then is not None:
+            self._then()
+        self._work, self._tensors, self._then = None, (), None
+        return True
+
+
+class _Awaiting:
+    """The work of a message, for which a thread waits."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+        self._is_over = False
+        self._error: RuntimeError | None = None
+
+    def await_it(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            self._error = error
+        self._work = None
+        self._is_over = True
+
+    def is_completed(self) -> bool:
+        return self._is_over
+
+    def wait(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+class _OwnMessage:
+    """One end of a message of a rank to itself: complete when both ends are there."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.is_there = False
+
+    def done(self) -> bool:
+        """Whether it is complete."""
+        return self.is_there
+
+
+class TorchGroup:
+    """Some of the ranks, with connections of their own; `name` is for reports."""
+
+    def __init__(
+        self, transport: TorchTransport, ranks: tuple[int, ...], name: str
+    ) -> None:
+        self.ranks = ranks
+        self._name = name
+        self._transport = transport
+        self._me = ranks.index(transport.rank)
+        members = ",".join(map(str, ranks))
+        self._place = f"group {members} {name}"
+        self._gloo: Any = None
+        self._nccl: Any = None
+        if len(ranks) > 1:
+            self._gloo = transport.connect(self._place, ranks)
+
+    def connect(self) -> None:
+        """Make what sums on GPUs need; it takes until all members have come."""
+        is_alone = len(self.ranks) == 1
+        if self._transport.sums_on_device and self._nccl is None and not is_alone:
+            self._nccl = self._transport.connect_gpus(self._place, self.ranks)
+
+    def _library(self, tensor: Tensor) -> Any:
+        """Return what sums such a tensor; None if there is no other member."""
+        if not tensor.is_cuda or len(self.ranks) == 1:
+            return self._gloo
+        if self._nccl is None:
+            raise InternalError(f"the group '{self._name}' was not connected")
+        return self._nccl
+
+    def all_reduce(self, tensor: Tensor) -> Request:
+        """Start the sum; 16 bit numbers travel and are added as 32 bit ones."""
+        check_sum(tensor, on_device=self._transport.sums_on_device)
+        tensor = tensor.detach()
+        library = self._library(tensor)
+        if library is None:
+            return self._request(None, "sum")
+        wide = {**dict.fromkeys(HALVES, torch.float32), torch.int16: torch.int32}
+        staged = tensor.to(wide.get(tensor.dtype, tensor.dtype))
+        try:
+            work = library.allreduce([staged])
+        except RuntimeError as error:
+            raise InternalError(f"no sum of {shape_text(tensor)}: {error}") from error
+        then = partial(tensor.copy_, staged) if staged is not tensor else None
+        return self._request(work, "sum", (tensor, staged), then)
+
+    def reduce_scatter(
+        self, tensor: Tensor, sizes: Sequence[int], result: Tensor
+    ) -> Request:
+        """Start the sum: all members exchange their terms, each adds up its own part.
+
+        So the order of its terms is that of the members.
+        """
+        what = "sum of shares"
+        tensor, result = tensor.detach(), result.detach()
+        own = torch.split(tensor, list(sizes))[self._me]
+        library = self._library(tensor)
+        if library is None:
+            result.copy_(own)
+            return self._request(None, what)
+        arrived = tensor.new_empty(own.numel() * len(sizes))
+        work = library.alltoall_base(
+            _bytes(arrived),
+            _bytes(tensor),
+            [own.nbytes] * len(sizes),
+            [size * tensor.itemsize for size in sizes],
+        )
+        terms = list(torch.split(arrived, own.numel())) if own.numel() else [own]
+        then = partial(add_in_order, terms, result)
+        return self._request(work, what, (tensor, arrived, result), then)
+
+    def all_gather(
+        self, tensor: Tensor, sizes: Sequence[int], result: Tensor
+    ) -> Request:
+        """Start to bring all members' tensors together; they travel in equal sizes."""
+        tensor, result = tensor.detach(), result.detach()
+        library = self._library(tensor)
+        if library is None:
+            result.copy_(tensor)
+            return self._request(None, "gathering")
+        longest = max(sizes)
+        brought = tensor.new_zeros(longest)
+        brought[: tensor.numel()] = tensor
+        arrived = tensor.new_empty(longest * len(sizes))
+        work = library._allgather_base(_bytes(arrived), _bytes(brought))
+
+        def put_together() -> None:
+            rows = arrived.view(len(sizes), longest)
+            torch.cat([row[:n] for row, n in zip(rows, sizes, strict=True)], out=result)
+
+        tensors = (brought, arrived, result)
+        return self._request(work, "gathering", tensors, put_together)
+
+    def _request(
+        self,
+        work: Any,
+        what: str,
+        tensors: tuple[Tensor, ...] = (),
+        then: Callable[[], object] | None = None,
+    ) -> Request:
+        need = Awaited(f"the {what} '{self._name}'", self.ranks)
+        return _Request(work, need, self._transport.is_lost, tensors, then)
+
+
+class TorchTransport:
+    """One rank's end of the messages.
+
+    Messages, control data and every group have connections of their own, apart from
+    whatever else uses torch.distributed in this process.
+
+    Raises:
+        GemscError: this PyTorch has none.
+    """
+
+    cuda_aware = False  # NCCL has no tags: messages of GPUs go through the host
+
+    def __init__(self) -> None:
+        if not dist.is_available() or not dist.is_gloo_available():
+            raise GemscError(
+                "this PyTorch has no torch.distributed with gloo",
+                help="use mpirun, or another build of PyTorch",
+            )
+        end_with_launcher()
+        store, self.rank, self.size = _meet()
+        self._store = dist.PrefixStore(f"gemsc {next(_count)}", store)
+        self.local_rank = int(os.environ["LOCAL_RANK"])
+        self.local_size = int(os.environ["LOCAL_WORLD_SIZE"])
+        self._device = _network(is_alone=self.local_size == self.size)
+        everyone = tuple(range(self.size))
+        self._messages = self.connect("messages", everyone)
+        self._control = self.connect("control", everyone)
+        self._waiters = _Waiters()
+        self._own: defaultdict[int, tuple[deque[_OwnMessage], deque[_OwnMessage]]]
+        self._own = defaultdict(lambda: (deque(), deque()))
+        self._groups: dict[tuple[tuple[int, ...], str], TorchGroup] = {}
+        self.sums_on_device = False
+        self._gpu: torch.device | None = None
+        self._is_open = True
+        self._left: dict[int, float] = {}  # when this rank has heard of it
+        check_in_waits(self._check_left)
+
+    def connect(self, name: str, ranks: tuple[int, ...]) -> Any:
+        """Return connections of some ranks, who all ask for them."""
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [self._device]
+        options._timeout = NO_LIMIT
+        store = dist.PrefixStore(name, self._store)
+        me = ranks.index(self.rank)
+        return dist.ProcessGroupGloo(store, me, len(ranks), options)
+
+    def connect_gpus(self, name: str, ranks: tuple[int, ...]) -> Any:
+        """Return connections of some ranks' GPUs; waits until all have asked."""
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = NO_LIMIT
+        store = dist.PrefixStore(f"gpus of {name}", self._store)
+        me = ranks.index(self.rank)
+        made = dist.ProcessGroupNCCL(store, me, len(ranks), options)
+        made.eager_connect_single_device(self._gpu)
+        return made
+
+    def try_device(self, streams: Streams) -> None:
+        """Let NCCL sum what is on the GPUs, if it takes them; see `sums_on_device`."""
+        everyone = self.all_gather_object(_gpu_of(streams.device))
+        if self.size == 1 or None in everyone:
+            return
+        if len({*everyone}) < self.size and MANY_ON_A_GPU not in os.environ:
+            if self.rank == 0:
+                print(f"note: {SHARED}", file=sys.stderr, flush=True)  # noqa: T201
+            return
+        self.sums_on_device, self._gpu = True, streams.device
+
+    def send(self, tensor: Tensor, dest: int, tag: int) -> Request:
+        """Start to send the tensor's bytes."""
+        need = Awaited(f"message {tag} from rank {self.rank} to rank {dest}", (dest,))
+        return self._post(tensor, dest, tag, need, is_send=True)
+
+    def receive(self, tensor: Tensor, source: int, tag: int) -> Request:
+        """Start to receive into the tensor's bytes.
+
+        gloo takes a message that is shorter for one that fits.
+        """
+        what = f"message {tag} from rank {source} to rank {self.rank}"
+        need = Awaited(what, (source,))
+        return self._post(tensor, source, tag, need, is_send=False)
+
+    def _post(
+        self, tensor: Tensor, peer: int, tag: int, need: Awaited, *, is_send: bool
+    ) -> Request:
+        check_message(tensor, peer, tag, size=self.size, cuda_aware=self.cuda_aware)
+        tensor = tensor.detach()
+        if peer == self.rank:
+            return self._post_own(tensor, tag, is_send=is_send)
+        start = self._messages.send if is_send else self._messages.recv
+        try:
+            work = _Awaiting(start([_bytes(tensor.view(-1))], peer, tag))
+        except RuntimeError as error:
+            self.is_lost(need, error)
+        self._waiters.start(work.await_it)
+        return _Request(work, need, self.is_lost, (tensor,))
+
+    def _post_own(self, tensor: Tensor, tag: int, *, is_send: bool) -> Request:
+        """Start one end of a message to this rank itself."""
+        mine, others = self._own[tag] if is_send else reversed(self._own[tag])
+        own = _OwnMessage(tensor)
+        if not others:
+            mine.append(own)
+            return own
+        other = others.popleft()
+        source, target = (own, other) if is_send else (other, own)
+        _bytes(target.tensor.view(-1)).copy_(_bytes(source.tensor.view(-1)))
+        own.is_there = other.is_there = True
+        return own
+
+    def wait(self, *requests: Request) -> None:
+        """Return when all requests are complete."""
+        wait(*requests)
+
+    def progress(self) -> None:
+        """Do nothing: gloo has threads."""
+
+    def group(self, ranks: tuple[int, ...], key: str = "") -> TorchGroup:
+        """Return the group of these ranks."""
+        ranks = tuple(sorted(set(ranks)))
+        if self.rank not in ranks:
+            raise InternalError(f"rank {self.rank} is not in the group {ranks}")
+        if (ranks, key) not in self._groups:
+            self._groups[ranks, key] = TorchGroup(self, ranks, key)
+        return self._groups[ranks, key]
+
+    def all_gather_object(self, value: T) -> list[T]:
+        """Return every rank's value, by rank."""
+        what = "what each rank tells all others"
+        data = _pickled(value)
+        own, sizes = torch.tensor([data.numel()]), torch.empty(self.size).long()
+        self._finish(self._control._allgather_base(sizes, own), what)
+        longest = int(sizes.max())
+        brought = torch.zeros(longest, dtype=torch.uint8)
+        brought[: data.numel()] = data
+        everything = torch.empty(self.size * longest, dtype=torch.uint8)
+        self._finish(self._control._allgather_base(everything, brought), what)
+        rows = everything.view(self.size, longest)
+        pairs = zip(rows, sizes.tolist(), strict=True)
+        return [pickle.loads(row[:size].numpy().tobytes()) for row, size in pairs]
+
+    def broadcast_object(self, value: T, root: int = 0) -> T:
+        """Return the root's value on every rank."""
+        what = f"what rank {root} tells all others"
+        data = _pickled(value)
+        size = torch.tensor([data.numel()])
+        self._finish(self._control.broadcast(size, root), what)
+        if self.rank != root:
+            data = torch.empty(int(size), dtype=torch.uint8)
+        self._finish(self._control.broadcast(data, root), what)
+        found: T = pickle.loads(data.numpy().tobytes())
+        return found
+
+    def barrier(self) -> None:
+        """Return when all ranks have come here."""
+        self._finish(self._control.barrier(), "all to come to one point")
+
+    def _finish(self, work: Any, what: str) -> None:
+        wait(_Request(work, Awaited(what, tuple(range(self.size))), self.is_lost, ()))
+
+    def leave(self) -> None:
+        """Tell all ranks that this one takes part in nothing more; see `_check_left`.
+
+        Who waits for it looks once a second, or loses the connection.
+        """
+        with contextlib.suppress(RuntimeError):  # who keeps the store has ended
+            if self._is_open:
+                self._store.set(_left(self.rank), "")
+
+    def _check_left(self, waiting: Wait) -> None:
+        """Raise an error if what a wait takes is of a rank that has left."""
+        for need in waiting.needs:
+            for rank in need.ranks:
+                if self._has_left(rank):
+                    raise self._is_gone(need, f"rank {rank} has left its loop")
+
+    def _has_left(self, rank: int) -> bool:
+        """Whether a rank has left long ago: what it has sent is here."""
+        with contextlib.suppress(RuntimeError):  # who keeps the store has ended
+            if rank not in self._left and self._store.check([_left(rank)]):
+                self._left[rank] = time.monotonic()
+        return time.monotonic() - self._left.get(rank, math.inf) > LEFT_SECONDS
+
+    def is_lost(self, need: Awaited, error: Exception) -> NoReturn:
+        """Raise an error: a connection broke, for a rank has ended.
+
+        Its launcher, if it still can, ends this one, too, and says more.
+        """
+        for rank in need.ranks:
+            self._has_left(rank)
+        time.sleep(2 * LEFT_SECONDS)
+        for rank in need.ranks:
+            if self._has_left(rank):
+                raise self._is_gone(need, f"rank {rank} has left its loop") from error
+        others = [rank for rank in need.ranks if rank != self.rank]
+        who = f"rank {others[0]} has" if len(others) == 1 else "a rank has"
+        raise self._is_gone(need, f"{who} ended before the others") from error
+
+    def _is_gone(self, need: Awaited, how: str) -> GemscError:
+        return GemscError(
+            f"{how}, and rank {self.rank} waits for {need.what}",
+            help="leave on all ranks after the same step; where one fails, "
+            "raise an error or call sys.exit with it",
+        )
+
+    def abort(self, code: int) -> NoReturn:
+        """End all ranks of the job with this exit code; what was printed is kept."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if TORCHRUN not in os.environ:
+            with contextlib.suppress(OSError):
+                Path(os.environ[STORE_VARIABLE] + ABORTED).touch()
+        os._exit(code)  # its launcher ends the others
+
+    def close(self) -> None:
+        """Wait for the others."""
+        self.barrier()
+        self._is_open = False
+        check_no_more(self._check_left)
+        self._groups.clear()
+
+
+@cache
+def _meet() -> tuple[Any, int, int]:
+    """Return where ranks find each other, this one's number, and how many there are."""
+    if TORCHRUN in os.environ:
+        found: tuple[Any, int, int] = next(iter(dist.rendezvous("env://")))
+        return found
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return dist.FileStore(os.environ[STORE_VARIABLE], size), rank, size
+
+
+def _network(*, is_alone: bool) -> Any:
+    """Return what gloo listens on: nothing but loopback if no other machine is there.
+
+    The interface that the user names wins.
+    """
+    gloo, named = dist.ProcessGroupGloo, os.environ.get(INTERFACE, "")
+    if named:
+        return gloo.create_device(interface=named.split(",")[0])
+    if is_alone:
+        return gloo.create_device(hostname=LOOPBACK)
+    return gloo.create_default_device()
+
+
+def _gpu_of(device: torch.device) -> tuple[str, str] | None:
+    """Return the machine and the number of a GPU that NCCL may use; else None."""
+    if device.type != "cuda" or not dist.is_nccl_available():
+        return None
+    return platform.node(), str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _left(rank: int) -> str:
+    return f"left {rank}"
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Return the memory of a flat tensor."""
+    check_memory(tensor, cuda_aware=True)
+    return tensor.view(torch.uint8)
+
+
+def _pickled(value: object) -> Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
