@@ -21,7 +21,8 @@ from typing import IO
 
 from gemsc.base.process import end_with_parent
 from gemsc.launch.hosts import UNREACHED, Host
-from gemsc.launch.mpirun import Tell, in_our_words, mpirun_command
+from gemsc.launch.loopback import keep_to_loopback
+from gemsc.launch.mpirun import Tell, in_our_words, is_hydra, mpirun_command
 from gemsc.runtime.process.hang import hang_report, is_hanging
 from gemsc.runtime.process.progress import BAR_VARIABLE
 from gemsc.runtime.process.scratch import scratch_folder
@@ -114,6 +115,8 @@ def launch(
                 preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM),
             )
             signals.pass_on_to(process)
+            if not (hosts or is_hydra(Path(command[0]))):
+                keep_to_loopback(process.pid)
             reader = _start_reader(process, target, notes.of_rank)
             code = _wait(process, timeout, notes, target)
         seen = signals.seen
