@@ -226,6 +226,21 @@ def test_a_message_that_is_too_large_for_a_count_goes_in_pieces(mpi_output):
 
 
 @pytest.mark.mpi
+@pytest.mark.parametrize("num_ranks", [2, *at_night(4)])
+def test_a_sum_that_is_too_large_for_a_count_goes_in_pieces(num_ranks, mpi_output):
+    assert "passed a_sum_in_pieces\n" in mpi_output(num_ranks)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("num_ranks", [2, *at_night(4)])
+def test_large_sums_of_halves_go_on_whatever_their_members_wait_for(
+    num_ranks, mpi_output
+):
+    output = mpi_output(num_ranks)
+    assert "passed large_halves\n" in output, output
+
+
+@pytest.mark.mpi
 def test_a_rank_that_waits_leaves_the_core_to_others(mpi_output):
     found = re.search(r"cpu seconds ([\d.]+)", mpi_output(2))
     assert found is not None
