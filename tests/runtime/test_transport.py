@@ -241,6 +241,12 @@ def test_large_sums_of_halves_go_on_whatever_their_members_wait_for(
 
 
 @pytest.mark.mpi
+def test_a_large_message_comes_while_its_receiver_computes(mpi_output):
+    output = mpi_output(2)
+    assert "passed a_message_comes_while_its_receiver_computes\n" in output, output
+
+
+@pytest.mark.mpi
 def test_a_rank_that_waits_leaves_the_core_to_others(mpi_output):
     found = re.search(r"cpu seconds ([\d.]+)", mpi_output(2))
     assert found is not None

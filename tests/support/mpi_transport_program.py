@@ -6,9 +6,11 @@ mpirun -n 2 python mpi_transport_program.py [case ...]
 from __future__ import annotations
 
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -368,11 +370,31 @@ def large_halves(transport: Transport) -> None:
             assert torch.equal(found, total.bfloat16())
 
 
+def a_message_comes_while_its_receiver_computes(transport: Transport) -> None:
+    """Its sender is done before the receiver calls MPI again."""
+    name = tempfile.mktemp() if transport.rank == 0 else ""
+    done = Path(transport.broadcast_object(name))
+    large = torch.ones(2**23)
+    if transport.rank == 1:
+        transport.wait(transport.send(large, 0, 4))
+        done.touch()
+    if transport.rank == 0:
+        incoming = transport.receive(torch.zeros(2**23), 1, 4)
+        matrix, end = torch.ones(300, 300), time.monotonic() + 20
+        while not done.exists():
+            torch.mm(matrix, matrix)
+            assert time.monotonic() < end
+        transport.wait(incoming)
+        done.unlink()
+    transport.barrier()
+
+
 OTHERS: dict[str, Case] = {
     case.__name__: case
     for case in (
         a_rank_that_raises,
         a_message_that_is_too_short,
+        a_message_comes_while_its_receiver_computes,
         large_halves,
         a_message_in_pieces,
         a_sum_in_pieces,
@@ -383,6 +405,7 @@ OTHERS: dict[str, Case] = {
 
 # they change settings
 LAST = (
+    "a_message_comes_while_its_receiver_computes",
     "large_halves",
     "a_message_in_pieces",
     "a_sum_in_pieces",

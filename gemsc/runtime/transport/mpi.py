@@ -19,6 +19,7 @@ from gemsc.errors import GemscError, InternalError
 from gemsc.runtime.transport.launcher import check_size, start_mpi
 from gemsc.runtime.transport.mpi_group import MpiGroup
 from gemsc.runtime.transport.mpi_messages import Lane, TestRequest, Turns
+from gemsc.runtime.transport.mpi_progress import Progress
 from gemsc.runtime.transport.streams import Streams
 from gemsc.runtime.transport.transport import check_message
 from gemsc.runtime.transport.trial import may_carry, try_message
@@ -64,6 +65,7 @@ class MpiTransport:
         check_in_waits(self._check_left)
         self.cuda_aware = False
         self._neighbours = self._find_neighbours()
+        self._progress = Progress(self._mpi) if self.size > 1 else None
 
     def _find_neighbours(self) -> list[int]:
         """Return the ranks of this machine, ascending."""
@@ -205,6 +207,8 @@ class MpiTransport:
         """Wait for the others politely, so that MPI's own end need not."""
         self.barrier()
         self._is_open = False
+        if self._progress is not None:
+            self._progress.stop()
         check_no_more(self._check_left)
         for group in self._groups.values():
             group.free()
