@@ -13,9 +13,12 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 from training_support import run, simple, user_of
 
-from gemsc.base.nests import as_loss
+from gemsc.base.nests import Mean, as_loss
 from gemsc.errors import GemscError
 from gemsc.runtime.training.trainer import Trainer
+from gemsc.runtime.worker.steps import Steps
+from gemsc.runtime.worker.updates import Updates
+from gemsc.verify.field.check import check_all_inputs
 
 IGNORED = -100
 CLASSES = WIDTH
@@ -181,6 +184,25 @@ def test_held_out_losses_are_means_over_all_terms(tmp_path: Path) -> None:
         expected = mean_of_all(Net(simple)(few.x), few.target)
     assert len(found) == 2  # on each rank
     assert found == pytest.approx([float(expected)] * 2)
+
+
+@pytest.mark.parametrize("mutant", [None, "no division", "a mean of means"])
+def test_it_is_proved_for_all_inputs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mutant: str | None
+) -> None:
+    net = Net(simple), (X,), counted, TARGET
+    plan = written(tmp_path, *net, ranks=2, micro_batches=2).plan
+    ((x, target),) = batches(plan.batch_size, 1)
+    target[:3] = torch.tensor([1, IGNORED, 2])
+    apply, own_mean = Updates.apply, Steps.own_mean
+    if mutant == "no division":
+        monkeypatch.setattr(Updates, "apply", lambda self, terms: apply(self))
+    elif mutant == "a mean of means":
+        monkeypatch.setattr(
+            Steps, "own_mean", lambda self: Mean(*own_mean(self).sums[:1], 2, 1, 2)
+        )
+    found = check_all_inputs(tmp_path, net[0], counted, (x,), target, draws=1)
+    assert found.verdict == ("not equal" if mutant else "proved"), found
 
 
 def test_a_step_without_terms_is_not_finite(tmp_path: Path) -> None:
