@@ -21,6 +21,8 @@ from gemsc.errors import GemscError
 
 T = TypeVar("T")
 
+FUSED = "fused=True"  # what a note asks an optimizer for
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedWhole:

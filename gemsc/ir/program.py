@@ -209,6 +209,7 @@ class Program:
     `updated_whole()` it does not update element by element, which is tried when it is
     first asked for. Where ranks that hold the same parameters share the update,
     `updated` says how many elements of each one the rank that updates most has.
+    `unfused_optimizer` is the name of one that would be faster with `fused=True`.
     `shards` says, by stage, how ranks share its channels, heads, features or words;
     `parts` are the parameters and buffers of which the rank at hand has a part only, or
     nothing; `owned` are those that it has of each stage, where it runs a part of it.
@@ -244,6 +245,7 @@ class Program:
     optimizer_bytes: dict[str, StateBytes] = field(default_factory=dict)
     updated_whole: Callable[[], Mapping[str, float]] = dict
     updated: dict[str, int] | None = None
+    unfused_optimizer: str = ""
     tile: int = 0
     parts: dict[str, Part] = field(default_factory=dict)
     owned: tuple[tuple[str, ...], ...] | None = None

@@ -22,7 +22,8 @@ from typing import IO
 from gemsc.base.process import end_with_parent
 from gemsc.errors import GemscError
 from gemsc.launch.hosts import UNREACHED, Host
-from gemsc.launch.mpirun import Tell, in_our_words, mpirun_command
+from gemsc.launch.loopback import keep_to_loopback
+from gemsc.launch.mpirun import Tell, in_our_words, is_hydra, mpirun_command
 from gemsc.launch.torch_ranks import torch_command
 from gemsc.runtime.process.hang import hang_report, is_hanging
 from gemsc.runtime.process.progress import BAR_VARIABLE
@@ -126,6 +127,8 @@ def launch(
                 preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM),
             )
             signals.pass_on_to(process)
+            if engine == "mpi" and not (hosts or is_hydra(Path(command[0]))):
+                keep_to_loopback(process.pid)
             reader = _start_reader(process, target, notes.of_rank)
             code = _wait(process, timeout, notes, target)
         seen = signals.seen

@@ -41,7 +41,7 @@ def find_mpirun() -> Path:
 
 
 @cache
-def _is_hydra(mpirun: Path) -> bool:
+def is_hydra(mpirun: Path) -> bool:
     """Whether this is the mpirun of MPICH and its relatives, not of Open MPI."""
     answer = subprocess.run(
         [mpirun, "--version"], capture_output=True, text=True, check=False
@@ -86,14 +86,14 @@ def mpirun_command(
         # torch would start a thread per core in every rank. On several hosts a rank
         # asks for its own
         settings["OMP_NUM_THREADS"] = str(max(1, num_cores() // num_ranks))
-    is_hydra = _is_hydra(mpirun)
-    if not is_hydra:
+    is_open_mpi = not is_hydra(mpirun)
+    if is_open_mpi:
         settings |= _open_mpi_settings()
         settings |= {} if hosts else _one_machine_settings(scratch)
         if _is_built_with_cuda(mpirun):  # what carries GPU memory may be another part
             settings.pop("OMPI_MCA_pml", None)
     settings |= dict(os.environ) | dict(env or {})
-    where = _hydra_options if is_hydra else _open_mpi_options
+    where = _open_mpi_options if is_open_mpi else _hydra_options
     command = [str(mpirun), "-n", str(num_ranks), *where(num_ranks, hosts, settings)]
     return [*command, *argv], settings
 

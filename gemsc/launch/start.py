@@ -32,7 +32,7 @@ from gemsc.launch.hosts import (
 from gemsc.launch.launch import Ending, bar_settings, chosen_engine, launch
 from gemsc.launch.torch_ranks import check_one_machine
 from gemsc.options import CompileOptions
-from gemsc.plan import Plan
+from gemsc.plan import FUSED, Plan
 from gemsc.runtime.checkpoint.folder import LATEST, check_checkpoint
 from gemsc.runtime.process.failure import computed_lines
 from gemsc.runtime.process.sharing import check_sharing
@@ -74,6 +74,7 @@ def start(
         return _Job(directory, plan, (*rest,), hosts, engine).run().code
     if not is_named:
         rest += ["--save", str(folder)]
+        _say_at_first(plan, folder)
     job = _Job(directory, plan, (*rest,), hosts, engine)
     code = _run(job, how, folder, last_step(options.resume or folder))
     if folder.is_dir():
@@ -84,6 +85,12 @@ def start(
                     (folder / LOCK).unlink()
                 folder.rmdir()
     return code
+
+
+def _say_at_first(plan: Plan, folder: Path) -> None:
+    """Say what a program's optimizer could do faster, in its first run."""
+    wanted = (note for note in plan.notes if FUSED in note and folder.name == "1")
+    sys.stderr.writelines(f"note: {note}\n" for note in wanted)
 
 
 def not_compared(plan: Plan, directory: Path) -> str:

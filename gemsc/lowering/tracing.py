@@ -83,13 +83,15 @@ def trace(
                 compare(program)
             raise
         parameters = dict(program.module.named_parameters())
+        unfused = ""
         if optimizer is not None and trains:
-            check_optimizer(parameters, optimizer)
+            unfused = check_optimizer(parameters, optimizer)
         factory = optimizer if trains else None
         program = replace(
             program,
             optimizer_bytes=optimizer_bytes(parameters, factory),
             updated_whole=cache(partial(updated_whole, parameters, factory)),
+            unfused_optimizer=unfused,
         )
         if check:
             compare(program)

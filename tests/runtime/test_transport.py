@@ -231,6 +231,27 @@ def test_a_message_that_is_too_large_for_a_count_goes_in_pieces(mpi_output):
 
 
 @pytest.mark.mpi
+@pytest.mark.parametrize("num_ranks", [2, *at_night(4)])
+def test_a_sum_that_is_too_large_for_a_count_goes_in_pieces(num_ranks, mpi_output):
+    assert "passed a_sum_in_pieces\n" in mpi_output(num_ranks, "mpi")
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("num_ranks", [2, *at_night(4)])
+def test_large_sums_of_halves_go_on_whatever_their_members_wait_for(
+    num_ranks, mpi_output
+):
+    output = mpi_output(num_ranks, "mpi")
+    assert "passed large_halves\n" in output, output
+
+
+@pytest.mark.mpi
+def test_a_large_message_comes_while_its_receiver_computes(mpi_output):
+    output = mpi_output(2, "mpi")
+    assert "passed a_message_comes_while_its_receiver_computes\n" in output, output
+
+
+@pytest.mark.mpi
 @pytest.mark.parametrize("engine", ["mpi", "torch"])
 def test_a_rank_that_waits_leaves_the_core_to_others(engine, mpi_output):
     found = re.search(r"cpu seconds ([\d.]+)", mpi_output(2, engine))

@@ -6,15 +6,17 @@ mpirun -n 2 python mpi_transport_program.py [case ...]
 from __future__ import annotations
 
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from gemsc.errors import InternalError
-from gemsc.runtime.transport import mpi, waiting
+from gemsc.runtime.transport import mpi_group, mpi_messages, waiting
 from gemsc.runtime.transport.choose import start_transport
 from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.streams import Streams
@@ -174,7 +176,7 @@ def sums_have_the_same_bits_on_all_ranks(transport: Transport) -> None:
     assert transport.group(everyone) is group
     dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
     for dtype in dtypes:
-        for size in (1, 1000, 300_000):
+        for size in (1, 1000, 300_000, 1_200_001):
             parts = []
             for rank in everyone:
                 generator = torch.Generator().manual_seed(rank)
@@ -325,10 +327,67 @@ def a_long_wait(transport: Transport) -> None:
 
 
 def a_message_in_pieces(transport: Transport) -> None:
-    mpi.LARGEST_PIECE = 1000
+    mpi_messages.LARGEST_PIECE = 1000
     a_rank_can_send_to_itself(transport)
     every_dtype_arrives_bit_for_bit(transport)
     messages_with_one_tag_keep_their_order(transport)
+
+
+def a_sum_in_pieces(transport: Transport) -> None:
+    """As of 2^31 elements and more: each piece is as large as a count can say."""
+    mpi_group.LARGEST_PIECE = 77_777
+    mpi_messages.LARGEST_PIECE = 100_000
+    sums_have_the_same_bits_on_all_ranks(transport)
+    parts_of_sums_are_added_in_the_order_of_ranks(transport)
+    mpi_group.LARGEST_PIECE, mpi_group.PIECE_BYTES = 2**30, 40_000
+    sums_have_the_same_bits_on_all_ranks(transport)
+
+
+def large_halves(transport: Transport) -> None:
+    """They are added in the order of ranks; each wait moves all sums that go on."""
+    rank, size = transport.rank, transport.size
+    group = transport.group(tuple(range(size)), "halves")
+    least = mpi_group.HALVES_BYTES // 2
+    terms = []  # of each sum: small ones overtake large ones
+    for number, num in enumerate((7 * least, least, least + 1, 5 * least, least + 2)):
+        generator = torch.Generator().manual_seed(number)
+        rows = torch.randn(size, num, generator=generator) * 100
+        terms.append([row.bfloat16() for row in rows])
+    for _ in range(3):
+        sums = [each[rank].clone() for each in terms]
+        requests = [group.all_reduce(each) for each in sums]
+        before, after = neighbours(transport)
+        for step in range(len(sums)):  # each waits for another sum, some for none
+            incoming = transport.receive(torch.empty(1), before, 5)
+            if rank:
+                transport.wait(requests[(step + rank) % len(sums)])
+            sent = transport.send(torch.ones(1), after, 5)
+            transport.wait(incoming, sent)
+        transport.wait(*requests)
+        for parts, found in zip(terms, sums, strict=True):
+            total = torch.zeros(len(found))
+            for part in parts:
+                total += part
+            assert torch.equal(found, total.bfloat16())
+
+
+def a_message_comes_while_its_receiver_computes(transport: Transport) -> None:
+    """Its sender is done before the receiver calls MPI again."""
+    name = tempfile.mktemp() if transport.rank == 0 else ""
+    done = Path(transport.broadcast_object(name))
+    large = torch.ones(2**23)
+    if transport.rank == 1:
+        transport.wait(transport.send(large, 0, 4))
+        done.touch()
+    if transport.rank == 0:
+        incoming = transport.receive(torch.zeros(2**23), 1, 4)
+        matrix, end = torch.ones(300, 300), time.monotonic() + 20
+        while not done.exists():
+            torch.mm(matrix, matrix)
+            assert time.monotonic() < end
+        transport.wait(incoming)
+        done.unlink()
+    transport.barrier()
 
 
 OTHERS: dict[str, Case] = {
@@ -336,17 +395,30 @@ OTHERS: dict[str, Case] = {
     for case in (
         a_rank_that_raises,
         a_message_that_is_too_short,
+        a_message_comes_while_its_receiver_computes,
+        large_halves,
         a_message_in_pieces,
+        a_sum_in_pieces,
         a_long_wait,
     )
 }
+
+
+# they change settings
+LAST = (
+    "a_message_comes_while_its_receiver_computes",
+    "large_halves",
+    "a_message_in_pieces",
+    "a_sum_in_pieces",
+    "a_long_wait",
+)
 
 
 def main(names: list[str]) -> None:
     torch.set_num_threads(1)
     transport = start_transport()
     try:
-        for name in names or [*CASES, "a_message_in_pieces", "a_long_wait"]:
+        for name in names or [*CASES, *LAST]:
             (CASES | OTHERS)[name](transport)
             transport.barrier()
             if transport.rank == 0:
