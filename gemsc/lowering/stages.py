@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 
 from gemsc.base.grid_shape import GridShape
 from gemsc.compilation import Traced
 from gemsc.costs.hardware import Hardware, read_hardware
+from gemsc.ir.constants import changing_tensors
 from gemsc.ir.program import Program
 from gemsc.ir.shards import Placed
 from gemsc.lowering.tracing import one_thread
@@ -22,6 +24,7 @@ from gemsc.passes.checks.statistics import (
 from gemsc.passes.checks.tiles import CheckTiles
 from gemsc.passes.checks.torch_compile import CheckTorchCompile
 from gemsc.passes.choose_shards import ChooseShards
+from gemsc.passes.constants.make_again import MakeAgain
 from gemsc.passes.find_halos import FindHalos
 from gemsc.passes.insert_comms import InsertComms
 from gemsc.passes.local_batchnorm import LocalBatchnorm
@@ -32,7 +35,7 @@ from gemsc.passes.place_stages import PlaceStages
 from gemsc.passes.split_tiles import SplitTiles
 from gemsc.planner.ending import share_updates
 from gemsc.planner.fitting import Scheduled, schedule
-from gemsc.planner.layout import check_blocks, check_whole, stage_layout
+from gemsc.planner.layout import StageLayout, check_blocks, check_whole, stage_layout
 from gemsc.planner.predict import schedule_task
 from gemsc.planner.traffic import peak_tile
 from gemsc.schedules import SCHEDULES
@@ -81,7 +84,8 @@ def schedule_stages(
     check_statistics = CheckStatistics(chosen.num_replicas * options.data)
     mark = MarkSegments(options.recompute, options.offload)
     one_graph = (CheckTorchCompile(),) if options.torch_compile else ()
-    cut = run(traced.program, *one_graph, balance, check_statistics, mark)
+    again = make_again(traced, hardware, chosen)
+    cut = run(traced.program, *one_graph, balance, check_statistics, again, mark)
     if any(grid.beside > 1 for grid in chosen.grids):
         link, row = hardware.network.link(0, 1), chosen.rows[0]
         choose_shards = ChooseShards(
@@ -122,6 +126,13 @@ def schedule_stages(
     done = schedule(program, tiles, task, chosen, options, hardware)
     check_in_flight(program, _crowded(done))
     return done
+
+
+def make_again(traced: Traced, hardware: Hardware, chosen: StageLayout) -> MakeAgain:
+    """Return the pass that makes constants where they are used, in both graphs."""
+    graphs = traced.program, traced.evaluation
+    changing = frozenset(chain.from_iterable(map(changing_tensors, graphs)))
+    return MakeAgain(hardware.network.link(0, 1), chosen.grids, changing)
 
 
 def _crowded(done: Scheduled) -> set[int]:

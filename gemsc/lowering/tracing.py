@@ -27,6 +27,7 @@ from gemsc.ir.program import Program
 from gemsc.options import choose
 from gemsc.passes.annotate import Annotate
 from gemsc.passes.canonicalize import Canonicalize
+from gemsc.passes.constants.causal_masks import CausalMasks
 from gemsc.passes.detect_skips import DetectSkips
 from gemsc.passes.follow_stages import (
     FollowOrder,
@@ -77,7 +78,7 @@ def trace(
         annotate = Annotate(device=hardware.device if hardware else None)
         try:
             cut = SeparateTowers(), DetectSkips(), GroupBlocks()
-            program = run(program, Canonicalize(), annotate, *cut)
+            program = run(program, Canonicalize(), CausalMasks(), annotate, *cut)
         except Exception as error:
             if check and not isinstance(error, GemscError):  # is it the model?
                 compare(program)
@@ -108,7 +109,8 @@ def trace(
         found = opaques(evaluation.module)
         if found.keys() != known.keys():  # what is not cut in one mode is in neither
             program = prepared(found)
-        evaluation = run(evaluation, Canonicalize(), FollowOrder(program))
+        plain = run(evaluation, Canonicalize(), CausalMasks())
+        evaluation = run(plain, FollowOrder(program))
     return Traced(program, evaluation, find_twins(program, evaluation))
 
 
