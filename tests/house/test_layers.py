@@ -69,13 +69,20 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "planner": PLANNER,
     "compilation": ("errors", "base", "ir", "plan", "schedules"),
     "passes.spatial": (*COSTS, "nn", "messages", "runtime.tiles"),
-    "passes.shards": (*COSTS, "nn", "messages", "runtime.tiles", "passes.spatial"),
+    "passes.spatial.rules": (
+        *(*COSTS, "nn", "messages", "runtime.tiles", "passes.spatial"),
+    ),
+    "passes.shards": (
+        *(*COSTS, "nn", "messages", "runtime.tiles", "passes.spatial"),
+        "passes.spatial.rules",
+    ),
     "passes.branches": (
-        *(*COSTS, "messages", "runtime.tiles", "passes.spatial", "passes.shards"),
+        *(*COSTS, "messages", "runtime.tiles", "passes.spatial"),
+        *("passes.spatial.rules", "passes.shards"),
     ),
     "passes": (
-        *(*PLANNER, "passes.spatial", "passes.shards", "passes.branches"),
-        "runtime.tiles",
+        *(*PLANNER, "passes.spatial", "passes.spatial.rules", "passes.shards"),
+        *("passes.branches", "runtime.tiles"),
     ),
     "passes.constants": (*COSTS, "passes"),
     "passes.checks": (*IR, "passes", "passes.spatial"),
@@ -243,7 +250,10 @@ def test_rooms_are_small():
     assert not large
 
 
-OF_OPERATIONS = ("passes.shards", "passes.spatial", "runtime.tiles", "ir")
+OF_OPERATIONS = (
+    *("passes.shards", "passes.spatial", "passes.spatial.rules"),
+    *("runtime.tiles", "ir"),
+)
 
 
 def test_a_name_is_one_thing():

@@ -17,7 +17,7 @@ from gemsc.passes.shards.equations import solve
 from gemsc.passes.shards.factors import Dims, Factor, fresh, leaves
 from gemsc.passes.shards.operations import OPERATIONS
 from gemsc.passes.shards.rules import OTHERS
-from gemsc.passes.spatial.rules import RULES
+from gemsc.passes.spatial.rules.lower_call import RULES
 
 
 def test_each_kind_has_a_row_and_what_stands_behind_it() -> None:

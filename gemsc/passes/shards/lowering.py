@@ -28,7 +28,7 @@ from gemsc.passes.shards.inside import Inside
 from gemsc.passes.shards.operations import compute
 from gemsc.passes.spatial.cuts import Axes
 from gemsc.passes.spatial.lowering import Lowering
-from gemsc.passes.spatial.rules import lower_call
+from gemsc.passes.spatial.rules.lower_call import lower_call
 from gemsc.passes.spatial.values import Local
 
 

@@ -19,7 +19,7 @@ from gemsc.ir.program import Barrier
 from gemsc.passes.shards.factors import size_of
 from gemsc.passes.shards.inside import Inside
 from gemsc.passes.spatial.emit import masked, on_tiles
-from gemsc.passes.spatial.rules import lower_call
+from gemsc.passes.spatial.rules.lower_call import lower_call
 from gemsc.passes.spatial.values import Local, Refused, layout_of, whole_shape
 from gemsc.runtime import tiles
 

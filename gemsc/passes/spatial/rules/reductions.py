@@ -20,7 +20,7 @@ from gemsc.ir.operators.calls import Call
 from gemsc.passes.spatial.cuts import Axes
 from gemsc.passes.spatial.emit import call_again, on_tiles, weighted_sum
 from gemsc.passes.spatial.lowering import Lowering
-from gemsc.passes.spatial.shapes import along, are_dims, elementwise
+from gemsc.passes.spatial.rules.shapes import along, are_dims, elementwise
 from gemsc.passes.spatial.values import Flattened, Local, Refused
 from gemsc.runtime import tiles
 

@@ -19,8 +19,8 @@ from gemsc.passes.spatial.cuts import Axes, cut, fits
 from gemsc.passes.spatial.emit import alike, call_again
 from gemsc.passes.spatial.flattened import join
 from gemsc.passes.spatial.lowering import Lowering
+from gemsc.passes.spatial.rules.windows import numbers
 from gemsc.passes.spatial.values import Local, Refused
-from gemsc.passes.spatial.windows import numbers
 
 _WITH_SIZES = frozenset(
     [

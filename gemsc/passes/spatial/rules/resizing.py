@@ -15,12 +15,9 @@ from gemsc.passes.spatial import need
 from gemsc.passes.spatial.cuts import Axes
 from gemsc.passes.spatial.emit import call_again, crop, weighted_sum
 from gemsc.passes.spatial.lowering import Lowering
+from gemsc.passes.spatial.rules.pooling import largest_of_everything
+from gemsc.passes.spatial.rules.windows import result_axes, spatial_axes
 from gemsc.passes.spatial.values import Local, Refused
-from gemsc.passes.spatial.windows import (
-    largest_of_everything,
-    result_axes,
-    spatial_axes,
-)
 from gemsc.runtime import tiles
 from gemsc.runtime.tiles.windows import Resize, rows_read
 

@@ -13,28 +13,29 @@ from gemsc.ir.mutation import elements
 from gemsc.ir.opaque import opaque_of
 from gemsc.ir.operators.calls import ALONG, Call, call_of
 from gemsc.ir.operators.table import operator_of
-from gemsc.passes.spatial import (
-    flattened,
+from gemsc.passes.spatial import flattened
+from gemsc.passes.spatial.lowering import Lowering
+from gemsc.passes.spatial.rules import (
     norms,
     padding,
+    pooling,
     reductions,
     resizing,
     samples,
     shapes,
     windows,
 )
-from gemsc.passes.spatial.attention import own_attention
-from gemsc.passes.spatial.lowering import Lowering
+from gemsc.passes.spatial.rules.attention import own_attention
 from gemsc.passes.spatial.values import Local, Refused
 from gemsc.runtime import tiles
 
 RULES: dict[str, Callable[[Lowering, Call], Local]] = {
     "conv": windows.convolution,
     "conv_transpose": windows.transposed_convolution,
-    "max_pool": windows.max_pooling,
-    "max_unpool": windows.max_unpooling,
-    "avg_pool": windows.average_pooling,
-    "lp_pool": windows.lp_pooling,
+    "max_pool": pooling.max_pooling,
+    "max_unpool": pooling.max_unpooling,
+    "avg_pool": pooling.average_pooling,
+    "lp_pool": pooling.lp_pooling,
     "adaptive_avg_pool": partial(resizing.adaptive_pooling, kind="avg"),
     "adaptive_max_pool": partial(resizing.adaptive_pooling, kind="max"),
     "interpolate": resizing.interpolation,

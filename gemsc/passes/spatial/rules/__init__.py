@@ -1,0 +1,1 @@
+"""Rules: how one kind of call is computed on a tile."""
