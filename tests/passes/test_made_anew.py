@@ -9,7 +9,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from program_support import Net, X, against_one_process, mse, on_ranks, written
+from plan_support import metered_peaks
+from program_support import (
+    Net,
+    X,
+    against_one_process,
+    batch_of,
+    mse,
+    on_ranks,
+    written,
+)
+from threads import run_on_threads
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -164,6 +174,19 @@ def test_gradients_of_a_learned_table_are_summed_from_all_stages(
 ) -> None:
     net = Net(learned, table=nn.Parameter(TABLE.clone()))
     assert against_one_process(tmp_path, net, ranks=4).worst < 1e-12
+
+
+@pytest.mark.parametrize("recompute", [(), ("all",)])
+def test_memory_is_predicted_to_the_byte(
+    recompute: tuple[str, ...], tmp_path: Path
+) -> None:
+    """A table that each backward needs is there once, not once a micro-batch."""
+    program = written(
+        tmp_path, Positions(), ranks=4, micro_batches=4, recompute=recompute
+    )
+    batch = batch_of(((X,), X), 4)
+    record = run_on_threads(tmp_path, 4, [batch] * 2, dtype=torch.float32)
+    assert record.peak_bytes == metered_peaks(program.plan)
 
 
 def test_what_is_made_again_has_memory_of_its_own_on_each_stage() -> None:

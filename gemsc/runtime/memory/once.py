@@ -49,6 +49,11 @@ def once(make: Callable[[], T], *buffers: Tensor) -> T:
     return _left_out(made)
 
 
+def made_tensors(stage: nn.Module) -> list[Tensor]:
+    """Return what a stage has made so far."""
+    return dense_leaves([result for _, result in _made.get(stage, {}).values()])
+
+
 def _needs(stage: nn.Module, buffers: tuple[Tensor, ...]) -> Hashable:
     first = next(stage.parameters(), None)
     place = None
