@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 LENGTH = 64
-NUM_HIDDEN = 6  # in every text: so a batch's mean is the mean of its micro-batches'
+SHARE_HIDDEN = 0.1
 PADDING, HIDDEN, VOCABULARY = 256, 257, 258
 IGNORED = -100  # cross entropy's own word for "no target here"
 
@@ -100,7 +100,7 @@ class HelpTexts(Dataset):
         text = torch.tensor(list(self.texts[index]))
         tokens = F.pad(text, (0, self.length - len(text)), value=PADDING)
         target = torch.full_like(tokens, IGNORED)
-        hidden = torch.randperm(len(text))[:NUM_HIDDEN]
+        hidden = (torch.rand(len(text)) < SHARE_HIDDEN).nonzero().flatten()
         target[hidden] = tokens[hidden]
         real = tokens != PADDING
         tokens[hidden] = HIDDEN
@@ -119,12 +119,15 @@ def example_inputs() -> tuple[Tensor, Tensor]:
 
 def example_target() -> Tensor:
     target = torch.full((2, LENGTH), IGNORED)
-    target[:, :NUM_HIDDEN] = 32
+    target[0, :8], target[1, :3] = 32, 32
     return target
 
 
-def loss(output: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(output.flatten(0, 1), target.flatten(), ignore_index=IGNORED)
+def loss(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a sum, and of how many: hidden bytes weigh alike in any micro-batch."""
+    logits, wanted = output.flatten(0, 1), target.flatten()
+    total = F.cross_entropy(logits, wanted, ignore_index=IGNORED, reduction="sum")
+    return total, (target != IGNORED).sum()
 
 
 def metrics(output: Tensor, target: Tensor) -> dict[str, Tensor]:

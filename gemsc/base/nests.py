@@ -82,6 +82,93 @@ def call_loss(loss: Callable[..., Any], output: Any, target: Any) -> Any:
     return loss(output) if target is None else loss(output, target)
 
 
+def as_loss(returned: Any) -> torch.Tensor:
+    """Return the loss that a user's function has returned.
+
+    That is a scalar, or a pair of a sum and of how many terms it has: the loss of
+    several micro-batches is then the sum of the sums, divided by the sum of the counts.
+    The pair becomes one tensor of both, of which no gradient flows to the count.
+
+    Raises:
+        GemscError: it is something else.
+    """
+    advice = "take the mean, for example with reduction='mean'; or return total, count"
+    value, count = returned, None
+    if isinstance(returned, tuple | list) and len(returned) == 2:
+        value, count = returned
+        advice = "return total, count: the sum of all terms, and how many they are"
+    if not isinstance(value, torch.Tensor):
+        raise GemscError(f"the loss is of type {type(value).__name__}", help=advice)
+    if value.shape != ():
+        raise GemscError(
+            f"the loss has shape {list(value.shape)}; it must be a scalar", help=advice
+        )
+    if count is None:
+        return value
+    if value.dtype.itemsize < 4:  # its numbers are too few to count with
+        value = value.float()
+    if isinstance(count, int | float):
+        count = value.new_full((), count)
+    if not isinstance(count, torch.Tensor) or count.shape != ():
+        kind = f"of type {type(count).__name__}"
+        if isinstance(count, torch.Tensor):
+            kind = f"a tensor of shape {list(count.shape)}"
+        raise GemscError(f"the loss's count is {kind}, not a number", help=advice)
+    if count.requires_grad:
+        raise GemscError(
+            "the loss's count depends on parameters",
+            help="count terms; or return one scalar, the loss of a micro-batch",
+        )
+    return torch.stack((value, count.type_as(value)))
+
+
+class Mean:
+    """The mean of losses, of micro-batches or of whole batches; see `as_loss`."""
+
+    def __init__(
+        self, total: float = 0, count: float = 0, counted: float = 0, number: float = 0
+    ) -> None:
+        """Begin with the sums of earlier losses: `sums` of another one."""
+        self.total, self.count = total, count
+        self.counted, self.number = counted, number
+
+    @property
+    def sums(self) -> tuple[float, float, float, float]:
+        """The sum of the losses, of their counts, how many have one, and how many."""
+        return self.total, self.count, self.counted, self.number
+
+    @property
+    def loss(self) -> torch.Tensor:
+        """The mean as one loss, of float64."""
+        sums = (self.total, self.count) if self.counted else self.value
+        return torch.tensor(sums, dtype=torch.float64)
+
+    def add(self, loss: torch.Tensor, weight: int = 1) -> torch.Tensor:
+        """Take a loss; return what to go backward from.
+
+        One without a count has a `weight`. Its gradients still have to be divided by
+        `divisor`, once all are added.
+        """
+        self.number += weight
+        if not loss.dim():
+            self.total += float(loss.detach().double()) * weight
+            return loss
+        total, count = loss.detach().double().tolist()
+        self.total, self.count = self.total + total, self.count + count
+        self.counted += 1
+        return loss[0]
+
+    @property
+    def divisor(self) -> float:
+        """What makes a mean of the sum: the terms, or the losses without counts."""
+        return self.count if self.counted else self.number
+
+    @property
+    def value(self) -> float:
+        """The mean; not a number if there are no terms."""
+        return self.total / self.divisor if self.divisor else float("nan")
+
+
 def on_device(nest: Any, device: torch.device) -> Any:
     """Return a nest with its tensors on a device."""
     return pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.to(device), nest)

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from gemsc.base.dtypes import Autocast, autocasting
 from gemsc.base.nests import (
+    as_loss,
     call_loss,
     call_model,
     normalize_inputs,
@@ -249,7 +250,7 @@ def _forward(
         output = call_model(model, inputs)
         if loss is None:
             return output, None
-        return output, call_loss(loss, output, target)
+        return output, as_loss(call_loss(loss, output, target))
 
 
 def _run_graph(program: Program, module: nn.Module, fed: Any) -> _Results:
@@ -293,7 +294,7 @@ def _finish(
         floats = [o for o in outputs if o.requires_grad and not o.is_complex()]
         loss = sum((o.sum() for o in floats), start=torch.zeros(()))
     if loss.requires_grad:
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.sum().backward()  # type: ignore[no-untyped-call]
 
 
 def _compare(actual: _Results, expected: _Results, least: float) -> None:

@@ -18,6 +18,7 @@ from gemsc.base.dtypes import Autocast
 from gemsc.base.nests import (
     Inputs,
     Path,
+    as_loss,
     call_loss,
     call_model,
     map_tensors,
@@ -123,7 +124,8 @@ class _Wrapper(nn.Module):
         outputs = tuple(self.returned.tensors)
         if self.loss is None:
             return outputs
-        return (call_loss(self.loss, output, values["target"]), *outputs)
+        loss = call_loss(self.loss, output, values["target"])
+        return (as_loss(loss), *outputs)
 
 
 def _export(wrapper: _Wrapper) -> fx.GraphModule:

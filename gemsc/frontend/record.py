@@ -21,6 +21,7 @@ from gemsc.base.dtypes import (
 from gemsc.base.nests import (
     Inputs,
     Path,
+    as_loss,
     map_tensors,
     normalize_inputs,
     tensor_leaves,
@@ -181,7 +182,8 @@ def _trace(
     if request.loss is not None:
         arguments = (output,) if request.target is None else (output, target)
         given = " and ".join(map(_shown, arguments))
-        loss = tracer.run(f"the loss fails on {given}", copied.loss, arguments)
+        what = f"the loss fails on {given}"
+        loss = tracer.run(what, copied.loss, arguments, then=_loss_of(request))
         _check_loss(loss, request)
     with tracer.pause():
         writer.output(loss, outputs)
@@ -251,26 +253,30 @@ def _record_assignments(
         setattr(module, attribute, old)
 
 
-def _check_loss(loss: Any, request: _Request) -> None:
-    code = getattr(request.loss, "__code__", None)
-    at = SourceLocation(code.co_filename, code.co_firstlineno) if code else None
-    if not isinstance(loss, torch.Tensor):
-        raise GemscError(
-            f"the loss is of type {type(loss).__name__}",
-            at=at,
-            help="return one tensor with one element",
-        )
-    if loss.shape != ():
-        raise GemscError(
-            f"the loss has shape {list(loss.shape)}; it must be a scalar",
-            at=at,
-            help="take the mean, for example with reduction='mean'",
-        )
+def _line_of(loss: Any) -> SourceLocation | None:
+    code = getattr(loss, "__code__", None)
+    return SourceLocation(code.co_filename, code.co_firstlineno) if code else None
+
+
+def _loss_of(request: _Request) -> Callable[[Any], torch.Tensor]:
+    """Return what makes a loss of what the user's function has returned."""
+
+    def loss_of(returned: Any) -> torch.Tensor:
+        try:
+            return as_loss(returned)
+        except GemscError as error:
+            error.at = _line_of(request.loss)
+            raise
+
+    return loss_of
+
+
+def _check_loss(loss: torch.Tensor, request: _Request) -> None:
     learns = any(parameter.requires_grad for parameter in request.model.parameters())
     if request.training and learns and not loss.requires_grad:
         raise GemscError(
             "no parameter gets a gradient from the loss",
-            at=at,
+            at=_line_of(request.loss),
             help="compute the loss from the model's output, without detach or no_grad",
         )
 

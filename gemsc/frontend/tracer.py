@@ -111,8 +111,14 @@ class Tracer(TorchFunctionMode):
         self._unseen: list[tuple[Any, SourceLocation | None]] = []
         self._overwritten: list[tuple[torch.Tensor, str, SourceLocation | None]] = []
 
-    def run(self, what: str, function: Callable[..., Any], args: Any) -> Any:
-        """Call `function` and record all that it does.
+    def run(
+        self,
+        what: str,
+        function: Callable[..., Any],
+        args: Any,
+        then: Callable[[Any], Any] = lambda result: result,
+    ) -> Any:
+        """Call `function`, then `then` on what it returns; record all that they do.
 
         Raises:
             GemscError: at the user's line, whatever went wrong there.
@@ -122,7 +128,7 @@ class Tracer(TorchFunctionMode):
         try:
             plain = plain_forward(self._note_checkpoint)
             with _patched(self), plain, torch.enable_grad(), self._fake, self:
-                result = call_model(function, args)
+                result = then(call_model(function, args))
             self._check_unseen()
             self._check_overwritten()
         except GemscError as error:

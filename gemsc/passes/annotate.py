@@ -411,5 +411,5 @@ def _gradient_reaches(
         parameter.register_hook(book)  # type: ignore[no-untyped-call]
         parameter.register_post_accumulate_grad_hook(drop)  # type: ignore[no-untyped-call]
     with ledger.backward():
-        torch.autograd.backward(loss)
+        torch.autograd.backward(loss, torch.ones_like(loss))
     return reached

@@ -33,7 +33,8 @@ class StepRecord:
 
     `unequal` are tensors that all ranks of a grid, or several replicas, hold as a
     whole, but not bit for bit the same: they drift apart, or one rank of them has none.
-    `outputs` are what evaluation gives after the steps, where it was asked for.
+    `outputs` are what evaluation gives after the steps, where it was asked for; `terms`
+    say of how many each loss is the mean, where one process knows.
     """
 
     losses: list[float]
@@ -43,6 +44,7 @@ class StepRecord:
     peak_bytes: list[int] = field(default_factory=list)
     unequal: frozenset[str] = frozenset()
     outputs: dict[str, Tensor] = field(default_factory=dict)
+    terms: list[float] = field(default_factory=list)
 
 
 def read_record(folder: Path, num_ranks: int) -> StepRecord:
@@ -67,7 +69,8 @@ def read_record(folder: Path, num_ranks: int) -> StepRecord:
     unequal |= _drifted(folder, parts, joined["gradients"].keys())
     return StepRecord(
         losses,
-        **joined,
+        joined["gradients"],
+        joined["state"],
         activation_bytes=[activations for activations, _ in peaks],
         peak_bytes=[peak for _, peak in peaks],
         unequal=frozenset(unequal),

@@ -18,7 +18,7 @@ from torch.utils.data import default_collate
 
 from gemsc.base.boxes import Box
 from gemsc.base.dtypes import cast, cast_module, converted, like_examples
-from gemsc.base.nests import on_device
+from gemsc.base.nests import Mean, as_loss, on_device
 from gemsc.base.rng import same_draws, seed_of
 from gemsc.runtime.data.batches import digest
 from gemsc.runtime.data.held_generators import SeededReader
@@ -26,6 +26,7 @@ from gemsc.runtime.data.metrics import Metrics, first_samples
 from gemsc.slides.windows import Case, Picture, SlidingWindows
 from gemsc.user_model import UserModel
 from gemsc.verify.precision import FULL, Precision
+from gemsc.verify.steps import divide_gradients
 
 HOST = torch.device("cpu")
 
@@ -109,6 +110,7 @@ class PlainRun:
     losses: list[float] = field(default_factory=list)
     rows: list[list[int]] = field(default_factory=list)
     evaluations: list[Scores] = field(default_factory=list)
+    terms: float = 0.0  # of a loss with a count, since the last update
 
     def __post_init__(self) -> None:
         seed, dtype = self.settings.seed, self.settings.dtype
@@ -174,18 +176,22 @@ class PlainRun:
                 self.evaluations.append(self._evaluate())
 
     def _step(self, samples: list[Any]) -> float:
-        micro_batches = list(self._micro_batches(samples))
-        total = 0.0
+        micro_batches, mean = list(self._micro_batches(samples)), Mean()
         for input, target in micro_batches:
             with same_draws(), self._autocast():
-                loss = self.loss(self._forward(input), target)
-            part = loss / len(micro_batches) / self.settings.accumulate
-            self.scaler.scale(part).backward()
-            total += float(loss.detach().double())
-        return total / len(micro_batches)
+                loss = as_loss(self.loss(self._forward(input), target))
+            root = mean.add(loss)
+            if not mean.counted:
+                root = root / len(micro_batches) / self.settings.accumulate
+            torch.autograd.backward(self.scaler.scale(root))
+        self.terms += mean.count
+        return mean.value
 
     def _update(self) -> None:
         self.scaler.unscale_(self.optimizer)
+        if self.terms:
+            divide_gradients(self.parameters.values(), self.terms)
+        self.terms = 0.0
         if self.settings.clip_norm is not None:
             nn.utils.clip_grad_norm_(self.parameters.values(), self.settings.clip_norm)
         before = self.scaler.get_scale()
@@ -224,20 +230,21 @@ class PlainRun:
             rows = list(range(first, min(first + size, count)))
             samples = self.eval_samples.take(0, rows)
             full = samples + samples[-1:] * (size - len(samples))
-            outputs, losses = [], []
+            outputs, mean = [], Mean()
             for input, target in self._micro_batches(full):
                 with same_draws(), self._autocast():
                     output = self._forward(input)
-                    losses.append(float(self.loss(output, target).double()))
+                    mean.add(as_loss(self.loss(output, target)))
                 outputs.append(settings.precision.output(output))
             output = first_samples(pytree.tree_map(_join, *outputs), len(samples))
             target = self._batch(samples)[1]
             scored, wanted = on_device((output, target), HOST)
             metrics.add(scored, wanted, len(samples))
-            loss = sum(losses) / len(losses)
             if len(samples) < size:  # without the samples that fill it
-                loss = float(self.loss(output, target))
-            found.append((len(samples), {"loss": loss}))
+                mean = Mean()
+                mean.add(as_loss(self.loss(output, target)), len(samples))
+            weight = int(mean.count) if mean.counted else len(samples)
+            found.append((weight, {"loss": mean.value}))
         return found
 
     def _score_cases(self, metrics: Metrics, windows: SlidingWindows) -> Scores:
@@ -258,7 +265,9 @@ class PlainRun:
             output = case.output()
             scored, wanted = on_device((output, target), HOST)
             metrics.add(scored, wanted, 1)
-            found.append((1, {"loss": float(self.loss(output, target).double())}))
+            mean = Mean()
+            mean.add(as_loss(self.loss(output, target)))
+            found.append((int(mean.count or 1), {"loss": mean.value}))
         return found
 
     def _micro_batches(self, samples: list[Any]) -> Iterator[tuple[Any, Any]]:

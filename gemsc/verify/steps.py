@@ -7,7 +7,7 @@ import itertools
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +26,7 @@ from gemsc.base.dtypes import (
     default_dtype,
     like_examples,
 )
-from gemsc.base.nests import call_model, on_device
+from gemsc.base.nests import Mean, as_loss, call_model, on_device
 from gemsc.base.plain_forward import plain_forward
 from gemsc.base.process import num_cores
 from gemsc.base.rng import same_draws
@@ -74,9 +74,9 @@ def reference_steps(
     pairs = [(n, p) for n, p in model.named_parameters()]
     update = (optimizer or _default_optimizer)(pairs)
     scaler = precision.scaler(device)
-    losses, gradients = [], {}
+    losses, terms, gradients = [], [], {}
     for step, (input, target) in enumerate(batches):
-        total = 0.0
+        mean = Mean()
         leaves = [t for t in pytree.tree_leaves(input) if isinstance(t, Tensor)]
         batch = next((t.shape[0] for t in leaves if t.dim()), 1)
         for m in range(num_micro_batches):
@@ -86,11 +86,14 @@ def reference_steps(
                 for each in (input, target)
             )
             with plain_forward(), default_dtype(dtype), precision.autocast(device):
-                value = loss(call_model(model, given), wanted)
-            torch.autograd.backward(scaler.scale(value / num_micro_batches))
-            total += float(value.detach().double())
-        losses.append(total / num_micro_batches)
+                value = as_loss(loss(call_model(model, given), wanted))
+            root = mean.add(value) / (1 if value.dim() else num_micro_batches)
+            torch.autograd.backward(scaler.scale(root))
+        losses.append(mean.value)
+        terms.append(mean.divisor)
         scaler.unscale_(update)
+        if mean.counted:
+            divide_gradients((p for _, p in pairs), mean.count)
         if step == 0:
             present = {n: p.grad for n, p in pairs if p.grad is not None}
             gradients = {n: as_real(g).cpu().clone() for n, g in present.items()}
@@ -99,7 +102,14 @@ def reference_steps(
         update.zero_grad(set_to_none=True)
     state = dict([*model.named_parameters(), *model.named_buffers()])
     state = {n: as_real(t.detach()).cpu() for n, t in state.items()}
-    return StepRecord(losses, gradients, state)
+    return StepRecord(losses, gradients, state, terms=terms)
+
+
+def divide_gradients(parameters: Iterable[nn.Parameter], terms: float) -> None:
+    """Make of the gradients of a sum those of the mean of so many terms."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad /= terms
 
 
 def _default_optimizer(pairs: Any) -> torch.optim.Optimizer:

@@ -257,7 +257,7 @@ def test_each_micro_batch_weighs_the_same_in_the_mean() -> None:
         worker.begin({}, training=True)
         for loss in (1.0, 2.0, 6.0):
             worker.steps.add_loss(torch.tensor(loss, requires_grad=True))
-        return float(worker.steps.loss_sum()), float(worker.loss_gradient)
+        return worker.steps.own_mean().total, float(worker.loss_gradient)
 
     total, weight = alone(work, nn.Identity(), num_micro_batches=3)
     assert total == 9

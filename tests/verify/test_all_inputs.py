@@ -350,11 +350,11 @@ def test_divisions_by_0_are_chance_where_there_are_many_of_others() -> None:
 
 def test_a_gradient_that_the_model_has_not_is_wrong() -> None:
     drawn, ones, none = Field(PRIMES[0], 0), torch.ones(2), torch.zeros(2)
-    expected = StepRecord([1.0], {"a": ones}, {"a": ones})
+    expected = StepRecord([1.0], {"a": ones}, {"a": ones}, terms=[1.0])
     same = _Evaluated(), _Evaluated()
     for more, verdict in ((ones, "not equal"), (none, "proved")):
         actual = StepRecord([1.0], {"a": ones, "b": more}, {"a": ones})
-        assert _compared((actual, expected), same, drawn, 1).verdict == verdict
+        assert _compared((actual, expected), same, drawn).verdict == verdict
 
 
 @pytest.mark.parametrize(

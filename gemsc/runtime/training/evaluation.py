@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from gemsc.base.dtypes import cast
+from gemsc.base.nests import Mean, as_loss
 from gemsc.errors import GemscError
 from gemsc.runtime.data.metrics import Metrics, first_samples, is_texts
 from gemsc.runtime.data.shared import SharedData
@@ -76,7 +77,7 @@ class Evaluator:
 
     def run(self) -> dict[str, float]:
         """Return the figures of all samples, the same on every rank."""
-        mean_loss = Metrics(lambda loss, _: {"loss": loss})
+        mean_loss = Mean()
         self.metrics.reset()
         if self.windows is None:
             self._score_batches(mean_loss)
@@ -92,12 +93,14 @@ class Evaluator:
                 help="give it another name",
             )
         transport, scorer = self.trainer.transport, self.holders.first
-        found = transport.broadcast_object(mean_loss.figures() | own, scorer)
+        terms = int(mean_loss.divisor)
+        losses = {"loss": (mean_loss.value, terms)} if terms else {}
+        found = transport.broadcast_object(losses | own, scorer)
         status.idle()
         self.record.add_figures(found)
         return {name: value for name, (value, _) in found.items()}
 
-    def _score_batches(self, mean_loss: Metrics) -> None:
+    def _score_batches(self, mean_loss: Mean) -> None:
         batches, status = self.data.batches, self.trainer.worker.status
         source = status.while_reading(self.data.epoch(0))
         for number, (batch, seen) in enumerate(source):
@@ -111,8 +114,8 @@ class Evaluator:
             # The ranks compute the loss of full batches. What is left at the end is
             # filled up; its loss is that of the outputs without what fills it.
             is_full, count = batch.is_full, batches.count(number)
-            if is_full and result.loss is not None:
-                mean_loss.add(result.loss, None, count)
+            if is_full and result.mean is not None:
+                mean_loss.add(result.mean.loss, count)
             if self.metrics.is_empty and (is_full or self.loss is None):
                 continue
             status.enter("metrics")
@@ -122,7 +125,7 @@ class Evaluator:
             output, target = (first_samples(value, count) for value in scored)
             self.metrics.add(output, target, count)
             if not is_full and self.loss is not None:
-                mean_loss.add(self._loss_of_rest(output, target, count), None, count)
+                mean_loss.add(self._loss_of_rest(output, target, count), count)
 
     @torch.no_grad()
     def _loss_of_rest(self, output: Any, target: Any, count: int) -> Tensor:
@@ -132,9 +135,9 @@ class Evaluator:
             GemscError: it is not one number, as the model has computed some of it.
         """
         assert self.loss is not None
-        loss: Tensor = self.loss(output, target)
-        if loss.dim() == 0:
-            return loss
+        loss: Any = self.loss(output, target)
+        if not isinstance(loss, Tensor) or loss.dim() == 0:
+            return as_loss(loss)
         size = self.data.batches.size
         raise GemscError(
             "loss takes a number that the model computes of a whole micro-batch: it "
@@ -145,7 +148,7 @@ class Evaluator:
             f"each sample, or give eval_dataset a multiple of {size} samples",
         )
 
-    def _score_cases(self, mean_loss: Metrics) -> None:
+    def _score_cases(self, mean_loss: Mean) -> None:
         """Score one whole case after the other: the loss, too, is of the whole."""
         assert self.windows is not None
         status = self.trainer.worker.status
@@ -169,7 +172,7 @@ class Evaluator:
             self.metrics.add(output, target, 1)
             if self.loss is not None:
                 with torch.no_grad():
-                    mean_loss.add(self.loss(output, target), None, 1)
+                    mean_loss.add(as_loss(self.loss(output, target)))
 
     def _cast(self, target: Any) -> Any:
         """Return a target in the dtype that the program runs in, as in training."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from gemsc.base.nests import with_attributes
+from gemsc.base.nests import Mean, with_attributes
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
 from gemsc.runtime.checkpoint.read import resume
@@ -41,13 +41,18 @@ OptimizerFactory = Callable[[Parameters], torch.optim.Optimizer]
 class Evaluation:
     """The result of an evaluation step.
 
-    loss: mean over the batch, on every rank; None for a program without a loss.
+    mean: of the losses of the batch, on every rank; None for a program without a loss.
     output: what the model returns for this copy's part of the batch, in the host's
         memory, on the rank that has it (the one of the loss); None elsewhere.
     """
 
-    loss: float | None
+    mean: Mean | None
     output: Any
+
+    @property
+    def loss(self) -> float | None:
+        """The mean over the batch, on every rank; None for a program without a loss."""
+        return self.mean.value if self.mean is not None else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +172,7 @@ class Trainer:
         self._begin(input, target, window, training=True, count=micro_batches)
         self.program.train_step(self.worker)
         steps = self.worker.steps
-        mean = steps.total / steps.count
+        mean = steps.mean.value
         self.worker.end()
         report = StepReport(
             step=steps.done,
@@ -192,8 +197,7 @@ class Trainer:
         mean = None
         if self.program.train_step is not None:
             self.worker.status.enter("sum of the losses")
-            (total,) = self.worker.sum_up(float(steps.loss_sum()))
-            mean = total / steps.count
+            mean = Mean(*self.worker.sum_up(*steps.own_mean().sums))
         self.worker.end()
         outputs = [output for _, output in steps.results]
         return Evaluation(mean, concatenated(outputs) if outputs else None)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gemsc.base.dtypes import within
+from gemsc.base.nests import Mean
 from gemsc.base.units import show_micro_batches
 from gemsc.errors import GemscError
 from gemsc.messages.message import Input
@@ -31,7 +32,7 @@ class Steps:
     Of the micro-batches of all replicas, the first `count` count in this step; the
     others only fill up the batch, and leave no trace.
     `results` has (loss, output) of each micro-batch of an evaluation. `losses` are
-    those of this rank by micro-batch, counted over all replicas.
+    those of this rank by micro-batch, counted over all replicas; see `as_loss`.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Steps:
         )
         self._batch: dict[str, Tensor] = {}
         self.losses: dict[int, Tensor] = {}
-        self.total = 0.0  # of the losses of all ranks
+        self.mean = Mean()  # of the losses of all ranks
 
     def bind(
         self, sources: Mapping[str, Any], window: Window | None = None
@@ -104,23 +105,29 @@ class Steps:
         if self._tile == 0:
             self.results.append((loss, output))
 
-    def loss_sum(self) -> Tensor:
-        """Return the sum of this step's losses on this rank, as a float64 scalar.
+    def own_mean(self) -> Mean:
+        """Return the mean of this step's losses on this rank.
 
         All tiles of a grid have the same losses: they are those of its first one.
         """
         losses = [loss for m, loss in self.losses.items() if m < self.count]
-        if not losses or self._tile > 0:
-            return torch.zeros((), dtype=torch.float64)
-        return torch.stack(losses).sum(dtype=torch.float64).cpu()
+        found = Mean()
+        if losses and self._tile == 0:
+            for loss in torch.stack(losses).double().cpu():
+                found.add(loss)
+        return found
 
     def loss_gradient(self) -> Tensor:
         """Return what each micro-batch's loss weighs here in the mean over the batch.
 
-        Each tile has the whole loss; their gradients add up.
+        Each tile has the whole loss; their gradients add up. A loss with a count weighs
+        1: the gradients are divided once all ranks know the sum of the counts.
         """
+        loss = next(iter(self.losses.values()))
+        if loss.dim():
+            return loss.new_tensor((1.0 / self._num_tiles, 0.0))
         count = self.count * self.accumulate * self._num_tiles
-        return torch.full_like(next(iter(self.losses.values())), 1.0 / count)
+        return torch.full_like(loss, 1.0 / count)
 
 
 KINDS = ("stop", "save", "leave")

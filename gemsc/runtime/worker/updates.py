@@ -184,8 +184,14 @@ class Updates:
         factor = 1.0 if self.scaler is None else 1.0 / self.scaler.factor
         return all_finite(self.parameters.values(), factor)
 
-    def apply(self) -> None:
-        """Let the optimizer make its step, drop the gradients, share what is new."""
+    def apply(self, terms: float | None = None) -> None:
+        """Let the optimizer make its step, drop the gradients, share what is new.
+
+        The gradients are those of a sum of so many `terms`; None: they are of a mean.
+        """
+        gradients = _gradients(self.parameters.values())
+        if terms is not None and gradients:
+            torch._foreach_div_(gradients, terms)
         if self._clip_norm is not None:
             self.norm = self._clip(self._clip_norm)
         if self.before is not None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from gemsc.base.dtypes import Autocast, autocasting, whole
+from gemsc.base.nests import Mean
 from gemsc.base.rng import are_draws_same, seed_of, torch_seeded
 from gemsc.errors import InternalError
 from gemsc.messages.exchange import Exchange
@@ -93,6 +94,7 @@ class Worker:
         self.problem: Problem | None = None  # of the last step
         self._on_nonfinite = on_nonfinite
         self._is_spoilt = False  # the update that comes, perhaps by a step before it
+        self._terms = 0.0  # of losses with a count, since the last update
         self._buffers: list[tuple[Tensor, Tensor]] = []  # and what they were
         everyone = tuple(range(transport.host.size))
         self._everyone = transport.host.group(everyone, "losses")
@@ -287,8 +289,8 @@ class Worker:
             self.updates.leave_out()
         else:
             self.status.enter("optimizer step")
-            self.updates.apply()
-        self._is_spoilt = False
+            self.updates.apply(self._terms if self.steps.mean.counted else None)
+        self._is_spoilt, self._terms = False, 0.0
 
     def sum_up(self, *numbers: float) -> list[float]:
         """Return the sums of some numbers over all ranks.
@@ -318,8 +320,10 @@ class Worker:
         steps, scaler, self.problem = self.steps, self.updates.scaler, None
         is_wrong = steps.is_update and not self.updates.is_finite()
         self.status.enter("sum of the losses")
-        steps.total, num_wrong = self.sum_up(float(steps.loss_sum()), is_wrong)
-        is_finite = math.isfinite(steps.total)
+        *sums, num_wrong = self.sum_up(*steps.own_mean().sums, is_wrong)
+        steps.mean = Mean(*sums)
+        self._terms += steps.mean.count
+        is_finite = math.isfinite(steps.mean.value)
         if scaler is not None and steps.is_update and is_finite:
             self._is_spoilt |= bool(num_wrong)
             num_wrong *= not scaler.take(is_overflow=bool(num_wrong))
@@ -337,7 +341,7 @@ class Worker:
 
     def _problem(self, *, is_wrong: bool) -> Problem:
         """Return what is not finite on any rank; here, it `is_wrong` with gradients."""
-        losses = {m: float(loss) for m, loss in self.steps.losses.items()}
+        losses = {m: float(loss.sum()) for m, loss in self.steps.losses.items()}
         losses = {
             m: loss
             for m, loss in losses.items()

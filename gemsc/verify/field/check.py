@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from gemsc.base.dtypes import cast_module, default_dtype
+from gemsc.base.nests import Mean, as_loss
 from gemsc.base.plain_forward import plain_forward
 from gemsc.base.rng import preserve_rng, same_draws
 from gemsc.errors import GemscError
@@ -248,7 +249,7 @@ def _once(
                 "not decided", undecided_line(error, folder, subject.directory)
             ), True
         pairs = (actual, expected), (found, held)
-        verdict = _compared(*pairs, drawn, count)
+        verdict = _compared(*pairs, drawn)
         # a value goes through the functions of one micro-batch
         degree = degrees.total // count + degrees.highest
         verdict = replace(verdict, degree=degree, chooses=degrees.chooses)
@@ -266,9 +267,10 @@ def _is_chance(mode: OverField, verdict: str) -> bool:
 
 @dataclass(frozen=True)
 class _Evaluated:
-    """The mean loss and the outputs of an evaluation."""
+    """The loss of an evaluation, the mean of so many terms, and the outputs."""
 
     loss: float = 0.0
+    terms: float = 1.0
     outputs: Mapping[str, Tensor] = field(default_factory=dict)
 
 
@@ -283,12 +285,12 @@ def _evaluated(
     outputs = evaluated(model, state, batch[0], plan, DTYPE, FULL)
     loss = copy.deepcopy(loss).eval()
     cast_module(loss, DTYPE)
-    total, count = 0.0, plan.data * plan.micro_batches
+    mean, count = Mean(), plan.data * plan.micro_batches
     with torch.no_grad(), plain_forward():
         for m, output in enumerate(outputs):
             target = micro_batch_of(batch[1], m, count, plan.batch_size)
-            total += float(loss(output, target))
-    return _Evaluated(total / count, named_outputs(outputs))
+            mean.add(as_loss(loss(output, target)))
+    return _Evaluated(mean.value, mean.divisor, named_outputs(outputs))
 
 
 @contextmanager
@@ -352,7 +354,7 @@ def _ranks(
     found, modes = zip(*on_threads(plan.ranks, step, DTYPE), strict=True)
     # those of data-parallel copies, in order
     outputs = [each.output for each in found if each.output is not None]
-    of_all = _Evaluated(found[0].loss, named_outputs(outputs))
+    of_all = _Evaluated(found[0].loss, outputs=named_outputs(outputs))
     return read_record(folder, plan.ranks), of_all, modes
 
 
@@ -399,18 +401,20 @@ def _compared(
     steps: tuple[StepRecord, StepRecord],
     evaluations: tuple[_Evaluated, _Evaluated],
     drawn: Field,
-    count: int,
 ) -> AllInputs:
     """Compare what a step and an evaluation of the ranks and of the model gave."""
     actual, expected = steps
     losses = {
-        "the loss": [step.losses[0] for step in steps],
-        "evaluation: the loss": [each.loss for each in evaluations],
+        "the loss": ([step.losses[0] for step in steps], expected.terms[0]),
+        "evaluation: the loss": (
+            [each.loss for each in evaluations],
+            evaluations[1].terms,
+        ),
     }
     wrong = [
         name
-        for name, pair in losses.items()
-        if len({round(loss * count) % drawn.p for loss in pair}) > 1
+        for name, (pair, terms) in losses.items()
+        if len({round(loss * terms) % drawn.p for loss in pair}) > 1
     ]
     mine, theirs = (each.outputs for each in evaluations)
     groups: tuple[tuple[str, Mapping[str, Tensor], Mapping[str, Tensor]], ...] = (

@@ -207,6 +207,11 @@ class OverField(QuietMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         if name in PLAIN:
             return self._plain(func, args, kwargs)
+        if name == "_foreach_div_":
+            with self:
+                for tensor in args[0]:
+                    tensor.div_(args[1])
+            return None
         if name == "copy_" and args[0].dtype is args[1].dtype is torch.uint8:
             self._plain(func, args, kwargs)
             self._exps.follow(*args[:2])
