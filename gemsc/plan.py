@@ -246,6 +246,8 @@ class Plan:
     """The folder that the program starts from."""
     skips: list[dict[str, Any]] = field(default_factory=list)
     """Values that jump over blocks."""
+    made: list[dict[str, Any]] = field(default_factory=list)
+    """Values of shapes and constants that stages make instead of receiving them."""
     order: list[str] = field(default_factory=list)
     """The actions of each rank in one step: `2F0` is the forward of stage 2 on
     micro-batch 0, `2B0` its backward, `2W0` the weight gradients that it deferred."""
@@ -402,6 +404,12 @@ ENTRIES = {  # of these tables, or of those in these lists
         "dest": "The last block that uses it.",
         "num_bytes": "Of one micro-batch.",
         "kind": "Whether it is sent, or stays on its rank.",
+    },
+    "made": {
+        "value": "Its name.",
+        "stages": "Those that make it, besides the first.",
+        "num_bytes": "Of the value.",
+        "when": "Whether once, or for each micro-batch.",
     },
     "sums": {
         "stage": "Its index.",

@@ -19,7 +19,7 @@ from gemsc.errors import GemscError, InternalError
 from gemsc.ir import meta
 from gemsc.ir.program import DataclassValue, Slot
 from gemsc.ir.shape_grid import ShapeGrid
-from gemsc.ir.twins import keywords_of_both
+from gemsc.ir.staged import keywords_of_both
 from gemsc.messages.exchange import Exchange
 from gemsc.runtime import tiles
 from gemsc.runtime.tiles.windows import AxisWindows, Resize

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
 
@@ -21,12 +21,12 @@ from gemsc.codegen.rank_text import Segments, StageText
 from gemsc.codegen.writer import Names, Writer, comment
 from gemsc.errors import SourceLocation
 from gemsc.ir import meta
-from gemsc.ir.flow import StageFlow, base_name, inner_flow
+from gemsc.ir.flow import StageFlow, base_name, inner_flow, made_once
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 RESERVED = (
     *("self", "torch", "nn", "F", "Tensor", "operator", "device", "dtype", "user"),
-    *("offloaded", "recompute", "tiles"),
+    *("offloaded", "once", "recompute", "tiles"),
 )
 
 
@@ -35,16 +35,23 @@ def write_forwards(
 ) -> None:
     """Write `forward`, the blocks that it recomputes, and `forward_eval` if it differs.
 
-    `methods` has the names that no further method may have.
+    What no micro-batch changes has a method of its own. `methods` has the names that no
+    further method may have.
     """
-    sections = _sections_of(stage.flow.nodes, stage.segments, methods)
-    _write_forward(writer, stage, "forward", stage.flow, named, sections)
+    flow, constant = stage.flow, _made_once(stage)
+    if constant:
+        others = [node for node in flow.nodes if node not in constant]
+        flow = replace(flow, nodes=(*constant, *others))
+    sections = _sections_of(flow.nodes, stage.segments, methods, constant)
+    _write_forward(writer, stage, "forward", flow, named, sections)
     for section in sections:
-        if section.kind == "recompute":
+        if section.method:
             writer.line()
-            inner = inner_flow(stage.flow, section.nodes)
+            inner = inner_flow(flow, section.nodes)
             about = (
                 f"{section.name}: runs again in the backward, keeps its inputs only."
+                if section.kind == "recompute"
+                else "What no micro-batch changes: made once."
             )
             _write_forward(writer, stage, section.method, inner, named, about=about)
     if stage.apart:
@@ -56,8 +63,8 @@ def write_forwards(
 class _Section:
     """Consecutive nodes that are written in one way.
 
-    `kind` is "plain", "offload" or "recompute", whose nodes are the `method` of that
-    name; `name` is what the user calls them.
+    `kind` is "plain", "offload", or one whose nodes are the `method` of that name:
+    "recompute", or "once". `name` is what the user calls them.
     """
 
     kind: str
@@ -67,12 +74,22 @@ class _Section:
 
 
 def _sections_of(
-    nodes: Sequence[fx.Node], segments: Segments, methods: Names
+    nodes: Sequence[fx.Node],
+    segments: Segments,
+    methods: Names,
+    constant: Sequence[fx.Node],
 ) -> list[_Section]:
-    """Return the sections of a row of nodes, in order."""
+    """Return the sections of a row of nodes, in order; first those made once."""
+    segments = tuple(
+        (segment, tuple(node for node in inside if node not in constant))
+        for segment, inside in segments
+    )
     segment_of = {node: item for item in segments for node in item[1]}
     sections: list[_Section] = []
-    for item, run in groupby(nodes, key=segment_of.get):
+    if constant:
+        method = methods.unique("constants")
+        sections.append(_Section("once", tuple(constant), method=method))
+    for item, run in groupby(nodes[len(constant) :], key=segment_of.get):
         if item is None:
             sections.append(_Section("plain", tuple(run)))
         elif next(run) is item[1][0]:  # others of its nodes may come later, apart
@@ -81,6 +98,14 @@ def _sections_of(
             method = method and methods.unique(method)
             sections.append(_Section(segment.kind, inside, segment.name, method))
     return sections
+
+
+def _made_once(stage: StageText) -> tuple[fx.Node, ...]:
+    """Return the nodes that no micro-batch changes; on a grid, all run each time."""
+    parameters = dict(stage.program.module.named_parameters())
+    if stage.tile is not None or not any(name in parameters for name in stage.owned):
+        return ()
+    return made_once(stage.flow)
 
 
 def _write_forward(
@@ -195,8 +220,8 @@ class _Body:
 
     def write(self, sections: Sequence[_Section]) -> None:
         for section in sections:
-            if section.kind == "recompute":
-                self._write_recompute(section)
+            if section.method:
+                self._write_method(section)
             elif section.kind == "offload":
                 with self.writer.block("with offloaded():"):
                     self._write_nodes(section.nodes)
@@ -217,14 +242,18 @@ class _Body:
                     self._add(node)
                 self._flush()
 
-    def _write_recompute(self, section: _Section) -> None:
+    def _write_method(self, section: _Section) -> None:
+        """Write a call of what has a method, under `recompute` or `once`."""
         inner = inner_flow(self.flow, section.nodes)
         taken = [f"self.{section.method}", *(self.local[n] for n in inner.takes)]
+        if section.kind == "once":
+            held = (n for node in inner.nodes for n in node.all_input_nodes)
+            taken += dict.fromkeys(self._name(n) for n in held if n.op == "get_attr")
         self._release(self.position[section.nodes[-1]])
         for node in inner.gives:
             self.local[node] = self.names.unique(self._wish(node))
         targets = ", ".join(self.local[node] for node in inner.gives)
-        self.writer.statement(f"{targets} = recompute({', '.join(taken)})")
+        self.writer.statement(f"{targets} = {section.kind}({', '.join(taken)})")
         self.shown, self.shown_path = None, ""
 
     def _release(self, position: int) -> None:

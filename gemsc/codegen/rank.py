@@ -27,7 +27,7 @@ from gemsc.schedules.paths import skipping
 FROM_RUNTIME = (
     *("AxisWindows", "Exchange", "Grid", "GridMessage", "Input", "Message"),
     *("Part", "RankProgram", "Resize", "Run", "Tiles", "TileValue", "Value", "Worker"),
-    *("offloaded", "recompute", "tile_boxes", "tiles", "user_module"),
+    *("offloaded", "once", "recompute", "tile_boxes", "tiles", "user_module"),
 )
 TAKEN = (
     *(*FROM_RUNTIME, "user_object", "F", "Tensor", "gemsc", "nn", "operator", "torch"),

@@ -148,6 +148,19 @@ def inner_flow(stage: StageFlow, nodes: tuple[fx.Node, ...]) -> StageFlow:
     return StageFlow(stage.index, nodes, (), external_inputs(nodes), (), gives)
 
 
+def made_once(stage: StageFlow) -> tuple[fx.Node, ...]:
+    """Return the nodes of a stage that compute the same for each micro-batch.
+
+    Those are marked; what they take is among them, or parameters and buffers.
+    """
+    found: dict[fx.Node, None] = {}
+    for node in stage.nodes:
+        inputs = (n for n in node.all_input_nodes if n.op != "get_attr")
+        if meta.is_made_once(node) and all(n in found for n in inputs):
+            found[node] = None
+    return tuple(found)
+
+
 def segments_of(
     program: Program, stage: StageFlow
 ) -> tuple[tuple[Segment, tuple[fx.Node, ...]], ...]:

@@ -261,6 +261,26 @@ def set_traced_place(node: fx.Node, place: int) -> None:
     node.meta["gemsc_place"] = place
 
 
+def copy_of(node: fx.Node) -> str | None:
+    """Return the name of the node of which this is a copy in another stage, if any."""
+    return cast("str | None", node.meta.get("gemsc_copy_of"))
+
+
+def set_copy_of(node: fx.Node, name: str) -> None:
+    """Say that a node computes in its stage what another one does in an earlier one."""
+    node.meta["gemsc_copy_of"] = name
+
+
+def is_made_once(node: fx.Node) -> bool:
+    """Return whether a rank computes the node once, not for each micro-batch."""
+    return bool(node.meta.get("gemsc_made_once", False))
+
+
+def set_made_once(node: fx.Node) -> None:
+    """Say that a rank computes the node once."""
+    node.meta["gemsc_made_once"] = True
+
+
 def glue(node: fx.Node) -> int | None:
     """Return the group of nodes that must stay in one block, None for most nodes."""
     return cast("int | None", node.meta.get("gemsc_glue"))

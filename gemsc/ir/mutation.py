@@ -49,8 +49,9 @@ SIZED = {"view_as": "view", "reshape_as": "reshape", "expand_as": "expand"}
 _CONVERTING = frozenset({"to", "type_as"})
 # and these, of the first
 _NEW = frozenset({"new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"})
-# They end with an underscore but leave the elements as they are.
-_HARMLESS = frozenset({"requires_grad_", "retain_grad_"})
+# They end with an underscore but leave the elements as they are; the last two are
+# `&` and `|`, whose names are no words of Python.
+_HARMLESS = frozenset({"requires_grad_", "retain_grad_", "and_", "or_"})
 
 
 def mutated_inputs(node: fx.Node, module: torch.nn.Module) -> tuple[fx.Node, ...]:
@@ -89,13 +90,13 @@ def mutated_state(node: fx.Node, module: torch.nn.Module) -> tuple[str, ...]:
     """
     found = list(changed_by_layer(node, module))
     for source in mutated_inputs(node, module):
-        memory = _memory(source)
+        owned = memory(source)
         way = [source]
         while way:
             each = way.pop()
             if each.op == "get_attr":
                 found.append(str(each.target))
-            way += [n for n in each.all_input_nodes if memory & _memory(n)]
+            way += [n for n in each.all_input_nodes if owned & memory(n)]
     return tuple(dict.fromkeys(found))
 
 
@@ -169,7 +170,8 @@ def _first(node: fx.Node) -> Any:
     return node.args[0] if node.args else next(iter(node.kwargs.values()), None)
 
 
-def _memory(node: fx.Node) -> set[int]:
+def memory(node: fx.Node) -> set[int]:
+    """Return the storages that a node's value is in."""
     dense = (t for t in meta.tensors(node) if t.layout is torch.strided)
     return {tensor.untyped_storage()._cdata for tensor in dense}
 

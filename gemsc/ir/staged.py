@@ -8,8 +8,10 @@ What may pass what is said here alone. Example:
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -81,6 +83,59 @@ def same_stages(
         placement=program.placement,
         segments=program.segments,
     )
+
+
+def with_copies(
+    program: Program, other: Program, twins: Mapping[fx.Node, fx.Node]
+) -> tuple[Program, dict[fx.Node, fx.Node]]:
+    """Return another graph of the same nodes with the copies that the program has.
+
+    `twins` leads from nodes of the names that the program's have to those of the other
+    graph; what is returned, from the program's nodes to those of the new graph.
+    """
+    by_name = {node.name: twin for node, twin in twins.items()}
+
+    def twin_of(node: fx.Node) -> fx.Node:
+        return by_name[meta.copy_of(node) or node.name]
+
+    graph = fx.Graph()
+    new: dict[fx.Node, fx.Node] = {}
+    for node in program.graph.nodes:
+        given = {twin_of(each): new[each] for each in node.all_input_nodes}
+        new[node] = graph.node_copy(twin_of(node), given.__getitem__)
+        meta.copy_meta(twin_of(node), new[node])
+    return other.with_module(with_graph(other.module, graph)), new
+
+
+# Twins: two graphs that differ in constants only
+
+
+def keywords_of_both(
+    training: fx.Node, evaluation: fx.Node
+) -> dict[str, tuple[Any, Any]] | None:
+    """Return each keyword's value in both graphs; None where one is not known.
+
+    A keyword that only one of them gives has its default in the other: `training=True`
+    of F.dropout is left out by the frontend, `training=False` is not.
+    """
+    ours, theirs = training.kwargs, evaluation.kwargs
+    missing = ours.keys() ^ theirs.keys()
+    defaults = _defaults(training.target) if missing else {}
+    if not missing <= defaults.keys():
+        return None
+    names = [*ours, *(name for name in theirs if name not in ours)]
+    return {
+        name: (ours.get(name, defaults.get(name)), theirs.get(name, defaults.get(name)))
+        for name in names
+    }
+
+
+def _defaults(target: Any) -> dict[str, Any]:
+    try:
+        parameters = inspect.signature(target).parameters.values()
+    except (TypeError, ValueError):
+        return {}
+    return {p.name: p.default for p in parameters if p.default is not p.empty}
 
 
 # What may pass what

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gemsc.compilation import TileProgram, Traced
+from gemsc.costs.hardware import read_hardware
 from gemsc.ir.flow import owned_tensors
 from gemsc.ir.program import Program
-from gemsc.ir.staged import same_stages
-from gemsc.lowering.stages import tile_passes
+from gemsc.ir.staged import same_stages, with_copies
+from gemsc.lowering.stages import make_again, tile_passes
 from gemsc.options import CompileOptions
 from gemsc.passes.annotate import Annotate
 from gemsc.passes.follow_stages import (
@@ -31,15 +32,19 @@ def evaluate(
     model's outputs travel too.
     """
     whole, twins = done.program, traced.twins
+    chosen = stage_layout(options)
     if twins is not None:
-        graph = same_stages(whole, traced.evaluation, twins)
+        bare, twins = with_copies(whole, traced.evaluation, twins)
+        graph = same_stages(whole, bare, twins)
         evaluation = run(whole, _outputs_too(whole))
     else:
         follow = FollowStages(whole, owned_tensors(whole))
-        graph = run(traced.evaluation, Annotate(training=False), follow)
+        annotate = Annotate(training=False)
+        again = make_again(traced, read_hardware(options.hardware), chosen)
+        graph = run(traced.evaluation, annotate, follow, again)
         evaluation = run(graph, _outputs_alone(whole))
     found = TileProgram(whole, evaluation, twins)
-    grids, halos = stage_layout(options).grids, done.tiles[0].halos
+    grids, halos = chosen.grids, done.tiles[0].halos
     if halos is None:  # no stage is split
         return found, (found,)
     graph = replace(graph, halos=halos.for_evaluation(twins))

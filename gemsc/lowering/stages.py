@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 from typing import Literal
 
 from gemsc.base.grid_shape import ALONE, GridShape
 from gemsc.compilation import Traced
 from gemsc.costs.hardware import Hardware, read_hardware
 from gemsc.costs.signature import alike_ranks
+from gemsc.ir.constants import changing_tensors
 from gemsc.ir.program import Program
 from gemsc.ir.shards import Placed
 from gemsc.lowering.tracing import one_thread
@@ -25,6 +27,7 @@ from gemsc.passes.checks.statistics import (
 from gemsc.passes.checks.tiles import CheckTiles
 from gemsc.passes.checks.torch_compile import CheckTorchCompile
 from gemsc.passes.choose_shards import ChooseShards
+from gemsc.passes.constants.make_again import MakeAgain
 from gemsc.passes.find_halos import FindHalos
 from gemsc.passes.insert_comms import InsertComms
 from gemsc.passes.local_batchnorm import LocalBatchnorm
@@ -73,7 +76,8 @@ def schedule_stages(
         check_blocks(options, chosen, traced.program.name, names)
     check_whole(options.whole, traced.program.module)
     balance = _balance(traced, options, chosen, hardware)
-    cut = _cut(traced, options, chosen, balance, run)
+    again = make_again(traced, hardware, chosen)
+    cut = _cut(traced, options, chosen, (balance, again), run)
     place = PlaceStages(
         chosen.placement,
         num_replicas=chosen.num_replicas,
@@ -153,16 +157,18 @@ def _cut(
     traced: Traced,
     options: CompileOptions,
     chosen: StageLayout,
-    balance: BalanceStages,
+    passes: tuple[BalanceStages, MakeAgain],
     run: Runs,
 ) -> Program:
     """Return the program with its stages; the same one for all that cut it alike."""
+    balance, again = passes
     one_graph = (CheckTorchCompile(),) if options.torch_compile else ()
     cut = run(traced.program, *one_graph, balance)
     edges = tuple(len(stage.blocks) for stage in cut.require_stages())
     cut = run.once(("cut", id(traced.program), edges), lambda found: found, cut)
     check_statistics = CheckStatistics(chosen.num_replicas * options.data)
-    return run(cut, check_statistics, MarkSegments(options.recompute, options.offload))
+    mark = MarkSegments(options.recompute, options.offload)
+    return run(cut, check_statistics, again, mark)
 
 
 def _tiles(
@@ -183,6 +189,13 @@ def _different(grids: tuple[GridShape, ...]) -> tuple[GridShape, ...]:
     """Return the grids by which stages are weighed: none where all share all alike."""
     alike = len({*grids}) == 1 and not grids[0].tiles and grids[0].shards > 1
     return () if alike else grids
+
+
+def make_again(traced: Traced, hardware: Hardware, chosen: StageLayout) -> MakeAgain:
+    """Return the pass that makes constants where they are used, in both graphs."""
+    graphs = traced.program, traced.evaluation
+    changing = frozenset(chain.from_iterable(map(changing_tensors, graphs)))
+    return MakeAgain(hardware.network.link(0, 1), chosen.grids, changing)
 
 
 def _crowded(done: Scheduled) -> set[int]:

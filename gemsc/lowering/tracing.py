@@ -27,6 +27,7 @@ from gemsc.ir.program import Program
 from gemsc.options import choose
 from gemsc.passes.annotate import Annotate
 from gemsc.passes.canonicalize import Canonicalize
+from gemsc.passes.constants.causal_masks import CausalMasks
 from gemsc.passes.detect_skips import DetectSkips
 from gemsc.passes.follow_stages import (
     FollowOrder,
@@ -77,16 +78,14 @@ def trace(
         annotate = Annotate(device=hardware.device if hardware else None)
         try:
             cut = SeparateTowers(), DetectSkips(), GroupBlocks()
-            program = run(program, Canonicalize(), annotate, *cut)
+            program = run(program, Canonicalize(), CausalMasks(), annotate, *cut)
         except Exception as error:
             if check and not isinstance(error, GemscError):  # is it the model?
                 compare(program)
             raise
         parameters = dict(program.module.named_parameters())
-        unfused = ""
-        if optimizer is not None and trains:
-            unfused = check_optimizer(parameters, optimizer)
         factory = optimizer if trains else None
+        unfused = check_optimizer(parameters, factory) if factory is not None else ""
         program = replace(
             program,
             optimizer_bytes=optimizer_bytes(parameters, factory),
@@ -110,7 +109,8 @@ def trace(
         found = opaques(evaluation.module)
         if found.keys() != known.keys():  # what is not cut in one mode is in neither
             program = prepared(found)
-        evaluation = run(evaluation, Canonicalize(), FollowOrder(program))
+        same_order = Canonicalize(), CausalMasks(), FollowOrder(program)
+        evaluation = run(evaluation, *same_order)
     return Traced(program, evaluation, find_twins(program, evaluation))
 
 

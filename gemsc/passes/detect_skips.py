@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from gemsc.ir import meta
+from gemsc.ir.constants import constant_nodes
 from gemsc.ir.program import Program, Skip
 from gemsc.passes.base import Pass
 
@@ -26,7 +27,8 @@ class DetectSkips(Pass):
     `short_layers` heavy nodes or `short_share` of the predicted time. It is long
     whatever its span if what it joins has come down in resolution and up again (an
     encoder level that its mirror in the decoder joins), or if several layers further on
-    join it, each anew (dense connections).
+    join it, each anew (dense connections). What any stage can make of constants, as a
+    mask, skips nothing.
     """
 
     name: ClassVar[str] = "detect-skips"
@@ -42,8 +44,11 @@ class DetectSkips(Pass):
         seconds = [meta.facts(node).seconds for node in order]
         total = sum(seconds)
         nodes = tuple(order)
+        constant = constant_nodes(program)
         skips = []
         for node in nodes:
+            if node in constant:
+                continue
             uses = sorted(order[user] for user in node.users if user in order)
             if not uses:
                 continue

@@ -13,8 +13,14 @@ from torch import fx
 from gemsc.errors import GemscError
 from gemsc.ir import meta
 from gemsc.ir.program import Block, Program, Stage
-from gemsc.ir.staged import in_order, out_of_order, predecessors, random_nodes, sharing
-from gemsc.ir.twins import keywords_of_both
+from gemsc.ir.staged import (
+    in_order,
+    keywords_of_both,
+    out_of_order,
+    predecessors,
+    random_nodes,
+    sharing,
+)
 from gemsc.passes.base import Pass
 from gemsc.passes.branches.evaluation import follow_forks
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from gemsc.ir import meta
-from gemsc.ir.flow import external_inputs, flow, segments_of
+from gemsc.ir.flow import external_inputs, flow, inner_flow, made_once, segments_of
 from gemsc.ir.program import Program
 
 Storages = Mapping[int, int]  # storage -> bytes
@@ -106,6 +106,7 @@ def activations(program: Program, *, split: bool = False) -> list[Activations]:
     for index, (received, parts) in enumerate(parts_of):
         here = [other for other in stages if row[other] == row[index]]
         known = _union(held[other] for other in here if other < index)
+        known = _union([known, made_once_storages(program, index)])
         later = _union(left[other] for other in here if other > index)
         ends = _ends(program, index)
         found.append(_measure(received, parts, known, later, ends))
@@ -259,6 +260,13 @@ def _ends(program: Program, index: int) -> _Ends:
         if size not in [n for key, n in meta.facts(user).made if key in own]:
             copied[user] += size
     return _Ends(arriving, departing, copied, freed)
+
+
+def made_once_storages(program: Program, index: int) -> Storages:
+    """Return what a stage makes once, and has from then on."""
+    stage = flow(program, index, with_outputs=False)
+    given = inner_flow(stage, made_once(stage)).gives
+    return _union(dict(meta.facts(node).storages) for node in given)
 
 
 def _size(storages: Storages) -> int:

@@ -114,6 +114,7 @@ def make_plan(
         peak_dtype=peak_dtype,
         only_dtype=program.only_dtype,
         skips=_skips(program),
+        made=_made(program),
         order=[" ".join(map(str, order)) for order in timeline.orders],
         options={k: list(v) if isinstance(v, tuple) else v for k, v in given.items()},
         sources=_fingerprints(program, whole=source is not None),
@@ -339,6 +340,21 @@ def _barriers(tiles: Sequence[Program]) -> list[dict[str, object]]:
             }
             gathered.setdefault(key, entry)
     return [gathered[key] for key in sorted(gathered)]
+
+
+def _made(program: Program) -> list[dict[str, object]]:
+    """Return what stages make that an earlier one makes as well."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for stage in program.require_stages():
+        for node in stage.nodes:
+            name = meta.copy_of(node)
+            if name is None or all(meta.copy_of(user) for user in node.users):
+                continue
+            when = "once" if meta.is_made_once(node) else "each micro-batch"
+            size = meta.facts(node).output_bytes
+            entry = {"value": name, "stages": [], "num_bytes": size, "when": when}
+            found.setdefault((name, when), entry)["stages"].append(stage.index)
+    return list(found.values())
 
 
 def _skips(program: Program) -> list[dict[str, object]]:

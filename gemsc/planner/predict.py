@@ -14,7 +14,7 @@ from gemsc.ir.opaque import opaque_of
 from gemsc.ir.program import Program, Stage, Transfer, busy_seconds
 from gemsc.ir.segments import recomputed_nodes
 from gemsc.messages.exchange import Exchange
-from gemsc.planner.activations import activations, again_seconds
+from gemsc.planner.activations import activations, again_seconds, made_once_storages
 from gemsc.planner.layout import StageLayout
 from gemsc.planner.memory import stage_weights
 from gemsc.planner.traffic import (
@@ -71,6 +71,7 @@ def _stage_costs(program: Program, hardware: Hardware) -> list[StageCost]:
     weights = stage_weights(program)
     by_stage = []
     for stage in program.require_stages():
+        made = sum(made_once_storages(program, stage.index).values())
         kept, owned = saved[stage.index], weights[stage.index]
         waits = talking(program, stage, hardware.network)
         computing = _computing(program, stage)
@@ -87,7 +88,7 @@ def _stage_costs(program: Program, hardware: Hardware) -> list[StageCost]:
                 saved_bytes=kept.kept,
                 transient_bytes=kept.transient,
                 first_transient_bytes=kept.first_transient,
-                resident_bytes=owned.resident,
+                resident_bytes=owned.resident + made,
                 gradient_bytes=owned.gradients,
                 weight=_waiting_seconds(program, stage),
                 waiting_bytes=split[stage.index].waiting,

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from gemsc.messages.message import Input, Message, Tiles, Value
     from gemsc.runtime.data.tiled import TiledDataset
     from gemsc.runtime.memory.offload import offloaded
+    from gemsc.runtime.memory.once import once
     from gemsc.runtime.memory.recomputation import recompute
     from gemsc.runtime.tiles.grid import Grid
     from gemsc.runtime.tiles.windows import AxisWindows, Resize
@@ -42,6 +43,7 @@ __all__ = [
     "Worker",
     "main",
     "offloaded",
+    "once",
     "recompute",
     "tile_boxes",
     "user_module",
@@ -68,6 +70,7 @@ __getattr__ = loads(
         "Worker": "gemsc.runtime.worker.worker",
         "main": "gemsc.runtime.training.train",
         "offloaded": "gemsc.runtime.memory.offload",
+        "once": "gemsc.runtime.memory.once",
         "recompute": "gemsc.runtime.memory.recomputation",
         "tile_boxes": "gemsc.base.boxes",
         "user_module": "gemsc.runtime.worker.program",

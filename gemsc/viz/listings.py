@@ -36,7 +36,8 @@ def list_plan(plan: Plan, most: int = MOST_ROWS) -> Iterator[Listing]:
     """Yield all tables in which there is anything; of long ones a sample of lines."""
     for listing in (
         *(_list_stages, _list_not_kept, _list_tiles, _list_shared, _list_forks),
-        *(_list_whole, _list_barriers, _list_skips, _list_transfers, _list_ranks),
+        *(_list_whole, _list_barriers, _list_skips, _list_made, _list_transfers),
+        _list_ranks,
     ):
         title, columns = listing(plan, most)
         if columns[0].values:
@@ -225,6 +226,17 @@ def _list_skips(plan: Plan, most: int) -> Listing:
         column("kind", (s["kind"] for s in skips), left=True),
     )
     return "skips over blocks" + _of(skips, plan.skips), columns
+
+
+def _list_made(plan: Plan, most: int) -> Listing:
+    shown = plan.made[:most]
+    columns = (
+        column("value", (m["value"] for m in shown), left=True, shrinks=True),
+        column("bytes", (m["num_bytes"] for m in shown), show_bytes),
+        column("on stages", (m["stages"] for m in shown), _join, left=True),
+        column("when", (m["when"] for m in shown), left=True),
+    )
+    return "made anew instead of sent" + _of(shown, plan.made), columns
 
 
 def _list_transfers(plan: Plan, most: int) -> Listing:

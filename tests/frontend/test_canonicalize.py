@@ -432,3 +432,16 @@ def test_a_residual_network_has_no_changes_left() -> None:
     state = {name for name, _ in result.module.named_parameters()}
     assert state == {name for name, _ in model.named_parameters()}
     copy.deepcopy(result.module)
+
+
+def test_and_and_or_of_values_change_nothing() -> None:
+    """Python calls the functions of `&` and `|` `and_` and `or_`."""
+
+    def forward(self: Any, x: Any) -> Any:
+        small, large = x < 0.5, x > -0.5
+        return self.fc(x * (small & large) + (small | large))
+
+    program = canonical(forward)
+    assert {operator.and_, operator.or_} <= {*targets(program)}
+    assert "clone" not in targets(program)
+    assert not changing(program)

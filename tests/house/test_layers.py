@@ -84,6 +84,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *(*PLANNER, "passes.spatial", "passes.spatial.rules", "passes.shards"),
         *("passes.branches", "runtime.tiles"),
     ),
+    "passes.constants": (*COSTS, "passes"),
     "passes.checks": (*IR, "passes", "passes.spatial"),
     "search": PLANNER,
     # what is proved of a file is what a rank reads in it
@@ -100,7 +101,14 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "importers.keras": ("errors", "base", "nn", "codegen", "importers"),
     "viz": (*PLANNER, "search"),
     "result": (*PLANNER, "compilation", "search", "codegen", "viz"),
-    "lowering": (*PLANNER, "compilation", "frontend", "passes", "passes.checks"),
+    "lowering": (
+        *PLANNER,
+        "compilation",
+        "frontend",
+        "passes",
+        "passes.constants",
+        "passes.checks",
+    ),
     "launch": (
         *("errors", "base", "options", "plan"),
         *("runtime.process", "runtime.checkpoint", "runtime.training"),

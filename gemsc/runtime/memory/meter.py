@@ -43,6 +43,7 @@ class ActivationMeter:
         self._others = others
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
         self._own: set[int] = set()
+        self._constant: set[int] = set()
         self.brings_back = False  # whether blocks are recomputed or offloaded
         self.closely = True  # at each tensor that a backward takes
         self.peak_bytes = 0
@@ -61,12 +62,17 @@ class ActivationMeter:
             _active.meter = None
         self.sample()
 
+    def leave_out(self, tensors: Iterable[Tensor]) -> None:
+        """Do not count these: they stay whether or not a backward needs them."""
+        self._constant |= {t.untyped_storage()._cdata for t in tensors}
+
     def follow(self, tensors: Iterable[Tensor], besides: Iterable[Tensor] = ()) -> None:
         """Count these from now on, for as long as they live, `besides` left out.
 
         Sparse ones are not counted.
         """
-        left_out = self._own | {t.untyped_storage()._cdata for t in besides}
+        left_out = self._own | self._constant
+        left_out |= {t.untyped_storage()._cdata for t in besides}
         for tensor in dense_leaves(list(tensors)):
             storage = tensor.untyped_storage()
             known = self._alive.get(storage._cdata)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from gemsc.base.dtypes import cast_module
 from gemsc.base.rng import are_draws_same, outside_draws
 from gemsc.errors import GemscError
+from gemsc.runtime.memory.once import made_tensors
 from gemsc.runtime.transport.transport import Transport
 from gemsc.runtime.worker.program import RankProgram, Run
 from gemsc.weights.load import fill, model_state, stage_tensors
@@ -109,9 +110,10 @@ class Stages(dict[Run, nn.Module]):
         return {n: t for each in self.values() for n, t in model_state(each).items()}
 
     def own_tensors(self) -> Iterator[Tensor]:
-        """Yield the parameters and buffers of all stages, those of replicas too."""
+        """Yield parameters, buffers and what was made once; of replicas too."""
         for stage in self.values():
             yield from stage_tensors(stage).values()
+            yield from made_tensors(stage)
 
     def set_mode(self, *, training: bool) -> None:
         """Switch all stages to training or evaluation, unless they are there."""
