@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from gemsc.compiler import CompiledProgram, compile
     from gemsc.errors import GemscError
     from gemsc.options import CompileOptions
+    from gemsc.runtime.data.stream import Stream
     from gemsc.runtime.training.callbacks import Callback, Ema
     from gemsc.runtime.training.train import load
     from gemsc.runtime.training.trainer import Trainer
@@ -30,6 +31,7 @@ __all__ = [
     "GemscError",
     "KerasModel",
     "Slide",
+    "Stream",
     "Trainer",
     "compile",
     "load",
@@ -47,6 +49,7 @@ __getattr__ = loads(
         "GemscError": "gemsc.errors",
         "KerasModel": "gemsc.weights.keras_model",
         "Slide": "gemsc.slides.slide",
+        "Stream": "gemsc.runtime.data.stream",
         "Trainer": "gemsc.runtime.training.trainer",
         "compile": "gemsc.compiler",
         "load": "gemsc.runtime.training.train",

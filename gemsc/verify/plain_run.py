@@ -23,6 +23,7 @@ from gemsc.base.rng import same_draws, seed_of
 from gemsc.runtime.data.batches import digest
 from gemsc.runtime.data.held_generators import SeededReader
 from gemsc.runtime.data.metrics import Metrics, first_samples
+from gemsc.runtime.data.stream import Stream
 from gemsc.slides.windows import Case, Picture, SlidingWindows
 from gemsc.user_model import UserModel
 from gemsc.verify.precision import FULL, Precision
@@ -162,7 +163,8 @@ class PlainRun:
             if number == 0:
                 generator = torch.Generator()
                 generator.manual_seed(seed_of(settings.seed, epoch))
-                order = torch.randperm(count, generator=generator).tolist()
+                if not isinstance(self.samples.data, Stream):
+                    order = torch.randperm(count, generator=generator).tolist()
             rows = order[number * size :][:size]
             whole = len(rows) - len(rows) % settings.micro_batch_size
             self.rows.append(rows[:whole])

@@ -130,6 +130,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "base",
         "options",
         "compiler",
+        "runtime.data",
         "runtime.training",
         "verify",
         "weights",

@@ -22,6 +22,7 @@ from gemsc.base.rng import seed_of
 from gemsc.errors import GemscError, user_place
 from gemsc.plan import Plan
 from gemsc.runtime.data.held_generators import SeededReader
+from gemsc.runtime.data.stream import Stream
 from gemsc.runtime.data.tiled import TiledDataset, Window, whole_window
 from gemsc.runtime.process.status import Status, note_worker
 
@@ -141,7 +142,7 @@ class Batches:
     "none". The first batch of an epoch has digests; with `compare_all`, every batch.
     The first samples of the first epoch are read twice: is a sample always the same?
     `workers` are processes that read ahead, and stay from epoch to epoch; `pinned` is
-    for copies to a GPU.
+    for copies to a GPU. A `Stream` is read in its order, by one process at most.
     """
 
     def __init__(
@@ -172,6 +173,9 @@ class Batches:
         self.compare_all = compare_all
         self.least = least or (size if shuffle else 1)
         self.num_samples = num_samples(dataset)
+        self.is_stream = isinstance(dataset, Stream)
+        if self.is_stream:  # each process would go through all of it
+            self.workers = min(workers, 1)
         self._part_size = size // num_parts
         self._start = part * self._part_size
         self._dataset = _Reproducible(dataset, seed, window)
@@ -193,7 +197,7 @@ class Batches:
         return self._row(self._order(number), batch)
 
     def _order(self, number: int) -> Tensor:
-        if self.shuffle:
+        if self.shuffle and not self.is_stream:
             generator = torch.Generator().manual_seed(seed_of(self.seed, number))
             return torch.randperm(self.num_samples, generator=generator)
         return torch.arange(self.num_samples)
@@ -212,7 +216,7 @@ class Batches:
         """Yield this part of each batch, from the `first` one on."""
         order = self._order(number)
         numbers = range(first, len(self))
-        twice = NUM_REPEATED if self._is_new else 0
+        twice = NUM_REPEATED if self._is_new and not self.is_stream else 0
         self._is_new = False
 
         def num_digests(i: int, place: int) -> int:
