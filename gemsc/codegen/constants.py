@@ -12,6 +12,7 @@ from gemsc.base.boxes import Box
 from gemsc.base.dtypes import format_of
 from gemsc.codegen.exchanges import exchanges_of, gathers_of, wish_of
 from gemsc.codegen.expressions import literal
+from gemsc.codegen.order import turns_text
 from gemsc.codegen.python_text import quoted
 from gemsc.codegen.rank_text import RankText, RunText
 from gemsc.codegen.writer import Names, Writer
@@ -22,6 +23,8 @@ from gemsc.ir.opaque import opaques
 from gemsc.ir.program import GraphInput, Program, Transfer
 from gemsc.messages.exchange import Exchange
 from gemsc.planner.traffic import ends
+from gemsc.schedules.action import Action
+from gemsc.schedules.rank_step import AllReduce, Event
 
 
 class Constants:
@@ -149,9 +152,30 @@ class Constants:
                 line(f"precision={text.program.autocast[1]},  # of matrix products")
             if text.torch_compile:
                 line("torch_compile=True,  # each forward, at its first call")
+            for name, events in zip(("train", "eval"), text.order, strict=True):
+                turns = [each for event in events for each in self._turns(event)]
+                if turns:
+                    self.writer.argument(f"{name}_order={turns_text(turns)}")
             line(f"train_step={'train_step' if trains else None},")
             line("eval_step=eval_step,")
         line(")")
+
+    def _turns(self, event: Event) -> list[str]:
+        """Return how the file calls what begins with an event."""
+        _, what = event
+        if isinstance(what, AllReduce):
+            stage = int(what.group.removeprefix("stage"))
+            return [repr(key) for key in self.text.sums_of(stage)]
+        assert isinstance(what, tuple)
+        place, which = what
+        if isinstance(which, Action):
+            here = which.replica, which.stage
+            runs = self.text.runs
+            run = next(r for r in runs if (r.replica, r.stage.flow.index) == here)
+            return [self.runs[run.key]]
+        tags = {self.text.tag(*key): name for key, name in self.names.items()}
+        back = place[2] % 2
+        return [tags[place[2] - back] + ".gradient" * back]
 
     def _write_table(
         self,

@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 
 from gemsc.base.process import MALLOC_SETTING
 from gemsc.base.units import show_bytes
+from gemsc.codegen.order import orders
 from gemsc.codegen.rank import write_rank
 from gemsc.codegen.rank_text import rank_text
 from gemsc.codegen.writer import in_docstring
@@ -78,8 +79,9 @@ def rank_modules(compilation: Compilation) -> dict[str, str]:
     """Return file name -> text for every rank of one copy of the model."""
     placement = compilation.program.placement
     assert placement is not None
+    found = orders(compilation)
     return {
-        f"rank{rank}.py": write_rank(rank_text(compilation, rank))
+        f"rank{rank}.py": write_rank(rank_text(compilation, rank, found))
         for rank in range(placement.num_ranks)
     }
 

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 from torch import fx
 
-from gemsc.base.parts import sums_in_order
 from gemsc.codegen.constants import Constants
 from gemsc.codegen.exchanges import gathers_of
 from gemsc.codegen.expressions import UserObject, structure_text
+from gemsc.codegen.order import last_backwards
 from gemsc.codegen.rank_text import RankText, RunText
 from gemsc.codegen.stage import write_stage
 from gemsc.codegen.writer import Names, Writer
@@ -283,9 +283,9 @@ class _RankWriter:
             local = self._write_takes(run, flow)
             verb = "evaluate" if self.text.twin else "evaluate_apart"
             self._write_run(run, flow, local, verb)
-            self._write_sends(run, flow, local)
-            if flow.index == program.home:
+            if flow.index == program.home:  # what tiles gather is a part of the action
                 self._write_results(run, local)
+            self._write_sends(run, flow, local)
 
     def _write_results(self, run: RunText, local: dict[fx.Node, str]) -> None:
         program = self.text.evaluation
@@ -315,33 +315,15 @@ class _RankWriter:
 
     def _write_train_step(self) -> None:
         with self._function("train_step", "Run this rank's part of one training step."):
-            last = self._last_backwards()  # in which they begin: see `Departures`
+            last = last_backwards(self.text.steps)
             for index, step in enumerate(self.text.steps):
                 self._write_step(step)
-                for stage in last.get(index, []):
-                    self.writer.statement(f"worker.start_reduction({stage!r})")
+                for stage in last.get(index, []):  # they begin in it: see `Departures`
+                    for key in self.text.sums_of(stage):
+                        self.writer.statement(f"worker.start_reduction({key!r})")
             if self.text.reductions or self.text.num_replicas > 1:
                 self.writer.line("worker.finish_reductions()")
             self.writer.line("worker.update()")
-
-    def _last_backwards(self) -> dict[int, list[str]]:
-        """Return after which steps the gradients of which stages are added up.
-
-        What several ranks add up they add up in one order.
-        """
-        last: dict[int, int] = {}
-        for index, step in enumerate(self.text.steps):
-            body = [a for a, _ in step.body] if isinstance(step, Loop) else [step]
-            for action in body:
-                if action.kind is not Kind.FORWARD:
-                    last[action.stage] = index
-        found: dict[int, list[str]] = {}
-        place = 0
-        for stage, index in sorted(last.items(), reverse=True):
-            place = max(place, index)
-            keys = (k for k in sums_in_order([stage]) if k in self.text.reductions)
-            found.setdefault(place, []).extend(keys)
-        return found
 
     def _write_step(self, step: Step) -> None:
         if isinstance(step, Action):

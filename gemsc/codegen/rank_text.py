@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from gemsc.base.parts import Part, parts_of
+from gemsc.base.parts import Part, parts_of, sums_in_order
 from gemsc.base.units import show_bytes, show_flops
 from gemsc.codegen.writer import in_docstring
 from gemsc.compilation import Compilation, TileProgram
@@ -16,12 +16,14 @@ from gemsc.ir.flow import StageFlow, message_tag, reductions, segments_of, value
 from gemsc.ir.program import GraphInput, Placement, Program, Segment, Transfer
 from gemsc.schedules.action import Kind
 from gemsc.schedules.loops import Step, expand
+from gemsc.schedules.rank_step import Event
 
 TRUNKS = {
     "whole": "what is between is whole",
     "batch": "what is between is split by samples",
     "sequence": "what is between is split by tokens",
 }
+Orders = Sequence[Sequence[Event]]
 Segments = tuple[tuple[Segment, tuple[fx.Node, ...]], ...]
 
 
@@ -104,6 +106,11 @@ class RankText:
     names: dict[fx.Node, str]
     tile: int | None = None  # of the grid that the rank is in, if any
     torch_compile: bool = False
+    order: tuple[Sequence[Event], Sequence[Event]] = ((), ())  # training, evaluation
+
+    def sums_of(self, stage: int) -> list[str]:
+        """Return the sums of a stage's gradients that the rank takes part in."""
+        return [key for key in sums_in_order([stage]) if key in self.reductions]
 
     def deferred(self, run: RunText) -> tuple[int, ...]:
         """Return the micro-batches whose weight gradients are actions of their own."""
@@ -146,8 +153,13 @@ class RankText:
         return message_tag(replica, index, self.program, self.evaluation)
 
 
-def rank_text(compilation: Compilation, rank: int) -> RankText:
-    """Return what there is to write for a rank."""
+def rank_text(
+    compilation: Compilation, rank: int, orders: tuple[Orders, Orders]
+) -> RankText:
+    """Return what there is to write for a rank.
+
+    `orders` are those of all groups' communication, in training and in evaluation.
+    """
     plan = compilation.plan
     placement = compilation.program.placement
     assert placement is not None
@@ -179,6 +191,7 @@ def rank_text(compilation: Compilation, rank: int) -> RankText:
         names=names,
         tile=tile,
         torch_compile=plan.torch_compile,
+        order=(orders[0][group], orders[1][group]),
     )
 
 

@@ -51,11 +51,13 @@ from gemsc.schedules.rank_step import (
     RankStep,
     StageRun,
     Step,
+    Turn,
 )
 
 PLAIN = (Input, Message, Part, RankProgram, Run, Tiles, Value, tile_boxes)
 OF_MANY = (Exchange, GridMessage, TileValue)  # all tiles' files have the same
 NOT_RUN = (ast.Import, ast.ImportFrom, ast.ClassDef)
+Calls = list[GridCall]
 UNKNOWN = "does something that the proof does not know"
 USERS_LINE = re.compile(r"\s*# ([^:]+:\d+)(?: in \S+)?(?:  .*)?$")
 
@@ -70,8 +72,8 @@ def read_ranks(files: Mapping[str, str]) -> tuple[list[RankStep], list[RankStep]
     names |= {each.__name__: cache(each) for each in OF_MANY}
     names |= {"torch": torch, "user_object": lambda *_: None}
     read = [_File(rank, files[f"rank{rank}.py"], names) for rank in range(len(files))]
-    training = [file.step(file.program.train_step) for file in read]
-    return training, [file.step(file.program.eval_step) for file in read]
+    training = [f.step(f.program.train_step, "train_turns") for f in read]
+    return training, [f.step(f.program.eval_step, "eval_turns") for f in read]
 
 
 @dataclass(frozen=True)
@@ -87,11 +89,18 @@ class _Tensor:
 
 @dataclass(frozen=True)
 class _Method:
-    """A method of a stage: how much it takes, what it gives, what tiles do in it."""
+    """A method of a stage: how much it takes, what it gives, what tiles do in it.
+
+    `back` is what they do in its backward. Autograd runs what is ready in the opposite
+    order in which it was made, so these are the calls of forward from the last to the
+    first: all of them, as not all may have gradients; none overtakes another. A block
+    that is recomputed makes its own calls again before.
+    """
 
     num_taken: int
     gives: tuple[_Tensor, ...]
     calls: tuple[GridCall, ...]
+    back: tuple[GridCall, ...]
     lines: str
 
 
@@ -118,8 +127,11 @@ class _File:
         self.program: RankProgram = self.names["PROGRAM"]
         self.tiles = self.program.tiles or Tiles((), (rank,), 0)
 
-    def step(self, function: StepFunction | None) -> RankStep:
-        """Return what a step does: nothing where the file has no such function."""
+    def step(self, function: StepFunction | None, order: str) -> RankStep:
+        """Return what a step does: nothing where the file has no such function.
+
+        `order` is where the program has the order of its communication.
+        """
         recorder = _Recorder(self)
         if function is not None:
             with self._telling():
@@ -133,7 +145,9 @@ class _File:
             for m in numbers
         )
         done = self.rank, runs, tuple(recorder.steps), self.tiles.ranks
-        return RankStep(*done, deferred, program.parts, program.placed)
+        with self._telling():
+            turns = tuple(map(self._turn, getattr(program, order)))
+        return RankStep(*done, deferred, program.parts, program.placed, turns)
 
     # ---------------------------------------------------------- errors
 
@@ -202,6 +216,22 @@ class _File:
                 found.append(MessageEnd(peer, part.tag, values, line))
         return tuple(found)
 
+    def _turn(self, entry: object) -> Turn:
+        """Return what an entry of the order of communication is."""
+        match entry:
+            case Run():
+                return Turn(own=(entry.replica, entry.stage))
+            case str():
+                return Turn(own=entry)
+            case GridMessage():
+                sends = self.ends(entry, "", sends=True)
+                return Turn(sends, self.ends(entry, "", sends=False))
+            case Message() if entry.source == self.rank:
+                return Turn(sends=self.ends(entry, "", sends=True))
+            case Message():
+                return Turn(receives=self.ends(entry, "", sends=False))
+        raise self.wrong(f"has an order for {entry!r}")
+
     # ---------------------------------------------------------- stages
 
     def method(self, run: Run, name: str = "forward") -> _Method:
@@ -214,21 +244,26 @@ class _File:
     def _method(self, stage: ast.ClassDef, name: str) -> _Method:
         methods = {f.name: f for f in stage.body if isinstance(f, ast.FunctionDef)}
         lines: dict[str, str] = {}  # by variable
-        calls: list[GridCall] = []
         gives: tuple[_Tensor, ...] = ()
 
-        def visit(function: ast.FunctionDef) -> None:
+        def visit(function: ast.FunctionDef) -> tuple[Calls, Calls]:
+            """Return the calls of forward, and those of backward."""
             nonlocal gives
+            calls, back = Calls(), Calls()
             for node in _in_order(function):
                 match node:
                     case ast.Call(func=ast.Name(id="recompute"), args=[block, *_]):
                         assert isinstance(block, ast.Attribute)
-                        visit(methods[block.attr])
+                        inside = visit(methods[block.attr])
+                        calls += inside[0]
+                        back = [*inside[0], *inside[1], *back]  # it runs again
                     case ast.Call(
                         func=ast.Attribute(value=ast.Name(id="tiles"), attr=operation),
                         args=[ast.Attribute(attr="grid"), *_],
                     ):
-                        calls.append(self._operation(operation, node))
+                        there, home = self._operation(operation, node)
+                        calls.append(there)
+                        back.insert(0, home)
                     case ast.Assign(targets=[target]):
                         for each in ast.walk(target):
                             if isinstance(each, ast.Name):
@@ -237,30 +272,41 @@ class _File:
                         given = value.elts if isinstance(value, ast.Tuple) else [value]
                         names = [getattr(each, "id", "") for each in given if each]
                         gives = tuple(_Tensor(lines.get(name, "")) for name in names)
+            return calls, back
 
-        visit(methods[name])
+        calls, back = map(tuple, visit(methods[name]))
         span = self.users_lines[stage.lineno : stage.end_lineno]
         places = sorted(filter(None, span), key=_file_and_number)
         about = f"{places[0]} to {places[-1]}" if places else ""
-        return _Method(len(methods[name].args.args) - 1, gives, tuple(calls), about)
+        return _Method(len(methods[name].args.args) - 1, gives, calls, back, about)
 
-    def _operation(self, name: str, call: ast.Call) -> GridCall:
-        """Return what tiles do in `tiles.amax(self.grid, ...)`."""
+    def _operation(self, name: str, call: ast.Call) -> tuple[GridCall, GridCall]:
+        """Return what tiles do in `tiles.amax(self.grid, ...)`, and in its backward."""
         named = {word.arg: word.value for word in call.keywords if word.arg}
         signature = inspect.signature(getattr(tiles, name))
         bound = signature.bind(*call.args, **named).arguments
         line = self.users_lines[call.lineno]
         if "exchange" in bound:
-            return self.exchanges(name, self.names[bound["exchange"].id], line)
+            exchange = self.names[bound["exchange"].id]
+            there, home = (
+                self.exchanges(name, exchange, line, back=back)
+                for back in (False, True)
+            )
+            return there, home
         ranks = self.tiles.ranks
         if "among" in bound:
             ranks = tuple(ranks[tile] for tile in ast.literal_eval(bound["among"]))
-        return GridCall(name, ranks, line=line)
+        return (GridCall(name, ranks, line=line),) * 2
 
-    def exchanges(self, method: str, exchange: Exchange, line: str) -> GridCall:
-        """Return what tiles do in a call that exchanges parts of a value."""
+    def exchanges(
+        self, method: str, exchange: Exchange, line: str, *, back: bool = False
+    ) -> GridCall:
+        """Return what tiles do in a call that exchanges parts of a value.
+
+        `back` says that it is the backward, in which gradients go home.
+        """
         own, ranks = self.tiles.tile, self.tiles.ranks
-        view, tag = exchange.seen_from(own), tag_of(exchange, back=False)
+        view, tag = exchange.seen_from(own), tag_of(exchange, back=back)
 
         def ends(pieces: Mapping[int, Sequence[Piece]]) -> tuple[MessageEnd, ...]:
             return tuple(
@@ -272,7 +318,9 @@ class _File:
         line = f"{constant}, {line}" if line else constant
         present = exchange.present if own in exchange.present else (own,)
         together = tuple(ranks[tile] for tile in present)
-        return GridCall(method, together, ends(view.sent), ends(view.received), line)
+        there, here = ends(view.sent), ends(view.received)
+        there, here = (here, there) if back else (there, here)
+        return GridCall(method, together, there, here, line)
 
 
 @dataclass
@@ -341,6 +389,7 @@ class _Recorder:
         self._begin(Kind.BACKWARD, run, m)
         all_there = [gradient or _Tensor() for gradient in gradients]
         self._are_so_many(all_there, len(self.file.method(run).gives))
+        self.work.calls += self.file.method(run).back
         if run not in self.num_gradients:
             action = self.work.action
             forward = Action(Kind.FORWARD, run.stage, m, run.replica)

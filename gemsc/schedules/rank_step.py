@@ -11,7 +11,7 @@ from gemsc.base.parts import Part, holder_of
 from gemsc.schedules.action import Action, Kind
 
 Event = tuple[str, Hashable]
-Events = TopologicalSorter[Event]  # what must have happened before what
+Events = dict[Event, list[Event]]  # what must have happened before each
 Way = tuple[int, int, int]  # from a rank to a rank, with a tag
 
 
@@ -76,6 +76,20 @@ class AllReduce:
         return f"the all-reduce of '{self.group}'"
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What a rank begins when all before it has begun.
+
+    That is a message, with its ends at all ranks of another grid, or what it calls its
+    `own`: a sum of gradients by its name, or, by (replica, stage), an action in which
+    the tiles of its grid exchange something.
+    """
+
+    sends: tuple[MessageEnd, ...] = ()
+    receives: tuple[MessageEnd, ...] = ()
+    own: str | tuple[int, int] | None = None
+
+
 class End(StrEnum):
     """What ends a training step: wait for all-reduces, then let the optimizer step."""
 
@@ -94,7 +108,8 @@ class RankStep:
     are the ranks of its grid, the rank alone if its stages are not split. `deferred`
     are the weight gradients that its backwards leave for actions of their own. `parts`
     are the parameters and buffers of which it holds a part only; `placed` says by path
-    which tile of the grid alone holds the others that not all hold.
+    which tile of the grid alone holds the others that not all hold. `order` is that of
+    all communication, where it has one.
     """
 
     rank: int
@@ -104,6 +119,7 @@ class RankStep:
     deferred: frozenset[Action] = frozenset()
     parts: Mapping[str, Part] = field(default_factory=dict)
     placed: Mapping[str, int] = field(default_factory=dict)
+    order: tuple[Turn, ...] = ()
 
     @property
     def actions(self) -> list[Action]:
@@ -128,11 +144,17 @@ def find_cycle(events: Events) -> list[Event]:
     Each one waits for the next, the last one for the first.
     """
     try:
-        events.prepare()
+        TopologicalSorter(events).prepare()
     except CycleError as error:
         cycle: list[Event] = error.args[1]
         return cycle[:0:-1]
     return []
+
+
+def _after(events: Events, event: Event, *before: Event) -> None:
+    events.setdefault(event, []).extend(before)
+    for each in before:
+        events.setdefault(each, [])
 
 
 def events_of(ranks: Sequence[RankStep], *, waits: bool) -> Events:
@@ -140,7 +162,7 @@ def events_of(ranks: Sequence[RankStep], *, waits: bool) -> Events:
 
     With `waits` a backward waits until what its own forward sent has left.
     """
-    events = Events()
+    events: Events = {}
     for rank in ranks:
         _add_rank(events, rank, waits=waits)
     return events
@@ -159,13 +181,13 @@ def _add_rank(events: Events, rank: RankStep, *, waits: bool) -> None:
                     previous = _add_receive(events, way, step, previous, taken)
             previous = _add_action(events, rank, step, previous, waits=waits)
         elif isinstance(step, AllReduce):
-            events.add(("summed", step), previous, summed)
+            _after(events, ("summed", step), previous, summed)
             summed = ("summed", step)
         else:
             here: Event = ("ends", (rank.rank, step))
-            events.add(here, previous, summed)
+            _after(events, here, previous, summed)
             previous = here
-    events.add(("finish", rank.rank), previous)
+    _after(events, ("finish", rank.rank), previous)
 
 
 def _add_receive(
@@ -175,9 +197,9 @@ def _add_receive(
     wanted: Event = ("wanted", (way, action))
     used: Event = ("used", (way, action))
     moved: Event = ("moved", (way, action.micro_batch))
-    events.add(wanted, previous)
-    events.add(used, wanted, moved)
-    events.add(moved, taken.get(way, wanted))  # posted when the one before was used
+    _after(events, wanted, previous)
+    _after(events, used, wanted, moved)
+    _after(events, moved, taken.get(way, wanted))  # posted when the one before was used
     taken[way] = used
     return used
 
@@ -196,19 +218,19 @@ def _add_action(
     end: Event = ("end", (number, action))
     if len(rank.tiles) > 1:
         together: Event = ("together", (rank.tiles, action))
-        events.add(together, previous)
+        _after(events, together, previous)
         previous = together
-    events.add(done, previous)
-    events.add(end, done)
+    _after(events, done, previous)
+    _after(events, end, done)
     for message in rank.run(action).sends:
         if message.peer != number:
             moved = ("moved", ((number, message.peer, message.tag), action.micro_batch))
-            events.add(moved, done)
+            _after(events, moved, done)
             if action.kind is not Kind.FORWARD or not waits:
-                events.add(("finish", number), moved)
+                _after(events, ("finish", number), moved)
     if action.kind is Kind.BACKWARD:
         for message in rank.run(replace(action, kind=Kind.FORWARD)).sends:
             if message.peer != number:
                 way = number, message.peer, message.tag
-                events.add(end, ("moved", (way, action.micro_batch)))
+                _after(events, end, ("moved", (way, action.micro_batch)))
     return end

@@ -201,7 +201,7 @@ UNET: dict[str, tuple[Damage, str]] = {  # on three ranks, a skip jumps over the
             "weights_stage2(worker, 3)",
             "worker.update()",
         ),
-        "ranks wait for each other (1F3 <- 1B1 <- 2B1 <- 2B0 <- 2F3): 1F3, stage 1",
+        "ranks wait for each other (0B0 <- 2B0 <- 2F3 <- 1F3 <- 0F3): 0B0, stage 0",
     ),
     "weight gradients are deferred and left out": (
         drop(2, "    weights_stage2(worker, 3)"),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
-from schedule_support import equal_task, random_task, ranks_of, shared_by
+from schedule_support import equal_task, in_order, random_task, ranks_of, shared_by
 
 from gemsc.base.parts import Part
 from gemsc.errors import InternalError
@@ -23,6 +23,7 @@ from gemsc.schedules.rank_step import (
     RankStep,
     StageRun,
     Step,
+    Turn,
 )
 
 Orders = Sequence[Sequence[Action]]
@@ -43,7 +44,7 @@ def proved(
     ]
     ranks = ranks_of(task, parsed)
     damage(ranks)
-    prove(ranks, task, **options)
+    prove(ranks, task, ordered=False, **options)
 
 
 def change(rank: int, kind: str, stage: int, **parts: Any) -> Damage:
@@ -241,7 +242,7 @@ def tiles(*calls: Sequence[GridCall], placed: Sequence[Mapping[str, int]] = ()) 
         steps = (*rank.actions, *sums)
         own = placed[number] if placed else {}
         ranks.append(RankStep(number, runs, steps, everyone, placed=own))
-    prove(ranks, task, groups=[everyone], shared=shared_by(task))
+    prove(ranks, task, groups=[everyone], shared=shared_by(task), ordered=False)
 
 
 def test_tiles_make_the_same_calls_in_the_same_order() -> None:
@@ -409,7 +410,7 @@ def shards(*damages: Damage) -> None:
             ranks.append(RankStep(*here, parts=parts, placed=placed))
     for damage in damages:
         damage(ranks)
-    prove(ranks, MIRRORED, groups=GRIDS, shared=TIED, weights=WEIGHTS)
+    prove(ranks, MIRRORED, groups=GRIDS, shared=TIED, weights=WEIGHTS, ordered=False)
 
 
 def sums_of(number: int, change: Callable[[AllReduce], AllReduce | None]) -> Damage:
@@ -617,3 +618,78 @@ def needs(task: Task, action: Action) -> set[Action]:
     wanted = {replace(action, kind=Kind.FORWARD)}
     gradients = (e.dest for e in task.outputs[action.stage] if e.gradient)
     return wanted | {replace(action, stage=stage) for stage in gradients}
+
+
+def with_orders(change: Callable[[list[list[Turn]]], object]) -> str:
+    """Return what the proof says of two ranks whose orders are changed, "" if nothing.
+
+    Rank 0 sends both values and receives both gradients.
+    """
+    parsed = [[Action.parse(a) for a in order] for order in FINE]
+    ranks = in_order(ranks_of(CHAIN, parsed), CHAIN)
+    orders = [list(rank.order) for rank in ranks]
+    change(orders)
+    pairs = zip(ranks, orders, strict=True)
+    try:
+        prove([replace(r, order=tuple(o)) for r, o in pairs], CHAIN)
+    except InternalError as error:
+        return str(error)
+    return ""
+
+
+def give_before_taking(orders: list[list[Turn]]) -> None:
+    """Let rank 1 give the first gradient before it receives the second value."""
+    assert [bool(turn.sends) for turn in orders[1]] == [False, False, True, True]
+    for order in orders:
+        order[1], order[2] = order[2], order[1]
+
+
+NOT_YET = "needs a message of rank {}, tag {}, when it is the turn of {}: {}"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda orders: None, ""),
+        (give_before_taking, ""),
+        (lambda orders: orders[0].pop(), NOT_YET.format(1, 1, "nothing", "0B1")),
+        (lambda orders: orders[1].clear(), NOT_YET.format(0, 0, "nothing", "1F0")),
+        (
+            lambda orders: orders[1].insert(0, orders[1].pop()),
+            NOT_YET.format(0, 0, (1, 0, 1), "1F0"),
+        ),
+        (
+            lambda orders: orders[1].append(orders[1][0]),
+            "needs the end of its step, when it is the turn of (0, 1, 0): 1B1",
+        ),
+        (
+            lambda orders: orders[1].insert(1, orders[1].pop()),
+            "without tags ranks wait for each other (tag 0 of micro-batch 1 from rank "
+            "0 to 1 <- tag 1 of micro-batch 0 from rank 1 to 0): 0F1, stage 0",
+        ),
+    ],
+)
+def test_orders_of_communication(
+    change: Callable[[list[list[Turn]]], object], message: str
+) -> None:
+    found = with_orders(change)
+    assert message in found if message else not found
+
+
+def test_what_is_sent_first_is_received_first() -> None:
+    """Two values to another rank, the second of which it wants first."""
+    task = Task(
+        (StageCost(1.0, 2.0),) * 3,
+        (Edge(0, 1, gradient=False), Edge(0, 2, gradient=False)),
+        ((0, 1, 1),),
+        (1,),
+        has_backward=False,
+    )
+    ranks = in_order(
+        ranks_of(task, [[Action.parse("0F0")], [*map(Action.parse, ("1F0", "2F0"))]]),
+        task,
+    )
+    prove(ranks, task)
+    wrong = replace(ranks[0], order=ranks[0].order[::-1])
+    with pytest.raises(InternalError, match=r"rank 0 sends tag 2 .* receives tag 0"):
+        prove([wrong, ranks[1]], task)

@@ -18,13 +18,16 @@ from gemsc.schedules import (
     place,
 )
 from gemsc.schedules.check import prove
+from gemsc.schedules.order import order_of
 from gemsc.schedules.rank_step import (
     AllReduce,
     End,
+    Event,
     MessageEnd,
     RankStep,
     StageRun,
     Step,
+    Turn,
 )
 
 Orders = Sequence[Sequence[Action]]
@@ -71,6 +74,29 @@ def run_of(task: Task, kind: Kind, replica: int, stage: int) -> StageRun:
         if stage == source and (e.gradient or not back):
             given.append(MessageEnd(row[dest], tag, ("x",)))
     return StageRun(tuple(taken), tuple(given))
+
+
+def in_order(ranks: Sequence[RankStep], task: Task) -> list[RankStep]:
+    """Return the ranks with the order in which their communication begins."""
+    orders = order_of(ranks, waits=task.has_backward)
+    return [
+        replace(rank, order=tuple(turn_of(rank, event) for event in order))
+        for rank, order in zip(ranks, orders, strict=True)
+    ]
+
+
+def turn_of(rank: RankStep, event: Event) -> Turn:
+    name, what = event
+    if isinstance(what, AllReduce):
+        return Turn(own=what.group)
+    assert isinstance(what, tuple)
+    place, which = what
+    if name == "together":
+        return Turn(own=(which.replica, which.stage))
+    source, dest, tag = place
+    if source == rank.rank:
+        return Turn(sends=(MessageEnd(dest, tag),))
+    return Turn(receives=(MessageEnd(source, tag),))
 
 
 def shared_by(task: Task) -> dict[str, tuple[int, ...]]:
@@ -152,7 +178,8 @@ def least_memory(task: Task, policy: Policy) -> int:
 
 def proved(task: Task, timeline: Timeline) -> None:
     """Prove a schedule; a simpler count of what is held finds the same peaks."""
-    prove(ranks_of(task, timeline.orders), task, shared=shared_by(task))
+    ranks = in_order(ranks_of(task, timeline.orders), task)
+    prove(ranks, task, shared=shared_by(task))
     found = [peaks_of(task, rank, o) for rank, o in enumerate(timeline.orders)]
     assert tuple(most for most, _ in found) == timeline.peak_bytes
     assert tuple(live for _, live in found) == timeline.peak_live

@@ -92,13 +92,14 @@ class TileMailbox:
             raise InternalError("an exchange begins before the last one ended")
         self.flying = True
         tag = tag_of(exchange, back=back)
-        flight = Flight(self, receives)
-        for tile, shapes in receives.items():
-            count, rank = sum(map(prod, shapes)), self.ranks[tile]
-            flight.incoming[tile] = self.transport.receive((count,), dtype, rank, tag)
-        for tile, tensors in sends.items():
-            request = self.transport.send(_together(tensors), self.ranks[tile], tag)
-            flight.outgoing.append(request)
+        flight, link = Flight(self, receives), self.transport
+        with link.together():
+            for tile, shapes in receives.items():
+                count, rank = sum(map(prod, shapes)), self.ranks[tile]
+                flight.incoming[tile] = link.receive((count,), dtype, rank, tag)
+            for tile, tensors in sends.items():
+                request = link.send(_together(tensors), self.ranks[tile], tag)
+                flight.outgoing.append(request)
         return flight
 
 

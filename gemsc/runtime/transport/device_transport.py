@@ -15,14 +15,16 @@ that there is.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from gemsc.runtime.transport.streams import Pending, Streams
-from gemsc.runtime.transport.transport import Group, Transport
+from gemsc.runtime.transport.transport import Group, LaneTransport, Transport
 from gemsc.runtime.transport.waiting import Awaited, Request, wait
 
 MOST_DEFERRED = 4  # how far the host may be ahead of the device
@@ -111,6 +113,7 @@ class DeviceTransport:
     def __init__(self, host: Transport, streams: Streams) -> None:
         self.host = host
         self.streams = streams
+        self.has_lanes = getattr(host, "has_lanes", False)
         self._direct = streams.in_order or host.cuda_aware
         self._deferred: deque[Operation] = deque()
         self._arriving: deque[Pending] = deque()  # in memory of the host
@@ -140,7 +143,7 @@ class DeviceTransport:
             lambda: self.host.receive(memory.tensor, source, tag),
             room=room,
         )
-        if memory.event is not None:
+        if memory.event is not None or (self.has_lanes and self._deferred):
             return self._defer(incoming)
         incoming.begin()  # nothing else uses the memory
         return incoming
@@ -155,6 +158,21 @@ class DeviceTransport:
         group = self.host.group(ranks, key)
         group.connect()
         return group
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Let messages that are started meanwhile travel in any order.
+
+        That is so anyway where they have tags; elsewhere they are one operation: see
+        `LaneTransport`.
+        """
+        if not self.has_lanes:
+            yield
+            return
+        wait(_Until(lambda: self._at_most(0)))
+        with cast("LaneTransport", self.host).together():
+            yield
+            wait(_Until(lambda: self._at_most(0)))
 
     def all_reduce(self, group: Group, tensor: Tensor) -> Request:
         """Start the sum over a group, in place."""

@@ -398,8 +398,11 @@ def run_local(
     timeout: float = 60.0,
     *,
     cuda_aware: bool = False,
+    kind: Callable[..., LocalTransport] = LocalTransport,
 ) -> list[T]:
     """Run `main(transport)` in one thread per rank; return its results by rank.
+
+    `kind` makes a rank's transport.
 
     Raises:
         BaseException: the first error of any rank, with a note that names the rank.
@@ -415,7 +418,7 @@ def run_local(
         if core:  # ranks that wait for each other need a fifth less time on one
             os.sched_setaffinity(0, core)
         try:
-            transport = LocalTransport(world, rank, cuda_aware=cuda_aware)
+            transport = kind(world, rank, cuda_aware=cuda_aware)
             results[rank] = main(transport)
         except BaseException as error:
             world.fail(error, rank)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from gemsc.errors import GemscError
 from gemsc.messages.grid_message import GridMessage
 from gemsc.messages.message import Message, Value
 from gemsc.runtime.transport.device_transport import DeviceTransport, Operation
+from gemsc.runtime.transport.turns import Turns
 from gemsc.runtime.transport.waiting import Request
 
 
@@ -23,11 +25,15 @@ class _Letterbox:
     dtype: torch.dtype
     dtypes: tuple[torch.dtype, ...]  # of the values
     source: int
-    incoming: Operation | None = None
+    is_expected: bool = False
+    incoming: Operation | None = None  # once its turn has come
 
 
 class Mailbox:
     """Sends never block; each receive is posted when the one before it was taken.
+
+    They are so in the order that `begin` gives: receives from one source, and on a
+    transport without tags whatever the rank does together with others.
 
     Messages name the ranks of one copy of the model, whose first one is `first_rank`.
     Floating-point values travel as `float_dtype`, if it is given. `apart` says for
@@ -56,14 +62,45 @@ class Mailbox:
         self._local: dict[tuple[int, int], tuple[Tensor, ...]] = {}
         self._letterboxes: dict[Message, _Letterbox] = {}
         self._sends: list[Request] = []
+        self._turns = Turns(self._lane)
+        self._orders: dict[bool, tuple[Hashable, ...]] = {}  # of training, evaluation
+        self._acting: Hashable | None = None  # an action of all tiles, until it is over
 
-    def begin(self, num_expected: int, *, training: bool) -> None:
-        """Expect so many micro-batches of each message in this step."""
+    def begin(
+        self, num_expected: int, order: Sequence[Hashable] = (), *, training: bool
+    ) -> None:
+        """Expect so many micro-batches of each message in this step, in an order.
+
+        It is the same in each step. Besides messages it has what `when` and `act` get.
+        """
         self._num_expected = num_expected
         self._training = training
+        if training not in self._orders:
+            self._orders[training] = tuple(self._expanded(order))
+        self._turns.begin(self._orders[training])
+
+    def when(self, entry: Hashable, start: Callable[[], None]) -> None:
+        """Begin a sum of gradients, or what else is in the order, when its turn comes.
+
+        Without tags it has come when all that is before it in the order has begun.
+        """
+        self._end_action()
+        self._turns.offer(entry, start)
+
+    def act(self, entry: Hashable) -> None:
+        """Begin an action of all tiles: it is over when the mailbox is used again."""
+        self._end_action()
+        self._turns.expect(entry)
+        self._acting = entry
+
+    def end_order(self) -> None:
+        """Make sure that all has begun which is in the order."""
+        self._end_action()
+        self._turns.end()
 
     def finish(self) -> None:
         """Wait until all that was sent has arrived."""
+        self.end_order()
         self._transport.wait(*self._sends)
         self._sends.clear()
 
@@ -91,6 +128,7 @@ class Mailbox:
                 for tensor, gradient in zip(tensors, message.gradients, strict=True)
             )
             return
+        self._end_action()
         self.release_arrived()
         if isinstance(message, GridMessage):
             whole = [value.part(value.shape) for value in message.given]
@@ -108,6 +146,7 @@ class Mailbox:
         """Return a message's values, with `requires_grad` as the stage needs it."""
         if message.is_local:
             return self._local.pop((message.tag, m))
+        self._end_action()
         if isinstance(message, GridMessage):
             tensors = self._take_parts(message, m)
         else:
@@ -126,17 +165,22 @@ class Mailbox:
         return tuple(tensor.to(v.dtype_in(self._dtype)) for tensor, v in pairs)
 
     def _start(self, message: Message, tensors: tuple[Tensor, ...]) -> None:
-        """Start to send the values of a message, packed if they are several."""
+        """Send the values of a message in their turn, packed if they are several."""
         dest = message.dest + self._first_rank
-        self._sends.append(
-            self._transport.send(message.pack(tensors), dest, message.tag)
-        )
+
+        def start() -> None:
+            packed = message.pack(tensors)
+            self._sends.append(self._transport.send(packed, dest, message.tag))
+
+        self._turns.offer(message, start)
 
     def _take(self, message: Message, m: int) -> list[Tensor]:
         """Wait for a message and post the receive of the next one."""
         box = self._expect(message)
+        if box.incoming is None:
+            self._turns.expect(message)
         assert box.incoming is not None
-        buffer, box.incoming = box.incoming.take(), None
+        buffer, box.incoming, box.is_expected = box.incoming.take(), None, False
         if m + 1 < self._num_expected:
             self._expect(message)
         values = message.unpack(buffer, box.dtypes)
@@ -145,18 +189,52 @@ class Mailbox:
         return values
 
     def _expect(self, message: Message) -> _Letterbox:
-        """Post the receive of a message's next micro-batch, unless that is done."""
+        """Post the receive of a message's next micro-batch in its turn, if not done."""
         box = self._letterboxes.get(message)
         if box is None:
             dtypes = tuple(value.dtype_in(self._dtype) for value in message.values)
             source = message.source + self._first_rank
             box = _Letterbox(*message.buffer(dtypes), dtypes, source)
             self._letterboxes[message] = box
-        if box.incoming is None:
-            box.incoming = self._transport.receive(
-                box.shape, box.dtype, box.source, message.tag
-            )
+        if not box.is_expected:
+            box.is_expected = True
+            self._turns.offer(message, partial(self._post, box, message.tag))
         return box
+
+    def _post(self, box: _Letterbox, tag: int) -> None:
+        box.incoming = self._transport.receive(box.shape, box.dtype, box.source, tag)
+
+    def _end_action(self) -> None:
+        """Let what comes after an action of all tiles have its turn."""
+        if self._acting is not None:
+            entry, self._acting = self._acting, None
+            self._turns.offer(entry, _nothing)
+
+    def _lane(self, entry: Hashable) -> Hashable | None:
+        """Return in which order an entry begins: see `Turns`."""
+        if not self._orders.get(self._training):  # compiled before there were orders
+            if self._transport.has_lanes:
+                raise GemscError(
+                    "the program does not say in which order its messages go, and here "
+                    "they have no tags",
+                    help="compile it again",
+                )
+            return None
+        if self._transport.has_lanes:
+            return "all"
+        if isinstance(entry, Message) and entry.dest == self._rank:
+            return entry.source
+        return None
+
+    def _expanded(self, order: Iterable[Hashable]) -> Iterator[Hashable]:
+        """Yield the entries of an order, of messages between grids this rank's own."""
+        for entry in order:
+            if isinstance(entry, GridMessage):
+                for part in entry.parts:
+                    if self._rank in (part.source, part.dest):
+                        yield part.message
+            else:
+                yield entry
 
     def _take_parts(self, message: GridMessage, m: int) -> list[Tensor]:
         """Wait for what each rank of another grid sends, and put it together."""
@@ -169,6 +247,10 @@ class Mailbox:
         return message.join(
             self._rank, received, dtypes, self._transport.streams.device
         )
+
+
+def _nothing() -> None:
+    """Begin what has begun already."""
 
 
 def _misfit(value: Value, tensor: Tensor) -> GemscError:

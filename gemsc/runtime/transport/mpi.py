@@ -18,7 +18,7 @@ from gemsc.base.process import end_with_launcher
 from gemsc.errors import GemscError, InternalError
 from gemsc.runtime.transport.launcher import check_size, start_mpi
 from gemsc.runtime.transport.mpi_group import MpiGroup
-from gemsc.runtime.transport.mpi_messages import Lane, TestRequest, Turns
+from gemsc.runtime.transport.mpi_messages import InSteps, Lane, TestRequest
 from gemsc.runtime.transport.mpi_progress import Progress
 from gemsc.runtime.transport.streams import Streams
 from gemsc.runtime.transport.transport import check_message
@@ -59,7 +59,7 @@ class MpiTransport:
         check_size(self.size, self._mpi.Get_library_version())
         self._messages = world.Dup()
         self._control = world.Dup()
-        self._turns = Turns()
+        self._turns = InSteps()
         self._lane = Lane(self._mpi, self._messages, self._turns)
         self._groups: dict[tuple[tuple[int, ...], str], MpiGroup] = {}
         self._is_open = True

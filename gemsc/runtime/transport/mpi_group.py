@@ -21,9 +21,9 @@ from torch import Tensor
 from gemsc.errors import InternalError
 from gemsc.runtime.transport.mpi_messages import (
     ChainedRequest,
+    InSteps,
     Lane,
     TestRequest,
-    Turns,
 )
 from gemsc.runtime.transport.transport import (
     LARGEST_TAG,
@@ -53,14 +53,14 @@ class MpiGroup:
         comm: MPI.Intracomm,
         ranks: tuple[int, ...],
         name: str,
-        turns: Turns,
+        turns: InSteps,
     ) -> None:
         self.ranks = ranks
         self._name = name
         self._mpi = mpi
         self._comm = comm
         self._turns = turns
-        self._lane = Lane(mpi, comm, Turns())  # of its own: a turn takes all of them
+        self._lane = Lane(mpi, comm, InSteps())  # of its own: a turn takes all of them
         self._member = comm.Get_rank()
         self._count = 0  # of the exchanges so far, the same on all members
         self._types: dict[torch.dtype, MPI.Datatype] = {
@@ -110,7 +110,7 @@ class MpiGroup:
         for piece in torch.split(tensor.view(-1), min(size, LARGEST_PIECE)):
             own = [self._buffer(piece), kind]
             sum_ = self._comm.Iallreduce(self._mpi.IN_PLACE, own, self._mpi.SUM)
-            requests.append(TestRequest(Turns(), sum_, need))
+            requests.append(TestRequest(InSteps(), sum_, need))
         return requests
 
     def _sum_of_halves(self, tensor: Tensor) -> Request:

@@ -23,7 +23,7 @@ LARGEST_PIECE = 2**30  # bytes
 Then = Callable[[], Iterable[Request]]
 
 
-class Turns:
+class InSteps:
     """Operations of several steps, of which the next one is started from here.
 
     MPI moves what was started whenever it is called. Whoever waits for anything lets
@@ -55,7 +55,7 @@ class ChainedRequest:
 
     def __init__(
         self,
-        turns: Turns,
+        turns: InSteps,
         need: Awaited,
         requests: Iterable[Request],
         *then: Then,
@@ -89,7 +89,7 @@ class TestRequest:
 
     __slots__ = ("_request", "_turns", "need")
 
-    def __init__(self, turns: Turns, request: MPI.Request, need: Awaited) -> None:
+    def __init__(self, turns: InSteps, request: MPI.Request, need: Awaited) -> None:
         self._turns = turns
         self._request = request
         self.need = need
@@ -108,7 +108,7 @@ class MessageRequest:
     def __init__(
         self,
         mpi: Any,
-        turns: Turns,
+        turns: InSteps,
         pieces: list[tuple[MPI.Request, int]],
         status: MPI.Status | None,
         tensor: Tensor,
@@ -145,7 +145,7 @@ class MessageRequest:
 class Lane:
     """A communicator that carries messages."""
 
-    def __init__(self, mpi: Any, comm: MPI.Intracomm, turns: Turns) -> None:
+    def __init__(self, mpi: Any, comm: MPI.Intracomm, turns: InSteps) -> None:
         self._mpi = mpi
         self._comm = comm
         self._turns = turns

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import NoReturn, Protocol, TypeVar
 
 import torch
@@ -142,6 +143,26 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Wait for the others and give back what the library holds."""
+        ...
+
+
+class LaneTransport(Transport, Protocol):
+    """One whose messages have no tags, and which may run one operation at a time.
+
+    From one rank to another they arrive in the order in which they are sent: each needs
+    the next receive that is posted there. What a rank starts, messages and sums, it may
+    run one after the other, in the order in which they were started, and a message
+    takes both of its ends at the same time. Programs say in which order all begin, and
+    for that order it is proved that no ranks wait for each other.
+    """
+
+    has_lanes: bool
+
+    def together(self) -> AbstractContextManager[None]:
+        """Return within what messages are started that are one operation.
+
+        It is over when all of them are, in any order.
+        """
         ...
 
 

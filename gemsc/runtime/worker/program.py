@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -14,7 +15,8 @@ import torch
 from torch import nn
 
 from gemsc.base.parts import Part, holder_of, parts_of
-from gemsc.messages.message import Input, Tiles
+from gemsc.messages.grid_message import GridMessage
+from gemsc.messages.message import Input, Message, Tiles
 from gemsc.plan import Plan
 from gemsc.source import RENAMED, ConstantsLoader
 
@@ -37,6 +39,10 @@ class Run:
         """Return `stage 2`, `stage 2 mirrored` or `stage 2 replica 3`."""
         suffix = {0: "", 1: " mirrored"}.get(self.replica, f" replica {self.replica}")
         return f"stage {self.stage}{suffix}"
+
+
+Turn = Message | GridMessage | Run | str
+Order = Sequence[Turn | tuple[Turn | int, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +68,11 @@ class RankProgram:
     depends_on_data: whether some gradients may be absent.
     precision: what stages run in within `torch.autocast`; None without it.
     torch_compile: whether stages' forwards go through `torch.compile`.
+    train_order: in which order what ranks do together begins in a training step:
+        messages, of micro-batch after micro-batch, sums of gradients by their names,
+        and, where the rank computes a tile, what its runs exchange. `(3, X, Y)` is X
+        and Y three times, `(X, Y)` once.
+    eval_order: the same for an evaluation step.
     train_step: one training step of this rank; None without a loss.
     eval_step: one evaluation step of this rank.
     """
@@ -81,8 +92,20 @@ class RankProgram:
     depends_on_data: bool = False
     precision: torch.dtype | None = None
     torch_compile: bool = False
+    train_order: Order = ()
+    eval_order: Order = ()
     train_step: StepFunction | None
     eval_step: StepFunction
+
+    @cached_property
+    def train_turns(self) -> tuple[Turn, ...]:
+        """What begins in a training step, one after the other."""
+        return tuple(_repeated(self.train_order))
+
+    @cached_property
+    def eval_turns(self) -> tuple[Turn, ...]:
+        """What begins in an evaluation step."""
+        return tuple(_repeated(self.eval_order))
 
     @property
     def copy_micro_batches(self) -> int:
@@ -116,6 +139,15 @@ class RankProgram:
     def num_tiles(self) -> int:
         """The tiles of the rank's stages."""
         return len(self.tiles.ranks) if self.tiles is not None else 1
+
+
+def _repeated(order: Order) -> Iterator[Turn]:
+    for turn in order:
+        if isinstance(turn, tuple):
+            count, *inside = turn if isinstance(turn[0], int) else (1, *turn)
+            yield from cast("list[Turn]", inside) * cast("int", count)
+        else:
+            yield turn
 
 
 @dataclass(frozen=True)

@@ -133,11 +133,14 @@ class Updates:
         """Return what an action that computes gradients runs in.
 
         In a stage's last one sums start as soon as gradients are complete, unless those
-        that come before, in the order of all ranks, have not been started.
+        that come before, in the order of all ranks, have not been started; on a
+        transport without tags not before the action is over, when their turn comes.
         """
         stage = run.stage_name
         self._to_come[stage] -= 1
         if self._to_come[stage] or not self._steps.is_update or self._are_counted:
+            return nullcontext()
+        if self._transport.has_lanes:
             return nullcontext()
         keys = [key for key in sums_in_order([run.stage]) if key in self._groups]
         if not keys or self._to_start[: len(keys)] != keys:
@@ -256,7 +259,7 @@ class Updates:
                 runs[key].setdefault(number, []).append(layer)
         return {
             key: RunningStatistics(layers, counts=self._counts(key))
-            for key, layers in runs.items()
+            for key, layers in sorted(runs.items())  # on all ranks in one order
         }
 
     def _counts(self, key: str) -> bool:

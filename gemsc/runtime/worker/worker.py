@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -127,7 +127,8 @@ class Worker:
         self.status.step = self.steps.done
         program = self.program
         count = program.num_micro_batches if training else program.copy_micro_batches
-        self.mail.begin(count, training=training)
+        order = program.train_turns if training else program.eval_turns
+        self.mail.begin(count, order, training=training)
         if training:
             self.updates.begin()
         if training and self._on_nonfinite == "skip":
@@ -164,7 +165,7 @@ class Worker:
 
     def run(self, run: Run, m: int, *inputs: Tensor) -> Any:
         """Run a stage forward and keep what its backward needs."""
-        self.status.enter("forward", run, m)
+        self._begin("forward", run, m)
         self._number = self._number_of(run, m)
         counts = self._number < self.steps.count
         self.mail.release_arrived()
@@ -201,7 +202,7 @@ class Worker:
         are deferred. `gradients` belong to the stage's outputs, in order; None where
         none flows back.
         """
-        self.status.enter("backward", run, m)
+        self._begin("backward", run, m)
         self.mail.release_arrived()  # what the forward sent has arrived
         kept = self._in_flight.pop((run, m))
         kept.offloaded.prefetch()
@@ -224,7 +225,7 @@ class Worker:
 
     def weights(self, run: Run, m: int) -> None:
         """Add up the weight gradients that a stage's backward deferred."""
-        self.status.enter("weight gradients", run, m)
+        self._begin("weight gradients", run, m)
         self.mail.release_arrived()
         with self.updates.adding(run):
             if self._number_of(run, m) < self.steps.count:
@@ -243,12 +244,12 @@ class Worker:
 
     def evaluate(self, run: Run, m: int, *inputs: Tensor) -> Any:
         """Run a stage in evaluation mode, without gradients."""
-        self.status.enter("evaluation", run, m)
+        self._begin("evaluation", run, m)
         return self._evaluate(self._forwards[run], *inputs)
 
     def evaluate_apart(self, run: Run, m: int, *inputs: Tensor) -> Any:
         """Run a stage whose evaluation differs from its training in more than modes."""
-        self.status.enter("evaluation", run, m)
+        self._begin("evaluation", run, m)
         return self._evaluate(self.stages[run].forward_eval, *inputs)
 
     def gather(self, tensor: Tensor, exchange: Exchange) -> Tensor:
@@ -266,11 +267,12 @@ class Worker:
 
         Those that were complete have been started in the stage's last backward.
         """
-        self.updates.start_reduction(key)
+        self.mail.when(key, partial(self.updates.start_reduction, key))
 
     def finish_reductions(self) -> None:
         """Add up tied parameters' gradients and statistics; wait for all sums."""
         self.status.enter("gradient reduction")
+        self.mail.end_order()
         self.updates.finish_reductions()
 
     def update(self) -> None:
@@ -304,6 +306,12 @@ class Worker:
         return found[: len(numbers)]
 
     # -------------------------------------------------------- helpers
+
+    def _begin(self, what: str, run: Run, m: int) -> None:
+        """Begin an action, of all tiles where the rank has one."""
+        self.status.enter(what, run, m)
+        if self.grid is not None:
+            self.mail.act(run)
 
     def _evaluate(self, forward: Any, *inputs: Tensor) -> Any:
         with torch.no_grad(), autocasting(self._autocast):

@@ -94,6 +94,8 @@ PROGRAM = RankProgram(
     inputs={"tokens": Input(("input", 0), (2, 6), torch.int64)},
     # Gradients are all-reduced by the ranks that hold the same parameters.
     reductions={"embedding.weight": (0, 1)},
+    train_order=((2, X, X, X.gradient, X.gradient),),
+    eval_order=((4, X),),
     train_step=train_step,
     eval_step=eval_step,
 )

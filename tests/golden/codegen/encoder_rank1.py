@@ -106,6 +106,8 @@ PROGRAM = RankProgram(
     reductions={"embedding.weight": (0, 1)},
     # Micro-batches that leave weight gradients to `weights_...`.
     deferred={STAGE1: (3,)},
+    train_order=((2, X, X, X.gradient, X.gradient),),
+    eval_order=((4, X),),
     train_step=train_step,
     eval_step=eval_step,
 )

@@ -107,6 +107,19 @@ PROGRAM = RankProgram(
     # What this rank reads of each micro-batch.
     inputs={"x": Input(("input", 0), (2, 8, 16, 16), torch.float32)},
     reductions={},
+    train_order=(
+        (2, E3_AND_MAX_POOL2D, E1_AND_E2),
+        (
+            2,
+            E3_AND_MAX_POOL2D,
+            E1_AND_E2,
+            E1_AND_E2.gradient,
+            E3_AND_MAX_POOL2D.gradient,
+            E1_AND_E2.gradient,
+            E3_AND_MAX_POOL2D.gradient,
+        ),
+    ),
+    eval_order=((4, E3_AND_MAX_POOL2D, E1_AND_E2),),
     train_step=train_step,
     eval_step=eval_step,
 )

@@ -101,6 +101,14 @@ PROGRAM = RankProgram(
     reductions={},
     # Micro-batches that leave weight gradients to `weights_...`.
     deferred={STAGE1: (3,)},
+    train_order=(
+        E3_AND_MAX_POOL2D,
+        (2, E3_AND_MAX_POOL2D, D3),
+        (D3.gradient, E3_AND_MAX_POOL2D.gradient, D3.gradient, D3),
+        (E3_AND_MAX_POOL2D.gradient, E3_AND_MAX_POOL2D, D3.gradient, D3),
+        (E3_AND_MAX_POOL2D.gradient, D3.gradient, E3_AND_MAX_POOL2D.gradient),
+    ),
+    eval_order=(E3_AND_MAX_POOL2D, (3, E3_AND_MAX_POOL2D, D3), D3),
     train_step=train_step,
     eval_step=eval_step,
 )

@@ -109,6 +109,15 @@ PROGRAM = RankProgram(
     reductions={},
     # Micro-batches that leave weight gradients to `weights_...`.
     deferred={STAGE2: (3,)},
+    train_order=(
+        (2, E1_AND_E2),
+        (2, D3),
+        E1_AND_E2,
+        (2, E1_AND_E2.gradient, D3.gradient),
+        (D3, E1_AND_E2, E1_AND_E2.gradient, D3.gradient, D3, E1_AND_E2.gradient),
+        D3.gradient,
+    ),
+    eval_order=((2, E1_AND_E2), (2, D3), (2, E1_AND_E2, D3)),
     train_step=train_step,
     eval_step=eval_step,
 )
