@@ -15,15 +15,14 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import cache
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from gemsc.base.boxes import Box
-from gemsc.base.parts import parts_of
+from gemsc.codegen.recorder import Recorded, Recorder, StageMethod, arriving
 from gemsc.errors import InternalError
 from gemsc.messages.exchange import Piece
 from gemsc.runtime import (
@@ -44,13 +43,9 @@ from gemsc.runtime.tiles.messages import tag_of
 from gemsc.runtime.worker.program import StepFunction
 from gemsc.schedules.action import Action, Kind
 from gemsc.schedules.rank_step import (
-    AllReduce,
-    End,
     GridCall,
     MessageEnd,
     RankStep,
-    StageRun,
-    Step,
     Turn,
 )
 
@@ -58,7 +53,6 @@ PLAIN = (Input, Message, Part, RankProgram, Run, Tiles, Value, tile_boxes)
 OF_MANY = (Exchange, GridMessage, TileValue)  # all tiles' files have the same
 NOT_RUN = (ast.Import, ast.ImportFrom, ast.ClassDef)
 Calls = list[GridCall]
-UNKNOWN = "does something that the proof does not know"
 USERS_LINE = re.compile(r"\s*# ([^:]+:\d+)(?: in \S+)?(?:  .*)?$")
 
 
@@ -76,34 +70,6 @@ def read_ranks(files: Mapping[str, str]) -> tuple[list[RankStep], list[RankStep]
     return training, [f.step(f.program.eval_step, "eval_turns") for f in read]
 
 
-@dataclass(frozen=True)
-class _Tensor:
-    """Stands for a tensor: the user's line, if known, and if its gradient goes back."""
-
-    line: str = ""
-    gradient: bool = False
-
-    def __add__(self, other: _Tensor) -> _Tensor:
-        return self
-
-
-@dataclass(frozen=True)
-class _Method:
-    """A method of a stage: how much it takes, what it gives, what tiles do in it.
-
-    `back` is what they do in its backward. Autograd runs what is ready in the opposite
-    order in which it was made, so these are the calls of forward from the last to the
-    first: all of them, as not all may have gradients; none overtakes another. A block
-    that is recomputed makes its own calls again before.
-    """
-
-    num_taken: int
-    gives: tuple[_Tensor, ...]
-    calls: tuple[GridCall, ...]
-    back: tuple[GridCall, ...]
-    lines: str
-
-
 class _File:
     """One rank's file; it imports nothing, but is given the `names` that it needs."""
 
@@ -112,8 +78,8 @@ class _File:
         self.path = f"rank{rank}.py"
         self.text = text.split("\n")
         self.users_lines = _users_lines(self.text)
-        self.methods: dict[tuple[Run, str], _Method] = {}
-        self.ends, self.tensors = cache(self._ends), cache(_tensors)
+        self.methods: dict[tuple[Run, str], StageMethod] = {}
+        self.ends, self.tensors = cache(self._ends), cache(arriving)
 
         self.names = {**names, "__file__": self.path}
         with self._telling():
@@ -132,7 +98,7 @@ class _File:
 
         `order` is where the program has the order of its communication.
         """
-        recorder = _Recorder(self)
+        recorder = Recorder(self)
         if function is not None:
             with self._telling():
                 function(recorder)
@@ -234,17 +200,17 @@ class _File:
 
     # ---------------------------------------------------------- stages
 
-    def method(self, run: Run, name: str = "forward") -> _Method:
+    def method(self, run: Run, name: str = "forward") -> StageMethod:
         """Return what a method of a run's stage does; blocks that recompute with it."""
         if (run, name) not in self.methods:
             stage: Any = self.program.stages[run]  # as it stands in the file
             self.methods[run, name] = self._method(stage, name)
         return self.methods[run, name]
 
-    def _method(self, stage: ast.ClassDef, name: str) -> _Method:
+    def _method(self, stage: ast.ClassDef, name: str) -> StageMethod:
         methods = {f.name: f for f in stage.body if isinstance(f, ast.FunctionDef)}
         lines: dict[str, str] = {}  # by variable
-        gives: tuple[_Tensor, ...] = ()
+        gives: tuple[Recorded, ...] = ()
 
         def visit(function: ast.FunctionDef) -> tuple[Calls, Calls]:
             """Return the calls of forward, and those of backward."""
@@ -271,14 +237,14 @@ class _File:
                     case ast.Return(value=value) if function is methods[name]:
                         given = value.elts if isinstance(value, ast.Tuple) else [value]
                         names = [getattr(each, "id", "") for each in given if each]
-                        gives = tuple(_Tensor(lines.get(name, "")) for name in names)
+                        gives = tuple(Recorded(lines.get(name, "")) for name in names)
             return calls, back
 
         calls, back = map(tuple, visit(methods[name]))
         span = self.users_lines[stage.lineno : stage.end_lineno]
         places = sorted(filter(None, span), key=_file_and_number)
         about = f"{places[0]} to {places[-1]}" if places else ""
-        return _Method(len(methods[name].args.args) - 1, gives, calls, back, about)
+        return StageMethod(len(methods[name].args.args) - 1, gives, calls, back, about)
 
     def _operation(self, name: str, call: ast.Call) -> tuple[GridCall, GridCall]:
         """Return what tiles do in `tiles.amax(self.grid, ...)`, and in its backward."""
@@ -321,156 +287,6 @@ class _File:
         there, here = ends(view.sent), ends(view.received)
         there, here = (here, there) if back else (there, here)
         return GridCall(method, together, there, here, line)
-
-
-@dataclass
-class _Work:
-    """What a rank does with a micro-batch: receive, one action, send."""
-
-    micro_batch: int | None = None
-    action: Action | None = None
-    receives: list[MessageEnd] = field(default_factory=list)
-    sends: list[MessageEnd] = field(default_factory=list)
-    calls: list[GridCall] = field(default_factory=list)
-    lines: str = ""
-
-
-class _Recorder:
-    """Stands for the worker of a rank: takes down what it is told, computes nothing."""
-
-    def __init__(self, file: _File) -> None:
-        self.file = file
-        self.steps: list[Step] = []
-        self.runs: dict[tuple[Kind, int, int], StageRun] = {}
-        self.work = _Work()
-        self.num_gradients: dict[Run, int] = {}  # that a backward gives
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise self.file.wrong(UNKNOWN)
-
-    # ---------------------------------------- what a rank's file calls
-
-    @property
-    def loss_gradient(self) -> _Tensor:
-        return _Tensor()
-
-    def input(self, name: str, m: int) -> _Tensor:
-        return _Tensor()
-
-    def receive(self, message: Message | GridMessage, m: int) -> Any:
-        if self.work.action is not None:
-            self.finish()
-        self._is_current(m)
-        self.work.receives += self.file.ends(message, "", sends=False)
-        return _one_or_all(self.file.tensors(message))
-
-    def send(self, message: Message | GridMessage, m: int, *tensors: _Tensor) -> None:
-        self._is_current(m)
-        self._are_so_many(tensors, len(self.file.tensors(message)))
-        lines = dict.fromkeys(tensor.line for tensor in tensors if tensor.line)
-        self.work.sends += self.file.ends(message, ", ".join(lines), sends=True)
-
-    def run(self, run: Run, m: int, *inputs: _Tensor, method: str = "forward") -> Any:
-        read = self.file.method(run, method)
-        self._begin(Kind.FORWARD, run, m)
-        self._are_so_many(inputs, read.num_taken)
-        self.work.calls += read.calls
-        self.num_gradients[run] = sum(tensor.gradient for tensor in inputs)
-        return _one_or_all(read.gives)
-
-    evaluate = run
-
-    def evaluate_apart(self, run: Run, m: int, *inputs: _Tensor) -> Any:
-        return self.run(run, m, *inputs, method="forward_eval")
-
-    def backward(
-        self, run: Run, m: int, *gradients: _Tensor | None
-    ) -> tuple[_Tensor, ...]:
-        self._begin(Kind.BACKWARD, run, m)
-        all_there = [gradient or _Tensor() for gradient in gradients]
-        self._are_so_many(all_there, len(self.file.method(run).gives))
-        self.work.calls += self.file.method(run).back
-        if run not in self.num_gradients:
-            action = self.work.action
-            forward = Action(Kind.FORWARD, run.stage, m, run.replica)
-            lines = f"stage {run.stage} ({self.work.lines}), micro-batch {m}"
-            text = f"rank {self.file.rank} does an action before its {forward}"
-            raise InternalError(f"wrong program: {text}: {action}, {lines}")
-        return (_Tensor(),) * self.num_gradients[run]
-
-    def weights(self, run: Run, m: int) -> None:
-        self._begin(Kind.WEIGHT, run, m)
-
-    def gather(self, tensor: _Tensor, exchange: Exchange) -> _Tensor:
-        self.work.calls.append(self.file.exchanges("gather", exchange, ""))
-        return tensor
-
-    def add_loss(self, *values: object) -> None:
-        """Say nothing of it."""
-
-    add_result = add_loss
-
-    def start_reduction(self, group: str) -> None:
-        self.finish()
-        sums = self.file.program.reductions
-        if group not in sums:
-            raise self.file.wrong(f"has no '{group}' in its reductions")
-        self.steps.append(AllReduce(group, sums[group]))
-
-    def finish_reductions(self) -> None:
-        self.finish()
-        sums = self.file.program.reductions
-        stages = {run.stage_name for run in self.file.program.stages}
-        tied = sums.keys() - stages - {*map(parts_of, stages)}  # it starts those
-        self.steps += [AllReduce(group, sums[group]) for group in sorted(tied)]
-        self.steps.append(End.REDUCED)
-
-    def update(self) -> None:
-        self.finish()
-        self.steps.append(End.UPDATED)
-
-    # -------------------------------------------------- what is a unit
-
-    def finish(self) -> None:
-        """Take down what has been done with a micro-batch; the next thing is apart."""
-        work, self.work = self.work, _Work()
-        action = work.action
-        if action is None:
-            if work.micro_batch is not None:
-                raise self.file.wrong("runs no stage with what it received")
-            return
-        messages = tuple(work.receives), tuple(work.sends)
-        done = StageRun(*messages, tuple(work.calls), work.lines)
-        key = action.kind, action.replica, action.stage
-        if self.runs.setdefault(key, done) != done:
-            raise self.file.wrong(f"does in {action} other things than before")
-        self.steps.append(action)
-
-    def _begin(self, kind: Kind, run: Run, m: int) -> None:
-        if self.work.action is not None:
-            self.finish()
-        self._is_current(m)
-        self.work.action = Action(kind, run.stage, m, run.replica)
-        self.work.lines = self.file.method(run).lines
-
-    def _is_current(self, m: int) -> None:
-        if self.work.micro_batch not in (None, m):
-            raise self.file.wrong("works on another micro-batch")
-        self.work.micro_batch = m
-
-    def _are_so_many(self, tensors: Sequence[_Tensor], wanted: int) -> None:
-        if len(tensors) != wanted or not all(isinstance(t, _Tensor) for t in tensors):
-            raise self.file.wrong(f"passes {len(tensors)} of {wanted} values")
-
-
-def _tensors(message: Message | GridMessage) -> tuple[_Tensor, ...]:
-    """Return what arrives with a message."""
-    return tuple(_Tensor(gradient=each) for each in message.gradients)
-
-
-def _one_or_all(tensors: tuple[_Tensor, ...]) -> Any:
-    """Return what a worker does: a tensor alone as it is, several in a tuple."""
-    return tensors[0] if len(tensors) == 1 else tensors
 
 
 def _file_and_number(line: str) -> tuple[str, int]:

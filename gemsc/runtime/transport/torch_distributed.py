@@ -17,14 +17,12 @@ import os
 import pickle
 import platform
 import sys
-import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -39,6 +37,12 @@ from gemsc.base.process import (
 )
 from gemsc.errors import GemscError, InternalError
 from gemsc.runtime.transport.streams import Streams
+from gemsc.runtime.transport.torch_requests import (
+    AwaitedWork,
+    OwnMessage,
+    TorchRequest,
+    Waiters,
+)
 from gemsc.runtime.transport.transport import (
     add_in_order,
     check_memory,
@@ -71,101 +75,6 @@ LEFT_SECONDS = 2.0  # for a rank's last messages, and for a launcher to end the 
 HALVES = (torch.bfloat16, torch.float16)
 
 _count = itertools.count()  # of this process's transports: each meets others anew
-
-
-class _Waiters:
-    """Threads that wait, each for one operation: as many as are in flight at once."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._tasks: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._idle = 0
-
-    def start(self, task: Callable[[], None]) -> None:
-        """Let a thread do it."""
-        with self._lock:
-            is_new = self._idle == 0
-            self._idle -= not is_new
-        if is_new:
-            threading.Thread(target=self._run, name="gemsc wait", daemon=True).start()
-        self._tasks.put(task)
-
-    def _run(self) -> None:
-        while True:
-            self._tasks.get()()
-            with self._lock:
-                self._idle += 1
-
-
-class _Request:
-    """An operation in flight; keeps its tensors, and ends with `then`."""
-
-    __slots__ = ("_is_lost", "_tensors", "_then", "_work", "need")
-
-    def __init__(
-        self,
-        work: Any,
-        need: Awaited,
-        is_lost: Callable[[Awaited, Exception], NoReturn],
-        tensors: tuple[Tensor, ...],
-        then: Callable[[], object] | None = None,
-    ) -> None:
-        self._work = work
-        self.need = need
-        self._is_lost = is_lost
-        self._tensors = tensors
-        self._then = then
-
-    def done(self) -> bool:
-        """Whether it is complete."""
-        if self._work is None:
-            return True
-        if not self._work.is_completed():
-            return False
-        try:
-            self._work.wait()
-        except RuntimeError as error:
-            self._is_lost(self.need, error)
-        if self._then is not None:
-            self._then()
-        self._work, self._tensors, self._then = None, (), None
-        return True
-
-
-class _Awaiting:
-    """The work of a message, for which a thread waits."""
-
-    def __init__(self, work: Any) -> None:
-        self._work = work
-        self._is_over = False
-        self._error: RuntimeError | None = None
-
-    def await_it(self) -> None:
-        try:
-            self._work.wait()
-        except RuntimeError as error:
-            self._error = error
-        self._work = None
-        self._is_over = True
-
-    def is_completed(self) -> bool:
-        return self._is_over
-
-    def wait(self) -> None:
-        if self._error is not None:
-            raise self._error
-
-
-class _OwnMessage:
-    """One end of a message of a rank to itself: complete when both ends are there."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-        self.is_there = False
-
-    def done(self) -> bool:
-        """Whether it is complete."""
-        return self.is_there
 
 
 class TorchGroup:
@@ -270,7 +179,7 @@ class TorchGroup:
         then: Callable[[], object] | None = None,
     ) -> Request:
         need = Awaited(f"the {what} '{self._name}'", self.ranks)
-        return _Request(work, need, self._transport.is_lost, tensors, then)
+        return TorchRequest(work, need, self._transport.is_lost, tensors, then)
 
 
 class TorchTransport:
@@ -300,8 +209,8 @@ class TorchTransport:
         everyone = tuple(range(self.size))
         self._messages = self.connect("messages", everyone)
         self._control = self.connect("control", everyone)
-        self._waiters = _Waiters()
-        self._own: defaultdict[int, tuple[deque[_OwnMessage], deque[_OwnMessage]]]
+        self._waiters = Waiters()
+        self._own: defaultdict[int, tuple[deque[OwnMessage], deque[OwnMessage]]]
         self._own = defaultdict(lambda: (deque(), deque()))
         self._groups: dict[tuple[tuple[int, ...], str], TorchGroup] = {}
         self.sums_on_device = False
@@ -363,16 +272,16 @@ class TorchTransport:
             return self._post_own(tensor, tag, is_send=is_send)
         start = self._messages.send if is_send else self._messages.recv
         try:
-            work = _Awaiting(start([_bytes(tensor.view(-1))], peer, tag))
+            work = AwaitedWork(start([_bytes(tensor.view(-1))], peer, tag))
         except RuntimeError as error:
             self.is_lost(need, error)
         self._waiters.start(work.await_it)
-        return _Request(work, need, self.is_lost, (tensor,))
+        return TorchRequest(work, need, self.is_lost, (tensor,))
 
     def _post_own(self, tensor: Tensor, tag: int, *, is_send: bool) -> Request:
         """Start one end of a message to this rank itself."""
         mine, others = self._own[tag] if is_send else reversed(self._own[tag])
-        own = _OwnMessage(tensor)
+        own = OwnMessage(tensor)
         if not others:
             mine.append(own)
             return own
@@ -430,7 +339,9 @@ class TorchTransport:
         self._finish(self._control.barrier(), "all to come to one point")
 
     def _finish(self, work: Any, what: str) -> None:
-        wait(_Request(work, Awaited(what, tuple(range(self.size))), self.is_lost, ()))
+        wait(
+            TorchRequest(work, Awaited(what, tuple(range(self.size))), self.is_lost, ())
+        )
 
     def leave(self) -> None:
         """Tell all ranks that this one takes part in nothing more; see `_check_left`.

@@ -1,0 +1,112 @@
+"""What torch.distributed has in flight: operations, and threads that wait for them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from gemsc.runtime.transport.waiting import (
+    Awaited,
+)
+
+
+class Waiters:
+    """Threads that wait, each for one operation: as many as are in flight at once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._tasks: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._idle = 0
+
+    def start(self, task: Callable[[], None]) -> None:
+        """Let a thread do it."""
+        with self._lock:
+            is_new = self._idle == 0
+            self._idle -= not is_new
+        if is_new:
+            threading.Thread(target=self._run, name="gemsc wait", daemon=True).start()
+        self._tasks.put(task)
+
+    def _run(self) -> None:
+        while True:
+            self._tasks.get()()
+            with self._lock:
+                self._idle += 1
+
+
+class TorchRequest:
+    """An operation in flight; keeps its tensors, and ends with `then`."""
+
+    __slots__ = ("_is_lost", "_tensors", "_then", "_work", "need")
+
+    def __init__(
+        self,
+        work: Any,
+        need: Awaited,
+        is_lost: Callable[[Awaited, Exception], NoReturn],
+        tensors: tuple[Tensor, ...],
+        then: Callable[[], object] | None = None,
+    ) -> None:
+        self._work = work
+        self.need = need
+        self._is_lost = is_lost
+        self._tensors = tensors
+        self._then = then
+
+    def done(self) -> bool:
+        """Whether it is complete."""
+        if self._work is None:
+            return True
+        if not self._work.is_completed():
+            return False
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            self._is_lost(self.need, error)
+        if self._then is not None:
+            self._then()
+        self._work, self._tensors, self._then = None, (), None
+        return True
+
+
+class AwaitedWork:
+    """The work of a message, for which a thread waits."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+        self._is_over = False
+        self._error: RuntimeError | None = None
+
+    def await_it(self) -> None:
+        """Wait for it, in a thread."""
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            self._error = error
+        self._work = None
+        self._is_over = True
+
+    def is_completed(self) -> bool:
+        """Whether it is over."""
+        return self._is_over
+
+    def wait(self) -> None:
+        """Raise what went wrong, if something did."""
+        if self._error is not None:
+            raise self._error
+
+
+class OwnMessage:
+    """One end of a message of a rank to itself: complete when both ends are there."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.is_there = False
+
+    def done(self) -> bool:
+        """Whether it is complete."""
+        return self.is_there
