@@ -244,8 +244,9 @@ def num_samples(dataset: Any, at: SourceLocation | None = None) -> int:
             f"the dataset, of type {kind.__name__}, does not say how many samples it "
             "has: there is no len()",
             at=at,
-            help="give it __len__ and __getitem__; of a stream, return "
-            "gemsc.Stream(stream, samples=...), with as many as an epoch takes",
+            help="give it __len__ and __getitem__; a stream whose samples fit into "
+            "memory can be returned as list(stream), another, such as an "
+            "IterableDataset, as gemsc.Stream(stream, samples=...)",
         )
     if not (hasattr(kind, "__getitem__") or hasattr(kind, "read")):  # a TiledDataset
         raise GemscError(

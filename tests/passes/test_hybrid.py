@@ -11,6 +11,7 @@ import torch
 from models import MODELS
 from parity_support import lowered
 
+from gemsc.base.nests import Mean, as_loss
 from gemsc.codegen.package import write_directory
 from gemsc.options import CompileOptions
 from gemsc.plan import Plan
@@ -103,13 +104,17 @@ def one_process(
     model = case.build().to(DOUBLE)
     update = optimizer(model.named_parameters())
     steps = scheduler(update) if scheduler else None
+    mean = Mean()
     for number, (inputs, target) in enumerate(batches):
         parts = [t.chunk(num_micro_batches) for t in (*inputs, target)]
         for *given, wanted in zip(*parts, strict=True):
-            loss = case.loss(model(*given), wanted)
-            (loss / num_micro_batches / accumulate).backward()
+            mean.add(as_loss(case.loss(model(*given), wanted))).backward()
         if (number + 1) % accumulate:
             continue
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= mean.divisor
+        mean = Mean()
         if clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
         update.step()

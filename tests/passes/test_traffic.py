@@ -43,6 +43,9 @@ class CountingSums:
         self._group, self._counts = group, counts
         self.ranks = group.ranks
 
+    def connect(self) -> None:
+        self._group.connect()
+
     def all_reduce(self, tensor: Tensor) -> Any:
         self._counts["sums"] += 1
         self._counts["sum_bytes"] += tensor.nbytes

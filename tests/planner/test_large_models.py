@@ -156,12 +156,14 @@ def example_target():
 
 
 MEASURED = """
-import resource, sys
+import re, sys
+from pathlib import Path
 from gemsc.cli.command import main
 try:
     main()
-finally:
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)
+finally:  # not what getrusage says, which may be that of the process before exec
+    status = Path("/proc/self/status").read_text()
+    print(re.search(r"VmHWM:\\s+(\\d+)", status)[1], file=sys.stderr)
 """
 
 

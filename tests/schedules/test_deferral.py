@@ -344,6 +344,7 @@ def test_a_worker_finds_what_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     def step(worker: Worker, *, weights: bool) -> None:
         worker.begin({}, training=True)
         y = worker.run(RUN, 0, torch.randn(3, 4, requires_grad=True))
+        worker.add_loss(torch.zeros(()))
         worker.backward(RUN, 0, torch.ones_like(y))
         if weights:
             worker.weights(RUN, 0)
