@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from gemsc.base.boxes import Box
-from gemsc.codegen.recorder import Recorded, Recorder, StageMethod, arriving
+from gemsc.codegen.recorder import Recorded, StageMethod, StepRecorder, arriving
 from gemsc.errors import InternalError
 from gemsc.messages.exchange import Piece
 from gemsc.runtime import (
@@ -98,7 +98,7 @@ class _File:
 
         `order` is where the program has the order of its communication.
         """
-        recorder = Recorder(self)
+        recorder = StepRecorder(self)
         if function is not None:
             with self._telling():
                 function(recorder)

@@ -1,4 +1,4 @@
-"""Recorder: stands for the worker of a rank, and takes down what its file does."""
+"""StepRecorder: stands for a rank's worker, and takes down what its file does."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class _Work:
     lines: str = ""
 
 
-class Recorder:
+class StepRecorder:
     """Stands for the worker of a rank: takes down what it is told, computes nothing."""
 
     def __init__(self, file: ReadFile) -> None:
