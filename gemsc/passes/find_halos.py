@@ -63,7 +63,8 @@ class FindHalos(Pass):
         """Return the program with its halos."""
         if not any(grid.tiles for grid in self.grids):
             return replace(program, halos=Halos())
-        low, halos = self._lowering(program), Halos()
+        halos = Halos()
+        low = self._lowering(program, halos)
         lowered = low.run()
         if self.layers:
             placed = replace(lowered, placement=Placement("", (), self.grids))
@@ -74,9 +75,8 @@ class FindHalos(Pass):
         halos = replace(halos, inputs=low.inputs.wide_inputs())
         return replace(program, halos=halos)
 
-    def _lowering(self, program: Program, halos: Halos | None = None) -> Lowering:
-        probe = probe_of(program)
-        return Lowering(program, self.grids, 0, probe, lower_node, halos=halos)
+    def _lowering(self, program: Program, halos: Halos) -> Lowering:
+        return Lowering(program, self.grids, 0, probe_of(program), halos, lower_node)
 
 
 def _traffic(program: Program) -> dict[int, tuple[int, int]]:

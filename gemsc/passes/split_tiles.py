@@ -64,8 +64,8 @@ class SplitTiles(Pass):
             self.grids,
             self.tile,
             probe_of(program),
+            halos,
             lower_node,
-            halos=halos,
             training=self.training,
         )
         parts = _parts(program, self.tile)

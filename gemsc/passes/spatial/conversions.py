@@ -13,19 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from operator import getitem
 from typing import Any
 
 from torch import Tensor, fx
 
 from gemsc.base.boxes import Box, everything, is_inside, shape_of
-from gemsc.base.grid_shape import GridShape
 from gemsc.base.parts import Part
 from gemsc.ir import meta
 from gemsc.ir.halos import Halos, Need
 from gemsc.ir.layout import Layout
-from gemsc.ir.program import Program
 from gemsc.passes.spatial.classify import Probe
 from gemsc.passes.spatial.cuts import Axes, fits
 from gemsc.passes.spatial.inputs import Placeholders
@@ -54,34 +52,29 @@ def _of_all(node: fx.Node) -> tuple[Part, ...]:
     return ()
 
 
+@dataclass(eq=False)
 class Conversions(Pieces):
     """Values as the stage at hand has them, and what turns one layout into another."""
 
-    def __init__(
-        self,
-        program: Program,
-        grids: tuple[GridShape, ...],
-        tile: int,
-        probe: Probe,
-        halos: Halos,
-        *,
-        training: bool,
-    ) -> None:
-        super().__init__(program, grids, tile, training=training)
-        self.inputs = Placeholders(program, grids, tile, halos.inputs, probe)
+    probe: Probe
+    halos: Halos
+    is_addend: bool = field(default=False, init=False)
+    _needs: list[Need] = field(default_factory=list, init=False)
+    _env: dict[fx.Node, Local] = field(default_factory=dict, init=False)
+    _replaced: dict[fx.Node, Local] = field(default_factory=dict, init=False)
+    _crossed: dict[tuple[fx.Node, int], Local] = field(default_factory=dict, init=False)
+    _flattened: dict[fx.Node, Flattened] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.parts_of: PartsOf = _of_all  # see `sharing`
-        self.is_addend = False
-        self._halos = halos
-        self._needs: list[Need] = []
+        given = self.program, self.grids, self.tile, self.halos.inputs, self.probe
+        self.inputs = Placeholders(*given)
         self._stage_of = {
             node: stage.index
-            for stage in program.require_stages()
+            for stage in self.program.require_stages()
             for node in stage.nodes
         }
-        self._env: dict[fx.Node, Local] = {}
-        self._replaced: dict[fx.Node, Local] = {}  # see `instead`
-        self._crossed: dict[tuple[fx.Node, int], Local] = {}
-        self._flattened: dict[fx.Node, Flattened] = {}
 
     @contextmanager
     def instead(self, locals_: Mapping[fx.Node, Local]) -> Iterator[None]:
@@ -141,7 +134,7 @@ class Conversions(Pieces):
             return self.inputs[node, self._form]
         if node.op == "get_attr" or self._stage_of[node] == self._stage:
             return self._env[node]
-        source = self._grids[self._stage_of[node]]
+        source = self.grids[self._stage_of[node]]
         if source == self._form or not isinstance(meta.value(node), Tensor):
             return self._env[node]
         if (node, self._stage) not in self._crossed:
@@ -154,7 +147,7 @@ class Conversions(Pieces):
         if local.axes is None and local.flattened is not None:
             return Local(self.whole(node), None)
         is_input = node.op == "placeholder" and self.inputs.is_wide(node, self._form)
-        if is_input or node.name in self._halos.wide:
+        if is_input or node.name in self.halos.wide:
             return replace(local, node=self.spread(node, local.axes))
         return local
 
@@ -173,7 +166,7 @@ class Conversions(Pieces):
         exchange = replace(self.exchange(shape, held, wanted), arrives=True)
         args = (self.here, local.node, exchange)
         new = self._create("call_function", tiles.redistribute, args, {}, node.name)
-        annotate_part(new, node, axes, self.grid, self._tile, shape=shape)
+        annotate_part(new, node, axes, self.grid, self.tile, shape=shape)
         return Local(new, axes, flattened=local.flattened)
 
     def axes(self, node: fx.Node) -> Axes | None:
@@ -189,7 +182,7 @@ class Conversions(Pieces):
 
         More than it owns where one wide exchange serves several layers.
         """
-        wide = self._halos.wide.get(node.name) if axes is not None else None
+        wide = self.halos.wide.get(node.name) if axes is not None else None
         return wide or self.owned(self.shape(node), axes)
 
     def box(self, node: fx.Node, axes: Axes) -> Box:
@@ -243,8 +236,8 @@ class Conversions(Pieces):
         axes: Axes | None,
         parts: tuple[Part, ...] = (),
     ) -> None:
-        wide, shape = self._halos.wide.get(old.name), self.shape(old)
-        annotate_part(new, old, axes, self.grid, self._tile, wide, shape, parts)
+        wide, shape = self.halos.wide.get(old.name), self.shape(old)
+        annotate_part(new, old, axes, self.grid, self.tile, wide, shape, parts)
 
     def copy(
         self,
@@ -287,7 +280,7 @@ class Conversions(Pieces):
             return self._part_of_input(node, wanted, fill, wraps, parts)
         shape, held = self.shape(node), self.held(node)
         source, owned = local.node, self.owned(shape, local.axes)
-        fetched = self._halos.fetched.get((node.name, self._stage))
+        fetched = self.halos.fetched.get((node.name, self._stage))
         if fetched and not wraps and not covers(held, wanted, shape):
             source = self._part_of(source, shape, held, fetched, 0.0, parts=parts)
             held = fetched

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch.nn.functional as F
@@ -171,18 +171,21 @@ def alike(low: Lowering, call: Call, source: fx.Node, axes: Axes) -> fx.Node:
 
     Along dimensions that are not cut all of the input is taken.
     """
-    return low.part(
-        source,
+    return meeting(low, source, axes, low.result(call.node, axes))
+
+
+def meeting(
+    low: Lowering, source: fx.Node, axes: Axes, boxes: Iterable[Box]
+) -> fx.Node:
+    """Return the node of an input's rows that boxes have; all where it is not cut."""
+    wanted = [
         tuple(
-            tuple(
-                (0, size) if axis is None else interval
-                for size, axis, interval in zip(
-                    low.shape(source), axes, box, strict=True
-                )
-            )
-            for box in low.result(call.node, axes)
-        ),
-    )
+            (0, size) if axis is None else interval
+            for size, axis, interval in zip(low.shape(source), axes, box, strict=True)
+        )
+        for box in boxes
+    ]
+    return low.part(source, wanted)
 
 
 def crop(low: Lowering, call: Call, local: Local, rows: list[tuple[int, int]]) -> Local:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from torch import Tensor, fx
 
 from gemsc.base.boxes import Box
-from gemsc.base.grid_shape import GridShape
 from gemsc.errors import InternalError
 from gemsc.ir import meta
 from gemsc.ir.halos import Halos, Need
 from gemsc.ir.mutation import elements
 from gemsc.ir.program import Barrier, Block, Program, Stage
-from gemsc.passes.spatial.classify import Probe
 from gemsc.passes.spatial.conversions import Conversions
 from gemsc.passes.spatial.values import (
     Layers,
@@ -27,6 +25,7 @@ from gemsc.passes.spatial.values import (
 Rule = Callable[["Lowering", fx.Node], Local | None]  # None: on another rank
 
 
+@dataclass(eq=False)
 class Lowering(Conversions):
     """The state of one run of SplitTiles: what is lowered so far, and the tools.
 
@@ -34,24 +33,13 @@ class Lowering(Conversions):
     of the new graph for tile `self.place` of the stage at hand.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        grids: tuple[GridShape, ...],
-        tile: int,
-        probe: Probe,
-        rule: Rule,
-        halos: Halos | None = None,
-        *,
-        training: bool = True,
-    ) -> None:
-        halos = halos or Halos()
-        super().__init__(program, grids, tile, probe, halos, training=training)
-        self.probe = probe
-        self.layers = Layers(program, self.module)
-        self.barriers: list[Barrier] = []
-        self._rule = rule
-        self._elsewhere: list[fx.Node] = []  # see `on_member`
+    rule: Rule
+    barriers: list[Barrier] = field(default_factory=list, init=False)
+    _elsewhere: list[fx.Node] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.layers = Layers(self.program, self.module)
 
     def run(self) -> Program:
         """Lower every node; return the program, without facts."""
@@ -85,7 +73,7 @@ class Lowering(Conversions):
                 self._lower_run(run)
                 continue
             for node in run:
-                local = self.lower(node, self._rule) if self.grid else self.copy(node)
+                local = self.lower(node, self.rule) if self.grid else self.copy(node)
                 if local is not None:
                     self._env[node] = local
         return Block(block.index, block.name, tuple(self._made))
@@ -154,36 +142,36 @@ class Lowering(Conversions):
         All lower what one of them computes: they have to know what others hold, and to
         count exchanges alike.
         """
-        before, tile = len(self._made), self._tile
-        self._tile += number - self.member
+        before, tile = len(self._made), self.tile
+        self.tile += number - self.member
         try:
             yield
         finally:
-            if self._tile != tile:
+            if self.tile != tile:
                 self._elsewhere += self._made[before:]
-            self._tile = tile
+            self.tile = tile
 
     def needs(self, node: fx.Node, boxes: tuple[Box, ...]) -> tuple[Need, ...]:
         """Return what a node wants of its inputs if its tiles compute `boxes`.
 
         Everything is lowered before; nothing stays of what the rule makes here.
         """
-        before, self._halos = self._halos, Halos({node.name: boxes})
+        before, self.halos = self.halos, Halos({node.name: boxes})
         self._made, self._needs = [], []
         made = self._made_so_far()
         try:
-            self._rule(self, node)
+            self.rule(self, node)
         except Refused:
             self._needs = []
         self._take_back(*made)
-        self._halos = before
+        self.halos = before
         return tuple(self._needs)
 
     def _lower_run(self, run: tuple[fx.Node, ...]) -> None:
         """Lower nodes that share memory: the tile's own part, or all of it whole."""
         before = self._made_so_far()
         for node in run:
-            local = self.lower(node, self._rule)
+            local = self.lower(node, self.rule)
             assert local is not None
             self._env[node] = local
             if not self._changes_alike(node, run):

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from operator import getitem
 from typing import Any
 
 from torch import fx
 
 from gemsc.base.boxes import Box, shape_of
-from gemsc.base.grid_shape import GridShape
 from gemsc.base.parts import Part
 from gemsc.ir import meta
 from gemsc.ir.holder import attribute, with_graph
 from gemsc.ir.layout import Layout
-from gemsc.ir.program import Program
 from gemsc.messages.exchange import Exchange
 from gemsc.passes.spatial.position import StagePosition
 from gemsc.passes.spatial.values import (
@@ -24,23 +23,17 @@ from gemsc.passes.spatial.values import (
 from gemsc.runtime import tiles
 
 
+@dataclass(eq=False)
 class Pieces(StagePosition):
     """The graph that is built, and the nodes in it that hold boxes of values."""
 
-    def __init__(
-        self,
-        program: Program,
-        grids: tuple[GridShape, ...],
-        tile: int,
-        *,
-        training: bool,
-    ) -> None:
-        super().__init__(program, grids, tile, training=training)
-        self.module = with_graph(program.module, fx.Graph())
+    _made: list[fx.Node] = field(default_factory=list, init=False)  # of a block
+    _parts: dict[tuple[Any, ...], fx.Node] = field(default_factory=dict, init=False)
+    _exchanges: dict[Any, Exchange] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self.module = with_graph(self.program.module, fx.Graph())
         self.graph = self.module.graph
-        self._made: list[fx.Node] = []  # of the block at hand
-        self._parts: dict[tuple[Any, ...], fx.Node] = {}
-        self._exchanges: dict[Any, Exchange] = {}
 
     def layer(self, call: fx.Node) -> fx.Node:
         """Return the node of the layer called, as an argument of an operation."""

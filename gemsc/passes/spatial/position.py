@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from torch import fx
 
@@ -21,24 +22,17 @@ from gemsc.passes.spatial.values import (
 )
 
 
+@dataclass(eq=False)
 class StagePosition:
     """The stage at hand, its grid, and the rank of it whose graph is built."""
 
-    def __init__(
-        self,
-        program: Program,
-        grids: tuple[GridShape, ...],
-        tile: int,
-        *,
-        training: bool,
-    ) -> None:
-        self.program = program
-        self.grid: tuple[int, ...] = ()  # parts along the axes of the stage at hand
-        self._grids = grids
-        self._form = ALONE  # of the stage at hand
-        self._tile = tile  # beyond the grid it begins anew
-        self._stage = 0  # the one at hand
-        self._training = training
+    program: Program
+    grids: tuple[GridShape, ...]  # of all stages
+    tile: int  # beyond the grid it begins anew
+    training: bool = field(default=True, kw_only=True)
+    grid: tuple[int, ...] = field(default=(), init=False)  # parts along its axes
+    _form: GridShape = field(default=ALONE, init=False)
+    _stage: int = field(default=0, init=False)
 
     @property
     def stage(self) -> Stage:
@@ -69,22 +63,22 @@ class StagePosition:
 
     def is_split(self, stage: Stage) -> bool:
         """Whether a stage has a grid."""
-        return bool(self._grids[stage.index])
+        return bool(self.grids[stage.index])
 
     def enter(self, stage: Stage) -> None:
         """Let a stage be the one at hand."""
-        self._stage, self._form = stage.index, self._grids[stage.index]
+        self._stage, self._form = stage.index, self.grids[stage.index]
         self.grid = self._form.axes
 
     @property
     def place(self) -> int:
         """The number of the tile at hand in the stage's grid."""
-        return self._tile % num_tiles(self.grid)
+        return self.tile % num_tiles(self.grid)
 
     @property
     def here(self) -> ShapeGrid:
         """The stage's grid, as an argument of operations on tiles."""
-        return ShapeGrid(self._tile, self.tiles)
+        return ShapeGrid(self.tile, self.tiles)
 
     @property
     def tiles(self) -> int:
@@ -155,7 +149,7 @@ class StagePosition:
 
     def trains(self, call: fx.Node) -> bool:
         """Whether the layer called is in training mode."""
-        return self._training and str(call.target) not in self.program.frozen
+        return self.training and str(call.target) not in self.program.frozen
 
     def has_own_backward(self, node: fx.Node) -> bool:
         """Whether code of the user's computes a node's gradients."""

@@ -16,7 +16,7 @@ from gemsc.ir.mutation import elements
 from gemsc.ir.operators.calls import Call
 from gemsc.passes.spatial import need
 from gemsc.passes.spatial.cuts import Axes, cut, fits
-from gemsc.passes.spatial.emit import alike, call_again
+from gemsc.passes.spatial.emit import alike, call_again, meeting
 from gemsc.passes.spatial.flattened import join
 from gemsc.passes.spatial.lowering import Lowering
 from gemsc.passes.spatial.rules.windows import numbers
@@ -77,18 +77,7 @@ def _fitted(
         for dim, (size, axis) in enumerate(zip(own, axes[ahead:], strict=True))
     ]
     if any(axis is not None for axis in first):
-        return low.part(
-            source,
-            tuple(
-                tuple(
-                    (0, size) if axis is None else interval
-                    for size, axis, interval in zip(
-                        own, first, box[ahead:], strict=True
-                    )
-                )
-                for box in boxes
-            ),
-        )
+        return meeting(low, source, tuple(first), (box[ahead:] for box in boxes))
     return low.whole(source)
 
 
