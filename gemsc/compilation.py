@@ -10,6 +10,7 @@ from typing import Any
 from torch import fx
 
 from gemsc.base.parts import Part, by_path
+from gemsc.ir.constants import changing_tensors
 from gemsc.ir.flow import StageFlow, flow, owned_tensors, shared_parameters
 from gemsc.ir.program import Program
 from gemsc.plan import Plan
@@ -29,6 +30,13 @@ class Traced:
     evaluation: Program
     twins: dict[fx.Node, fx.Node] | None
     facts: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @cached_property
+    def changing(self) -> frozenset[str]:
+        """The buffers and parameters that forward changes in either graph."""
+        return frozenset(
+            changing_tensors(self.program) | changing_tensors(self.evaluation)
+        )
 
     @property
     def other_evaluation(self) -> Program | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from itertools import product
 
 import torch
@@ -173,9 +174,13 @@ class Constants:
             runs = self.text.runs
             run = next(r for r in runs if (r.replica, r.stage.flow.index) == here)
             return [self.runs[run.key]]
-        tags = {self.text.tag(*key): name for key, name in self.names.items()}
         back = place[2] % 2
-        return [tags[place[2] - back] + ".gradient" * back]
+        return [self._by_tag[place[2] - back] + ".gradient" * back]
+
+    @cached_property
+    def _by_tag(self) -> dict[int, str]:
+        """The names of messages by their tags."""
+        return {self.text.tag(*key): name for key, name in self.names.items()}
 
     def _write_table(
         self,

@@ -38,7 +38,7 @@ def write_forwards(
     What no micro-batch changes has a method of its own. `methods` has the names that no
     further method may have.
     """
-    flow, constant = stage.flow, _made_once(stage)
+    flow, constant = stage.flow, made_once(stage.flow)
     if constant:
         others = [node for node in flow.nodes if node not in constant]
         flow = replace(flow, nodes=(*constant, *others))
@@ -98,14 +98,6 @@ def _sections_of(
             method = method and methods.unique(method)
             sections.append(_Section(segment.kind, inside, segment.name, method))
     return sections
-
-
-def _made_once(stage: StageText) -> tuple[fx.Node, ...]:
-    """Return the nodes that no micro-batch changes; on a grid, all run each time."""
-    parameters = dict(stage.program.module.named_parameters())
-    if stage.tile is not None or not any(name in parameters for name in stage.owned):
-        return ()
-    return made_once(stage.flow)
 
 
 def _write_forward(

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import chain
 from typing import Literal
 
 from gemsc.base.grid_shape import ALONE, GridShape
 from gemsc.compilation import Traced
 from gemsc.costs.hardware import Hardware, read_hardware
 from gemsc.costs.signature import alike_ranks
-from gemsc.ir.constants import changing_tensors
 from gemsc.ir.program import Program
 from gemsc.ir.shards import Placed
 from gemsc.lowering.tracing import one_thread
@@ -193,9 +191,7 @@ def _different(grids: tuple[GridShape, ...]) -> tuple[GridShape, ...]:
 
 def make_again(traced: Traced, hardware: Hardware, chosen: StageLayout) -> MakeAgain:
     """Return the pass that makes constants where they are used, in both graphs."""
-    graphs = traced.program, traced.evaluation
-    changing = frozenset(chain.from_iterable(map(changing_tensors, graphs)))
-    return MakeAgain(hardware.network.link(0, 1), chosen.grids, changing)
+    return MakeAgain(hardware.network.link(0, 1), chosen.grids, traced.changing)
 
 
 def _crowded(done: Scheduled) -> set[int]:

@@ -195,8 +195,7 @@ class Updates:
 
         The gradients are those of a sum of so many `terms`; None: they are of a mean.
         """
-        gradients = _gradients(self.parameters.values())
-        if terms is not None and gradients:
+        if terms is not None and (gradients := _gradients(self.parameters.values())):
             torch._foreach_div_(gradients, terms)
         if self._clip_norm is not None:
             self.norm = self._clip(self._clip_norm)
