@@ -93,6 +93,16 @@ def is_started_by_torch() -> bool:
     return by_srun or not is_started_by_mpirun()
 
 
+def rank_settings(num_ranks: int, *, is_alone: bool) -> dict[str, str]:
+    """Return the environment of a rank; `is_alone`: all are on this machine."""
+    settings = {"PYTHONUNBUFFERED": "1", "GLIBC_TUNABLES": MALLOC_SETTING}
+    if is_alone:
+        # torch would start a thread per core in every rank. On several hosts a rank
+        # asks for its own
+        settings["OMP_NUM_THREADS"] = str(max(1, num_cores() // num_ranks))
+    return settings
+
+
 def num_cores() -> int:
     """Return how many cores this process may use."""
     if hasattr(os, "sched_getaffinity"):

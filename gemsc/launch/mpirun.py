@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
-from gemsc.base.process import MALLOC_SETTING, SCRATCH_VARIABLE, num_cores
+from gemsc.base.process import SCRATCH_VARIABLE, rank_settings
 from gemsc.errors import GemscError
 from gemsc.launch.hosts import Host, listed
 
@@ -78,14 +78,9 @@ def mpirun_command(
     mpirun = find_mpirun()
     settings = {
         "GEMSC_NUM_RANKS": str(num_ranks),
-        "PYTHONUNBUFFERED": "1",
-        "GLIBC_TUNABLES": MALLOC_SETTING,
         "HOME": os.path.expanduser("~"),  # Open MPI does not start without
+        **rank_settings(num_ranks, is_alone=not hosts),
     }
-    if not hosts:
-        # torch would start a thread per core in every rank. On several hosts a rank
-        # asks for its own
-        settings["OMP_NUM_THREADS"] = str(max(1, num_cores() // num_ranks))
     is_open_mpi = not is_hydra(mpirun)
     if is_open_mpi:
         settings |= _open_mpi_settings()

@@ -22,12 +22,11 @@ from types import FrameType
 
 from gemsc.base.process import (
     ABORTED,
-    MALLOC_SETTING,
     OF_MPI,
     STORE_VARIABLE,
     TORCHRUN,
     end_with_parent,
-    num_cores,
+    rank_settings,
 )
 from gemsc.errors import GemscError
 from gemsc.launch.hosts import Host
@@ -56,11 +55,7 @@ def torch_command(
         GemscError: there are `hosts`.
     """
     check_one_machine(hosts)
-    settings = {
-        "PYTHONUNBUFFERED": "1",
-        "GLIBC_TUNABLES": MALLOC_SETTING,
-        "OMP_NUM_THREADS": str(max(1, num_cores() // num_ranks)),
-    }
+    settings = rank_settings(num_ranks, is_alone=True)
     given = {n: v for n, v in os.environ.items() if n not in OF_ANOTHER}
     module = "gemsc.launch.torch_ranks"
     words = [sys.executable, "-m", module, str(scratch / STORE), str(num_ranks)]

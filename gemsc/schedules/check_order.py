@@ -2,7 +2,7 @@
 
 Where messages have no tags, what a rank begins is one chain: messages, sums, and what
 tiles exchange in an action, forward or backward. `_Chain` begins all of it as a rank
-does, in the order that its file gives (see `gemsc/runtime/transport/turns.py`). If the
+does, in the order that its file gives (see `gemsc/base/turns.py`). If the
 chains of all ranks together have no cycle, each message being one event of two chains,
 then there is always one that is first in all its chains: it can happen, even where a
 rank runs only one at a time.
@@ -10,11 +10,13 @@ rank runs only one at a time.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import Counter
 from collections.abc import Hashable, Sequence
+from functools import partial
 from itertools import pairwise
 
 from gemsc.base.parts import sums_in_order
+from gemsc.base.turns import Turns
 from gemsc.errors import InternalError
 from gemsc.schedules.action import Action
 from gemsc.schedules.proof import Proof
@@ -28,6 +30,8 @@ from gemsc.schedules.rank_step import (
     events_of,
     find_cycle,
 )
+
+_ALL = "all"  # what a rank begins is one chain
 
 
 def nothing_blocks(proof: Proof) -> None:
@@ -87,8 +91,8 @@ class _Chain:
     def __init__(self, proof: Proof, rank: RankStep) -> None:
         self.proof = proof
         self.rank = rank
-        self.to_come = deque(each for turn in rank.order for each in _parts(rank, turn))
-        self.offered: dict[Hashable, deque[Event | None]] = defaultdict(deque)
+        self.turns = Turns(lambda entry: _ALL)
+        self.turns.begin(each for turn in rank.order for each in _parts(rank, turn))
         self.begun: list[Event] = []
         self.count: Counter[Hashable] = Counter()  # of what has begun
         self.expected: Counter[Way] = Counter()
@@ -125,7 +129,7 @@ class _Chain:
                 self._receive(action, (message.peer, number, message.tag))
         if len(self.rank.tiles) > 1:
             own = action.replica, action.stage
-            if not self.to_come or self.to_come[0] != own:
+            if self.turns.next(_ALL) != own:
                 raise self._too_early(action, "what its tiles exchange")
             self._offer(own, ("together", (self.rank.tiles, action)))
         for message in run.sends:
@@ -148,20 +152,19 @@ class _Chain:
 
     def _offer(self, what: Hashable, event: Event | None = None) -> None:
         """Begin something now, or when its turn comes; without an event a message."""
-        self.offered[what].append(event)
-        while self.to_come and self.offered[self.to_come[0]]:
-            first = self.to_come.popleft()
-            event = self.offered[first].popleft()
-            self.begun.append(event or ("moved", (first, self.count[first])))
-            self.count[first] += 1
+        self.turns.offer(what, partial(self._begin, what, event))
+
+    def _begin(self, what: Hashable, event: Event | None) -> None:
+        self.begun.append(event or ("moved", (what, self.count[what])))
+        self.count[what] += 1
 
     def _too_early(self, action: Action, what: str) -> InternalError:
-        turn = str(self.to_come[0]) if self.to_come else "nothing"
+        turn = self.turns.next(_ALL) or "nothing"
         text = f"rank {self.rank.rank} needs {what}, when it is the turn of {turn}"
         return self.proof.wrong(action, text)
 
     def _end(self) -> None:
-        if self.to_come:
+        if self.turns.next(_ALL) is not None:
             what = "the end of its step"
             raise self._too_early(self.rank.actions[-1], what)
 

@@ -17,6 +17,7 @@ from gemsc.options import CompileOptions
 from gemsc.plan import Plan
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.runtime.transport.local import LocalTransport, run_local
+from gemsc.verify.steps import divide_gradients
 
 DOUBLE = torch.float64
 
@@ -111,9 +112,7 @@ def one_process(
             mean.add(as_loss(case.loss(model(*given), wanted))).backward()
         if (number + 1) % accumulate:
             continue
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.grad /= mean.divisor
+        divide_gradients(model.parameters(), mean.divisor)
         mean = Mean()
         if clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)

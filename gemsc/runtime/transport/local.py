@@ -26,6 +26,7 @@ from gemsc.runtime.transport.transport import (
     check_memory,
     check_message,
     check_sum,
+    members,
     shape_text,
 )
 from gemsc.runtime.transport.waiting import Request, wait
@@ -344,9 +345,7 @@ class LocalTransport:
 
     def group(self, ranks: tuple[int, ...], key: str = "") -> LocalGroup:
         """Return the group of these ranks."""
-        ranks = tuple(sorted(set(ranks)))
-        if self.rank not in ranks:
-            raise InternalError(f"rank {self.rank} is not in the group {ranks}")
+        ranks = members(ranks, self.rank)
         return self._groups.setdefault((ranks, key), LocalGroup(self, ranks, key))
 
     def start_collective(

@@ -15,13 +15,12 @@ import numpy
 from torch import Tensor
 
 from gemsc.base.process import end_with_launcher
-from gemsc.errors import GemscError, InternalError
 from gemsc.runtime.transport.launcher import check_size, start_mpi
 from gemsc.runtime.transport.mpi_group import MpiGroup
 from gemsc.runtime.transport.mpi_messages import InSteps, Lane, TestRequest
 from gemsc.runtime.transport.mpi_progress import Progress
 from gemsc.runtime.transport.streams import Streams
-from gemsc.runtime.transport.transport import check_message
+from gemsc.runtime.transport.transport import check_message, members
 from gemsc.runtime.transport.trial import may_carry, try_message
 from gemsc.runtime.transport.waiting import (
     Awaited,
@@ -29,6 +28,7 @@ from gemsc.runtime.transport.waiting import (
     Wait,
     check_in_waits,
     check_no_more,
+    is_gone,
     wait,
 )
 
@@ -125,14 +125,12 @@ class MpiTransport:
 
     def group(self, ranks: tuple[int, ...], key: str = "") -> MpiGroup:
         """Return the group of these ranks."""
-        ranks = tuple(sorted(set(ranks)))
-        if self.rank not in ranks:
-            raise InternalError(f"rank {self.rank} is not in the group {ranks}")
+        ranks = members(ranks, self.rank)
         if (ranks, key) not in self._groups:
             comm = self._mpi.COMM_SELF
             if len(ranks) > 1:
-                members = self._control.Get_group().Incl(ranks)
-                comm = self._control.Create_group(members)
+                included = self._control.Get_group().Incl(ranks)
+                comm = self._control.Create_group(included)
             self._groups[ranks, key] = MpiGroup(
                 self._mpi, comm, ranks, key, self._turns
             )
@@ -185,15 +183,10 @@ class MpiTransport:
             rank = status.Get_source()
             self._control.Recv([bytearray(), self._mpi.BYTE], rank)
             self._left[rank] = time.monotonic()
-        for what, ranks in waiting.needs:
-            for rank in ranks:
+        for need in waiting.needs:
+            for rank in need.ranks:
                 if time.monotonic() - self._left.get(rank, math.inf) > LEFT_SECONDS:
-                    raise GemscError(
-                        f"rank {rank} has left its loop, and rank {self.rank} waits "
-                        f"for {what}",
-                        help="leave on all ranks after the same step; where one fails, "
-                        "raise an error or call sys.exit with it",
-                    )
+                    raise is_gone(need, f"rank {rank} has left its loop", self.rank)
 
     def abort(self, code: int) -> NoReturn:
         """End all ranks of the job with this exit code; what was printed is kept."""

@@ -48,6 +48,7 @@ from gemsc.runtime.transport.transport import (
     check_memory,
     check_message,
     check_sum,
+    members,
     shape_text,
 )
 from gemsc.runtime.transport.waiting import (
@@ -56,6 +57,7 @@ from gemsc.runtime.transport.waiting import (
     Wait,
     check_in_waits,
     check_no_more,
+    is_gone,
     wait,
 )
 
@@ -300,9 +302,7 @@ class TorchTransport:
 
     def group(self, ranks: tuple[int, ...], key: str = "") -> TorchGroup:
         """Return the group of these ranks."""
-        ranks = tuple(sorted(set(ranks)))
-        if self.rank not in ranks:
-            raise InternalError(f"rank {self.rank} is not in the group {ranks}")
+        ranks = members(ranks, self.rank)
         if (ranks, key) not in self._groups:
             self._groups[ranks, key] = TorchGroup(self, ranks, key)
         return self._groups[ranks, key]
@@ -357,7 +357,7 @@ class TorchTransport:
         for need in waiting.needs:
             for rank in need.ranks:
                 if self._has_left(rank):
-                    raise self._is_gone(need, f"rank {rank} has left its loop")
+                    raise is_gone(need, f"rank {rank} has left its loop", self.rank)
 
     def _has_left(self, rank: int) -> bool:
         """Whether a rank has left long ago: what it has sent is here."""
@@ -374,19 +374,12 @@ class TorchTransport:
         for rank in need.ranks:
             self._has_left(rank)
         time.sleep(2 * LEFT_SECONDS)
-        for rank in need.ranks:
-            if self._has_left(rank):
-                raise self._is_gone(need, f"rank {rank} has left its loop") from error
+        for rank in filter(self._has_left, need.ranks):
+            how = f"rank {rank} has left its loop"
+            raise is_gone(need, how, self.rank) from error
         others = [rank for rank in need.ranks if rank != self.rank]
         who = f"rank {others[0]} has" if len(others) == 1 else "a rank has"
-        raise self._is_gone(need, f"{who} ended before the others") from error
-
-    def _is_gone(self, need: Awaited, how: str) -> GemscError:
-        return GemscError(
-            f"{how}, and rank {self.rank} waits for {need.what}",
-            help="leave on all ranks after the same step; where one fails, "
-            "raise an error or call sys.exit with it",
-        )
+        raise is_gone(need, f"{who} ended before the others", self.rank) from error
 
     def abort(self, code: int) -> NoReturn:
         """End all ranks of the job with this exit code; what was printed is kept."""

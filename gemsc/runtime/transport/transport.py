@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import NoReturn, Protocol, TypeVar
 
@@ -164,6 +164,14 @@ class LaneTransport(Transport, Protocol):
         It is over when all of them are, in any order.
         """
         ...
+
+
+def members(ranks: Iterable[int], rank: int) -> tuple[int, ...]:
+    """Return the members of a group, ascending; an InternalError if `rank` is none."""
+    found = tuple(sorted(set(ranks)))
+    if rank not in found:
+        raise InternalError(f"rank {rank} is not in the group {found}")
+    return found
 
 
 def add_in_order(terms: Sequence[Tensor], result: Tensor) -> None:

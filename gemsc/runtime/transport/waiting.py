@@ -29,6 +29,8 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
+from gemsc.errors import GemscError
+
 SPIN_SECONDS = 60e-6
 SHORTEST_SLEEP = 20e-6
 LONGEST_SLEEP = 2e-3
@@ -49,6 +51,15 @@ class Awaited(NamedTuple):
 
     what: str
     ranks: tuple[int, ...]
+
+
+def is_gone(need: Awaited, how: str, rank: int) -> GemscError:
+    """Return the error of a rank that waits for what cannot come any more."""
+    return GemscError(
+        f"{how}, and rank {rank} waits for {need.what}",
+        help="leave on all ranks after the same step; where one fails, raise an error "
+        "or call sys.exit with it",
+    )
 
 
 class Request(Protocol):

@@ -207,11 +207,8 @@ class OverField(QuietMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         if name in PLAIN:
             return self._plain(func, args, kwargs)
-        if name == "_foreach_div_":
-            with self:
-                for tensor in args[0]:
-                    tensor.div_(args[1])
-            return None
+        if name.startswith("_foreach_") and name_and_place(func)[1]:
+            return self._for_each(name.removeprefix("_foreach_"), *args)
         if name == "copy_" and args[0].dtype is args[1].dtype is torch.uint8:
             self._plain(func, args, kwargs)
             self._exps.follow(*args[:2])
@@ -233,6 +230,14 @@ class OverField(QuietMode):  # type: ignore[no-untyped-call]
         if result is NotImplemented:
             raise NotDecidedError(name)
         return result
+
+    def _for_each(self, method: str, tensors: Any, *args: Any) -> None:
+        """Change each of some tensors, all with the same numbers."""
+        if any(isinstance(arg, list | tuple) for arg in args):
+            raise NotDecidedError(f"_foreach_{method}")
+        with self:
+            for tensor in tensors:
+                getattr(tensor, method)(*args)
 
     def _like(self, result: Any, args: Any, kwargs: Any) -> Any:
         """Return results in the dtype that torch gives them."""

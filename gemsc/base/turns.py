@@ -51,10 +51,14 @@ class Turns:
         lane = self._lane(entry)
         if lane is None:
             return
-        to_come = self._to_come[lane]
-        if not to_come or to_come[0] != entry:
-            first = to_come[0] if to_come else "nothing"
+        if (first := self.next(lane)) != entry:
+            first = first or "nothing"
             raise InternalError(f"it is the turn of {first}, not of {entry}")
+
+    def next(self, lane: Hashable) -> Hashable | None:
+        """Return what a lane waits for; None if all of it has begun."""
+        to_come = self._to_come[lane]
+        return to_come[0] if to_come else None
 
     def end(self) -> None:
         """Raise an InternalError unless all has begun."""
