@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -23,6 +23,13 @@ from gemsc.ir.shards import Placed
 from gemsc.lowering.evaluation import evaluate
 from gemsc.lowering.stages import schedule_stages
 from gemsc.lowering.tracing import trace
+from gemsc.lowering.variants import (
+    as_family,
+    find_largest,
+    followed,
+    knowing_all,
+    with_one_ownership,
+)
 from gemsc.options import AUTO, CompileOptions
 from gemsc.passes.branches.forks import most_branches
 from gemsc.passes.manager import Observer, Runs
@@ -32,6 +39,7 @@ from gemsc.planner.edited import EditedPlan
 from gemsc.planner.fitting import Scheduled
 from gemsc.planner.make_plan import make_plan
 from gemsc.result import CompiledProgram, prove_files
+from gemsc.schedules import Task
 from gemsc.schedules.loops import find_loops
 from gemsc.search.auto import Tell, settled, telling_what_fits
 from gemsc.search.candidates import Candidate
@@ -124,27 +132,38 @@ def lower(
     traced: Traced,
     options: CompileOptions,
     *,
+    others: Mapping[str, Traced] | None = None,
     placed: Placed | None = None,
     source: Path | None = None,
     after_each: Observer | None = None,
 ) -> CompiledProgram:
     """Cut a traced model into stages, schedule them, write their text and prove it.
 
-    `placed` are the branches of each rank, where a plan has them.
+    `others` are further graphs of it, by name: they are cut where the one that costs
+    most is. `placed` are the branches of each rank, where a plan has them.
     """
-    run = Runs(after_each)
-    candidates, options = settled_options(traced, options, run)
-    with telling_what_fits(options, partial(schedule_stages, traced, run=run)):
-        done = schedule_stages(traced, options, run, placed=placed)
-    whole, tiles = evaluate(traced, done, options, run)
-    lost_nothing(whole.program, [t.program for t in tiles])
-    lost_nothing(whole.evaluation, [t.evaluation for t in tiles], draws=False)
-    steps = tuple(find_loops(order) for order in done.timeline.orders)
-    plan = _planned(traced, done, options, source, run)
-    compilation = Compilation(whole, tiles, steps, plan)
-    files = rank_modules(compilation)
-    prove_files(files, compilation, done.task)
-    return CompiledProgram(replace(compilation, files=files), candidates)
+    run, graphs = Runs(after_each), knowing_all({"": traced, **(others or {})})
+    largest = find_largest(graphs)
+    candidates, options = settled_options(graphs[largest], options, run)
+    lowered: dict[str, Compilation] = {}
+    tasks: dict[str, Task] = {}
+    for name in sorted(graphs, key=largest.__ne__):
+        like = followed(graphs, lowered, name)
+        cut = partial(schedule_stages, graphs[name], run=run, placed=placed, like=like)
+        with telling_what_fits(options, cut):
+            done = cut(options)
+        whole, tiles = evaluate(graphs[name], done, options, run)
+        lost_nothing(whole.program, [t.program for t in tiles])
+        lost_nothing(whole.evaluation, [t.evaluation for t in tiles], draws=False)
+        steps = tuple(find_loops(order) for order in done.timeline.orders)
+        plan = _planned(graphs[name], done, options, source, run)
+        lowered[name] = Compilation(whole, tiles, steps, plan, name=name)
+        tasks[name] = done.task
+    for name, each in with_one_ownership(lowered, largest).items():
+        files = rank_modules(each)
+        prove_files(files, each, tasks[name])
+        lowered[name] = replace(each, files=files)
+    return CompiledProgram(as_family(lowered, largest), candidates)
 
 
 def plan(

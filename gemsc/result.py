@@ -47,7 +47,7 @@ class CompiledProgram:
 
     def rank_modules(self) -> dict[str, str]:
         """Return the text of each rank's file, by file name."""
-        return dict(self.compilation.files)
+        return self.compilation.all_files()
 
     def graph(self) -> str:
         """Return the graph of the stages as DOT text."""

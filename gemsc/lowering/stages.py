@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Literal
 
 from gemsc.base.grid_shape import ALONE, GridShape
-from gemsc.compilation import Traced
+from gemsc.compilation import Followed, Traced
 from gemsc.costs.hardware import Hardware, read_hardware
 from gemsc.costs.signature import alike_ranks
 from gemsc.ir.program import Program
@@ -27,6 +27,7 @@ from gemsc.passes.checks.torch_compile import CheckTorchCompile
 from gemsc.passes.choose_shards import ChooseShards
 from gemsc.passes.constants.make_again import MakeAgain
 from gemsc.passes.find_halos import FindHalos
+from gemsc.passes.follow_stages import FollowStages
 from gemsc.passes.insert_comms import InsertComms
 from gemsc.passes.local_batchnorm import LocalBatchnorm
 from gemsc.passes.manager import Runs
@@ -59,23 +60,30 @@ def schedule_stages(
     lowered: Lowered = "all",
     hardware: Hardware | None = None,
     placed: Placed | None = None,
+    like: Followed | None = None,
 ) -> Scheduled:
     """Cut, place, split and schedule: what the options decide, before any text.
 
     Of a stage's ranks "all" are `lowered`; those that are "unlike" all others, which is
     as exact but has no text for each; or "two", the first and the one that holds most,
-    and all where they share branches. Where "none" is, see `schedule_at_best`.
+    and all where they share branches. Where "none" is, see `schedule_at_best`. Stages
+    are those of a graph that this one is `like`.
     """
     choose("schedule", options.schedule, SCHEDULES)
     hardware = hardware or read_hardware(options.hardware)
     chosen = stage_layout(options)
     names = [block.name for block in traced.program.blocks or ()]
-    with telling_what_ties(traced.program):
-        check_blocks(options, chosen, traced.program.name, names)
+    if like is None:
+        with telling_what_ties(traced.program):
+            check_blocks(options, chosen, traced.program.name, names)
     check_whole(options.whole, traced.program.module)
     balance = _balance(traced, options, chosen, hardware)
     again = make_again(traced, hardware, chosen)
-    cut = _cut(traced, options, chosen, (balance, again), run)
+    choose_stages: Pass = balance
+    if like is not None:
+        first, name = like.compilation, traced.program.name
+        choose_stages = FollowStages(first.program, first.owned, name, like.twins)
+    cut = _cut(traced, options, chosen, (choose_stages, again), run)
     place = PlaceStages(
         chosen.placement,
         num_replicas=chosen.num_replicas,
@@ -155,13 +163,13 @@ def _cut(
     traced: Traced,
     options: CompileOptions,
     chosen: StageLayout,
-    passes: tuple[BalanceStages, MakeAgain],
+    passes: tuple[Pass, MakeAgain],
     run: Runs,
 ) -> Program:
     """Return the program with its stages; the same one for all that cut it alike."""
-    balance, again = passes
+    choose_stages, again = passes
     one_graph = (CheckTorchCompile(),) if options.torch_compile else ()
-    cut = run(traced.program, *one_graph, balance)
+    cut = run(traced.program, *one_graph, choose_stages)
     edges = tuple(len(stage.blocks) for stage in cut.require_stages())
     cut = run.once(("cut", id(traced.program), edges), lambda found: found, cut)
     check_statistics = CheckStatistics(chosen.num_replicas * options.data)
