@@ -95,7 +95,7 @@ class Compilation:
     their loops found. `files` are the rank files, once they are proved. `variants` are
     further graphs of the model by their names, with the same stages: the phases of a
     step, other shapes. One of them has its `name`, and of a stage's tensors those that
-    it uses.
+    it uses. The plan is that of the `largest`.
     """
 
     whole: TileProgram
@@ -105,11 +105,17 @@ class Compilation:
     files: dict[str, str] = field(default_factory=dict)
     name: str = ""
     variants: Mapping[str, Compilation] = field(default_factory=dict)
+    largest: str = ""
 
     @property
     def program(self) -> Program:
         """The program for training, no stage split."""
         return self.whole.program
+
+    @property
+    def shown(self) -> Program:
+        """The program whose plan this is."""
+        return self.variants.get(self.largest, self).program
 
     @property
     def evaluation(self) -> Program:

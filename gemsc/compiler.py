@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from gemsc.base.elementwise import Factory
+from gemsc.base.phase import Phase, check_phases
 from gemsc.codegen.package import rank_modules
 from gemsc.compilation import Compilation, Traced
 from gemsc.costs.hardware import read_hardware
@@ -28,6 +29,8 @@ from gemsc.lowering.variants import (
     find_largest,
     followed,
     knowing_all,
+    options_of,
+    trace_phase,
     with_one_ownership,
 )
 from gemsc.options import AUTO, CompileOptions
@@ -67,6 +70,7 @@ def compile(
     loss: Callable[..., Any] | None = None,
     example_target: Any = None,
     optimizer: Factory | None = None,
+    phases: Sequence[Phase] = (),
     options: CompileOptions | None = None,
     source: Path | None = None,
     after_each: Observer | None = None,
@@ -78,10 +82,11 @@ def compile(
 
     `example_inputs` is one micro-batch: a tuple of positional or a dict of keyword
     inputs. `example_target` is a target of `loss(output, target)` for them. `optimizer`
-    takes (name, parameter) pairs; its state counts towards the memory. Choices are
-    the fields of `CompileOptions`: `ranks=4, schedule="1f1b", micro_batches=8`. An
-    `edited` plan replaces them all. `progress(block, share)` is called while
-    `profile=True` measures blocks.
+    takes (name, parameter) pairs; its state counts towards the memory. Where a step has
+    several `phases`, they have losses and optimizers of their own. Choices are the
+    fields of `CompileOptions`: `ranks=4, schedule="1f1b", micro_batches=8`. An `edited`
+    plan replaces them all. `progress(block, share)` is called while `profile=True`
+    measures blocks.
 
     The model's parameters and buffers and the random generators are left unchanged;
     a `memory_format` changes how they lie in memory.
@@ -94,12 +99,8 @@ def compile(
     with edited.lines() if edited else nullcontext():
         if edited is not None:
             options = edited.options()
-        traced = trace(
-            model,
-            example_inputs,
-            loss=loss,
-            example_target=example_target,
-            optimizer=optimizer,
+        traced_as = partial(
+            trace,
             frontend=options.frontend,
             precision=options.precision,
             memory_format=options.memory_format,
@@ -110,18 +111,40 @@ def compile(
             progress=progress,
             after_each=after_each,
         )
+        others: dict[str, Traced] = {}
+        if phases:
+            check_phases(phases, model)
+            traced = traced_as(model, example_inputs)
+            for phase in phases:
+                feed = phase, example_inputs, example_target
+                others[phase.name] = trace_phase(traced_as, model, *feed)
+        else:
+            traced = traced_as(
+                model,
+                example_inputs,
+                loss=loss,
+                example_target=example_target,
+                optimizer=optimizer,
+            )
+        graphs = {"": traced, **others}
+        first = graphs[find_largest(graphs)].program
         if edited is not None:
-            edited.check(traced.program.blocks or ())
-            kept = *options.whole, *edited.taken_out(traced.program)
+            edited.check(first.blocks or ())
+            kept = *options.whole, *edited.taken_out(first)
             options = replace(options, whole=kept)
         placed = edited.placed() if edited is not None else None
         program = lower(
-            traced, options, placed=placed, source=source, after_each=after_each
+            traced,
+            options,
+            others=others,
+            placed=placed,
+            source=source,
+            after_each=after_each,
         )
         if edited is not None:
             edited.check_shared(program.plan)
         if options.check:
-            given = model, example_inputs, loss, example_target
+            given = model, example_inputs, loss, example_target, phases
             program = program.with_plan(
                 unchecked=first_step(program.compilation, *given)
             )
@@ -139,8 +162,8 @@ def lower(
 ) -> CompiledProgram:
     """Cut a traced model into stages, schedule them, write their text and prove it.
 
-    `others` are further graphs of it, by name: they are cut where the one that costs
-    most is. `placed` are the branches of each rank, where a plan has them.
+    `others` are further graphs of it, by name: they are cut where the one is that costs
+    most. `placed` are the branches of each rank, where a plan has them.
     """
     run, graphs = Runs(after_each), knowing_all({"": traced, **(others or {})})
     largest = find_largest(graphs)
@@ -150,13 +173,14 @@ def lower(
     for name in sorted(graphs, key=largest.__ne__):
         like = followed(graphs, lowered, name)
         cut = partial(schedule_stages, graphs[name], run=run, placed=placed, like=like)
-        with telling_what_fits(options, cut):
-            done = cut(options)
-        whole, tiles = evaluate(graphs[name], done, options, run)
+        own = options_of(graphs, name, options)
+        with telling_what_fits(own, cut):
+            done = cut(own)
+        whole, tiles = evaluate(graphs[name], done, own, run)
         lost_nothing(whole.program, [t.program for t in tiles])
         lost_nothing(whole.evaluation, [t.evaluation for t in tiles], draws=False)
         steps = tuple(find_loops(order) for order in done.timeline.orders)
-        plan = _planned(graphs[name], done, options, source, run)
+        plan = _planned(graphs[name], done, own, source, run)
         lowered[name] = Compilation(whole, tiles, steps, plan, name=name)
         tasks[name] = done.task
     for name, each in with_one_ownership(lowered, largest).items():

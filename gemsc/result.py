@@ -51,7 +51,7 @@ class CompiledProgram:
 
     def graph(self) -> str:
         """Return the graph of the stages as DOT text."""
-        return draw_graph(self.compilation.program, self.plan)
+        return draw_graph(self.compilation.shown, self.plan)
 
     def write(self, directory: str | Path) -> str | None:
         """Write the program directory; return why graph.svg is missing, if it is."""

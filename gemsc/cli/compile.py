@@ -266,6 +266,7 @@ def _prepared(user: UserModel, options: CompileOptions) -> Iterator[dict[str, An
             "loss": user.make_loss() if user.loss is not None else None,
             "example_target": user.make_target(inputs),
             "optimizer": user.optimizer,
+            "phases": user.make_phases(),
             "progress": progress,
         }
 

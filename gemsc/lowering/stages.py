@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from gemsc.base.grid_shape import ALONE, GridShape
 from gemsc.compilation import Followed, Traced
@@ -72,17 +72,13 @@ def schedule_stages(
     choose("schedule", options.schedule, SCHEDULES)
     hardware = hardware or read_hardware(options.hardware)
     chosen = stage_layout(options)
-    names = [block.name for block in traced.program.blocks or ()]
-    if like is None:
-        with telling_what_ties(traced.program):
-            check_blocks(options, chosen, traced.program.name, names)
     check_whole(options.whole, traced.program.module)
     balance = _balance(traced, options, chosen, hardware)
     again = make_again(traced, hardware, chosen)
-    choose_stages: Pass = balance
-    if like is not None:
-        first, name = like.compilation, traced.program.name
-        choose_stages = FollowStages(first.program, first.owned, name, like.twins)
+    if like is None:
+        with telling_what_ties(traced.program):
+            check_blocks(options, chosen, traced.program)
+    choose_stages = balance if like is None else _following(like, traced)
     cut = _cut(traced, options, chosen, (choose_stages, again), run)
     place = PlaceStages(
         chosen.placement,
@@ -93,13 +89,7 @@ def schedule_stages(
     if lowered == "none":
         alone = replace(place, groups=(ALONE,) * len(chosen.groups))
         program = run(cut, alone, InsertComms())
-        blocks = traced.program.blocks or ()
-        shares = {
-            grid: run.once(
-                ("shares", grid), balance.shares, traced.program, blocks, grid
-            )
-            for grid in {*chosen.grids}
-        }
+        shares = _shares(traced, balance, chosen, run)
         return schedule_at_best(program, chosen, options, hardware, shares, run.once)
     if any(grid.beside > 1 for grid in chosen.grids):
         link, row = hardware.network.link(0, 1), chosen.rows[0]
@@ -159,6 +149,23 @@ def _balance(
     )
 
 
+def _following(like: Followed, traced: Traced) -> FollowStages:
+    first = like.compilation
+    name = traced.program.name
+    return FollowStages(first.program, first.owned, name, like.twins)
+
+
+def _shares(
+    traced: Traced, balance: BalanceStages, chosen: StageLayout, run: Runs
+) -> dict[GridShape, Any]:
+    """Return what one rank of each grid has of each block."""
+    program, blocks = traced.program, traced.program.blocks or ()
+    return {
+        grid: run.once(("shares", grid), balance.shares, program, blocks, grid)
+        for grid in {*chosen.grids}
+    }
+
+
 def _cut(
     traced: Traced,
     options: CompileOptions,
@@ -173,7 +180,8 @@ def _cut(
     edges = tuple(len(stage.blocks) for stage in cut.require_stages())
     cut = run.once(("cut", id(traced.program), edges), lambda found: found, cut)
     check_statistics = CheckStatistics(chosen.num_replicas * options.data)
-    mark = MarkSegments(options.recompute, options.offload)
+    follows = isinstance(choose_stages, FollowStages)
+    mark = MarkSegments(options.recompute, options.offload, follows)
     return run(cut, check_statistics, again, mark)
 
 

@@ -8,13 +8,38 @@ holds is what any of them needs there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
+from torch import nn
+
+from gemsc.base.nests import normalize_inputs
+from gemsc.base.phase import Phase
 from gemsc.compilation import Compilation, Followed, Traced
 from gemsc.errors import GemscError
+from gemsc.frontend.phases import own_loss, phase_inputs, phase_model, with_target
 from gemsc.ir.flow import owned_tensors
+from gemsc.options import CompileOptions
 from gemsc.passes.follow_stages import find_twins
+from gemsc.plan import PlannedPhase
+
+
+def trace_phase(
+    trace: Callable[..., Traced],
+    model: nn.Module,
+    phase: Phase,
+    example_inputs: Any,
+    target: Any,
+) -> Traced:
+    """Return the graph of a phase of a model's steps, as `trace` gives it."""
+    inputs = normalize_inputs(example_inputs)
+    given = phase_model(model, phase), phase_inputs(inputs, target)
+    traced = trace(*given, loss=own_loss, optimizer=phase.optimizer)
+    program, evaluation = (
+        with_target(each, inputs) for each in (traced.program, traced.evaluation)
+    )
+    return replace(traced, program=program, evaluation=evaluation)
 
 
 def find_largest(graphs: Mapping[str, Traced]) -> str:
@@ -45,6 +70,14 @@ def followed(
     return Followed(compilation, {node.name: twin for node, twin in twins.items()})
 
 
+def options_of(
+    graphs: Mapping[str, Traced], name: str, options: CompileOptions
+) -> CompileOptions:
+    """Return the options of a graph: the model of phases has nothing to update."""
+    is_trained = graphs[name].program.loss is not None or len(graphs) == 1
+    return options if is_trained else replace(options, shard_optimizer=False)
+
+
 def with_one_ownership(
     lowered: Mapping[str, Compilation], largest: str
 ) -> dict[str, Compilation]:
@@ -72,7 +105,19 @@ def with_one_ownership(
 def as_family(lowered: Mapping[str, Compilation], largest: str) -> Compilation:
     """Return the graph without a name, with all others as its variants.
 
-    Its plan is that of the one that costs most.
+    Its plan is that of the one that costs most; ranks need what they need in any of
+    them.
     """
     variants = {name: each for name, each in lowered.items() if name}
-    return replace(lowered[""], plan=lowered[largest].plan, variants=variants)
+    plan = lowered[largest].plan
+    if variants:
+        phases = [
+            PlannedPhase(
+                name=name,
+                step_seconds=each.plan.step_seconds,
+                peak_bytes=each.plan.peak_bytes,
+            )
+            for name, each in variants.items()
+        ]
+        plan = replace(plan, model=lowered[""].plan.model, phases=phases)
+    return replace(lowered[""], plan=plan, variants=variants, largest=largest)

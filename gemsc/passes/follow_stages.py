@@ -16,6 +16,7 @@ from torch import fx
 
 from gemsc.errors import GemscError
 from gemsc.ir import meta
+from gemsc.ir.flow import unique_names
 from gemsc.ir.program import Block, Program, Stage
 from gemsc.ir.staged import (
     in_order,
@@ -57,7 +58,7 @@ class FollowStages(Pass):
         """
         places = self._by_owners(program) if self.twins is None else self._by_twins()
         moved, mapping = in_order(program, places)
-        groups: list[list[tuple[str, fx.Node]]] = [
+        groups: list[list[tuple[str, fx.Node | None]]] = [
             [] for _ in self.training.require_stages()
         ]
         for node, (index, name) in places.items():
@@ -215,23 +216,30 @@ def _alike(a: Any, b: Any, twins: dict[fx.Node, fx.Node]) -> bool:
 
 
 def _with_stages(
-    program: Program, training: Program, groups: list[list[tuple[str, fx.Node]]]
+    program: Program, training: Program, groups: list[list[tuple[str, fx.Node | None]]]
 ) -> Program:
     """Return the program with a stage for each group of nodes, by their blocks."""
-    stages: list[Stage] = []
-    count = 0
-    for index, nodes in enumerate(groups):
-        runs = [(name, [*inside]) for name, inside in groupby(nodes, itemgetter(0))]
-        blocks = []
-        for name, inside in runs or [(f"stage{index}", [])]:
-            found = tuple(node for _, node in inside)
-            blocks.append(Block(count, name, found))
-            count += 1
-        stages.append(Stage(index, tuple(blocks)))
+    runs = [
+        (index, name, tuple(node for _, node in inside))
+        for index, nodes in enumerate(groups)
+        for name, inside in groupby(nodes or [(f"stage{index}", None)], itemgetter(0))
+    ]
+    names = unique_names(name for _, name, _ in runs)
+    blocks = tuple(
+        Block(number, name, tuple(node for node in nodes if node is not None))
+        for number, (name, (_, _, nodes)) in enumerate(zip(names, runs, strict=True))
+    )
+    stages = tuple(
+        Stage(
+            index,
+            tuple(b for b, run in zip(blocks, runs, strict=True) if run[0] == index),
+        )
+        for index in range(len(groups))
+    )
     return replace(
         program,
-        blocks=tuple(block for stage in stages for block in stage.blocks),
-        stages=tuple(stages),
+        blocks=blocks,
+        stages=stages,
         placement=training.placement,
         facts=True,
     )

@@ -63,7 +63,8 @@ class Mailbox:
         self._letterboxes: dict[Message, _Letterbox] = {}
         self._sends: list[Request] = []
         self._turns = Turns(self._lane)
-        self._orders: dict[bool, tuple[Hashable, ...]] = {}  # of training, evaluation
+        # expanded, by the id of an order, which is kept: of each program and mode
+        self._orders: dict[int, tuple[object, tuple[Hashable, ...]]] = {}
         self._acting: Hashable | None = None  # an action of all tiles, until it is over
 
     def begin(
@@ -71,13 +72,14 @@ class Mailbox:
     ) -> None:
         """Expect so many micro-batches of each message in this step, in an order.
 
-        It is the same in each step. Besides messages it has what `when` and `act` get.
+        The same object gives it in each step of a kind. Besides messages it has what
+        `when` and `act` get.
         """
         self._num_expected = num_expected
         self._training = training
-        if training not in self._orders:
-            self._orders[training] = tuple(self._expanded(order))
-        self._turns.begin(self._orders[training])
+        if id(order) not in self._orders:
+            self._orders[id(order)] = order, tuple(self._expanded(order))
+        self._turns.begin(self._orders[id(order)][1])
 
     def when(self, entry: Hashable, start: Callable[[], None]) -> None:
         """Begin a sum of gradients, or what else is in the order, when its turn comes.
