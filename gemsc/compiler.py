@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from gemsc.base.elementwise import Factory
-from gemsc.base.phase import Phase, check_phases
+from gemsc.base.phase import Phase
 from gemsc.codegen.package import rank_modules
 from gemsc.compilation import Compilation, Traced
 from gemsc.costs.hardware import read_hardware
@@ -30,7 +30,7 @@ from gemsc.lowering.variants import (
     followed,
     knowing_all,
     options_of,
-    trace_phase,
+    trace_all,
     with_one_ownership,
 )
 from gemsc.options import AUTO, CompileOptions
@@ -55,11 +55,13 @@ __all__ = [
     "CompiledProgram",
     "Traced",
     "compile",
+    "find_largest",
     "lower",
     "plan",
     "schedule_stages",
     "settled_options",
     "trace",
+    "trace_all",
 ]
 
 
@@ -111,22 +113,9 @@ def compile(
             progress=progress,
             after_each=after_each,
         )
-        others: dict[str, Traced] = {}
-        if phases:
-            check_phases(phases, model)
-            traced = traced_as(model, example_inputs)
-            for phase in phases:
-                feed = phase, example_inputs, example_target
-                others[phase.name] = trace_phase(traced_as, model, *feed)
-        else:
-            traced = traced_as(
-                model,
-                example_inputs,
-                loss=loss,
-                example_target=example_target,
-                optimizer=optimizer,
-            )
-        graphs = {"": traced, **others}
+        given = model, example_inputs
+        feed = {"loss": loss, "example_target": example_target, "phases": phases}
+        graphs = trace_all(traced_as, *given, **feed, optimizer=optimizer)
         first = graphs[find_largest(graphs)].program
         if edited is not None:
             edited.check(first.blocks or ())
@@ -134,38 +123,31 @@ def compile(
             options = replace(options, whole=kept)
         placed = edited.placed() if edited is not None else None
         program = lower(
-            traced,
-            options,
-            others=others,
-            placed=placed,
-            source=source,
-            after_each=after_each,
+            graphs, options, placed=placed, source=source, after_each=after_each
         )
         if edited is not None:
             edited.check_shared(program.plan)
         if options.check:
-            given = model, example_inputs, loss, example_target, phases
-            program = program.with_plan(
-                unchecked=first_step(program.compilation, *given)
-            )
+            unchecked = first_step(program.compilation, *given, **feed)
+            program = program.with_plan(unchecked=unchecked)
         return program
 
 
 def lower(
-    traced: Traced,
+    traced: Traced | Mapping[str, Traced],
     options: CompileOptions,
     *,
-    others: Mapping[str, Traced] | None = None,
     placed: Placed | None = None,
     source: Path | None = None,
     after_each: Observer | None = None,
 ) -> CompiledProgram:
     """Cut a traced model into stages, schedule them, write their text and prove it.
 
-    `others` are further graphs of it, by name: they are cut where the one is that costs
-    most. `placed` are the branches of each rank, where a plan has them.
+    It may have several graphs, by name, "" for its own: all are cut where the one is
+    that costs most. `placed` are the branches of each rank, where a plan has them.
     """
-    run, graphs = Runs(after_each), knowing_all({"": traced, **(others or {})})
+    graphs = {"": traced} if isinstance(traced, Traced) else traced
+    run, graphs = Runs(after_each), knowing_all(graphs)
     largest = find_largest(graphs)
     candidates, options = settled_options(graphs[largest], options, run)
     lowered: dict[str, Compilation] = {}
@@ -187,7 +169,8 @@ def lower(
         files = rank_modules(each)
         prove_files(files, each, tasks[name])
         lowered[name] = replace(each, files=files)
-    return CompiledProgram(as_family(lowered, largest), candidates)
+    in_order = {name: lowered[name] for name in graphs}
+    return CompiledProgram(as_family(in_order, largest), candidates)
 
 
 def plan(

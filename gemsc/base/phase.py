@@ -17,6 +17,8 @@ from torch import nn
 from gemsc.base.nests import Inputs
 from gemsc.errors import GemscError
 
+LOSS_OF = "loss_"  # before the name of a phase: what a log calls its loss
+
 
 @dataclass(frozen=True)
 class Phase:

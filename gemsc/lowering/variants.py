@@ -8,14 +8,15 @@ holds is what any of them needs there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from gemsc.base.nests import normalize_inputs
-from gemsc.base.phase import Phase
+from gemsc.base.phase import Phase, check_phases
+from gemsc.base.units import show_seconds
 from gemsc.compilation import Compilation, Followed, Traced
 from gemsc.errors import GemscError
 from gemsc.frontend.phases import own_loss, phase_inputs, phase_model, with_target
@@ -23,6 +24,7 @@ from gemsc.ir.flow import owned_tensors
 from gemsc.options import CompileOptions
 from gemsc.passes.follow_stages import find_twins
 from gemsc.plan import PlannedPhase
+from gemsc.planner.make_plan import OWN_LOSS
 
 
 def trace_phase(
@@ -40,6 +42,32 @@ def trace_phase(
         with_target(each, inputs) for each in (traced.program, traced.evaluation)
     )
     return replace(traced, program=program, evaluation=evaluation)
+
+
+def trace_all(
+    trace: Callable[..., Traced],
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    loss: Callable[..., Any] | None = None,
+    example_target: Any = None,
+    optimizer: Any = None,
+    phases: Sequence[Phase] = (),
+) -> dict[str, Traced]:
+    """Return the graph of a model's step; or of the model and of each phase of it.
+
+    Raises:
+        GemscError: the model cannot be traced, or has not what phases train.
+    """
+    if not phases:
+        feed = {"loss": loss, "example_target": example_target}
+        return {"": trace(model, example_inputs, **feed, optimizer=optimizer)}
+    check_phases(phases, model)
+    graphs = {"": trace(model, example_inputs)}
+    for phase in phases:
+        given = model, phase, example_inputs, example_target
+        graphs[phase.name] = trace_phase(trace, *given)
+    return graphs
 
 
 def find_largest(graphs: Mapping[str, Traced]) -> str:
@@ -111,6 +139,12 @@ def as_family(lowered: Mapping[str, Compilation], largest: str) -> Compilation:
     variants = {name: each for name, each in lowered.items() if name}
     plan = lowered[largest].plan
     if variants:
+        rows = [each.plan.activation_bytes for each in variants.values()]
+        activations = [max(row) for row in zip(*rows, strict=True)]
+        seconds = {n: show_seconds(v.plan.step_seconds) for n, v in variants.items()}
+        shown = ", ".join(f"{name} ({text})" for name, text in seconds.items())
+        about = f"a step has the phases {shown}; this is the plan of {largest}"
+        notes = [n for n in plan.notes if not n.startswith(OWN_LOSS)]
         phases = [
             PlannedPhase(
                 name=name,
@@ -119,5 +153,11 @@ def as_family(lowered: Mapping[str, Compilation], largest: str) -> Compilation:
             )
             for name, each in variants.items()
         ]
-        plan = replace(plan, model=lowered[""].plan.model, phases=phases)
+        plan = replace(
+            plan,
+            model=lowered[""].plan.model,
+            phases=phases,
+            activation_bytes=activations,
+            notes=[about, *notes],
+        )
     return replace(lowered[""], plan=plan, variants=variants, largest=largest)

@@ -273,6 +273,12 @@ class Trainer:
         return next((each for each in reversed([*found]) if each is not None), None)
 
     @property
+    def gradient_norm(self) -> float | None:
+        """The norm of the last gradients before clipping; None without `clip_norm`."""
+        found = (each.updates.norm for each in self.worker.variants.values())
+        return next((each for each in reversed([*found]) if each is not None), None)
+
+    @property
     def step_number(self) -> int:
         """How many steps are done since the first start."""
         return self.worker.steps.done
@@ -343,17 +349,27 @@ class Trainer:
         Call it between two steps. The state of the optimizer stays as it is.
 
         Raises:
-            GemscError: the model has no such path.
+            GemscError: the model has no such path, or its steps have phases.
         """
+        self._check_no_phases()
         self._freezing.change(paths, trains=False)
 
     def unfreeze(self, *paths: str) -> None:
         """Train what is under these paths again; all ranks call this.
 
         Raises:
-            GemscError: the model has no such path, or it was compiled as frozen.
+            GemscError: the model has no such path, it was compiled as frozen, or its
+                steps have phases.
         """
+        self._check_no_phases()
         self._freezing.change(paths, trains=True)
+
+    def _check_no_phases(self) -> None:
+        if self.phases:
+            raise GemscError(
+                "parameters cannot be frozen where steps have phases",
+                help="leave them out of what a phase trains, and compile again",
+            )
 
     # ----------------------------------------------------------- checkpoints
 
