@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,6 +24,7 @@ from gemsc.base.nests import (
 )
 from gemsc.base.phase import Phase
 from gemsc.base.rng import seeded
+from gemsc.base.stream import Stream, as_dataset
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.slides.windows import SlidingWindows
 from gemsc.source import (
@@ -219,12 +221,13 @@ class UserModel:
     def make_dataset(self, name: str = "dataset", *, seed: int = 0) -> Any:
         """Return the user's `dataset` or `eval_dataset`; None where there is none.
 
-        The random generators are seeded, so it is the same in every process.
+        An `IterableDataset` becomes a `Stream`. The random generators are seeded, so it
+        is the same in every process.
 
         Raises:
             GemscError: the user's function fails.
         """
-        return self._make(name, getattr(self, name), seed)
+        return as_dataset(self._make(name, getattr(self, name), seed))
 
     def call(self, name: str, *arguments: Any) -> Any:
         """Call a hook of the user's file, if there is one; return what it returns.
@@ -282,7 +285,7 @@ class UserModel:
         try:
             if not (count := num_samples(data, at)):
                 raise GemscError("the dataset is empty", at=at, help="give it samples")
-            items = [_sample(data, index % count) for index in range(batch)]
+            items = _first_samples(data, batch, count)
             if wrong := pair_error(items[0], at):
                 raise wrong
             collated = default_collate(items)
@@ -306,6 +309,19 @@ class UserModel:
             raise user_failure(
                 f"{name}() fails", error, self.path, at, advice
             ) from error
+
+
+def _first_samples(data: Any, number: int, count: int) -> list[Any]:
+    """Return so many samples of a dataset that has `count`, some again if need be."""
+    if not isinstance(data, Stream):
+        return [_sample(data, index % count) for index in range(number)]
+    found = list(islice(data, number))
+    if len(found) < number:
+        raise GemscError(
+            f"the stream gives {len(found)} samples, and a micro-batch takes {number}",
+            help="give it more, or example_inputs() of fewer",
+        )
+    return found
 
 
 def _sample(data: Any, index: int) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from gemsc.base.stream import ENDLESS, Stream
 from gemsc.errors import GemscError, SourceLocation
 
 Path = tuple[str | int, ...]
@@ -233,20 +234,21 @@ def _key(key: object) -> str | int:
 
 
 def num_samples(dataset: Any, at: SourceLocation | None = None) -> int:
-    """Return how many samples a dataset has.
+    """Return how many samples a dataset has; ENDLESS for a stream that does not say.
 
     Raises:
         GemscError: it does not say so, or gives no sample by its number.
     """
     kind = type(dataset)
+    if isinstance(dataset, Stream):
+        return dataset.samples or ENDLESS
     if not hasattr(kind, "__len__"):
         raise GemscError(
             f"the dataset, of type {kind.__name__}, does not say how many samples it "
             "has: there is no len()",
             at=at,
-            help="give it __len__ and __getitem__; a stream whose samples fit into "
-            "memory can be returned as list(stream), another, such as an "
-            "IterableDataset, as gemsc.Stream(stream, samples=...)",
+            help="give it __len__ and __getitem__; what can only be iterated is "
+            "returned as gemsc.Stream(it), or as list(it) if it fits into memory",
         )
     if not (hasattr(kind, "__getitem__") or hasattr(kind, "read")):  # a TiledDataset
         raise GemscError(

@@ -18,13 +18,14 @@ from torch.utils.data import default_collate
 
 from gemsc.base.boxes import Box
 from gemsc.base.dtypes import cast, cast_module, converted, like_examples
-from gemsc.base.nests import Mean, as_loss, call_model, on_device
+from gemsc.base.nests import Mean, as_loss, call_model, num_samples, on_device
 from gemsc.base.phase import Phase
 from gemsc.base.rng import same_draws, seed_of
+from gemsc.base.stream import ENDLESS, Stream, StreamEndError
 from gemsc.runtime.data.batches import digest
 from gemsc.runtime.data.held_generators import SeededReader
 from gemsc.runtime.data.metrics import Metrics, first_samples
-from gemsc.runtime.data.stream import Stream
+from gemsc.runtime.data.stream_batches import StreamReader
 from gemsc.slides.windows import Case, Picture, SlidingWindows
 from gemsc.user_model import UserModel
 from gemsc.verify.precision import FULL, Precision
@@ -68,6 +69,15 @@ class Samples:
 
     def __post_init__(self) -> None:
         self._reader = SeededReader(self.data, self.seed)
+        self.stream: StreamReader | None = None
+        if isinstance(self.data, Stream):
+            self.stream = StreamReader(self.data, self.seed)
+
+    def split(self, replicas: int) -> None:
+        """Let replicas read parts of a stream, if it can be split."""
+        if self.stream is not None and self.data.split and not self.data.is_loader:
+            can = (self.stream.can_split(part, replicas) for part in range(replicas))
+            self.stream.num_parts = replicas if replicas > 1 and all(can) else 1
 
     @property
     def is_tiled(self) -> bool:
@@ -76,6 +86,8 @@ class Samples:
 
     def read(self, epoch: int, index: int, box: Box | None = None) -> Any:
         """Return a sample, or the part of it that lies in a box."""
+        if self.stream is not None:
+            return self.stream.read(epoch, index)
 
         def sample() -> Any:
             if not self.is_tiled:
@@ -85,10 +97,16 @@ class Samples:
         return self._reader.read(epoch, index, sample)
 
     def take(self, epoch: int, indices: Sequence[int]) -> list[Any]:
-        """Return several samples, and note what was read."""
-        samples = [self.read(epoch, index) for index in indices]
-        for index, sample in zip(indices, samples, strict=True):
-            self.seen[epoch, index, None] = digest(sample)
+        """Return several samples, and note what was read; fewer where a stream ends."""
+        samples = []
+        for index in indices:
+            try:
+                samples.append(self.read(epoch, index))
+            except StreamEndError:
+                if num_samples(self.data) < ENDLESS:
+                    raise
+                break
+            self.seen[epoch, index, None] = digest(samples[-1])
         return samples
 
     def digest_of(self, epoch: int, index: int, box: Box | None) -> str:
@@ -128,8 +146,9 @@ class _Update:
 class PlainRun:
     """A model on its way through a run.
 
-    `losses` and `rows` (indices of samples) are those of each step; `evaluations` hold
-    the figures of each part of the data, with the number of its samples.
+    `losses`, `rows` (indices of samples) and `epochs` are those of each step;
+    `evaluations` hold the figures of each part of the data, with the number of its
+    samples.
     """
 
     user: UserModel
@@ -137,6 +156,7 @@ class PlainRun:
     settings: RunSettings
     losses: list[float] = field(default_factory=list)
     rows: list[list[int]] = field(default_factory=list)
+    epochs: list[int] = field(default_factory=list)
     evaluations: list[Scores] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -144,6 +164,8 @@ class PlainRun:
         form = self.settings.memory_format
         self.examples = converted(self.user.make_inputs(), form)
         self.samples = Samples(self.user.make_dataset("dataset", seed=seed), seed)
+        if not self.settings.trains_rest:
+            self.samples.split(self.settings.replicas)
         seed = seed_of(seed, -1)
         data = self.user.make_dataset("eval_dataset", seed=seed)
         self.eval_samples = Samples(data, seed)
@@ -178,13 +200,6 @@ class PlainRun:
         return _Update(update, scheduler)
 
     @property
-    def steps_per_epoch(self) -> int:
-        """How many batches the dataset fills, with what is left if that is trained."""
-        settings, count = self.settings, len(self.samples.data)
-        full, rest = divmod(count, settings.replicas * settings.part_size)
-        return full + (settings.trains_rest and rest >= settings.micro_batch_size)
-
-    @property
     def may_leave_out(self) -> bool:
         """Whether an evaluation may leave out samples: a loss that is trained does."""
         return isinstance(self.loss, nn.Module) and bool(self.loss.state_dict())
@@ -194,19 +209,12 @@ class PlainRun:
 
         `told` is called after each step, with its loss and the number of its samples.
         """
-        settings, count = self.settings, len(self.samples.data)
-        size, order = settings.replicas * settings.part_size, list(range(count))
+        settings = self.settings
+        epoch, number = 0, 0
+        rows, samples = self._read(epoch, number)
         for step in range(settings.steps):
-            epoch, number = divmod(step, self.steps_per_epoch)
-            if number == 0:
-                generator = torch.Generator()
-                generator.manual_seed(seed_of(settings.seed, epoch))
-                if not isinstance(self.samples.data, Stream):
-                    order = torch.randperm(count, generator=generator).tolist()
-            rows = order[number * size :][:size]
-            whole = len(rows) - len(rows) % settings.micro_batch_size
-            self.rows.append(rows[:whole])
-            samples = self.samples.take(epoch, self.rows[-1])
+            self.rows.append(rows)
+            self.epochs.append(epoch)
             for update in self.updates:
                 if update.plain.phase.is_due(step):
                     loss = self._step(update, samples)
@@ -214,10 +222,33 @@ class PlainRun:
                         update.apply(settings.clip_norm)
             self.losses.append(loss)
             if told is not None:
-                told(self.losses[-1], whole)
-            is_end = number + 1 == self.steps_per_epoch or step + 1 == settings.steps
-            if is_end and self.eval_samples.data is not None:
+                told(self.losses[-1], len(rows))
+            is_last, number = step + 1 == settings.steps, number + 1
+            rows, samples = ([], []) if is_last else self._read(epoch, number)
+            if not samples and self.eval_samples.data is not None:
                 self.evaluations.append(self._evaluate())
+            if not samples and not is_last:
+                epoch, number = epoch + 1, 0
+                rows, samples = self._read(epoch, number)
+
+    def _read(self, epoch: int, number: int) -> tuple[list[int], list[Any]]:
+        """Return a batch of an epoch, none after its last one, and its samples."""
+        settings, data = self.settings, self.samples.data
+        size, count = settings.replicas * settings.part_size, num_samples(data)
+        rows = list(range(number * size, min((number + 1) * size, count)))
+        if (stream := self.samples.stream) is not None:
+            rows.sort(key=lambda index: (index % stream.num_parts, index))
+        else:
+            if number == 0:
+                generator = torch.Generator()
+                generator.manual_seed(seed_of(settings.seed, epoch))
+                self._order = torch.randperm(count, generator=generator).tolist()
+            rows = [self._order[row] for row in rows]
+        if len(rows) < size and not settings.trains_rest:
+            return [], []
+        rows = rows[: len(rows) - len(rows) % settings.micro_batch_size]
+        samples = self.samples.take(epoch, rows)
+        return (rows, samples) if len(samples) == len(rows) else ([], [])
 
     def _step(self, update: _Update, samples: list[Any]) -> float:
         micro_batches = list(self._micro_batches(samples))
@@ -252,12 +283,13 @@ class PlainRun:
         return found
 
     def _score(self, metrics: Metrics) -> Scores:
-        settings, count = self.settings, len(self.eval_samples.data)
+        settings, count = self.settings, num_samples(self.eval_samples.data)
         size = settings.replicas * settings.part_size
         found: Scores = []
         for first in range(0, count, size):
             rows = list(range(first, min(first + size, count)))
-            samples = self.eval_samples.take(0, rows)
+            if not (samples := self.eval_samples.take(0, rows)):
+                break
             full = samples + samples[-1:] * (size - len(samples))
             outputs, mean = [], Mean()
             for input, target in self._micro_batches(full):
@@ -285,8 +317,10 @@ class PlainRun:
         shapes = (leaf.shape for leaf in leaves if isinstance(leaf, Tensor))
         picture = next(filter(None, map(Picture.of_shape, shapes)))
         found: Scores = []
-        for index in range(len(self.eval_samples.data)):
-            input, target = self._batch(self.eval_samples.take(0, [index]))
+        for index in range(num_samples(self.eval_samples.data)):
+            if not (samples := self.eval_samples.take(0, [index])):
+                break
+            input, target = self._batch(samples)
             shape = picture.shape_of(input)
             assert shape is not None
             case = Case(shape, picture.size, windows, input)

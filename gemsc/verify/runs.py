@@ -178,8 +178,8 @@ def _plain(
 
 def check_data(plain: PlainRun, record: RunRecord) -> None:
     """Make sure that the ranks have read what the plain loop has read."""
-    epochs = [step // plain.steps_per_epoch for step in range(len(record.samples))]
-    for step, (epoch, digests) in enumerate(zip(epochs, record.samples, strict=True)):
+    pairs = zip(plain.epochs, record.samples, strict=True)
+    for step, (epoch, digests) in enumerate(pairs):
         _check_samples("dataset", plain.samples, epoch, digests, plain.user)
         if {index for index, _ in digests} != set(plain.rows[step]):
             raise GemscError(

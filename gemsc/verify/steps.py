@@ -34,7 +34,8 @@ from gemsc.base.rng import same_draws
 from gemsc.errors import GemscError
 from gemsc.launch.launch import launch
 from gemsc.plan import Plan
-from gemsc.runtime.data.batches import Batches, repeated
+from gemsc.runtime.data.batches import repeated
+from gemsc.runtime.data.stream_batches import batches_of
 from gemsc.runtime.process.device import exact_arithmetic, require_gpu
 from gemsc.runtime.training.program_directory import check_dtype, check_program
 from gemsc.runtime.training.trainer import OptimizerFactory, as_structure
@@ -483,9 +484,10 @@ def _batches(user: UserModel, plan: Plan, num_steps: int) -> list[tuple[Any, Any
     target = user.make_target(inputs)
     if user.dataset is not None:
         data = user.make_dataset()
-        batches = Batches(data, plan.batch_size, seed=0, shuffle=True)
-        if len(batches) >= num_steps:
-            first = itertools.islice(batches.epoch(0), num_steps)
+        batches = batches_of(data, plan.batch_size, seed=0, shuffle=True)
+        enough = len(batches) >= num_steps
+        first = [*itertools.islice(batches.epoch(0), num_steps)] if enough else []
+        if len(first) == num_steps:
             pairs = [
                 # without what a package adds to tensors, which no file keeps
                 pytree.tree_map_only(Tensor, lambda t: t.as_subclass(Tensor), b.data)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +15,16 @@ import pytest
 import torch
 from program_support import WIDTH
 from torch import Tensor
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 from training_support import program, run, user_of
 
 import gemsc
 from gemsc.base.nests import num_samples
+from gemsc.base.stream import as_dataset
 from gemsc.errors import GemscError
-from gemsc.runtime.data.batches import Batches
+from gemsc.runtime.data.batches import Batch
+from gemsc.runtime.data.stream_batches import Mark, StreamBatches, batches_of
+from gemsc.runtime.training.trainer import Trainer
 
 
 class Numbers(IterableDataset):
@@ -43,7 +49,7 @@ class Numbers(IterableDataset):
 def epoch(number: int = 0, first: int = 0, **options: Any) -> list[list[list[float]]]:
     stream = gemsc.Stream(Numbers(12), samples=10)
     options = {"seed": 0, "shuffle": True, **options}
-    batches = Batches(stream, 4, **options)
+    batches = batches_of(stream, 4, **options)
     try:
         return [b.data[0].tolist() for b in batches.epoch(number, first)]
     finally:
@@ -78,7 +84,7 @@ def test_the_last_batch_of_an_evaluation_is_filled_up() -> None:
 
 def test_a_function_makes_pairs_of_what_the_stream_gives() -> None:
     stream = gemsc.Stream(Numbers(12), samples=10, pair=lambda item: (item[1], 7))
-    first = next(Batches(stream, 4, seed=0, shuffle=True).epoch(0))
+    first = next(batches_of(stream, 4, seed=0, shuffle=True).epoch(0))
     order = [*range(12)]
     random.Random(0).shuffle(order)
     assert [part.tolist() for part in first.data] == [order[:4], [7] * 4]
@@ -87,17 +93,16 @@ def test_a_function_makes_pairs_of_what_the_stream_gives() -> None:
 def test_an_object_that_has_been_read_begins_anew() -> None:
     stream, found = gemsc.Stream(Numbers(12), samples=10), epoch()
     for _ in range(2):  # compile reads samples, too
-        assert float(stream[0][0][0]) == found[0][0][0]
-        assert float(stream[1][0][0]) == found[0][1][0]
-        batches = Batches(stream, 4, seed=0, shuffle=True)
+        first = [float(sample[0]) for sample, _ in islice(stream, 2)]
+        assert first == [row[0] for row in found[0][:2]]
+        batches = batches_of(stream, 4, seed=0, shuffle=True)
         assert [b.data[0].tolist() for b in batches.epoch(0)] == found
-        stream.begin(0)
 
 
 def test_a_stream_that_ends_says_how_long_it_is() -> None:
     stream = gemsc.Stream(Numbers(7), samples=10)
     with pytest.raises(GemscError) as caught:
-        list(Batches(stream, 5, seed=0, shuffle=True).epoch(0))
+        list(batches_of(stream, 5, seed=0, shuffle=True).epoch(0))
     assert "the stream ends after 7 samples, and an epoch takes 10" in str(caught.value)
 
 
@@ -108,7 +113,277 @@ def test_what_cannot_begin_anew_is_no_stream() -> None:
         gemsc.Stream([1], samples=0)
     with pytest.raises(GemscError) as caught:
         num_samples(Numbers())
-    assert "gemsc.Stream(stream, samples=" in str(caught.value.help)
+    assert "gemsc.Stream(it)" in str(caught.value.help)
+
+
+class Shards(Numbers):
+    """Four shards of different sizes, each for one worker; a note of what was made."""
+
+    def __init__(self, *sizes: int, epochs: bool = True) -> None:
+        super().__init__()
+        self.sizes = sizes or (5, 8, 6, 7)
+        self.epochs = epochs
+        self.made: list[int] = []
+
+    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+        info = get_worker_info()
+        part, count = (info.id, info.num_workers) if info else (0, 1)
+        for shard in range(len(self.sizes))[part::count]:
+            for number in range(self.sizes[shard]):
+                self.made.append(100 * shard + number)
+                yield torch.tensor([float(self.made[-1]), self.rng.random()]), 0
+
+
+class Stateful(Numbers):
+    """It goes on where it was, and is `off` by so many samples."""
+
+    def __init__(self, count: int = 22, off: int = 0) -> None:
+        super().__init__(count)
+        self.at, self.off, self.made = 0, off, 0
+
+    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+        while self.at < self.count:
+            self.at += 1
+            self.made += 1
+            yield torch.tensor([float(self.at), torch.rand(()).item()]), 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"] + (self.off if state["at"] else 0)
+
+
+Rows = list[list[list[float]]]
+
+
+@dataclass
+class Reading:
+    """What an epoch gave, where it was after each batch, and what was said."""
+
+    rows: Rows
+    marks: list[dict[int, Mark]]
+    notes: list[str]
+    batches: list[Batch]
+
+
+def reading(
+    source: Any,
+    *,
+    first: int = 0,
+    marks: dict[int, Mark] | None = None,
+    parts: int = 1,
+    part: int = 0,
+    copies: int | None = None,
+    size: int = 4,
+    epoch: int = 0,
+    **options: Any,
+) -> Reading:
+    """Read an epoch as one of `copies` of a model, of a stream in `parts`."""
+    given = {"part": part, "num_parts": copies or parts, "shuffle": True, **options}
+    batches = batches_of(as_dataset(source), size, seed=0, keeps_marks=True, **given)
+    assert isinstance(batches, StreamBatches)
+    batches.split(parts)
+    batches.resume(epoch, marks or {})
+    found = Reading([], [], [], [])
+    try:
+        for batch in batches.epoch(epoch, first):
+            found.rows.append(batch.data[0].tolist())
+            found.marks.append(batches.marks(epoch))
+            found.notes += batch.notes
+            found.batches.append(batch)
+    finally:
+        batches.close()
+    return found
+
+
+def test_each_replica_reads_its_part_and_no_more() -> None:
+    sources = Shards(), Shards()
+    one, other = (
+        reading(source, parts=2, part=part) for part, source in enumerate(sources)
+    )
+    numbers = [[int(row[0]) for rows in r.rows for row in rows] for r in (one, other)]
+    assert numbers[0] == [0, 1, 2, 3, 4, *range(200, 205)]  # of 11, in batches of 2
+    assert numbers[1] == [*range(100, 108), *range(300, 306)]  # of 15
+    assert {number // 100 % 2 for number in sources[0].made} == {0}
+    assert min(sources[1].made) == 0  # the first of all, to be compared
+    batches = batches_of(as_dataset(Shards()), 4, seed=0, shuffle=True, num_parts=2)
+    assert isinstance(batches, StreamBatches)
+    batches.split(2)
+    assert batches.indices(0, 1) == [4, 6, 5, 7]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_all_parts_in_one_process_are_what_replicas_read(workers: int) -> None:
+    whole = reading(Shards(), parts=2, copies=1, workers=workers).rows
+    halves = [reading(Shards(), parts=2, part=part).rows for part in (0, 1)]
+    assert [a + b for a, b in zip(*halves, strict=False)] == whole
+    assert len(whole) == 5  # the shorter one ends it
+    quarters = [reading(Shards(), parts=2, copies=4, part=p).rows for p in range(4)]
+    assert [a + b + c + d for a, b, c, d in zip(*quarters, strict=False)] == whole
+
+
+class Drawn(Numbers):
+    """Each reader draws the order anew, and takes what is its own."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+        order = [*range(self.count)]
+        random.shuffle(order)
+        info = get_worker_info()
+        for number in order[info.id :: info.num_workers] if info else order:
+            yield torch.tensor([float(number)]), number
+
+
+def test_what_is_drawn_as_reading_begins_is_alike_in_all_parts() -> None:
+    orders = []
+    for epoch in (0, 1):
+        parts = [
+            reading(Drawn(24), parts=3, part=part, size=6, epoch=epoch).rows
+            for part in range(3)
+        ]
+        found = [int(n) for rows in parts for batch in rows for (n,) in batch]
+        assert sorted(found) == [*range(24)]
+        orders.append(found)
+    assert orders[0] != orders[1]
+
+
+class Asking(Numbers):
+    """Asks who it is, and gives all of its samples to everyone."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+        if (info := get_worker_info()) is not None:
+            assert 0 <= info.id < info.num_workers
+        return super().__iter__()
+
+
+@pytest.mark.parametrize(
+    ("source", "splits"),
+    [
+        (Shards(), True),
+        (gemsc.Stream(Shards()), True),
+        (gemsc.Stream(Shards(), split=False), False),
+        (Shards(5, 5), False),  # nothing is left for a third
+        (Numbers(), False),
+        (Asking(), False),
+        (gemsc.Stream([(torch.rand(1), n) for n in range(9)]), False),
+    ],
+)
+def test_only_what_differs_from_part_to_part_is_split(
+    source: Any, splits: bool
+) -> None:
+    def found(part: int, **options: Any) -> bool:
+        batches = batches_of(
+            as_dataset(source), 6, seed=0, part=part, num_parts=3, **options
+        )
+        assert isinstance(batches, StreamBatches)
+        return batches.can_split()
+
+    assert all(found(part, shuffle=True) for part in range(3)) == splits
+    assert not found(0, shuffle=False)  # an evaluation is of all samples
+    assert not found(0, shuffle=True, least=2)  # the rest is of whoever has some
+    assert get_worker_info() is None
+
+
+def test_nobody_knows_the_end_before_the_last_batch() -> None:
+    found = reading(Numbers(11))
+    assert [batch.ends for batch in found.batches] == [False, True]
+    assert all(batch.is_full and batch.count == 4 for batch in found.batches)
+    found = reading(Numbers(11), part=0, copies=2)  # its own is there, others are not
+    assert [batch.ends for batch in found.batches] == [False, True]
+    assert [len(rows) for rows in found.rows] == [2, 2]
+    assert [batch.ends for batch in reading(Numbers(12)).batches] == [False] * 2 + [
+        True
+    ]
+    assert not reading(Numbers(3)).batches
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_an_evaluation_takes_all_that_comes(part: int) -> None:
+    for count in range(1, 10):
+        options: dict[str, Any] = {"shuffle": False, "part": part, "copies": 2}
+        known = reading(gemsc.Stream(Numbers(count), samples=count), **options)
+        found = reading(Numbers(count), **options)
+        assert found.rows == known.rows
+        counts = [min(4, count - first) for first in range(0, count, 4)]
+        for each in (known, found):
+            assert [batch.count for batch in each.batches] == counts
+            assert [batch.is_full for batch in each.batches] == [n == 4 for n in counts]
+        assert [batch.ends for batch in found.batches][-1]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_stream_goes_on_by_its_state(workers: int, parts: int) -> None:
+    for part in range(parts):
+        options: dict[str, Any] = {"parts": parts, "part": part, "size": 4 * parts}
+        whole = reading(Stateful(), workers=workers, **options)
+        for first in range(1, len(whole.rows)):
+            source = Stateful()
+            marks = whole.marks[first - 1]
+            rest = reading(source, first=first, marks=marks, **options)
+            assert rest.rows == whole.rows[first:]
+            assert not rest.notes
+            assert source.made == 0 if parts > 1 else source.made <= 22 - 4 * first + 4
+
+
+def test_a_state_is_not_trusted() -> None:
+    whole = reading(Stateful())
+    for off in (-1, 1, 100):
+        source = Stateful(off=off)
+        rest = reading(source, first=3, marks=whole.marks[2])
+        assert rest.rows == whole.rows[3:]
+        (note,) = rest.notes
+        assert note.startswith("12 samples of the stream were read again, and dropped")
+        assert note.endswith("its state_dict() does not bring it back")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_without_a_state_what_came_before_is_read_again(workers: int) -> None:
+    whole = reading(Numbers(22), workers=workers)
+    rest = reading(Numbers(22), first=4, marks=whole.marks[3], workers=workers)
+    assert rest.rows == whole.rows[4:]
+    (note,) = rest.notes
+    assert note.startswith("16 samples of the stream were read again")
+    assert note.endswith("it has no state_dict()")
+
+
+@pytest.mark.parametrize("make", [Stateful, Numbers])
+def test_data_that_have_changed_are_noticed(make: Any) -> None:
+    marks = reading(make(22)).marks[2]
+    changed = {0: replace(marks[0], digest="of something else")}
+    (note,) = reading(make(22), first=3, marks=changed).notes
+    assert note.startswith("warning: the stream does not give again what it gave")
+
+
+def test_batches_of_another_size_go_on_at_the_same_sample() -> None:
+    small, large = (reading(Stateful(24), size=size) for size in (2, 6))
+    flat = [row for rows in small.rows for row in rows]
+    assert flat == [row for rows in large.rows for row in rows]
+    rest = reading(Stateful(24), size=6, first=2, marks=small.marks[5])
+    assert [row for rows in rest.rows for row in rows] == flat[12:]
+    assert not rest.notes
+    rest = reading(Stateful(24), size=6, first=1, marks=small.marks[4])  # 10 of 12
+    assert [row for rows in rest.rows for row in rows] == flat[6:]
+
+
+def test_what_can_only_be_iterated_is_a_stream() -> None:
+    assert isinstance(as_dataset(Numbers()), gemsc.Stream)
+    stream = gemsc.Stream(Numbers())
+    numbers, pair = [1, 2], iter([])
+    for given in (stream, numbers, pair, None, Both()):
+        assert as_dataset(given) is given
+    with pytest.raises(TypeError):
+        len(stream)
+
+
+class Both(Numbers):
+    """Has samples by their number as well."""
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([float(index)]), index
 
 
 class Pairs(Numbers):
@@ -117,25 +392,153 @@ class Pairs(Numbers):
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         order = [*range(self.count)]
         random.Random(self.epoch).shuffle(order)
-        for number in order:
+        info = get_worker_info()
+        for number in order[info.id :: info.num_workers] if info else order:
             noise = torch.from_numpy(self.rng.random(WIDTH)).float()
             yield noise, torch.full((WIDTH,), float(number))
 
 
-def pairs() -> gemsc.Stream:
+def known() -> gemsc.Stream:
     return gemsc.Stream(Pairs(13), samples=12)
 
 
-def test_a_run_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
-    directory = program(tmp_path / "program")
-    user = user_of(dataset=pairs, eval_dataset=pairs)
-    whole = run(directory, user, "--epochs", "2")
+def unknown() -> Pairs:
+    return Pairs(27)
+
+
+@pytest.mark.parametrize(
+    ("data", "copies", "steps"), [(known, 1, 6), (unknown, 1, 12), (unknown, 2, 6)]
+)
+def test_a_run_goes_on_in_the_middle_of_an_epoch(
+    data: Any, copies: int, steps: int, tmp_path: Path
+) -> None:
+    directory = program(tmp_path / "program", ranks=2 * copies, data=copies)
+    user = user_of(dataset=data, eval_dataset=data)
+    words: list[Any] = ["--epochs", "2"]
+    ranks = 2 * copies
+    whole = run(directory, user, *words, ranks=ranks)
     save = tmp_path / "run"
-    run(directory, user, "--epochs", "2", "--save", save, "--checkpoint-every", 1,
-        "--keep", 9)  # fmt: skip
-    for step in (1, 3, 5):
+    kept = "--save", save, "--checkpoint-every", 1, "--keep", 99
+    run(directory, user, *words, *kept, ranks=ranks)
+    assert len([*save.glob("step-*")]) == steps
+    for step in (1, steps // 2, steps // 2 + 1, steps - 1):
         at = save / f"step-{step:06d}"
-        rest = run(directory, user, "--epochs", "2", "--resume", at)
+        rest = run(directory, user, *words, "--resume", at, ranks=ranks)
         for state, other in zip(whole, rest, strict=True):
             assert state.keys() == other.keys()
             assert all(torch.equal(state[name], other[name]) for name in state)
+
+
+def test_an_end_is_one_for_all_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of 27 samples one part has 14, the other 13: 7 and 6 batches of 2."""
+    directory = program(tmp_path / "program", ranks=4, data=2, micro_batches=1)
+    user = user_of(dataset=unknown)
+    words: list[Any] = ["--epochs", "2", "--save", tmp_path / "run"]
+    words += ["--checkpoint-every", 5, "--keep", 99]
+    counts = run(directory, user, *words, ranks=4, result=Trainer.step_number.fget)
+    assert counts == [12] * 4
+    said = capsys.readouterr().out
+    ends = "ends after 6 steps, with the data of replica 2; what the others had left"
+    assert f"epoch 1 {ends}" in said
+    assert f"epoch 2 {ends}" in said
+    assert "epoch 1/2 6  loss" in said
+    saved = sorted(path.name for path in (tmp_path / "run").glob("step-*"))
+    assert saved == ["step-000005", "step-000010", "step-000012"]
+
+
+def test_steps_go_over_as_many_epochs_as_they_take(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory, save = program(tmp_path / "program"), tmp_path / "run"
+    user = user_of(dataset=unknown)
+    whole = run(directory, user, "--steps", "14")
+    assert "ends after" not in capsys.readouterr().out  # it does for all
+    run(directory, user, "--steps", "6", "--save", save)  # an epoch, as it turns out
+    rest = run(directory, user, "--steps", "14", "--resume", save)
+    for state, other in zip(whole, rest, strict=True):
+        assert all(torch.equal(state[name], other[name]) for name in state)
+    with pytest.raises(GemscError, match="has already done 6 of 6 steps"):
+        run(directory, user, "--steps", "6", "--resume", save)
+    with pytest.raises(GemscError, match=r"already done all of 1 epoch\n"):
+        run(directory, user, "--epochs", "1", "--resume", save)
+
+
+def test_replicas_go_on_with_the_parts_of_others(tmp_path: Path) -> None:
+    """Two replicas, then one: it reads both of their parts."""
+    two, one = (
+        program(
+            tmp_path / str(copies),
+            ranks=2 * copies,
+            data=copies,
+            micro_batches=4 // copies,
+        )
+        for copies in (2, 1)
+    )
+    user, save = user_of(dataset=unknown), tmp_path / "run"
+    whole = run(two, user, "--epochs", "2", ranks=4)
+    run(two, user, "--steps", "4", "--save", save, ranks=4)
+    rest = run(one, user, "--epochs", "2", "--resume", save)
+    for state, other in zip(whole[:2], rest, strict=True):
+        for name in state:
+            close = {"rtol": 1e-5, "atol": 1e-6}
+            torch.testing.assert_close(state[name], other[name], **close)
+
+
+def test_a_run_goes_on_twice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The rank in the middle reads nothing, and knows of the first checkpoint alone."""
+    directory, user = program(tmp_path / "program", ranks=3), user_of(dataset=unknown)
+    whole = run(directory, user, "--epochs", "2", ranks=3)
+    saves = [tmp_path / str(number) for number in range(2)]
+    run(directory, user, "--steps", "5", "--save", saves[0], ranks=3)
+    words = "--steps", "8", "--resume", saves[0], "--save", saves[1]
+    run(directory, user, *words, ranks=3)
+    rest = run(directory, user, "--epochs", "2", "--resume", saves[1], ranks=3)
+    for state, other in zip(whole, rest, strict=True):
+        assert all(torch.equal(state[name], other[name]) for name in state)
+    said = capsys.readouterr().out
+    assert "20 samples of the stream were read again" in said
+    assert "8 samples of the stream were read again" in said
+    assert "warning" not in said
+
+
+def test_what_needs_the_end_says_so(tmp_path: Path) -> None:
+    directory = program(tmp_path / "program")
+    with pytest.raises(GemscError) as caught:
+        run(directory, user_of(dataset=unknown), "--last-batch", "train")
+    assert "--last-batch train needs to know how many samples" in str(caught.value)
+    with pytest.raises(GemscError) as caught:
+        run(directory, user_of(dataset=lambda: Pairs(3)))
+    assert "dataset ends before its first batch, of 4 samples" in str(caught.value)
+    saved = tmp_path / "run"
+    run(directory, user_of(dataset=known), "--steps", "1", "--save", saved)
+    with pytest.raises(GemscError) as caught:
+        run(directory, user_of(dataset=unknown), "--resume", saved)
+    assert "over 12 samples, dataset() now has a stream without" in str(caught.value)
+
+
+class Torn(Pairs):
+    """Its order is another one on each rank of a second replica."""
+
+    def __init__(self, order: int) -> None:
+        super().__init__(27)
+        self.order = order
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = self.order
+
+
+def test_replicas_that_split_another_order_are_stopped(tmp_path: Path) -> None:
+    directory = program(tmp_path / "program", ranks=2, data=2)
+    numbers = iter(range(99))
+    lock = threading.Lock()
+
+    def torn() -> Torn:
+        with lock:
+            return Torn(next(numbers))
+
+    with pytest.raises(GemscError, match="dataset returns different data on ranks 0"):
+        run(directory, user_of(dataset=torn), ranks=2)

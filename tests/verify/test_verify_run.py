@@ -134,9 +134,9 @@ def plain_run(user: UserModel, settings: RunSettings = SETTINGS) -> PlainRun:
 def record_of(run: PlainRun) -> RunRecord:
     """Return what ranks that do the same would leave."""
     record = RunRecord(losses=list(run.losses))
-    each, seen = run.steps_per_epoch, run.samples.seen
-    for step, rows in enumerate(run.rows):
-        record.add_step(0.0, {(i, None): seen[step // each, i, None] for i in rows})
+    seen = run.samples.seen
+    for epoch, rows in zip(run.epochs, run.rows, strict=True):
+        record.add_step(0.0, {(i, None): seen[epoch, i, None] for i in rows})
     record.losses = list(run.losses)
     for key, found in run.eval_samples.seen.items():
         record.add_evaluated({key[1:]: found})
@@ -210,7 +210,7 @@ def test_what_only_runs_do_wrong_is_found(
 
 def test_the_plain_loop_reads_what_ranks_read(user: UserModel) -> None:
     run = plain_run(user)
-    assert run.steps_per_epoch == 3
+    assert run.epochs == [0, 0, 0, 1, 1]
     parts = [
         Batches(
             user.make_dataset("dataset", seed=0),

@@ -22,7 +22,6 @@ from gemsc.base.rng import seed_of
 from gemsc.errors import GemscError, user_place
 from gemsc.plan import Plan
 from gemsc.runtime.data.held_generators import SeededReader
-from gemsc.runtime.data.stream import Stream
 from gemsc.runtime.data.tiled import TiledDataset, Window, whole_window
 from gemsc.runtime.process.status import Status, note_worker
 
@@ -48,7 +47,8 @@ class _Read(NamedTuple):
     sample_index: int
     sample: Any
     digests: tuple[str, ...]
-    target: Any
+    target: Any = None
+    facts: Any = None  # of the batch that it is the first of
 
 
 class _Collated(NamedTuple):
@@ -57,6 +57,7 @@ class _Collated(NamedTuple):
     data: tuple[Any, Any]
     digests: list[tuple[str, ...]]
     whole_targets: Any
+    facts: Any
 
 
 class _Reproducible(Dataset[Any]):
@@ -109,7 +110,7 @@ class _Sampler:
     """The keys of an epoch's batches: each is made when it is asked for."""
 
     def __init__(self) -> None:
-        self.keys: Iterator[list[_Key]] = iter(())
+        self.keys: Iterator[list[Any]] = iter(())
 
     def __iter__(self) -> Iterator[list[_Key]]:
         return self.keys
@@ -119,16 +120,20 @@ class _Sampler:
 class Batch:
     """One copy's part of a batch: `data` is collated.
 
-    `is_full` says whether all samples of all parts count. `targets` are those of
-    `data`, or whole ones (see `Batches`). `digests` are those of the samples by index,
-    where ranks are to compare them (see `SharedData`), one for each time that it was
-    read.
+    `is_full` says whether all samples of all parts count, `count` how many do.
+    `targets` are those of `data`, or whole ones (see `Batches`). `digests` are those of
+    the samples by index, where ranks are to compare them (see `SharedData`), one for
+    each time that it was read. `ends`: a stream gives no batch after this one. `notes`
+    say what it took to go on in a stream.
     """
 
     data: Any
     is_full: bool
     targets: Any = None
     digests: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    count: int = 0
+    ends: bool = False
+    notes: tuple[str, ...] = ()
 
 
 class Batches:
@@ -142,7 +147,7 @@ class Batches:
     "none". The first batch of an epoch has digests; with `compare_all`, every batch.
     The first samples of the first epoch are read twice: is a sample always the same?
     `workers` are processes that read ahead, and stay from epoch to epoch; `pinned` is
-    for copies to a GPU. A `Stream` is read in its order, by one process at most.
+    for copies to a GPU. Those of a stream are `StreamBatches`.
     """
 
     def __init__(
@@ -173,12 +178,9 @@ class Batches:
         self.compare_all = compare_all
         self.least = least or (size if shuffle else 1)
         self.num_samples = num_samples(dataset)
-        self.is_stream = isinstance(dataset, Stream)
-        if self.is_stream:  # each process would go through all of it
-            self.workers = min(workers, 1)
         self._part_size = size // num_parts
         self._start = part * self._part_size
-        self._dataset = _Reproducible(dataset, seed, window)
+        self._dataset: Dataset[Any] = _Reproducible(dataset, seed, window)
         self._sampler = _Sampler()  # what `_loader` goes through
         self._loader: DataLoader[Any] | None = None
         self._is_new = True  # nothing has been read
@@ -186,6 +188,11 @@ class Batches:
     def __len__(self) -> int:
         """The number of batches in an epoch."""
         return max((self.num_samples - self.least) // self.size + 1, 0)
+
+    @property
+    def num_copies(self) -> int:
+        """How many copies of the model share a batch."""
+        return self.size // self._part_size
 
     def count(self, batch: int) -> int:
         """Return how many samples of a batch of an epoch count, of all parts."""
@@ -197,7 +204,7 @@ class Batches:
         return self._row(self._order(number), batch)
 
     def _order(self, number: int) -> Tensor:
-        if self.shuffle and not self.is_stream:
+        if self.shuffle:
             generator = torch.Generator().manual_seed(seed_of(self.seed, number))
             return torch.randperm(self.num_samples, generator=generator)
         return torch.arange(self.num_samples)
@@ -216,7 +223,7 @@ class Batches:
         """Yield this part of each batch, from the `first` one on."""
         order = self._order(number)
         numbers = range(first, len(self))
-        twice = NUM_REPEATED if self._is_new and not self.is_stream else 0
+        twice = NUM_REPEATED if self._is_new else 0
         self._is_new = False
 
         def num_digests(i: int, place: int) -> int:
@@ -247,7 +254,7 @@ class Batches:
                 targets = data[1]
             texts = zip(self._part(row), collated.digests, strict=True)
             digests |= {index: text for index, text in texts if text}
-            yield Batch(data, len(row) == self.size, targets, digests)
+            yield Batch(data, len(row) == self.size, targets, digests, len(row))
             digests = {}
 
     def _whole(self, batch: int) -> bool:
@@ -271,7 +278,7 @@ class Batches:
         if is_main:
             signal.signal(signal.SIGCHLD, before)
 
-    def _load(self, keys: Iterator[list[_Key]]) -> Iterator[_Collated]:
+    def _load(self, keys: Iterator[list[Any]]) -> Iterator[_Collated]:
         """Yield what the samples of each list of keys are, as `_collate` joins them."""
         self._sampler.keys = keys
         if self._loader is None:
@@ -329,7 +336,7 @@ def _collate(read: list[_Read | GemscError]) -> _Collated | GemscError:
             help="return samples of the same structure, shapes and dtypes",
         )
     digests = [each.digests for each in good]
-    return _Collated((batch[0], batch[1]), digests, whole_targets)
+    return _Collated((batch[0], batch[1]), digests, whole_targets, good[0].facts)
 
 
 def _odd_one(read: list[_Read]) -> str:

@@ -29,7 +29,6 @@ from torch import Tensor
 
 from gemsc.base.rng import seed_all, seed_of
 from gemsc.errors import is_users
-from gemsc.runtime.data.stream import Stream
 
 Sample = TypeVar("Sample")
 
@@ -66,29 +65,18 @@ class SeededReader:
         is_first = self._epoch < 0
         if epoch != self._epoch:
             self._epoch, self._held = epoch, held_generators(self._dataset)
-        self._go_to(epoch, index, again=is_first)
+        self.seed(epoch, index)
         found = sample()
         if is_first and (held := held_generators(self._dataset)) != self._held:
             self._held = held
-            self._go_to(epoch, index, again=True)
+            self.seed(epoch, index)
             found = sample()
         return found
 
-    def _go_to(self, epoch: int, index: int, *, again: bool) -> None:
-        """Seed for a sample; of a stream, read what comes before it in the epoch."""
-        stream = self._dataset
-        if isinstance(stream, Stream):
-            if again or stream.epoch != epoch or index < stream.position - 1:
-                self._seed_all(epoch, 0)
-                stream.begin(epoch)
-            for before in range(stream.position, index):
-                self._seed_all(epoch, before)
-                stream[before]
-        self._seed_all(epoch, index)
-
-    def _seed_all(self, *numbers: int) -> None:
-        seed_all(seed_of(self._seed, *numbers))
-        _seed_generators(self._held, self._seed, *numbers)
+    def seed(self, epoch: int, index: int) -> None:
+        """Seed all generators for a sample."""
+        seed_all(seed_of(self._seed, epoch, index))
+        _seed_generators(self._held, self._seed, epoch, index)
 
 
 def _seed_generators(held: dict[str, Any], *parts: int) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import repeat
+from typing import Protocol
 
 from gemsc.base.boxes import Box
 from gemsc.base.rng import seed_all, seed_of
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.runtime.data.batches import Batch, Batches
+from gemsc.runtime.data.stream_batches import StreamBatches
 from gemsc.runtime.transport.transport import Transport
 
 # by index and, where a rank reads only a part of each image, the box of it
@@ -22,6 +24,16 @@ ADVICE = (
     "the dataset holds, are seeded alike for each sample; draw from no others, sort "
     "files and sets, and let no sample depend on the time, or on what was read before"
 )
+
+
+class Ends(Protocol):
+    """What ranks ask each other for, an "end" of the data among it."""
+
+    def ask(self, kind: str, reason: str = "") -> None:
+        """Ask all ranks, with the next sum of the losses."""
+
+    def agreed(self, kind: str) -> bool:
+        """Whether all ranks know of such a request."""
 
 
 @dataclass(frozen=True)
@@ -45,33 +57,74 @@ class SharedData:
                     f"has {lengths[0]} samples on rank 0 and {length} on rank {rank}"
                 )
 
+    def split(self, *, reads: bool) -> bool:
+        """Let each copy of the model read its part of a stream; whether that can be.
+
+        Every rank calls it; those that read have to agree.
+        """
+        batches, copies = self.batches, self.batches.num_copies
+        if not isinstance(batches, StreamBatches) or copies == 1:
+            return True
+        if not batches.stream.split:  # as it was asked for
+            return True
+        found = self.transport.all_gather_object(not reads or batches.can_split())
+        batches.split(copies if all(found) else 1)
+        return all(found)
+
     def epoch(
-        self, number: int, first: int = 0, *, reads: bool = True
+        self,
+        number: int,
+        first: int = 0,
+        *,
+        requests: Ends | None = None,
+        reads: bool = True,
     ) -> Iterator[tuple[Batch, Digests]]:
         """Yield each batch, from the `first` one on, and what all ranks read in it.
 
         Only the first batch is compared, and gives digests, unless `compare_all` of
         the batches. Every rank iterates; one that does not read gets empty batches.
+        Before a batch after which a rank has none, it asks all for the "end".
 
         Raises:
-            GemscError: two ranks have read the same sample and got different data. If
-                one rank gets other data when it reads a sample again, that is said.
+            GemscError: two ranks have read the same sample and got different data, or
+                a stream has not even one batch. If one rank gets other data when it
+                reads a sample again, that is said.
         """
         batches = self.batches
         source = batches.epoch(number, first) if reads else repeat(NOTHING)
         for i in range(first, len(batches)):
-            batch = next(source)
+            batch = next(source, None)
             # what hooks draw does not depend on what this rank reads, and where
             seed_all(seed_of(batches.seed, number, "batch", i))
             compares = i == first or batches.compare_all
-            yield batch, self._compare(batch.digests, number) if compares else {}
+            found = self._compare(batch, number) if compares else {}
+            assert batch is not None
+            if batch.ends and requests is not None:
+                requests.ask("end")
+            yield batch, found
+            if requests is not None and requests.agreed("end"):
+                return
 
-    def _compare(self, digests: Mapping[int, tuple[str, ...]], epoch: int) -> Digests:
+    def _compare(self, batch: Batch | None, epoch: int) -> Digests:
         known: dict[tuple[int, Box | None], tuple[int, str]] = {}
         changing: list[int] = []
         window = self.batches.window
         box = window.box if window is not None else None
-        everyone = self.transport.all_gather_object((box, digests))
+        mine = None if batch is None else (box, batch.digests, batch.notes)
+        gathered = self.transport.all_gather_object(mine)
+        known_all = [each for each in gathered if each is not None]
+        if len(known_all) < len(gathered):
+            raise GemscError(
+                f"{self.name} ends before its first batch, of {self.batches.size} "
+                "samples, is complete",
+                at=self.at,
+                help="give more data, compile with fewer --micro-batches or --data, or "
+                "let the replicas read all of it: gemsc.Stream(..., split=False)",
+            )
+        everyone = [(box, digests) for box, digests, _ in known_all]
+        notes = [note for _, _, notes in known_all for note in notes]
+        if notes and self.transport.rank == 0:
+            print(max(notes), flush=True)  # noqa: T201 - a warning, if there is one
         for rank, (box, theirs) in enumerate(everyone):
             for index, (found, *again) in theirs.items():
                 changing += [index] if {*again} - {found} else []

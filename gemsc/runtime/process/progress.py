@@ -26,13 +26,17 @@ BAR_VARIABLE = "GEMSC_PROGRESS_BAR"
 class ProgressBar:
     """Loss, samples per second and step time: a bar on a terminal, else plain lines."""
 
-    def __init__(self, total: int, title: str, *, started: float = 0.0) -> None:
-        """Prepare for `total` steps; the first one began `started` seconds ago."""
+    def __init__(self, total: int | None, title: str, *, started: float = 0.0) -> None:
+        """Prepare for `total` steps; the first one began `started` seconds ago.
+
+        Where nobody knows how many there will be, the last one is shown on `close`.
+        """
         self.total = total
         self.title = title
         self._start = time.perf_counter() - started
         self._last_line = self._start
         self._done = 0
+        self._hidden = ""  # the last line, if it has not been shown
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         if wants_bar(sys.stdout):
@@ -59,9 +63,12 @@ class ProgressBar:
         facts = f"{shown}{speed:.{digits}f} samples/s  {seconds * 1e3:.0f} ms/step"
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, advance=1, facts=facts)
-        elif now - self._last_line > self._pause(now) or self._done in (1, self.total):
+            return
+        number = f"{self._done}" + ("" if self.total is None else f"/{self.total}")
+        self._hidden = f"{self.title} {number}  {facts}"
+        if now - self._last_line > self._pause(now) or self._done in (1, self.total):
             self._last_line = now
-            print(f"{self.title} {self._done}/{self.total}  {facts}", flush=True)  # noqa: T201
+            self._print()
 
     def _pause(self, now: float) -> float:
         """Return the seconds between lines: more of them the longer it goes on."""
@@ -71,6 +78,12 @@ class ProgressBar:
         """Leave the last state on the screen."""
         if self._bar is not None:
             self._bar.stop()
+        elif self.total is None and self._hidden:
+            self._print()
+
+    def _print(self) -> None:
+        print(self._hidden, flush=True)  # noqa: T201
+        self._hidden = ""
 
 
 def wants_bar(stream: TextIO) -> bool:

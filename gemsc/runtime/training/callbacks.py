@@ -17,18 +17,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gemsc.base.stream import ENDLESS
 from gemsc.base.units import show_bytes
 from gemsc.errors import GemscError
 from gemsc.runtime.checkpoint.holdings import EMA_KEY
-from gemsc.runtime.data.batches import Batches
+from gemsc.runtime.checkpoint.states import encode
+from gemsc.runtime.data.stream_batches import Mark, StreamBatches
 from gemsc.runtime.process.device import peak_bytes
 from gemsc.runtime.process.progress import ProgressBar
+from gemsc.runtime.training.epochs import Epochs
 from gemsc.runtime.training.trainer import StepReport, Trainer
 from gemsc.user_model import UserModel
 
@@ -107,20 +111,35 @@ class Position(Callback):
     Its steps are then counted as if all batches had had the size that they have now.
     """
 
-    def __init__(self, trainer: Trainer, batches: Batches) -> None:
+    def __init__(self, trainer: Trainer, epochs: Epochs) -> None:
         self.trainer = trainer
-        self.batches = batches
+        self.epochs = epochs
+        self.batches = epochs.batches
 
     def state_dict(self) -> dict[str, Any]:
-        """Return epoch and sample, of how many."""
-        epoch, first = divmod(self.trainer.step_number, len(self.batches))
+        """Return epoch and sample, of how many; of a stream, marks of its parts."""
+        epoch, first = self.epochs.place(self.trainer.step_number)
         size = self.batches.size
-        return {
+        state: dict[str, Any] = {
             "num_samples": self.batches.num_samples,
             "batch_size": size,
             "epoch": epoch,
             "sample": first * size,
         }
+        if isinstance(self.batches, StreamBatches):
+            state["parts"] = self.batches.num_parts
+            own = self.batches.marks(epoch)
+            state["marks"] = self._of_all(own) if first else {}
+        return state
+
+    def _of_all(self, own: Mapping[int, Mark]) -> dict[str, Any]:
+        """Return the marks of all parts, of whoever came farthest in each."""
+        found: dict[int, Mark] = {}
+        for marks in self.trainer.transport.all_gather_object(dict(own)):
+            for number, mark in marks.items():
+                other = found.setdefault(number, mark)
+                found[number] = max(other, mark, key=lambda each: each.first)
+        return {str(number): vars(_storable(mark)) for number, mark in found.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to the sample that comes next.
@@ -128,26 +147,48 @@ class Position(Callback):
         Raises:
             GemscError: the dataset has another length.
         """
-        batches, steps = self.batches, self.trainer.worker.steps
+        batches, steps, epochs = self.batches, self.trainer.worker.steps, self.epochs
         if state["num_samples"] != batches.num_samples:
+            one, other = map(_samples, (state["num_samples"], batches.num_samples))
             raise GemscError(
-                f"the checkpoint is of a run over {state['num_samples']} samples, "
-                f"dataset() now has {batches.num_samples}",
+                f"the checkpoint is of a run over {one}, dataset() now has {other}",
                 help="go on with the same data; or `gemsc export` the checkpoint and "
                 "--resume from that file: a new run that starts from its weights",
             )
-        first = min(state["sample"] // batches.size, len(batches))
-        steps.done = state["epoch"] * len(batches) + first
+        first = state["sample"] // batches.size
+        if epochs.each is not None:
+            first = min(first, epochs.each)
+            steps.done = state["epoch"] * epochs.each + first
+        else:
+            size = state["batch_size"]
+            before = steps.done - state["sample"] // size
+            epochs.now, epochs.start = state["epoch"], before * size // batches.size
+            steps.done = epochs.start + first
+        if isinstance(batches, StreamBatches):
+            marks = state.get("marks", {}).items()
+            batches.split(state.get("parts", 1))
+            batches.resume(state["epoch"], {int(n): Mark(**m) for n, m in marks})
+
+
+def _samples(count: int) -> str:
+    return "a stream without a known end" if count == ENDLESS else f"{count} samples"
+
+
+def _storable(mark: Mark) -> Mark:
+    """Return a mark without its state if no checkpoint can hold that."""
+    try:
+        encode(mark.state, lambda _: "", "the stream")
+    except GemscError:
+        return replace(mark, state=None)
+    return mark
 
 
 class Console(Callback):
     """What the first rank prints: a bar for each epoch, figures, how the run ends."""
 
-    def __init__(self, trainer: Trainer, total: int, each: int) -> None:
-        """Prepare for `total` steps, `each` of them in an epoch."""
+    def __init__(self, trainer: Trainer, epochs: Epochs) -> None:
         self.talks = trainer.transport.rank == 0
-        self.total = total
-        self.each = each
+        self.epochs = epochs
         self._bar: ProgressBar | None = None
 
     def say(self, text: str) -> None:
@@ -159,13 +200,13 @@ class Console(Callback):
         """Count the step; an epoch's first and last one begin and end a bar."""
         if not self.talks:
             return
-        epoch, number = divmod(report.step - 1, self.each)
         if self._bar is None:
-            size = min(self.each, self.total - epoch * self.each) - number
-            title = f"epoch {epoch + 1}/{-(-self.total // self.each)}"
-            self._bar = ProgressBar(size, title, started=report.seconds)
+            done = report.step - 1
+            title = self.epochs.title(self.epochs.place(done)[0])
+            left = None if self.epochs.each is None else self.epochs.left(done)
+            self._bar = ProgressBar(left, title, started=report.seconds)
         self._bar.step(report.losses or report.loss, report.samples)
-        if number + 1 == self.each or report.step == self.total:
+        if self.epochs.ends(report.step, trainer.requests):
             self._close()
 
     def on_evaluation(self, trainer: Trainer, figures: Mapping[str, float]) -> None:

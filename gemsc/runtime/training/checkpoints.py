@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.runtime.training.callbacks import Callback
+from gemsc.runtime.training.epochs import Epochs
 from gemsc.runtime.training.trainer import StepReport, Trainer
 
 
@@ -126,23 +127,22 @@ class Best(Callback):
 class Checkpoints(Callback):
     """Saves into a folder, and keeps the newest `keep` checkpoints and the best one.
 
-    `every` is a number of steps, seconds as a float, or "epoch". An epoch has `each`
-    steps, the run `total`. It comes after the callbacks whose state it saves.
+    `every` is a number of steps, seconds as a float, or "epoch". It comes after the
+    callbacks whose state it saves.
     """
 
     def __init__(
         self,
         folder: Path,
         *,
-        each: int,
-        total: int,
+        epochs: Epochs,
         every: int | float | str = "epoch",
         keep: int = 3,
         best: Best | None = None,
         background: bool = False,
     ) -> None:
         self.folder = folder
-        self.each, self.total = each, total
+        self.epochs = epochs
         self.every = every
         self.keep = keep
         self.best = best
@@ -190,7 +190,7 @@ class Checkpoints(Callback):
 
     def _ends(self, trainer: Trainer) -> bool:
         step = trainer.step_number
-        return step % self.each == 0 or step == self.total or trainer.is_stopping
+        return self.epochs.ends(step, trainer.requests) or trainer.is_stopping
 
     def _start_clock(self) -> None:
         if isinstance(self.every, float):

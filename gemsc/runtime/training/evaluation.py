@@ -7,6 +7,7 @@ one rank (`Holders`), which scores the batch as one process would.
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.utils import _pytree as pytree
 from gemsc.base.dtypes import cast
 from gemsc.base.nests import Mean, as_loss
 from gemsc.errors import GemscError
+from gemsc.runtime.data.batches import Batch
 from gemsc.runtime.data.metrics import Metrics, first_samples, is_texts
 from gemsc.runtime.data.shared import SharedData
 from gemsc.runtime.data.tiled import Window
@@ -100,11 +102,18 @@ class Evaluator:
         self.record.add_figures(found)
         return {name: value for name, (value, _) in found.items()}
 
+    def _batches(self) -> Iterator[Batch]:
+        """Yield all batches, until the first rank that reads has none."""
+        requests = self.trainer.requests
+        source = self.data.epoch(0, requests=requests)
+        for batch, seen in self.trainer.worker.status.while_reading(source):
+            self.record.add_evaluated(seen)
+            yield batch
+        requests.done("end")
+
     def _score_batches(self, mean_loss: Mean) -> None:
         batches, status = self.data.batches, self.trainer.worker.status
-        source = status.while_reading(self.data.epoch(0))
-        for number, (batch, seen) in enumerate(source):
-            self.record.add_evaluated(seen)
+        for batch in self._batches():
             input, target = batch.data
             with self.record.draws():
                 result = self.trainer.evaluate(input, target, window=batches.window)
@@ -113,7 +122,7 @@ class Evaluator:
                 batches.whole_targets = "none"
             # The ranks compute the loss of full batches. What is left at the end is
             # filled up; its loss is that of the outputs without what fills it.
-            is_full, count = batch.is_full, batches.count(number)
+            is_full, count = batch.is_full, batch.count
             if is_full and result.mean is not None:
                 mean_loss.add(result.mean.loss, count)
             if self.metrics.is_empty and (is_full or self.loss is None):
@@ -152,8 +161,7 @@ class Evaluator:
         """Score one whole case after the other: the loss, too, is of the whole."""
         assert self.windows is not None
         status = self.trainer.worker.status
-        for batch, seen in status.while_reading(self.data.epoch(0)):
-            self.record.add_evaluated(seen)
+        for batch in self._batches():
             input, target = batch.data
             if (shape := self.picture.shape_of(input)) is None:
                 raise GemscError(

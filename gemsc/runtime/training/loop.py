@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import shlex
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from gemsc.base.rng import seed_of
+from gemsc.base.stream import ENDLESS
 from gemsc.errors import GemscError
 from gemsc.runtime.checkpoint.files import export_model
 from gemsc.runtime.checkpoint.folder import LATEST, MODEL
@@ -15,12 +17,14 @@ from gemsc.runtime.checkpoint.manifest import Manifest
 from gemsc.runtime.data.batches import Batches
 from gemsc.runtime.data.metrics import figure_names
 from gemsc.runtime.data.shared import SharedData
+from gemsc.runtime.data.stream_batches import batches_of
 from gemsc.runtime.data.tiled import TiledDataset, window_of
 from gemsc.runtime.process.failure import is_first
 from gemsc.runtime.process.status import REPORTED
 from gemsc.runtime.process.stop import StopSignal
 from gemsc.runtime.training.callbacks import Callback, Console, Ema, Hooks, Position
 from gemsc.runtime.training.checkpoints import Best, Checkpoints
+from gemsc.runtime.training.epochs import Epochs
 from gemsc.runtime.training.evaluation import Evaluator
 from gemsc.runtime.training.logs import Log
 from gemsc.runtime.training.trainer import Trainer
@@ -50,21 +54,23 @@ class Training:
         self.plan, self.transport = self.trainer.plan, self.trainer.transport
         self.record = RunRecord(is_kept=self.options.record_run is not None)
         seed = self.trainer.worker.seed
+        self._notes: list[str] = []
         self.data = self._data("dataset", seed, shuffle=True)
         # what is drawn for evaluation must not be what was drawn for training
         data = self._data("eval_dataset", seed_of(seed, -1), shuffle=False)
         self.evaluator = (
             Evaluator(self.trainer, self.user, data, self.record) if data else None
         )
-        self.console = Console(self.trainer, self.total, len(self._batches))
+        options = self.options
+        self.epochs = Epochs(self._batches, options.steps, options.epochs)
+        self.console = Console(self.trainer, self.epochs)
         self.checkpoints: Checkpoints | None = None
         self.trainer.add_callbacks(self._callbacks())
 
     def _callbacks(self) -> list[Callback]:
         """Return what the options and the user's file ask for, in order."""
         options, best = self.options, None
-        each = len(self._batches)
-        callbacks: list[Callback] = [Position(self.trainer, self._batches)]
+        callbacks: list[Callback] = [Position(self.trainer, self.epochs)]
         if options.ema is not None:
             callbacks.append(Ema(options.ema))
         callbacks.append(Hooks(self.user))
@@ -84,8 +90,7 @@ class Training:
         if options.save is not None and options.checkpoint_every != "never":
             self.checkpoints = Checkpoints(
                 options.save,
-                each=each,
-                total=self.total,
+                epochs=self.epochs,
                 every=options.checkpoint_every,
                 keep=options.keep,
                 best=best,
@@ -100,15 +105,15 @@ class Training:
         return self.data.batches
 
     @property
-    def total(self) -> int:
-        """The steps of the whole run, from its first start."""
-        steps: int | None = self.options.steps
-        return steps or self.options.epochs * len(self._batches)
-
-    @property
     def is_interrupted(self) -> bool:
         """Whether a signal ends the run before its last step."""
-        return self.trainer.is_leaving and self.trainer.step_number < self.total
+        is_over = self.epochs.is_over(self.trainer.step_number)
+        return self.trainer.is_leaving and not is_over
+
+    @property
+    def _reads(self) -> bool:
+        """Whether this rank takes anything of a batch in training."""
+        return bool(self.trainer.worker.inputs)
 
     def _data(self, name: str, seed: int, *, shuffle: bool) -> SharedData | None:
         if getattr(self.user, name) is None:
@@ -127,7 +132,7 @@ class Training:
         part, num_parts = place.copy, place.num_copies
         if not shuffle and self.user.eval_windows is not None:
             size, part, num_parts = 1, 0, 1  # whole cases, one at a time
-        batches = Batches(
+        batches = batches_of(
             items,
             size,
             seed=seed,
@@ -140,13 +145,26 @@ class Training:
             whole_targets=whole_targets,
             compare_all=self.record.is_kept,
             least=least,
+            keeps_marks=shuffle and self.options.save is not None,
         )
+        if trains_rest and batches.num_samples == ENDLESS:
+            raise GemscError(
+                "--last-batch train needs to know how many samples an epoch has",
+                at=self.user.line_of(name),
+                help="return gemsc.Stream(..., samples=...) from dataset(), or leave "
+                "the option out",
+            )
         shared = SharedData(batches, self.transport, name, self.user.line_of(name))
         if len(batches) == 0:
             raise GemscError(
                 f"the dataset has {batches.num_samples} samples, one step takes {size}",
                 help="compile with fewer --micro-batches, give more data, or use "
                 "--last-batch train",
+            )
+        if shuffle and not shared.split(reads=self._reads):
+            self._notes.append(
+                f"note: {name}() is not split: each of the {batches.num_copies} "
+                "replicas reads all of it, and drops what is not its own"
             )
         return shared
 
@@ -167,17 +185,19 @@ class Training:
                 self.evaluator.data.batches.close()
 
     def _run(self) -> None:
-        each, total = len(self._batches), self.total
+        epochs = self.epochs
         done = self.trainer.worker.steps.done
-        if not self._has_steps_left(done, total):
+        if not self._has_steps_left(done):
             return
+        for note in self._notes:
+            self.console.say(note)
         self.trainer.start()
-        while done < total and not self.trainer.is_stopping:
-            epoch, first = divmod(done, each)
+        while not epochs.is_over(done) and not self.trainer.is_stopping:
+            epoch, first = epochs.place(done)
             self.trainer.epoch = epoch
-            self._train_epoch(epoch, first, min(each, first + total - done))
+            has_ended = self._train_epoch(epoch, first)
             done = self.trainer.worker.steps.done
-            if self.trainer.is_leaving and done % each and done < total:
+            if self.trainer.is_leaving and not has_ended and not epochs.is_over(done):
                 break
             figures = self._evaluate()
             self.trainer.agree()
@@ -199,36 +219,56 @@ class Training:
         if self.console.talks and self.options.record_run is not None:
             self.record.write(self.options.record_run)
 
-    def _has_steps_left(self, done: int, total: int) -> bool:
+    def _say_end(self, epoch: int, steps: int, *, ends: bool) -> None:
+        """Say where an epoch has ended sooner for some replicas than for others."""
+        place = self.trainer.worker.place
+        mine = (place.copy, ends) if self._reads else None
+        found = [*filter(None, self.transport.all_gather_object(mine))]
+        ended = sorted({copy + 1 for copy, ends in found if ends})
+        if len(ended) < len({copy for copy, _ in found}):
+            count = "1 step" if steps == 1 else f"{steps} steps"
+            who = f"replica{'s' * (len(ended) > 1)} {', '.join(map(str, ended))}"
+            self.console.say(
+                f"epoch {epoch + 1} ends after {count}, with the data of {who}; what "
+                "the others had left is not used"
+            )
+
+    def _has_steps_left(self, done: int) -> bool:
         """Whether there is something to do; say what a run goes on from."""
         folder, goes_on = self.options.save, self.options.goes_on
         if goes_on and self.options.resume is None:
             self.console.say(f"{folder} holds no checkpoint yet: from the start")
-        if done < total:
+        if not self.epochs.is_over(done):
             return True
         if not goes_on:
             raise GemscError(
-                f"{self.options.resume} has already done {done} of {total} steps",
+                f"{self.options.resume} has already done {done} of {self.epochs}"
+                if self.epochs.total is not None
+                else f"{self.options.resume} has already done all of {self.epochs}",
                 help="give more --epochs or --steps: they count from the first start",
             )
         more = "go on from there with more --epochs or --steps"
-        self.console.say(f"{folder} has done all of its {total} steps; {more}")
+        self.console.say(f"{folder} has done all of its {self.epochs}; {more}")
         return False
 
-    def _train_epoch(self, epoch: int, first: int, end: int) -> None:
+    def _train_epoch(self, epoch: int, first: int) -> bool:
+        """Make the steps of an epoch; return whether it has come to its end."""
         assert self.data is not None
-        window, reads = self._batches.window, bool(self.trainer.worker.inputs)
+        window, ends = self._batches.window, False
+        requests = self.trainer.requests
         source = self.trainer.worker.status.while_reading(
-            self.data.epoch(epoch, first, reads=reads)
+            self.data.epoch(epoch, first, requests=requests, reads=self._reads)
         )
         size = self.plan.micro_batch_size
-        for number, (batch, seen) in zip(range(first, end), source, strict=False):
-            input, target = batch.data
-            count = self._batches.count(number) // size
+        left = self.epochs.left(self.trainer.step_number)
+        numbers = count(first) if left is None else range(first, first + left)
+        for number, (batch, seen) in zip(numbers, source, strict=False):
+            (input, target), ends = batch.data, batch.ends
+            micro_batches = self._batches.count(number) // size
             try:
                 with self.record.draws():
                     loss = self.trainer.step(
-                        input, target, window=window, micro_batches=count
+                        input, target, window=window, micro_batches=micro_batches
                     )
             except NotFiniteError as error:
                 for note in self._where(error.problem, batch.data):
@@ -241,7 +281,11 @@ class Training:
                 done = DONE[self.options.on_nonfinite]
                 self.console.say(f"warning: {problem}, {where}: {done}")
             if self.trainer.is_stopping:
-                return
+                break
+        step = self.trainer.step_number
+        if requests.agreed("end"):
+            self._say_end(epoch, step - self.epochs.start, ends=ends)
+        return self.epochs.end(step, requests)
 
     def _evaluate(self) -> dict[str, float]:
         """Return the loss and the user's metrics, means over the held-out samples."""
@@ -280,7 +324,7 @@ class Training:
         `data` is what this rank has read of the batch.
         """
         batches, place = self._batches, self.trainer.worker.place
-        epoch, number = divmod(problem.step - 1, len(batches))
+        epoch, number = self.epochs.place(problem.step - 1)
         indices = batches.indices(epoch, number)
         size = self.plan.micro_batch_size
         found = [

@@ -1,6 +1,7 @@
 """The steps of a rank, one at a time: its part of the batch, losses, results, requests.
 
-What one rank asks for, all do after the same step: to stop, to save, to leave.
+What one rank asks for, all do after the same step: to stop, to save, to leave, to end
+the epoch.
 
     ask("stop", "enough")       on any rank, at any time, also in a signal handler
     numbers, agree              around the next sum of the losses, which carries them
@@ -130,7 +131,7 @@ class Steps:
         return torch.full_like(loss, 1.0 / count)
 
 
-KINDS = ("stop", "save", "leave")
+KINDS = ("stop", "save", "leave", "end")
 
 
 class Requests:
@@ -141,7 +142,7 @@ class Requests:
         self._agreed: set[str] = set()
 
     def ask(self, kind: str, reason: str = "") -> None:
-        """Ask all ranks for "stop", "save" or "leave"; the first reason stays."""
+        """Ask all ranks for one of `KINDS`; the first reason stays."""
         self._asked.setdefault(kind, reason)
 
     def reason(self, kind: str) -> str:

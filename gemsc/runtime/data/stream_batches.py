@@ -1,0 +1,451 @@
+"""Batches of a stream, of one whose end nobody knows as well.
+
+The samples of a stream in P parts have numbers: 0 is the first one of part 0, 1 that
+of part 1, P the second one of part 0. A batch has the next samples in this order, those
+of one part side by side, so that each of P replicas reads one part:
+
+    P = 2    batch 0: 0 2 4 | 1 3 5    batch 1: 6 8 10 | 7 9 11
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils.data import Dataset, default_collate
+
+from gemsc.base.nests import pair_error
+from gemsc.base.rng import preserve_rng
+from gemsc.base.stream import ENDLESS, Stream, StreamEndError, StreamPart
+from gemsc.errors import GemscError, user_place
+from gemsc.runtime.data.batches import Batch, Batches, _Collated, _Read, digest
+from gemsc.runtime.data.held_generators import SeededReader
+from gemsc.runtime.process.status import Status
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Where a part of a stream was, and what it gave there, to go on from.
+
+    In `state`, if it has one, its iterable was at `position`; `digest` is that of the
+    `count` samples from `first` on.
+    """
+
+    position: int
+    state: Any
+    first: int
+    count: int
+    digest: str
+
+
+class StreamReader:
+    """Reads samples by their number, forward in each of `num_parts` parts.
+
+    All generators are seeded for each sample, also for those that are only skipped.
+    """
+
+    def __init__(self, stream: Stream, seed: int) -> None:
+        self.stream = stream
+        self.num_parts = 1
+        self.keeps_marks = False
+        self.notes: list[str] = []
+        self._seed = seed
+        self._seeds = SeededReader(stream, seed)
+        self._parts: dict[int, StreamPart] = {}
+        self._last: dict[int, Any] = {}
+        self._marks: dict[int, Mark] = {}
+        self._marked = 0  # the epoch of the marks
+
+    def resume(self, epoch: int, marks: Mapping[int, Mark]) -> None:
+        """Go to these marks when samples of this epoch are read."""
+        self._marked, self._marks = epoch, dict(marks)
+
+    def can_split(self, number: int, count: int) -> bool:
+        """Whether part `number` of `count` begins otherwise than the next one."""
+        if self.stream.is_hugging_face:
+            return True
+        found = set()
+        for each in (number, (number + 1) % count):
+            part = StreamPart(self.stream, each, count)
+            try:
+                with preserve_rng():
+                    seeds = SeededReader(self.stream, self._seed)
+                    found.add(digest(_take(part, seeds, 0, 0)))
+            except Exception:  # it has no sample, or cannot be copied
+                return False
+            if not part.heeds_worker:
+                return False
+        return len(found) > 1
+
+    def read(self, epoch: int, index: int) -> Any:
+        """Return a sample.
+
+        Raises:
+            StreamEndError: the part that it belongs to has ended.
+        """
+        position = index // self.num_parts
+        part = self._approach(epoch, index)
+        if part.position == position:
+            self._advance(part)
+        return self._last[part.number]
+
+    def place(self, epoch: int, index: int) -> tuple[int, Any]:
+        """Return where a part is before a sample is read, and the state there."""
+        part = self._approach(epoch, index)
+        if part.position > index // self.num_parts:
+            return 0, None
+        return part.state()
+
+    def close(self, number: int) -> None:
+        """Let go of a part."""
+        self._parts.pop(number, None)
+        self._last.pop(number, None)
+
+    def _approach(self, epoch: int, index: int) -> StreamPart:
+        """Let the sample be the next one of its part, or the last one."""
+        position, number = divmod(index, self.num_parts)
+        part = self._parts.get(number)
+        is_new = part is None
+        if part is None:
+            part = self._parts[number] = StreamPart(self.stream, number, self.num_parts)
+            part.keeps_state = self.keeps_marks
+        if is_new or part.epoch != epoch or position < part.position - 1:
+            self._begin(part, epoch, position)
+        while part.position < position:
+            self._advance(part)
+        return part
+
+    def _begin(self, part: StreamPart, epoch: int, position: int) -> None:
+        """Go to the mark of a part, if there is one before a position."""
+        part.begin(epoch)
+        if epoch != self._marked:
+            return
+        mark = self._marks.pop(part.number, None)
+        if mark is None or position < mark.first + mark.count:
+            return
+        why = "it has no state_dict()"
+        if mark.state is not None:
+            part.begin(epoch, mark.position, mark.state)
+            if self._comes_back(part, mark):
+                return
+            part.begin(epoch)
+            why = "its state_dict() does not bring it back"
+        start = time.perf_counter()
+        if not self._comes_back(part, mark):
+            part.begin(epoch)
+            self.notes.append(
+                "warning: the stream does not give again what it gave before this "
+                "run was interrupted: it goes on with other data"
+            )
+            return
+        if not mark.first:  # nothing but that was read again
+            return
+        self.notes.append(
+            f"{part.position} samples of the stream were read again, and dropped, in "
+            f"{time.perf_counter() - start:.1f} s: {why}"
+        )
+
+    def _comes_back(self, part: StreamPart, mark: Mark) -> bool:
+        """Whether a part gives again what it gave at its mark."""
+        found = []
+        try:
+            while part.position < mark.first + mark.count:
+                self._advance(part)
+                if part.position > mark.first:
+                    last = default_collate([self._last[part.number]])
+                    found.append(digest(_row(last, 0)))
+        except Exception:  # whatever a state that does not fit brings about
+            return False
+        return digest(found) == mark.digest
+
+    def _advance(self, part: StreamPart) -> None:
+        # what is drawn as reading begins, all parts draw alike: an order, for instance
+        index = part.position * part.count + part.number if part.position else 0
+        Status.go_on()
+        self._last[part.number] = _take(part, self._seeds, part.epoch, index)
+
+
+def _take(part: StreamPart, seeds: SeededReader, epoch: int, index: int) -> Any:
+    """Return a part's next sample, read under the seeds of its index."""
+    position = part.position
+
+    def sample() -> Any:
+        if part.position != position:  # once more, after generators were found
+            part.again()
+        if part.is_new:
+            seeds.seed(epoch, 0)
+            part.open()
+            seeds.seed(epoch, index)
+        return part.take()
+
+    return seeds.read(epoch, index, sample)
+
+
+class _Rows(NamedTuple):
+    """What to read of a batch: its samples from `start` to `end`, in their order.
+
+    Those of `until` only have to be there: the batch is whole then.
+    """
+
+    epoch: int
+    samples: list[int]
+    start: int
+    end: int
+    until: tuple[int, ...] = ()
+    has_digests: bool = False
+    wants_places: bool = False
+    fills_up: bool = False
+    closes: bool = False  # its part, which belongs to others
+
+
+@dataclass
+class _Facts:
+    """The samples of a batch that are there, and what reading them has shown.
+
+    places: of the parts that are read, before the batch.
+    """
+
+    count: int
+    places: dict[int, tuple[int, Any]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+class _StreamSamples(Dataset[Any]):
+    """Samples of a stream for a DataLoader: it is asked for one `_Rows` at a time."""
+
+    def __init__(self, stream: Stream, seed: int) -> None:
+        self.reader = StreamReader(stream, seed)
+
+    def __getitems__(self, keys: list[_Rows]) -> list[_Read | GemscError]:
+        (rows,) = keys
+        self.at = rows.samples[0]
+        try:
+            return [*self._read(rows)]
+        except StreamEndError as end:
+            return [end]
+        except GemscError as error:
+            return [error]
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            return [
+                GemscError(
+                    f"sample {self.at} of the stream cannot be read: {what}",
+                    at=user_place(error.__traceback__),
+                    help="try `for sample in dataset(): pass` in Python",
+                )
+            ]
+
+    def _read(self, rows: _Rows) -> list[_Read]:
+        epoch, samples = rows.epoch, rows.samples
+        places: dict[int, tuple[int, Any]] = {}
+        found: list[_Read] = []
+        first = 0 if rows.fills_up else rows.start
+        for place, index in enumerate(samples[first : rows.end], first):
+            self.at = index
+            number = index % self.reader.num_parts
+            if rows.wants_places and number not in places:
+                places[number] = self.reader.place(epoch, index)
+            try:
+                sample = self.reader.read(epoch, index)
+            except StreamEndError:
+                if not (rows.fills_up and place):
+                    raise
+                return self._filled(rows, found, place)
+            if isinstance(wrong := pair_error(sample), GemscError):
+                raise wrong
+            texts = (digest(sample),) if rows.has_digests else ()
+            found.append(_Read(index, sample, texts))
+        count = self._count(rows)
+        if rows.closes:
+            self.reader.close(samples[0] % self.reader.num_parts)
+        found = found[rows.start - first :]
+        return self._with_facts(found, count, places)
+
+    def _count(self, rows: _Rows) -> int:
+        """Return how many samples of a batch are there, past those that were read."""
+        for index in rows.until:
+            self.reader.read(rows.epoch, index)
+        if rows.fills_up:
+            for place, index in enumerate(rows.samples[rows.end :], rows.end):
+                try:
+                    self.reader.read(rows.epoch, index)
+                except StreamEndError:
+                    return place
+        return len(rows.samples)
+
+    def _filled(self, rows: _Rows, found: list[_Read], count: int) -> list[_Read]:
+        """Return a batch that has ended, filled up with its last sample."""
+        own = [found[min(i, count - 1)] for i in range(rows.start, rows.end)]
+        return self._with_facts(own, count, {})
+
+    def _with_facts(
+        self, found: list[_Read], count: int, places: dict[int, tuple[int, Any]]
+    ) -> list[_Read]:
+        notes, self.reader.notes = (*self.reader.notes,), []
+        found[0] = found[0]._replace(facts=_Facts(count, places, notes))
+        return found
+
+
+class StreamBatches(Batches):
+    """Batches of a stream, in its order; its end may be unknown (`is_open`).
+
+    In training each copy of the model reads its own part of the stream after a call of
+    `split`. One process at most reads ahead. With `keeps_marks`, `marks` says where the
+    batch that was given last began.
+    """
+
+    def __init__(
+        self, dataset: Stream, size: int, *, keeps_marks: bool = False, **options: Any
+    ) -> None:
+        super().__init__(dataset, size, **options)
+        self.is_open = self.num_samples == ENDLESS
+        self.workers = 0 if dataset.is_loader else min(self.workers, 1)
+        self.keeps_marks = keeps_marks
+        self.stream = dataset
+        self._samples = self._dataset = _StreamSamples(dataset, self.seed)
+        self._samples.reader.keeps_marks = keeps_marks
+        self._given: tuple[list[int], Any, _Facts] | None = None  # the last batch
+        self._resumed: tuple[int, Mapping[int, Mark]] = -1, {}  # an epoch, its marks
+
+    @property
+    def num_parts(self) -> int:
+        """The parts of the stream."""
+        return self._samples.reader.num_parts
+
+    def can_split(self) -> bool:
+        """Whether each copy of the model could read a part of the stream."""
+        drops_rest = self.shuffle and self.least == self.size
+        if not drops_rest or self.stream.is_loader or not self.stream.split:
+            return False
+        own = self._start // self._part_size
+        return self._samples.reader.can_split(own, self.num_copies)
+
+    def split(self, count: int) -> None:
+        """Read the stream in so many parts."""
+        self._samples.reader.num_parts = count
+
+    def resume(self, epoch: int, marks: Mapping[int, Mark]) -> None:
+        """Go on in an epoch, from marks if there are any."""
+        self._resumed, self._given = (epoch, marks), None
+        self._samples.reader.resume(epoch, marks)
+
+    def marks(self, epoch: int) -> dict[int, Mark]:
+        """Return, by their number, where the parts were that are read here."""
+        if self._given is None:
+            return dict(self._resumed[1]) if epoch == self._resumed[0] else {}
+        own, data, facts = self._given
+        found = {}
+        for number, (position, state) in facts.places.items():
+            rows = [
+                i for i, index in enumerate(own) if index % self.num_parts == number
+            ]
+            text = digest([digest(_row(data, i)) for i in rows])
+            first = own[rows[0]] // self.num_parts
+            found[number] = Mark(position, state, first, len(rows), text)
+        return found
+
+    def indices(self, number: int, batch: int) -> list[int]:
+        """Return the samples of a batch of an epoch, those of all parts."""
+        start = batch * self.size
+        rows = range(start, start + self.count(batch))
+        return sorted(rows, key=lambda index: (index % self.num_parts, index))
+
+    def epoch(self, number: int, first: int = 0) -> Iterator[Batch]:
+        """Yield this part of each batch, from the `first` one on."""
+        batches = range(first, len(self))
+        keys = ([self._rows(number, i, i == first)] for i in batches)
+        digests = self._common(number, first)
+        read = self._with_ends(self._until_end(self._load(keys)))
+        for i, (collated, ends) in zip(batches, read, strict=False):
+            facts: _Facts = collated.facts
+            count = facts.count if self.is_open else self.count(i)
+            own = self._own(self.indices(number, i)[:count])
+            texts = zip(own, collated.digests, strict=True)
+            digests |= {index: text for index, text in texts if text}
+            self._given = (own, collated.data, facts) if self.keeps_marks else None
+            yield Batch(
+                collated.data,
+                is_full=count == self.size,
+                targets=collated.data[1],
+                digests=digests,
+                count=count,
+                ends=ends,
+                notes=facts.notes,
+            )
+            digests = {}
+
+    def _rows(self, number: int, batch: int, is_first: bool) -> _Rows:
+        """Return what this part reads of a batch."""
+        rows, until = self.indices(number, batch), list[int]()
+        start, end = self._start, self._start + self._part_size
+        is_filled = self.is_open and not self.shuffle
+        if not self.is_open:
+            rows, start, end = self._own(rows), 0, self._part_size
+        elif self.shuffle:
+            parts = {index % self.num_parts for index in rows[start:end]}
+            until = [max(i for i in rows if i % self.num_parts == p) for p in parts]
+        return _Rows(
+            number,
+            rows,
+            start,
+            end,
+            tuple(until),
+            has_digests=is_first or self.compare_all,
+            wants_places=self.keeps_marks and self.shuffle,
+            fills_up=is_filled,
+        )
+
+    def _own(self, rows: list[int]) -> list[int]:
+        """Return this part of a batch, filled up with the last sample."""
+        places = range(self._start, self._start + self._part_size)
+        return [rows[min(place, len(rows) - 1)] for place in places]
+
+    def _common(self, number: int, first: int) -> dict[int, tuple[str, ...]]:
+        """Read what part 0 reads anyway, so that those of all copies are compared.
+
+        A stream in parts has no sample for all; its first one is read in the beginning.
+        """
+        is_new, self._is_new = self._is_new, False
+        if not self._start or not (self.num_parts == 1 or (is_new and not first)):
+            return {}
+        index = self.indices(number, first)[0]
+        closes = self.num_parts > 1
+        key = _Rows(number, [index], 0, 1, has_digests=True, closes=closes)
+        found = next(self._until_end(self._load(iter([[key]]))), None)
+        return {} if found is None else {index: found.digests[0]}
+
+    def _until_end(self, read: Iterator[_Collated]) -> Iterator[_Collated]:
+        try:
+            yield from read
+        except StreamEndError:
+            if not self.is_open:
+                raise
+
+    def _with_ends(self, read: Iterator[_Collated]) -> Iterator[tuple[_Collated, bool]]:
+        """Say of each batch whether it is the last one: the next one is read before."""
+        if not self.is_open:
+            yield from ((each, False) for each in read)
+            return
+        ahead = next(read, None)
+        while ahead is not None:
+            here, ahead = ahead, next(read, None)
+            yield here, ahead is None
+
+
+def batches_of(
+    dataset: Any, size: int, *, keeps_marks: bool = False, **options: Any
+) -> Batches:
+    """Return the batches of a dataset or a stream."""
+    if isinstance(dataset, Stream):
+        return StreamBatches(dataset, size, keeps_marks=keeps_marks, **options)
+    return Batches(dataset, size, **options)
+
+
+def _row(data: Any, row: int) -> list[Tensor]:
+    """Return the tensors of a sample in a batch."""
+    leaves = pytree.tree_leaves(data)
+    return [leaf[row] for leaf in leaves if isinstance(leaf, Tensor)]
