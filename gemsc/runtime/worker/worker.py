@@ -163,6 +163,7 @@ class Worker:
         self.updates, self._forwards = found.updates, found.forwards
         self._grids, self.grid = found.grids, found.grid
         self.steps.shape = found.shape
+        self.updates.use(found.program)
         if found.trained is not None:
             for each, parameter in found.stages.parameters.items():
                 parameter.requires_grad_(each in found.trained)
