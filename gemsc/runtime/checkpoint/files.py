@@ -296,7 +296,7 @@ def _optimizer(stored: StoredTensors, manifest: Manifest) -> OptimizerState | No
     )
     groups = saved.merged_groups()
     names = [name for names, _ in groups for name in names]
-    if not names:
+    if not names or "phases" in ranks[0]:  # with an optimizer for each
         return None
     shapes = {name: stored.shape(f"{MODEL_KEY}{name}") for name in names}
     tensors = {n: {s: tensor_key(s, n) for s in saved.states.get(n, ())} for n in names}
