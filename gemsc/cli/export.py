@@ -128,7 +128,10 @@ def _write_for_torch(output: Path, trained: Trained) -> list[str]:
             | {**found.values[name]}
             for name, keys in found.tensors.items()
         }
-        groups = [{**values, "params": [*names]} for names, values in found.groups]
+        groups = [
+            {**values, "params": [*names], "param_names": [*names]}
+            for names, values in found.groups
+        ]
         flat = {
             f"param_groups.{name}.{key}": value
             for names, values in found.groups

@@ -25,6 +25,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import metadata
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
@@ -345,7 +346,11 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Say nothing of a process group that is not there."""
+    """Say nothing of a process group that is not there; raise what went wrong here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        yield
+        try:
+            yield
+        except CheckpointException as error:  # of all ranks, and no Exception
+            reason, _ = next(iter(error.failures.values()))
+            raise reason from None

@@ -269,6 +269,10 @@ def test_what_is_there_is_overwritten_only_if_it_is_such_a_folder(
     dcp.load(model, checkpoint_id=tmp_path / "new.dcp")
     assert off(model, net().state_dict()) == 0
     assert {path.name for path in tmp_path.glob("*.dcp")} == {"own.dcp", "new.dcp"}
+    (tmp_path / "file").touch()
+    done = gemsc("export", program, "-o", tmp_path / "file" / "new.dcp")
+    assert done.code == 1
+    assert "cannot be written" in done.err
     assert not [*tmp_path.glob(".*")]
 
 
