@@ -397,7 +397,9 @@ class Worker:
             grid = Grid(self.transport, ranks, tiles.tile)
             grid = self._grids.setdefault(run.stage, grid)
             stage.grid = grid  # type: ignore[assignment]
-        return Grid(self.transport, ranks, tiles.tile)
+        grid = Grid(self.transport, ranks, tiles.tile)
+        grid.connect(tiles.sums)
+        return grid
 
     def _contexts(
         self, run: Run, m: int, deferred: Deferred | None
