@@ -139,17 +139,19 @@ def test_cores_are_shared_by_those_that_may_use_them(
     ("ranks", "how", "helpers", "threads", "spins"),
     [
         # bound by their launcher: 4 threads each, not 2
-        ([("a", "0-3"), ("a", "4-7")], "auto", 0, [4, 4], [0, 1]),
+        ([("a", "0-3"), ("a", "4-7")], "auto", 0, [4, 4], []),
         ([("a", "0-3"), ("a", "4-7")], "none", 0, [4, 4], []),
         ([("a", "0-7"), ("a", "0-7")], "auto", 0, [4, 4], []),
         # on two machines nobody shares anything
         ([("a", "0-3"), ("b", "0-3")], "auto", 0, [4, 4], []),
         ([("a", "0-3"), ("b", "0-1"), ("a", "0-3")], "auto", 0, [2, 2, 2], []),
-        # a core of one's own, and one that processes of data loaders need
-        ([("a", "0"), ("a", "0"), ("a", "1")], "auto", 0, [1, 1, 1], [2]),
-        ([("a", "0"), ("a", "1-2")], "auto", 1, [1, 2], [1]),
+        ([("a", "0"), ("a", "0"), ("a", "1")], "auto", 0, [1, 1, 1], []),
         ([("a", "0-1")], "auto", 0, [2], []),
+        # a core of one's own, those that data loaders need, and less than one
         ([("a", "0-1")], "numa", 0, [2], [0]),
+        ([("a", "0-3"), ("a", "0-3")], "numa", 1, [2, 2], [0, 1]),
+        ([("a", "0-3"), ("a", "0-3")], "numa", 2, [2, 2], []),
+        ([("a", "0-1"), ("a", "0-1"), ("a", "0-1")], "numa", 0, [1, 1, 1], []),
     ],
 )
 def test_ranks_share_the_cores_of_their_machine(

@@ -28,8 +28,8 @@ def share_cores(
     """Let each rank use its part of its machine's cores; all ranks call this.
 
     `how` is that of `--bind`. A rank has as many threads as cores in shares, unless the
-    user chose. One that is bound, and has more cores than processes that help it, waits
-    without a pause.
+    user chose. One that "numa" or "core" gives more cores than there are processes that
+    help it waits without a pause.
 
     Raises:
         GemscError: the ranks cannot be bound so.
@@ -51,9 +51,10 @@ def share_cores(
     share = share_of(me, cores)
     if not threads_are_chosen():
         torch.set_num_threads(max(1, share))
-    is_bound = how in ("numa", "core") or (how == "auto" and len({*cores}) > 1)
-    # gloo has threads that need the core; MPI moves data when it is asked
-    if is_bound and share > num_helpers and not is_started_by_torch():
+    # who asked for it has told that nobody else needs the cores, quotas of containers
+    # among them; gloo has threads that do, MPI moves data when it is asked
+    is_asked = how in ("numa", "core")
+    if is_asked and share > num_helpers and not is_started_by_torch():
         spin()
 
 
