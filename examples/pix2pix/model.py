@@ -25,12 +25,12 @@ QUADRANT = 256
 
 def halve(inputs: int, outputs: int) -> nn.Module:
     conv = nn.Conv2d(inputs, outputs, 4, stride=2, padding=1, bias=False)
-    return nn.Sequential(conv, nn.BatchNorm2d(outputs), nn.LeakyReLU(0.2))
+    return nn.Sequential(conv, nn.InstanceNorm2d(outputs, affine=True), nn.LeakyReLU(0.2))
 
 
 def double(inputs: int, outputs: int) -> nn.Module:
     conv = nn.ConvTranspose2d(inputs, outputs, 4, stride=2, padding=1, bias=False)
-    return nn.Sequential(conv, nn.BatchNorm2d(outputs), nn.ReLU())
+    return nn.Sequential(conv, nn.InstanceNorm2d(outputs, affine=True), nn.ReLU())
 
 
 class Generator(nn.Module):
@@ -48,7 +48,7 @@ class Generator(nn.Module):
         for down in self.down:
             skips.append(down(skips[-1]))
         x = skips.pop()
-        for up, mix in zip(self.up, self.mix):
+        for up, mix in zip(self.up, self.mix, strict=True):
             x = mix(torch.cat([skips.pop(), up(x)], dim=1))
         return torch.sigmoid(self.head(x))
 
@@ -86,7 +86,7 @@ def g_loss(model: Pix2Pix, grey: Tensor, colours: Tensor) -> Tensor:
     return judged(model, grey, made, 1) + 100 * F.l1_loss(made, colours)
 
 
-adam = partial(torch.optim.Adam, lr=1e-3, betas=(0.5, 0.999))
+adam = partial(torch.optim.Adam, lr=2e-4, betas=(0.5, 0.999))
 phases = [
     gemsc.Phase("d", loss=d_loss, train="discriminator", optimizer=adam),
     gemsc.Phase("g", loss=g_loss, train="generator", optimizer=adam),

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
-from gemsc.base.nests import Inputs
 from gemsc.errors import GemscError
+
+if TYPE_CHECKING:  # what starts ranks loads no PyTorch
+    from torch import nn
+
+    from gemsc.base.nests import Inputs
 
 LOSS_OF = "loss_"  # before the name of a phase: what a log calls its loss
 

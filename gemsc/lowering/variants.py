@@ -23,7 +23,7 @@ from gemsc.frontend.phases import own_loss, phase_inputs, phase_model, with_targ
 from gemsc.ir.flow import owned_tensors
 from gemsc.options import CompileOptions
 from gemsc.passes.follow_stages import find_twins
-from gemsc.plan import PlannedPhase
+from gemsc.plan import Plan, PlannedPhase
 from gemsc.planner.make_plan import OWN_LOSS
 
 
@@ -139,8 +139,6 @@ def as_family(lowered: Mapping[str, Compilation], largest: str) -> Compilation:
     variants = {name: each for name, each in lowered.items() if name}
     plan = lowered[largest].plan
     if variants:
-        rows = [each.plan.activation_bytes for each in variants.values()]
-        activations = [max(row) for row in zip(*rows, strict=True)]
         seconds = {n: show_seconds(v.plan.step_seconds) for n, v in variants.items()}
         shown = ", ".join(f"{name} ({text})" for name, text in seconds.items())
         about = f"a step has the phases {shown}; this is the plan of {largest}"
@@ -157,7 +155,27 @@ def as_family(lowered: Mapping[str, Compilation], largest: str) -> Compilation:
             plan,
             model=lowered[""].plan.model,
             phases=phases,
-            activation_bytes=activations,
             notes=[about, *notes],
+            **_memory([each.plan for each in variants.values()]),
         )
     return replace(lowered[""], plan=plan, variants=variants, largest=largest)
+
+
+def _memory(plans: Sequence[Plan]) -> dict[str, Any]:
+    """Return the entries of a plan that say what ranks need in the fullest phase.
+
+    Each rank keeps the states of all optimizers in all of them.
+    """
+    peaks, memory = [], []
+    for rank in range(len(plans[0].peak_bytes)):
+        kept = sum(plan.memory[rank]["optimizer"] for plan in plans)
+        others = [kept - plan.memory[rank]["optimizer"] for plan in plans]
+        each = [
+            plan.peak_bytes[rank] + n for plan, n in zip(plans, others, strict=True)
+        ]
+        fullest = plans[each.index(max(each))]
+        peaks.append(max(each))
+        memory.append({**fullest.memory[rank], "optimizer": kept})
+    rows = [plan.activation_bytes for plan in plans]
+    most = [max(row) for row in zip(*rows, strict=True)]
+    return {"peak_bytes": peaks, "memory": memory, "activation_bytes": most}

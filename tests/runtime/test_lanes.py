@@ -297,7 +297,7 @@ def test_a_sum_of_tiles_that_is_not_named_is_found(tmp_path: Path) -> None:
     found = [name for name, text in files.items() if ", sums=((0, 1),)" in text]
     name = found[-1]
     files[name] = files[name].replace(", sums=((0, 1),)", "")
-    says = f"{name[:-3].replace('k', 'k ')} adds up over tiles .* do not name: networks"
+    says = f"{name[:-3].replace('k', 'k ')} adds up over tiles .* do not name: \\w+.py"
     with pytest.raises(InternalError, match=says):
         read_ranks(files)
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from command_line import gemsc_here
+from models import pix2pix
 from program_support import on_ranks
 from torch import Tensor, nn
 
@@ -319,6 +320,33 @@ def test_a_run_goes_on_bit_for_bit(kind: str, tmp_path: Path) -> None:
     written(tmp_path / "r", other)
     with pytest.raises(GemscError, match="steps with d, g, the program's have d, h"):
         on_ranks(tmp_path / "r", 2, rest, phases=other, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("tiles", [(), ("2x1",)], ids=["stages", "tiles"])
+def test_the_example_with_spectral_normalization(tiles: tuple[str, ...]) -> None:
+    example = pix2pix.example_inputs(), pix2pix.example_target()
+    program = compile(
+        *(pix2pix.Pix2Pix(base=4), example[0]),
+        example_target=example[1],
+        phases=pix2pix.phases,
+        ranks=2,
+        tiles=tiles,
+        micro_batches=2,
+    )
+    plan = program.plan
+    assert plan.unchecked == ""
+    # Adam's two numbers of each parameter, of both phases, are there in both
+    owned = program.compilation.owned
+    sizes = {n: p.numel() for n, p in pix2pix.Pix2Pix(base=4).named_parameters()}
+    for stage, names in enumerate(owned):
+        state = 2 * 4 * sum(sizes.get(name, 0) for name in names)
+        for rank in plan.stages[stage].ranks:
+            assert plan.memory[0 if tiles else rank]["optimizer"] >= state
+    phases = program.compilation.variants.values()
+    peaks = zip(*(each.plan.peak_bytes for each in phases), strict=True)
+    assert plan.peak_bytes[-1] > max([*peaks][-1])  # its last rank trains in both
+    statistics = "discriminator.0.parametrizations.weight.0._u"
+    assert any(statistics in names for names in owned)
 
 
 FILE = """
