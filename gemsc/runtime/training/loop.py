@@ -254,7 +254,7 @@ class Training:
         if self.checkpoints is not None:
             folder = self.checkpoints.folder
             if self.console.talks:  # one plain file, from the last checkpoint
-                export_model(folder, folder / MODEL)
+                export_model(folder, folder / MODEL, is_new=True)
             self.console.say(f"saved {folder / MODEL}")
         if self.console.talks and self.options.record_run is not None:
             self.record.write(self.options.record_run)
