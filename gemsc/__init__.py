@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from gemsc.base import loads
 
 if TYPE_CHECKING:
+    from gemsc.base.phase import Phase
     from gemsc.compiler import CompiledProgram, compile
     from gemsc.errors import GemscError
     from gemsc.options import CompileOptions
@@ -30,6 +31,7 @@ __all__ = [
     "Ema",
     "GemscError",
     "KerasModel",
+    "Phase",
     "Slide",
     "Stream",
     "Trainer",
@@ -48,6 +50,7 @@ __getattr__ = loads(
         "Ema": "gemsc.runtime.training.callbacks",
         "GemscError": "gemsc.errors",
         "KerasModel": "gemsc.weights.keras_model",
+        "Phase": "gemsc.base.phase",
         "Slide": "gemsc.slides.slide",
         "Stream": "gemsc.runtime.data.stream",
         "Trainer": "gemsc.runtime.training.trainer",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -11,7 +11,13 @@ from torch import fx
 
 from gemsc.base.parts import Part, by_path
 from gemsc.ir.constants import changing_tensors
-from gemsc.ir.flow import StageFlow, flow, owned_tensors, shared_parameters
+from gemsc.ir.flow import (
+    StageFlow,
+    flow,
+    owned_tensors,
+    shared_parameters,
+    used_tensors,
+)
 from gemsc.ir.program import Program
 from gemsc.plan import Plan
 from gemsc.schedules.loops import Step
@@ -23,19 +29,21 @@ class Traced:
 
     `evaluation` is the graph in evaluation mode; `twins` maps nodes of the one to nodes
     of the other if they differ in constants only. `facts` are those of tiles that it
-    was split into: see `Annotate`.
+    was split into: see `Annotate`. `elsewhere` are tensors that other graphs of the
+    model change.
     """
 
     program: Program
     evaluation: Program
     twins: dict[fx.Node, fx.Node] | None
     facts: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
+    elsewhere: frozenset[str] = frozenset()
 
     @cached_property
     def changing(self) -> frozenset[str]:
-        """The buffers and parameters that forward changes in either graph."""
-        return frozenset(
-            changing_tensors(self.program) | changing_tensors(self.evaluation)
+        """The buffers and parameters that forward changes in any graph."""
+        return self.elsewhere.union(
+            changing_tensors(self.program), changing_tensors(self.evaluation)
         )
 
     @property
@@ -67,12 +75,27 @@ class TileProgram:
 
 
 @dataclass(frozen=True)
+class Followed:
+    """A graph that another one follows; see `FollowStages`.
+
+    `twins` are the other one's nodes by the names of the first one's, if they differ in
+    constants only.
+    """
+
+    compilation: Compilation
+    twins: dict[str, fx.Node] | None
+
+
+@dataclass(frozen=True)
 class Compilation:
     """A program with its evaluation, its schedule and its plan.
 
     `tiles` are what the tiles of the largest grid run, `whole` alone if no stage is
     split. `steps` are the actions of each group of ranks in one training step, with
-    their loops found. `files` are the rank files, once they are proved.
+    their loops found. `files` are the rank files, once they are proved. `variants` are
+    further graphs of the model by their names, with the same stages: the phases of a
+    step, other shapes. One of them has its `name`, and of a stage's tensors those that
+    it uses. The plan is that of the `largest`.
     """
 
     whole: TileProgram
@@ -80,11 +103,19 @@ class Compilation:
     steps: tuple[tuple[Step, ...], ...]
     plan: Plan
     files: dict[str, str] = field(default_factory=dict)
+    name: str = ""
+    variants: Mapping[str, Compilation] = field(default_factory=dict)
+    largest: str = ""
 
     @property
     def program(self) -> Program:
         """The program for training, no stage split."""
         return self.whole.program
+
+    @property
+    def shown(self) -> Program:
+        """The program whose plan this is."""
+        return self.variants.get(self.largest, self).program
 
     @property
     def evaluation(self) -> Program:
@@ -129,7 +160,31 @@ class Compilation:
     def held(self, rank: int, stage: int) -> tuple[str, ...]:
         """Return the parameters and buffers that a rank has of one of its stages."""
         (_, tile), placed = self._place(rank), self._placed(rank, stage)
-        return tuple(n for n in self.owned[stage] if placed.get(n, tile) == tile)
+        names = tuple(n for n in self.owned[stage] if placed.get(n, tile) == tile)
+        if not self.name:
+            return names
+        programs = self.program, self.evaluation
+        used = {
+            name
+            for each in programs
+            for name in used_tensors(each, each.require_stages()[stage].nodes)
+        }
+        return tuple(n for n in names if n in used or n in self.shared)
+
+    def with_owned(self, owned: tuple[tuple[str, ...], ...]) -> Compilation:
+        """Return the same where each stage holds these parameters and buffers."""
+        program = replace(self.program, owned=owned)
+        whole = replace(self.whole, program=program)
+        is_whole = len(self.tiles) == 1 and self.tiles[0].program is self.program
+        return replace(self, whole=whole, tiles=(whole,) if is_whole else self.tiles)
+
+    def all_files(self) -> dict[str, str]:
+        """Return the text of each file, those of the variants included."""
+        found = dict(self.files)
+        for name, each in self.variants.items():
+            pairs = each.files.items()
+            found |= {f.replace(".py", f"_{name}.py"): text for f, text in pairs}
+        return found
 
     def _place(self, rank: int) -> tuple[list[int], int]:
         """Return the stages that a rank runs, and which tile of their grid it is."""

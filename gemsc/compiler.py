@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from gemsc.base.elementwise import Factory
+from gemsc.base.phase import Phase
 from gemsc.codegen.package import rank_modules
 from gemsc.compilation import Compilation, Traced
 from gemsc.costs.hardware import read_hardware
@@ -23,6 +24,15 @@ from gemsc.ir.shards import Placed
 from gemsc.lowering.evaluation import evaluate
 from gemsc.lowering.stages import schedule_stages
 from gemsc.lowering.tracing import trace
+from gemsc.lowering.variants import (
+    as_family,
+    find_largest,
+    followed,
+    knowing_all,
+    options_of,
+    trace_all,
+    with_one_ownership,
+)
 from gemsc.options import AUTO, CompileOptions
 from gemsc.passes.branches.forks import most_branches
 from gemsc.passes.manager import Observer, Runs
@@ -32,6 +42,7 @@ from gemsc.planner.edited import EditedPlan
 from gemsc.planner.fitting import Scheduled
 from gemsc.planner.make_plan import make_plan
 from gemsc.result import CompiledProgram, prove_files
+from gemsc.schedules import Task
 from gemsc.schedules.loops import find_loops
 from gemsc.search.auto import Tell, settled, telling_what_fits
 from gemsc.search.candidates import Candidate
@@ -44,11 +55,13 @@ __all__ = [
     "CompiledProgram",
     "Traced",
     "compile",
+    "find_largest",
     "lower",
     "plan",
     "schedule_stages",
     "settled_options",
     "trace",
+    "trace_all",
 ]
 
 
@@ -59,6 +72,7 @@ def compile(
     loss: Callable[..., Any] | None = None,
     example_target: Any = None,
     optimizer: Factory | None = None,
+    phases: Sequence[Phase] = (),
     options: CompileOptions | None = None,
     source: Path | None = None,
     after_each: Observer | None = None,
@@ -70,10 +84,11 @@ def compile(
 
     `example_inputs` is one micro-batch: a tuple of positional or a dict of keyword
     inputs. `example_target` is a target of `loss(output, target)` for them. `optimizer`
-    takes (name, parameter) pairs; its state counts towards the memory. Choices are
-    the fields of `CompileOptions`: `ranks=4, schedule="1f1b", micro_batches=8`. An
-    `edited` plan replaces them all. `progress(block, share)` is called while
-    `profile=True` measures blocks.
+    takes (name, parameter) pairs; its state counts towards the memory. Where a step has
+    several `phases`, they have losses and optimizers of their own. Choices are the
+    fields of `CompileOptions`: `ranks=4, schedule="1f1b", micro_batches=8`. An `edited`
+    plan replaces them all. `progress(block, share)` is called while `profile=True`
+    measures blocks.
 
     The model's parameters and buffers and the random generators are left unchanged;
     a `memory_format` changes how they lie in memory.
@@ -86,12 +101,8 @@ def compile(
     with edited.lines() if edited else nullcontext():
         if edited is not None:
             options = edited.options()
-        traced = trace(
-            model,
-            example_inputs,
-            loss=loss,
-            example_target=example_target,
-            optimizer=optimizer,
+        traced_as = partial(
+            trace,
             frontend=options.frontend,
             precision=options.precision,
             memory_format=options.memory_format,
@@ -102,26 +113,28 @@ def compile(
             progress=progress,
             after_each=after_each,
         )
+        given = model, example_inputs
+        feed = {"loss": loss, "example_target": example_target, "phases": phases}
+        graphs = trace_all(traced_as, *given, **feed, optimizer=optimizer)
+        first = graphs[find_largest(graphs)].program
         if edited is not None:
-            edited.check(traced.program.blocks or ())
-            kept = *options.whole, *edited.taken_out(traced.program)
+            edited.check(first.blocks or ())
+            kept = *options.whole, *edited.taken_out(first)
             options = replace(options, whole=kept)
         placed = edited.placed() if edited is not None else None
         program = lower(
-            traced, options, placed=placed, source=source, after_each=after_each
+            graphs, options, placed=placed, source=source, after_each=after_each
         )
         if edited is not None:
             edited.check_shared(program.plan)
         if options.check:
-            given = model, example_inputs, loss, example_target
-            program = program.with_plan(
-                unchecked=first_step(program.compilation, *given)
-            )
+            unchecked = first_step(program.compilation, *given, **feed)
+            program = program.with_plan(unchecked=unchecked)
         return program
 
 
 def lower(
-    traced: Traced,
+    traced: Traced | Mapping[str, Traced],
     options: CompileOptions,
     *,
     placed: Placed | None = None,
@@ -130,21 +143,34 @@ def lower(
 ) -> CompiledProgram:
     """Cut a traced model into stages, schedule them, write their text and prove it.
 
-    `placed` are the branches of each rank, where a plan has them.
+    It may have several graphs, by name, "" for its own: all are cut where the one is
+    that costs most. `placed` are the branches of each rank, where a plan has them.
     """
-    run = Runs(after_each)
-    candidates, options = settled_options(traced, options, run)
-    with telling_what_fits(options, partial(schedule_stages, traced, run=run)):
-        done = schedule_stages(traced, options, run, placed=placed)
-    whole, tiles = evaluate(traced, done, options, run)
-    lost_nothing(whole.program, [t.program for t in tiles])
-    lost_nothing(whole.evaluation, [t.evaluation for t in tiles], draws=False)
-    steps = tuple(find_loops(order) for order in done.timeline.orders)
-    plan = _planned(traced, done, options, source, run)
-    compilation = Compilation(whole, tiles, steps, plan)
-    files = rank_modules(compilation)
-    prove_files(files, compilation, done.task)
-    return CompiledProgram(replace(compilation, files=files), candidates)
+    graphs = {"": traced} if isinstance(traced, Traced) else traced
+    run, graphs = Runs(after_each), knowing_all(graphs)
+    largest = find_largest(graphs)
+    candidates, options = settled_options(graphs[largest], options, run)
+    lowered: dict[str, Compilation] = {}
+    tasks: dict[str, Task] = {}
+    for name in sorted(graphs, key=largest.__ne__):
+        like = followed(graphs, lowered, name)
+        cut = partial(schedule_stages, graphs[name], run=run, placed=placed, like=like)
+        own = options_of(graphs, name, options)
+        with telling_what_fits(own, cut):
+            done = cut(own)
+        whole, tiles = evaluate(graphs[name], done, own, run)
+        lost_nothing(whole.program, [t.program for t in tiles])
+        lost_nothing(whole.evaluation, [t.evaluation for t in tiles], draws=False)
+        steps = tuple(find_loops(order) for order in done.timeline.orders)
+        plan = _planned(graphs[name], done, own, source, run)
+        lowered[name] = Compilation(whole, tiles, steps, plan, name=name)
+        tasks[name] = done.task
+    for name, each in with_one_ownership(lowered, largest).items():
+        files = rank_modules(each)
+        prove_files(files, each, tasks[name])
+        lowered[name] = replace(each, files=files)
+    in_order = {name: lowered[name] for name in graphs}
+    return CompiledProgram(as_family(in_order, largest), candidates)
 
 
 def plan(

@@ -164,6 +164,18 @@ class PlannedTransfer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedPhase:
+    """One of several updates of a step."""
+
+    name: str
+    """That of its rank files, `rank0_d.py`."""
+    step_seconds: float
+    """Predicted, up to the end of the last backward."""
+    peak_bytes: list[int]
+    """The highest memory of each rank, or group, meanwhile."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """What was decided and for what: the entries of plan.toml, in their order."""
 
@@ -246,6 +258,9 @@ class Plan:
     """The folder that the program starts from."""
     skips: list[dict[str, Any]] = field(default_factory=list)
     """Values that jump over blocks."""
+    phases: list[PlannedPhase] = field(default_factory=list)
+    """The updates of a step, in their order, if there are several; the rest of the plan
+    is then that of the one that costs most."""
     made: list[dict[str, Any]] = field(default_factory=list)
     """Values of shapes and constants that stages make instead of receiving them."""
     order: list[str] = field(default_factory=list)

@@ -47,11 +47,11 @@ class CompiledProgram:
 
     def rank_modules(self) -> dict[str, str]:
         """Return the text of each rank's file, by file name."""
-        return dict(self.compilation.files)
+        return self.compilation.all_files()
 
     def graph(self) -> str:
         """Return the graph of the stages as DOT text."""
-        return draw_graph(self.compilation.program, self.plan)
+        return draw_graph(self.compilation.shown, self.plan)
 
     def write(self, directory: str | Path) -> str | None:
         """Write the program directory; return why graph.svg is missing, if it is."""

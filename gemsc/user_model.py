@@ -21,6 +21,7 @@ from gemsc.base.nests import (
     pair_error,
     tensor_leaves,
 )
+from gemsc.base.phase import Phase
 from gemsc.base.rng import seeded
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.slides.windows import SlidingWindows
@@ -56,6 +57,7 @@ class UserModel:
     loss: Any = None
     optimizer: Any = None
     scheduler: Any = None
+    phases: Any = None
     dataset: Any = None
     example_target: Any = None
     metrics: Any = None
@@ -125,19 +127,19 @@ class UserModel:
         """Return a target for `inputs`: the user's, or one collated from the dataset.
 
         A dataset of the file itself counts more than an example that it only imports,
-        with the model. None without a loss.
+        with the model. None without a loss or phases.
 
         Raises:
             GemscError: there is a loss, but neither example_target nor dataset.
         """
-        if self.loss is None:
+        if self.loss is None and self.phases is None:
             return None
         if self.example_target is not None and not self._has_newer_data():
             return self._make("example_target", self.example_target, 0)
         if self.dataset is None:
             raise GemscError(
                 "there is a loss, but nothing provides its target",
-                at=self.line_of("loss"),
+                at=self.line_of("loss" if self.phases is None else "phases"),
                 help="add dataset() of (input, target) pairs, or example_target()",
             )
         data = self.make_dataset()
@@ -165,6 +167,37 @@ class UserModel:
                 help="define loss(output, target), or a torch.nn loss",
             )
         return loss
+
+    def make_phases(self) -> tuple[Phase, ...]:
+        """Return the phases of a step, in their order; none if it is one update.
+
+        Raises:
+            GemscError: they are something else, or the file also says what one update
+                has.
+        """
+        if self.phases is None:
+            return ()
+        found = self._make("phases", self.phases, 0)
+        with self._at_line_of("phases"):
+            if (
+                not isinstance(found, list | tuple)
+                or not found
+                or not all(isinstance(each, Phase) for each in found)
+            ):
+                raise GemscError(
+                    "phases is no list of gemsc.Phase",
+                    help='phases = [gemsc.Phase("d", loss=..., train="...", '
+                    "optimizer=...), ...]",
+                )
+        for name in ("loss", "optimizer", "scheduler"):
+            if getattr(self, name) is not None:
+                raise GemscError(
+                    f"there are phases, and {name} beside them",
+                    at=self.line_of(name),
+                    help="leave it out: each phase has its own; metrics can say how "
+                    "good the outputs are",
+                )
+        return tuple(found)
 
     def make_metrics(self) -> Any:
         """Return what the file calls `metrics`, made if it is a class."""
@@ -237,6 +270,7 @@ class UserModel:
                 ("the loss", "loss"),
                 ("the model", self.name),
                 ("example_inputs", "example_inputs"),
+                ("phase", "phases"),
             ):
                 if error.message.startswith(words):
                     error.at = error.at or self.line_of(name)

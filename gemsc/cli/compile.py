@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,7 +27,14 @@ from gemsc.cli.terminal import (
     tell,
 )
 from gemsc.codegen.package import check_target
-from gemsc.compiler import CompiledProgram, compile, plan, trace
+from gemsc.compiler import (
+    CompiledProgram,
+    compile,
+    find_largest,
+    plan,
+    trace,
+    trace_all,
+)
 from gemsc.costs.hardware import read_hardware
 from gemsc.errors import GemscError
 from gemsc.ir.dump import dump
@@ -237,8 +245,9 @@ def _plan(
         if not options.profile:
             blank(given["model"])
         show = _say_nothing if options.profile else line
-        traced = trace(
-            **given,
+        traced_as = partial(
+            trace,
+            progress=given.pop("progress"),
             after_each=lambda step, program, seconds: show(step.name),
             frontend=options.frontend,
             precision=options.precision,
@@ -249,6 +258,8 @@ def _plan(
             profile=options.profile,
             device=torch.device(options.device) if options.device else None,
         )
+        graphs = trace_all(traced_as, **given)
+        traced = graphs[find_largest(graphs)]
         candidates, found = plan(traced, options, user.path, tell=line)
     return candidates, replace(found, **_source(found, user))
 
@@ -266,6 +277,7 @@ def _prepared(user: UserModel, options: CompileOptions) -> Iterator[dict[str, An
             "loss": user.make_loss() if user.loss is not None else None,
             "example_target": user.make_target(inputs),
             "optimizer": user.optimizer,
+            "phases": user.make_phases(),
             "progress": progress,
         }
 

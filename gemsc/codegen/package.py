@@ -13,6 +13,8 @@ from pathlib import Path
 from string import Template
 from tempfile import TemporaryDirectory
 
+from torch import Tensor
+
 from gemsc.base.process import MALLOC_SETTING
 from gemsc.base.units import show_bytes
 from gemsc.codegen.order import orders
@@ -98,7 +100,7 @@ def write_directory(compilation: Compilation, directory: Path) -> None:
         OSError: it cannot be written.
     """
     check_target(directory)
-    texts = dict(compilation.files)
+    texts = compilation.all_files()
     texts["__main__.py"] = MAIN.format(
         ranks=compilation.plan.ranks, name=in_docstring(directory.resolve().name)
     )
@@ -152,8 +154,10 @@ def _is_program(directory: Path) -> bool:
 
 
 def _write_weights(compilation: Compilation, folder: Path) -> None:
-    module = compilation.program.module
-    tensors = dict([*module.named_parameters(), *module.named_buffers()])
+    tensors: dict[str, Tensor] = {}
+    for each in (*compilation.variants.values(), compilation):
+        module = each.program.module
+        tensors |= dict([*module.named_parameters(), *module.named_buffers()])
     for index, names in enumerate(compilation.owned):
         path = folder / f"stage{index}.safetensors"
         write_tensors(path, {name: tensors[name] for name in names})

@@ -288,8 +288,11 @@ def owned_tensors(program: Program, *others: Program) -> tuple[tuple[str, ...], 
         return program.owned
     stages = range(len(program.require_stages()))
     names: list[list[str]] = [[] for _ in stages]
-    all_names = _tensor_names(program.module)
-    for each in (program, *others):
+    programs = program, *others
+    all_names = list(
+        dict.fromkeys(n for p in programs for n in _tensor_names(p.module))
+    )
+    for each in programs:
         for index, stage in enumerate(each.require_stages()):
             for node in stage.nodes:
                 names[index] += _uses(each, node)

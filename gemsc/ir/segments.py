@@ -29,7 +29,7 @@ def frees_anything(block: Block) -> bool:
         for key, _ in meta.facts(node).storages
     }
     saved = {key for node in block.nodes for key, _ in meta.facts(node).saved}
-    given = {key for key, _ in meta.facts(block.nodes[-1]).storages}
+    given = {key for node in block.nodes[-1:] for key, _ in meta.facts(node).storages}
     return bool(saved - taken - given)
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from gemsc.base.grid_shape import ALONE, GridShape
 from gemsc.base.threads import with_threads
-from gemsc.compilation import Traced
+from gemsc.compilation import Followed, Traced
 from gemsc.costs.hardware import Hardware, read_hardware
 from gemsc.costs.signature import alike_ranks
 from gemsc.ir.program import Program
@@ -27,6 +27,7 @@ from gemsc.passes.checks.torch_compile import CheckTorchCompile
 from gemsc.passes.choose_shards import ChooseShards
 from gemsc.passes.constants.make_again import MakeAgain
 from gemsc.passes.find_halos import FindHalos
+from gemsc.passes.follow_stages import FollowStages
 from gemsc.passes.insert_comms import InsertComms
 from gemsc.passes.local_batchnorm import LocalBatchnorm
 from gemsc.passes.manager import Runs
@@ -59,23 +60,26 @@ def schedule_stages(
     lowered: Lowered = "all",
     hardware: Hardware | None = None,
     placed: Placed | None = None,
+    like: Followed | None = None,
 ) -> Scheduled:
     """Cut, place, split and schedule: what the options decide, before any text.
 
     Of a stage's ranks "all" are `lowered`; those that are "unlike" all others, which is
     as exact but has no text for each; or "two", the first and the one that holds most,
-    and all where they share branches. Where "none" is, see `schedule_at_best`.
+    and all where they share branches. Where "none" is, see `schedule_at_best`. Stages
+    are those of a graph that this one is `like`.
     """
     choose("schedule", options.schedule, SCHEDULES)
     hardware = hardware or read_hardware(options.hardware)
     chosen = stage_layout(options)
-    names = [block.name for block in traced.program.blocks or ()]
-    with telling_what_ties(traced.program):
-        check_blocks(options, chosen, traced.program.name, names)
     check_whole(options.whole, traced.program.module)
     balance = _balance(traced, options, chosen, hardware)
     again = make_again(traced, hardware, chosen)
-    cut = _cut(traced, options, chosen, (balance, again), run)
+    if like is None:
+        with telling_what_ties(traced.program):
+            check_blocks(options, chosen, traced.program)
+    choose_stages = balance if like is None else _following(like, traced)
+    cut = _cut(traced, options, chosen, (choose_stages, again), run)
     place = PlaceStages(
         chosen.placement,
         num_replicas=chosen.num_replicas,
@@ -85,13 +89,7 @@ def schedule_stages(
     if lowered == "none":
         alone = replace(place, groups=(ALONE,) * len(chosen.groups))
         program = run(cut, alone, InsertComms())
-        blocks = traced.program.blocks or ()
-        shares = {
-            grid: run.once(
-                ("shares", grid), balance.shares, traced.program, blocks, grid
-            )
-            for grid in {*chosen.grids}
-        }
+        shares = _shares(traced, balance, chosen, run)
         return schedule_at_best(program, chosen, options, hardware, shares, run.once)
     if any(grid.beside > 1 for grid in chosen.grids):
         link, row = hardware.network.link(0, 1), chosen.rows[0]
@@ -151,21 +149,39 @@ def _balance(
     )
 
 
+def _following(like: Followed, traced: Traced) -> FollowStages:
+    first = like.compilation
+    name = traced.program.name
+    return FollowStages(first.program, first.owned, name, like.twins)
+
+
+def _shares(
+    traced: Traced, balance: BalanceStages, chosen: StageLayout, run: Runs
+) -> dict[GridShape, Any]:
+    """Return what one rank of each grid has of each block."""
+    program, blocks = traced.program, traced.program.blocks or ()
+    return {
+        grid: run.once(("shares", grid), balance.shares, program, blocks, grid)
+        for grid in {*chosen.grids}
+    }
+
+
 def _cut(
     traced: Traced,
     options: CompileOptions,
     chosen: StageLayout,
-    passes: tuple[BalanceStages, MakeAgain],
+    passes: tuple[Pass, MakeAgain],
     run: Runs,
 ) -> Program:
     """Return the program with its stages; the same one for all that cut it alike."""
-    balance, again = passes
+    choose_stages, again = passes
     one_graph = (CheckTorchCompile(),) if options.torch_compile else ()
-    cut = run(traced.program, *one_graph, balance)
+    cut = run(traced.program, *one_graph, choose_stages)
     edges = tuple(len(stage.blocks) for stage in cut.require_stages())
     cut = run.once(("cut", id(traced.program), edges), lambda found: found, cut)
     check_statistics = CheckStatistics(chosen.num_replicas * options.data)
-    mark = MarkSegments(options.recompute, options.offload)
+    follows = isinstance(choose_stages, FollowStages)
+    mark = MarkSegments(options.recompute, options.offload, follows)
     return run(cut, check_statistics, again, mark)
 
 

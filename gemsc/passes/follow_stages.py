@@ -1,17 +1,22 @@
-"""Follow stages: the graph for evaluation is cut where the one for training is.
+"""Follow stages: another graph of a model is cut where the first one is.
 
-Example: a layer that training holds on stage 2 runs on stage 2 in evaluation too.
+Example: a layer that training holds on stage 2 runs on stage 2 in evaluation too, and
+in the other phases of a step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, ClassVar
 
 from torch import fx
 
 from gemsc.errors import GemscError
 from gemsc.ir import meta
+from gemsc.ir.flow import unique_names
 from gemsc.ir.program import Block, Program, Stage
 from gemsc.ir.staged import (
     in_order,
@@ -27,11 +32,13 @@ from gemsc.passes.branches.evaluation import follow_forks
 
 @dataclass(frozen=True, eq=False)
 class FollowStages(Pass):
-    """Give each node of an evaluation graph the stage that owns its parameters.
+    """Give each node of another graph the stage that owns its parameters.
 
     A node without parameters runs where the last of the nodes is that it may not pass;
     nodes that change and use one memory are on one stage. The nodes are put in the
-    order of their stages. `owned` are the tensors of each training stage.
+    order of their stages, and keep their blocks, if they have some. `owned` are the
+    tensors of each stage of `training`, the first graph; `what` is the other one. If
+    its nodes are `twins` of the first one's nodes, by names, each is where its twin is.
     """
 
     name: ClassVar[str] = "follow-stages"
@@ -40,13 +47,37 @@ class FollowStages(Pass):
 
     training: Program = field(repr=False)
     owned: tuple[tuple[str, ...], ...] = field(repr=False)
+    what: str = "evaluation"
+    twins: Mapping[str, fx.Node] | None = field(default=None, repr=False)
 
     def apply(self, program: Program) -> Program:
-        """Return the program with the training program's stages.
+        """Return the program with the stages of the first one.
 
         Raises:
-            GemscError: evaluation needs a layer earlier than training's order allows.
+            GemscError: it needs a layer earlier than the order of stages allows.
         """
+        places = self._by_owners(program) if self.twins is None else self._by_twins()
+        moved, mapping = in_order(program, places)
+        groups: list[list[tuple[str, fx.Node | None]]] = [
+            [] for _ in self.training.require_stages()
+        ]
+        for node, (index, name) in places.items():
+            groups[index].append((name, mapping[node]))
+        return _with_stages(moved, self.training, groups)
+
+    def _by_twins(self) -> dict[fx.Node, tuple[int, str]]:
+        """Return the stage and the block of each node, in their order."""
+        assert self.twins is not None
+        found: dict[fx.Node, tuple[int, str]] = {}
+        for stage in self.training.require_stages():
+            for block in stage.blocks:
+                for node in block.nodes:
+                    twin = self.twins[meta.copy_of(node) or node.name]
+                    found.setdefault(twin, (stage.index, block.name))
+        return found
+
+    def _by_owners(self, program: Program) -> dict[fx.Node, tuple[int, str]]:
+        """Return the same where the two graphs are not alike."""
         training = self.training
         used = {name for n in training.compute_nodes for name in _tensors(training, n)}
         earlier = predecessors(program)
@@ -63,11 +94,8 @@ class FollowStages(Pass):
                 stage_of.update(dict.fromkeys(group, last))
             is_settled = stage_of == before
         order = sorted(program.compute_nodes, key=stage_of.__getitem__)
-        moved, mapping = in_order(program, order)
-        groups: list[list[fx.Node]] = [[] for _ in self.training.require_stages()]
-        for node in program.compute_nodes:
-            groups[stage_of[node]].append(mapping[node])
-        return _with_stages(moved, self.training, groups)
+        names = {n: block.name for block in program.blocks or () for n in block.nodes}
+        return {n: (i := stage_of[n], names.get(n, f"stage{i}")) for n in order}
 
     def _place(
         self, program: Program, node: fx.Node, earliest: int, used: set[str]
@@ -79,10 +107,10 @@ class FollowStages(Pass):
             stage = max(stage, min((h for h in homes if h >= earliest), default=-1))
             if homes[-1] < earliest:
                 raise GemscError(
-                    f"in evaluation '{node.target}' runs after layers of stage "
+                    f"in {self.what} '{node.target}' runs after layers of stage "
                     f"{earliest}, but in training it is on stage {homes[-1]}",
                     at=meta.location(node),
-                    help="let evaluation use the layers in the order of training",
+                    help=f"let {self.what} use the layers in the order of training",
                 )
         return stage
 
@@ -188,13 +216,26 @@ def _alike(a: Any, b: Any, twins: dict[fx.Node, fx.Node]) -> bool:
 
 
 def _with_stages(
-    program: Program, training: Program, groups: list[list[fx.Node]]
+    program: Program, training: Program, groups: list[list[tuple[str, fx.Node | None]]]
 ) -> Program:
-    blocks = tuple(
-        Block(index, f"stage{index}", tuple(nodes))
+    """Return the program with a stage for each group of nodes, by their blocks."""
+    runs = [
+        (index, name, tuple(node for _, node in inside))
         for index, nodes in enumerate(groups)
+        for name, inside in groupby(nodes or [(f"stage{index}", None)], itemgetter(0))
+    ]
+    names = unique_names(name for _, name, _ in runs)
+    blocks = tuple(
+        Block(number, name, tuple(node for node in nodes if node is not None))
+        for number, (name, (_, _, nodes)) in enumerate(zip(names, runs, strict=True))
     )
-    stages = tuple(Stage(block.index, (block,)) for block in blocks)
+    stages = tuple(
+        Stage(
+            index,
+            tuple(b for b, run in zip(blocks, runs, strict=True) if run[0] == index),
+        )
+        for index in range(len(groups))
+    )
     return replace(
         program,
         blocks=blocks,

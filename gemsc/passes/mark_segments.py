@@ -30,7 +30,7 @@ class MarkSegments(Pass):
     A module's name makes one segment of its blocks, cut where stages are, and so does
     `first..last` of the blocks from the one to the other. "all" makes
     one of each block that saves more than it takes; "auto" is decided later, when the
-    schedule is known.
+    schedule is known. A graph that `follows` another one may lack what is named.
     """
 
     name: ClassVar[str] = "mark-segments"
@@ -39,6 +39,7 @@ class MarkSegments(Pass):
 
     recompute: tuple[str, ...] = ()
     offload: tuple[str, ...] = ()
+    follows: bool = False
 
     def apply(self, program: Program) -> Program:
         """Return the program with its segments.
@@ -73,7 +74,7 @@ class MarkSegments(Pass):
             if TO in name:
                 continue
             inside = _inside(blocks, name)
-            if not inside:
+            if not inside and not self.follows:
                 raise _unknown(kind, name, blocks)
             for block in inside:
                 owner.setdefault(block.index, (kind, name))

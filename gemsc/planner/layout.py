@@ -10,6 +10,7 @@ from torch import nn
 
 from gemsc.base.grid_shape import BESIDE, SPLITS, GridShape
 from gemsc.errors import GemscError
+from gemsc.ir.program import Program
 from gemsc.options import CompileOptions, typed
 from gemsc.schedules import SCHEDULES, StageCost, Task, place, run
 
@@ -103,13 +104,14 @@ def stage_layout(options: CompileOptions) -> StageLayout:
 
 
 def check_blocks(
-    options: CompileOptions, chosen: StageLayout, model: str, blocks: Sequence[str]
+    options: CompileOptions, chosen: StageLayout, program: Program
 ) -> None:
-    """Refuse more stages than blocks.
+    """Refuse more stages than a program has blocks.
 
     Raises:
         GemscError: names the blocks, and options that the model has enough blocks for.
     """
+    model, blocks = program.name, [block.name for block in program.blocks or ()]
     needed, found = chosen.num_stages, len(blocks)
     if found >= needed:
         return

@@ -43,6 +43,7 @@ from gemsc.schedules.paths import skipping
 # parameters, and 11 ms fused
 UNFUSED_SECONDS = 0.69e-9
 WORTH_IT = 0.02  # of a step
+OWN_LOSS = "the model computes the loss"
 
 
 def make_plan(
@@ -127,7 +128,7 @@ def _loss_note(program: Program, task: Task, options: CompileOptions) -> list[st
         return []
     size = options.data * sum(task.micro_batches) * micro_batch_size(program)
     return [
-        "the model computes the loss, of whole micro-batches: the length of "
+        f"{OWN_LOSS}, of whole micro-batches: the length of "
         f"eval_dataset must be a multiple of {size}"
     ]
 
@@ -141,7 +142,7 @@ def _unfused_note(
         return []
     return [
         f"{name} is about six times as fast on a CPU with {FUSED}, which would save "
-        f"about {show_seconds(saved)} of each step: give it to {name} in optimizer()"
+        f"about {show_seconds(saved)} of each step: give it to {name}"
     ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gemsc.compilation import Traced
-from gemsc.compiler import schedule_stages, settled_options, trace
+from gemsc.compiler import (
+    find_largest,
+    schedule_stages,
+    settled_options,
+    trace,
+    trace_all,
+)
 from gemsc.costs.hardware import Hardware, read_hardware
 from gemsc.errors import GemscError
 from gemsc.options import CompileOptions
@@ -113,22 +120,29 @@ def trace_unfilled(
 ) -> Traced:
     """Trace how a user's model trains, without memory for its weights.
 
-    Its evaluation is left out: the result can be simulated, not compiled.
+    Of several phases, it is the one that costs most. Its evaluation is left out: the
+    result can be simulated, not compiled.
     """
     with Unfilled():  # type: ignore[no-untyped-call]
         model, inputs = user.make_model(), user.make_inputs()
         target = user.make_target(inputs)
-    return trace(
-        model,
-        inputs,
-        loss=user.make_loss() if user.loss is not None else None,
-        example_target=target,
+    traced_as = partial(
+        trace,
         frontend=frontend,
         precision=precision,
         check=False,
         evaluates=False,
         hardware=hardware,
     )
+    graphs = trace_all(
+        traced_as,
+        model,
+        inputs,
+        loss=user.make_loss() if user.loss is not None else None,
+        example_target=target,
+        phases=user.make_phases(),
+    )
+    return graphs[find_largest(graphs)]
 
 
 def read_program(directory: Path) -> tuple[UserModel, CompileOptions]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import (
     ExitStack,
@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from gemsc.base.dtypes import as_real, cast, cast_module, default_dtype
 from gemsc.base.nests import call_loss, call_model, normalize_inputs, tensor_leaves
+from gemsc.base.phase import Phase
 from gemsc.base.plain_forward import plain_forward
 from gemsc.base.rng import preserve_rng, same_draws
 from gemsc.base.threads import with_threads
@@ -63,6 +64,7 @@ def first_step(
     example_inputs: Any,
     loss: Callable[..., Any] | None = None,
     example_target: Any = None,
+    phases: Sequence[Phase] = (),
 ) -> str:
     """Compare one step of a program with the model; return why not, "" if it was.
 
@@ -76,7 +78,9 @@ def first_step(
     plan = _with_few_copies(compilation.plan)
     dtype = getattr(torch, plan.dtype) if plan.only_dtype else torch.float64
     batch = repeated((normalize_inputs(example_inputs), example_target), plan)
-    step = _Step(plan, model, loss, batch, dtype)
+    # whatever the optimizers are: they might hide what gradients are
+    plain = [replace(each, optimizer=None, scheduler=None) for each in phases]
+    step = _Step(plan, model, loss, batch, dtype, plain)
     other = replace(step, batch=different(step.batch, plan))
     # numbers that mean something to each other may be refused by the model
     return _compared(compilation, other) and _compared(compilation, step)
@@ -91,16 +95,18 @@ class _Step:
     loss: Callable[..., Any] | None
     batch: tuple[Any, Any]
     dtype: torch.dtype
+    phases: Sequence[Phase] = ()
 
     def in_one_process(self) -> StepRecord:
         """Return what one process computes, in training and in evaluation."""
         plan, dtype, (inputs, _) = self.plan, self.dtype, self.batch
         precision, record = Precision.of(plan, dtype), _NOTHING
         with same_draws():
-            if self.loss is not None:
-                loss, count = AnyLoss(self.loss), plan.data * plan.micro_batches
+            if self.loss is not None or self.phases:
+                loss = AnyLoss(self.loss) if self.loss is not None else None
+                count = plan.data * plan.micro_batches
                 step = self.model, loss, [self.batch], count, dtype
-                record = reference_steps(*step, precision=precision)
+                record = reference_steps(*step, precision=precision, phases=self.phases)
             after = self.model, record.state
             outputs = evaluated(*after, inputs, plan, dtype, precision)
         return replace(record, outputs=named_outputs(outputs))
@@ -114,9 +120,10 @@ class _Step:
                     *(directory, transport),
                     dtype=self.dtype,
                     device=torch.device("cpu"),
+                    phases=self.phases,
                     on_nonfinite="warn",
                 )
-                if trainer.program.train_step is not None:
+                if trainer.program.train_step is not None or self.phases:
                     recorded(trainer, directory, [self.batch], measure=False)
                 return trainer.evaluate(*self.batch).output
 

@@ -18,7 +18,8 @@ from torch.utils.data import default_collate
 
 from gemsc.base.boxes import Box
 from gemsc.base.dtypes import cast, cast_module, converted, like_examples
-from gemsc.base.nests import Mean, as_loss, on_device
+from gemsc.base.nests import Mean, as_loss, call_model, on_device
+from gemsc.base.phase import Phase
 from gemsc.base.rng import same_draws, seed_of
 from gemsc.runtime.data.batches import digest
 from gemsc.runtime.data.held_generators import SeededReader
@@ -27,7 +28,7 @@ from gemsc.runtime.data.stream import Stream
 from gemsc.slides.windows import Case, Picture, SlidingWindows
 from gemsc.user_model import UserModel
 from gemsc.verify.precision import FULL, Precision
-from gemsc.verify.steps import divide_gradients
+from gemsc.verify.steps import OnePhase, PlainUpdate, divide_gradients
 
 HOST = torch.device("cpu")
 
@@ -98,6 +99,32 @@ class Samples:
 
 
 @dataclass
+class _Update:
+    """An update of a run, of the gradients of one or several steps."""
+
+    plain: PlainUpdate
+    scheduler: Any
+    terms: float = 0.0  # of a loss with a count, since the last one
+
+    def apply(self, clip_norm: float | None) -> None:
+        """Make the update and drop the gradients."""
+        plain, parameters = self.plain, [p for _, p in self.plain.pairs]
+        plain.scaler.unscale_(plain.optimizer)
+        if self.terms:
+            divide_gradients(parameters, self.terms)
+        self.terms = 0.0
+        if clip_norm is not None:
+            nn.utils.clip_grad_norm_(parameters, clip_norm)
+        before = plain.scaler.get_scale()
+        plain.scaler.step(plain.optimizer)
+        plain.scaler.update()
+        if self.scheduler is not None and plain.scaler.get_scale() >= before:
+            self.scheduler.step()
+        for parameter in parameters:
+            parameter.grad = None
+
+
+@dataclass
 class PlainRun:
     """A model on its way through a run.
 
@@ -111,7 +138,6 @@ class PlainRun:
     losses: list[float] = field(default_factory=list)
     rows: list[list[int]] = field(default_factory=list)
     evaluations: list[Scores] = field(default_factory=list)
-    terms: float = 0.0  # of a loss with a count, since the last update
 
     def __post_init__(self) -> None:
         seed, dtype = self.settings.seed, self.settings.dtype
@@ -126,18 +152,30 @@ class PlainRun:
         if not self.model.training:
             self.model.train()
         self.loss = copy.deepcopy(self.user.make_loss())
-        self.parameters = dict(self.model.named_parameters())
         if isinstance(self.loss, nn.Module):
             cast_module(self.loss, dtype)
             self.loss.to(self.settings.device)
-            named = self.loss.named_parameters()
-            self.parameters |= {f"_loss.{name}": tensor for name, tensor in named}
-        pairs = self.parameters.items()
-        make = self.user.optimizer
-        self.optimizer = make(pairs) if make else torch.optim.SGD(pairs, lr=0.01)
-        make = self.user.scheduler
-        self.scheduler = make(self.optimizer) if make else None
-        self.scaler = self.settings.precision.scaler(self.settings.device)
+        one = OnePhase("", self._whole, (), self.user.optimizer, self.user.scheduler)
+        self.updates = [
+            self._update(phase) for phase in self.user.make_phases() or [one]
+        ]
+
+    def _whole(self, model: nn.Module, given: Any, target: Any) -> Any:
+        return self.loss(call_model(model, given), target)
+
+    def _update(self, phase: Phase) -> _Update:
+        named = [*self.model.named_parameters()]
+        if not isinstance(phase, OnePhase):
+            named = [(n, p) for n, p in named if phase.trains(n)]
+        elif isinstance(self.loss, nn.Module):
+            own = self.loss.named_parameters()
+            named += [(f"_loss.{name}", tensor) for name, tensor in own]
+        make = phase.optimizer
+        optimizer = make(named) if make else torch.optim.SGD(named, lr=0.01)
+        scheduler = phase.scheduler(optimizer) if phase.scheduler else None
+        scaler = self.settings.precision.scaler(self.settings.device)
+        update = PlainUpdate(self.model, phase, named, optimizer, scaler)
+        return _Update(update, scheduler)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -168,41 +206,30 @@ class PlainRun:
             rows = order[number * size :][:size]
             whole = len(rows) - len(rows) % settings.micro_batch_size
             self.rows.append(rows[:whole])
-            self.losses.append(self._step(self.samples.take(epoch, self.rows[-1])))
-            if (step + 1) % settings.accumulate == 0:
-                self._update()
+            samples = self.samples.take(epoch, self.rows[-1])
+            for update in self.updates:
+                if update.plain.phase.is_due(step):
+                    loss = self._step(update, samples)
+                    if (step + 1) % settings.accumulate == 0:
+                        update.apply(settings.clip_norm)
+            self.losses.append(loss)
             if told is not None:
                 told(self.losses[-1], whole)
             is_end = number + 1 == self.steps_per_epoch or step + 1 == settings.steps
             if is_end and self.eval_samples.data is not None:
                 self.evaluations.append(self._evaluate())
 
-    def _step(self, samples: list[Any]) -> float:
-        micro_batches, mean = list(self._micro_batches(samples)), Mean()
-        for input, target in micro_batches:
-            with same_draws(), self._autocast():
-                loss = as_loss(self.loss(self._forward(input), target))
-            root = mean.add(loss)
-            if not mean.counted:
-                root = root / len(micro_batches) / self.settings.accumulate
-            torch.autograd.backward(self.scaler.scale(root))
-        self.terms += mean.count
-        return mean.value
-
-    def _update(self) -> None:
-        self.scaler.unscale_(self.optimizer)
-        if self.terms:
-            divide_gradients(self.parameters.values(), self.terms)
-        self.terms = 0.0
-        if self.settings.clip_norm is not None:
-            nn.utils.clip_grad_norm_(self.parameters.values(), self.settings.clip_norm)
-        before = self.scaler.get_scale()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        if self.scheduler is not None and self.scaler.get_scale() >= before:
-            self.scheduler.step()
-        for parameter in self.parameters.values():
-            parameter.grad = None
+    def _step(self, update: _Update, samples: list[Any]) -> float:
+        micro_batches = list(self._micro_batches(samples))
+        count = len(micro_batches) * self.settings.accumulate
+        with update.plain.training():
+            for input, target in micro_batches:
+                with same_draws(), self._autocast():
+                    given = self._given(input)
+                    value = update.plain.phase.call(self.model, given, target)
+                update.plain.backward(as_loss(value), count)
+        update.terms += update.plain.mean.count
+        return update.plain.mean.value
 
     @torch.no_grad()
     def _evaluate(self) -> Scores:
@@ -236,12 +263,15 @@ class PlainRun:
             for input, target in self._micro_batches(full):
                 with same_draws(), self._autocast():
                     output = self._forward(input)
-                    mean.add(as_loss(self.loss(output, target)))
+                    if self.loss is not None:
+                        mean.add(as_loss(self.loss(output, target)))
                 outputs.append(settings.precision.output(output))
             output = first_samples(pytree.tree_map(_join, *outputs), len(samples))
             target = self._batch(samples)[1]
             scored, wanted = on_device((output, target), HOST)
             metrics.add(scored, wanted, len(samples))
+            if self.loss is None:
+                continue
             if len(samples) < size:  # without the samples that fill it
                 mean = Mean()
                 mean.add(as_loss(self.loss(output, target)), len(samples))
@@ -267,6 +297,8 @@ class PlainRun:
             output = case.output()
             scored, wanted = on_device((output, target), HOST)
             metrics.add(scored, wanted, 1)
+            if self.loss is None:
+                continue
             mean = Mean()
             mean.add(as_loss(self.loss(output, target)))
             found.append((int(mean.count or 1), {"loss": mean.value}))
@@ -286,10 +318,14 @@ class PlainRun:
         return self.settings.precision.autocast(self.settings.device)
 
     def _forward(self, input: Any) -> Any:
+        return call_model(self.model, self._given(input))
+
+    def _given(self, input: Any) -> Any:
+        """Return a batch's input as the model takes it."""
         if isinstance(input, Mapping):
-            return self.model(**like_examples(input, self.examples))
+            return like_examples(input, self.examples)
         given = input if isinstance(input, Sequence) else (input,)
-        return self.model(*like_examples(given, self.examples))
+        return like_examples(given, self.examples)
 
 
 def _join(*leaves: Any) -> Any:

@@ -7,9 +7,9 @@ import itertools
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from gemsc.base.dtypes import (
     like_examples,
 )
 from gemsc.base.nests import Mean, as_loss, call_model, on_device
+from gemsc.base.phase import Phase
 from gemsc.base.plain_forward import plain_forward
 from gemsc.base.process import num_cores
 from gemsc.base.rng import same_draws
@@ -50,20 +51,109 @@ NUDGES = 6  # other roundings of one process that are tried
 
 def reference_steps(
     model: nn.Module,
-    loss: Callable[..., Tensor],
+    loss: Callable[..., Tensor] | None,
     batches: list[tuple[Any, Any]],
     num_micro_batches: int,
     dtype: torch.dtype,
     optimizer: OptimizerFactory | None = None,
     precision: Precision = FULL,
     device: torch.device = CPU,
+    phases: Sequence[Phase] = (),
 ) -> StepRecord:
     """Train a copy of the user's model in this process, over the same micro-batches.
 
     Each batch is cut into micro-batches in dimension 0; the loss of the step is the
-    mean of theirs. Activation checkpoints are off, as they are in programs.
+    mean of theirs. Activation checkpoints are off, as they are in programs. A step may
+    have several `phases`.
     """
-    model = copy.deepcopy(model)
+    updates = plain_updates(
+        copy.deepcopy(model), loss, optimizer, phases, dtype, precision, device
+    )
+    model = updates[0].model
+    losses, terms, gradients = list[float](), list[float](), dict[str, Tensor]()
+    for step, (input, target) in enumerate(batches):
+        leaves = [t for t in pytree.tree_leaves(input) if isinstance(t, Tensor)]
+        batch = next((t.shape[0] for t in leaves if t.dim()), 1)
+        for update in updates:
+            if not update.phase.is_due(step):
+                continue
+            with update.training():
+                for m in range(num_micro_batches):
+                    part = (m, num_micro_batches, batch)
+                    given, wanted = (
+                        on_device(micro_batch_of(cast(each, dtype), *part), device)
+                        for each in (input, target)
+                    )
+                    with (
+                        plain_forward(),
+                        default_dtype(dtype),
+                        precision.autocast(device),
+                    ):
+                        value = as_loss(update.phase.call(model, given, wanted))
+                    update.backward(value, num_micro_batches)
+                losses.append(update.mean.value)
+                terms.append(update.mean.divisor)
+                found = update.apply()
+            if step == 0:
+                gradients |= found
+    state = dict([*model.named_parameters(), *model.named_buffers()])
+    state = {n: as_real(t.detach()).cpu() for n, t in state.items()}
+    return StepRecord(losses, gradients, state, terms=terms)
+
+
+@dataclass
+class PlainUpdate:
+    """One of the updates of a step, of a model in this process."""
+
+    model: nn.Module
+    phase: Phase
+    pairs: list[tuple[str, nn.Parameter]]
+    optimizer: torch.optim.Optimizer
+    scaler: Any
+    mean: Mean = field(default_factory=Mean)
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Let what it trains have gradients, and nothing else."""
+        before = [(p, p.requires_grad) for p in self.model.parameters()]
+        own = {id(parameter) for _, parameter in self.pairs}
+        for parameter, trains in before:
+            parameter.requires_grad_(trains and id(parameter) in own)
+        self.mean = Mean()
+        try:
+            yield
+        finally:
+            for parameter, trains in before:
+                parameter.requires_grad_(trains)
+
+    def backward(self, value: Tensor, num_micro_batches: int) -> None:
+        """Add the gradients of a micro-batch's loss."""
+        root = self.mean.add(value) / (1 if value.dim() else num_micro_batches)
+        torch.autograd.backward(self.scaler.scale(root))
+
+    def apply(self) -> dict[str, Tensor]:
+        """Make the update; return the gradients."""
+        self.scaler.unscale_(self.optimizer)
+        if self.mean.counted:
+            divide_gradients((p for _, p in self.pairs), self.mean.count)
+        present = {n: p.grad for n, p in self.pairs if p.grad is not None}
+        gradients = {n: as_real(g).cpu().clone() for n, g in present.items()}
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        return gradients
+
+
+def plain_updates(
+    model: nn.Module,
+    loss: Callable[..., Tensor] | None,
+    optimizer: OptimizerFactory | None,
+    phases: Sequence[Phase],
+    dtype: torch.dtype,
+    precision: Precision,
+    device: torch.device,
+) -> list[PlainUpdate]:
+    """Return the updates of a step; without phases there is one, of all parameters."""
     cast_module(model, dtype)
     model.to(device)
     if not model.training:
@@ -72,38 +162,27 @@ def reference_steps(
     if isinstance(loss, nn.Module):
         cast_module(loss, dtype)
         loss.to(device)
-    pairs = [(n, p) for n, p in model.named_parameters()]
-    update = (optimizer or _default_optimizer)(pairs)
-    scaler = precision.scaler(device)
-    losses, terms, gradients = [], [], {}
-    for step, (input, target) in enumerate(batches):
-        mean = Mean()
-        leaves = [t for t in pytree.tree_leaves(input) if isinstance(t, Tensor)]
-        batch = next((t.shape[0] for t in leaves if t.dim()), 1)
-        for m in range(num_micro_batches):
-            part = (m, num_micro_batches, batch)
-            given, wanted = (
-                on_device(micro_batch_of(cast(each, dtype), *part), device)
-                for each in (input, target)
-            )
-            with plain_forward(), default_dtype(dtype), precision.autocast(device):
-                value = as_loss(loss(call_model(model, given), wanted))
-            root = mean.add(value) / (1 if value.dim() else num_micro_batches)
-            torch.autograd.backward(scaler.scale(root))
-        losses.append(mean.value)
-        terms.append(mean.divisor)
-        scaler.unscale_(update)
-        if mean.counted:
-            divide_gradients((p for _, p in pairs), mean.count)
-        if step == 0:
-            present = {n: p.grad for n, p in pairs if p.grad is not None}
-            gradients = {n: as_real(g).cpu().clone() for n, g in present.items()}
-        scaler.step(update)
-        scaler.update()
-        update.zero_grad(set_to_none=True)
-    state = dict([*model.named_parameters(), *model.named_buffers()])
-    state = {n: as_real(t.detach()).cpu() for n, t in state.items()}
-    return StepRecord(losses, gradients, state, terms=terms)
+
+    def whole(model: nn.Module, given: Any, wanted: Any) -> Any:
+        assert loss is not None
+        return loss(call_model(model, given), wanted)
+
+    found = []
+    for phase in phases or [OnePhase("", whole, (), optimizer)]:
+        named = model.named_parameters()
+        pairs = [(n, p) for n, p in named if not phases or phase.trains(n)]
+        make = phase.optimizer or _default_optimizer
+        scaler = precision.scaler(device)
+        found.append(PlainUpdate(model, phase, pairs, make(pairs), scaler))
+    return found
+
+
+class OnePhase(Phase):
+    """The only update of a step, whose loss takes outputs."""
+
+    def call(self, model: nn.Module, inputs: Any, target: Any) -> Any:
+        """Return what the loss gives."""
+        return self.loss(model, inputs, target)
 
 
 def divide_gradients(parameters: Iterable[nn.Parameter], terms: float) -> None:
@@ -233,6 +312,7 @@ class _Subject:
                     self.user.optimizer,
                     self.precision,
                     self.device,
+                    self.user.make_phases(),
                 )
         except (RuntimeError, TypeError) as error:
             text = " ".join(str(error).split())
@@ -370,7 +450,7 @@ def user_model_of(directory: Path, plan: Plan) -> UserModel:
             "loss=...) in the script that compiles it",
         )
     user = load_user_model(plan.spec, constants=plan.constants)
-    if user.loss is None:
+    if user.loss is None and user.phases is None:
         raise GemscError(
             f"{user.path} has no loss(), so there are no gradients to compare",
             help="add loss(output, target) and compile again",

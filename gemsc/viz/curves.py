@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from gemsc.base.phase import LOSS_OF
 from gemsc.errors import GemscError
 from gemsc.viz.design import (
     DASHES,
@@ -96,6 +97,8 @@ def _charts(runs: Sequence[RunLog]) -> Iterator[tuple[str, list[_Line]]]:
     losses = lines("train", (run.loss for run in runs))
     held = lines("eval", (run.figures.get("loss", []) for run in runs))
     yield "loss", [each for pair in zip(losses, held, strict=True) for each in pair]
+    for name in dict.fromkeys(name for run in runs for name in run.phases):
+        yield f"loss of {name}", lines("train", [r.phases.get(name, []) for r in runs])
     for name in dict.fromkeys(name for run in runs for name in run.figures):
         if name != "loss":
             figures = [run.figures.get(name, []) for run in runs]
@@ -269,6 +272,7 @@ class RunLog:
 
     name: str
     loss: Curve = field(default_factory=list)
+    phases: dict[str, Curve] = field(default_factory=dict)  # the loss of each
     figures: dict[str, Curve] = field(default_factory=dict)
     rates: Curve = field(default_factory=list)  # samples per second
     memory: list[Curve] = field(default_factory=list)  # bytes of each rank
@@ -316,6 +320,7 @@ class RunLog:
             self.last_step = record
             if _is_number(record["loss"]):
                 self.loss.append((step, record["loss"]))
+            self._add_phases(step, record)
             if _is_number(record.get("samples_per_second")):
                 self.rates.append((step, record["samples_per_second"]))
         elif record["event"] == "evaluation":
@@ -327,6 +332,12 @@ class RunLog:
             for curve, rank in zip(self.memory, record["ranks"], strict=False):
                 if _is_number(held := rank["memory_bytes"]):
                     curve.append((step, held))
+
+    def _add_phases(self, step: int, record: dict[str, Any]) -> None:
+        for name, value in record.items():
+            if name.startswith(LOSS_OF) and _is_number(value):
+                phase = name.removeprefix(LOSS_OF)
+                self.phases.setdefault(phase, []).append((step, value))
 
 
 class GrowingLog:

@@ -20,10 +20,19 @@ from amoebanet.model import AmoebaNet, Cell
 from densenet import DenseCNN
 from encoder import Encoder
 from mlp import MLP
+from pix2pix import model as pix2pix
 from resnet import BasicBlock, Bottleneck, ResNet, ResNetV2
 from unet_histology import model as unet
 
-__all__ = ["MODELS", "AmoebaNet", "Case", "Cell", "ResNetV2", "float32_by_default"]
+__all__ = [
+    "MODELS",
+    "AmoebaNet",
+    "Case",
+    "Cell",
+    "ResNetV2",
+    "float32_by_default",
+    "pix2pix",
+]
 
 Sample = tuple[tuple[Tensor, ...], Tensor]
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gemsc.runtime.checkpoint.pieces import TensorPiece
+from gemsc.runtime.worker.updates import Updates
 from gemsc.runtime.worker.worker import Worker
 from gemsc.weights.load import NOT_OF_THE_MODEL, model_state, stage_tensors
 
@@ -46,9 +47,9 @@ class Holdings:
         part = self.worker.program.parts.get(name)
         return TensorPiece.whole(shape) if part is None else TensorPiece.of_part(part)
 
-    def updated(self) -> dict[int, HeldTensor]:
+    def updated(self, updates: Updates) -> dict[int, HeldTensor]:
         """Return the parameters that this rank's optimizer has, or its rows, by id."""
-        updates, held = self.worker.updates, {}
+        held = {}
         for name, parameter in updates.parameters.items():
             whole = self.worker.stages.parameters[name]
             piece, rows = self.piece(name, whole.shape), updates.own_rows.get(name)

@@ -41,6 +41,7 @@ from gemsc.runtime.checkpoint.states import (
     decode,
     set_generators,
 )
+from gemsc.runtime.worker.updates import Updates
 from gemsc.runtime.worker.worker import Worker
 
 
@@ -59,8 +60,10 @@ class _Fit:
 
 def resume(worker: Worker, directory: Path, tensors: Extra) -> dict[str, Any]:
     """Take what `save` wrote, once it fits on all ranks: see `Trainer.resume`."""
-    transport, updates = worker.transport.host, worker.updates
-    stateful = [each for each in (updates.optimizer, updates.scheduler) if each]
+    transport = worker.transport.host
+    everything = [each.updates for each in worker.variants.values()]
+    pairs = ((updates.optimizer, updates.scheduler) for updates in everything)
+    stateful = [each for pair in pairs for each in pair if each]
     before = [each.state_dict() for each in stateful]
     fit, problem = _Fit(), None
     with ExitStack() as opened, torch.no_grad():
@@ -155,15 +158,20 @@ class _Reader:
         generators = read(ranks[rank % len(ranks)]["generators"])
         check_generators(generators, worker.device)
         acts.append(partial(set_generators, generators, worker.device))
-        scaler, scale = worker.updates.scaler, progress["scaler"]
-        if scaler is not None and scale is not None:
-            numbers = {key: float(each) for key, each in scale.items()}
-            acts.append(partial(scaler.load_state_dict, numbers))
+        scales = {"": progress["scaler"], **progress.get("scalers", {})}
+        for name, variant in worker.variants.items():
+            scaler, scale = variant.updates.scaler, scales.get(name)
+            if scaler is not None and scale is not None:
+                numbers = {key: float(each) for key, each in scale.items()}
+                acts.append(partial(scaler.load_state_dict, numbers))
         gradients = self._gradients(stored)
         is_same = len(ranks) == worker.transport.host.size
         is_same = is_same and ranks[rank]["layout"] == self.holdings.digest()
-        optimizer = SavedOptimizer(ranks, _states_of(manifest), read)
-        self._load_states(optimizer, stored, is_same=is_same)
+        for name, variant in worker.variants.items():
+            own = [each if not name else each["phases"][name] for each in ranks]
+            optimizer = SavedOptimizer(own, _states_of(manifest), read)
+            states = variant.updates, optimizer, stored
+            self._load_states(*states, is_same=is_same)
         return _Fit(
             acts,
             partial(self._take_gradients, stored, gradients),
@@ -175,6 +183,15 @@ class _Reader:
         """Make sure that this run goes on as the one that was saved."""
         worker, progress = self.worker, manifest.progress
         saved, accumulate = progress["accumulate"], worker.steps.accumulate
+        phases = [name for name in worker.variants if name]
+        before = [*progress["ranks"][0].get("phases", ())]
+        if phases != before:
+            shown = [", ".join(names) or "no phases" for names in (before, phases)]
+            raise GemscError(
+                f"the checkpoint is of steps with {shown[0]}, the program's have "
+                f"{shown[1]}",
+                help=f"use the same phases again, {WEIGHTS_ALONE}",
+            )
         if manifest.step % saved and saved != accumulate:
             raise GemscError(
                 f"step {manifest.step} of the checkpoint is one of {saved} that make "
@@ -222,9 +239,14 @@ class _Reader:
     # ------------------------------------------------ optimizer, scheduler
 
     def _load_states(
-        self, saved: SavedOptimizer, stored: StoredTensors, *, is_same: bool
+        self,
+        updates: Updates,
+        saved: SavedOptimizer,
+        stored: StoredTensors,
+        *,
+        is_same: bool,
     ) -> None:
-        updates, holdings = self.worker.updates, self.holdings
+        holdings = self.holdings
         for key in ("optimizer", "scheduler"):
             now = getattr(updates, key)
             for theirs in saved.ranks:
@@ -240,7 +262,7 @@ class _Reader:
         if updates.optimizer is None:
             return
         current = updates.optimizer.state_dict()
-        slots = slots_of(updates.optimizer, current, holdings.updated())
+        slots = slots_of(updates.optimizer, current, holdings.updated(updates))
         rank = self.worker.transport.host.rank
         sources = saved.groups(slots, len(current.get("param_groups", ())), rank)
         state = saved.state(current, slots, sources, stored.read)

@@ -38,6 +38,7 @@ from gemsc.runtime.checkpoint.optimizer_state import slots_of, split_state
 from gemsc.runtime.checkpoint.pieces import TensorPiece
 from gemsc.runtime.checkpoint.states import dtype_name, encode, generator_states
 from gemsc.runtime.process.status import Status
+from gemsc.runtime.worker.updates import Updates
 from gemsc.runtime.worker.worker import Worker
 from gemsc.weights.write import Entry, write_stream
 
@@ -173,24 +174,11 @@ class _Share:
 
 
 def _share(worker: Worker, extra: Mapping[str, Any], tensors: Extra) -> _Share:
-    rank, updates, holdings = (
-        worker.transport.host.rank,
-        worker.updates,
-        Holdings(worker),
-    )
+    rank, holdings = worker.transport.host.rank, Holdings(worker)
     held = [*holdings.tensors(tensors), *holdings.gradients()]
-    kinds: dict[str, str] = {}
-    rest: dict[str, Any] = {"groups": [], "values": {}, "rest": {}}
-    scheduler = None
-    if updates.optimizer is not None:
-        kinds["optimizer"] = type(updates.optimizer).__name__
-        state = updates.optimizer.state_dict()
-        slots = slots_of(updates.optimizer, state, holdings.updated())
-        of_optimizer, rest = split_state(state, slots)
+    states = {n: _states(each.updates, holdings) for n, each in worker.variants.items()}
+    for of_optimizer, *_ in states.values():
         held += of_optimizer
-    if updates.scheduler is not None:
-        kinds["scheduler"] = type(updates.scheduler).__name__
-        scheduler = updates.scheduler.state_dict()
     written = {each.key: each for each in held if each.is_written}
 
     def put(tensor: Tensor) -> str:
@@ -199,23 +187,54 @@ def _share(worker: Worker, extra: Mapping[str, Any], tensors: Extra) -> _Share:
         written[key] = HeldTensor(key, tensor, whole, is_written=True)
         return key
 
+    encoded = {
+        name: {
+            "kinds": kinds,
+            **encode(rest, put, "the state of the optimizer"),
+            "scheduler": encode(scheduler, put, "the state of the scheduler"),
+        }
+        for name, (_, kinds, rest, scheduler) in states.items()
+    }
     own = {
-        "kinds": kinds,
-        **encode(rest, put, "the state of the optimizer"),
-        "scheduler": encode(scheduler, put, "the state of the scheduler"),
+        **encoded.pop(""),
+        **({"phases": encoded} if encoded else {}),
         "generators": encode(generator_states(worker.device), put, "a generator"),
         "layout": holdings.digest(),
     }
     texts = {"aliases": holdings.aliases(), "rank": own}
     if rank == 0:
-        scaler = updates.scaler
+        scales = {
+            name: scaler.state_dict()
+            for name, each in worker.variants.items()
+            if (scaler := each.updates.scaler) is not None
+        }
         texts["run"] = {
-            "scaler": None if scaler is None else scaler.state_dict(),
+            "scaler": scales.pop("", None),
+            **({"scalers": scales} if scales else {}),
             "accumulate": worker.steps.accumulate,
             "seed": worker.seed,
             "extra": encode(extra, put, "the extra state"),
         }
     return _Share(written, texts)
+
+
+def _states(
+    updates: Updates, holdings: Holdings
+) -> tuple[list[HeldTensor], dict[str, str], dict[str, Any], Any]:
+    """Return an optimizer's tensors in pieces, kinds, and the rest of both."""
+    kinds: dict[str, str] = {}
+    rest: dict[str, Any] = {"groups": [], "values": {}, "rest": {}}
+    held: list[HeldTensor] = []
+    scheduler = None
+    if updates.optimizer is not None:
+        kinds["optimizer"] = type(updates.optimizer).__name__
+        state = updates.optimizer.state_dict()
+        slots = slots_of(updates.optimizer, state, holdings.updated(updates))
+        held, rest = split_state(state, slots)
+    if updates.scheduler is not None:
+        kinds["scheduler"] = type(updates.scheduler).__name__
+        scheduler = updates.scheduler.state_dict()
+    return held, kinds, rest, scheduler
 
 
 # ------------------------------------------------------ files and threads

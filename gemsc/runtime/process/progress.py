@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Mapping
 from typing import TextIO
 
 from rich.console import Console
@@ -46,12 +47,13 @@ class ProgressBar:
             self._bar.start()
             self._task = self._bar.add_task(title, total=total, facts="")
 
-    def step(self, loss: float | None, samples: int) -> None:
-        """Count one step of `samples` samples."""
+    def step(self, loss: float | Mapping[str, float] | None, samples: int) -> None:
+        """Count one step of `samples` samples, with a loss or several of them."""
         self._done += 1
         now = time.perf_counter()
         seconds = (now - self._start) / self._done
-        shown = "" if loss is None else f"loss {loss:.4f}  "
+        losses = {"loss": loss} if isinstance(loss, float) else loss or {}
+        shown = "".join(f"{name} {value:.4f}  " for name, value in losses.items())
         speed = samples / seconds
         digits = 1 if speed >= 1 else 3
         facts = f"{shown}{speed:.{digits}f} samples/s  {seconds * 1e3:.0f} ms/step"

@@ -164,7 +164,7 @@ class Console(Callback):
             size = min(self.each, self.total - epoch * self.each) - number
             title = f"epoch {epoch + 1}/{-(-self.total // self.each)}"
             self._bar = ProgressBar(size, title, started=report.seconds)
-        self._bar.step(report.loss, report.samples)
+        self._bar.step(report.losses or report.loss, report.samples)
         if number + 1 == self.each or report.step == self.total:
             self._close()
 

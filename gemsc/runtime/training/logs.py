@@ -4,6 +4,8 @@
                 {"event": "evaluation", "step": 12, "figures": {"loss": 0.29, ...}}
     log.csv     step,epoch,loss,samples_per_second,...,eval_loss,eval_dice
 
+Where a step has several phases, "loss" is that of the last one, and "loss_d" that of d.
+
 The first rank writes each line as soon as it is known; all else is made of these lines.
 A run that goes on continues its log; what was logged after the checkpoint is dropped:
 no step is there twice. A number that is not finite is null, and empty in the table.
@@ -24,6 +26,7 @@ from typing import IO, Any
 import torch
 
 from gemsc.base.files import replaced, write_text
+from gemsc.base.phase import LOSS_OF
 from gemsc.runtime.process.device import peak_bytes
 from gemsc.runtime.training.callbacks import Callback
 from gemsc.runtime.training.run_folder import LOG, TABLE, clear, describe_run
@@ -46,6 +49,7 @@ class Log(Callback):
         self._options = options
         self._board: Any = None
         self._lines: IO[str] | None = None
+        self._of_steps: tuple[str, ...] = COLUMNS
         self._columns: tuple[str, ...] = COLUMNS  # of log.csv
         self._last = 0.0  # when the last step ended
         self._steps_seconds = self._waited = 0.0
@@ -55,7 +59,8 @@ class Log(Callback):
         step = trainer.step_number
         hosts = trainer.transport.all_gather_object(platform.node())
         if trainer.transport.rank == 0:
-            self._open(step)
+            phases = [f"{LOSS_OF}{phase.name}" for phase in trainer.phases]
+            self._open(step, phases)
             describe_run(self.folder, trainer.directory, self._options, step, hosts)
             self._write("start", step, ranks=len(hosts))
         self._last, self._waited = time.perf_counter(), waited_seconds()
@@ -73,7 +78,8 @@ class Log(Callback):
                 "seconds": round(report.seconds, 6),
                 "data_seconds": round(max(0.0, whole - report.seconds), 6),
                 "learning_rate": _learning_rate(trainer.optimizer),
-                "gradient_norm": trainer.worker.updates.norm,
+                "gradient_norm": trainer.gradient_norm,
+                **{f"{LOSS_OF}{name}": x for name, x in report.losses.items()},
             }
             known = {
                 name: value for name, value in figures.items() if value is not None
@@ -119,7 +125,7 @@ class Log(Callback):
 
     # -------------------------------------------------------- helpers
 
-    def _open(self, step: int) -> None:
+    def _open(self, step: int, phases: list[str]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         if self._options.overwrite:
             clear(self.folder)
@@ -127,6 +133,7 @@ class Log(Callback):
         kept = [line for line, record in _records(lines) if record["step"] <= step]
         write_text(lines, "".join(f"{line}\n" for line in kept))
         self._lines = lines.open("a", encoding="utf-8", buffering=1)
+        self._of_steps = (*COLUMNS, *phases)
         self._tabulate()
         if self._options.tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # loads a lot
@@ -147,7 +154,7 @@ class Log(Callback):
         for _, record in _records(self.folder / LOG):
             figures = {}
             if record.get("event") == "step":
-                figures = {name: record.get(name) for name in COLUMNS}
+                figures = {name: record.get(name) for name in self._of_steps}
             elif record.get("event") == "evaluation":
                 figures = {f"eval_{n}": x for n, x in record["figures"].items()}
             if figures:
@@ -155,7 +162,7 @@ class Log(Callback):
                     figures
                 )
         names = (name for row in rows.values() for name in row)
-        self._columns = (*dict.fromkeys((*COLUMNS, *names)),)
+        self._columns = (*dict.fromkeys((*self._of_steps, *names)),)
         with (
             replaced(self.folder / TABLE) as beside,
             beside.open("w", encoding="utf-8", newline="") as file,

@@ -119,7 +119,7 @@ class Training:
         trains_rest = shuffle and self.options.last_batch == "train"
         least = self.plan.micro_batch_size if trains_rest else None
         if isinstance(items, TiledDataset):
-            window = window_of(worker.program.inputs.values(), tuple(items.shape))
+            window = window_of(worker.inputs, tuple(items.shape))
         whole_targets = "none"
         if not shuffle and worker.program.tile == 0:  # where outputs may be
             whole_targets = "last" if self.user.metrics is None else "all"
@@ -217,7 +217,7 @@ class Training:
 
     def _train_epoch(self, epoch: int, first: int, end: int) -> None:
         assert self.data is not None
-        window, reads = self._batches.window, bool(self.trainer.worker.program.inputs)
+        window, reads = self._batches.window, bool(self.trainer.worker.inputs)
         source = self.trainer.worker.status.while_reading(
             self.data.epoch(epoch, first, reads=reads)
         )

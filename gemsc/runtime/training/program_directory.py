@@ -65,7 +65,8 @@ def check_program(directory: Path, num_ranks: int) -> Plan:
             f"{directory} was compiled from other code: " + "; ".join(changes),
             help=again,
         )
-    modules = [f"rank{rank}.py" for rank in range(plan.copy_ranks)]
+    names = ["", *(phase.name for phase in plan.phases)]
+    modules = [rank_file(r, name) for r in range(plan.copy_ranks) for name in names]
     weights = [
         f"{plan.weights}/stage{stage.index}.safetensors" for stage in plan.stages
     ]
@@ -100,9 +101,14 @@ def check_compiler() -> None:
     )
 
 
-def load_program(directory: Path, rank: int) -> RankProgram:
-    """Return what the file of a rank says of itself."""
-    module = load_rank_module(directory, rank)
+def rank_file(rank: int, name: str = "") -> str:
+    """Return the file of a rank, of a phase of its steps if that has a name."""
+    return f"rank{rank}_{name}.py" if name else f"rank{rank}.py"
+
+
+def load_program(directory: Path, rank: int, name: str = "") -> RankProgram:
+    """Return what the file of a rank says of itself; see `rank_file`."""
+    module = load_rank_module(directory, rank, name)
     try:
         program: RankProgram = module.PROGRAM
     except AttributeError:
@@ -112,19 +118,19 @@ def load_program(directory: Path, rank: int) -> RankProgram:
     return program
 
 
-def load_rank_module(directory: Path, rank: int) -> ModuleType:
-    """Import `rankN.py` of a program directory."""
-    path = directory / f"rank{rank}.py"
+def load_rank_module(directory: Path, rank: int, name: str = "") -> ModuleType:
+    """Import the file of a rank of a program directory."""
+    path = directory / rank_file(rank, name)
     if not path.exists():
         raise GemscError(
             f"{directory} has no {path.name}",
             help="start as many ranks as the program has: `gemsc run` does",
         )
-    name = f"gemsc_program_{abs(hash(str(directory)))}_rank{rank}"
-    spec = importlib.util.spec_from_file_location(name, path)
+    module_name = f"gemsc_program_{abs(hash(str(directory)))}_{path.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
+    sys.modules[module_name] = module
     spec.loader.exec_module(module)
     return module

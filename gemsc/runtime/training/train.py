@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 
+from gemsc.base.phase import Phase
 from gemsc.base.process import is_started_by_mpirun, is_started_by_torch, num_cores
 from gemsc.base.units import parse_seconds
 from gemsc.errors import GemscError
@@ -177,6 +178,7 @@ def train(
         directory,
         transport,
         optimizer=user.optimizer,
+        phases=user.make_phases(),
         device=device,
         dtype=None if options.dtype == "float32" else DTYPES[options.dtype],
         seed=options.seed,
@@ -201,6 +203,7 @@ def load(
     directory: str | Path,
     *,
     optimizer: OptimizerFactory | None = None,
+    phases: Sequence[Phase] = (),
     device: torch.device | None = None,
     dtype: torch.dtype | None = None,
     seed: int = 0,
@@ -217,8 +220,9 @@ def load(
 
     `optimizer` gets the rank's (name, parameter) pairs; the default is SGD with a
     learning rate of 0.01. `scheduler` gets the optimizer and gives what steps the
-    learning rate after each update. `dtype`, torch.float64 for example, becomes the
-    default dtype, too. `seed`, `accumulate`, `clip_norm`, `on_nonfinite`,
+    learning rate after each update. `phases` are those that `compile` got, if a step
+    has several. `dtype`, torch.float64 for example, becomes the default dtype, too.
+    `seed`, `accumulate`, `clip_norm`, `on_nonfinite`,
     `deterministic` and `per_device` are those of `gemsc run`; `callbacks` follow the
     training (see `gemsc.Callback`).
 
@@ -253,6 +257,7 @@ def load(
         folder,
         transport,
         optimizer=optimizer,
+        phases=phases,
         device=device,
         dtype=dtype,
         seed=seed,

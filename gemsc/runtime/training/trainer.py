@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from gemsc.base.nests import Mean, with_attributes
+from gemsc.base.parts import Part
+from gemsc.base.phase import Phase
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
 from gemsc.runtime.checkpoint.read import resume
@@ -26,10 +28,11 @@ from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.streams import Streams, streams_for
 from gemsc.runtime.transport.transport import Transport
 from gemsc.runtime.worker.finite import Problem
-from gemsc.runtime.worker.program import RankPlace
+from gemsc.runtime.worker.program import RankPlace, RankProgram
 from gemsc.runtime.worker.stages import Freezing, Stages
 from gemsc.runtime.worker.steps import Requests
 from gemsc.runtime.worker.worker import Worker
+from gemsc.weights.load import stage_tensors
 from gemsc.weights.read import read_tensor
 
 Parameters = Iterable[tuple[str, nn.Parameter]]
@@ -63,6 +66,7 @@ class StepReport:
     loss: mean over the batch, the same on every rank.
     samples: how many of them count, in all replicas.
     seconds: from the call to the end of this rank's part.
+    losses: those of the phases of the step, if it has several; `loss` is the last one.
     problem: what is not finite; the update was made or not, as `on_nonfinite` says.
     """
 
@@ -70,6 +74,7 @@ class StepReport:
     loss: float
     samples: int
     seconds: float
+    losses: Mapping[str, float] = field(default_factory=dict)
     problem: Problem | None = None
 
 
@@ -82,6 +87,7 @@ class Trainer:
         transport: Transport,
         *,
         optimizer: OptimizerFactory | None = None,
+        phases: Sequence[Phase] = (),
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
         seed: int = 0,
@@ -96,7 +102,9 @@ class Trainer:
 
         `optimizer` gets (name, parameter) pairs of this rank; the default is SGD with a
         learning rate of 0.01. `scheduler` gets the optimizer and gives what steps the
-        learning rate after each update. Gradients of `accumulate` steps are averaged
+        learning rate after each update. A program whose steps have several `phases`
+        takes those that it was compiled with. Gradients of `accumulate` steps are
+        averaged
         for one update; `clip_norm` bounds their norm over all ranks. `dtype` runs the
         program in another floating-point type. A loss or gradient that is not finite
         raises on all ranks, before the update; `on_nonfinite="skip"` leaves that update
@@ -119,11 +127,7 @@ class Trainer:
             transport.rank, plan.copy_ranks, transport.size // plan.copy_ranks
         )
         self.program = load_program(directory, place.rank)
-        self.stages = Stages()
-        for run, kind in self.program.stages.items():
-            path = directory / plan.weights / f"{run.stage_name}.safetensors"
-            read = partial(read_tensor, path, self.program.parts)
-            self.stages.add(run, kind, read, self.device, dtype)
+        self.stages = self._load_stages(self.program, dtype, None)
         self.worker = Worker(
             DeviceTransport(transport, streams),
             self.program,
@@ -137,7 +141,29 @@ class Trainer:
         )
         self._freezing = Freezing(self.program, self.stages, transport)
         self.worker.updates.make_optimizer(optimizer, scheduler)
+        self.phases = checked_phases(plan, phases, accumulate)
+        for phase in self.phases:
+            self._add_phase(phase, dtype)
         self.add_callbacks(callbacks)
+
+    def _load_stages(
+        self, program: RankProgram, dtype: torch.dtype | None, known: Stages | None
+    ) -> Stages:
+        """Make the stages of a file of this rank; they read what is not `known`."""
+        stages = Stages()
+        for run, kind in program.stages.items():
+            path = self.directory / self.plan.weights / f"{run.stage_name}.safetensors"
+            held = stage_tensors(known[run]) if known is not None else {}
+            read = partial(_read, held, path, program.parts)
+            stages.add(run, kind, read, self.device, dtype)
+        return stages
+
+    def _add_phase(self, phase: Phase, dtype: torch.dtype | None) -> None:
+        program = load_program(self.directory, self.worker.place.rank, phase.name)
+        stages = self._load_stages(program, dtype, self.stages)
+        trained = stages.share(self.stages)
+        added = self.worker.add(phase.name, program, stages, trained=trained)
+        added.updates.make_optimizer(phase.optimizer, phase.scheduler)
 
     def step(
         self,
@@ -161,7 +187,8 @@ class Trainer:
             NotFiniteError: a loss or a gradient is not finite: see `on_nonfinite`.
                 Weights and optimizer are what they were before the step.
         """
-        if self.program.train_step is None:
+        due = [p.name for p in self.phases if p.is_due(self.step_number)] or [""]
+        if self.program.train_step is None and not self.phases:
             raise GemscError(
                 "this program cannot train: it was compiled without a loss",
                 help="add loss(output, target) to the model's file and compile again",
@@ -169,20 +196,25 @@ class Trainer:
         self._saving.check()
         self.start()
         start = time.perf_counter()
-        self._begin(input, target, window, training=True, count=micro_batches)
-        self.program.train_step(self.worker)
-        steps = self.worker.steps
-        mean = steps.mean.value
-        self.worker.end()
+        worker, steps, losses = self.worker, self.worker.steps, dict[str, float]()
+        for name in due:
+            worker.use(name)
+            self._begin(input, target, window, training=True, count=micro_batches)
+            assert worker.program.train_step is not None
+            worker.program.train_step(worker)
+            losses[name] = steps.mean.value
+            worker.end(counts=name == due[-1])
+        worker.use("")
         report = StepReport(
             step=steps.done,
-            loss=mean,
+            loss=[*losses.values()][-1],
             samples=steps.count * self.plan.micro_batch_size,
             seconds=time.perf_counter() - start,
-            problem=self.worker.problem,
+            losses=losses if self.phases else {},
+            problem=worker.problem,
         )
         self.tell("on_step", report)
-        return mean
+        return report.loss
 
     def evaluate(
         self, input: Any, target: Any = None, *, window: Window | None = None
@@ -214,7 +246,7 @@ class Trainer:
         sources = {"input": as_structure(input), "target": target}
         batch = self.worker.steps.bind(sources, window)
         self.worker.begin(batch, training=training, count=count)
-        self.stages.set_mode(training=training)
+        self.worker.stages.set_mode(training=training)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return this rank's parameters and buffers under the user's names.
@@ -227,13 +259,24 @@ class Trainer:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """The optimizer of this rank's parameters; None if it updates none."""
-        return self.worker.updates.optimizer
+        """The optimizer of this rank's parameters; None if it updates none.
+
+        Where a step has several phases, it is that of the last one that has one here.
+        """
+        found = (each.updates.optimizer for each in self.worker.variants.values())
+        return next((each for each in reversed([*found]) if each is not None), None)
 
     @property
     def scheduler(self) -> Any:
         """What steps the learning rate after each update; None without one."""
-        return self.worker.updates.scheduler
+        found = (each.updates.scheduler for each in self.worker.variants.values())
+        return next((each for each in reversed([*found]) if each is not None), None)
+
+    @property
+    def gradient_norm(self) -> float | None:
+        """The norm of the last gradients before clipping; None without `clip_norm`."""
+        found = (each.updates.norm for each in self.worker.variants.values())
+        return next((each for each in reversed([*found]) if each is not None), None)
 
     @property
     def step_number(self) -> int:
@@ -306,17 +349,27 @@ class Trainer:
         Call it between two steps. The state of the optimizer stays as it is.
 
         Raises:
-            GemscError: the model has no such path.
+            GemscError: the model has no such path, or its steps have phases.
         """
+        self._check_no_phases()
         self._freezing.change(paths, trains=False)
 
     def unfreeze(self, *paths: str) -> None:
         """Train what is under these paths again; all ranks call this.
 
         Raises:
-            GemscError: the model has no such path, or it was compiled as frozen.
+            GemscError: the model has no such path, it was compiled as frozen, or its
+                steps have phases.
         """
+        self._check_no_phases()
         self._freezing.change(paths, trains=True)
+
+    def _check_no_phases(self) -> None:
+        if self.phases:
+            raise GemscError(
+                "parameters cannot be frozen where steps have phases",
+                help="leave them out of what a phase trains, and compile again",
+            )
 
     # ----------------------------------------------------------- checkpoints
 
@@ -413,6 +466,39 @@ class Trainer:
             for callback in self.callbacks
             for kind, named in callback.tensors().items()
         }
+
+
+def checked_phases(
+    plan: Plan, phases: Sequence[Phase], accumulate: int
+) -> tuple[Phase, ...]:
+    """Return the phases of a program's steps.
+
+    Raises:
+        GemscError: they are not those that it was compiled with.
+    """
+    planned, given = [p.name for p in plan.phases], [p.name for p in phases]
+    if planned != given:
+        shown = [", ".join(names) or "none" for names in (planned, given)]
+        raise GemscError(
+            f"the program has the phases {shown[0]}, it is given {shown[1]}",
+            help="give the phases of the model's file, and compile again if they have "
+            "changed",
+        )
+    seldom = next((each for each in phases if each.every > 1), None)
+    if seldom is not None and accumulate > 1:
+        raise GemscError(
+            f"phase {seldom.name} has every={seldom.every}, and an update takes the "
+            f"gradients of {accumulate} steps",
+            help="leave out --accumulate: give more --micro-batches to compile",
+        )
+    return tuple(phases)
+
+
+def _read(
+    held: Mapping[str, Tensor], path: Path, parts: Mapping[str, Part], name: str
+) -> Tensor:
+    """Return a tensor that is held, or what a rank has of it in a file."""
+    return held[name].detach() if name in held else read_tensor(path, parts, name)
 
 
 def as_structure(value: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,12 +15,14 @@ from torch.utils._pytree import tree_leaves
 
 from gemsc.base.boxes import Box
 from gemsc.base.dtypes import as_real
+from gemsc.base.phase import Phase
 from gemsc.base.rng import same_draws
 from gemsc.plan import Plan
 from gemsc.runtime.data.shared import Digests
 from gemsc.runtime.memory.meter import ActivationMeter
 from gemsc.runtime.process.device import exact_arithmetic
-from gemsc.runtime.training.trainer import OptimizerFactory, Trainer
+from gemsc.runtime.training.callbacks import Callback
+from gemsc.runtime.training.trainer import OptimizerFactory, StepReport, Trainer
 from gemsc.runtime.transport.transport import Transport
 from gemsc.runtime.worker.program import Run
 from gemsc.runtime.worker.worker import Worker
@@ -40,13 +42,16 @@ def run_recorded_steps(
     """Train on the batches in `folder` (batches.pt) and leave this rank's record."""
     batches = torch.load(folder / "batches.pt", weights_only=True)
     plan = Plan.read(directory / "plan.toml")
-    optimizer = None
+    optimizer, phases = None, tuple[Phase, ...]()
     if plan.spec:
-        optimizer = load_user_model(plan.spec, constants=plan.constants).optimizer
+        user = load_user_model(plan.spec, constants=plan.constants)
+        optimizer, phases = user.optimizer, user.make_phases()
     torch.set_default_dtype(dtype)  # also of what forward makes
     with exact_arithmetic(device), same_draws():
         record_steps(
-            directory, transport, folder, batches, dtype, optimizer, device=device
+            *(directory, transport, folder, batches, dtype, optimizer),
+            phases=phases,
+            device=device,
         )
 
 
@@ -58,6 +63,7 @@ def record_steps(
     dtype: torch.dtype,
     optimizer: OptimizerFactory | None = None,
     *,
+    phases: Sequence[Phase] = (),
     measure: bool = True,
     device: torch.device = CPU,
 ) -> list[float]:
@@ -68,6 +74,7 @@ def record_steps(
         dtype=dtype,
         device=device,
         optimizer=optimizer,
+        phases=phases,
         on_nonfinite="warn",  # one process goes on, too
     )
     return recorded(trainer, folder, batches, measure=measure)
@@ -82,26 +89,33 @@ def recorded(
 ) -> list[float]:
     """Train on `batches`; write gradients of the first step and the last state.
 
-    Each rank writes `gradients{rank}.safetensors`, `state{rank}.safetensors`,
+    Of a step in phases, the losses are those of all phases, one after the other. Each
+    rank writes `gradients{rank}.safetensors`, `state{rank}.safetensors`,
     `losses{rank}.json`, `held{rank}.json`: of what it has parts, what it alone holds,
     and the ranks of its grid, and `memory{rank}.json`: peak bytes of activations and of
     all, zero without `measure`, which takes its time.
     """
-    rank = trainer.transport.rank
+    rank, of_phases = trainer.transport.rank, dict[str, Tensor]()
 
     def write_gradients() -> None:
-        trainer.worker.updates.gather_gradients()
-        named = trainer.stages.parameters
-        gradients = {n: as_real(p.grad) for n, p in named.items() if p.grad is not None}
-        write_tensors(folder / f"gradients{rank}.safetensors", gradients)
-        trainer.worker.updates.before = None
+        updates = trainer.worker.updates
+        updates.gather_gradients()
+        named = trainer.worker.stages.parameters
+        found = {n: as_real(p.grad) for n, p in named.items() if p.grad is not None}
+        write_tensors(folder / f"gradients{rank}.safetensors", of_phases | found)
+        if trainer.phases:
+            of_phases.update({name: grad.clone() for name, grad in found.items()})
+        updates.before = None
 
-    trainer.worker.updates.before = write_gradients
+    for variant in trainer.worker.variants.values():
+        variant.updates.before = write_gradients
     meter = metered(trainer.worker) if measure else None
-    losses = [trainer.step(input, target) for input, target in batches]
+    trainer.add_callbacks([losses := Losses()])
+    for input, target in batches:
+        trainer.step(input, target)
     state = {name: as_real(tensor) for name, tensor in trainer.stages.tensors().items()}
     write_tensors(folder / f"state{rank}.safetensors", state)
-    (folder / f"losses{rank}.json").write_text(json.dumps(losses))
+    (folder / f"losses{rank}.json").write_text(json.dumps(losses.found))
     parts = {n: asdict(part) for n, part in trainer.program.parts.items()}
     grid = trainer.worker.grid.ranks if trainer.worker.grid is not None else [rank]
     alone = [name for name in state if trainer.program.is_placed(name)]
@@ -110,7 +124,18 @@ def recorded(
     (folder / f"memory{rank}.json").write_text(
         json.dumps([meter.peak_bytes, meter.peak_total_bytes] if meter else [0, 0])
     )
-    return losses
+    return losses.found
+
+
+class Losses(Callback):
+    """Keeps the losses of all steps, and of all phases of each."""
+
+    def __init__(self) -> None:
+        self.found: list[float] = []
+
+    def on_step(self, trainer: Trainer, report: StepReport) -> None:
+        """Keep the losses of the step."""
+        self.found += report.losses.values() or [report.loss]
 
 
 def metered(worker: Worker) -> ActivationMeter:

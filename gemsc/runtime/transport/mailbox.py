@@ -63,7 +63,9 @@ class Mailbox:
         self._letterboxes: dict[Message, _Letterbox] = {}
         self._sends: list[Request] = []
         self._turns = Turns(self._lane)
-        self._orders: dict[bool, tuple[Hashable, ...]] = {}  # of training, evaluation
+        self._order: tuple[Hashable, ...] = ()
+        # of this rank, by the id of the order that was given
+        self._orders: dict[int, tuple[Sequence[Hashable], tuple[Hashable, ...]]] = {}
         self._acting: Hashable | None = None  # an action of all tiles, until it is over
 
     def begin(
@@ -71,13 +73,15 @@ class Mailbox:
     ) -> None:
         """Expect so many micro-batches of each message in this step, in an order.
 
-        It is the same in each step. Besides messages it has what `when` and `act` get.
+        Steps of one kind give the same one. Besides messages it has what `when` and
+        `act` get.
         """
         self._num_expected = num_expected
         self._training = training
-        if training not in self._orders:
-            self._orders[training] = tuple(self._expanded(order))
-        self._turns.begin(self._orders[training])
+        if id(order) not in self._orders:  # what is kept has its id for good
+            self._orders[id(order)] = order, tuple(self._expanded(order))
+        self._order = self._orders[id(order)][1]
+        self._turns.begin(self._order)
 
     def when(self, entry: Hashable, start: Callable[[], None]) -> None:
         """Begin a sum of gradients, or what else is in the order, when its turn comes.
@@ -212,7 +216,7 @@ class Mailbox:
 
     def _lane(self, entry: Hashable) -> Hashable | None:
         """Return in which order an entry begins: see `Turns`."""
-        if not self._orders.get(self._training):  # compiled before there were orders
+        if not self._order:  # compiled before there were orders
             if self._transport.has_lanes:
                 raise GemscError(
                     "the program does not say in which order its messages go, and here "

@@ -147,6 +147,25 @@ class Stages(dict[Run, nn.Module]):
                     module._parameters[name] = own[id(parameter)]
         self[run] = stage
 
+    def share(self, others: Stages) -> frozenset[str]:
+        """Take the tensors that other files' stages of the same runs have.
+
+        Returns the parameters that have gradients in this file.
+        """
+        trained: set[str] = set()
+        for run, stage in self.items():
+            trained |= {n for n, p in stage.named_parameters() if p.requires_grad}
+            known = stage_tensors(others[run])
+            new = {
+                id(t): known[n] for n, t in stage_tensors(stage).items() if n in known
+            }
+            for module in stage.modules():  # a tied tensor has several places
+                slots: tuple[dict[str, Any], ...] = module._parameters, module._buffers
+                for each in slots:
+                    for name, slot in each.items():
+                        each[name] = new.get(id(slot), slot)
+        return frozenset(trained)
+
 
 class Freezing:
     """Which parameters are frozen at the moment; `names` are those of all ranks."""

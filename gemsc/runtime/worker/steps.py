@@ -51,22 +51,22 @@ class Steps:
         self.count = self.num_micro_batches
         self.accumulate = accumulate
         self._tile, self._num_tiles = program.tile, program.num_tiles
-        self._shape = BatchShape(
-            program.inputs,
-            program.copy_micro_batches,
-            place.num_copies,
-            place.copy,
-            float_dtype,
-        )
+        self._place, self._dtype = place, float_dtype
+        self.shape = self.shape_of(program.inputs)
         self._batch: dict[str, Tensor] = {}
         self.losses: dict[int, Tensor] = {}
         self.mean = Mean()  # of the losses of all ranks
+
+    def shape_of(self, inputs: Mapping[str, Input]) -> BatchShape:
+        """Return the shape of batches that have these inputs."""
+        place, count = self._place, self.num_micro_batches // self._place.num_copies
+        return BatchShape(inputs, count, place.num_copies, place.copy, self._dtype)
 
     def bind(
         self, sources: Mapping[str, Any], window: Window | None = None
     ) -> dict[str, Tensor]:
         """Return what this rank takes of a batch (see `BatchShape.bind`)."""
-        return self._shape.bind(sources, window)
+        return self.shape.bind(sources, window)
 
     def begin(
         self, batch: dict[str, Tensor], *, training: bool, count: int | None = None
@@ -78,10 +78,10 @@ class Steps:
         self.losses.clear()
         self._batch = batch
 
-    def end(self) -> None:
+    def end(self, *, counts: bool = True) -> None:
         """Let go of the batch; count the step if it was one of training."""
         self._batch = {}
-        if self.is_training:
+        if self.is_training and counts:
             self.done += 1
 
     @property
@@ -91,8 +91,8 @@ class Steps:
 
     def input(self, name: str, m: int, streams: Streams) -> Tensor:
         """Return what micro-batch m has of a tensor of the batch, on the device."""
-        tensor = streams.upload(self._shape.part(self._batch, name, m))
-        if not self._shape.inputs[name].batched:  # the same for all, and there once
+        tensor = streams.upload(self.shape.part(self._batch, name, m))
+        if not self.shape.inputs[name].batched:  # the same for all, and there once
             self._batch[name] = tensor
         return tensor
 

@@ -54,16 +54,20 @@ class Updates:
         clip_norm: float | None = None,
         *,
         is_scaled: bool = False,
+        trained: Collection[str] | None = None,
     ) -> None:
         """Prepare the all-reduces; `clip_norm` bounds the norm of all gradients.
 
-        If it `is_scaled`, the loss is multiplied by a factor before each backward.
+        If it `is_scaled`, the loss is multiplied by a factor before each backward. Of
+        the parameters, it updates those that are `trained`; all, if that is None.
         """
         self.optimizer: torch.optim.Optimizer | None = None
         self.scheduler: Any = None
         self.count = 0  # of the updates since the start
         self.before: Callable[[], None] | None = None
         self.norm: float | None = None  # of the last gradients, before clipping
+        self.terms = 0.0  # of losses with a count, since the last update
+        self.is_spoilt = False  # the update that comes, perhaps by a step before it
         self._transport = transport
         self._program = program
         self._stages = stages
@@ -77,7 +81,8 @@ class Updates:
         self._summed: dict[str, dict[str, nn.Parameter]] = defaultdict(dict)
         for run, stage in stages.items():
             for name, parameter in stage.named_parameters():
-                self._summed[program.sum_of(run, name)][name] = parameter
+                if trained is None or name in trained:
+                    self._summed[program.sum_of(run, name)][name] = parameter
         self._norm_group = None
         if clip_norm is not None:
             self._norm_group = transport.group(self._ranks_of_norm(), "norm")
@@ -85,7 +90,12 @@ class Updates:
         if program.shard_optimizer:
             for key, group in self._groups.items():
                 self._own.share(group, self._summed[key], program.updated_whole)
-        self.parameters = self._own.parameters(stages.parameters)
+        own = {
+            name: parameter
+            for name, parameter in stages.parameters.items()
+            if trained is None or name in trained
+        }
+        self.parameters = self._own.parameters(own)
         self._sums = GradientSums(transport, self._own.rows)
         self._departures = {
             key: Departures(self._summed[key], partial(self._sums.start, group))

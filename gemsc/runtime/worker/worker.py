@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -19,7 +19,7 @@ from gemsc.base.rng import are_draws_same, seed_of, torch_seeded
 from gemsc.errors import InternalError
 from gemsc.messages.exchange import Exchange
 from gemsc.messages.grid_message import GridMessage
-from gemsc.messages.message import Message
+from gemsc.messages.message import Input, Message
 from gemsc.runtime.memory.meter import active_meter
 from gemsc.runtime.memory.offload import OffloadedRun, Store, store_for
 from gemsc.runtime.process.status import Status
@@ -33,7 +33,7 @@ from gemsc.runtime.worker.deferral import Deferred
 from gemsc.runtime.worker.finite import NotFiniteError, Problem, not_finite
 from gemsc.runtime.worker.program import RankPlace, RankProgram, Run
 from gemsc.runtime.worker.stages import Stages, without_trace
-from gemsc.runtime.worker.steps import Requests, Steps
+from gemsc.runtime.worker.steps import BatchShape, Requests, Steps
 from gemsc.runtime.worker.updates import Updates
 
 
@@ -48,12 +48,34 @@ class _InFlight:
     anomalies: AnomalyDetection | None
 
 
+@dataclass(frozen=True)
+class Variant:
+    """A graph of the program at work: the file of a phase, or of another shape.
+
+    `trained` are the parameters that have gradients meanwhile; None: whichever have.
+    """
+
+    program: RankProgram
+    stages: Stages
+    updates: Updates
+    forwards: Mapping[Run, Callable[..., Any]]
+    shape: BatchShape
+    grids: dict[int, Grid]  # by stage, where it is split
+    grid: Grid | None  # of what is done beside stages
+    trained: frozenset[str] | None = None
+
+
 class Worker:
     """What a generated file calls: messages, stages forward and backward, the update.
 
     `steps` has what belongs to the step of the moment, `updates` what follows its last
-    backward.
+    backward. Where the program has several graphs, `use` says which one is run.
     """
+
+    program: RankProgram
+    stages: Stages
+    updates: Updates
+    grid: Grid | None
 
     def __init__(
         self,
@@ -75,8 +97,6 @@ class Worker:
         `on_nonfinite` is "stop", "skip" or "warn" (see `finite.py`).
         """
         self.transport = transport
-        self.program = program
-        self.stages = stages
         self.place = place
         self.float_dtype = float_dtype
         self.status = Status.of(place.world_rank)
@@ -87,14 +107,10 @@ class Worker:
         self._autocast: Autocast | None = None
         if program.precision is not None and float_dtype is not torch.float64:
             self._autocast = self.device.type, program.precision
-        is_scaled = self._autocast is not None and program.precision is torch.float16
-        own = program, stages, place, self.steps, clip_norm
-        self.updates = Updates(transport, *own, is_scaled=is_scaled)
+        self._clip_norm = clip_norm
         self.detects_anomalies = False  # in each operation: many times as slow
         self.problem: Problem | None = None  # of the last step
         self._on_nonfinite = on_nonfinite
-        self._is_spoilt = False  # the update that comes, perhaps by a step before it
-        self._terms = 0.0  # of losses with a count, since the last update
         self._buffers: list[tuple[Tensor, Tensor]] = []  # and what they were
         everyone = tuple(range(transport.host.size))
         self._everyone = transport.host.group(everyone, "losses")
@@ -110,9 +126,52 @@ class Worker:
             apart=self._defers,
             casts=is_mixed,
         )
-        self._forwards = stages.compiled() if program.torch_compile else stages
-        self._grids: dict[int, Grid] = {}  # by stage, where it is split
-        self.grid = self._make_grid()
+        self.variants: dict[str, Variant] = {}
+        self.add("", program, stages)
+        self.use("")
+
+    def add(
+        self,
+        name: str,
+        program: RankProgram,
+        stages: Stages,
+        *,
+        updates: Updates | None = None,
+        trained: frozenset[str] | None = None,
+    ) -> Variant:
+        """Add a graph, on all ranks, for `use`; without `updates` it has its own."""
+        if updates is None:
+            is_half = program.precision is torch.float16
+            own = program, stages, self.place, self.steps, self._clip_norm
+            is_scaled = is_half and self._autocast is not None
+            updates = Updates(
+                self.transport, *own, is_scaled=is_scaled, trained=trained
+            )
+        forwards = stages.compiled() if program.torch_compile else stages
+        shape = self.steps.shape_of(program.inputs)
+        grids, grid = self._make_grids(program, stages)
+        self.variants[name] = found = Variant(
+            program, stages, updates, forwards, shape, grids, grid, trained
+        )
+        return found
+
+    def use(self, name: str) -> None:
+        """Run another graph from now on; between two steps."""
+        found = self.variants[name]
+        self.variant = name
+        self.program, self.stages = found.program, found.stages
+        self.updates, self._forwards = found.updates, found.forwards
+        self._grids, self.grid = found.grids, found.grid
+        self.steps.shape = found.shape
+        if found.trained is not None:
+            for each, parameter in found.stages.parameters.items():
+                parameter.requires_grad_(each in found.trained)
+
+    @property
+    def inputs(self) -> list[Input]:
+        """What this rank reads of each micro-batch, in any graph."""
+        programs = (each.program for each in self.variants.values())
+        return [item for program in programs for item in program.inputs.values()]
 
     @property
     def device(self) -> torch.device:
@@ -136,11 +195,11 @@ class Worker:
             buffers = [buffer for stage in stages for buffer in stage.buffers()]
             self._buffers = [(buffer, buffer.clone()) for buffer in buffers]
 
-    def end(self) -> None:
-        """Wait until all that this rank sent has arrived."""
+    def end(self, *, counts: bool = True) -> None:
+        """Wait until all that this rank sent has arrived; a step `counts` once."""
         self.status.enter("the end of the step")
         self.mail.finish()
-        self.steps.end()
+        self.steps.end(counts=counts)
         self.status.idle()
 
     # ------------------------------------- what generated files call
@@ -287,12 +346,13 @@ class Worker:
         self._look_for_problem()
         if not self.steps.is_update:
             return
-        if self._is_spoilt:
-            self.updates.leave_out()
+        updates = self.updates
+        if updates.is_spoilt:
+            updates.leave_out()
         else:
             self.status.enter("optimizer step")
-            self.updates.apply(self._terms if self.steps.mean.counted else None)
-        self._is_spoilt, self._terms = False, 0.0
+            updates.apply(updates.terms if self.steps.mean.counted else None)
+        updates.is_spoilt, updates.terms = False, 0.0
 
     def sum_up(self, *numbers: float) -> list[float]:
         """Return the sums of some numbers over all ranks.
@@ -330,10 +390,10 @@ class Worker:
         self.status.enter("sum of the losses")
         *sums, num_wrong = self.sum_up(*steps.own_mean().sums, is_wrong)
         steps.mean = Mean(*sums)
-        self._terms += steps.mean.count
+        self.updates.terms += steps.mean.count
         is_finite = math.isfinite(steps.mean.value)
         if scaler is not None and steps.is_update and is_finite:
-            self._is_spoilt |= bool(num_wrong)
+            self.updates.is_spoilt |= bool(num_wrong)
             num_wrong *= not scaler.take(is_overflow=bool(num_wrong))
         if is_finite and not num_wrong:
             return
@@ -343,7 +403,7 @@ class Worker:
             self.mail.finish()
             raise NotFiniteError(self.problem)
         if self._on_nonfinite == "skip":
-            self._is_spoilt = True
+            self.updates.is_spoilt = True
             for buffer, before in self._buffers:
                 buffer.copy_(before)
 
@@ -387,17 +447,19 @@ class Worker:
         """Where offloaded activations wait."""
         return store_for(self.transport.streams)
 
-    def _make_grid(self) -> Grid | None:
+    def _make_grids(
+        self, program: RankProgram, stages: Stages
+    ) -> tuple[dict[int, Grid], Grid | None]:
         """Give each stage of a tile a grid to talk through; return one for the rest."""
-        tiles = self.program.tiles
+        tiles, grids = program.tiles, dict[int, Grid]()
         if tiles is None:
-            return None
+            return grids, None
         ranks = tuple(self.place.first_rank + rank for rank in tiles.ranks)
-        for run, stage in self.stages.items():
+        for run, stage in stages.items():
             grid = Grid(self.transport, ranks, tiles.tile)
-            grid = self._grids.setdefault(run.stage, grid)
+            grid = grids.setdefault(run.stage, grid)
             stage.grid = grid  # type: ignore[assignment]
-        return Grid(self.transport, ranks, tiles.tile)
+        return grids, Grid(self.transport, ranks, tiles.tile)
 
     def _contexts(
         self, run: Run, m: int, deferred: Deferred | None
@@ -409,7 +471,8 @@ class Worker:
         if run in self.stages.drawing and not are_draws_same():
             # by what is computed and not by where
             number = self._number_of(run, m)
-            seed = seed_of(self.seed, self.steps.done, run.stage_name, number)
+            phase = (self.variant,) if self.variant else ()
+            seed = seed_of(self.seed, self.steps.done, *phase, run.stage_name, number)
             yield torch_seeded(seed, self.device)
         if self._grids:  # keep halos as what other tiles sent, no copies
             yield saved_in_parts(active_meter())

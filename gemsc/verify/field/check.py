@@ -177,6 +177,11 @@ def check_program_for_all_inputs(directory: Path) -> AllInputs:
     plan = Plan.read(directory / "plan.toml")
     check_program(directory, plan.ranks)
     user = user_model_of(directory, plan)
+    if plan.phases:
+        raise GemscError(
+            "--all-inputs compares one update, and a step has several phases",
+            help="compare with gemsc verify, and --run",
+        )
     inputs = user.make_inputs()
     batch = repeated((inputs, user.make_target(inputs)), plan)
     model, loss = initial_model(user, directory), user.make_loss()

@@ -1,0 +1,84 @@
+"""A phase of a step as a model: its forward is the loss of the phase.
+
+The model in it shares the memory of the user's one; what the phase does not train has
+no gradients.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from gemsc.base.nests import Inputs, Path
+from gemsc.base.phase import Phase
+from gemsc.frontend.eager import deep_copy
+from gemsc.ir.program import Program
+
+TARGET = "target"
+
+
+class PhaseModel(nn.Module):
+    """Has the modules, parameters and buffers of a model under the same names.
+
+    Its forward takes inputs and target and returns the phase's loss.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Take a model as it is."""
+        super().__init__()
+        for name in ("_modules", "_parameters", "_buffers"):
+            vars(self)[name] = vars(model)[name]
+        self._non_persistent_buffers_set = model._non_persistent_buffers_set
+        vars(self)["whole"] = model  # not as a module: it would have other names
+
+
+def phase_model(model: nn.Module, phase: Phase) -> nn.Module:
+    """Return the model of a phase, of which only that has gradients that it trains."""
+    memo: dict[int, Any] = {id(buffer): buffer for buffer in model.buffers()}
+    trained = {
+        id(parameter)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if parameter.requires_grad and phase.trains(name)
+    }
+    for parameter in model.parameters():
+        trains = id(parameter) in trained
+        memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=trains)
+
+    def forward(self: PhaseModel, *inputs: Any, **named: Any) -> Any:
+        whole: nn.Module = vars(self)["whole"]
+        whole.training = self.training
+        return phase.loss(whole, *inputs, **named)
+
+    # its inputs have the names that the loss gives them
+    forward.__signature__ = inspect.signature(phase.loss)  # type: ignore[attr-defined]
+    name = f"{type(model).__name__}, phase {phase.name}"
+    kind = type(name, (PhaseModel,), {"forward": forward})
+    made: nn.Module = kind(deep_copy(model, memo))
+    return made.train(model.training)
+
+
+def phase_inputs(inputs: Inputs, target: Any) -> Inputs:
+    """Return what the model of a phase takes: inputs, and the target behind them."""
+    if isinstance(inputs, Mapping):
+        return {**inputs, TARGET: target}
+    return (*inputs, target)
+
+
+def own_loss(output: Any) -> Any:
+    """Return what the model of a phase returns: it is the loss."""
+    return output
+
+
+def with_target(program: Program, inputs: Inputs) -> Program:
+    """Return the program of a phase, which finds the target where batches have it."""
+    last = TARGET if isinstance(inputs, Mapping) else len(inputs)
+
+    def moved(path: Path) -> Path:
+        return (TARGET, *path[2:]) if path[:2] == ("input", last) else path
+
+    items = (replace(item, path=moved(item.path)) for item in program.inputs)
+    return replace(program, inputs=tuple(items))

@@ -1,0 +1,181 @@
+"""Several graphs of one model that share stages and weights: phases, other shapes.
+
+    graphs = {"": the model, "d": a loss for the discriminator, "g": for the generator}
+
+The graph that costs most decides where cuts fall; the others follow it. What a stage
+holds is what any of them needs there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from gemsc.base.nests import normalize_inputs
+from gemsc.base.phase import Phase, check_phases
+from gemsc.base.units import show_seconds
+from gemsc.compilation import Compilation, Followed, Traced
+from gemsc.errors import GemscError
+from gemsc.frontend.phases import own_loss, phase_inputs, phase_model, with_target
+from gemsc.ir.flow import owned_tensors
+from gemsc.options import CompileOptions
+from gemsc.passes.follow_stages import find_twins
+from gemsc.plan import Plan, PlannedPhase
+from gemsc.planner.make_plan import OWN_LOSS
+
+
+def trace_phase(
+    trace: Callable[..., Traced],
+    model: nn.Module,
+    phase: Phase,
+    example_inputs: Any,
+    target: Any,
+) -> Traced:
+    """Return the graph of a phase of a model's steps, as `trace` gives it."""
+    inputs = normalize_inputs(example_inputs)
+    given = phase_model(model, phase), phase_inputs(inputs, target)
+    traced = trace(*given, loss=own_loss, optimizer=phase.optimizer)
+    program, evaluation = (
+        with_target(each, inputs) for each in (traced.program, traced.evaluation)
+    )
+    return replace(traced, program=program, evaluation=evaluation)
+
+
+def trace_all(
+    trace: Callable[..., Traced],
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    loss: Callable[..., Any] | None = None,
+    example_target: Any = None,
+    optimizer: Any = None,
+    phases: Sequence[Phase] = (),
+) -> dict[str, Traced]:
+    """Return the graph of a model's step; or of the model and of each phase of it.
+
+    Raises:
+        GemscError: the model cannot be traced, or has not what phases train.
+    """
+    if not phases:
+        feed = {"loss": loss, "example_target": example_target}
+        return {"": trace(model, example_inputs, **feed, optimizer=optimizer)}
+    check_phases(phases, model)
+    graphs = {"": trace(model, example_inputs)}
+    for phase in phases:
+        given = model, phase, example_inputs, example_target
+        graphs[phase.name] = trace_phase(trace, *given)
+    return graphs
+
+
+def find_largest(graphs: Mapping[str, Traced]) -> str:
+    """Return the name of the graph that costs most, the first of equal ones."""
+
+    def seconds(name: str) -> float:
+        return sum(b.busy_seconds for b in graphs[name].program.blocks or ())
+
+    return max(graphs, key=seconds)
+
+
+def knowing_all(graphs: Mapping[str, Traced]) -> dict[str, Traced]:
+    """Return the graphs, each with the tensors that any of them changes."""
+    changing = frozenset(name for each in graphs.values() for name in each.changing)
+    return {name: replace(each, elsewhere=changing) for name, each in graphs.items()}
+
+
+def followed(
+    graphs: Mapping[str, Traced], lowered: Mapping[str, Compilation], name: str
+) -> Followed | None:
+    """Return what a graph follows: the first one that is lowered, if there is one."""
+    if not lowered:
+        return None
+    first, compilation = next(iter(lowered.items()))
+    twins = find_twins(graphs[first].program, graphs[name].program)
+    if twins is None:
+        return Followed(compilation, None)
+    return Followed(compilation, {node.name: twin for node, twin in twins.items()})
+
+
+def options_of(
+    graphs: Mapping[str, Traced], name: str, options: CompileOptions
+) -> CompileOptions:
+    """Return the options of a graph: the model of phases has nothing to update."""
+    is_trained = graphs[name].program.loss is not None or len(graphs) == 1
+    return options if is_trained else replace(options, shard_optimizer=False)
+
+
+def with_one_ownership(
+    lowered: Mapping[str, Compilation], largest: str
+) -> dict[str, Compilation]:
+    """Return the graphs where each stage holds what any of them needs.
+
+    Raises:
+        GemscError: ranks share out tensors in another way in another graph.
+    """
+    if len(lowered) == 1:
+        return dict(lowered)
+    first = lowered[largest]
+    others = [each for each in lowered.values() if each is not first]
+    programs = [p for each in (first, *others) for p in (each.program, each.evaluation)]
+    owned = owned_tensors(*programs)
+    for each in others:
+        for one, other in zip(first.tiles, each.tiles, strict=True):
+            if one.program.parts != other.program.parts:
+                raise GemscError(
+                    f"{each.program.name} needs other parts of weights on some rank",
+                    help="compile without --shards and --branches",
+                )
+    return {name: each.with_owned(owned) for name, each in lowered.items()}
+
+
+def as_family(lowered: Mapping[str, Compilation], largest: str) -> Compilation:
+    """Return the graph without a name, with all others as its variants.
+
+    Its plan is that of the one that costs most; ranks need what they need in any of
+    them.
+    """
+    variants = {name: each for name, each in lowered.items() if name}
+    plan = lowered[largest].plan
+    if variants:
+        seconds = {n: show_seconds(v.plan.step_seconds) for n, v in variants.items()}
+        shown = ", ".join(f"{name} ({text})" for name, text in seconds.items())
+        about = f"a step has the phases {shown}; this is the plan of {largest}"
+        notes = [n for n in plan.notes if not n.startswith(OWN_LOSS)]
+        phases = [
+            PlannedPhase(
+                name=name,
+                step_seconds=each.plan.step_seconds,
+                peak_bytes=each.plan.peak_bytes,
+            )
+            for name, each in variants.items()
+        ]
+        plan = replace(
+            plan,
+            model=lowered[""].plan.model,
+            phases=phases,
+            notes=[about, *notes],
+            **_memory([each.plan for each in variants.values()]),
+        )
+    return replace(lowered[""], plan=plan, variants=variants, largest=largest)
+
+
+def _memory(plans: Sequence[Plan]) -> dict[str, Any]:
+    """Return the entries of a plan that say what ranks need in the fullest phase.
+
+    Each rank keeps the states of all optimizers in all of them.
+    """
+    peaks, memory = [], []
+    for rank in range(len(plans[0].peak_bytes)):
+        kept = sum(plan.memory[rank]["optimizer"] for plan in plans)
+        others = [kept - plan.memory[rank]["optimizer"] for plan in plans]
+        each = [
+            plan.peak_bytes[rank] + n for plan, n in zip(plans, others, strict=True)
+        ]
+        fullest = plans[each.index(max(each))]
+        peaks.append(max(each))
+        memory.append({**fullest.memory[rank], "optimizer": kept})
+    rows = [plan.activation_bytes for plan in plans]
+    most = [max(row) for row in zip(*rows, strict=True)]
+    return {"peak_bytes": peaks, "memory": memory, "activation_bytes": most}

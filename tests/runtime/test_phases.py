@@ -1,0 +1,480 @@
+"""Phases: several updates of a step equal those of one process, whatever splits it."""
+
+from __future__ import annotations
+
+import copy
+import re
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from command_line import gemsc_here
+from models import pix2pix
+from program_support import on_ranks
+from torch import Tensor, nn
+
+import gemsc.lowering.variants
+from gemsc import Phase
+from gemsc.compiler import compile
+from gemsc.errors import GemscError
+from gemsc.runtime.training.callbacks import Callback
+from gemsc.runtime.training.trainer import StepReport, Trainer
+
+SIZE = 8
+SAMPLES = 2  # of a micro-batch
+MICRO_BATCHES = 4
+
+
+class Gan(nn.Module):
+    """A generator with statistics, a discriminator with some, and a clock."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.make = nn.Sequential(
+                nn.Conv2d(1, 4, 3, padding=1, bias=False),
+                nn.BatchNorm2d(4),
+                nn.ReLU(),
+                nn.Conv2d(4, 4, 3, padding=1),
+                nn.Tanh(),
+                nn.Conv2d(4, 2, 1),
+            )
+            self.judge = nn.Sequential(
+                nn.Conv2d(3, 4, 3, stride=2, padding=1),
+                nn.LeakyReLU(0.2),
+                nn.Conv2d(4, 8, 3, padding=1, bias=False),
+                nn.BatchNorm2d(8),
+                nn.LeakyReLU(0.2),
+                nn.Conv2d(8, 1, 3, padding=1),
+            )
+
+    def forward(self, grey: Tensor) -> Tensor:
+        return self.make(grey)
+
+
+def judged(model: Any, grey: Tensor, colour: Tensor, real: float) -> Tensor:
+    return (model.judge(torch.cat((grey, colour), 1)) - real).square().mean()
+
+
+def d_loss(model: Any, grey: Tensor, colour: Tensor) -> Tensor:
+    with torch.no_grad():
+        made = model(grey)
+    return judged(model, grey, colour, 1) + judged(model, grey, made, 0)
+
+
+def g_loss(model: Any, grey: Tensor, colour: Tensor) -> Tensor:
+    made = model(grey)
+    return judged(model, grey, made, 1) + F.mse_loss(made, colour)
+
+
+adam = partial(torch.optim.Adam, lr=0.01)
+halved = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
+PHASES = (
+    Phase("d", d_loss, "judge", adam, halved),
+    Phase("g", g_loss, "make", adam),
+)
+INPUTS = (torch.rand(SAMPLES, 1, SIZE, SIZE, dtype=torch.float32),)
+TARGET = torch.rand(SAMPLES, 2, SIZE, SIZE, dtype=torch.float32)
+
+
+def batches(count: int, copies: int = 1) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    size = SAMPLES * MICRO_BATCHES * copies
+    shapes = (size, 1, SIZE, SIZE), (size, 2, SIZE, SIZE)
+    return [
+        tuple(torch.rand(shape, generator=generator).double() for shape in shapes)
+        for _ in range(count)
+    ]
+
+
+def in_one_process(
+    model: nn.Module,
+    data: list[tuple[Tensor, Tensor]],
+    phases: tuple[Phase, ...] = PHASES,
+    clip_norm: float | None = None,
+) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+    """Return the losses of each step and the state after the last, in float64."""
+    model = copy.deepcopy(model).double().train()
+    named = dict(model.named_parameters())
+    made = {}
+    for phase in phases:
+        own = {n: p for n, p in named.items() if n.startswith(f"{phase.train}.")}
+        optimizer = phase.optimizer(own.items())
+        scheduler = phase.scheduler and phase.scheduler(optimizer)
+        made[phase.name] = own, optimizer, scheduler
+    losses = []
+    for step, (inputs, target) in enumerate(data):
+        losses.append({})
+        for phase in phases:
+            if step % phase.every:
+                continue
+            own, optimizer, scheduler = made[phase.name]
+            for name, parameter in named.items():
+                parameter.requires_grad_(name in own)
+                parameter.grad = None
+            count = len(inputs) // SAMPLES
+            for x, y in zip(inputs.split(SAMPLES), target.split(SAMPLES), strict=True):
+                loss = phase.loss(model, x, y) / count
+                loss.backward()
+                total = losses[-1].get(phase.name, 0.0) + float(loss.detach())
+                losses[-1][phase.name] = total
+            if clip_norm is not None:
+                nn.utils.clip_grad_norm_(own.values(), clip_norm)
+            optimizer.step()
+            if scheduler:
+                scheduler.step()
+    return losses, model.state_dict()
+
+
+class Losses(Callback):
+    def __init__(self) -> None:
+        self.found: list[dict[str, float]] = []
+
+    def on_step(self, trainer: Trainer, report: StepReport) -> None:
+        self.found.append(dict(report.losses))
+
+
+def trained(
+    folder: Path,
+    data: list[tuple[Tensor, Tensor]],
+    ranks: int,
+    phases: tuple[Phase, ...] = PHASES,
+    **options: Any,
+) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+    """Train a written program in float64; return its losses and its state."""
+
+    def work(trainer: Trainer) -> Any:
+        trainer.add_callbacks([losses := Losses()])
+        for batch in data:
+            trainer.step(*batch)
+        return losses.found, {n: t.clone() for n, t in trainer.state_dict().items()}
+
+    given = {"phases": phases, "dtype": torch.float64, **options}
+    found = on_ranks(folder, ranks, work, **given)
+    state: dict[str, Tensor] = {}
+    for _, own in found:
+        for name, tensor in own.items():  # replicas hold the same
+            assert name not in state or torch.equal(state[name], tensor)
+            state[name] = tensor
+    return found[0][0], state
+
+
+def assert_same(found: tuple[Any, Any], expected: tuple[Any, Any]) -> None:
+    for ours, theirs in zip(found[0], expected[0], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-10)
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"ranks": 2},
+        {"ranks": 2, "schedule": "mast"},
+        {"ranks": 3, "schedule": "zb-h1", "clip_norm": 0.05},
+        {"ranks": 2, "schedule": "interleaved", "recompute": ("all",)},
+        {"ranks": 2, "tiles": ("2x1",)},
+        {"ranks": 3, "tiles": ("2x1", "1"), "cuts": ("judge.0",), "schedule": "gpipe"},
+        {"ranks": 4, "data": 2, "shard_optimizer": True, "clip_norm": 0.05},
+    ],
+    ids=lambda options: " ".join(map(str, options.values())),
+)
+def test_phases_equal_one_process(options: dict[str, Any], tmp_path: Path) -> None:
+    clip = options.pop("clip_norm", None)
+    model = Gan()
+    program = compile(
+        *(model, INPUTS),
+        example_target=TARGET,
+        phases=PHASES,
+        micro_batches=MICRO_BATCHES,
+        **options,
+    )
+    assert program.plan.unchecked == ""  # its first step was run, and is right
+    program.write(tmp_path)
+    data = batches(3, options.get("data", 1))
+    found = trained(tmp_path, data, options["ranks"], clip_norm=clip)
+    assert_same(found, in_one_process(model, data, clip_norm=clip))
+
+
+def written(folder: Path, phases: tuple[Phase, ...] = PHASES, **options: Any) -> Gan:
+    model = Gan()
+    given = {"ranks": 2, "micro_batches": MICRO_BATCHES, **options}
+    target = {"example_target": TARGET, "phases": phases}
+    compile(model, INPUTS, **target, **given).write(folder)
+    return model
+
+
+def test_a_phase_that_is_seldom_due(tmp_path: Path) -> None:
+    phases = replace(PHASES[0], every=2), PHASES[1]
+    model = written(tmp_path, phases)
+    data = batches(4)
+    found = trained(tmp_path, data, 2, phases)
+    assert [[*losses] for losses in found[0]] == [["d", "g"], ["g"], ["d", "g"], ["g"]]
+    assert_same(found, in_one_process(model, data, phases))
+
+
+def test_each_phase_draws_its_own_numbers(tmp_path: Path) -> None:
+    def noise(model: Any, grey: Tensor, colour: Tensor) -> Tensor:
+        made = model(grey)
+        kept = F.dropout(made.detach() * 0 + 1, 0.5).sum()
+        return kept + made.mean() + model.judge[0].bias.sum()
+
+    phases = tuple(
+        Phase(name, noise, train, partial(torch.optim.SGD, lr=0.0))
+        for name, train in (("a", "judge"), ("b", "make"))
+    )
+    written(tmp_path, phases)
+    losses, _ = trained(tmp_path, batches(2), 2, phases)
+    drawn = [round(losses[step][name]) for step in (0, 1) for name in "ab"]
+    assert len(set(drawn)) == 4
+
+
+class Clock(Gan):
+    """The time, which one phase counts, weighs the loss of the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("time", torch.zeros(1))
+
+
+def counting(model: Any, grey: Tensor, colour: Tensor) -> Tensor:
+    model.time.add_(1.0)
+    return d_loss(model, grey, colour)
+
+
+def weighed(model: Any, grey: Tensor, colour: Tensor) -> Tensor:
+    return g_loss(model, grey, colour) * torch.exp(-model.time).sum()
+
+
+def test_what_one_phase_changes_is_no_constant_of_another(tmp_path: Path) -> None:
+    phases = replace(PHASES[0], loss=counting), replace(PHASES[1], loss=weighed)
+    model = Clock()
+    program = compile(
+        *(model, INPUTS),
+        example_target=TARGET,
+        phases=phases,
+        ranks=2,
+        micro_batches=MICRO_BATCHES,
+    )
+    program.write(tmp_path)
+    data = batches(3)
+    assert_same(trained(tmp_path, data, 2, phases), in_one_process(model, data, phases))
+
+
+def test_a_first_step_in_which_phases_are_wrong_is_not_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Mutant: each phase trains one layer of the discriminator."""
+    made = gemsc.lowering.variants.phase_model
+
+    def wrong(model: nn.Module, phase: Phase) -> nn.Module:
+        return made(
+            model, replace(phase, train="judge.5" if phase.name == "d" else "make")
+        )
+
+    monkeypatch.setattr(gemsc.lowering.variants, "phase_model", wrong)
+    with pytest.raises(Exception, match="wrong program"):
+        compile(
+            *(Gan(), INPUTS),
+            example_target=TARGET,
+            phases=PHASES,
+            ranks=2,
+            micro_batches=MICRO_BATCHES,
+        )
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "mast"])
+def test_a_run_goes_on_bit_for_bit(kind: str, tmp_path: Path) -> None:
+    written(tmp_path / "p", schedule=kind)
+    data = batches(4)
+    whole = trained(tmp_path / "p", data, 2)
+
+    def first(trainer: Trainer) -> None:
+        for batch in data[:2]:
+            trainer.step(*batch)
+        trainer.save(tmp_path / "saved")
+
+    def rest(trainer: Trainer) -> Any:
+        trainer.resume(tmp_path / "saved")
+        for batch in data[2:]:
+            trainer.step(*batch)
+        return {n: t.clone() for n, t in trainer.state_dict().items()}
+
+    given = {"phases": PHASES, "dtype": torch.float64}
+    on_ranks(tmp_path / "p", 2, first, **given)
+    for own in on_ranks(tmp_path / "p", 2, rest, **given):
+        for name, tensor in own.items():
+            assert torch.equal(tensor, whole[1][name]), name
+    # the optimizers of both phases, and the scheduler, go to other ranks
+    written(tmp_path / "q", ranks=3)
+    found: dict[str, Tensor] = {}
+    for own in on_ranks(tmp_path / "q", 3, rest, **given):
+        found |= own
+    torch.testing.assert_close(found, whole[1], rtol=1e-7, atol=1e-9)
+
+    other = PHASES[0], replace(PHASES[1], name="h")
+    written(tmp_path / "r", other)
+    with pytest.raises(GemscError, match="steps with d, g, the program's have d, h"):
+        on_ranks(tmp_path / "r", 2, rest, phases=other, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("tiles", [(), ("2x1",)], ids=["stages", "tiles"])
+def test_the_example_with_spectral_normalization(tiles: tuple[str, ...]) -> None:
+    example = pix2pix.example_inputs(), pix2pix.example_target()
+    program = compile(
+        *(pix2pix.Pix2Pix(base=4), example[0]),
+        example_target=example[1],
+        phases=pix2pix.phases,
+        ranks=2,
+        tiles=tiles,
+        micro_batches=2,
+    )
+    plan = program.plan
+    assert plan.unchecked == ""
+    # Adam's two numbers of each parameter, of both phases, are there in both
+    owned = program.compilation.owned
+    sizes = {n: p.numel() for n, p in pix2pix.Pix2Pix(base=4).named_parameters()}
+    for stage, names in enumerate(owned):
+        state = 2 * 4 * sum(sizes.get(name, 0) for name in names)
+        for rank in plan.stages[stage].ranks:
+            assert plan.memory[0 if tiles else rank]["optimizer"] >= state
+    phases = program.compilation.variants.values()
+    peaks = zip(*(each.plan.peak_bytes for each in phases), strict=True)
+    assert plan.peak_bytes[-1] > max([*peaks][-1])  # its last rank trains in both
+    statistics = "discriminator.0.parametrizations.weight.0._u"
+    assert any(statistics in names for names in owned)
+
+
+FILE = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import Dataset
+import gemsc
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.make = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+        self.judge = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.Linear(8, 1))
+    def forward(self, x):
+        return self.make(x)
+
+model = Net
+
+def example_inputs():
+    return (torch.zeros(2, 4),)
+
+class Pairs(Dataset):
+    def __len__(self):
+        return 16
+    def __getitem__(self, index):
+        x = torch.randn(4)
+        return x, x.flip(0)
+
+dataset = eval_dataset = Pairs
+
+def metrics(output, target):
+    return {"mse": F.mse_loss(output, target)}
+
+def judged(model, x, y):
+    return model.judge(torch.cat((x, y), 1))
+
+def d_loss(model, x, y):
+    return F.softplus(-judged(model, x, y)).sum(), len(x)
+
+def g_loss(model, x, y):
+    made = model(x)
+    return F.softplus(-judged(model, x, made)).mean() + F.mse_loss(made, y)
+
+def adam(params):
+    return torch.optim.Adam(params, lr=0.01)
+
+phases = [
+    gemsc.Phase("d", loss=d_loss, train="judge", optimizer=adam),
+    gemsc.Phase("g", loss=g_loss, train="make", optimizer=adam),
+]
+"""
+
+
+def test_a_run_from_the_command_line_equals_a_plain_loop(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    gemsc = gemsc_here(monkeypatch, capfd)
+
+    def said(*words: object, code: int = 0) -> str:
+        found = gemsc(*words)
+        assert found.code == code, found
+        return " ".join((found.out + found.err).split())
+
+    (tmp_path / "model.py").write_text(FILE)
+    words = "compile", "model.py", "--ranks", 2, "--micro-batches", 4, "-o", "p"
+    assert "a step has the phases d (" in said(*words)
+    assert "--ranks 2" in said("plan", "model.py", "--ranks", 2)
+    assert "a step has the phases" in said("show", "p")
+    said("simulate", "p")
+    found = said("verify", "p", "--run", 3)
+    assert "float64: 3 steps, 2 evaluations" in found
+    assert found.count(": exact") == 2
+    assert said("verify", "p").count(": exact") == 2
+    run = said("run", "p", "--epochs", 1, "--save", "saved")
+    assert re.search(r"d 0\.\d+ g \d", run)
+    head, *rows = (tmp_path / "saved" / "log.csv").read_text().splitlines()
+    assert head.endswith("loss_d,loss_g,eval_mse")
+    assert len(rows) == 2
+    assert "a step has several phases" in said("verify", "p", "--all-inputs", code=1)
+    (tmp_path / "model.py").write_text(f"{FILE}\nloss = nn.MSELoss()\n")
+    assert "there are phases, and loss beside them" in said(*words, code=1)
+
+
+def compiled(*phases: Phase, **options: Any) -> Any:
+    given = {"example_target": TARGET, "phases": phases, "check": False}
+    return compile(Gan(), INPUTS, **given, ranks=2, micro_batches=2, **options)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"name": "1st"}, "'1st', which is no name in Python"),
+        ({"name": "g"}, "'g', twice"),
+        ({"train": "judges"}, "trains 'judges', of which the model has no parameters"),
+        ({"train": ["judge", "make.0"]}, "phases d and g both train 'make.0.weight'"),
+        ({"every": 0}, "every=0 is no number of steps"),
+    ],
+)
+def test_wrong_phases_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(GemscError, match=message):
+        compiled(replace(PHASES[0], **change), PHASES[1])
+
+
+def test_what_no_phase_can_have_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(GemscError, match="some steps have none of them"):
+        compiled(*(replace(phase, every=2) for phase in PHASES))
+
+    def penalty(model: Any, grey: Tensor, colour: Tensor) -> Tensor:
+        grey = grey.detach().requires_grad_(True)
+        score = judged(model, grey, colour, 1)
+        (slope,) = torch.autograd.grad(score, grey, create_graph=True)
+        return score + slope.square().sum()
+
+    with pytest.raises(GemscError, match="grad"):
+        compiled(replace(PHASES[0], loss=penalty), PHASES[1])
+    with pytest.raises(GemscError, match="LBFGS"):
+        compiled(replace(PHASES[0], optimizer=torch.optim.LBFGS), PHASES[1])
+    seldom = PHASES[0], replace(PHASES[1], every=2)
+    written(tmp_path, seldom)
+    with pytest.raises(GemscError, match="phase g has every=2"):
+        trained(tmp_path, [], 2, seldom, accumulate=2)
+    with pytest.raises(GemscError, match="the phases d, g, it is given g, d"):
+        trained(tmp_path, [], 2, seldom[::-1])
+
+    def freeze(trainer: Trainer) -> None:
+        trainer.freeze("make.0")
+
+    with pytest.raises(GemscError, match="cannot be frozen where steps have phases"):
+        on_ranks(tmp_path, 2, freeze, phases=seldom)
