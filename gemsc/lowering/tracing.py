@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -14,6 +13,7 @@ from torch import nn
 from gemsc.base.dtypes import convert, converted
 from gemsc.base.elementwise import Factory, updated_whole
 from gemsc.base.nests import normalize_inputs
+from gemsc.base.threads import with_threads
 from gemsc.compilation import Traced
 from gemsc.costs.hardware import Hardware
 from gemsc.costs.optimizer_state import optimizer_bytes
@@ -103,7 +103,7 @@ def trace(
             program = run(program, timed)
         return program
 
-    with one_thread():
+    with with_threads(1):  # with more it takes other kernels, which are predicted
         program = prepared({})
         if not evaluates:
             return Traced(program, program, None)
@@ -128,17 +128,3 @@ def _recorded(
     if constants is not None:
         name_constants(program.module, constants)
     return program
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Let torch use one thread: in small work more only wait for each other.
-
-    And with more it takes other kernels: what is predicted would be another machine's.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

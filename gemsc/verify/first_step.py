@@ -30,6 +30,7 @@ from gemsc.base.nests import call_loss, call_model, tensor_leaves
 from gemsc.base.phase import Phase
 from gemsc.base.plain_forward import plain_forward
 from gemsc.base.rng import preserve_rng, same_draws
+from gemsc.base.threads import with_threads
 from gemsc.codegen.package import write_directory
 from gemsc.compilation import Compilation
 from gemsc.errors import GemscError, InternalError
@@ -57,6 +58,7 @@ T = TypeVar("T")
 _NOTHING = StepRecord([0.0], {}, {})
 
 
+@with_threads(1)  # ranks share a core; with more, each of them has some that wait
 def first_step(
     compilation: Compilation,
     model: nn.Module,

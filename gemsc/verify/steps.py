@@ -8,7 +8,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from gemsc.base.phase import Phase
 from gemsc.base.plain_forward import plain_forward
 from gemsc.base.process import num_cores
 from gemsc.base.rng import same_draws
+from gemsc.base.threads import with_threads
 from gemsc.errors import GemscError
 from gemsc.launch.launch import launch
 from gemsc.plan import Plan
@@ -431,16 +432,11 @@ def _inside(subject: _Subject) -> LowPrecision | None:
     return watch.found
 
 
-@contextmanager
-def threads_of_a_rank(plan: Plan) -> Iterator[None]:
+def threads_of_a_rank(plan: Plan) -> AbstractContextManager[None]:
     """Let torch use as many threads as one of the ranks on this machine."""
-    threads = torch.get_num_threads()
-    if "OMP_NUM_THREADS" not in os.environ:  # else the ranks have it, too
-        torch.set_num_threads(max(1, num_cores() // plan.ranks))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
+    if "OMP_NUM_THREADS" in os.environ:  # the ranks have it, too
+        return nullcontext()
+    return with_threads(max(1, num_cores() // plan.ranks))
 
 
 def user_model_of(directory: Path, plan: Plan) -> UserModel:
