@@ -460,7 +460,9 @@ class Worker:
             grid = Grid(self.transport, ranks, tiles.tile)
             grid = grids.setdefault(run.stage, grid)
             stage.grid = grid  # type: ignore[assignment]
-        return grids, Grid(self.transport, ranks, tiles.tile)
+        grid = Grid(self.transport, ranks, tiles.tile)
+        grid.connect(tiles.sums)
+        return grids, grid
 
     def _contexts(
         self, run: Run, m: int, deferred: Deferred | None
