@@ -148,12 +148,15 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 # the command may look at everything
 MAY_IMPORT["cli"] = tuple(MAY_IMPORT)
 # To import mpi4py.MPI starts MPI: only a rank may do so. PyTorch takes a second to
-# load: what starts ranks does so only to ask for a GPU.
+# load: what starts ranks does so only to ask for a GPU. Its distributed checkpoints
+# take another one.
 IN_FUNCTIONS = {
     ("gemsc.runtime.transport.launcher", "mpi4py"),
     ("gemsc.runtime.training.arguments", "gemsc.runtime.process.device"),
     ("gemsc.launch.start", "gemsc.runtime.process.device"),
     ("gemsc.runtime.training.logs", "torch.utils.tensorboard"),
+    ("gemsc.weights.source", "gemsc.weights.distributed"),
+    ("gemsc.cli.export", "gemsc.weights.distributed"),
 }
 
 OF_A_RANK = {*MAY_IMPORT["runtime"], *MAY_IMPORT["runtime.training"]}
