@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from gemsc.base.threads import with_threads
+from gemsc.base.plain_forward import with_threads
 from gemsc.calibrate.kernels import QUICK, Effort, calibrate, rounded
 from gemsc.calibrate.network import measured_network
 from gemsc.costs.hardware import Hardware, read_hardware

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from gemsc.base.grid_shape import ALONE, GridShape
-from gemsc.base.threads import with_threads
+from gemsc.base.plain_forward import with_threads
 from gemsc.compilation import Followed, Traced
 from gemsc.costs.hardware import Hardware, read_hardware
 from gemsc.costs.signature import alike_ranks

@@ -13,7 +13,7 @@ from torch import nn
 from gemsc.base.dtypes import convert, converted
 from gemsc.base.elementwise import Factory, updated_whole
 from gemsc.base.nests import normalize_inputs
-from gemsc.base.threads import with_threads
+from gemsc.base.plain_forward import with_threads
 from gemsc.compilation import Traced
 from gemsc.costs.hardware import Hardware
 from gemsc.costs.optimizer_state import optimizer_bytes

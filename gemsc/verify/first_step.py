@@ -28,9 +28,8 @@ from gemsc.base.dtypes import as_real, cast, cast_module, default_dtype
 from gemsc.base.examples import Examples, num_rows
 from gemsc.base.nests import call_loss, call_model, tensor_leaves
 from gemsc.base.phase import Phase
-from gemsc.base.plain_forward import plain_forward
+from gemsc.base.plain_forward import plain_forward, with_threads
 from gemsc.base.rng import preserve_rng, same_draws
-from gemsc.base.threads import with_threads
 from gemsc.codegen.package import write_directory
 from gemsc.compilation import Compilation
 from gemsc.errors import GemscError, InternalError

@@ -28,10 +28,9 @@ from gemsc.base.dtypes import (
 )
 from gemsc.base.nests import Mean, as_loss, call_model, on_device
 from gemsc.base.phase import Phase
-from gemsc.base.plain_forward import plain_forward
+from gemsc.base.plain_forward import plain_forward, with_threads
 from gemsc.base.process import num_cores
 from gemsc.base.rng import same_draws
-from gemsc.base.threads import with_threads
 from gemsc.errors import GemscError
 from gemsc.launch.launch import launch
 from gemsc.plan import Plan

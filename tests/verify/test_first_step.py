@@ -17,7 +17,7 @@ from command_line import Gemsc
 from torch import Tensor, nn
 
 import gemsc.compiler
-from gemsc.base.threads import with_threads
+from gemsc.base.plain_forward import with_threads
 from gemsc.codegen.package import rank_modules
 from gemsc.compilation import Compilation
 from gemsc.compiler import CompiledProgram, compile
