@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils.data import default_collate
 
 from gemsc.base.boxes import Box
 from gemsc.base.dtypes import cast, cast_module, converted, like_examples
@@ -24,6 +23,7 @@ from gemsc.base.rng import same_draws, seed_of
 from gemsc.runtime.data.batches import digest
 from gemsc.runtime.data.held_generators import SeededReader
 from gemsc.runtime.data.metrics import Metrics, first_samples
+from gemsc.runtime.data.shapes import ShapeClasses, join_samples, numbers_of
 from gemsc.runtime.data.stream import Stream
 from gemsc.slides.windows import Case, Picture, SlidingWindows
 from gemsc.user_model import UserModel
@@ -51,11 +51,20 @@ class RunSettings:
     memory_format: str = "as-given"
     trains_rest: bool = False
     device: torch.device = HOST
+    shapes: ShapeClasses | None = None
 
     @property
-    def part_size(self) -> int:
-        """The samples of a step that one replica takes."""
-        return self.micro_batches * self.micro_batch_size
+    def micro_batch_sizes(self) -> list[int]:
+        """The samples of a micro-batch of each shape."""
+        if self.shapes is None:
+            return [self.micro_batch_size]
+        return [each.micro_batch_size for each in self.shapes.classes]
+
+    @property
+    def sizes(self) -> list[int]:
+        """The samples of a step of each shape."""
+        count = self.replicas * self.micro_batches
+        return [count * size for size in self.micro_batch_sizes]
 
 
 @dataclass
@@ -138,6 +147,7 @@ class PlainRun:
     losses: list[float] = field(default_factory=list)
     rows: list[list[int]] = field(default_factory=list)
     evaluations: list[Scores] = field(default_factory=list)
+    shape: int = 0  # of the batch at hand
 
     def __post_init__(self) -> None:
         seed, dtype = self.settings.seed, self.settings.dtype
@@ -147,6 +157,8 @@ class PlainRun:
         seed = seed_of(seed, -1)
         data = self.user.make_dataset("eval_dataset", seed=seed)
         self.eval_samples = Samples(data, seed)
+        self.classes = self._classes(self.samples)
+        self.eval_classes = self._classes(self.eval_samples)
         self.model = copy.deepcopy(self.model).to(self.settings.device)
         cast_module(self.model, dtype)
         if not self.model.training:
@@ -177,12 +189,43 @@ class PlainRun:
         update = PlainUpdate(self.model, phase, named, optimizer, scaler)
         return _Update(update, scheduler)
 
+    def _classes(self, samples: Samples) -> list[int]:
+        """Return the number of each sample's shape: all are 0 where there is one."""
+        count, shapes = len(samples.data or ()), self.settings.shapes
+        if len(self.settings.sizes) == 1 or shapes is None:
+            return [0] * count
+        return numbers_of(shapes, samples.data, samples.seed, range(count))
+
     @property
     def steps_per_epoch(self) -> int:
         """How many batches the dataset fills, with what is left if that is trained."""
+        return len(self._rows(0))
+
+    def _rows(self, epoch: int) -> list[tuple[int, list[int]]]:
+        """Return shape and samples of each batch of an epoch."""
         settings, count = self.settings, len(self.samples.data)
-        full, rest = divmod(count, settings.replicas * settings.part_size)
-        return full + (settings.trains_rest and rest >= settings.micro_batch_size)
+        generator = torch.Generator().manual_seed(seed_of(settings.seed, epoch))
+        order = list(range(count))
+        if not isinstance(self.samples.data, Stream):
+            order = torch.randperm(count, generator=generator).tolist()
+        rows: list[tuple[int, list[int]]] = []
+        for shape, size in enumerate(settings.sizes):
+            least = settings.micro_batch_sizes[shape] if settings.trains_rest else size
+            for row in self._cut(self.classes, order, shape):
+                if whole := len(row) - len(row) % least:
+                    rows.append((shape, row[:whole]))
+        if len(settings.sizes) > 1:
+            places = torch.randperm(len(rows), generator=generator).tolist()
+            rows = [rows[place] for place in places]
+        return rows
+
+    def _cut(
+        self, classes: Sequence[int], order: Sequence[int], shape: int
+    ) -> Iterator[list[int]]:
+        """Yield the samples of a shape in parts of a batch."""
+        mine, size = [i for i in order if classes[i] == shape], self.settings.sizes
+        for first in range(0, len(mine), size[shape]):
+            yield mine[first : first + size[shape]]
 
     @property
     def may_leave_out(self) -> bool:
@@ -194,19 +237,15 @@ class PlainRun:
 
         `told` is called after each step, with its loss and the number of its samples.
         """
-        settings, count = self.settings, len(self.samples.data)
-        size, order = settings.replicas * settings.part_size, list(range(count))
+        settings, rows = self.settings, self._rows(0)
+        each = len(rows)
         for step in range(settings.steps):
-            epoch, number = divmod(step, self.steps_per_epoch)
+            epoch, number = divmod(step, each)
             if number == 0:
-                generator = torch.Generator()
-                generator.manual_seed(seed_of(settings.seed, epoch))
-                if not isinstance(self.samples.data, Stream):
-                    order = torch.randperm(count, generator=generator).tolist()
-            rows = order[number * size :][:size]
-            whole = len(rows) - len(rows) % settings.micro_batch_size
-            self.rows.append(rows[:whole])
-            samples = self.samples.take(epoch, self.rows[-1])
+                rows = self._rows(epoch)
+            self.shape, row = rows[number]
+            self.rows.append(row)
+            samples = self.samples.take(epoch, row)
             for update in self.updates:
                 if update.plain.phase.is_due(step):
                     loss = self._step(update, samples)
@@ -214,8 +253,8 @@ class PlainRun:
                         update.apply(settings.clip_norm)
             self.losses.append(loss)
             if told is not None:
-                told(self.losses[-1], whole)
-            is_end = number + 1 == self.steps_per_epoch or step + 1 == settings.steps
+                told(self.losses[-1], len(row))
+            is_end = number + 1 == each or step + 1 == settings.steps
             if is_end and self.eval_samples.data is not None:
                 self.evaluations.append(self._evaluate())
 
@@ -252,11 +291,15 @@ class PlainRun:
         return found
 
     def _score(self, metrics: Metrics) -> Scores:
-        settings, count = self.settings, len(self.eval_samples.data)
-        size = settings.replicas * settings.part_size
+        settings, order = self.settings, range(len(self.eval_samples.data))
         found: Scores = []
-        for first in range(0, count, size):
-            rows = list(range(first, min(first + size, count)))
+        batches = [
+            (shape, row)
+            for shape in range(len(settings.sizes))
+            for row in self._cut(self.eval_classes, order, shape)
+        ]
+        for self.shape, rows in batches:
+            size = settings.sizes[self.shape]
             samples = self.eval_samples.take(0, rows)
             full = samples + samples[-1:] * (size - len(samples))
             outputs, mean = [], Mean()
@@ -286,7 +329,7 @@ class PlainRun:
         picture = next(filter(None, map(Picture.of_shape, shapes)))
         found: Scores = []
         for index in range(len(self.eval_samples.data)):
-            input, target = self._batch(self.eval_samples.take(0, [index]))
+            input, target = self._batch(self.eval_samples.take(0, [index]), pads=False)
             shape = picture.shape_of(input)
             assert shape is not None
             case = Case(shape, picture.size, windows, input)
@@ -305,12 +348,15 @@ class PlainRun:
         return found
 
     def _micro_batches(self, samples: list[Any]) -> Iterator[tuple[Any, Any]]:
-        size = self.settings.micro_batch_size
+        size = self.settings.micro_batch_sizes[self.shape]
         for first in range(0, len(samples), size):
             yield self._batch(samples[first : first + size])
 
-    def _batch(self, samples: list[Any]) -> tuple[Any, Any]:
-        batch = cast(default_collate(samples), self.settings.dtype)
+    def _batch(self, samples: list[Any], *, pads: bool = True) -> tuple[Any, Any]:
+        shapes, shape = self.settings.shapes if pads else None, self.shape
+        if shapes is not None:
+            samples = [shapes.padded(sample, shape) for sample in samples]
+        batch = cast(join_samples(samples, shapes, shape), self.settings.dtype)
         input, target = on_device(batch, self.settings.device)
         return input, target
 

@@ -84,7 +84,8 @@ def _converted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return new.copy_(tensor)  # type: ignore[no-any-return]
 
 
-NOT_OF_THE_MODEL = ("_loss.", "_constants.")  # names that only a stage has
+CONSTANTS = "_constants."  # of the program itself
+NOT_OF_THE_MODEL = ("_loss.", CONSTANTS)  # names that only a stage has
 
 
 def stage_tensors(stage: nn.Module) -> dict[str, Tensor]:

@@ -12,12 +12,16 @@ from torch import Tensor
 from gemsc.runtime.checkpoint.pieces import TensorPiece
 from gemsc.runtime.worker.updates import Updates
 from gemsc.runtime.worker.worker import Worker
-from gemsc.weights.load import NOT_OF_THE_MODEL, model_state, stage_tensors
+from gemsc.weights.load import (
+    CONSTANTS,
+    NOT_OF_THE_MODEL,
+    model_state,
+    stage_tensors,
+)
 
 MODEL_KEY = "model/"  # before the user's names
 EMA_KEY = "ema/"  # of the averages of `--ema`
 BESIDE_KEY = "beside/"  # what a state_dict leaves out, and tensors of the loss
-CONSTANTS = "_constants."  # of the program itself
 
 Extra = Mapping[str, Mapping[str, Tensor]]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import repeat
 
 from gemsc.base.boxes import Box
 from gemsc.base.rng import seed_all, seed_of
@@ -16,7 +15,6 @@ from gemsc.runtime.transport.transport import Transport
 # by index and, where a rank reads only a part of each image, the box of it
 Digests = dict[tuple[int, Box | None], str]
 
-NOTHING = Batch((None, None), is_full=False)
 ADVICE = (
     "on every rank, the random generators of torch, numpy and Python, and those that "
     "the dataset holds, are seeded alike for each sample; draw from no others, sort "
@@ -58,9 +56,8 @@ class SharedData:
                 one rank gets other data when it reads a sample again, that is said.
         """
         batches = self.batches
-        source = batches.epoch(number, first) if reads else repeat(NOTHING)
-        for i in range(first, len(batches)):
-            batch = next(source)
+        source = batches.epoch if reads else batches.empty
+        for i, batch in enumerate(source(number, first), first):
             # what hooks draw does not depend on what this rank reads, and where
             seed_all(seed_of(batches.seed, number, "batch", i))
             compares = i == first or batches.compare_all

@@ -16,6 +16,7 @@ checkpoints have files of their own; the small ones are here.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gemsc.base.units import show_bytes
+from gemsc.base.units import show_bytes, show_seconds
 from gemsc.errors import GemscError
 from gemsc.runtime.checkpoint.holdings import EMA_KEY
 from gemsc.runtime.data.batches import Batches
@@ -105,6 +106,7 @@ class Position(Callback):
     """Lets a run that goes on with batches of another size go on at the same sample.
 
     Its steps are then counted as if all batches had had the size that they have now.
+    Batches of several shapes are the same ones, or the run goes on where an epoch ends.
     """
 
     def __init__(self, trainer: Trainer, batches: Batches) -> None:
@@ -114,19 +116,19 @@ class Position(Callback):
     def state_dict(self) -> dict[str, Any]:
         """Return epoch and sample, of how many."""
         epoch, first = divmod(self.trainer.step_number, len(self.batches))
-        size = self.batches.size
-        return {
-            "num_samples": self.batches.num_samples,
-            "batch_size": size,
-            "epoch": epoch,
-            "sample": first * size,
-        }
+        order = self.batches.order
+        state = {"num_samples": self.batches.num_samples, "epoch": epoch}
+        if len(order.sizes) == 1:
+            size = order.sizes[0]
+            return state | {"batch_size": size, "sample": first * size}
+        return state | {"batch": first, "of": self._of_shapes}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to the sample that comes next.
 
         Raises:
-            GemscError: the dataset has another length.
+            GemscError: the dataset has another length, or the checkpoint is of the
+                middle of an epoch of other batches.
         """
         batches, steps = self.batches, self.trainer.worker.steps
         if state["num_samples"] != batches.num_samples:
@@ -136,8 +138,25 @@ class Position(Callback):
                 help="go on with the same data; or `gemsc export` the checkpoint and "
                 "--resume from that file: a new run that starts from its weights",
             )
-        first = min(state["sample"] // batches.size, len(batches))
+        sizes = batches.order.sizes
+        if "sample" in state and len(sizes) == 1:
+            first = min(state["sample"] // sizes[0], len(batches))
+        else:
+            first = state.get("batch", state.get("sample"))
+            if first and state.get("of") != self._of_shapes:
+                raise GemscError(
+                    "the checkpoint is of the middle of an epoch, whose batches had "
+                    "other samples than those of this program",
+                    help="go on with a program of the same shapes, --micro-batches and "
+                    "--data, or from a checkpoint of the end of an epoch",
+                )
         steps.done = state["epoch"] * len(batches) + first
+
+    @property
+    def _of_shapes(self) -> list[list[int]]:
+        """How many batches of how many samples an epoch has of each shape."""
+        order = self.batches.order
+        return [[*pair] for pair in zip(order.batches, order.sizes, strict=True)]
 
 
 class Console(Callback):
@@ -149,6 +168,7 @@ class Console(Callback):
         self.total = total
         self.each = each
         self._bar: ProgressBar | None = None
+        self._shapes: dict[int, list[float]] = defaultdict(lambda: [0, 0, 0.0])
 
     def say(self, text: str) -> None:
         """Print a line."""
@@ -159,6 +179,13 @@ class Console(Callback):
         """Count the step; an epoch's first and last one begin and end a bar."""
         if not self.talks:
             return
+        if trainer.plan.shapes:
+            each = zip(
+                self._shapes[report.shape],
+                (1, report.samples, report.seconds),
+                strict=True,
+            )
+            self._shapes[report.shape] = [so_far + new for so_far, new in each]
         epoch, number = divmod(report.step - 1, self.each)
         if self._bar is None:
             size = min(self.each, self.total - epoch * self.each) - number
@@ -178,6 +205,12 @@ class Console(Callback):
     def on_end(self, trainer: Trainer) -> None:
         """Say why the run ends before its time, and what the fullest rank took."""
         self._close()
+        for number, (steps, samples, seconds) in sorted(self._shapes.items()):
+            shape = trainer.plan.shapes[number]
+            each, rate = show_seconds(seconds / steps), samples / seconds
+            self.say(
+                f"shape {shape.name}: {steps:.0f} steps of {each}, {rate:.1f} samples/s"
+            )
         transport, device = trainer.transport, trainer.device
         if trainer.requests.agreed("stop"):
             reasons = transport.all_gather_object(trainer.requests.reason("stop"))

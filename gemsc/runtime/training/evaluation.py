@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from gemsc.base.dtypes import cast
 from gemsc.base.nests import Mean, as_loss
 from gemsc.errors import GemscError
+from gemsc.runtime.data.batches import Batch
 from gemsc.runtime.data.metrics import Metrics, first_samples, is_texts
 from gemsc.runtime.data.shared import SharedData
 from gemsc.runtime.data.tiled import Window
@@ -55,6 +56,12 @@ class Evaluator:
                 "eval_windows needs a model of pictures or volumes",
                 at=at,
                 help="leave it out: eval_dataset gives samples as dataset does",
+            )
+        if self.trainer.plan.shapes:
+            raise GemscError(
+                "eval_windows have one shape, and example_inputs several",
+                at=at,
+                help="leave it out, or give example_inputs of one shape",
             )
         if self.data.batches.window is not None:
             raise GemscError(
@@ -103,17 +110,19 @@ class Evaluator:
     def _score_batches(self, mean_loss: Mean) -> None:
         batches, status = self.data.batches, self.trainer.worker.status
         source = status.while_reading(self.data.epoch(0))
-        for number, (batch, seen) in enumerate(source):
+        for batch, seen in source:
             self.record.add_evaluated(seen)
             input, target = batch.data
             with self.record.draws():
-                result = self.trainer.evaluate(input, target, window=batches.window)
+                result = self.trainer.evaluate(
+                    input, target, window=batches.window, shape=batch.shape
+                )
             self.holders.find(result.output)
             if result.output is None:  # it needs no whole targets from then on
                 batches.whole_targets = "none"
             # The ranks compute the loss of full batches. What is left at the end is
             # filled up; its loss is that of the outputs without what fills it.
-            is_full, count = batch.is_full, batches.count(number)
+            is_full, count = batch.is_full, batch.count
             if is_full and result.mean is not None:
                 mean_loss.add(result.mean.loss, count)
             if self.metrics.is_empty and (is_full or self.loss is None):
@@ -125,10 +134,10 @@ class Evaluator:
             output, target = (first_samples(value, count) for value in scored)
             self.metrics.add(output, target, count)
             if not is_full and self.loss is not None:
-                mean_loss.add(self._loss_of_rest(output, target, count), count)
+                mean_loss.add(self._loss_of_rest(output, target, batch), count)
 
     @torch.no_grad()
-    def _loss_of_rest(self, output: Any, target: Any, count: int) -> Tensor:
+    def _loss_of_rest(self, output: Any, target: Any, batch: Batch) -> Tensor:
         """Return the loss of a last batch that is not full.
 
         Raises:
@@ -138,11 +147,11 @@ class Evaluator:
         loss: Any = self.loss(output, target)
         if not isinstance(loss, Tensor) or loss.dim() == 0:
             return as_loss(loss)
-        size = self.data.batches.size
+        size = self.data.batches.order.sizes[batch.shape]
         raise GemscError(
             "loss takes a number that the model computes of a whole micro-batch: it "
-            f"cannot be told for the last batch of eval_dataset, {count} samples of "
-            f"{size}",
+            f"cannot be told for the last batch of eval_dataset, {batch.count} samples "
+            f"of {size}",
             at=self.user.line_of("loss"),
             help="let loss(output, target) compute it of what the model returns for "
             f"each sample, or give eval_dataset a multiple of {size} samples",
@@ -202,7 +211,8 @@ def evaluate_case(
     target = zero_target(trainer)
     for places, count in case.windows.batches(size):
         own = places[place.copy * part :][:part]
-        output = trainer.evaluate(case.take(own), target).output
+        windows, shape = case.take(own), trainer.plan.first_shape
+        output = trainer.evaluate(windows, target, shape=shape).output
         holders.find(output)
         whole = holders.join(output)
         if whole is not None:

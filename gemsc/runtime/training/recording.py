@@ -200,7 +200,7 @@ def _prepared(
     """Return what trains, and a batch of the example inputs."""
     plan = Plan.read(directory / "plan.toml")
     user = load_user_model(plan.spec, constants=plan.constants)
-    inputs = user.make_inputs()
+    inputs = user.make_inputs(plan.first_shape)
     batch = repeated((inputs, user.make_target(inputs)), plan)
     trainer = Trainer(directory, transport, optimizer=user.optimizer, device=device)
     return trainer, batch
