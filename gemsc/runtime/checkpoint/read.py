@@ -66,7 +66,7 @@ class _Fit:
 def resume(worker: Worker, directory: Path, tensors: Extra) -> dict[str, Any]:
     """Take what `save` wrote, once it fits on all ranks: see `Trainer.resume`."""
     transport = worker.transport.host
-    everything = [each.updates for each in worker.variants.values()]
+    everything = worker.all_updates.values()
     pairs = ((updates.optimizer, updates.scheduler) for updates in everything)
     stateful = [each for pair in pairs for each in pair if each]
     before = [each.state_dict() for each in stateful]
@@ -166,18 +166,18 @@ class _Reader:
         check_generators(generators, worker.device)
         acts.append(partial(set_generators, generators, worker.device))
         scales = {"": progress["scaler"], **progress.get("scalers", {})}
-        for name, variant in worker.variants.items():
-            scaler, scale = variant.updates.scaler, scales.get(name)
+        for name, updates in worker.all_updates.items():
+            scaler, scale = updates.scaler, scales.get(name)
             if scaler is not None and scale is not None:
                 numbers = {key: float(each) for key, each in scale.items()}
                 acts.append(partial(scaler.load_state_dict, numbers))
         gradients = self._gradients(stored)
         is_same = len(ranks) == worker.transport.host.size
         is_same = is_same and ranks[rank]["layout"] == self.holdings.digest()
-        for name, variant in worker.variants.items():
+        for name, updates in worker.all_updates.items():
             own = [each if not name else each["phases"][name] for each in ranks]
             optimizer = SavedOptimizer(own, states_of(manifest), read)
-            states = variant.updates, optimizer, stored
+            states = updates, optimizer, stored
             self._load_states(*states, is_same=is_same)
         return _Fit(
             acts,
@@ -212,15 +212,15 @@ class _Reader:
             found = SavedOptimizer(
                 [one | {"values": values}], states, lambda value: value
             )
-            for variant in self.worker.variants.values():
-                self._load_states(variant.updates, found, stored, is_same=False)
+            for updates in self.worker.all_updates.values():
+                self._load_states(updates, found, stored, is_same=False)
         return _Fit(acts)
 
     def _check_run(self, manifest: Manifest) -> None:
         """Make sure that this run goes on as the one that was saved."""
         worker, progress = self.worker, manifest.progress
         saved, accumulate = progress["accumulate"], worker.steps.accumulate
-        phases = [name for name in worker.variants if name]
+        phases = [name for name in worker.all_updates if name]
         before = [*progress["ranks"][0].get("phases", ())]
         if phases != before:
             shown = [", ".join(names) or "no phases" for names in (before, phases)]

@@ -187,7 +187,8 @@ class _Share:
 def _share(worker: Worker, extra: Mapping[str, Any], tensors: Extra) -> _Share:
     rank, holdings = worker.transport.host.rank, Holdings(worker)
     held = [*holdings.tensors(tensors)]
-    states = {n: _states(each.updates, holdings) for n, each in worker.variants.items()}
+    updates = worker.all_updates
+    states = {name: _states(each, holdings) for name, each in updates.items()}
     for of_optimizer, *_ in states.values():
         held += of_optimizer
     written = {each.key: each for each in holdings.gradients()}
@@ -216,8 +217,8 @@ def _share(worker: Worker, extra: Mapping[str, Any], tensors: Extra) -> _Share:
     if rank == 0:
         scales = {
             name: scaler.state_dict()
-            for name, each in worker.variants.items()
-            if (scaler := each.updates.scaler) is not None
+            for name, each in updates.items()
+            if (scaler := each.scaler) is not None
         }
         texts["run"] = {
             "scaler": scales.pop("", None),

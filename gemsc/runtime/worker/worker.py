@@ -169,6 +169,15 @@ class Worker:
                 parameter.requires_grad_(each in found.trained)
 
     @property
+    def all_updates(self) -> dict[str, Updates]:
+        """The updates of a step by the names of its phases; "" is the program's own."""
+        found: dict[str, Updates] = {}
+        for name, each in self.variants.items():  # shapes have those of the program
+            if each.updates not in found.values():
+                found[name] = each.updates
+        return found
+
+    @property
     def inputs(self) -> list[Input]:
         """What this rank reads of each micro-batch, in any graph."""
         programs = (each.program for each in self.variants.values())
