@@ -112,7 +112,11 @@ def test_the_exit_code_asks_float64_to_be_exact(
         cli.Plan,
         "read",
         lambda path: SimpleNamespace(
-            only_dtype="", precision="float32", torch_compile=False, unchecked=""
+            only_dtype="",
+            precision="float32",
+            torch_compile=False,
+            unchecked="",
+            shapes=(),
         ),
     )
     monkeypatch.setattr(cli, "show_activations", lambda *given: None)
