@@ -151,7 +151,15 @@ def put(module: nn.Module, values: Mapping[str, Tensor]) -> None:
                 value = nn.Parameter(value, requires_grad=old.requires_grad)
                 value.__dict__.update(old.__dict__)
             new[id(old)] = value
-    for each in module.modules():  # a tied tensor has several places
+    swap(module, new)
+
+
+def swap(module: nn.Module, new: Mapping[int, Any]) -> None:
+    """Put tensors in the place of those of a module with these ids.
+
+    A tied tensor has several places.
+    """
+    for each in module.modules():
         slots: dict[str, Any]
         for slots in (each._parameters, each._buffers):
             for name, slot in slots.items():

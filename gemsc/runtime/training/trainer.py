@@ -301,19 +301,23 @@ class Trainer:
 
         Where a step has several phases, it is that of the last one that has one here.
         """
-        found = (each.updates.optimizer for each in self.worker.variants.values())
-        return next((each for each in reversed([*found]) if each is not None), None)
+        found: torch.optim.Optimizer | None = self._of_last_phase("optimizer")
+        return found
 
     @property
     def scheduler(self) -> Any:
         """What steps the learning rate after each update; None without one."""
-        found = (each.updates.scheduler for each in self.worker.variants.values())
-        return next((each for each in reversed([*found]) if each is not None), None)
+        return self._of_last_phase("scheduler")
 
     @property
     def gradient_norm(self) -> float | None:
         """The norm of the last gradients before clipping; None without `clip_norm`."""
-        found = (each.updates.norm for each in self.worker.variants.values())
+        found: float | None = self._of_last_phase("norm")
+        return found
+
+    def _of_last_phase(self, what: str) -> Any:
+        """Return what the last of the updates has that has one, None if none has."""
+        found = (getattr(each, what) for each in self.worker.all_updates.values())
         return next((each for each in reversed([*found]) if each is not None), None)
 
     @property
