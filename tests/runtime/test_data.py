@@ -398,6 +398,20 @@ def test_a_process_that_reads_and_ends_is_an_error() -> None:
     assert "a process that reads the dataset has ended" in done.stdout
 
 
+@pytest.mark.parametrize("error", [ConnectionResetError("by peer"), EOFError("of it")])
+def test_a_process_that_ends_while_its_tensors_are_fetched_is_an_error(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(loader: object) -> None:
+        raise error
+
+    batches = Batches(Noisy(), 1, seed=0, shuffle=False)
+    monkeypatch.setattr("torch.utils.data.DataLoader.__iter__", lambda loader: loader)
+    monkeypatch.setattr("torch.utils.data.DataLoader.__next__", fails, raising=False)
+    with pytest.raises(GemscError, match=r"has ended: (by peer|of it)"):
+        next(batches.epoch(0))
+
+
 CLOSES = """
 import time
 from multiprocessing import active_children

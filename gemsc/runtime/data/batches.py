@@ -324,8 +324,11 @@ class Batches:
         while True:
             try:
                 found = next(read, None)
-            except RuntimeError as error:
-                if "DataLoader worker" not in str(error):
+            # one that ends while its tensors are fetched closes their socket first
+            except (RuntimeError, OSError, EOFError) as error:
+                if type(error) is RuntimeError and "DataLoader worker" not in str(
+                    error
+                ):
                     raise
                 raise GemscError(
                     f"a process that reads the dataset has ended: {error}",
