@@ -12,8 +12,8 @@ from gemsc.base import loads
 
 if TYPE_CHECKING:
     from gemsc.base.phase import Phase
-    from gemsc.base.stream import Stream
     from gemsc.compiler import CompiledProgram, compile
+    from gemsc.datasets.stream import Stream
     from gemsc.errors import GemscError
     from gemsc.options import CompileOptions
     from gemsc.runtime.training.callbacks import Callback, Ema
@@ -52,7 +52,7 @@ __getattr__ = loads(
         "KerasModel": "gemsc.weights.keras_model",
         "Phase": "gemsc.base.phase",
         "Slide": "gemsc.slides.slide",
-        "Stream": "gemsc.base.stream",
+        "Stream": "gemsc.datasets.stream",
         "Trainer": "gemsc.runtime.training.trainer",
         "compile": "gemsc.compiler",
         "load": "gemsc.runtime.training.train",

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from gemsc.base.elementwise import Factory
+from gemsc.base.examples import Examples
 from gemsc.base.phase import Phase
 from gemsc.codegen.package import rank_modules
 from gemsc.compilation import Compilation, Traced
@@ -30,6 +31,7 @@ from gemsc.lowering.variants import (
     followed,
     knowing_all,
     options_of,
+    planned_shapes,
     trace_all,
     with_one_ownership,
 )
@@ -84,8 +86,9 @@ def compile(
 
     `example_inputs` is one micro-batch: a tuple of positional or a dict of keyword
     inputs. `example_target` is a target of `loss(output, target)` for them. `optimizer`
-    takes (name, parameter) pairs; its state counts towards the memory. Where a step has
-    several `phases`, they have losses and optimizers of their own. Choices are the
+    takes (name, parameter) pairs; its state counts towards the memory. Where batches
+    may have several shapes, inputs and target are lists, of one for each. Where a step
+    has several `phases`, they have losses and optimizers of their own. Choices are the
     fields of `CompileOptions`: `ranks=4, schedule="1f1b", micro_batches=8`. An `edited`
     plan replaces them all. `progress(block, share)` is called while `profile=True`
     measures blocks.
@@ -112,6 +115,7 @@ def compile(
             device=torch.device(options.device) if options.device else None,
             progress=progress,
             after_each=after_each,
+            constants={},
         )
         given = model, example_inputs
         feed = {"loss": loss, "example_target": example_target, "phases": phases}
@@ -125,6 +129,9 @@ def compile(
         program = lower(
             graphs, options, placed=placed, source=source, after_each=after_each
         )
+        examples = Examples.of(example_inputs, example_target)
+        shapes = planned_shapes(program.compilation, examples)
+        program = program.with_plan(shapes=shapes)
         if edited is not None:
             edited.check_shared(program.plan)
         if options.check:

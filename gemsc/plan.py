@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
+from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -164,6 +165,35 @@ class PlannedTransfer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedShape:
+    """A shape that batches may have, with a step of its own."""
+
+    name: str
+    """By what its shapes differ from others: `128`, `512x384`."""
+    variant: str
+    """Of its rank files, `rank0_128.py`; empty for `rank0.py`."""
+    micro_batch_size: int
+    """Samples."""
+    sizes: dict[str, list[int]]
+    """Of each tensor of a sample: `input.0`, `input.mask`, `target`."""
+    step_seconds: float
+    """Predicted for a step, with its ending."""
+    peak_bytes: list[int]
+    """The highest memory of each rank, or group, in such steps."""
+
+    def shape_at(self, place: Iterable[str | int]) -> tuple[int, ...] | None:
+        """Return the shape of a tensor of a sample; None if it has no samples."""
+        found = self.sizes.get(".".join(map(str, place)))
+        return None if found is None else tuple(found)
+
+    @property
+    def num_elements(self) -> int:
+        """How many numbers the inputs of a sample have."""
+        inputs = self.sizes.items()
+        return sum(prod(shape) for name, shape in inputs if name.startswith("input."))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedPhase:
     """One of several updates of a step."""
 
@@ -256,6 +286,9 @@ class Plan:
     """The dtype in which they are: float32, tf32, bfloat16, ..."""
     weights: str = "weights"
     """The folder that the program starts from."""
+    shapes: list[PlannedShape] = field(default_factory=list)
+    """The shapes that batches may have, where there are several. All entries of the
+    plan but these are about the largest one."""
     skips: list[dict[str, Any]] = field(default_factory=list)
     """Values that jump over blocks."""
     phases: list[PlannedPhase] = field(default_factory=list)
@@ -307,6 +340,18 @@ class Plan:
         return self.data * self.micro_batches * self.micro_batch_size
 
     @property
+    def micro_batch_sizes(self) -> list[int]:
+        """The samples of a micro-batch of each shape."""
+        found = [each.micro_batch_size for each in self.shapes]
+        return found or [self.micro_batch_size]
+
+    @property
+    def batch_sizes(self) -> list[int]:
+        """The samples of a step of each shape, over all copies of the model."""
+        count = self.data * self.micro_batches
+        return [count * size for size in self.micro_batch_sizes]
+
+    @property
     def copy_ranks(self) -> int:
         """The ranks that share one copy of the model."""
         return self.ranks // self.data
@@ -329,14 +374,28 @@ class Plan:
         return self.groups or [[rank] for rank in range(self.copy_ranks)]
 
     @property
+    def first_shape(self) -> int | None:
+        """The number of the shape that all other entries are about."""
+        numbers = (i for i, each in enumerate(self.shapes) if not each.variant)
+        return next(numbers, None)
+
+    @property
+    def variants(self) -> list[str]:
+        """The names of further graphs, whose rank files are beside the first ones."""
+        shapes = [each.variant for each in self.shapes if each.variant]
+        return [*(phase.name for phase in self.phases), *shapes]
+
+    @property
     def summary(self) -> str:
         """For example `Net: 2 ranks, stages of 3, 4 blocks, 1f1b, 4 micro-batches`."""
         stages = ", ".join(f"{len(stage.blocks)}" for stage in self.stages)
         ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
         copies = f" in {self.data} replicas" if self.data > 1 else ""
+        names = ", ".join(each.name for each in self.shapes)
+        shapes = f", shapes {names}" if names else ""
         return (
             f"{self.model}: {ranks}{copies}, stages of {stages} blocks, "
-            f"{self.schedule}, {show_micro_batches(self.micro_batches)}"
+            f"{self.schedule}, {show_micro_batches(self.micro_batches)}{shapes}"
         )
 
     def by_rank(self, values: Sequence[T]) -> list[T]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -15,16 +15,18 @@ from typing import Any
 from torch import nn
 from torch.utils.data import default_collate
 
-from gemsc.base.nests import (
-    Inputs,
-    normalize_inputs,
-    num_samples,
-    pair_error,
-    tensor_leaves,
+from gemsc.base.examples import (
+    Examples,
+    inputs_of_shapes,
+    num_rows,
+    samples,
+    target_like,
 )
+from gemsc.base.nests import Inputs, tensor_leaves
 from gemsc.base.phase import Phase
 from gemsc.base.rng import seeded
-from gemsc.base.stream import Stream, as_dataset
+from gemsc.datasets.samples import num_samples, pair_error
+from gemsc.datasets.stream import Stream, as_dataset
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.slides.windows import SlidingWindows
 from gemsc.source import (
@@ -71,6 +73,9 @@ class UserModel:
     predict_output: Any = None
     constants: Mapping[str, str] = field(default_factory=dict)
     weights: Any = None
+    pad_value: Any = None
+    bucket: Any = None
+    collate: Any = None
 
     @property
     def spec(self) -> str:
@@ -108,22 +113,35 @@ class UserModel:
                 )
             load_weights(model, self.path.parent / Path(place).expanduser())
 
-    def make_inputs(self) -> Inputs:
+    def make_inputs(self, shape: int | None = None) -> Inputs:
         """Return the example inputs of one micro-batch.
+
+        Of several shapes, they are those of the one with this number, or the largest.
+
+        Raises:
+            GemscError: they are no tuple or dict with tensors in it.
+        """
+        found = self.make_shapes()
+        largest = Examples(found, [None] * len(found)).largest
+        return found[largest if shape is None else shape]
+
+    def make_shapes(self) -> list[Inputs]:
+        """Return the example inputs of each shape that batches may have.
 
         Raises:
             GemscError: they are no tuple or dict with tensors in it.
         """
         made = self._make("example_inputs", self.example_inputs, 0)
         with self.lines():
-            inputs = normalize_inputs(made)
-            for _, tensor in tensor_leaves(inputs):
-                if tensor.dim() and not tensor.shape[0]:
-                    raise GemscError(
-                        f"example_inputs has no samples: {list(tensor.shape)}",
-                        help="give it one micro-batch, with at least one sample",
-                    )
-            return inputs
+            found = inputs_of_shapes(made)
+            for inputs in found:
+                for _, tensor in tensor_leaves(inputs):
+                    if tensor.dim() and not tensor.shape[0]:
+                        raise GemscError(
+                            f"example_inputs has no samples: {list(tensor.shape)}",
+                            help="give it one micro-batch, with at least one sample",
+                        )
+            return found
 
     def make_target(self, inputs: Inputs) -> Any:
         """Return a target for `inputs`: the user's, or one collated from the dataset.
@@ -134,10 +152,22 @@ class UserModel:
         Raises:
             GemscError: there is a loss, but neither example_target nor dataset.
         """
+        shapes = self.make_shapes()
+        if len(shapes) == 1:
+            return self.make_targets([inputs])[0]
+        like = [samples(each, "input") for each in shapes]
+        return self.make_targets(shapes)[like.index(samples(inputs, "input"))]
+
+    def make_targets(self, shapes: Sequence[Inputs]) -> list[Any]:
+        """Return a target for the inputs of each shape: see `make_target`."""
         if self.loss is None and self.phases is None:
-            return None
+            return [None] * len(shapes)
         if self.example_target is not None and not self._has_newer_data():
-            return self._make("example_target", self.example_target, 0)
+            made = self._make("example_target", self.example_target, 0)
+            if len(shapes) == 1:
+                return [made]
+            with self._at_line_of("example_target"):
+                return [*Examples.of([*shapes], made).targets]
         if self.dataset is None:
             raise GemscError(
                 "there is a loss, but nothing provides its target",
@@ -145,9 +175,8 @@ class UserModel:
                 help="add dataset() of (input, target) pairs, or example_target()",
             )
         data = self.make_dataset()
-        sizes = (t.shape[0] for _, t in tensor_leaves(inputs) if t.dim() > 0)
         with seeded(0):
-            return self._collate(data, next(sizes, 1))
+            return [self._collate(data, shapes, i) for i in range(len(shapes))]
 
     def _has_newer_data(self) -> bool:
         """Return whether the file has a dataset, and the example is another file's."""
@@ -279,15 +308,20 @@ class UserModel:
                     error.at = error.at or self.line_of(name)
             raise
 
-    def _collate(self, data: Any, batch: int) -> Any:
-        at = self.line_of("dataset")
+    def _collate(self, data: Any, shapes: Sequence[Inputs], number: int) -> Any:
+        """Return a target for the inputs of a shape, of the first samples there are."""
+        at, batch = self.line_of("dataset"), num_rows(shapes[number])
         advice = "dataset() needs len() and [index], and samples of equal shapes"
+        if len(shapes) > 1 or self.pad_value is not None:
+            advice = "let example_target() return it; of several shapes, a list"
         try:
             if not (count := num_samples(data, at)):
                 raise GemscError("the dataset is empty", at=at, help="give it samples")
             items = _first_samples(data, batch, count)
             if wrong := pair_error(items[0], at):
                 raise wrong
+            if len(shapes) > 1:
+                items = [(0, target_like(item, shapes, number)) for item in items]
             collated = default_collate(items)
         except GemscError:
             raise

@@ -23,6 +23,7 @@ import hypothesis
 import pytest
 import torch
 from command_line import MODEL, Gemsc, gemsc_here
+from nightly import at_night
 
 from gemsc.base.rng import same_draws
 from gemsc.errors import GemscError
@@ -147,6 +148,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     for name, missing in (("mpi", mpi_is_missing), ("gpu", gpu_is_missing)):
         if item.get_closest_marker(name) and (reason := missing()):
             pytest.skip(reason)
+
+
+@pytest.fixture(params=["mpi", *at_night("torch")])
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What ranks talk by: MPI, or what GEMSC_ENGINE says, and at night both engines."""
+    given = os.environ.get("GEMSC_ENGINE", "mpi")
+    name = given if request.param == "mpi" else str(request.param)
+    monkeypatch.setenv("GEMSC_ENGINE", name)
+    return name
 
 
 @pytest.fixture(autouse=True)

@@ -25,7 +25,9 @@ QUADRANT = 256
 
 def halve(inputs: int, outputs: int) -> nn.Module:
     conv = nn.Conv2d(inputs, outputs, 4, stride=2, padding=1, bias=False)
-    return nn.Sequential(conv, nn.InstanceNorm2d(outputs, affine=True), nn.LeakyReLU(0.2))
+    return nn.Sequential(
+        conv, nn.InstanceNorm2d(outputs, affine=True), nn.LeakyReLU(0.2)
+    )
 
 
 def double(inputs: int, outputs: int) -> nn.Module:

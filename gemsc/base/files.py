@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+DISTRIBUTED = ".metadata"  # the table of a folder of torch.distributed.checkpoint
+
 
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:

@@ -1,4 +1,4 @@
-"""A forward as a program runs it: without checkpoints and fast paths of its own."""
+"""A forward as a program runs it: no checkpoints, no fast paths, few threads."""
 
 from __future__ import annotations
 
@@ -69,3 +69,17 @@ def _replaced(
         yield
     finally:
         vars(module).update(before)
+
+
+@contextmanager
+def with_threads(count: int) -> Iterator[None]:
+    """Let torch use so many threads here, and in threads of Python that start here.
+
+    In small work more than one only wait for each other, and keep a core busy with it.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

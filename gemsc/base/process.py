@@ -12,6 +12,8 @@ SCRATCH_VARIABLE = "OMPI_MCA_btl_sm_backing_directory"
 # where ranks find each other that gemsc.launch.torch_ranks starts
 STORE_VARIABLE = "GEMSC_TORCH_STORE"
 ABORTED = ".aborted"  # beside that file: a rank has said why all end
+THREADS = "OMP_NUM_THREADS"
+OUR_THREADS = "GEMSC_NUM_THREADS"  # what we set it to, where the user has not
 TORCHRUN = "TORCHELASTIC_RUN_ID"  # set by torchrun, in each process
 OF_MPI = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")  # in each rank
 # glibc: large pages for tensors. Copies from process to process are twice as fast, and
@@ -99,12 +101,23 @@ def rank_settings(num_ranks: int, *, is_alone: bool) -> dict[str, str]:
     if is_alone:
         # torch would start a thread per core in every rank. On several hosts a rank
         # asks for its own
-        settings["OMP_NUM_THREADS"] = str(max(1, num_cores() // num_ranks))
+        threads = str(max(1, num_cores() // num_ranks))
+        settings |= {THREADS: threads, OUR_THREADS: threads}
     return settings
+
+
+def threads_are_chosen() -> bool:
+    """Whether the user, or another launcher, says how many threads to use."""
+    return os.environ.get(THREADS) != os.environ.get(OUR_THREADS)
 
 
 def num_cores() -> int:
     """Return how many cores this process may use."""
+    return len(usable_cores())
+
+
+def usable_cores() -> frozenset[int]:
+    """Return the numbers of the cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from gemsc.base.plain_forward import with_threads
 from gemsc.calibrate.kernels import QUICK, Effort, calibrate, rounded
 from gemsc.calibrate.network import measured_network
 from gemsc.costs.hardware import Hardware, read_hardware
@@ -54,9 +55,7 @@ def calibrate_machine(
     `kind` is "cpu" or "cuda", `threads` the number of a CPU's.
     """
     base = base_of(output, hardware)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with with_threads(threads):
         effort = QUICK if quick else Effort()
         device = calibrate(effort, device=kind, progress=progress)
         progress("host", 0.99)
@@ -65,8 +64,6 @@ def calibrate_machine(
             host_bandwidth=_host_bandwidth(kind),
             sharing=base.device.sharing,
         )
-    finally:
-        torch.set_num_threads(before)
     found = Hardware(
         name=device.name,
         source=f"gemsc profile --calibrate, {date.today()}, torch {torch.__version__}",

@@ -221,6 +221,10 @@ def compiled(
 ) -> CompiledProgram:
     """Return what a user's model is compiled to."""
     with _prepared(user, options) as given:
+        shapes = user.make_shapes()
+        if len(shapes) > 1:
+            given["example_inputs"] = shapes
+            given["example_target"] = user.make_targets(shapes)
         program = compile(
             **given,
             options=options,

@@ -19,7 +19,8 @@ from rich.markup import escape
 from rich.table import Table
 from torch import nn
 
-from gemsc.base.process import num_cores
+from gemsc.base.cores import Topology
+from gemsc.base.process import usable_cores
 from gemsc.cli.terminal import Answer, console, gives_json, tell
 from gemsc.compiler import compile
 from gemsc.errors import GemscError
@@ -116,9 +117,10 @@ def _torch_engine() -> str:
 
 
 def _cores() -> Row:
-    given, there = num_cores(), os.cpu_count() or 1
+    cores, there = usable_cores(), os.cpu_count() or 1
+    given, domains = len(cores), len(Topology.read().domains_in(cores))
     text = f"{given} cores" if given == there else f"{given} of {there} cores"
-    return "CPU", text, ""
+    return "CPU", text + (f" in {domains} NUMA domains" if domains > 1 else ""), ""
 
 
 def _gpus() -> Iterator[Row]:

@@ -1,4 +1,4 @@
-"""`gemsc export`: a trained model as one plain file of weights, or as Keras or ONNX."""
+"""`gemsc export`: a trained model as a file: of weights, Keras or ONNX; or for FSDP."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
 
 import typer
 from torch import Tensor, nn
 
+from gemsc.base.files import DISTRIBUTED
 from gemsc.cli.terminal import tell
 from gemsc.errors import GemscError, UsageError
 from gemsc.importers.back import write_back
@@ -19,7 +22,7 @@ from gemsc.importers.network import READERS
 from gemsc.importers.onnx.from_torch import export_onnx
 from gemsc.importers.origin import ORIGIN_FILE, Origin
 from gemsc.plan import Plan
-from gemsc.runtime.checkpoint.files import saved_model
+from gemsc.runtime.checkpoint.files import OptimizerState, saved_model
 from gemsc.runtime.checkpoint.folder import LATEST, MODEL
 from gemsc.runtime.training.run_folder import ABOUT, RUNS
 from gemsc.user_model import UserModel, load_user_model
@@ -27,7 +30,8 @@ from gemsc.weights.load import NOT_OF_THE_MODEL
 from gemsc.weights.source import WeightFiles
 from gemsc.weights.write import Entry, write_stream
 
-KINDS = (".safetensors", *READERS)
+FOR_TORCH = ".dcp"
+KINDS = (".safetensors", FOR_TORCH, *READERS)
 
 
 def export_command(
@@ -40,7 +44,8 @@ def export_command(
             "-o",
             "--output",
             "--to",
-            help="file to write: .safetensors, .onnx, or the format that was imported",
+            help="file to write: .safetensors, .onnx, or the format that was imported; "
+            "a folder that ends in .dcp is written for torch.distributed.checkpoint",
         ),
     ] = None,
     ema: Annotated[
@@ -48,7 +53,7 @@ def export_command(
         typer.Option(help="export the averaged weights of a run with --ema"),
     ] = False,
 ) -> None:
-    """Write the trained weights as one file: .safetensors, .onnx or Keras."""
+    """Write the trained weights: as .safetensors, .onnx, Keras, or .dcp for FSDP."""
     if output is None:
         raise UsageError(
             f"no output file is given for {run}",
@@ -72,6 +77,8 @@ def export_command(
 
 def _write(run: Path, output: Path, trained: Trained) -> list[str]:
     """Write the kind of file that the name ends in; return notes."""
+    if output.suffix == FOR_TORCH:
+        return _write_for_torch(output, trained)
     if output.suffix not in READERS:
         write_stream(output, trained.table, trained.read)
         return []
@@ -91,13 +98,73 @@ def _write(run: Path, output: Path, trained: Trained) -> list[str]:
     )
 
 
+def _write_for_torch(output: Path, trained: Trained) -> list[str]:
+    """Write a folder that torch.distributed.checkpoint loads; return notes.
+
+    It is written beside, and renamed.
+    """
+    from gemsc.weights.distributed import Lazy, write_distributed  # loads for a second
+
+    if (
+        output.exists()
+        and not (output / DISTRIBUTED).is_file()
+        and _has_content(output)
+    ):
+        raise GemscError(
+            f"{output} is there, and no checkpoint of torch.distributed",
+            help="give another folder with -o",
+        )
+
+    def lazy(entry: Entry, read: Callable[[str], Tensor], key: str) -> Lazy:
+        return Lazy(entry, partial(read, key))
+
+    state: dict[str, Any] = {
+        name: lazy(entry, trained.read, name) for name, entry in trained.table.items()
+    }
+    notes = []
+    if (found := trained.optimizer()) is not None:
+        states = {
+            name: {s: lazy(found.entry(k), found.read, k) for s, k in keys.items()}
+            | {**found.values[name]}
+            for name, keys in found.tensors.items()
+        }
+        groups = [
+            {**values, "params": [*names], "param_names": [*names]}
+            for names, values in found.groups
+        ]
+        flat = {
+            f"param_groups.{name}.{key}": value
+            for names, values in found.groups
+            for name in names
+            for key, value in values.items()
+        }
+        state["optimizer"] = {"state": states, "param_groups": groups, **flat}
+        notes.append("the optimizer's state is in it, as 'optimizer'")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as beside:
+        write_distributed(Path(beside) / "new", state)
+        if output.exists():
+            output.rename(Path(beside) / "old")
+        (Path(beside) / "new").rename(output)
+    return notes
+
+
+def _has_content(place: Path) -> bool:
+    """Whether there is a file, or anything in a folder."""
+    return not place.is_dir() or any(place.iterdir())
+
+
 @dataclass(frozen=True)
 class Trained:
-    """The tensors of a model under the user's names; `what` says which they are."""
+    """The tensors of a model under the user's names; `what` says which they are.
+
+    `optimizer` gives the state of the optimizer that goes with them, if there is one.
+    """
 
     what: str
     table: Mapping[str, Entry]
     read: Callable[[str], Tensor]
+    optimizer: Callable[[], OptimizerState | None] = lambda: None
 
 
 @contextmanager
@@ -117,7 +184,7 @@ def trained_model(place: Path, *, averages: bool) -> Iterator[Trained]:
         place = run or place
     with saved_model(place, averages=averages) as saved:
         what = f"the model of step {saved.step} of {place}"
-        yield Trained(what, saved.table, saved.read)
+        yield Trained(what, saved.table, saved.read, saved.optimizer)
 
 
 def program_of(place: Path) -> Path:

@@ -87,7 +87,7 @@ def verify_command(
         for name in names
     }
     _show(
-        f"{directory} against one process, {steps} steps: relative error",
+        f"{directory} against one process, {_shown_steps(plan, steps)}: relative error",
         ("dtype", "loss", "gradients", "parameters", "buffers", "equal bits"),
         ([name, *_row(found)] for name, found in results.items()),
     )
@@ -102,6 +102,11 @@ def verify_command(
         _note_compared(directory)
     compared = {n: _as_data(results[n], *verdicts[n], DTYPES[n]) for n in names}
     return {"exact": code == 0, "steps": steps, "dtypes": compared}, code
+
+
+def _shown_steps(plan: Plan, steps: int) -> str:
+    names = ", ".join(each.name for each in plan.shapes)
+    return f"{steps} steps" + f" and one of each shape ({names})" * bool(names)
 
 
 def _show(title: str, heads: Iterable[str], rows: Iterable[list[str]]) -> None:

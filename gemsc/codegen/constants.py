@@ -11,7 +11,7 @@ from torch import fx
 
 from gemsc.base.boxes import Box
 from gemsc.base.dtypes import format_of
-from gemsc.codegen.exchanges import exchanges_of, gathers_of, wish_of
+from gemsc.codegen.exchanges import exchanges_of, gathers_of, sums_of, wish_of
 from gemsc.codegen.expressions import literal
 from gemsc.codegen.order import turns_text
 from gemsc.codegen.python_text import quoted
@@ -144,9 +144,10 @@ class Constants:
             )
             if text.tile is not None:
                 grid, ranks = text.grid
-                self.writer.argument(
-                    f"tiles=Tiles(grid={grid}, ranks={ranks}, tile={text.tile})"
-                )
+                words = f"grid={grid}, ranks={ranks}, tile={text.tile}"
+                if sums := self._sums(len(ranks)):
+                    words += f", sums={sums}"
+                self.writer.argument(f"tiles=Tiles({words})")
             if opaques(text.program.module):
                 line("depends_on_data=True,  # some gradients may be absent")
             if text.program.autocast is not None:
@@ -160,6 +161,14 @@ class Constants:
             line(f"train_step={'train_step' if trains else None},")
             line("eval_step=eval_step,")
         line(")")
+
+    def _sums(self, num_tiles: int) -> tuple[tuple[int, ...], ...]:
+        """Return the tiles of each sum of tiles in which the rank takes part."""
+        everyone = tuple(range(num_tiles))
+        sums = {among for run in self.text.runs for among in sums_of(run.stage)}
+        if opaques(self.text.program.module):
+            sums.add(())  # whether gradients are absent is for all tiles to say
+        return tuple(sorted({among or everyone for among in sums}))
 
     def _turns(self, event: Event) -> list[str]:
         """Return how the file calls what begins with an event."""

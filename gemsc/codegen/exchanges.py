@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from inspect import signature
 from typing import Any
 
 from torch import fx
@@ -17,6 +18,7 @@ from gemsc.ir.flow import (
     source_of,
 )
 from gemsc.ir.program import Program
+from gemsc.ir.shape_grid import ShapeGrid
 from gemsc.messages.exchange import Exchange
 from gemsc.runtime import tiles
 
@@ -26,11 +28,27 @@ SIDES = (("row", "up", "down"), ("column", "left", "right"))
 
 def exchanges_of(stage: Any) -> Iterator[tuple[fx.Node, Exchange]]:
     """Yield the exchanges that a stage's text mentions, each with its node."""
-    flows = (stage.flow, stage.evaluation) if stage.apart else (stage.flow,)
-    for flow in flows:
-        for node in flow.nodes:
-            if is_exchange(node):
-                yield node, exchange_of(node)
+    for node in _nodes(stage):
+        if is_exchange(node):
+            yield node, exchange_of(node)
+
+
+def sums_of(stage: Any) -> Iterator[tuple[int, ...]]:
+    """Yield the tiles of each sum that a stage's text mentions, () for all."""
+    for node in _nodes(stage):
+        if meta.whole_gradients(node) is not None:
+            yield ()
+        if any(isinstance(each, ShapeGrid) for each in node.args[:1]):
+            assert callable(node.target)
+            bound = signature(node.target).bind(*node.args, **node.kwargs).arguments
+            if "exchange" not in bound:
+                yield bound.get("among", ())
+
+
+def _nodes(stage: Any) -> Iterator[fx.Node]:
+    yield from stage.flow.nodes
+    if stage.apart:
+        yield from stage.evaluation.nodes
 
 
 def wish_of(node: fx.Node, exchange: Exchange) -> str:

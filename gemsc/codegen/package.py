@@ -156,8 +156,9 @@ def _is_program(directory: Path) -> bool:
 def _write_weights(compilation: Compilation, folder: Path) -> None:
     tensors: dict[str, Tensor] = {}
     for each in (*compilation.variants.values(), compilation):
-        module = each.program.module
-        tensors |= dict([*module.named_parameters(), *module.named_buffers()])
+        for program in (each.evaluation, each.program):
+            module = program.module
+            tensors |= dict([*module.named_parameters(), *module.named_buffers()])
     for index, names in enumerate(compilation.owned):
         path = folder / f"stage{index}.safetensors"
         write_tensors(path, {name: tensors[name] for name in names})

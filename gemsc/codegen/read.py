@@ -259,9 +259,14 @@ class _File:
                 for back in (False, True)
             )
             return there, home
-        ranks = self.tiles.ranks
-        if "among" in bound:
-            ranks = tuple(ranks[tile] for tile in ast.literal_eval(bound["among"]))
+        among = ast.literal_eval(bound["among"]) if "among" in bound else ()
+        among = among or tuple(range(len(self.tiles.ranks)))
+        if among not in self.tiles.sums:
+            raise InternalError(
+                f"wrong program: rank {self.rank} adds up over tiles {among}, which "
+                f"its `tiles` do not name: {line}"
+            )
+        ranks = tuple(self.tiles.ranks[tile] for tile in among)
         return (GridCall(name, ranks, line=line),) * 2
 
     def exchanges(

@@ -21,6 +21,7 @@ from gemsc.ir.layers import layer_source
 from gemsc.ir.mutation import mutated_state
 from gemsc.ir.opaque import opaque_of
 from gemsc.ir.program import Program
+from gemsc.weights.load import CONSTANTS
 
 
 def write_stage(writer: Writer, stage: StageText, named: Named) -> None:
@@ -92,8 +93,9 @@ class _StageWriter:
     def _staying_constants(self) -> list[str]:
         """Return the tensors, neither parameter nor buffer, that keep their dtype."""
         nodes = self.stage.program.graph.find_nodes(op="get_attr")
-        staying = {str(node.target) for node in nodes if meta.dtypes(node).value}
-        return [name for name in self.stage.owned if name in staying]
+        stays = {str(node.target): meta.dtypes(node).value for node in nodes}
+        # what only other graphs of the model use is as it was there
+        return [n for n in self.stage.owned if stays.get(n, n.startswith(CONSTANTS))]
 
     def _changed_parameters(self) -> list[str]:
         """Return the parameters that the stage's forward changes."""

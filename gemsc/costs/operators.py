@@ -39,6 +39,8 @@ LANES = 16  # numbers in float32 that a core or a warp works on at once
 FRESH_BYTES = 2**25  # allocations of so much come from the system, page by page
 _Extra = Callable[[list[Tensor], list[Tensor], Any], dict[str, float]]
 MULTIPLIES = frozenset({"convolution", "matmul", "attention"})
+# what stays what it is where a rank has a part of the values
+STAYING = frozenset({"convolution", "matmul", "norm", "softmax", "pool", "pointwise"})
 
 
 def runs_a_kernel(func: Any, result: Any) -> bool:
@@ -385,6 +387,23 @@ def seconds(device: Device, work: Work) -> float:
         each * work.features.get(name, 0.0) * (slower if "flops" in name else 1.0)
         for name, each in fitted.items()
     )
+
+
+def least_seconds(device: Device, kind: str) -> float:
+    """Return what a kernel takes at least, however small its part of the values is.
+
+    It is 0 for kinds that may be others then, or none, and where nothing was fitted.
+    """
+    if family(kind) not in STAYING or "-depthwise" in kind:
+        return 0.0
+
+    def alike(kind: str) -> str:  # rows and columns, and who computes it, may change
+        if family(kind) == "matmul":
+            return "matmul"
+        return kind.replace("-unfolded", "").replace("-columns", "")
+
+    forms = (fit for name, fit in device.fit.items() if alike(name) == alike(kind))
+    return min((fit.get("calls", 0.0) for fit in forms), default=0.0)
 
 
 def roofline(device: Device, work: Work) -> float:

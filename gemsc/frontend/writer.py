@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -349,6 +349,45 @@ def make_root(
             holder.register_buffer(constant, value.detach(), persistent=False)
         root.add_module(CONSTANTS, holder)
     return root, _aliases(root)
+
+
+def name_constants(root: fx.GraphModule, known: dict[str, torch.Tensor]) -> None:
+    """Give constants names that no other one has among those that are `known`.
+
+    Graphs of one model share a place for them, and forward may use others in each.
+    """
+    holder = root._modules.get(CONSTANTS)
+    renamed: dict[str, str] = {}
+    for name, value in dict(holder.named_buffers() if holder else ()).items():
+        new, number = name, 0
+        while not _is_same(known.setdefault(new, value), value):
+            number += 1
+            new = f"{name}_{number}"
+        assert holder is not None
+        holder._buffers[new] = holder._buffers.pop(name)
+        renamed[f"{CONSTANTS}.{name}"] = f"{CONSTANTS}.{new}"
+    for node in root.graph.nodes:
+        if node.op == "get_attr":
+            node.target = renamed.get(str(node.target), node.target)
+
+
+def share_constants(roots: Sequence[fx.GraphModule]) -> None:
+    """Give each graph of a model the constants of all; names tell them apart."""
+    holders = [root._modules.get(CONSTANTS) for root in roots]
+    own = [dict(each.named_buffers()) if each is not None else {} for each in holders]
+    for root, there in zip(roots, own, strict=True):
+        lacking = {n: t for each in own for n, t in each.items() if n not in there}
+        if lacking and not there:
+            root.add_module(CONSTANTS, nn.Module())
+        for name, tensor in lacking.items():
+            root.get_submodule(CONSTANTS).register_buffer(
+                name, tensor, persistent=False
+            )
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    alike = one.shape == other.shape and one.dtype == other.dtype
+    return one is other or (alike and not one.is_meta and torch.equal(one, other))
 
 
 def _aliases(root: nn.Module) -> dict[str, str]:

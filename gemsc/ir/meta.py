@@ -89,13 +89,15 @@ class Facts:
 
     Seconds are predicted for one micro-batch. `forward_launches` and
     `backward_launches` are the part of them in which an asynchronous device runs
-    kernels of other nodes: see `busy_seconds`. `saved` holds (storage, bytes) of all
-    that autograd keeps for this node's backward, without parameters and buffers, whose
-    names `saved_state` has; `saved_bytes` counts those of `saved` that no earlier node
-    keeps already. `storages` are the (storage, bytes) of the node's own value. `heavy`
-    nodes multiply matrices, convolve or own a weight: what a stage is made of. `random`
-    nodes draw random numbers. `sums` are those over the tiles of a grid, forward and
-    backward.
+    kernels of other nodes: see `busy_seconds`. `forward_least` and `backward_least` are
+    the part that its kernels take however little there is to do.
+
+    `saved` holds (storage, bytes) of all that autograd keeps for this node's backward,
+    without parameters and buffers, whose names `saved_state` has; `saved_bytes` counts
+    those of `saved` that no earlier node keeps already. `storages` are the (storage,
+    bytes) of the node's own value. `heavy` nodes multiply matrices, convolve or own a
+    weight: what a stage is made of. `random` nodes draw random numbers. `sums` are
+    those over the tiles of a grid, forward and backward.
 
     `weight_seconds` are the part of the backward's that gives weight gradients and can
     wait, `weight_bytes` the bytes of these gradients (see gemsc.base.weighted). `casts`
@@ -121,6 +123,8 @@ class Facts:
     backward_seconds: float = 0.0
     forward_launches: float = 0.0
     backward_launches: float = 0.0
+    forward_least: float = 0.0
+    backward_least: float = 0.0
     sums: tuple[TileSum, ...] = ()
     weight_seconds: float = 0.0
     weight_bytes: int = 0

@@ -62,9 +62,15 @@ def measure(directory: Path, num_steps: int, device: str = "auto") -> list[list[
     `device` is that of `gemsc run`: cpu, cuda, or what there is.
 
     Raises:
-        GemscError: the program cannot train or has no source, or a rank failed.
+        GemscError: the program cannot train or has no source, its steps have phases, or
+            a rank failed.
     """
     plan = trainable(directory)
+    if plan.phases:
+        raise GemscError(
+            "--measured draws the times of one update, and a step has several phases",
+            help="look at what is predicted, without --measured",
+        )
     with tempfile.TemporaryDirectory(prefix="gemsc-times-") as name:
         _start(directory, "--record-into", name, num_steps, device)
         steps = _read(Path(name), plan.ranks)

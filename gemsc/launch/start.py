@@ -19,6 +19,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from gemsc.base.cores import check_binding
+from gemsc.base.process import num_cores
 from gemsc.errors import GemscError
 from gemsc.launch.hosts import (
     Host,
@@ -61,9 +63,8 @@ def start(
     how, rest, options = read_launch(arguments)
     engine = chosen_engine(options.engine)
     hosts = _places(how.hosts, plan.ranks, directory, engine)
-    per_device = options.per_device or plan.per_device
-    if per_device is not None and not hosts:  # else each host counts its own
-        _check_sharing(per_device, plan.ranks, options.device)
+    if not hosts:  # else each host counts its own
+        _check_machine(plan, options)
     is_named = options.save is not None
     if options.resume is not None and not options.goes_on:
         check_checkpoint(options.resume)
@@ -184,10 +185,13 @@ def _places(
     return used
 
 
-def _check_sharing(per_device: int, ranks: int, kind: str) -> None:
-    from gemsc.runtime.process.device import num_gpus  # loads PyTorch: a second
+def _check_machine(plan: Plan, options: argparse.Namespace) -> None:
+    """Make sure that this machine has the cores and GPUs that are asked for."""
+    check_binding(options.bind, plan.ranks, num_cores())
+    if (per_device := options.per_device or plan.per_device) is not None:
+        from gemsc.runtime.process.device import num_gpus  # loads PyTorch: a second
 
-    check_sharing(per_device, ranks, num_gpus(kind))
+        check_sharing(per_device, plan.ranks, num_gpus(options.device))
 
 
 def _say(text: str) -> None:

@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from gemsc.base.grid_shape import ALONE, GridShape
+from gemsc.base.plain_forward import with_threads
 from gemsc.compilation import Followed, Traced
 from gemsc.costs.hardware import Hardware, read_hardware
 from gemsc.costs.signature import alike_ranks
 from gemsc.ir.program import Program
 from gemsc.ir.shards import Placed
-from gemsc.lowering.tracing import one_thread
 from gemsc.options import CompileOptions, choose
 from gemsc.passes.annotate import Annotate
 from gemsc.passes.balance_stages import BalanceStages
@@ -51,7 +51,7 @@ from gemsc.schedules import SCHEDULES
 Lowered = Literal["all", "unlike", "two", "none"]
 
 
-@one_thread()
+@with_threads(1)
 def schedule_stages(
     traced: Traced,
     options: CompileOptions,

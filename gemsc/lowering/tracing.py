@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -14,6 +13,7 @@ from torch import nn
 from gemsc.base.dtypes import convert, converted
 from gemsc.base.elementwise import Factory, updated_whole
 from gemsc.base.nests import normalize_inputs
+from gemsc.base.plain_forward import with_threads
 from gemsc.compilation import Traced
 from gemsc.costs.hardware import Hardware
 from gemsc.costs.optimizer_state import optimizer_bytes
@@ -22,6 +22,7 @@ from gemsc.errors import GemscError
 from gemsc.frontend import FRONTENDS
 from gemsc.frontend.check import check_against_eager
 from gemsc.frontend.eager import autocast_of, check_optimizer
+from gemsc.frontend.writer import name_constants
 from gemsc.ir.opaque import Opaque, opaques
 from gemsc.ir.program import Program
 from gemsc.options import choose
@@ -56,25 +57,27 @@ def trace(
     device: torch.device | None = None,
     progress: Progress = lambda name, share: None,
     after_each: Observer | None = None,
+    constants: dict[str, torch.Tensor] | None = None,
 ) -> Traced:
     """Trace a model in both modes and find its blocks: what no plan changes.
 
     Seconds are those of the hardware's device, the shipped default if None; or measured
     here, on the `device`, if `profile`. Without `evaluates` the result can be planned,
-    not compiled.
+    not compiled. Several graphs of a model are traced with one dict of `constants`.
     """
     record = choose("frontend", frontend, FRONTENDS)
     convert(model, memory_format)
     example_inputs = converted(normalize_inputs(example_inputs), memory_format)
     feed = {"loss": loss, "target": example_target}
-    how = {**feed, "autocast": autocast_of(model, precision)}
     trains, run = loss is not None, Runs(after_each)
+    how = {**feed, "autocast": autocast_of(model, precision)}
+    recorded = partial(_recorded, record, constants, model, example_inputs, **how)
 
     def compare(program: Program) -> None:
         check_against_eager(program, model, example_inputs, **feed, training=trains)
 
     def prepared(opaque: Mapping[str, Opaque]) -> Program:
-        program = record(model, example_inputs, training=trains, opaque=opaque, **how)
+        program = recorded(opaque=opaque, training=trains)
         annotate = Annotate(device=hardware.device if hardware else None)
         try:
             cut = SeparateTowers(), DetectSkips(), GroupBlocks()
@@ -100,12 +103,12 @@ def trace(
             program = run(program, timed)
         return program
 
-    with one_thread():
+    with with_threads(1):  # with more it takes other kernels, which are predicted
         program = prepared({})
         if not evaluates:
             return Traced(program, program, None)
         known = opaques(program.module)
-        evaluation = record(model, example_inputs, training=False, opaque=known, **how)
+        evaluation = recorded(opaque=known, training=False)
         found = opaques(evaluation.module)
         if found.keys() != known.keys():  # what is not cut in one mode is in neither
             program = prepared(found)
@@ -114,15 +117,14 @@ def trace(
     return Traced(program, evaluation, find_twins(program, evaluation))
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Let torch use one thread: in small work more only wait for each other.
-
-    And with more it takes other kernels: what is predicted would be another machine's.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+def _recorded(
+    record: Callable[..., Program],
+    constants: dict[str, torch.Tensor] | None,
+    *given: Any,
+    **how: Any,
+) -> Program:
+    """Return a graph whose constants have names of their own among these."""
+    program = record(*given, **how)
+    if constants is not None:
+        name_constants(program.module, constants)
+    return program

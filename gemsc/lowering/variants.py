@@ -14,16 +14,18 @@ from typing import Any
 
 from torch import nn
 
+from gemsc.base.examples import Examples
 from gemsc.base.nests import normalize_inputs
 from gemsc.base.phase import Phase, check_phases
 from gemsc.base.units import show_seconds
 from gemsc.compilation import Compilation, Followed, Traced
 from gemsc.errors import GemscError
 from gemsc.frontend.phases import own_loss, phase_inputs, phase_model, with_target
+from gemsc.frontend.writer import share_constants
 from gemsc.ir.flow import owned_tensors
 from gemsc.options import CompileOptions
 from gemsc.passes.follow_stages import find_twins
-from gemsc.plan import Plan, PlannedPhase
+from gemsc.plan import Plan, PlannedPhase, PlannedShape
 from gemsc.planner.make_plan import OWN_LOSS
 
 
@@ -56,13 +58,28 @@ def trace_all(
 ) -> dict[str, Traced]:
     """Return the graph of a model's step; or of the model and of each phase of it.
 
+    Of several shapes of batches, the one that costs most has no name.
+
     Raises:
         GemscError: the model cannot be traced, or has not what phases train.
     """
+    examples = Examples.of(example_inputs, example_target)
     if not phases:
-        feed = {"loss": loss, "example_target": example_target}
-        return {"": trace(model, example_inputs, **feed, optimizer=optimizer)}
+        found = {
+            name: trace(
+                model, inputs, loss=loss, example_target=target, optimizer=optimizer
+            )
+            for name, inputs, target in zip(
+                examples.names, examples.inputs, examples.targets, strict=True
+            )
+        }
+        return {"": found.pop(find_largest(found)), **found}
     check_phases(phases, model)
+    if len(examples.inputs) > 1:
+        raise GemscError(
+            "phases of a step have one shape, and example_inputs several",
+            help="give example_inputs of one shape",
+        )
     graphs = {"": trace(model, example_inputs)}
     for phase in phases:
         given = model, phase, example_inputs, example_target
@@ -80,7 +97,12 @@ def find_largest(graphs: Mapping[str, Traced]) -> str:
 
 
 def knowing_all(graphs: Mapping[str, Traced]) -> dict[str, Traced]:
-    """Return the graphs, each with the tensors that any of them changes."""
+    """Return the graphs, each with the tensors that any of them changes.
+
+    Each gets the constants of all: a stage holds what any of them needs.
+    """
+    programs = [p for each in graphs.values() for p in (each.program, each.evaluation)]
+    share_constants([each.module for each in programs])
     changing = frozenset(name for each in graphs.values() for name in each.changing)
     return {name: replace(each, elsewhere=changing) for name, each in graphs.items()}
 
@@ -138,7 +160,8 @@ def as_family(lowered: Mapping[str, Compilation], largest: str) -> Compilation:
     """
     variants = {name: each for name, each in lowered.items() if name}
     plan = lowered[largest].plan
-    if variants:
+    losses = [each.program.loss for each in variants.values()]
+    if lowered[""].program.loss is None and any(losses):  # it has phases
         seconds = {n: show_seconds(v.plan.step_seconds) for n, v in variants.items()}
         shown = ", ".join(f"{name} ({text})" for name, text in seconds.items())
         about = f"a step has the phases {shown}; this is the plan of {largest}"
@@ -159,6 +182,26 @@ def as_family(lowered: Mapping[str, Compilation], largest: str) -> Compilation:
             **_memory([each.plan for each in variants.values()]),
         )
     return replace(lowered[""], plan=plan, variants=variants, largest=largest)
+
+
+def planned_shapes(family: Compilation, examples: Examples) -> list[PlannedShape]:
+    """Return what the plan says of each shape that batches may have, if several."""
+    if len(examples.inputs) == 1:
+        return []
+    found = []
+    for number, name in enumerate(examples.names):
+        plan = family.variants[name].plan if name in family.variants else family.plan
+        found.append(
+            PlannedShape(
+                name=name,
+                variant=name if name in family.variants else "",
+                micro_batch_size=plan.micro_batch_size,
+                sizes=examples.sizes(number),
+                step_seconds=plan.step_seconds + plan.ending_seconds,
+                peak_bytes=plan.peak_bytes,
+            )
+        )
+    return found
 
 
 def _memory(plans: Sequence[Plan]) -> dict[str, Any]:

@@ -175,12 +175,14 @@ class Input:
 class Tiles:
     """The grid that a rank belongs to: its form, its ranks row by row, and its tile.
 
-    The ranks are those of one copy of the model.
+    The ranks are those of one copy of the model. `sums` are the tiles of each sum in
+    which this one takes part: their connections are made at the start.
     """
 
     grid: tuple[int, ...]
     ranks: tuple[int, ...]
     tile: int
+    sums: tuple[tuple[int, ...], ...] = ()
 
 
 def _offsets(sizes: list[int]) -> tuple[list[int], int]:

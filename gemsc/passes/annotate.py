@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import torch
@@ -25,7 +25,13 @@ from gemsc.base.nests import dense_leaves
 from gemsc.base.weighted import WeightedCall, WeightedCalls
 from gemsc.costs.gradients import GradientFlow
 from gemsc.costs.hardware import Device, read_hardware
-from gemsc.costs.operators import draws, runs_a_kernel, seconds, work_of
+from gemsc.costs.operators import (
+    draws,
+    least_seconds,
+    runs_a_kernel,
+    seconds,
+    work_of,
+)
 from gemsc.costs.signature import signature
 from gemsc.errors import GemscError
 from gemsc.ir import meta
@@ -155,6 +161,8 @@ class _Count:
     moved_bytes: int = 0
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
+    forward_least: float = 0.0
+    backward_least: float = 0.0
     forward_operators: int = 0
     backward_operators: int = 0
     random: bool = False
@@ -181,6 +189,7 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, device: Device, persistent: dict[int, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
+        self.least = cache(partial(least_seconds, device))
         self.persistent = persistent
         self.counts: dict[fx.Node | None, _Count] = defaultdict(_Count)
         self.gradients = GradientFlow()
@@ -244,6 +253,7 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         count.moved_bytes += sum(tensor.nbytes for tensor in moved)
         count.forward_operators += 1
         count.forward_seconds += self._seconds(works)
+        count.forward_least += self._least(works)
 
     def book_call(self, call: OpaqueCall) -> None:
         """Book what a module that is not looked into did in its real run."""
@@ -258,6 +268,9 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _seconds(self, works: Iterable[Work]) -> float:
         return sum(seconds(self.device, work) for work in works)
+
+    def _least(self, works: Iterable[Work]) -> float:
+        return sum(self.least(work.kind) for work in works)
 
     def book_tiles(self, num_bytes: int) -> None:
         """Book a sum over the tiles of a grid."""
@@ -311,6 +324,7 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         _, works = work_of(func, args, kwargs, result)
         count.backward_operators += 1
         count.backward_seconds += self._seconds(works)
+        count.backward_least += self._least(works)
         if count.weights:
             of_weight = tuple(getattr(result, "shape", ())) in count.weight_shapes
             count.weight_seconds += self._seconds(
@@ -343,6 +357,8 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             backward_seconds=backward + count.backward_seconds,
             forward_launches=forward if overlaps else 0.0,
             backward_launches=backward if overlaps else 0.0,
+            forward_least=count.forward_least,
+            backward_least=count.backward_least,
             sums=tuple(count.sums),
             weight_seconds=count.weight_seconds,
             weight_bytes=sum(tensor.nbytes for tensor in count.weights.values()),

@@ -1,8 +1,9 @@
 """What a split can come to at best: ranks share each stage evenly, for next to nothing.
 
 Example: a stage of 8 ms, 4 GiB of weights and 2 GiB saved, on four shards: 2 ms, 1 GiB
-of weights, 0.5 GiB saved. A split that is not even then as fast as another one, or that
-is not even then small enough, need not be lowered.
+of weights, 0.5 GiB saved; if 1 ms of the 8 is what its kernels take on next to nothing,
+2.75 ms. A split that is not even then as fast as another one, or that is not even then
+small enough, need not be lowered.
 """
 
 from __future__ import annotations
@@ -110,7 +111,10 @@ def _share(stage: Stage, shares: Sequence[float]) -> float:
 def _shared(
     cost: StageCost, stage: Stage, grid: GridShape, share: float, kept: float
 ) -> StageCost:
-    """Return a share of what a stage costs; kernels are as many on each shard."""
+    """Return a share of what a stage costs; kernels are as many on each rank.
+
+    But for branches: each of those has ranks of its own.
+    """
     less: dict[str, Any] = {}
     kept = kept if grid or not kept else 1.0
     for field in fields(StageCost):
@@ -121,11 +125,19 @@ def _shared(
             less[field.name] = int(kept * value / grid.size)
         else:
             less[field.name] = value * share
-    if grid.branches == 1:
-        for way in ("forward", "backward"):
-            launches = float(stage.total(f"{way}_launches"))
-            less[way] = max(less[way], min(launches, getattr(cost, way)))
+    for way in ("forward", "backward") if grid.branches == 1 else ():
+        whole, launches = getattr(cost, way), float(stage.total(f"{way}_launches"))
+        seconds = (_least(stage, way) * (1 - share) + whole * share, launches)
+        less[way] = min(whole, max(seconds))
     return StageCost(**less)
+
+
+def _least(stage: Stage, way: str) -> float:
+    """Return what the kernels of a stage take, however small they are."""
+    least = 0.0
+    for facts in map(meta.facts, stage.nodes):
+        least += min(getattr(facts, f"{way}_{each}") for each in ("least", "seconds"))
+    return least
 
 
 def _statistics(program: Program) -> list[int]:

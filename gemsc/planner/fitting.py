@@ -15,7 +15,7 @@ from gemsc.base.units import show_bytes, show_enough_bytes
 from gemsc.costs.hardware import Device, Hardware
 from gemsc.errors import GemscError
 from gemsc.ir import meta
-from gemsc.ir.flow import external_inputs
+from gemsc.ir.flow import external_inputs, owned_tensors
 from gemsc.ir.program import Block, Program, Segment, Stage
 from gemsc.ir.segments import frees_anything, may_recompute, segment_name
 from gemsc.options import CompileOptions
@@ -86,11 +86,14 @@ def _fitted(
     assert cap is not None
     kinds = [k for k in ("recompute", "offload") if "auto" in getattr(options, k)]
 
-    def alike(fitted: Program) -> tuple[Program, ...]:
-        return tuple(replace(tile, segments=fitted.segments) for tile in tiles)
+    known = _changed(tiles, lambda tile: replace(tile, owned=owned_tensors(tile)))
+
+    def alike(fitted: Program, tiles: Sequence[Program]) -> tuple[Program, ...]:
+        return _changed(tiles, lambda tile: replace(tile, segments=fitted.segments))
 
     def simulate(fitted: Program) -> Timeline:
-        return run(schedule_task(alike(fitted), chosen, None, hardware), policy)
+        task = schedule_task(alike(fitted, known), chosen, None, hardware)
+        return run(task, policy)
 
     ways = []
     task = schedule_task(tiles, chosen, cap, hardware)
@@ -98,9 +101,10 @@ def _fitted(
         ways.append(Scheduled(program, tiles, task, run(task, policy)))
     fit = MemoryFit(tiles[0], cap, simulate, hardware.device, kinds).best()
     if fit.fits:
-        task = schedule_task(alike(fit.program), chosen, cap, hardware)
+        fitting = alike(fit.program, tiles)
+        task = schedule_task(fitting, chosen, cap, hardware)
         fitted = replace(program, segments=fit.program.segments)
-        ways.append(Scheduled(fitted, alike(fit.program), task, fit.timeline))
+        ways.append(Scheduled(fitted, fitting, task, fit.timeline))
     if not ways:
         raise GemscError(
             f"no choice of blocks for --{' and --'.join(kinds)} fits "
@@ -110,6 +114,14 @@ def _fitted(
             "larger --device-memory",
         )
     return min(ways, key=lambda each: each.timeline.makespan)
+
+
+def _changed(
+    tiles: Sequence[Program], change: Callable[[Program], Program]
+) -> tuple[Program, ...]:
+    """Return the tiles after a change; those that are one program stay one."""
+    changed = {id(tile): change(tile) for tile in tiles}
+    return tuple(changed[id(tile)] for tile in tiles)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,21 +196,22 @@ def cheapest(savings: Sequence[Saving], needed: int) -> tuple[Saving, ...] | Non
     best = [[_State()] * (goal + 1) for _ in range(len(blocks) + 1)]
     best[0][0] = _State(0.0)
     for position in range(len(blocks)):
-        best[position + 1] = list(map(_cheaper, best[position + 1], best[position]))
+        best[position + 1] = [
+            one if one.seconds <= other.seconds else other
+            for one, other in zip(best[position + 1], best[position], strict=True)
+        ]
+        ways = [
+            (saving, saving.freed // unit, best[after[saving.blocks[-1]]])
+            for saving in starting[position]
+        ]
         for have in range(goal, -1, -1):
             state = best[position][have]
-            for saving in starting[position] if state.seconds < math.inf else ():
-                then = min(goal, have + saving.freed // unit)
-                reached = _State(state.seconds + saving.seconds, saving, state)
-                ends = best[after[saving.blocks[-1]]]
-                if then > have:
-                    ends[then] = _cheaper(ends[then], reached)
+            for saving, steps, ends in ways if state.seconds < math.inf else ():
+                seconds, then = state.seconds + saving.seconds, min(goal, have + steps)
+                if then > have and seconds < ends[then].seconds:
+                    ends[then] = _State(seconds, saving, state)
     found = best[-1][goal]
     return found.savings() if found.seconds < math.inf else None
-
-
-def _cheaper(known: _State, state: _State) -> _State:
-    return state if state.seconds < known.seconds else known
 
 
 @dataclass(frozen=True)

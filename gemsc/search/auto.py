@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
+from math import inf
 
 from gemsc.base.grid_shape import SPLITS
 from gemsc.costs.hardware import Hardware, read_hardware
@@ -58,18 +60,16 @@ def search(
 ) -> tuple[Candidate, ...]:
     """Return all that agrees with the options, best first.
 
-    What does not fit the memory cap is tried again with the optimizer's state shared
-    out over replicas, with some blocks recomputed, and with both. What cannot be faster
-    than something that fits is left out. `tell` is told how far this is.
+    What does not fit the memory cap, or only in a slower order, is tried again with the
+    optimizer's state shared out over replicas, with some blocks recomputed, and with
+    both. What cannot be faster than something that fits is left out. `tell` is told how
+    far this is.
 
     Raises:
         GemscError: nothing fits; says what would.
     """
     compared = _Comparison(stage, tell)
     compared.add(alternatives(options, sizes, most_branches))
-    for change in (_sharding, _recomputing):
-        changed = filter(None, map(change, [*compared.found, *compared.too_large]))
-        compared.add(list(changed), problems=False)
     found = compared.ranked()
     while options.open_splits and found[0].fits():
         exact = assess(found[0].options, stage, every_tile=True)
@@ -87,8 +87,9 @@ def search(
 class _Comparison:
     """What is found of some choices, and what of others that are left out.
 
-    Splits are looked at last: the fastest first, if their ranks shared all evenly.
-    `too_large` are those that would not even then fit.
+    `too_large` are splits that would not fit if their ranks shared all evenly, `places`
+    all that was to be looked at, `changes` what of it is tried again for its memory,
+    and `speeds` how fast that may be.
     """
 
     stage: Stage
@@ -96,38 +97,73 @@ class _Comparison:
     found: list[Candidate] = field(default_factory=list)
     too_large: list[Candidate] = field(default_factory=list)
     places: dict[CompileOptions, int] = field(default_factory=dict)
+    changes: set[CompileOptions] = field(default_factory=set)
+    speeds: dict[CompileOptions, float] = field(default_factory=dict)
+    waiting: list[tuple[float, int, Candidate]] = field(default_factory=list)
 
-    def add(self, choices: Sequence[CompileOptions], *, problems: bool = True) -> None:
-        """Assess what may be better than all that is found."""
-        for each in choices:
-            self.places.setdefault(each, len(self.places))
-        whole = [each for each in choices if not _is_split(each)]
-        for number, each in enumerate(whole):
+    def add(self, choices: Sequence[CompileOptions]) -> None:
+        """Assess what may be better than all that is found, the fastest at best first.
+
+        What is not split is looked at before all others: that takes little time.
+        """
+        for number, each in enumerate(dict.fromkeys(choices)):
             self.tell(f"{number + 1} of {len(choices)} plans")
-            if _may_win(each, self.found):
-                self._assess(each, problems)
-        bounds = []
-        for number, each in enumerate(filter(_is_split, choices)):
-            self.tell(f"{len(whole) + number + 1} of {len(choices)} plans")
-            bounds.append(at_best(each, self.stage))
-        bounds.sort(key=lambda bound: -bound.samples_per_second)
-        for number, bound in enumerate(bounds):
+            self._wait(each)
+        done = 0
+        while self.waiting:
+            speed, _, bound = heappop(self.waiting)
+            done += 1
             if bound.is_too_large():
                 self.too_large.append(bound)
-            elif self._is_promising(bound):
-                self.tell(f"{bound.name} ({number + 1} of {len(bounds)} splits)")
-                self._assess(bound.options, problems)
+                self._change(bound)
+            elif self._is_promising(bound.options, -speed):
+                self.tell(f"{bound.name} ({done} of {len(self.places)} plans)")
+                self._change(self._assess(bound.options))
 
-    def _is_promising(self, bound: Candidate) -> bool:
-        """Whether a split may be faster than all that fits so far."""
+    def _wait(self, options: CompileOptions) -> None:
+        """Let a choice wait for its turn."""
+        self.places[options] = place = len(self.places)
+        bound, speed = self._at_best(options)
+        heappush(self.waiting, (-speed, place, bound))
+
+    def _change(self, found: Candidate) -> None:
+        """Let what lacks memory be tried again."""
+        for changed in (_sharding(found), _recomputing(found)):
+            if changed is not None and changed not in self.places:
+                self.changes.add(changed)
+                self._wait(changed)
+
+    def _at_best(self, options: CompileOptions) -> tuple[Candidate, float]:
+        """Return what a choice comes to at best, and in how many samples per second.
+
+        With blocks that are recomputed, or updates that are shared out, it is no faster
+        than what that is a change of until its last backward.
+        """
+        bound, speed = Candidate(options), inf
+        if _is_split(options):
+            bound = at_best(options, self.stage)
+            speed = inf if bound.problem else bound.samples_per_second
+        return bound, min(speed, self.speeds.get(_unchanged(options), inf))
+
+    def _is_promising(self, options: CompileOptions, speed: float) -> bool:
+        """Whether a choice may be faster than all that fits so far.
+
+        No schedule is faster than the ranks' own work: what one takes of a split of
+        their work, all others do, but for what the cuts of the stages change.
+        """
         fastest = max((c.samples_per_second for c in self.found if c.fits()), default=0)
-        if not bound.problem and (1 + ROUNDING) * bound.samples_per_second <= fastest:
-            return False
-        return _may_win(bound.options, self.found)
+        alike = (c for c in self.found if _same_work(c.options, options))
+        plain = (c for c in alike if not (c.problem or c.options in self.changes))
+        busy = next((c.most_samples_per_second for c in plain), inf)
+        return fastest < min((1 + ROUNDING) * speed, busy / (1 - SLACK))
 
-    def _assess(self, options: CompileOptions, problems: bool) -> None:
+    def _assess(self, options: CompileOptions) -> Candidate:
         each = assess(options, self.stage)
-        self.found += [] if each.problem and not problems else [each]
+        if not each.problem:
+            self.speeds[_unchanged(options)] = each.free_samples_per_second
+        if not each.problem or options not in self.changes:
+            self.found.append(each)
+        return each
 
     def ranked(self) -> list[Candidate]:
         """Return what is found, best first; of what is alike what was first to try."""
@@ -139,7 +175,7 @@ class _Comparison:
         for bound in self.too_large:
             peaks = [each.peak_bytes for each in self.found if not each.problem]
             if not peaks or bound.peak_bytes < min(peaks):
-                self._assess(bound.options, problems=True)
+                self._assess(bound.options)
         return self.ranked()
 
 
@@ -147,16 +183,9 @@ def _is_split(options: CompileOptions) -> bool:
     return any(getattr(options, name) for name in SPLITS)
 
 
-def _may_win(options: CompileOptions, found: Sequence[Candidate]) -> bool:
-    """Whether a choice may be faster than all that fits so far.
-
-    No schedule is faster than the ranks' own work: what one takes of a split of their
-    work, all others do, but for what the cuts of the stages change.
-    """
-    fastest = max((c.samples_per_second for c in found if c.fits()), default=0.0)
-    alike = (c for c in found if not c.problem and _same_work(c.options, options))
-    first = next(alike, None)
-    return first is None or first.most_samples_per_second > (1 - SLACK) * fastest
+def _unchanged(options: CompileOptions) -> CompileOptions:
+    """Return the options of what is not tried again: no change makes it faster."""
+    return replace(options, recompute=(), shard_optimizer=False)
 
 
 def _same_work(one: CompileOptions, other: CompileOptions) -> bool:
@@ -166,15 +195,15 @@ def _same_work(one: CompileOptions, other: CompileOptions) -> bool:
 
 
 def _recomputing(found: Candidate) -> CompileOptions | None:
-    """Return the options of what is too large, with blocks that are recomputed."""
+    """Return the options of what lacks memory, with blocks that are recomputed."""
     if not found.may_recompute():
         return None
     return replace(found.options, recompute=("auto",))
 
 
 def _sharding(found: Candidate) -> CompileOptions | None:
-    """Return the options of what is too large, with its optimizer's state shared."""
-    if found.options.shard_optimizer or not found.is_too_large():
+    """Return the options of what lacks memory, with its optimizer's state shared."""
+    if found.options.shard_optimizer or not found.lacks_memory():
         return None
     return replace(found.options, shard_optimizer=True)
 
@@ -202,6 +231,7 @@ def assess(
         done = stage(uncapped, lowered=lowered)
     except GemscError as error:
         return Candidate(options, problem=error.message)
+    free_seconds = done.timeline.makespan
     if options.rank_memory and max(done.timeline.peak_bytes) > options.rank_memory:
         with suppress(GemscError):  # there may be an order that holds less at a time
             done = stage(options, lowered=lowered)
@@ -222,6 +252,7 @@ def assess(
         bubble=done.timeline.bubble,
         talking=_talking_share(done, hardware),
         ending=ends.seconds,
+        free_seconds=free_seconds,
         sent_bytes=sent.message_bytes + sent.sum_bytes + sum(sums),
     )
 

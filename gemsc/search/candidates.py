@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
-from math import prod
+from math import inf, prod
 from typing import Any
 
 from gemsc.base.grid_shape import BESIDE, SPLITS
@@ -42,7 +42,9 @@ class Candidate:
     micro-batches; `sent_bytes` counts values, gradients and sums of gradients of one
     copy of the model. `bubble` and `talking` are the shares of the ranks' time until
     the last backward in which they wait for other stages, and for ranks of their own
-    stage; `ending` are the seconds that follow. `problem` says why it cannot be.
+    stage; `ending` are the seconds that follow. `free_seconds` are those until the last
+    backward in a schedule that heeds no cap, with nothing recomputed if that is `auto`.
+    `problem` says why it cannot be.
     """
 
     options: CompileOptions
@@ -54,6 +56,7 @@ class Candidate:
     bubble: float = 0.0
     talking: float = 0.0
     ending: float = 0.0
+    free_seconds: float = 0.0
     sent_bytes: int = 0
     problem: str = ""
 
@@ -91,6 +94,11 @@ class Candidate:
         return self.samples / busy if busy else 0.0
 
     @property
+    def free_samples_per_second(self) -> float:
+        """What it came to in all the memory there is, without updates."""
+        return self.samples / self.free_seconds if self.free_seconds else inf
+
+    @property
     def spent(self) -> dict[str, float]:
         """What a rank's part of the seconds goes to, in words: they add up to them."""
         step = self.seconds - self.ending
@@ -110,10 +118,15 @@ class Candidate:
         """Whether all that is wrong with it is the memory that it needs."""
         return not self.problem and not self.fits()
 
+    def lacks_memory(self) -> bool:
+        """Whether it needs too much memory, or is slower so that it does not."""
+        waits = 0 < self.free_seconds < (1 - 1e-9) * (self.seconds - self.ending)
+        return self.is_too_large() or (self.fits() and waits)
+
     def may_recompute(self) -> bool:
-        """Whether recomputed blocks may make it fit; nobody has asked for any yet."""
+        """Whether recomputed blocks may help; nobody has asked for any yet."""
         asked = self.options.recompute or self.options.offload
-        return self.is_too_large() and not asked
+        return self.lacks_memory() and not asked
 
 
 def is_open(options: CompileOptions) -> bool:

@@ -254,5 +254,9 @@ def _difference(mine: Tensor, theirs: Tensor, may_overflow: bool) -> float:
 
 def _size(tensor: Tensor) -> float:
     """Return the largest absolute value, infinities left aside."""
-    finite = tensor[tensor.isfinite()]
-    return float(finite.double().abs().max()) if finite.numel() else 0.0
+    numbers = tensor.double().abs()
+    largest = float(numbers.max()) if numbers.numel() else 0.0
+    if math.isfinite(largest):
+        return largest
+    finite = numbers[numbers.isfinite()]
+    return float(finite.max()) if finite.numel() else 0.0

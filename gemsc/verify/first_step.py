@@ -25,9 +25,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from gemsc.base.dtypes import as_real, cast, cast_module, default_dtype
-from gemsc.base.nests import call_loss, call_model, normalize_inputs, tensor_leaves
+from gemsc.base.examples import Examples, num_rows
+from gemsc.base.nests import call_loss, call_model, tensor_leaves
 from gemsc.base.phase import Phase
-from gemsc.base.plain_forward import plain_forward
+from gemsc.base.plain_forward import plain_forward, with_threads
 from gemsc.base.rng import preserve_rng, same_draws
 from gemsc.codegen.package import write_directory
 from gemsc.compilation import Compilation
@@ -56,6 +57,7 @@ T = TypeVar("T")
 _NOTHING = StepRecord([0.0], {}, {})
 
 
+@with_threads(1)  # ranks share a core; with more, each of them has some that wait
 def first_step(
     compilation: Compilation,
     model: nn.Module,
@@ -66,6 +68,7 @@ def first_step(
 ) -> str:
     """Compare one step of a program with the model; return why not, "" if it was.
 
+    Where batches have several shapes, one of each is compared, one after the other.
     Nothing changes in the model or the generators of random numbers.
 
     Raises:
@@ -75,39 +78,53 @@ def first_step(
         return reason
     plan = _with_few_copies(compilation.plan)
     dtype = getattr(torch, plan.dtype) if plan.only_dtype else torch.float64
-    batch = repeated((normalize_inputs(example_inputs), example_target), plan)
+    examples = Examples.of(example_inputs, example_target)
+    pairs = zip(examples.inputs, examples.targets, strict=True)
+    batches = [repeated(pair, plan) for pair in pairs]
     # whatever the optimizers are: they might hide what gradients are
     plain = [replace(each, optimizer=None, scheduler=None) for each in phases]
-    step = _Step(plan, model, loss, batch, dtype, plain)
-    other = replace(step, batch=different(step.batch, plan))
+    step = _Step(plan, model, loss, batches, dtype, plain)
+    other = replace(step, batches=[different(each, plan) for each in batches])
     # numbers that mean something to each other may be refused by the model
     return _compared(compilation, other) and _compared(compilation, step)
 
 
 @dataclass(frozen=True)
 class _Step:
-    """One step of a model on a batch, for its ranks and for one process."""
+    """Steps of a model, one for each batch, for its ranks and for one process."""
 
     plan: Plan
     model: nn.Module
     loss: Callable[..., Any] | None
-    batch: tuple[Any, Any]
+    batches: list[tuple[Any, Any]]
     dtype: torch.dtype
     phases: Sequence[Phase] = ()
 
     def in_one_process(self) -> StepRecord:
         """Return what one process computes, in training and in evaluation."""
-        plan, dtype, (inputs, _) = self.plan, self.dtype, self.batch
+        plan, dtype = self.plan, self.dtype
         precision, record = Precision.of(plan, dtype), _NOTHING
         with same_draws():
             if self.loss is not None or self.phases:
                 loss = AnyLoss(self.loss) if self.loss is not None else None
                 count = plan.data * plan.micro_batches
-                step = self.model, loss, [self.batch], count, dtype
+                step = self.model, loss, self.batches, count, dtype
                 record = reference_steps(*step, precision=precision, phases=self.phases)
             after = self.model, record.state
-            outputs = evaluated(*after, inputs, plan, dtype, precision)
-        return replace(record, outputs=named_outputs(outputs))
+            outputs = [
+                evaluated(*after, inputs, plan, dtype, precision)
+                for inputs, _ in self.batches
+            ]
+        return replace(record, outputs=self._named(outputs))
+
+    def _named(self, outputs: list[list[Any]]) -> dict[str, Tensor]:
+        """Return the outputs of all batches, under names for people."""
+        names = [f" of shape {each.name}" for each in self.plan.shapes] or [""]
+        return {
+            f"{name}{of_shape}": tensor
+            for of_shape, parts in zip(names, outputs, strict=True)
+            for name, tensor in named_outputs(parts).items()
+        }
 
     def on_ranks(self, directory: Path) -> tuple[Exception | None, StepRecord]:
         """Return what the ranks of a program compute, and what stopped them."""
@@ -122,8 +139,8 @@ class _Step:
                     on_nonfinite="warn",
                 )
                 if trainer.program.train_step is not None or self.phases:
-                    recorded(trainer, directory, [self.batch], measure=False)
-                return trainer.evaluate(*self.batch).output
+                    recorded(trainer, directory, self.batches, measure=False)
+                return [trainer.evaluate(*batch).output for batch in self.batches]
 
         try:
             outputs = on_threads(self.plan.ranks, train, self.dtype)
@@ -136,7 +153,8 @@ class _Step:
             failure.__cause__ = error
             return failure, _NOTHING
         # those of data-parallel copies, in order
-        found = named_outputs([each for each in outputs if each is not None])
+        of_batches = zip(*outputs, strict=True)
+        found = self._named([[o for o in each if o is not None] for each in of_batches])
         trains = (directory / "losses0.json").exists()
         record = read_record(directory, self.plan.ranks) if trains else _NOTHING
         return None, replace(record, outputs=found)
@@ -201,7 +219,7 @@ def too_much(plan: Plan, model: nn.Module) -> str:
     if plan.torch_compile:
         return "--torch-compile makes other kernels"
     copies = min(plan.data, MOST_COPIES)
-    count = copies * plan.micro_batches
+    count = copies * plan.micro_batches * max(len(plan.shapes), 1)
     flops = sum(stage.flops for stage in plan.stages)
     blocks = sum(len(stage.blocks) for stage in plan.stages)
     # forward and backward, then evaluation, of the ranks and of the model
@@ -231,7 +249,7 @@ def different(batch: tuple[Any, Any], plan: Plan) -> tuple[Any, Any]:
     Numbers come a little nearer to 0, but for 0, 1 and infinity, which masks have.
     Integers are drawn from those that stand there.
     """
-    size, count = plan.batch_size, plan.data * plan.micro_batches
+    size, count = num_rows(batch[0]), plan.data * plan.micro_batches
     generator = torch.Generator().manual_seed(0)
 
     def change(leaf: Any) -> Any:
@@ -286,7 +304,7 @@ def evaluated(
     with torch.no_grad(), plain_forward(), default_dtype(dtype):
         count, inputs = plan.data * plan.micro_batches, cast(inputs, dtype)
         for m in range(count):
-            part = micro_batch_of(inputs, m, count, plan.batch_size)
+            part = micro_batch_of(inputs, m, count, num_rows(inputs))
             with precision.autocast(cpu):
                 outputs.append(call_model(model, part))
     return outputs

@@ -14,17 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils.data import default_collate
 
 from gemsc.base.boxes import Box
 from gemsc.base.dtypes import cast, cast_module, converted, like_examples
-from gemsc.base.nests import Mean, as_loss, call_model, num_samples, on_device
+from gemsc.base.nests import Mean, as_loss, call_model, on_device
 from gemsc.base.phase import Phase
 from gemsc.base.rng import same_draws, seed_of
-from gemsc.base.stream import ENDLESS, Stream, StreamEndError
+from gemsc.datasets.samples import num_samples
+from gemsc.datasets.stream import ENDLESS, Stream, StreamEndError
 from gemsc.runtime.data.batches import digest
 from gemsc.runtime.data.held_generators import SeededReader
 from gemsc.runtime.data.metrics import Metrics, first_samples
+from gemsc.runtime.data.shapes import ShapeClasses, join_samples, numbers_of
 from gemsc.runtime.data.stream_batches import StreamReader
 from gemsc.slides.windows import Case, Picture, SlidingWindows
 from gemsc.user_model import UserModel
@@ -52,11 +53,20 @@ class RunSettings:
     memory_format: str = "as-given"
     trains_rest: bool = False
     device: torch.device = HOST
+    shapes: ShapeClasses | None = None
 
     @property
-    def part_size(self) -> int:
-        """The samples of a step that one replica takes."""
-        return self.micro_batches * self.micro_batch_size
+    def micro_batch_sizes(self) -> list[int]:
+        """The samples of a micro-batch of each shape."""
+        if self.shapes is None:
+            return [self.micro_batch_size]
+        return [each.micro_batch_size for each in self.shapes.classes]
+
+    @property
+    def sizes(self) -> list[int]:
+        """The samples of a step of each shape."""
+        count = self.replicas * self.micro_batches
+        return [count * size for size in self.micro_batch_sizes]
 
 
 @dataclass
@@ -158,6 +168,7 @@ class PlainRun:
     rows: list[list[int]] = field(default_factory=list)
     epochs: list[int] = field(default_factory=list)
     evaluations: list[Scores] = field(default_factory=list)
+    shape: int = 0  # of the batch at hand
 
     def __post_init__(self) -> None:
         seed, dtype = self.settings.seed, self.settings.dtype
@@ -169,6 +180,8 @@ class PlainRun:
         seed = seed_of(seed, -1)
         data = self.user.make_dataset("eval_dataset", seed=seed)
         self.eval_samples = Samples(data, seed)
+        self.classes = self._classes(self.samples)
+        self.eval_classes = self._classes(self.eval_samples)
         self.model = copy.deepcopy(self.model).to(self.settings.device)
         cast_module(self.model, dtype)
         if not self.model.training:
@@ -198,6 +211,50 @@ class PlainRun:
         scaler = self.settings.precision.scaler(self.settings.device)
         update = PlainUpdate(self.model, phase, named, optimizer, scaler)
         return _Update(update, scheduler)
+
+    def _classes(self, samples: Samples) -> list[int]:
+        """Return the number of each sample's shape: all are 0 where there is one."""
+        if samples.stream is not None or samples.data is None:
+            return []
+        count, shapes = len(samples.data), self.settings.shapes
+        if len(self.settings.sizes) == 1 or shapes is None:
+            return [0] * count
+        return numbers_of(shapes, samples.data, samples.seed, range(count))
+
+    def _rows(self, epoch: int) -> list[tuple[int, list[int]]]:
+        """Return shape and samples of each batch of an epoch."""
+        settings, count = self.settings, len(self.samples.data)
+        generator = torch.Generator().manual_seed(seed_of(settings.seed, epoch))
+        order = torch.randperm(count, generator=generator).tolist()
+        rows: list[tuple[int, list[int]]] = []
+        for shape, size in enumerate(settings.sizes):
+            least = settings.micro_batch_sizes[shape] if settings.trains_rest else size
+            for row in self._cut(self.classes, order, shape):
+                if whole := len(row) - len(row) % least:
+                    rows.append((shape, row[:whole]))
+        if len(settings.sizes) > 1:
+            places = torch.randperm(len(rows), generator=generator).tolist()
+            rows = [rows[place] for place in places]
+        return rows
+
+    def _eval_rows(self) -> Iterator[tuple[int, Sequence[int]]]:
+        """Yield shape and samples of each batch of an evaluation."""
+        count, sizes = num_samples(self.eval_samples.data), self.settings.sizes
+        if self.eval_samples.stream is not None:
+            for first in range(0, count, sizes[0]):
+                yield 0, range(first, min(first + sizes[0], count))
+            return
+        for shape in range(len(sizes)):
+            for row in self._cut(self.eval_classes, range(count), shape):
+                yield shape, row
+
+    def _cut(
+        self, classes: Sequence[int], order: Sequence[int], shape: int
+    ) -> Iterator[list[int]]:
+        """Yield the samples of a shape in parts of a batch."""
+        mine, size = [i for i in order if classes[i] == shape], self.settings.sizes
+        for first in range(0, len(mine), size[shape]):
+            yield mine[first : first + size[shape]]
 
     @property
     def may_leave_out(self) -> bool:
@@ -233,20 +290,21 @@ class PlainRun:
 
     def _read(self, epoch: int, number: int) -> tuple[list[int], list[Any]]:
         """Return a batch of an epoch, none after its last one, and its samples."""
-        settings, data = self.settings, self.samples.data
-        size, count = settings.replicas * settings.part_size, num_samples(data)
-        rows = list(range(number * size, min((number + 1) * size, count)))
-        if (stream := self.samples.stream) is not None:
-            rows.sort(key=lambda index: (index % stream.num_parts, index))
-        else:
+        if (stream := self.samples.stream) is None:
             if number == 0:
-                generator = torch.Generator()
-                generator.manual_seed(seed_of(settings.seed, epoch))
-                self._order = torch.randperm(count, generator=generator).tolist()
-            rows = [self._order[row] for row in rows]
-        if len(rows) < size and not settings.trains_rest:
-            return [], []
-        rows = rows[: len(rows) - len(rows) % settings.micro_batch_size]
+                self._order = self._rows(epoch)
+            if number == len(self._order):
+                return [], []
+            self.shape, rows = self._order[number]
+        else:
+            self.shape, (size,) = 0, self.settings.sizes
+            (least,) = self.settings.micro_batch_sizes
+            count = num_samples(self.samples.data)
+            rows = list(range(number * size, min((number + 1) * size, count)))
+            rows.sort(key=lambda index: (index % stream.num_parts, index))
+            rows = rows[: len(rows) - len(rows) % least]
+            if len(rows) < size and not self.settings.trains_rest:
+                return [], []
         samples = self.samples.take(epoch, rows)
         return (rows, samples) if len(samples) == len(rows) else ([], [])
 
@@ -283,11 +341,9 @@ class PlainRun:
         return found
 
     def _score(self, metrics: Metrics) -> Scores:
-        settings, count = self.settings, num_samples(self.eval_samples.data)
-        size = settings.replicas * settings.part_size
-        found: Scores = []
-        for first in range(0, count, size):
-            rows = list(range(first, min(first + size, count)))
+        settings, found = self.settings, list[tuple[int, dict[str, float]]]()
+        for shape, rows in self._eval_rows():
+            self.shape, size = shape, settings.sizes[shape]
             if not (samples := self.eval_samples.take(0, rows)):
                 break
             full = samples + samples[-1:] * (size - len(samples))
@@ -320,7 +376,7 @@ class PlainRun:
         for index in range(num_samples(self.eval_samples.data)):
             if not (samples := self.eval_samples.take(0, [index])):
                 break
-            input, target = self._batch(samples)
+            input, target = self._batch(samples, pads=False)
             shape = picture.shape_of(input)
             assert shape is not None
             case = Case(shape, picture.size, windows, input)
@@ -339,12 +395,15 @@ class PlainRun:
         return found
 
     def _micro_batches(self, samples: list[Any]) -> Iterator[tuple[Any, Any]]:
-        size = self.settings.micro_batch_size
+        size = self.settings.micro_batch_sizes[self.shape]
         for first in range(0, len(samples), size):
             yield self._batch(samples[first : first + size])
 
-    def _batch(self, samples: list[Any]) -> tuple[Any, Any]:
-        batch = cast(default_collate(samples), self.settings.dtype)
+    def _batch(self, samples: list[Any], *, pads: bool = True) -> tuple[Any, Any]:
+        shapes, shape = self.settings.shapes if pads else None, self.shape
+        if shapes is not None:
+            samples = [shapes.padded(sample, shape) for sample in samples]
+        batch = cast(join_samples(samples, shapes, shape), self.settings.dtype)
         input, target = on_device(batch, self.settings.device)
         return input, target
 

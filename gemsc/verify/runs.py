@@ -23,6 +23,7 @@ from gemsc.plan import Plan
 from gemsc.runtime.process.device import exact_arithmetic, require_gpu
 from gemsc.runtime.process.progress import ProgressBar
 from gemsc.runtime.training.arguments import parse_arguments
+from gemsc.runtime.training.loop import shape_classes
 from gemsc.runtime.training.verification import Figures, RunRecord
 from gemsc.user_model import UserModel
 from gemsc.verify.compare import ALLOWED, LIMIT, TOLERANCE, StepRecord, compare
@@ -120,6 +121,7 @@ def _verify(
         memory_format=plan.memory_format,
         trains_rest=options.last_batch == "train",
         device=device,
+        shapes=shape_classes(plan, user, "dataset"),
     )
     model = initial_model(user, directory)
     with threads_of_a_rank(plan):

@@ -8,7 +8,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,15 +28,17 @@ from gemsc.base.dtypes import (
 )
 from gemsc.base.nests import Mean, as_loss, call_model, on_device
 from gemsc.base.phase import Phase
-from gemsc.base.plain_forward import plain_forward
+from gemsc.base.plain_forward import plain_forward, with_threads
 from gemsc.base.process import num_cores
 from gemsc.base.rng import same_draws
 from gemsc.errors import GemscError
 from gemsc.launch.launch import launch
 from gemsc.plan import Plan
-from gemsc.runtime.data.batches import repeated
+from gemsc.runtime.data.batches import Batch, repeated
+from gemsc.runtime.data.shapes import all_numbers
 from gemsc.runtime.data.stream_batches import batches_of
 from gemsc.runtime.process.device import exact_arithmetic, require_gpu
+from gemsc.runtime.training.loop import shape_classes
 from gemsc.runtime.training.program_directory import check_dtype, check_program
 from gemsc.runtime.training.trainer import OptimizerFactory, as_structure
 from gemsc.user_model import UserModel, load_user_model
@@ -430,16 +432,11 @@ def _inside(subject: _Subject) -> LowPrecision | None:
     return watch.found
 
 
-@contextmanager
-def threads_of_a_rank(plan: Plan) -> Iterator[None]:
+def threads_of_a_rank(plan: Plan) -> AbstractContextManager[None]:
     """Let torch use as many threads as one of the ranks on this machine."""
-    threads = torch.get_num_threads()
-    if "OMP_NUM_THREADS" not in os.environ:  # else the ranks have it, too
-        torch.set_num_threads(max(1, num_cores() // plan.ranks))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
+    if "OMP_NUM_THREADS" in os.environ:  # the ranks have it, too
+        return nullcontext()
+    return with_threads(max(1, num_cores() // plan.ranks))
 
 
 def user_model_of(directory: Path, plan: Plan) -> UserModel:
@@ -479,22 +476,40 @@ def initial_model(user: UserModel, directory: Path) -> nn.Module:
 
 
 def _batches(user: UserModel, plan: Plan, num_steps: int) -> list[tuple[Any, Any]]:
-    """Return batches of the dataset, or the example inputs again and again."""
-    inputs = converted(user.make_inputs(), plan.memory_format)
-    target = user.make_target(inputs)
-    if user.dataset is not None:
-        data = user.make_dataset()
-        batches = batches_of(data, plan.batch_size, seed=0, shuffle=True)
-        enough = len(batches) >= num_steps
-        first = [*itertools.islice(batches.epoch(0), num_steps)] if enough else []
-        if len(first) == num_steps:
-            pairs = [
-                # without what a package adds to tensors, which no file keeps
-                pytree.tree_map_only(Tensor, lambda t: t.as_subclass(Tensor), b.data)
-                for b in first
-            ]
-            return [
-                (like_examples(as_structure(input), inputs), target)
-                for input, target in pairs
-            ]
-    return [repeated((inputs, target), plan)] * num_steps
+    """Return batches of the dataset, or the example inputs again and again.
+
+    Where they have several shapes, each has one batch at least, if need be of examples.
+    """
+    shapes = [converted(each, plan.memory_format) for each in user.make_shapes()]
+    targets = user.make_targets(shapes)
+    examples = [repeated(pair, plan) for pair in zip(shapes, targets, strict=True)]
+    found = _of_dataset(user, plan, num_steps) if user.dataset is not None else []
+    pairs = [
+        (like_examples(as_structure(b.data[0]), shapes[b.shape]), b.data[1])
+        for b in found
+    ]
+    if not plan.shapes:
+        return pairs if len(pairs) == num_steps else examples * num_steps
+    there = {batch.shape for batch in found}
+    pairs += [each for number, each in enumerate(examples) if number not in there]
+    return pairs + examples[:1] * (num_steps - len(pairs))
+
+
+def _of_dataset(user: UserModel, plan: Plan, num_steps: int) -> list[Batch]:
+    """Return the first batches of an epoch, and the first one of each shape."""
+    data, classes = user.make_dataset(), shape_classes(plan, user, "dataset")
+    numbers = all_numbers(classes, data, 0)
+    how: dict[str, Any] = {"shapes": classes, "numbers": numbers}
+    batches = batches_of(data, plan.batch_sizes, seed=0, shuffle=True, **how)
+    found = [*itertools.islice(batches.epoch(0), num_steps)]
+    there = {batch.shape for batch in found}
+    for i, row in enumerate(batches.rows(0) if plan.shapes else ()):
+        if row.shape not in there:
+            there.add(row.shape)
+            found.append(next(batches.epoch(0, i)))
+    # without what a package adds to tensors, which no file keeps
+    return [replace(batch, data=_plain(batch.data)) for batch in found]
+
+
+def _plain(nest: Any) -> Any:
+    return pytree.tree_map_only(Tensor, lambda t: t.as_subclass(Tensor), nest)

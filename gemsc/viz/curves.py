@@ -272,13 +272,13 @@ class RunLog:
 
     name: str
     loss: Curve = field(default_factory=list)
-    phases: dict[str, Curve] = field(default_factory=dict)  # the loss of each
     figures: dict[str, Curve] = field(default_factory=dict)
     rates: Curve = field(default_factory=list)  # samples per second
     memory: list[Curve] = field(default_factory=list)  # bytes of each rank
     options: dict[str, Any] = field(default_factory=dict)
     last: dict[str, Any] = field(default_factory=dict)  # what was logged last
     last_step: dict[str, Any] = field(default_factory=dict)
+    phases: dict[str, Curve] = field(default_factory=dict)  # the loss of each
 
     @property
     def steps(self) -> int:

@@ -35,7 +35,14 @@ NARROW = 17  # what a column that may shrink is left with
 def list_plan(plan: Plan, most: int = MOST_ROWS) -> Iterator[Listing]:
     """Yield all tables in which there is anything; of long ones a sample of lines."""
     for listing in (
-        *(_list_stages, _list_not_kept, _list_tiles, _list_shared, _list_forks),
+        *(
+            _list_shapes,
+            _list_stages,
+            _list_not_kept,
+            _list_tiles,
+            _list_shared,
+            _list_forks,
+        ),
         *(_list_whole, _list_barriers, _list_skips, _list_made, _list_transfers),
         _list_ranks,
     ):
@@ -69,6 +76,25 @@ def block_names(stage: PlannedStage) -> str:
     """Return the names of a stage's blocks, of many only the first and the last."""
     names = stage.blocks
     return ", ".join(names) if len(names) < 4 else f"{names[0]} ... {names[-1]}"
+
+
+def _list_shapes(plan: Plan, most: int) -> Listing:
+    """Return what a step takes of each shape that batches may have."""
+    numbers = sample(len(plan.shapes), most)
+    shapes = [plan.shapes[number] for number in numbers]
+    samples = [plan.batch_sizes[number] for number in numbers]
+    rates = zip(samples, shapes, strict=True)
+    return "shapes: a step of each; all else is about the largest one", [
+        column("shape", (each.name for each in shapes), left=True),
+        column("samples", samples),
+        column("step", (each.step_seconds for each in shapes), show_seconds),
+        column(
+            "samples/s",
+            (count / each.step_seconds for count, each in rates),
+            show_rate,
+        ),
+        column("highest peak", (max(s.peak_bytes) for s in shapes), show_bytes),
+    ]
 
 
 def _list_stages(plan: Plan, most: int) -> Listing:

@@ -84,7 +84,8 @@ def _converted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return new.copy_(tensor)  # type: ignore[no-any-return]
 
 
-NOT_OF_THE_MODEL = ("_loss.", "_constants.")  # names that only a stage has
+CONSTANTS = "_constants."  # of the program itself
+NOT_OF_THE_MODEL = ("_loss.", CONSTANTS)  # names that only a stage has
 
 
 def stage_tensors(stage: nn.Module) -> dict[str, Tensor]:
@@ -150,7 +151,15 @@ def put(module: nn.Module, values: Mapping[str, Tensor]) -> None:
                 value = nn.Parameter(value, requires_grad=old.requires_grad)
                 value.__dict__.update(old.__dict__)
             new[id(old)] = value
-    for each in module.modules():  # a tied tensor has several places
+    swap(module, new)
+
+
+def swap(module: nn.Module, new: Mapping[int, Any]) -> None:
+    """Put tensors in the place of those of a module with these ids.
+
+    A tied tensor has several places.
+    """
+    for each in module.modules():
         slots: dict[str, Any]
         for slots in (each._parameters, each._buffers):
             for name, slot in slots.items():

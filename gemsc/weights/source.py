@@ -5,6 +5,8 @@ They are a file, or a folder as Hugging Face ships it:
 model.safetensors                       one file
 model.safetensors.index.json            which of the shards has which tensor
 model-00001-of-00002.safetensors, ...
+
+or as torch.distributed.checkpoint does: a folder of .metadata and .distcp files
 """
 
 from __future__ import annotations
@@ -15,14 +17,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from gemsc.base.files import DISTRIBUTED
 from gemsc.errors import GemscError
 from gemsc.weights.write import DTYPES, Entry
+
+if TYPE_CHECKING:
+    from gemsc.weights.distributed import DistributedCheckpoint
 
 MODEL = "model.safetensors"
 INDEX = "*.safetensors.index.json"
@@ -30,7 +36,7 @@ OF_TORCH = (".pt", ".pth", ".bin")
 INSIDE = ("state_dict", "model_state_dict", "model", "module")  # as training loops save
 KINDS = (
     "give a .safetensors file, a folder of them (with its .index.json, if it has one), "
-    "or a .pt file of a state_dict"
+    "a .pt file of a state_dict, or a folder of torch.distributed.checkpoint"
 )
 
 
@@ -42,6 +48,7 @@ class WeightFiles:
     table: Mapping[str, Entry]
     _files: Mapping[str, Path] = field(default_factory=dict, repr=False)
     _tensors: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+    _distributed: DistributedCheckpoint | None = field(default=None, repr=False)
 
     @staticmethod
     def open(path: Path) -> WeightFiles:
@@ -64,8 +71,11 @@ class WeightFiles:
     def mapped(self, name: str) -> Tensor:
         """Return a tensor on the memory of its file: pages are read when it is used.
 
-        To write to it changes a page of its own, not the file.
+        To write to it changes a page of its own, not the file. Of a checkpoint of
+        torch.distributed it is read, into memory of its own.
         """
+        if self._distributed is not None:
+            return self._distributed.read(name)
         if name in self._tensors:
             return self._tensors[name]
         with safe_open(self._files[name], "pt") as file:
@@ -73,7 +83,17 @@ class WeightFiles:
         return tensor
 
 
+def open_distributed(folder: Path) -> DistributedCheckpoint:
+    """Open a folder that torch.distributed.checkpoint has written."""
+    from gemsc.weights.distributed import DistributedCheckpoint  # loads for a second
+
+    return DistributedCheckpoint(folder)
+
+
 def _of_folder(folder: Path) -> WeightFiles:
+    if (folder / DISTRIBUTED).is_file():
+        found = open_distributed(folder)
+        return WeightFiles(folder, found.table, _distributed=found)
     indices = sorted(folder.glob(INDEX))
     if len(indices) > 1:
         names = " and ".join(path.name for path in indices[:2])
@@ -147,6 +167,12 @@ def _table(path: Path) -> dict[str, Entry]:
         ) from None
     except (SafetensorError, OSError) as error:
         raise _damaged(path, str(error)) from None
+    except RuntimeError as error:  # of torch, which maps it to be written to
+        raise GemscError(
+            f"{path} is too large for this machine: {error}",
+            help="save it in several files, as save_pretrained() does, or as root: "
+            "sysctl vm.overcommit_memory=1",
+        ) from None
 
 
 def _of_torch(path: Path) -> dict[str, Tensor]:

@@ -95,7 +95,7 @@ def write_stream(
         entry, start = table[name], end
         end += entry.bytes
         header[name] = {
-            "dtype": _name(name, entry.dtype),
+            "dtype": stored_name(name, entry.dtype),
             "shape": entry.shape,
             "data_offsets": [start, end],
         }
@@ -116,7 +116,12 @@ def write_stream(
     return FileFacts(len(head) + end, digest.hexdigest())
 
 
-def _name(name: str, dtype: torch.dtype) -> str:
+def stored_name(name: str, dtype: torch.dtype) -> str:
+    """Return what a safetensors file calls a dtype.
+
+    Raises:
+        GemscError: it has no name; the message says that tensor `name` has it.
+    """
     if dtype not in _NAMES:
         raise GemscError(
             f"'{name}' is {dtype}: a safetensors file cannot hold that",

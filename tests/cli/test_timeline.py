@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -414,7 +415,8 @@ def test_a_step_is_measured_on_the_device_that_is_named(tmp_path, monkeypatch):
         return 3
 
     monkeypatch.setattr("gemsc.launch.measure.start", start)
-    monkeypatch.setattr("gemsc.launch.measure.trainable", lambda directory: None)
+    trains = SimpleNamespace(phases=())
+    monkeypatch.setattr("gemsc.launch.measure.trainable", lambda directory: trains)
     for words in ((), ("cuda",)):
         with pytest.raises(GemscError, match="exit code 3"):
             measure(tmp_path, 5, *words)

@@ -504,6 +504,7 @@ gemsc = pytest.fixture(gemsc_here)
 
 
 @pytest.mark.mpi
+@pytest.mark.usefixtures("engine")
 def test_the_command_reports_and_verifies_them(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

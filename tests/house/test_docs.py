@@ -144,7 +144,8 @@ def test_options_that_are_named_exist(page, capsys):
     known = {"--help", "--update-golden", "--nightly"}  # pytest's
     known |= {"--extra-index-url", "--oversubscribe", "--mpi"}  # pip, mpirun, srun
     known |= {"--gpus-per-node"}  # sbatch
-    known |= {"--no-binary", "--recipe", "--nproc-per-node"}  # pip, rattler, torchrun
+    known |= {"--no-binary", "--recipe"}  # pip, rattler
+    known |= {"--nproc-per-node", "--local-addr", "--rdzv-conf"}  # torchrun
     known |= {"--nnodes", "--rdzv-backend", "--rdzv-endpoint"}  # torchrun
     known |= {"--rm", "--gpus", "--nv", "--build-arg"}  # docker, apptainer
     app = get_command(make_app())

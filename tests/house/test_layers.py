@@ -30,10 +30,11 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "weights": ("errors", "base"),
     "source": ("errors", "base"),
     "slides": ("errors", "base"),
+    "datasets": ("errors", "base"),
     "nn": (),
     "options": ("errors", "base"),
     "plan": ("errors", "base"),
-    "user_model": ("errors", "base", "weights", "source", "slides"),
+    "user_model": (*("errors", "base", "weights", "source", "slides", "datasets"),),
     "schedules": ("errors", "base"),
     "messages": ("errors", "base"),
     "runtime.transport": ("errors", "base", "messages"),
@@ -41,7 +42,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "runtime.tiles": ("errors", "base", "nn", "messages", "runtime.transport"),
     "runtime.memory": ("errors", "base", *RUNTIME),
     "runtime.data": (
-        *("errors", "base", "slides", "messages", "plan"),
+        *("errors", "base", "slides", "datasets", "messages", "plan"),
         *("runtime.transport", "runtime.process"),
     ),
     "runtime.worker": (
@@ -54,7 +55,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "runtime.training": (
         *("errors", "base", "weights", "source", "slides", "messages", "plan"),
         *(*RUNTIME, "runtime.memory", "runtime.data", "runtime.worker"),
-        *("user_model", "runtime.checkpoint"),
+        *("user_model", "datasets", "runtime.checkpoint"),
     ),
     # what generated files import: names out of the rooms above
     "runtime": (
@@ -118,6 +119,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         # one step runs before a program is given out
         *("ir", "compilation", "codegen"),
         *("runtime.transport", "runtime.process", "runtime.data", "runtime.training"),
+        "datasets",
     ),
     "verify.field": (
         *("errors", "base", "weights", "plan", "verify", "runtime.tiles"),
@@ -143,17 +145,21 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "verify",
         "weights",
         "slides",
+        "datasets",
     ),
 }
 # the command may look at everything
 MAY_IMPORT["cli"] = tuple(MAY_IMPORT)
 # To import mpi4py.MPI starts MPI: only a rank may do so. PyTorch takes a second to
-# load: what starts ranks does so only to ask for a GPU.
+# load: what starts ranks does so only to ask for a GPU. Its distributed checkpoints
+# take another one.
 IN_FUNCTIONS = {
     ("gemsc.runtime.transport.launcher", "mpi4py"),
     ("gemsc.runtime.training.arguments", "gemsc.runtime.process.device"),
     ("gemsc.launch.start", "gemsc.runtime.process.device"),
     ("gemsc.runtime.training.logs", "torch.utils.tensorboard"),
+    ("gemsc.weights.source", "gemsc.weights.distributed"),
+    ("gemsc.cli.export", "gemsc.weights.distributed"),
 }
 
 OF_A_RANK = {*MAY_IMPORT["runtime"], *MAY_IMPORT["runtime.training"]}

@@ -192,6 +192,7 @@ SAMPLE = {
 
 
 @pytest.mark.mpi
+@pytest.mark.usefixtures("engine")
 @pytest.mark.nightly
 @pytest.mark.parametrize("processes", SAMPLE)
 def test_processes_compute_what_one_process_does(

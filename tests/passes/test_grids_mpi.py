@@ -13,9 +13,9 @@ from program_support import on_ranks
 
 from gemsc.launch.launch import launch
 from gemsc.runtime.training.trainer import Trainer
-from gemsc.runtime.transport.mpi import MpiTransport
+from gemsc.runtime.transport.choose import start_transport
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("engine")]
 gemsc = pytest.fixture(gemsc_here)
 
 MODEL = """
@@ -95,7 +95,7 @@ def test_compile_and_verify_from_the_command_line(tmp_path: Path, gemsc: Gemsc) 
 def main(*names: str) -> None:
     """What a rank runs: some steps of each program, in turn."""
     for name in names:
-        transport = MpiTransport()
+        transport = start_transport()
         found = losses(Trainer(Path(name), transport))
         if transport.rank == 0:
             Path(name).with_suffix(".json").write_text(json.dumps(found))

@@ -354,6 +354,7 @@ def test_a_checkpoint_is_whole_and_loads_at_another_split(tmp_path: Path) -> Non
 
 
 @pytest.mark.mpi
+@pytest.mark.usefixtures("engine")
 @pytest.mark.nightly
 def test_a_killed_run_goes_on_as_one_process_does(
     gemsc: Gemsc, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

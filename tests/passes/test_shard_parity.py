@@ -110,6 +110,7 @@ SAMPLE = {
 
 
 @pytest.mark.mpi
+@pytest.mark.usefixtures("engine")
 @pytest.mark.nightly  # by day test_mpi.py has one of them
 @pytest.mark.parametrize("sample", ["two", "four"])
 def test_processes_compute_what_one_process_does(sample: str, tmp_path: Path) -> None:

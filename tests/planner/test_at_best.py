@@ -6,6 +6,7 @@ So a split that is left out because of it would not have been taken.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,9 @@ from plan_support import search
 from torch import nn
 
 from gemsc.compiler import schedule_stages, trace
-from gemsc.options import CompileOptions
+from gemsc.costs.hardware import read_hardware
+from gemsc.costs.operators import least_seconds
+from gemsc.options import AUTO, CompileOptions
 from gemsc.passes.manager import Runs
 from gemsc.search import auto
 from gemsc.search.candidates import alternatives, ranked
@@ -32,6 +35,13 @@ SPLITS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("unet", {"ranks": 4, "tiles": "2x1", "micro_batches": 2}),
     ("inception", {"ranks": 2, "branches": "2"}),
     ("inception", {"ranks": 4, "branches": "2", "data": 2}),
+    ("resnet10", {"ranks": 4, "shards": "4"}),
+    ("resnet10", {"ranks": 4, "tiles": "2x2"}),
+    ("densecnn", {"ranks": 4, "tiles": "2x1", "shards": "2"}),
+    ("tiled", {"ranks": 2, "tiles": "1x2"}),
+    ("encoder", {"ranks": 2, "shards": "2"}),
+    ("amoebanet", {"ranks": 4, "tiles": "2x1"}),
+    ("amoebanet", {"ranks": 2, "shards": "2", "branches": "2"}),
 )
 
 
@@ -50,6 +60,44 @@ def test_no_split_is_better_than_it_is_at_best(
     work = sum(block.busy_seconds for block in traced(name).program.blocks or ())
     steps = chosen.micro_batches * chosen.data
     assert best.seconds >= 0.99 * steps * work / chosen.ranks
+    # nor is a stage, in which what kernels take on next to nothing is most of it
+    tasks = [stage(chosen, lowered=which).task for which in ("none", "two")]
+    for each, its in zip(*(task.stages for task in tasks), strict=True):
+        assert each.forward <= 1.001 * its.forward
+        assert each.backward <= 1.001 * its.backward
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "tightest"),
+    [
+        ("amoebanet", {"ranks": 4, "tiles": "2x2"}, 0.3),
+        ("amoebanet", {"ranks": 4, "shards": "4"}, 0.5),
+    ],
+)
+def test_of_small_kernels_ranks_do_not_take_even_shares(
+    name: str, given: dict[str, Any], tightest: float
+) -> None:
+    """Each rank calls all of them: that is most of what they take here."""
+    stage = partial(schedule_stages, traced(name), run=Runs())
+    chosen = options(**given)
+    best, real = auto.at_best(chosen, stage), auto.assess(chosen, stage)
+    assert best.seconds >= tightest * real.seconds
+
+
+def test_the_least_of_a_kernel_is_that_of_whatever_form_a_part_may_take() -> None:
+    device = read_hardware().device
+    calls = {kind: fit["calls"] for kind, fit in device.fit.items()}
+    least = {kind: least_seconds(device, kind) for kind in calls}
+    unfolded = calls["convolution-1x1-unfolded"]  # as small ones are
+    assert least["convolution-1x1"] == unfolded < calls["convolution-1x1"]
+    assert least["convolution-2d-input"] == calls["convolution-2d-unfolded-input"]
+    products = {calls[kind] for kind in calls if kind.startswith("matmul")}
+    assert least["matmul-nt"] == least["matmul-tn"] == min(products)
+    assert least["pool-max"] == calls["pool-max"]
+    assert least["pointwise-sum-columns"] == calls["pointwise-sum"]
+    others = "attention", "copy", "embedding", "convolution-depthwise", "other"
+    assert {least[kind] for kind in others} == {0.0}
+    assert least_seconds(read_hardware("a100").device, "convolution-2d") == 0.0
 
 
 @pytest.mark.parametrize(
@@ -83,6 +131,43 @@ def test_what_is_taken_is_the_best_of_all(
     found = search(program, capped)
     assert found[0].fits()
     assert found[0].samples_per_second >= 0.98 * fitting[0].samples_per_second
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "share"),
+    [
+        ("mlp", {"ranks": 4, "data": AUTO}, 0.8),
+        ("mlp", {"ranks": 4, "data": AUTO}, 0.6),
+        ("resnet10", {"ranks": 4, "data": AUTO}, 0.8),
+        ("unet", {"ranks": 2, "tiles": "auto"}, 0.8),
+        ("unet", {"ranks": 2, "tiles": "auto"}, 0.6),
+    ],
+    ids=str,
+)
+def test_what_is_taken_is_the_best_of_all_that_is_tried_again(
+    name: str, given: dict[str, Any], share: float
+) -> None:
+    """No plan that is left out would have been faster with blocks recomputed."""
+    program = traced(name)
+    every: dict[str, Any] = {**given, "schedule": "auto", "placement": "auto"}
+    cap = int(share * search(program, options(**every))[0].peak_bytes)
+    capped = options(**every, device_memory=cap)
+    stage = partial(schedule_stages, program, run=Runs())
+    changes: list[dict[str, Any]] = [
+        {"recompute": recompute, "shard_optimizer": shared}
+        for recompute in ((), ("auto",))
+        for shared in (False, True)
+    ]
+    tried = [
+        auto.assess(replace(each, **change), stage)
+        for each in alternatives(capped, image_sizes(program.program))
+        for change in changes
+    ]
+    best = max(each.samples_per_second for each in tried if each.fits())
+    found = search(program, capped)
+    assert found[0].fits()
+    assert found[0].samples_per_second >= 0.98 * best
+    assert len(found) < sum(not each.problem for each in tried)
 
 
 def test_the_first_schedule_that_is_tried_need_not_be_the_one() -> None:

@@ -343,6 +343,7 @@ def test_a_block_that_writes_cannot_run_twice(tmp_path: Path) -> None:
 
 
 @pytest.mark.mpi(2)
+@pytest.mark.usefixtures("engine")
 @pytest.mark.nightly
 def test_under_mpirun_with_dropout(tmp_path: Path, gemsc: Gemsc) -> None:
     text = MODEL.replace("Dropout(0.1)", "Dropout(0.5)")

@@ -13,7 +13,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from training_support import pairs, program, run, user_of
 
+from gemsc.base.files import facts_of
 from gemsc.errors import GemscError
+from gemsc.runtime.checkpoint import folder
 from gemsc.runtime.data.metrics import figure_names
 from gemsc.runtime.training import checkpoints
 from gemsc.runtime.training.arguments import parse_arguments
@@ -46,6 +48,29 @@ def test_when_it_is_saved(words: str, steps: list[int], tmp_path: Path) -> None:
     run(program(tmp_path), user_of(), *words.split())
     assert saved(folder) == steps
     assert (folder / "model.safetensors").is_file() == bool(steps)
+
+
+def test_what_was_just_saved_is_not_read_to_compare_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each byte is digested once: as it is written, or before it is resumed from."""
+    read: list[Path] = []
+
+    def noted(path: Path) -> Any:
+        read.append(path)
+        return facts_of(path)
+
+    monkeypatch.setattr(folder, "facts_of", noted)
+    directory, saved = program(tmp_path), tmp_path / "saved"
+    run(directory, user_of(), "--steps", "2", "--save", str(saved))
+    assert (saved / "model.safetensors").is_file()
+    assert not read
+    words = "--steps", "4", "--save", str(saved), "--resume", str(saved)
+    run(directory, user_of(), *words)
+    assert sorted(path.name for path in read) == [
+        "rank0.safetensors",
+        "rank1.safetensors",
+    ]
 
 
 def test_every_ten_minutes_by_the_clock_of_the_first_rank(

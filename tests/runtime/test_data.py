@@ -87,7 +87,7 @@ def test_evaluation_fills_the_last_batch_up_and_says_how_much_counts() -> None:
     batches = Batches(Noisy(), 4, seed=0, shuffle=False)
     assert len(batches) == 3
     found = list(batches.epoch(0))
-    assert [batches.count(i) for i in range(3)] == [4, 4, 2]
+    assert [len(row.indices) for row in batches.rows(0)] == [4, 4, 2]
     assert [batch.is_full for batch in found] == [True, True, False]
     assert found[2].data[1].tolist() == [8, 9, 9, 9]
 
@@ -127,10 +127,12 @@ def test_of_the_order_of_an_epoch_each_batch_takes_its_own_samples(
     part: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And does so as it is read: the first one waits for no other."""
-    order = Batches._order
-    monkeypatch.setattr(
-        Batches, "_order", lambda *each: order(*each).as_subclass(CountedTensor)
-    )
+    permuted = torch.randperm
+
+    def counted(*given: Any, **how: Any) -> Tensor:
+        return permuted(*given, **how).as_subclass(CountedTensor)
+
+    monkeypatch.setattr(torch, "randperm", counted)
     options: dict[str, Any] = {"seed": 0, "shuffle": True, "part": part}
     batches = Batches(Noisy(1000), 4, num_parts=2, **options)
     monkeypatch.setattr(CountedTensor, "taken", 0)
@@ -140,7 +142,7 @@ def test_of_the_order_of_an_epoch_each_batch_takes_its_own_samples(
     assert len([*found]) == 249
     assert CountedTensor.taken < 3 * 1000
     monkeypatch.setattr(CountedTensor, "taken", 0)
-    batches.indices(0, 3)
+    next(batches.rows(0, 3))
     assert CountedTensor.taken == 4
 
 
@@ -394,6 +396,20 @@ def test_a_process_that_reads_and_ends_is_an_error() -> None:
         timeout=100,
     )
     assert "a process that reads the dataset has ended" in done.stdout
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError("by peer"), EOFError("of it")])
+def test_a_process_that_ends_while_its_tensors_are_fetched_is_an_error(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(loader: object) -> None:
+        raise error
+
+    batches = Batches(Noisy(), 1, seed=0, shuffle=False)
+    monkeypatch.setattr("torch.utils.data.DataLoader.__iter__", lambda loader: loader)
+    monkeypatch.setattr("torch.utils.data.DataLoader.__next__", fails, raising=False)
+    with pytest.raises(GemscError, match=r"has ended: (by peer|of it)"):
+        next(batches.epoch(0))
 
 
 CLOSES = """

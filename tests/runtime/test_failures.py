@@ -20,7 +20,7 @@ from gemsc.launch import launch
 from gemsc.runtime.checkpoint.folder import check_checkpoint, check_digests
 from gemsc.runtime.training.run_folder import held
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("engine")]
 
 STARTER = "gemsc.launch.torch_ranks"  # what mpirun is for torch.distributed
 PROMISE = 10.0  # seconds from a failure until no process is left
@@ -171,11 +171,6 @@ def is_mpirun(pid: int) -> bool:
     """Whether a process is mpirun, and not what it or `gemsc run` has started."""
     words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
     return Path(words[0]).name in ("mpirun", "prterun") or STARTER in words[1:3]
-
-
-@pytest.fixture(autouse=True, params=["mpi", *at_night("torch")])
-def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GEMSC_ENGINE", request.param)
 
 
 @pytest.fixture

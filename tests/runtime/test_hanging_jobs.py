@@ -16,10 +16,9 @@ from pathlib import Path
 
 import pytest
 from command_line import GEMSC, MODEL, compile_here
-from nightly import at_night
 from test_failures import children
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("engine")]
 
 START = 90.0  # seconds that ranks may take to start on a busy machine
 
@@ -169,11 +168,6 @@ class Job:
             ranks = [v.partition(b"=")[2] for v in data if v.startswith(names)]
             found += [(int(rank), pid) for rank in ranks]
         return [pid for _, pid in sorted(found)]
-
-
-@pytest.fixture(autouse=True, params=["mpi", *at_night("torch")])
-def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GEMSC_ENGINE", request.param)
 
 
 @pytest.fixture

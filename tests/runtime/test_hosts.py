@@ -4,13 +4,17 @@ import itertools
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from command_line import MODEL, is_alive
 from host_pair import Pair, two_hosts
+from nightly import at_night
+from safetensors.torch import load_file
 
 from gemsc.errors import GemscError
 from gemsc.launch import hosts as of_hosts
@@ -241,6 +245,32 @@ def test_a_job_on_two_hosts(compile_for, tmp_path):
         for space in pair.spaces:
             told = [path.read_text() for path in Path().glob(f"on-{space}-*")]
             assert told == ["x y None True"]
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("slots", [1, *at_night(2)])
+def test_a_job_of_torchrun_on_two_hosts(compile_for, tmp_path, slots):
+    """Names that nobody knows: ranks find the address in the network of the first."""
+    with two_hosts(tmp_path) as pair:
+        compile_for(pair, slots)
+        words = (sys.executable, "-m", "torch.distributed.run", "--nnodes", "2")
+        words += ("--nproc-per-node", slots, "--rdzv-backend", "c10d")
+        words += ("--rdzv-endpoint", f"{pair.addresses[0]}:29400")
+        what = ("program", "--steps", "2", "--save", "saved")
+        jobs = []
+        for index, address in enumerate(pair.addresses):
+            own = ("--local-addr", address, "--rdzv-conf", f"is_host={1 - index}")
+            jobs.append(pair.popen(index, "timeout", 100, *words, *own, *what))
+        said = [job.communicate() for job in jobs]
+        assert [job.returncode for job in jobs] == [0, 0], said
+        assert ["accuracy" in out for out, _ in said] == [True, False]
+        for space in pair.spaces:
+            assert len(list(Path().glob(f"on-{space}-*"))) == slots
+        again = ("gemsc", "run", "program", "--steps", "2", "--save", "alone")
+        assert pair.run(0, *again)[0] == 0
+        weights = [load_file(f"{run}/model.safetensors") for run in ("saved", "alone")]
+        for name, tensor in weights[0].items():
+            assert torch.allclose(tensor, weights[1][name], rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.mpi

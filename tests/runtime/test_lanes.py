@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import math
 import random
 from collections import defaultdict
@@ -35,7 +36,7 @@ from gemsc.result import CompiledProgram, prove_files
 from gemsc.runtime.tiles.grid import Grid
 from gemsc.runtime.tiles.messages import FIRST_TAG, TileMailbox, tag_of
 from gemsc.runtime.training.trainer import Trainer
-from gemsc.runtime.transport.local import LocalTransport, run_local
+from gemsc.runtime.transport.local import LocalGroup, LocalTransport, run_local
 from gemsc.runtime.transport.mailbox import Mailbox
 from gemsc.runtime.transport.streams import CudaStreams
 from gemsc.schedules.action import Action, Kind
@@ -70,6 +71,9 @@ USES: dict[str, dict[str, Any]] = {
     "branches": {"ranks": 2, "branches": ("2",)},
     "data": {"ranks": 4, "data": 2, "shard_optimizer": True},
 }
+
+# the others exchange only, or are alone
+WITH_SUMS = {"tiles after tiles", "tiles recomputed", "mirrored tiles", "shards"}
 
 
 def made(use: str, folder: Path) -> tuple[CompiledProgram, Tensor]:
@@ -244,6 +248,58 @@ def test_with_tags_receives_keep_the_order_of_their_source(
             wanted[end.peer, rank.rank].append(end.tag)
     assert posted == wanted
     assert all(len(set(tags)) > 1 for tags in posted.values()) or use == "tiles"
+
+
+@pytest.mark.parametrize("use", USES)
+def test_connections_are_made_at_the_start_in_one_order(
+    use: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step makes none, and each group of tiles that is made is used."""
+    program, x = made(use, tmp_path)
+    made_by: dict[int, list[str]] = defaultdict(list)
+    used: dict[int, set[str]] = defaultdict(set)
+    group, begin = LocalTransport.group, LocalGroup._start
+
+    def noted_group(self: LocalTransport, ranks: Any, key: str = "") -> Any:
+        name = f"{key} {sorted(ranks)}"
+        if name not in made_by[self.rank]:
+            made_by[self.rank].append(name)
+        return group(self, ranks, key)
+
+    def noted_start(self: LocalGroup, *args: Any) -> Any:
+        used[self._transport.rank].add(f"{self._key} {[*self.ranks]}")
+        return begin(self, *args)
+
+    monkeypatch.setattr(LocalTransport, "group", noted_group)
+    monkeypatch.setattr(LocalGroup, "_start", noted_start)
+
+    def run(transport: LocalTransport) -> list[str]:
+        trainer = Trainer(tmp_path, transport, device=torch.device("cpu"))
+        begun = [*made_by[transport.rank]]
+        target = x.new_zeros(x.shape[0], *program_target(program))
+        trainer.step(x, target)
+        trainer.evaluate(x, target)
+        return begun
+
+    found = run_local(program.plan.ranks, run)
+    of_tiles = [[n for n in each if n.startswith("tiles of")] for each in found]
+    for rank, each in enumerate(found):
+        assert made_by[rank] == each
+        assert used[rank] >= {*of_tiles[rank]}
+    for one, other in itertools.combinations(found, 2):
+        both = {*one} & {*other}
+        assert [n for n in one if n in both] == [n for n in other if n in both]
+    assert any(of_tiles) == (use in WITH_SUMS)
+
+
+def test_a_sum_of_tiles_that_is_not_named_is_found(tmp_path: Path) -> None:
+    files = made("shards", tmp_path)[0].rank_modules()
+    found = [name for name, text in files.items() if ", sums=((0, 1),)" in text]
+    name = found[-1]
+    files[name] = files[name].replace(", sums=((0, 1),)", "")
+    says = f"{name[:-3].replace('k', 'k ')} adds up over tiles .* do not name: \\w+.py"
+    with pytest.raises(InternalError, match=says):
+        read_ranks(files)
 
 
 def test_a_program_without_an_order_needs_tags(tmp_path: Path) -> None:

@@ -428,6 +428,7 @@ def test_a_run_from_the_command_line_equals_a_plain_loop(
     assert head.endswith("loss_d,loss_g,eval_mse")
     assert len(rows) == 2
     assert "a step has several phases" in said("verify", "p", "--all-inputs", code=1)
+    assert "a step has several phases" in said("timeline", "p", "--measured", code=1)
     (tmp_path / "model.py").write_text(f"{FILE}\nloss = nn.MSELoss()\n")
     assert "there are phases, and loss beside them" in said(*words, code=1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 import sys
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from gemsc.base.parts import Part
 from gemsc.runtime.checkpoint.pieces import TensorPiece, make_up
 
 
@@ -83,3 +85,59 @@ def test_four_times_as_many_pieces_take_four_times_the_work(
         assert make_up(whole, found)
         work.append(lines_run(partial(make_up, whole, found)))
     assert work[1] < 5 * work[0]
+
+
+def stairs(count: int) -> tuple[TensorPiece, list[TensorPiece]]:
+    """Return columns that are each cut at a row of their own."""
+    shape = count + 1, count
+    columns = [
+        TensorPiece(shape, ((rows,), ((column, column + 1),)))
+        for column in range(count)
+        for rows in ((0, column + 1), (column + 1, count + 1))
+    ]
+    return TensorPiece.whole(shape), columns
+
+
+def repeated(outer: int) -> tuple[TensorPiece, list[TensorPiece]]:
+    """Return the fused parts of 8 ranks, and the part of one of two ranks."""
+    part = functools.partial(Part, (outer * 8, 4), outer=outer)
+    parts = [part(units=8, rows=(unit, unit + 1)) for unit in range(8)]
+    wanted = part(units=2, rows=(1, 2))
+    return TensorPiece.of_part(wanted), [*map(TensorPiece.of_part, parts)]
+
+
+@pytest.mark.parametrize("make", [stairs, repeated])
+def test_parts_take_the_work_of_reading_them(
+    make: Callable[[int], tuple[TensorPiece, list[TensorPiece]]],
+) -> None:
+    work = []
+    for count in (16, 64):
+        wanted, found = make(count)
+        assert make_up(wanted, found)
+        assert not make_up(wanted, found[:-1])
+        assert not make_up(wanted, [*found, found[-1]])
+        work.append(lines_run(partial(make_up, wanted, found)))
+    assert work[1] < 5 * work[0]
+
+
+def test_the_overlap_of_parts_is_that_of_their_elements() -> None:
+    """Of random rows in two dimensions, with gaps and rows that touch."""
+    draw = random.Random(1)
+
+    def rows(size: int) -> tuple[tuple[int, int], ...]:
+        cuts = sorted(draw.sample(range(size + 1), 6))
+        return tuple(zip(cuts[::2], cuts[1::2], strict=True))
+
+    numbers = torch.arange(12 * 9).view(12, 9)
+    for _ in range(100):
+        one, other = (TensorPiece((12, 9), (rows(12), rows(9))) for _ in range(2))
+        held = [torch.full(piece.sizes, -1) for piece in (one, other)]
+        for piece, values in zip((one, other), held, strict=True):
+            for own, theirs in piece.overlap(TensorPiece.whole((12, 9))):
+                values[own] = numbers[theirs]
+        seen = torch.full((12, 9), -1)
+        for own, theirs in one.overlap(other):
+            assert torch.equal(held[0][own], held[1][theirs])
+            seen.view(-1)[held[0][own].flatten()] = held[1][theirs].flatten()
+        both = covered(one) * covered(other)
+        assert torch.equal(seen.ge(0), both.eq(1))

@@ -400,6 +400,7 @@ def test_an_exchange_takes_half_of_an_all_reduce() -> None:
 
 
 @pytest.mark.mpi
+@pytest.mark.usefixtures("engine")
 @pytest.mark.nightly
 def test_the_saved_model_is_the_same_bit_for_bit(gemsc: Gemsc, tmp_path: Path) -> None:
     path = tmp_path / "model.py"

@@ -208,9 +208,10 @@ def test_a_rank_that_raises_ends_the_job_in_seconds(tmp_path):
 
 
 @pytest.mark.mpi
-@pytest.mark.nightly
-def test_a_message_that_is_too_short_is_an_error(tmp_path):
-    code, output = run_mpi(2, tmp_path, ("a_message_that_is_too_short",))
+@pytest.mark.parametrize("engine", ["torch", *at_night("mpi")])
+def test_a_message_that_is_too_short_is_an_error(engine, tmp_path):
+    case = "a_message_that_is_too_short"
+    code, output = run_mpi(2, tmp_path, (case,), engine=engine)
     assert code == 3
     assert "message 1 from rank 1 to rank 0: 8 bytes came, not 12" in output
 

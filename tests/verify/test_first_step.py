@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from command_line import Gemsc
 from torch import Tensor, nn
 
 import gemsc.compiler
+from gemsc.base.plain_forward import with_threads
 from gemsc.codegen.package import rank_modules
 from gemsc.compilation import Compilation
 from gemsc.compiler import CompiledProgram, compile
@@ -221,6 +223,22 @@ def test_nothing_of_the_process_changes() -> None:
     assert draws == (torch.rand(()), random.random(), np.random.rand())
     assert torch.get_default_dtype() is torch.float32
     assert model.training
+
+
+def test_each_rank_has_one_thread_and_so_has_the_model() -> None:
+    seen = set()
+
+    class Watched(Picture):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.add(torch.get_num_threads())
+            return super().forward(x)
+
+    with with_threads(2):
+        compiled(Watched(), **TILES)
+        assert torch.get_num_threads() == 2
+    assert seen == {1}
+    with with_threads(1), ThreadPoolExecutor(1) as pool:  # as the ranks' are started
+        assert pool.submit(torch.get_num_threads).result() == 1
 
 
 def test_what_is_too_large_is_left_out_with_the_reason() -> None:

@@ -112,7 +112,11 @@ def test_the_exit_code_asks_float64_to_be_exact(
         cli.Plan,
         "read",
         lambda path: SimpleNamespace(
-            only_dtype="", precision="float32", torch_compile=False, unchecked=""
+            only_dtype="",
+            precision="float32",
+            torch_compile=False,
+            unchecked="",
+            shapes=(),
         ),
     )
     monkeypatch.setattr(cli, "show_activations", lambda *given: None)
@@ -125,6 +129,7 @@ def test_the_exit_code_asks_float64_to_be_exact(
 
 
 @pytest.mark.mpi
+@pytest.mark.usefixtures("engine")
 @pytest.mark.parametrize("wrong", [True, *at_night(False)])
 def test_a_program_compiled_from_python_is_verified(
     wrong: bool, tmp_path: Path
@@ -173,6 +178,7 @@ class Narrow(nn.Module):
 
 
 @pytest.mark.mpi
+@pytest.mark.usefixtures("engine")
 @pytest.mark.parametrize(
     ("narrow", "factor", "kind"),
     [(True, "1", "exact"), (True, "1.00001", "wrong"), (False, "1.000001", "wrong")],

@@ -172,6 +172,7 @@ RUN = ("--run", 5, "--accumulate", 2, "--clip-norm", 0.05)
 
 
 @pytest.mark.mpi
+@pytest.mark.usefixtures("engine")
 @pytest.mark.parametrize(
     "name", ["mirrored", *at_night("replicas", "one rank", "tiles")]
 )
@@ -194,6 +195,7 @@ def test_a_run_is_a_plain_loop(
 
 
 @pytest.mark.mpi
+@pytest.mark.usefixtures("engine")
 def test_what_only_runs_do_wrong_is_found(
     gemsc: Gemsc, path: Path, tmp_path: Path
 ) -> None:

@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,10 +25,18 @@ from gemsc.runtime.checkpoint.folder import (
 )
 from gemsc.runtime.checkpoint.holdings import EMA_KEY, MODEL_KEY
 from gemsc.runtime.checkpoint.manifest import Manifest, Stored, damaged
+from gemsc.runtime.checkpoint.optimizer_state import (
+    SavedOptimizer,
+    states_of,
+    tensor_key,
+)
 from gemsc.runtime.checkpoint.pieces import TensorPiece, make_up
-from gemsc.runtime.checkpoint.states import DTYPES, dtype_name
+from gemsc.runtime.checkpoint.states import DTYPES, decode, dtype_name
 from gemsc.weights.write import DTYPES as STORED_DTYPES
 from gemsc.weights.write import Entry, write_stream
+
+if TYPE_CHECKING:
+    from gemsc.weights.distributed import DistributedCheckpoint
 
 
 class StoredTensors:
@@ -59,6 +68,10 @@ class StoredTensors:
         """Return the shape of a whole tensor."""
         return self._table[key].shape
 
+    def entry(self, key: str) -> Entry:
+        """Return dtype and shape of a whole tensor."""
+        return Entry(DTYPES[self._table[key].dtype], self._table[key].shape)
+
     @classmethod
     def of_weights(cls, path: Path) -> Self:
         """Return the tensors of a file that somebody wrote, by their names.
@@ -80,6 +93,26 @@ class StoredTensors:
                 f"{path} cannot be read: {str(error) or 'it is empty'}",
                 help="give weights in safetensors format, complete",
             ) from None
+        return found
+
+    @classmethod
+    def of_distributed(cls, saved: DistributedCheckpoint) -> Self:
+        """Return the model and the optimizer's tensors of torch's checkpoint.
+
+        They are called as in a weights file, and as in a checkpoint of ours.
+        """
+        found = cls(saved.path, {})
+        names = {name: name for name in saved.table}
+        for state, name in saved.states:
+            if saved.is_like_its_parameter(state, name):
+                names[tensor_key(state, name)] = name
+        for key in names:
+            stored = saved.get_slice(key)
+            shape = tuple(stored.get_shape())
+            dtype = dtype_name(STORED_DTYPES[stored.get_dtype()])
+            pieces = (("", TensorPiece.whole(shape)),)
+            found._table[key] = Stored(dtype, shape, pieces)
+        found._files[""] = saved
         return found
 
     def check(self, key: str, piece: TensorPiece, *, sums: bool = False) -> None:
@@ -167,23 +200,30 @@ class StoredTensors:
 
 @dataclass(frozen=True)
 class SavedModel:
-    """The model of a checkpoint: `read` gives a tensor under the user's own name."""
+    """The model of a checkpoint: `read` gives a tensor under the user's own name.
+
+    `optimizer` gives the state of the optimizer, if that goes with the model.
+    """
 
     step: int
     table: Mapping[str, Entry]
     read: Callable[[str], Tensor]
+    optimizer: Callable[[], OptimizerState | None]
 
 
-def export_model(directory: Path, path: Path, *, averages: bool = False) -> int:
+def export_model(
+    directory: Path, path: Path, *, averages: bool = False, is_new: bool = False
+) -> int:
     """Write the model of a checkpoint as one safetensors file; return its step.
 
     `model.load_state_dict(safetensors.torch.load_file(path))` takes it. One tensor at a
-    time is in memory. With `averages` it is that of the averages of the weights.
+    time is in memory. With `averages` it is that of the averages of the weights. Of one
+    that `is_new`, just written, the digests are not compared.
 
     Raises:
         GemscError: there is no whole checkpoint, or nothing can be written.
     """
-    with saved_model(directory, averages=averages) as saved:
+    with saved_model(directory, averages=averages, is_new=is_new) as saved:
         try:
             write_stream(path, saved.table, saved.read)
         except OSError as error:
@@ -195,7 +235,9 @@ def export_model(directory: Path, path: Path, *, averages: bool = False) -> int:
 
 
 @contextmanager
-def saved_model(directory: Path, *, averages: bool = False) -> Iterator[SavedModel]:
+def saved_model(
+    directory: Path, *, averages: bool = False, is_new: bool = False
+) -> Iterator[SavedModel]:
     """Open the model of a checkpoint, or of its averages; damage names another one.
 
     Raises:
@@ -212,13 +254,61 @@ def saved_model(directory: Path, *, averages: bool = False) -> Iterator[SavedMod
         damage_named(found.place),
         StoredTensors(found.place, manifest.tensors) as stored,
     ):
-        check_digests(found.place, manifest, 0, 1)
+        if not is_new:
+            check_digests(found.place, manifest, 0, 1)
         table = {}
         for name, key in keys.items():
             stored.check(key, TensorPiece.whole(stored.shape(key)))
-            dtype = DTYPES[manifest.tensors[key].dtype]
-            table[name] = Entry(dtype, stored.shape(key))
-        yield SavedModel(manifest.step, table, lambda name: stored.whole(keys[name]))
+            table[name] = stored.entry(key)
+        yield SavedModel(
+            manifest.step,
+            table,
+            lambda name: stored.whole(keys[name]),
+            lambda: None if averages else _optimizer(stored, manifest),
+        )
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """The state of an optimizer by the names of the model's parameters.
+
+    tensors: the key of each tensor shaped like its parameter, by parameter and state.
+    values: what else there is of each parameter.
+    groups: the names of their parameters, and learning rates and the like.
+    """
+
+    tensors: Mapping[str, Mapping[str, str]]
+    values: Mapping[str, Mapping[str, Any]]
+    groups: Sequence[tuple[Sequence[str], Mapping[str, Any]]]
+    entry: Callable[[str], Entry]
+    read: Callable[[str], Tensor]
+
+
+def _optimizer(stored: StoredTensors, manifest: Manifest) -> OptimizerState | None:
+    """Return what all ranks have saved of the optimizer, whatever their layout.
+
+    Raises:
+        GemscError: some of it belongs to the layout of the ranks.
+    """
+    ranks = manifest.progress["ranks"]
+    saved = SavedOptimizer(
+        ranks, states_of(manifest), partial(decode, get=stored.whole)
+    )
+    groups = saved.merged_groups()
+    names = [name for names, _ in groups for name in names]
+    if not names or "phases" in ranks[0]:  # with an optimizer for each
+        return None
+    shapes = {name: stored.shape(f"{MODEL_KEY}{name}") for name in names}
+    tensors = {n: {s: tensor_key(s, n) for s in saved.states.get(n, ())} for n in names}
+    for key in (key for keys in tensors.values() for key in keys.values()):
+        stored.check(key, TensorPiece.whole(stored.shape(key)))
+    return OptimizerState(
+        tensors,
+        {name: saved.rest_of(name, TensorPiece.whole(shapes[name])) for name in names},
+        groups,
+        stored.entry,
+        stored.whole,
+    )
 
 
 def _keys(manifest: Manifest, directory: Path, *, averages: bool) -> dict[str, str]:

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from gemsc.base.files import facts_of, sync
+from gemsc.base.files import DISTRIBUTED, facts_of, sync
 from gemsc.errors import GemscError
 from gemsc.runtime.checkpoint.manifest import MANIFEST, Manifest, damaged
 from gemsc.runtime.process.status import Status
@@ -48,8 +48,9 @@ class Found:
 def check_checkpoint(directory: Path) -> Found:
     """Return what there is to resume from; sizes are compared, digests are not.
 
-    `directory` is a run's folder, one of its `step-` folders, or weights alone: a file
-    in safetensors format, or a folder that holds one as model.safetensors.
+    `directory` is a run's folder, one of its `step-` folders, or of somebody else: a
+    file in safetensors format, a folder that holds one as model.safetensors, or one of
+    torch.distributed.checkpoint.
 
     Raises:
         GemscError: it is none of these, or not whole.
@@ -128,6 +129,8 @@ def _step_in(directory: Path) -> Path | None:
     """Return the folder that holds the files of a checkpoint, if there is one."""
     if (link := directory / LATEST).is_symlink() or link.exists():
         return link
+    if (directory / DISTRIBUTED).is_file():  # torchtitan calls it step-100000
+        return None
     name = os.path.basename(os.path.realpath(directory))
     if (directory / MANIFEST).exists() or STEP.fullmatch(name):
         return directory
@@ -159,7 +162,9 @@ def _check_sizes(folder: Path) -> Manifest:
 
 
 def _weights_in(directory: Path) -> Path:
-    """Return the file of weights that is meant."""
+    """Return the file of weights that is meant, or torch's folder."""
+    if (directory / DISTRIBUTED).is_file():
+        return directory
     if directory.is_file():
         if directory.suffix == ".safetensors":
             return directory

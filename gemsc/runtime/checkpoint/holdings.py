@@ -12,24 +12,28 @@ from torch import Tensor
 from gemsc.runtime.checkpoint.pieces import TensorPiece
 from gemsc.runtime.worker.updates import Updates
 from gemsc.runtime.worker.worker import Worker
-from gemsc.weights.load import NOT_OF_THE_MODEL, model_state, stage_tensors
+from gemsc.weights.load import (
+    CONSTANTS,
+    NOT_OF_THE_MODEL,
+    model_state,
+    stage_tensors,
+)
 
 MODEL_KEY = "model/"  # before the user's names
 EMA_KEY = "ema/"  # of the averages of `--ema`
 BESIDE_KEY = "beside/"  # what a state_dict leaves out, and tensors of the loss
-CONSTANTS = "_constants."  # of the program itself
 
 Extra = Mapping[str, Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldTensor:
-    """A tensor of this rank; of those who hold the same, the first one writes it."""
+    """A tensor of this rank; perhaps the first of those who hold the same."""
 
     key: str
     tensor: Tensor
     piece: TensorPiece
-    is_written: bool
+    is_first: bool = True
 
 
 @dataclass
@@ -55,8 +59,8 @@ class Holdings:
             piece, rows = self.piece(name, whole.shape), updates.own_rows.get(name)
             if rows is not None:
                 piece = piece.rows(*rows)
-            is_written = rows is not None or self.is_first(name)
-            held[id(parameter)] = HeldTensor(name, parameter, piece, is_written)
+            is_first = rows is not None or self.is_first(name)
+            held[id(parameter)] = HeldTensor(name, parameter, piece, is_first)
         return held
 
     def is_first(self, name: str) -> bool:
@@ -78,14 +82,14 @@ class Holdings:
             for name, tensor in named.items():
                 found[f"{kind}/{name}"] = name, tensor
         for key, (name, tensor) in found.items():
-            yield self._held(key, name, tensor)
+            yield HeldTensor(key, tensor.detach(), self.piece(name, tensor.shape))
 
     def gradients(self) -> Iterator[HeldTensor]:
         """Yield the gradients that wait for an update: what is meant is their sum."""
         for name, parameter in self.worker.stages.parameters.items():
             if parameter.grad is not None:
                 piece = self.piece(name, parameter.shape)
-                yield HeldTensor(gradient_key(name), parameter.grad, piece, True)
+                yield HeldTensor(gradient_key(name), parameter.grad, piece)
 
     def aliases(self) -> dict[str, str]:
         """Return each further name of a tensor of the model, with its first name."""
@@ -104,11 +108,6 @@ class Holdings:
         named = self.worker.stages.parameters.items()
         pieces = [(n, self.piece(n, p.shape).intervals) for n, p in named]
         return hashlib.sha256(repr(pieces).encode()).hexdigest()
-
-    def _held(self, key: str, name: str, tensor: Tensor) -> HeldTensor:
-        piece = self.piece(name, tensor.shape)
-        is_written = self.is_first(name) and (piece.count > 0 or piece.is_whole)
-        return HeldTensor(key, tensor.detach(), piece, is_written)
 
 
 def gradient_key(name: str) -> str:

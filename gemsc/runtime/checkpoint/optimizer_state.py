@@ -10,6 +10,7 @@ parameter was in, and a scheduler's lists of one value for each group go with th
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from gemsc.base.dtypes import is_laid_out, to_format
 from gemsc.errors import GemscError
 from gemsc.runtime.checkpoint.holdings import HeldTensor
+from gemsc.runtime.checkpoint.manifest import Manifest
 from gemsc.runtime.checkpoint.pieces import TensorPiece
 
 PARAMETERS = "params", "param_names"  # of a group: they are not values
@@ -83,6 +85,17 @@ def tensor_key(state: str, name: str) -> str:
     return f"optimizer/{state}/{name}"
 
 
+def states_of(manifest: Manifest) -> dict[str, list[str]]:
+    """Return the names of the tensors that an optimizer keeps of each parameter."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for key in manifest.tensors:
+        kind, _, rest = key.partition("/")
+        state, _, name = rest.partition("/")
+        if kind == "optimizer":
+            found[name].append(state)
+    return found
+
+
 def split_state(
     state: State, slots: Sequence[UpdatedParameter]
 ) -> tuple[list[HeldTensor], State]:
@@ -92,12 +105,11 @@ def split_state(
         rest = {}
         for key, value in state["state"].get(slot.index, {}).items():
             if slot.holds(str(key), value):
-                piece, is_written = slot.held.piece, slot.held.is_written
                 name = tensor_key(key, slot.name)
-                tensors.append(HeldTensor(name, value.detach(), piece, is_written))
+                tensors.append(HeldTensor(name, value.detach(), slot.held.piece))
             else:
                 rest[key] = value
-        if rest and slot.held.is_written:
+        if rest and slot.held.is_first:
             rows = [[[*each] for each in row] for row in slot.held.piece.intervals]
             values[slot.name] = {"piece": rows, "state": rest}
     groups = [
@@ -154,7 +166,7 @@ class SavedOptimizer:
         """
         state: State = {}
         for slot in slots:
-            found = self._rest_of(slot)
+            found = self.rest_of(slot.name, slot.held.piece)
             for key in self.states.get(slot.name, ()):
                 tensor = read(tensor_key(key, slot.name), slot.held.piece)
                 tensor = tensor.view(slot.parameter.shape)
@@ -201,23 +213,38 @@ class SavedOptimizer:
                 found[name].append(values)
         return found
 
-    def _rest_of(self, slot: UpdatedParameter) -> State:
-        """Return what is not in pieces: of the same piece, or the same for any."""
-        everyone = self._values_of.get(slot.name, [])
+    def rest_of(self, name: str, piece: TensorPiece) -> State:
+        """Return what is not in pieces: of the same piece, or the same for any.
+
+        Raises:
+            GemscError: it differs from rank to rank.
+        """
+        everyone = self._values_of.get(name, [])
         for each in everyone:
-            if (
-                TensorPiece.read(slot.held.piece.shape, each["piece"])
-                == slot.held.piece
-            ):
+            if TensorPiece.read(piece.shape, each["piece"]) == piece:
                 return dict(self.decode(each["state"]))
         found = dict(self.decode(everyone[0]["state"])) if everyone else {}
         for key, value in found.items():
             if isinstance(value, Tensor) and value.dim():
                 raise GemscError(
-                    f"the optimizer keeps '{key}' of '{slot.name}' in a form that "
-                    "belongs to the ranks that saved it",
+                    f"the optimizer keeps '{key}' of '{name}' in a form that belongs "
+                    "to the ranks that saved it",
                     help=f"compile with the split of the saved run, {WEIGHTS_ALONE}",
                 )
+        return found
+
+    def merged_groups(self) -> list[tuple[list[str], State]]:
+        """Return the groups of all ranks: those with the same values are one."""
+        found: list[tuple[list[str], State]] = []
+        texts: dict[str, list[str]] = {}
+        for saved in self.ranks:
+            for group in saved["groups"]:
+                text = json.dumps(group["values"], sort_keys=True)
+                if text not in texts:
+                    texts[text] = []
+                    found.append((texts[text], self.decode(group["values"])))
+                known = {*texts[text]}
+                texts[text] += [name for name in group["names"] if name not in known]
         return found
 
 

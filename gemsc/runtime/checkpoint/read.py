@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -32,6 +32,7 @@ from gemsc.runtime.checkpoint.optimizer_state import (
     WEIGHTS_ALONE,
     SavedOptimizer,
     slots_of,
+    states_of,
 )
 from gemsc.runtime.checkpoint.pieces import TensorPiece
 from gemsc.runtime.checkpoint.states import (
@@ -43,6 +44,10 @@ from gemsc.runtime.checkpoint.states import (
 )
 from gemsc.runtime.worker.updates import Updates
 from gemsc.runtime.worker.worker import Worker
+from gemsc.weights.source import open_distributed
+
+if TYPE_CHECKING:
+    from gemsc.weights.distributed import DistributedCheckpoint
 
 
 @dataclass
@@ -61,7 +66,7 @@ class _Fit:
 def resume(worker: Worker, directory: Path, tensors: Extra) -> dict[str, Any]:
     """Take what `save` wrote, once it fits on all ranks: see `Trainer.resume`."""
     transport = worker.transport.host
-    everything = [each.updates for each in worker.variants.values()]
+    everything = worker.all_updates.values()
     pairs = ((updates.optimizer, updates.scheduler) for updates in everything)
     stateful = [each for pair in pairs for each in pair if each]
     before = [each.state_dict() for each in stateful]
@@ -87,6 +92,8 @@ def resume(worker: Worker, directory: Path, tensors: Extra) -> dict[str, Any]:
 def _fit(reader: _Reader, directory: Path, opened: ExitStack) -> _Fit:
     found, transport = check_checkpoint(directory), reader.worker.transport.host
     if (manifest := found.manifest) is None:
+        if found.place.is_dir():
+            return reader.of_distributed(open_distributed(found.place))
         stored = opened.enter_context(StoredTensors.of_weights(found.place))
         return _Fit([*reader.weights(stored, "", {})])
     with damage_named(found.place), _checked(found.place):
@@ -159,18 +166,18 @@ class _Reader:
         check_generators(generators, worker.device)
         acts.append(partial(set_generators, generators, worker.device))
         scales = {"": progress["scaler"], **progress.get("scalers", {})}
-        for name, variant in worker.variants.items():
-            scaler, scale = variant.updates.scaler, scales.get(name)
+        for name, updates in worker.all_updates.items():
+            scaler, scale = updates.scaler, scales.get(name)
             if scaler is not None and scale is not None:
                 numbers = {key: float(each) for key, each in scale.items()}
                 acts.append(partial(scaler.load_state_dict, numbers))
         gradients = self._gradients(stored)
         is_same = len(ranks) == worker.transport.host.size
         is_same = is_same and ranks[rank]["layout"] == self.holdings.digest()
-        for name, variant in worker.variants.items():
+        for name, updates in worker.all_updates.items():
             own = [each if not name else each["phases"][name] for each in ranks]
-            optimizer = SavedOptimizer(own, _states_of(manifest), read)
-            states = variant.updates, optimizer, stored
+            optimizer = SavedOptimizer(own, states_of(manifest), read)
+            states = updates, optimizer, stored
             self._load_states(*states, is_same=is_same)
         return _Fit(
             acts,
@@ -179,11 +186,41 @@ class _Reader:
             _checked_extra(read(progress["extra"])),
         )
 
+    def of_distributed(self, saved: DistributedCheckpoint) -> _Fit:
+        """Return what fits of torch's checkpoint: weights, and states by their names.
+
+        Learning rates and the like are those of this program.
+        """
+        stored = StoredTensors.of_distributed(saved)
+        acts = [*self.weights(stored, "", {})]
+        states: dict[str, list[str]] = defaultdict(list)
+        rest: dict[str, tuple[str, str]] = {}
+        for (state, name), key in saved.states.items():
+            if saved.is_like_its_parameter(state, name):
+                states[name].append(state)
+            else:
+                rest[key] = state, name
+        values: dict[str, dict[str, Any]] = {}
+        for key, value in saved.values([*rest]).items():
+            state, name = rest[key]
+            whole = TensorPiece.whole(saved.table[name].shape).intervals
+            values.setdefault(name, {"piece": whole, "state": {}})["state"][state] = (
+                value
+            )
+        if states or rest:
+            one: dict[str, Any] = {"kinds": {}, "groups": [], "scheduler": None}
+            found = SavedOptimizer(
+                [one | {"values": values}], states, lambda value: value
+            )
+            for updates in self.worker.all_updates.values():
+                self._load_states(updates, found, stored, is_same=False)
+        return _Fit(acts)
+
     def _check_run(self, manifest: Manifest) -> None:
         """Make sure that this run goes on as the one that was saved."""
         worker, progress = self.worker, manifest.progress
         saved, accumulate = progress["accumulate"], worker.steps.accumulate
-        phases = [name for name in worker.variants if name]
+        phases = [name for name in worker.all_updates if name]
         before = [*progress["ranks"][0].get("phases", ())]
         if phases != before:
             shown = [", ".join(names) or "no phases" for names in (before, phases)]
@@ -291,14 +328,3 @@ def _fits(key: str, part: Any) -> Iterator[None]:
             f"{type(error).__name__} {error!s:.200}",
             help=f"create it as in the run that was saved, {WEIGHTS_ALONE}",
         ) from error
-
-
-def _states_of(manifest: Manifest) -> dict[str, list[str]]:
-    """Return the names of the tensors that an optimizer keeps of each parameter."""
-    found: dict[str, list[str]] = defaultdict(list)
-    for key in manifest.tensors:
-        kind, _, rest = key.partition("/")
-        state, _, name = rest.partition("/")
-        if kind == "optimizer":
-            found[name].append(state)
-    return found

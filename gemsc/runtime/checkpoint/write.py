@@ -1,5 +1,6 @@
 """Save: each rank streams its pieces into a file, the first one makes it a checkpoint.
 
+    all ranks    what each holds; then each knows what to write (sharing_out.py)
     all ranks    rank1.safetensors, then rank1.json: size, digest, pieces, progress
     rank 0       once all of these are there: manifest.json, then the step's name
 
@@ -13,9 +14,9 @@ import json
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +24,19 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from gemsc.base.files import FileFacts, write_text
-from gemsc.errors import GemscError
+from gemsc.errors import GemscError, InternalError
 from gemsc.runtime.checkpoint.folder import clear_space, discard, publish
-from gemsc.runtime.checkpoint.holdings import (
-    BESIDE_KEY,
-    EMA_KEY,
-    MODEL_KEY,
-    Extra,
-    HeldTensor,
-    Holdings,
-)
+from gemsc.runtime.checkpoint.holdings import Extra, HeldTensor, Holdings
 from gemsc.runtime.checkpoint.manifest import Manifest, Stored
 from gemsc.runtime.checkpoint.optimizer_state import slots_of, split_state
-from gemsc.runtime.checkpoint.pieces import TensorPiece
+from gemsc.runtime.checkpoint.pieces import TensorPiece, make_up
+from gemsc.runtime.checkpoint.sharing_out import (
+    Item,
+    cut_rows,
+    digest_of,
+    own_rows_of,
+    tables_of,
+)
 from gemsc.runtime.checkpoint.states import dtype_name, encode, generator_states
 from gemsc.runtime.process.status import Status
 from gemsc.runtime.worker.updates import Updates
@@ -43,7 +44,6 @@ from gemsc.runtime.worker.worker import Worker
 from gemsc.weights.write import Entry, write_stream
 
 POLL_SECONDS = 0.05
-OF_STAGES = MODEL_KEY, BESIDE_KEY, EMA_KEY
 FAILED = "failed"
 
 
@@ -91,7 +91,7 @@ def save(
 ) -> PendingSave:
     """Write a checkpoint of all ranks: see `Trainer.save`."""
     transport, step = worker.transport.host, worker.steps.done
-    share, beside, problem = _Share({}, {}), directory, None
+    share, beside, problem = _Share(), directory, None
     try:
         share = _share(worker, extra, tensors)
         if transport.rank == 0:
@@ -99,14 +99,15 @@ def save(
                 beside = clear_space(directory, step)
     except GemscError as error:
         problem = error
-    everyone = transport.all_gather_object((step, str(beside), problem))
-    steps = [step for step, _, _ in everyone]
-    beside = Path(everyone[0][1])
-    problems = [problem for *_, problem in everyone if problem is not None]
+    items = [Item.of(each) for each in share.held]
+    said = step, digest_of(items), str(beside), problem
+    steps, digests, places, told = zip(*transport.all_gather_object(said), strict=True)
+    beside = Path(places[0])
+    problems = [problem for problem in told if problem is not None]
     if len(set(steps)) > 1:
         problems.append(
             GemscError(
-                f"the ranks save after different steps: {steps}",
+                f"the ranks save after different steps: {[*steps]}",
                 help="call trainer.save() on every rank, after the same step",
             )
         )
@@ -114,7 +115,11 @@ def save(
         if transport.rank == 0 and beside != directory:
             discard(beside)
         raise problems[0]
-    job = _Job(directory, beside, step, transport.rank, transport.size, keep, best)
+    tables = tables_of(transport, items, digests)
+    share = share.cut(own_rows_of(transport.rank, digests, tables))
+    keys = {item.key for items in tables.values() for item in items}
+    rank, ranks = transport.rank, transport.size
+    job = _Job(directory, beside, step, rank, ranks, keep, best, frozenset(keys))
     if background:
         saving = PendingSave(directory)
         share = share.copied()
@@ -159,10 +164,16 @@ def _told_where(directory: Path, step: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Share:
-    """What one rank saves: the tensors that it writes by key, and JSON."""
+    """What one rank saves: tensors and JSON, and what it has `held` like others."""
 
-    tensors: dict[str, HeldTensor]
-    texts: dict[str, Any]
+    held: Sequence[HeldTensor] = ()
+    tensors: Mapping[str, HeldTensor] = field(default_factory=dict)
+    texts: Mapping[str, Any] = field(default_factory=dict)
+
+    def cut(self, rows: Mapping[str, tuple[int, int]]) -> _Share:
+        """Return what this rank writes, if that is some rows of what it holds."""
+        held = {h.key: cut_rows(h, rows[h.key]) for h in self.held if h.key in rows}
+        return _Share((), {**held, **self.tensors}, self.texts)
 
     def copied(self) -> _Share:
         """Return the same with tensors that nobody changes, in the host's memory."""
@@ -170,21 +181,22 @@ class _Share:
             key: replace(held, tensor=held.tensor.to("cpu", copy=True))
             for key, held in self.tensors.items()
         }
-        return _Share(copies, self.texts)
+        return _Share((), copies, self.texts)
 
 
 def _share(worker: Worker, extra: Mapping[str, Any], tensors: Extra) -> _Share:
     rank, holdings = worker.transport.host.rank, Holdings(worker)
-    held = [*holdings.tensors(tensors), *holdings.gradients()]
-    states = {n: _states(each.updates, holdings) for n, each in worker.variants.items()}
+    held = [*holdings.tensors(tensors)]
+    updates = worker.all_updates
+    states = {name: _states(each, holdings) for name, each in updates.items()}
     for of_optimizer, *_ in states.values():
         held += of_optimizer
-    written = {each.key: each for each in held if each.is_written}
+    written = {each.key: each for each in holdings.gradients()}
 
     def put(tensor: Tensor) -> str:
         key = f"private/{rank}/{len(written)}"
         whole = TensorPiece.whole(tensor.shape)
-        written[key] = HeldTensor(key, tensor, whole, is_written=True)
+        written[key] = HeldTensor(key, tensor, whole)
         return key
 
     encoded = {
@@ -205,8 +217,8 @@ def _share(worker: Worker, extra: Mapping[str, Any], tensors: Extra) -> _Share:
     if rank == 0:
         scales = {
             name: scaler.state_dict()
-            for name, each in worker.variants.items()
-            if (scaler := each.updates.scaler) is not None
+            for name, each in updates.items()
+            if (scaler := each.scaler) is not None
         }
         texts["run"] = {
             "scaler": scales.pop("", None),
@@ -215,7 +227,7 @@ def _share(worker: Worker, extra: Mapping[str, Any], tensors: Extra) -> _Share:
             "seed": worker.seed,
             "extra": encode(extra, put, "the extra state"),
         }
-    return _Share(written, texts)
+    return _Share(held, written, texts)
 
 
 def _states(
@@ -251,6 +263,7 @@ class _Job:
     ranks: int
     keep: int
     best: bool
+    shared: frozenset[str]  # keys of what ranks hold
 
     def run(self, share: _Share) -> None:
         """Do this rank's part; the first one waits for all others and completes it."""
@@ -301,20 +314,17 @@ class _Job:
             aliases: dict[str, str] = {}
             pieces: dict[str, list[tuple[str, TensorPiece]]] = defaultdict(list)
             kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
-            known: set[tuple[str, TensorPiece]] = set()
             for rank, said in enumerate(everyone):
                 name = f"rank{rank}.safetensors"
                 files[name] = FileFacts(**said["facts"])
                 aliases |= said["aliases"]
                 for key, (dtype, shape, intervals) in said["tensors"].items():
                     piece = TensorPiece.read(shape, intervals)
-                    if key.startswith(OF_STAGES) and (key, piece) in known:
-                        continue  # a buffer that several stages use: one has it
-                    known.add((key, piece))
                     pieces[key].append((name, piece))
                     kinds[key] = dtype, tuple(shape)
                 (self.beside / f"rank{rank}.json").unlink()
             tensors = {key: Stored(*kinds[key], tuple(p)) for key, p in pieces.items()}
+            _check_complete(tensors, self.shared)
             ranks = [said["rank"] for said in everyone]
             progress = {**everyone[0]["run"], "ranks": ranks}
             found = Manifest(self.step, self.ranks, files, tensors, aliases, progress)
@@ -356,3 +366,16 @@ class _Job:
                 f"another run has removed {self.beside} while this one wrote there",
                 help="let one run at a time save into a folder",
             )
+
+
+def _check_complete(tensors: Mapping[str, Stored], keys: Iterable[str]) -> None:
+    """Make sure that each element of what ranks hold was written, and by one of them.
+
+    Raises:
+        InternalError: it was not.
+    """
+    for key in keys:
+        stored = tensors.get(key)
+        pieces = [piece for _, piece in stored.pieces] if stored else []
+        if not stored or not make_up(TensorPiece.whole(stored.shape), pieces):
+            raise InternalError(f"the ranks did not write '{key}' once: {pieces}")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -16,12 +17,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from gemsc.base.nests import num_samples, pair_error
+from gemsc.base.examples import num_rows
 from gemsc.base.process import outlast_signals
-from gemsc.base.rng import seed_of
-from gemsc.errors import GemscError, user_place
+from gemsc.datasets.samples import num_samples, pair_error
+from gemsc.errors import GemscError
 from gemsc.plan import Plan
-from gemsc.runtime.data.held_generators import SeededReader
+from gemsc.runtime.data.held_generators import SeededReader, unreadable
+from gemsc.runtime.data.order import BatchOrder, BatchRow
+from gemsc.runtime.data.shapes import ShapeClasses, join_samples
 from gemsc.runtime.data.tiled import TiledDataset, Window, whole_window
 from gemsc.runtime.process.status import Status, note_worker
 
@@ -33,21 +36,27 @@ class _Key(NamedTuple):
 
     num_digests: how many digests to give, each of another reading of the sample.
     is_whole: whether to give its whole target.
+    shape: its class, where there are several.
     """
 
     epoch: int
     sample_index: int
     num_digests: int = 0
     is_whole: bool = False
+    shape: int = 0
 
 
 class _Read(NamedTuple):
-    """A sample that was read, its digests, and its whole target if that was wanted."""
+    """A sample that was read, its digests, and its whole target if that was wanted.
+
+    The sample is padded to the shape of its class; the digests are of all before that.
+    """
 
     sample_index: int
     sample: Any
     digests: tuple[str, ...]
     target: Any = None
+    shape: int = 0
     facts: Any = None  # of the batch that it is the first of
 
 
@@ -68,13 +77,20 @@ class _Reproducible(Dataset[Any]):
     process raises, DataLoader keeps the text alone.
     """
 
-    def __init__(self, dataset: Any, seed: int, window: Window | None) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        seed: int,
+        window: Window | None,
+        shapes: ShapeClasses | None,
+    ) -> None:
         self.dataset = dataset
         self.window = window
+        self.shapes = shapes
         self._reader = SeededReader(dataset, seed)
 
     def __getitem__(self, key: _Key) -> _Read | GemscError:
-        epoch, index, num_digests, is_whole = key
+        epoch, index, num_digests, is_whole, shape = key
         try:
             sample = self._read(epoch, index, self.window)
             texts = [digest(sample)] if num_digests else []
@@ -83,18 +99,17 @@ class _Reproducible(Dataset[Any]):
             target = None
             if is_whole and self.window is not None and not self.window.is_whole:
                 target = self._read(epoch, index, whole_window(self.window.shape))[1]
-            return _Read(index, sample, (*texts,), target)
         except Exception as error:
-            what = f"{type(error).__name__}: {error}"
-            if isinstance(error, GemscError):  # of a Slide
-                what = error.message
             box = self.window and self.window.box
             call = f".read({index}, {box})" if box else f"[{index}]"
-            return GemscError(
-                f"sample {index} cannot be read: {what}",
-                at=user_place(error.__traceback__),
-                help=f"try dataset(){call} in Python, or leave the sample out",
-            )
+            return unreadable(error, call, index)
+        try:
+            if self.shapes is not None and not pair_error(sample):
+                sample = self.shapes.padded(sample, shape)
+        except GemscError as error:
+            error.message = f"sample {index}: {error.message}"
+            return error
+        return _Read(index, sample, (*texts,), target, shape)
 
     def _read(self, epoch: int, index: int, window: Window | None) -> Any:
         def sample() -> Any:
@@ -112,7 +127,7 @@ class _Sampler:
     def __init__(self) -> None:
         self.keys: Iterator[list[Any]] = iter(())
 
-    def __iter__(self) -> Iterator[list[_Key]]:
+    def __iter__(self) -> Iterator[list[Any]]:
         return self.keys
 
 
@@ -120,18 +135,19 @@ class _Sampler:
 class Batch:
     """One copy's part of a batch: `data` is collated.
 
-    `is_full` says whether all samples of all parts count, `count` how many do.
-    `targets` are those of `data`, or whole ones (see `Batches`). `digests` are those of
-    the samples by index, where ranks are to compare them (see `SharedData`), one for
-    each time that it was read. `ends`: a stream gives no batch after this one. `notes`
-    say what it took to go on in a stream.
+    `count` samples of all parts count, `is_full` says whether these are all. `shape` is
+    the class of all, where there are several. `targets` are those of `data`, or whole
+    ones (see `Batches`). `digests` are those of the samples by index, where ranks are
+    to compare them (see `SharedData`), one for each time that it was read.
+    `ends`: a stream gives no batch after this one. `notes` say what it took to go on.
     """
 
     data: Any
+    count: int
     is_full: bool
+    shape: int = 0
     targets: Any = None
     digests: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    count: int = 0
     ends: bool = False
     notes: tuple[str, ...] = ()
 
@@ -148,12 +164,14 @@ class Batches:
     The first samples of the first epoch are read twice: is a sample always the same?
     `workers` are processes that read ahead, and stay from epoch to epoch; `pinned` is
     for copies to a GPU. Those of a stream are `StreamBatches`.
+    Where there are several `shapes`, `numbers` has the class of each sample, and `size`
+    and `least` are those of each class.
     """
 
     def __init__(
         self,
         dataset: Any,
-        size: int,
+        size: int | Sequence[int],
         *,
         seed: int,
         shuffle: bool,
@@ -163,66 +181,65 @@ class Batches:
         window: Window | None = None,
         whole_targets: str = "none",
         compare_all: bool = False,
-        least: int | None = None,
+        least: int | Sequence[int] | None = None,
         pinned: bool = False,
+        shapes: ShapeClasses | None = None,
+        numbers: Tensor | None = None,
     ) -> None:
         if window is None and isinstance(dataset, TiledDataset):
             window = whole_window(tuple(dataset.shape))
         self.window = window
         self.whole_targets = whole_targets
-        self.size = size
         self.seed = seed
         self.shuffle = shuffle
         self.workers = workers
         self.pinned = pinned
         self.compare_all = compare_all
-        self.least = least or (size if shuffle else 1)
         self.num_samples = num_samples(dataset)
-        self._part_size = size // num_parts
-        self._start = part * self._part_size
-        self._dataset: Dataset[Any] = _Reproducible(dataset, seed, window)
+        sizes = (size,) if isinstance(size, int) else (*size,)
+        few = least or (sizes if shuffle else 1)
+        self.order = BatchOrder(
+            self.num_samples,
+            sizes,
+            (few,) * len(sizes) if isinstance(few, int) else (*few,),
+            seed=seed,
+            shuffle=shuffle,
+            shapes=numbers,
+        )
+        self._part, self.num_copies, self._shapes = part, num_parts, shapes
+        self._dataset: Dataset[Any] = _Reproducible(dataset, seed, window, shapes)
         self._sampler = _Sampler()  # what `_loader` goes through
         self._loader: DataLoader[Any] | None = None
         self._is_new = True  # nothing has been read
 
     def __len__(self) -> int:
         """The number of batches in an epoch."""
-        return max((self.num_samples - self.least) // self.size + 1, 0)
+        return len(self.order)
 
-    @property
-    def num_copies(self) -> int:
-        """How many copies of the model share a batch."""
-        return self.size // self._part_size
+    def size_of(self, row: BatchRow) -> int:
+        """Return the samples of a batch, with those that fill it up."""
+        return self.order.sizes[row.shape]
 
-    def count(self, batch: int) -> int:
-        """Return how many samples of a batch of an epoch count, of all parts."""
-        left = self.num_samples - batch * self.size
-        return min(left - left % self.least, self.size)
-
-    def indices(self, number: int, batch: int) -> list[int]:
-        """Return the samples of a batch of an epoch, those of all parts."""
-        return self._row(self._order(number), batch)
-
-    def _order(self, number: int) -> Tensor:
-        if self.shuffle:
-            generator = torch.Generator().manual_seed(seed_of(self.seed, number))
-            return torch.randperm(self.num_samples, generator=generator)
-        return torch.arange(self.num_samples)
-
-    def _row(self, order: Tensor, batch: int) -> list[int]:
-        start = batch * self.size
-        found: list[int] = order[start : start + self.count(batch)].tolist()
-        return found
-
-    def _part(self, row: list[int]) -> list[int]:
+    def _samples(self, row: BatchRow) -> list[int]:
         """Return this part of a batch that is filled up."""
-        end = self._start + self._part_size
-        return (row + row[-1:] * self.size)[self._start : end]
+        size = self.size_of(row)
+        part = size // self.num_copies
+        filled = row.indices + row.indices[-1:] * size
+        return filled[self._part * part :][:part]
+
+    def rows(self, number: int, first: int = 0) -> Iterator[BatchRow]:
+        """Yield the samples of each batch of an epoch, those of all parts."""
+        epoch = self.order.epoch(number)
+        return (epoch.row(batch) for batch in range(first, len(self)))
+
+    def empty(self, number: int, first: int = 0) -> Iterator[Batch]:
+        """Yield the batches of an epoch as they are where none of them is read."""
+        for row in self.rows(number, first):
+            yield self._batch(row, (None, None))
 
     def epoch(self, number: int, first: int = 0) -> Iterator[Batch]:
         """Yield this part of each batch, from the `first` one on."""
-        order = self._order(number)
-        numbers = range(first, len(self))
+        order, numbers = self.order.epoch(number), range(first, len(self))
         twice = NUM_REPEATED if self._is_new else 0
         self._is_new = False
 
@@ -233,34 +250,47 @@ class Batches:
 
         keys = (
             [
-                _Key(number, index, num_digests(i, place), self._whole(i))
-                for place, index in enumerate(self._part(self._row(order, i)))
+                _Key(number, index, num_digests(i, place), self._whole(row), row.shape)
+                for place, index in enumerate(self._samples(row))
             ]
-            for i in numbers
+            for i, row in zip(numbers, map(order.row, numbers), strict=True)
         )
         # part 0 reads this one anyway: so those of all copies can be compared
         common: list[_Key] = []
-        if self._start and numbers:
-            common = [_Key(number, self._row(order, first)[0], num_digests=1)]
+        if self._part and numbers:
+            row = order.row(first)
+            common = [_Key(number, row.indices[0], num_digests=1, shape=row.shape)]
         read = self._load(chain(([key] for key in common), keys))
         digests = {key.sample_index: next(read).digests[0] for key in common}
-        for i, collated in zip(numbers, read, strict=True):
-            row, data, targets = (
-                self._row(order, i),
-                collated.data,
-                collated.whole_targets,
-            )
-            if targets is None:
-                targets = data[1]
-            texts = zip(self._part(row), collated.digests, strict=True)
+        for row, collated in zip(map(order.row, numbers), read, strict=True):
+            texts = zip(self._samples(row), collated.digests, strict=True)
             digests |= {index: text for index, text in texts if text}
-            yield Batch(data, len(row) == self.size, targets, digests, len(row))
+            yield self._batch(row, collated.data, collated.whole_targets, digests)
             digests = {}
 
-    def _whole(self, batch: int) -> bool:
+    def _batch(
+        self,
+        row: BatchRow,
+        data: tuple[Any, Any],
+        targets: Any = None,
+        digests: dict[int, tuple[str, ...]] | None = None,
+    ) -> Batch:
+        count = len(row.indices)
+        return Batch(
+            data,
+            count,
+            count == self.size_of(row),
+            row.shape,
+            data[1] if targets is None else targets,
+            digests or {},
+        )
+
+    def _whole(self, row: BatchRow) -> bool:
         """Whether the whole targets of a batch are read."""
-        is_last = self.whole_targets == "last" and self.count(batch) < self.size
-        return is_last or self.whole_targets == "all"
+        is_full = len(row.indices) == self.size_of(row)
+        return self.whole_targets == "all" or (
+            self.whole_targets == "last" and not is_full
+        )
 
     def close(self) -> None:
         """End the processes that read ahead, in the middle of a sample as they are.
@@ -286,7 +316,7 @@ class Batches:
                 self._dataset,
                 batch_sampler=self._sampler,
                 num_workers=self.workers,
-                collate_fn=_collate,
+                collate_fn=partial(_collate, self._shapes),
                 pin_memory=self.pinned,
                 worker_init_fn=_begin_worker,
                 persistent_workers=self.workers > 0,
@@ -295,8 +325,11 @@ class Batches:
         while True:
             try:
                 found = next(read, None)
-            except RuntimeError as error:
-                if "DataLoader worker" not in str(error):
+            # one that ends while its tensors are fetched closes their socket first
+            except (RuntimeError, OSError, EOFError) as error:
+                if type(error) is RuntimeError and "DataLoader worker" not in str(
+                    error
+                ):
                     raise
                 raise GemscError(
                     f"a process that reads the dataset has ended: {error}",
@@ -315,7 +348,9 @@ def _begin_worker(number: int) -> None:
     note_worker()
 
 
-def _collate(read: list[_Read | GemscError]) -> _Collated | GemscError:
+def _collate(
+    shapes: ShapeClasses | None, read: list[_Read | GemscError]
+) -> _Collated | GemscError:
     """Join samples to a batch of inputs and one of targets."""
     good: list[_Read] = []
     for each in read:
@@ -327,8 +362,10 @@ def _collate(read: list[_Read | GemscError]) -> _Collated | GemscError:
         return wrong
     targets = [each.target for each in good if each.target is not None]
     try:
-        batch = default_collate(samples)
+        batch = join_samples(samples, shapes, good[0].shape)
         whole_targets = default_collate(targets) if targets else None
+    except GemscError as error:
+        return error
     except (RuntimeError, TypeError, KeyError, ValueError) as error:
         return GemscError(
             f"samples of the dataset cannot be collated into a batch: "
@@ -355,8 +392,8 @@ def _odd_one(read: list[_Read]) -> str:
 
 
 def repeated(examples: Any, plan: Plan) -> Any:
-    """Return a batch for all micro-batches of a step from the examples of one."""
-    size, count = plan.micro_batch_size, plan.data * plan.micro_batches
+    """Return a batch for all micro-batches of a step from (inputs, target) of one."""
+    size, count = num_rows(examples[0]), plan.data * plan.micro_batches
 
     def repeat(leaf: Any) -> Any:
         many = isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == size

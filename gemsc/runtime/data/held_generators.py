@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from gemsc.base.rng import seed_all, seed_of
-from gemsc.errors import is_users
+from gemsc.errors import GemscError, is_users, user_place
 
 Sample = TypeVar("Sample")
 
@@ -77,6 +77,18 @@ class SeededReader:
         """Seed all generators for a sample."""
         seed_all(seed_of(self._seed, epoch, index))
         _seed_generators(self._held, self._seed, epoch, index)
+
+
+def unreadable(error: Exception, call: str, index: int) -> GemscError:
+    """Return what to say of a sample that cannot be read, by a call of the dataset."""
+    what = f"{type(error).__name__}: {error}"
+    if isinstance(error, GemscError):  # of a Slide
+        what = error.message
+    return GemscError(
+        f"sample {index} cannot be read: {what}",
+        at=user_place(error.__traceback__),
+        help=f"try dataset(){call} in Python, or leave the sample out",
+    )
 
 
 def _seed_generators(held: dict[str, Any], *parts: int) -> None:

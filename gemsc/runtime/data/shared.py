@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import repeat
 from typing import Protocol
 
 from gemsc.base.boxes import Box
@@ -18,7 +17,6 @@ from gemsc.runtime.transport.transport import Transport
 # by index and, where a rank reads only a part of each image, the box of it
 Digests = dict[tuple[int, Box | None], str]
 
-NOTHING = Batch((None, None), is_full=False)
 ADVICE = (
     "on every rank, the random generators of torch, numpy and Python, and those that "
     "the dataset holds, are seeded alike for each sample; draw from no others, sort "
@@ -91,7 +89,7 @@ class SharedData:
                 reads a sample again, that is said.
         """
         batches = self.batches
-        source = batches.epoch(number, first) if reads else repeat(NOTHING)
+        source = (batches.epoch if reads else batches.empty)(number, first)
         for i in range(first, len(batches)):
             batch = next(source, None)
             # what hooks draw does not depend on what this rank reads, and where
@@ -114,8 +112,9 @@ class SharedData:
         gathered = self.transport.all_gather_object(mine)
         known_all = [each for each in gathered if each is not None]
         if len(known_all) < len(gathered):
+            size = self.batches.order.sizes[0]
             raise GemscError(
-                f"{self.name} ends before its first batch, of {self.batches.size} "
+                f"{self.name} ends before its first batch, of {size} "
                 "samples, is complete",
                 at=self.at,
                 help="give more data, compile with fewer --micro-batches or --data, or "

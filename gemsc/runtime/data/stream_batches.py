@@ -10,7 +10,7 @@ of one part side by side, so that each of P replicas reads one part:
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,12 +18,13 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset, default_collate
 
-from gemsc.base.nests import pair_error
 from gemsc.base.rng import preserve_rng
-from gemsc.base.stream import ENDLESS, Stream, StreamEndError, StreamPart
+from gemsc.datasets.samples import pair_error
+from gemsc.datasets.stream import ENDLESS, Stream, StreamEndError, StreamPart
 from gemsc.errors import GemscError, user_place
 from gemsc.runtime.data.batches import Batch, Batches, _Collated, _Read, digest
 from gemsc.runtime.data.held_generators import SeededReader
+from gemsc.runtime.data.order import BatchRow
 from gemsc.runtime.process.status import Status
 
 
@@ -299,39 +300,48 @@ class StreamBatches(Batches):
     """
 
     def __init__(
-        self, dataset: Stream, size: int, *, keeps_marks: bool = False, **options: Any
+        self,
+        dataset: Stream,
+        size: int | Sequence[int],
+        *,
+        keeps_marks: bool = False,
+        **options: Any,
     ) -> None:
         super().__init__(dataset, size, **options)
         self.is_open = self.num_samples == ENDLESS
         self.workers = 0 if dataset.is_loader else min(self.workers, 1)
         self.keeps_marks = keeps_marks
+        self.shuffle = self.order.shuffle
+        (self.size,) = self.order.sizes  # a stream has samples of one shape
+        self._drops_rest = [*self.order.least] == [self.size]
+        self._part_size = self.size // self.num_copies
+        self._start = self._part * self._part_size
         self.stream = dataset
-        self._samples = self._dataset = _StreamSamples(dataset, self.seed)
-        self._samples.reader.keeps_marks = keeps_marks
+        self._read_from = self._dataset = _StreamSamples(dataset, self.seed)
+        self._read_from.reader.keeps_marks = keeps_marks
         self._given: tuple[list[int], Any, _Facts] | None = None  # the last batch
         self._resumed: tuple[int, Mapping[int, Mark]] = -1, {}  # an epoch, its marks
 
     @property
     def num_parts(self) -> int:
         """The parts of the stream."""
-        return self._samples.reader.num_parts
+        return self._read_from.reader.num_parts
 
     def can_split(self) -> bool:
         """Whether each copy of the model could read a part of the stream."""
-        drops_rest = self.shuffle and self.least == self.size
+        drops_rest = self.shuffle and self._drops_rest
         if not drops_rest or self.stream.is_loader or not self.stream.split:
             return False
-        own = self._start // self._part_size
-        return self._samples.reader.can_split(own, self.num_copies)
+        return self._read_from.reader.can_split(self._part, self.num_copies)
 
     def split(self, count: int) -> None:
         """Read the stream in so many parts."""
-        self._samples.reader.num_parts = count
+        self._read_from.reader.num_parts = count
 
     def resume(self, epoch: int, marks: Mapping[int, Mark]) -> None:
         """Go on in an epoch, from marks if there are any."""
         self._resumed, self._given = (epoch, marks), None
-        self._samples.reader.resume(epoch, marks)
+        self._read_from.reader.resume(epoch, marks)
 
     def marks(self, epoch: int) -> dict[int, Mark]:
         """Return, by their number, where the parts were that are read here."""
@@ -348,10 +358,17 @@ class StreamBatches(Batches):
             found[number] = Mark(position, state, first, len(rows), text)
         return found
 
-    def indices(self, number: int, batch: int) -> list[int]:
-        """Return the samples of a batch of an epoch, those of all parts."""
+    def rows(self, number: int, first: int = 0) -> Iterator[BatchRow]:
+        """Yield the samples of each batch of an epoch, those of all parts."""
+        return (BatchRow(self.indices(batch)) for batch in range(first, len(self)))
+
+    def _count(self, batch: int) -> int:
+        return self.order.place(batch)[2]
+
+    def indices(self, batch: int) -> list[int]:
+        """Return the samples of a batch of an epoch, in the order of parts."""
         start = batch * self.size
-        rows = range(start, start + self.count(batch))
+        rows = range(start, start + self._count(batch))
         return sorted(rows, key=lambda index: (index % self.num_parts, index))
 
     def epoch(self, number: int, first: int = 0) -> Iterator[Batch]:
@@ -362,8 +379,8 @@ class StreamBatches(Batches):
         read = self._with_ends(self._until_end(self._load(keys)))
         for i, (collated, ends) in zip(batches, read, strict=False):
             facts: _Facts = collated.facts
-            count = facts.count if self.is_open else self.count(i)
-            own = self._own(self.indices(number, i)[:count])
+            count = facts.count if self.is_open else self._count(i)
+            own = self._own(self.indices(i)[:count])
             texts = zip(own, collated.digests, strict=True)
             digests |= {index: text for index, text in texts if text}
             self._given = (own, collated.data, facts) if self.keeps_marks else None
@@ -380,7 +397,7 @@ class StreamBatches(Batches):
 
     def _rows(self, number: int, batch: int, is_first: bool) -> _Rows:
         """Return what this part reads of a batch."""
-        rows, until = self.indices(number, batch), list[int]()
+        rows, until = self.indices(batch), list[int]()
         start, end = self._start, self._start + self._part_size
         is_filled = self.is_open and not self.shuffle
         if not self.is_open:
@@ -412,7 +429,7 @@ class StreamBatches(Batches):
         is_new, self._is_new = self._is_new, False
         if not self._start or not (self.num_parts == 1 or (is_new and not first)):
             return {}
-        index = self.indices(number, first)[0]
+        index = self.indices(first)[0]
         closes = self.num_parts > 1
         key = _Rows(number, [index], 0, 1, has_digests=True, closes=closes)
         found = next(self._until_end(self._load(iter([[key]]))), None)
@@ -437,7 +454,11 @@ class StreamBatches(Batches):
 
 
 def batches_of(
-    dataset: Any, size: int, *, keeps_marks: bool = False, **options: Any
+    dataset: Any,
+    size: int | Sequence[int],
+    *,
+    keeps_marks: bool = False,
+    **options: Any,
 ) -> Batches:
     """Return the batches of a dataset or a stream."""
     if isinstance(dataset, Stream):

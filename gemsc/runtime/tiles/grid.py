@@ -50,6 +50,11 @@ class Grid:
             self._among[tiles] = Grid(self.transport, ranks, tiles.index(self.tile))
         return self._among[tiles]
 
+    def connect(self, sums: Iterable[tuple[int, ...]]) -> None:
+        """Make what sums over some of the tiles need, in the order of all tiles."""
+        for tiles in sorted(sums):
+            self.among(tiles)._members()
+
     def depart(self, exchange: Exchange, held: Tensor) -> Flight:
         """Start to send what other tiles want of the held box, and to receive."""
         return self._mailbox.depart(exchange, exchange.seen_from(self.tile), held)
@@ -66,11 +71,14 @@ class Grid:
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Put the sum over the tiles into the tensor; return it."""
+        self.transport.wait(self.transport.all_reduce(self._members(), tensor))
+        return tensor
+
+    def _members(self) -> Group:
         if self._group is None:
             key = f"tiles of {self.ranks}"
             self._group = self.transport.group(tuple(sorted(self.ranks)), key)
-        self.transport.wait(self.transport.all_reduce(self._group, tensor))
-        return tensor
+        return self._group
 
     def collect(self, held: Tensor, exchange: Exchange) -> Tensor:
         """Return the wanted box. Own pieces are copied while the others arrive."""

@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import NoReturn
 
+from gemsc.base.cores import BINDINGS
 from gemsc.base.units import parse_seconds
 from gemsc.errors import GemscError, UsageError
 from gemsc.runtime.checkpoint.folder import LATEST
@@ -161,6 +162,14 @@ def make_parser(parents: Sequence[argparse.ArgumentParser] = ()) -> Parser:
         choices=["mpi", "torch"],
         help="what messages go by: MPI (default), or torch.distributed, which torchrun "
         "starts, too",
+    )
+    parser.add_argument(
+        "--bind",
+        choices=BINDINGS,
+        default="auto",
+        help="cores for each rank: those of a NUMA domain, cores of its own, or what "
+        "the launcher gives it (auto: numa, where CPUs of several domains compute and "
+        "the ranks fill them evenly)",
     )
     parser.add_argument(
         "--per-device",

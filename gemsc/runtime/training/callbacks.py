@@ -16,6 +16,7 @@ checkpoints have files of their own; the small ones are here.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -24,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gemsc.base.stream import ENDLESS
-from gemsc.base.units import show_bytes
+from gemsc.base.units import show_bytes, show_seconds
+from gemsc.datasets.stream import ENDLESS
 from gemsc.errors import GemscError
 from gemsc.runtime.checkpoint.holdings import EMA_KEY
 from gemsc.runtime.checkpoint.states import encode
@@ -109,6 +110,7 @@ class Position(Callback):
     """Lets a run that goes on with batches of another size go on at the same sample.
 
     Its steps are then counted as if all batches had had the size that they have now.
+    Batches of several shapes are the same ones, or the run goes on where an epoch ends.
     """
 
     def __init__(self, trainer: Trainer, epochs: Epochs) -> None:
@@ -119,13 +121,12 @@ class Position(Callback):
     def state_dict(self) -> dict[str, Any]:
         """Return epoch and sample, of how many; of a stream, marks of its parts."""
         epoch, first = self.epochs.place(self.trainer.step_number)
-        size = self.batches.size
-        state: dict[str, Any] = {
-            "num_samples": self.batches.num_samples,
-            "batch_size": size,
-            "epoch": epoch,
-            "sample": first * size,
-        }
+        order = self.batches.order
+        state: dict[str, Any] = {"num_samples": order.num_samples, "epoch": epoch}
+        if len(order.sizes) > 1:
+            return state | {"batch": first, "of": self._of_shapes}
+        size = order.sizes[0]
+        state |= {"batch_size": size, "sample": first * size}
         if isinstance(self.batches, StreamBatches):
             state["parts"] = self.batches.num_parts
             own = self.batches.marks(epoch)
@@ -145,7 +146,8 @@ class Position(Callback):
         """Go to the sample that comes next.
 
         Raises:
-            GemscError: the dataset has another length.
+            GemscError: the dataset has another length, or the checkpoint is of the
+                middle of an epoch of other batches.
         """
         batches, steps, epochs = self.batches, self.trainer.worker.steps, self.epochs
         if state["num_samples"] != batches.num_samples:
@@ -155,19 +157,36 @@ class Position(Callback):
                 help="go on with the same data; or `gemsc export` the checkpoint and "
                 "--resume from that file: a new run that starts from its weights",
             )
-        first = state["sample"] // batches.size
+        sizes = batches.order.sizes
+        if "sample" in state and len(sizes) == 1:
+            first = state["sample"] // sizes[0]
+        else:
+            first = state.get("batch", state.get("sample"))
+            if first and state.get("of") != self._of_shapes:
+                raise GemscError(
+                    "the checkpoint is of the middle of an epoch, whose batches had "
+                    "other samples than those of this program",
+                    help="go on with a program of the same shapes, --micro-batches and "
+                    "--data, or from a checkpoint of the end of an epoch",
+                )
         if epochs.each is not None:
             first = min(first, epochs.each)
             steps.done = state["epoch"] * epochs.each + first
         else:
             size = state["batch_size"]
             before = steps.done - state["sample"] // size
-            epochs.now, epochs.start = state["epoch"], before * size // batches.size
+            epochs.now, epochs.start = state["epoch"], before * size // sizes[0]
             steps.done = epochs.start + first
         if isinstance(batches, StreamBatches):
             marks = state.get("marks", {}).items()
             batches.split(state.get("parts", 1))
             batches.resume(state["epoch"], {int(n): Mark(**m) for n, m in marks})
+
+    @property
+    def _of_shapes(self) -> list[list[int]]:
+        """How many batches of how many samples an epoch has of each shape."""
+        order = self.batches.order
+        return [[*pair] for pair in zip(order.batches, order.sizes, strict=True)]
 
 
 def _samples(count: int) -> str:
@@ -190,6 +209,7 @@ class Console(Callback):
         self.talks = trainer.transport.rank == 0
         self.epochs = epochs
         self._bar: ProgressBar | None = None
+        self._shapes: dict[int, list[float]] = defaultdict(lambda: [0, 0, 0.0])
 
     def say(self, text: str) -> None:
         """Print a line."""
@@ -200,6 +220,13 @@ class Console(Callback):
         """Count the step; an epoch's first and last one begin and end a bar."""
         if not self.talks:
             return
+        if trainer.plan.shapes:
+            each = zip(
+                self._shapes[report.shape],
+                (1, report.samples, report.seconds),
+                strict=True,
+            )
+            self._shapes[report.shape] = [so_far + new for so_far, new in each]
         if self._bar is None:
             done = report.step - 1
             title = self.epochs.title(self.epochs.place(done)[0])
@@ -219,6 +246,12 @@ class Console(Callback):
     def on_end(self, trainer: Trainer) -> None:
         """Say why the run ends before its time, and what the fullest rank took."""
         self._close()
+        for number, (steps, samples, seconds) in sorted(self._shapes.items()):
+            shape = trainer.plan.shapes[number]
+            each, rate = show_seconds(seconds / steps), samples / seconds
+            self.say(
+                f"shape {shape.name}: {steps:.0f} steps of {each}, {rate:.1f} samples/s"
+            )
         transport, device = trainer.transport, trainer.device
         if trainer.requests.agreed("stop"):
             reasons = transport.all_gather_object(trainer.requests.reason("stop"))

@@ -58,6 +58,12 @@ class Evaluator:
                 at=at,
                 help="leave it out: eval_dataset gives samples as dataset does",
             )
+        if self.trainer.plan.shapes:
+            raise GemscError(
+                "eval_windows have one shape, and example_inputs several",
+                at=at,
+                help="leave it out, or give example_inputs of one shape",
+            )
         if self.data.batches.window is not None:
             raise GemscError(
                 "eval_windows takes whole cases, and eval_dataset is read in parts",
@@ -116,7 +122,9 @@ class Evaluator:
         for batch in self._batches():
             input, target = batch.data
             with self.record.draws():
-                result = self.trainer.evaluate(input, target, window=batches.window)
+                result = self.trainer.evaluate(
+                    input, target, window=batches.window, shape=batch.shape
+                )
             self.holders.find(result.output)
             if result.output is None:  # it needs no whole targets from then on
                 batches.whole_targets = "none"
@@ -134,10 +142,10 @@ class Evaluator:
             output, target = (first_samples(value, count) for value in scored)
             self.metrics.add(output, target, count)
             if not is_full and self.loss is not None:
-                mean_loss.add(self._loss_of_rest(output, target, count), count)
+                mean_loss.add(self._loss_of_rest(output, target, batch), count)
 
     @torch.no_grad()
-    def _loss_of_rest(self, output: Any, target: Any, count: int) -> Tensor:
+    def _loss_of_rest(self, output: Any, target: Any, batch: Batch) -> Tensor:
         """Return the loss of a last batch that is not full.
 
         Raises:
@@ -147,11 +155,11 @@ class Evaluator:
         loss: Any = self.loss(output, target)
         if not isinstance(loss, Tensor) or loss.dim() == 0:
             return as_loss(loss)
-        size = self.data.batches.size
+        size = self.data.batches.order.sizes[batch.shape]
         raise GemscError(
             "loss takes a number that the model computes of a whole micro-batch: it "
-            f"cannot be told for the last batch of eval_dataset, {count} samples of "
-            f"{size}",
+            f"cannot be told for the last batch of eval_dataset, {batch.count} samples "
+            f"of {size}",
             at=self.user.line_of("loss"),
             help="let loss(output, target) compute it of what the model returns for "
             f"each sample, or give eval_dataset a multiple of {size} samples",
@@ -210,7 +218,8 @@ def evaluate_case(
     target = zero_target(trainer)
     for places, count in case.windows.batches(size):
         own = places[place.copy * part :][:part]
-        output = trainer.evaluate(case.take(own), target).output
+        windows, shape = case.take(own), trainer.plan.first_shape
+        output = trainer.evaluate(windows, target, shape=shape).output
         holders.find(output)
         whole = holders.join(output)
         if whole is not None:

@@ -85,6 +85,8 @@ class Log(Callback):
                 name: value for name, value in figures.items() if value is not None
             }
             more = {} if report.problem is None else {"problem": str(report.problem)}
+            if shapes := trainer.plan.shapes:
+                more["shape"] = shapes[report.shape].name
             row = self._write("step", report.step, **known, **more)
             with (self.folder / TABLE).open("a", encoding="utf-8", newline="") as file:
                 self._writer(file).writerow(row)

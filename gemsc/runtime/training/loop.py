@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import sys
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
+from gemsc.base.examples import Examples
 from gemsc.base.rng import seed_of
-from gemsc.base.stream import ENDLESS
+from gemsc.datasets.stream import ENDLESS
 from gemsc.errors import GemscError
+from gemsc.plan import Plan, PlannedShape
 from gemsc.runtime.checkpoint.files import export_model
 from gemsc.runtime.checkpoint.folder import LATEST, MODEL
 from gemsc.runtime.checkpoint.manifest import Manifest
 from gemsc.runtime.data.batches import Batches
 from gemsc.runtime.data.metrics import figure_names
+from gemsc.runtime.data.shapes import ShapeClasses, all_numbers
 from gemsc.runtime.data.shared import SharedData
 from gemsc.runtime.data.stream_batches import batches_of
 from gemsc.runtime.data.tiled import TiledDataset, window_of
@@ -37,6 +41,38 @@ from gemsc.runtime.worker.finite import (
     rows_not_finite,
 )
 from gemsc.user_model import UserModel
+
+
+def shape_classes(plan: Plan, user: UserModel, name: str) -> ShapeClasses | None:
+    """Return how samples of `dataset` or `eval_dataset` are padded, if they are.
+
+    They are where batches have several shapes, or the file has a `pad_value`.
+    """
+    shapes = plan.shapes
+    if not shapes and user.pad_value is not None:
+        inputs = user.make_shapes()
+        examples = Examples(inputs, user.make_targets(inputs))
+        shapes = [
+            PlannedShape(
+                name="of example_inputs()",
+                variant="",
+                micro_batch_size=plan.micro_batch_size,
+                sizes=examples.sizes(0),
+                step_seconds=plan.step_seconds,
+                peak_bytes=plan.peak_bytes,
+            )
+        ]
+    if not shapes:
+        return None
+    at = {each: user.line_of(each) for each in ("pad_value", "bucket", "collate")}
+    return ShapeClasses(
+        shapes,
+        0 if user.pad_value is None else user.pad_value,
+        user.bucket,
+        user.collate if plan.shapes else None,
+        {**at, "dataset": user.line_of(name)},
+    )
+
 
 # what `--on-nonfinite` makes of an update
 DONE = {"skip": "this update is left out", "warn": "the update was made"}
@@ -122,19 +158,21 @@ class Training:
         worker = self.trainer.worker
         window = None
         trains_rest = shuffle and self.options.last_batch == "train"
-        least = self.plan.micro_batch_size if trains_rest else None
         if isinstance(items, TiledDataset):
             window = window_of(worker.inputs, tuple(items.shape))
         whole_targets = "none"
         if not shuffle and worker.program.tile == 0:  # where outputs may be
             whole_targets = "last" if self.user.metrics is None else "all"
-        size, place = self.plan.batch_size, worker.place
+        sizes, place = self.plan.batch_sizes, worker.place
         part, num_parts = place.copy, place.num_copies
+        shapes = shape_classes(self.plan, self.user, name)
         if not shuffle and self.user.eval_windows is not None:
-            size, part, num_parts = 1, 0, 1  # whole cases, one at a time
+            sizes, part, num_parts = [1], 0, 1  # whole cases, one at a time
+            shapes = None
+        samples = all_numbers(shapes, items, seed, self.transport)
         batches = batches_of(
             items,
-            size,
+            sizes,
             seed=seed,
             shuffle=shuffle,
             workers=self.options.workers,
@@ -144,8 +182,10 @@ class Training:
             window=window,
             whole_targets=whole_targets,
             compare_all=self.record.is_kept,
-            least=least,
             keeps_marks=shuffle and self.options.save is not None,
+            least=self.plan.micro_batch_sizes if trains_rest else None,
+            shapes=shapes,
+            numbers=samples,
         )
         if trains_rest and batches.num_samples == ENDLESS:
             raise GemscError(
@@ -156,8 +196,10 @@ class Training:
             )
         shared = SharedData(batches, self.transport, name, self.user.line_of(name))
         if len(batches) == 0:
+            wanted = " or ".join(map(str, sizes))
             raise GemscError(
-                f"the dataset has {batches.num_samples} samples, one step takes {size}",
+                f"the dataset has {batches.num_samples} samples, one step takes "
+                f"{wanted}",
                 help="compile with fewer --micro-batches, give more data, or use "
                 "--last-batch train",
             )
@@ -166,7 +208,25 @@ class Training:
                 f"note: {name}() is not split: each of the {batches.num_copies} "
                 "replicas reads all of it, and drops what is not its own"
             )
+        if shuffle:
+            self._note_shapes(shared)
         return shared
+
+    def _note_shapes(self, shared: SharedData) -> None:
+        """Say which shapes have too few samples for a batch."""
+        order, place = shared.batches.order, f"{shared.at}: " if shared.at else ""
+        for number, each in enumerate(self.plan.shapes):
+            count = order.counts[number]
+            if count and not order.batches[number] and self.transport.rank == 0:
+                text = (
+                    f"{place}warning: no batch has shape {each.name}: {count} samples "
+                )
+                text += f"have it, a batch takes {order.sizes[number]}"
+                help = (
+                    "--last-batch train, fewer --micro-batches, or bucket() that puts "
+                )
+                help += "them into a larger shape"
+                print(f"{text}\nhelp: {help}", file=sys.stderr, flush=True)  # noqa: T201
 
     def run(self) -> None:
         """Make the steps that are left, evaluating and saving after each epoch.
@@ -214,7 +274,7 @@ class Training:
         if self.checkpoints is not None:
             folder = self.checkpoints.folder
             if self.console.talks:  # one plain file, from the last checkpoint
-                export_model(folder, folder / MODEL)
+                export_model(folder, folder / MODEL, is_new=True)
             self.console.say(f"saved {folder / MODEL}")
         if self.console.talks and self.options.record_run is not None:
             self.record.write(self.options.record_run)
@@ -259,17 +319,16 @@ class Training:
         source = self.trainer.worker.status.while_reading(
             self.data.epoch(epoch, first, requests=requests, reads=self._reads)
         )
-        size = self.plan.micro_batch_size
         left = self.epochs.left(self.trainer.step_number)
         numbers = count(first) if left is None else range(first, first + left)
-        for number, (batch, seen) in zip(numbers, source, strict=False):
+        for _, (batch, seen) in zip(numbers, source, strict=False):
             (input, target), ends = batch.data, batch.ends
-            micro_batches = self._batches.count(number) // size
+            shape = batch.shape
+            whole = batch.count // self.plan.micro_batch_sizes[shape]
+            how: dict[str, Any] = {"micro_batches": whole, "shape": shape}
             try:
                 with self.record.draws():
-                    loss = self.trainer.step(
-                        input, target, window=window, micro_batches=micro_batches
-                    )
+                    loss = self.trainer.step(input, target, window=window, **how)
             except NotFiniteError as error:
                 for note in self._where(error.problem, batch.data):
                     error.add_note(note)
@@ -325,14 +384,14 @@ class Training:
         """
         batches, place = self._batches, self.trainer.worker.place
         epoch, number = self.epochs.place(problem.step - 1)
-        indices = batches.indices(epoch, number)
-        size = self.plan.micro_batch_size
+        row = next(batches.rows(epoch, number))
+        indices, size = row.indices, self.plan.micro_batch_sizes[row.shape]
         found = [
             f"micro-batch {m} has samples "
             + ", ".join(map(str, indices[m * size :][:size]))
             for m in list(problem.losses)[:MOST_NAMED]
         ]
-        own = indices[place.copy * batches.size // place.num_copies :]
+        own = indices[place.copy * batches.size_of(row) // place.num_copies :]
         own = [own[row] for row in rows_not_finite(data) if row < len(own)]
         everyone = self.transport.all_gather_object(own)
         wrong = sorted({index for theirs in everyone for index in theirs})

@@ -283,7 +283,8 @@ class Prediction:
         inputs = self._inputs([places for places, _ in batches])
         source = trainer.worker.status.while_reading(inputs)
         for input, (_, count) in zip(source, batches, strict=True):
-            found = trainer.evaluate(input, target, window=self.part)
+            shape = trainer.plan.first_shape
+            found = trainer.evaluate(input, target, window=self.part, shape=shape)
             holders.find(found.output)
             drawn = holders.join(self._all_drawn(found.output))
             yield from drawn[:count] if drawn is not None else ()

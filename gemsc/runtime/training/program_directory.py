@@ -65,7 +65,7 @@ def check_program(directory: Path, num_ranks: int) -> Plan:
             f"{directory} was compiled from other code: " + "; ".join(changes),
             help=again,
         )
-    names = ["", *(phase.name for phase in plan.phases)]
+    names = ["", *plan.variants]
     modules = [rank_file(r, name) for r in range(plan.copy_ranks) for name in names]
     weights = [
         f"{plan.weights}/stage{stage.index}.safetensors" for stage in plan.stages
@@ -102,7 +102,7 @@ def check_compiler() -> None:
 
 
 def rank_file(rank: int, name: str = "") -> str:
-    """Return the file of a rank, of a phase of its steps if that has a name."""
+    """Return the file of a rank, or of its variant with a name."""
     return f"rank{rank}_{name}.py" if name else f"rank{rank}.py"
 
 

@@ -91,9 +91,9 @@ class Recorder:
         streams = self.worker.transport.streams
         moment = streams.moment if kind in ON_DEVICE else _now
 
-        def noting(*arguments: Any) -> Any:
+        def noting(*arguments: Any, **named: Any) -> Any:
             begin = moment()
-            result = call(*arguments)
+            result = call(*arguments, **named)
             end = moment()
             stage = replica = micro_batch = -1
             if is_action:
@@ -200,10 +200,10 @@ def _prepared(
     """Return what trains, and a batch of the example inputs."""
     plan = Plan.read(directory / "plan.toml")
     user = load_user_model(plan.spec, constants=plan.constants)
-    inputs = user.make_inputs()
+    inputs = user.make_inputs(plan.first_shape)
     batch = repeated((inputs, user.make_target(inputs)), plan)
-    trainer = Trainer(directory, transport, optimizer=user.optimizer, device=device)
-    return trainer, batch
+    how = {"optimizer": user.optimizer, "phases": user.make_phases()}
+    return Trainer(directory, transport, device=device, **how), batch
 
 
 def _wait(device: torch.device) -> None:

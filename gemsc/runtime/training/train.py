@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
@@ -12,12 +11,13 @@ from pathlib import Path
 import torch
 
 from gemsc.base.phase import Phase
-from gemsc.base.process import is_started_by_mpirun, is_started_by_torch, num_cores
+from gemsc.base.process import is_started_by_mpirun, is_started_by_torch
 from gemsc.base.units import parse_seconds
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
 from gemsc.runtime.checkpoint.folder import saved_seed
-from gemsc.runtime.process.device import claim_device, exact_arithmetic
+from gemsc.runtime.process.cores import share_cores
+from gemsc.runtime.process.device import claim_device, exact_arithmetic, num_gpus
 from gemsc.runtime.process.failure import install_hooks, is_first, stop_all, watch_exit
 from gemsc.runtime.process.status import REPORTED, Status
 from gemsc.runtime.process.stop import STOPPED, StopSignal
@@ -62,6 +62,8 @@ def main(directory: Path, arguments: list[str] | None = None) -> int:
     kept = ExitStack()  # the run's folder, as long as the first rank lives
     try:
         start_watch(transport, getattr(options, "timeout", 0.0))
+        unshared = _share_cores(transport, options)
+        wrong = wrong or unshared
         if transport.rank == 0:
             wrong = wrong or _refusal(directory, transport, options, kept)
         refusal = next((r for r in transport.all_gather_object(wrong) if r), None)
@@ -70,7 +72,6 @@ def main(directory: Path, arguments: list[str] | None = None) -> int:
                 print(refusal, file=sys.stderr, flush=True)  # noqa: T201
             transport.close()
             return 1
-        share_cores(transport)
         if options.verify_into is not None:
             run_recorded_steps(
                 directory,
@@ -128,6 +129,18 @@ def _check_alone(directory: Path, ranks: int) -> None:
         )
 
 
+def _share_cores(transport: Transport, options: argparse.Namespace) -> str | None:
+    """Give this rank its cores; return why not. `options` have nothing if wrong."""
+    how, helpers = getattr(options, "bind", "none"), getattr(options, "workers", 0)
+    if how == "auto" and num_gpus(options.device):
+        how = "none"  # which GPU is near which cores is not known
+    try:
+        share_cores(transport, how, num_helpers=helpers)
+    except GemscError as error:
+        return str(error)
+    return None
+
+
 def _refusal(
     directory: Path,
     transport: Transport,
@@ -142,12 +155,6 @@ def _refusal(
     except GemscError as error:
         return str(error)
     return None
-
-
-def share_cores(transport: Transport) -> None:
-    """Let each rank use its part of its machine's cores, unless the user chose."""
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, num_cores() // transport.local_size))
 
 
 def train(

@@ -20,6 +20,7 @@ from gemsc.errors import GemscError
 from gemsc.plan import Plan
 from gemsc.runtime.checkpoint.read import resume
 from gemsc.runtime.checkpoint.write import PendingSave, save
+from gemsc.runtime.data.shapes import shape_of_batch
 from gemsc.runtime.data.tiled import Window
 from gemsc.runtime.process.device import cap_memory, choose_device
 from gemsc.runtime.process.stop import StopSignal
@@ -68,6 +69,7 @@ class StepReport:
     seconds: from the call to the end of this rank's part.
     losses: those of the phases of the step, if it has several; `loss` is the last one.
     problem: what is not finite; the update was made or not, as `on_nonfinite` says.
+    shape: the number of the batch's shape, where the program has several.
     """
 
     step: int
@@ -76,6 +78,7 @@ class StepReport:
     seconds: float
     losses: Mapping[str, float] = field(default_factory=dict)
     problem: Problem | None = None
+    shape: int = 0
 
 
 class Trainer:
@@ -144,6 +147,9 @@ class Trainer:
         self.phases = checked_phases(plan, phases, accumulate)
         for phase in self.phases:
             self._add_phase(phase, dtype)
+        for each in plan.shapes:
+            if each.variant:
+                self._add_shape(each.variant, dtype)
         self.add_callbacks(callbacks)
 
     def _load_stages(
@@ -165,6 +171,12 @@ class Trainer:
         added = self.worker.add(phase.name, program, stages, trained=trained)
         added.updates.make_optimizer(phase.optimizer, phase.scheduler)
 
+    def _add_shape(self, name: str, dtype: torch.dtype | None) -> None:
+        program = load_program(self.directory, self.worker.place.rank, name)
+        stages = self._load_stages(program, dtype, self.stages)
+        stages.share(self.stages)
+        self.worker.add(name, program, stages, updates=self.worker.updates)
+
     def step(
         self,
         input: Any,
@@ -172,6 +184,7 @@ class Trainer:
         *,
         window: Window | None = None,
         micro_batches: int | None = None,
+        shape: int | None = None,
     ) -> float:
         """Train on one batch; return its mean loss, the same on every rank.
 
@@ -180,14 +193,15 @@ class Trainer:
         takes. The batch holds all micro-batches, one after the other, in dimension 0.
         Where images are split over ranks, it may hold only this rank's `window`.
         The first `micro_batches` of them count, by default all: what follows only fills
-        up the batch.
+        up the batch. Of a program with several shapes, `shape` is the number of the
+        batch's one, in the order of `example_inputs()`; where it is not given, all
+        ranks need to get the batch.
 
         Raises:
             GemscError: the batch does not fit the program.
             NotFiniteError: a loss or a gradient is not finite: see `on_nonfinite`.
                 Weights and optimizer are what they were before the step.
         """
-        due = [p.name for p in self.phases if p.is_due(self.step_number)] or [""]
         if self.program.train_step is None and not self.phases:
             raise GemscError(
                 "this program cannot train: it was compiled without a loss",
@@ -197,9 +211,12 @@ class Trainer:
         self.start()
         start = time.perf_counter()
         worker, steps, losses = self.worker, self.worker.steps, dict[str, float]()
+        sources = {"input": as_structure(input), "target": target}
+        shape, name = self._shape_of(sources, shape)
+        due = [p.name for p in self.phases if p.is_due(self.step_number)] or [name]
         for name in due:
             worker.use(name)
-            self._begin(input, target, window, training=True, count=micro_batches)
+            self._begin(sources, window, training=True, count=micro_batches)
             assert worker.program.train_step is not None
             worker.program.train_step(worker)
             losses[name] = steps.mean.value
@@ -208,21 +225,29 @@ class Trainer:
         report = StepReport(
             step=steps.done,
             loss=[*losses.values()][-1],
-            samples=steps.count * self.plan.micro_batch_size,
+            samples=steps.count * self.plan.micro_batch_sizes[shape],
             seconds=time.perf_counter() - start,
             losses=losses if self.phases else {},
             problem=worker.problem,
+            shape=shape,
         )
         self.tell("on_step", report)
         return report.loss
 
     def evaluate(
-        self, input: Any, target: Any = None, *, window: Window | None = None
+        self,
+        input: Any,
+        target: Any = None,
+        *,
+        window: Window | None = None,
+        shape: int | None = None,
     ) -> Evaluation:
         """Run one batch in evaluation mode; see `step` for the arguments."""
         steps = self.worker.steps
-        self._begin(input, target, window, training=False)
-        self.program.eval_step(self.worker)
+        sources = {"input": as_structure(input), "target": target}
+        self.worker.use(self._shape_of(sources, shape)[1])
+        self._begin(sources, window, training=False)
+        self.worker.program.eval_step(self.worker)
         for loss, _ in steps.results:
             if loss is not None:
                 steps.add_loss(loss)
@@ -231,19 +256,32 @@ class Trainer:
             self.worker.status.enter("sum of the losses")
             mean = Mean(*self.worker.sum_up(*steps.own_mean().sums))
         self.worker.end()
+        self.worker.use("")
         outputs = [output for _, output in steps.results]
         return Evaluation(mean, concatenated(outputs) if outputs else None)
 
+    def _shape_of(
+        self, sources: Mapping[str, Any], shape: int | None
+    ) -> tuple[int, str]:
+        """Return the number of a batch's shape, and the graph for it.
+
+        Raises:
+            GemscError: the program has none for it, or this rank cannot tell.
+        """
+        if not self.plan.shapes:
+            return 0, ""
+        if shape is None:
+            shape = shape_of_batch(self.plan, sources)
+        return shape, self.plan.shapes[shape].variant
+
     def _begin(
         self,
-        input: Any,
-        target: Any,
+        sources: Mapping[str, Any],
         window: Window | None,
         *,
         training: bool,
         count: int | None = None,
     ) -> None:
-        sources = {"input": as_structure(input), "target": target}
         batch = self.worker.steps.bind(sources, window)
         self.worker.begin(batch, training=training, count=count)
         self.worker.stages.set_mode(training=training)
@@ -263,19 +301,23 @@ class Trainer:
 
         Where a step has several phases, it is that of the last one that has one here.
         """
-        found = (each.updates.optimizer for each in self.worker.variants.values())
-        return next((each for each in reversed([*found]) if each is not None), None)
+        found: torch.optim.Optimizer | None = self._of_last_phase("optimizer")
+        return found
 
     @property
     def scheduler(self) -> Any:
         """What steps the learning rate after each update; None without one."""
-        found = (each.updates.scheduler for each in self.worker.variants.values())
-        return next((each for each in reversed([*found]) if each is not None), None)
+        return self._of_last_phase("scheduler")
 
     @property
     def gradient_norm(self) -> float | None:
         """The norm of the last gradients before clipping; None without `clip_norm`."""
-        found = (each.updates.norm for each in self.worker.variants.values())
+        found: float | None = self._of_last_phase("norm")
+        return found
+
+    def _of_last_phase(self, what: str) -> Any:
+        """Return what the last of the updates has that has one, None if none has."""
+        found = (getattr(each, what) for each in self.worker.all_updates.values())
         return next((each for each in reversed([*found]) if each is not None), None)
 
     @property
@@ -398,6 +440,7 @@ class Trainer:
         directory = Path(directory)
         named = self._named_callbacks.items()
         states = [(name, callback.state_dict()) for name, callback in named]
+        self.worker.use("")  # whatever a step that failed has left
         self.worker.status.enter("checkpoint")
         self._saving = save(
             self.worker,

@@ -6,6 +6,9 @@ tags. That a message is there it tells only who waits for it: each message in fl
 a thread that does, at no cost.
 
     receive  ---->  gloo  ---->  its thread: wait()  ---->  done
+
+It takes a message that is too short for one that fits. So before the first message to a
+rank with a tag goes another one, with its size.
 """
 
 from __future__ import annotations
@@ -16,12 +19,14 @@ import math
 import os
 import pickle
 import platform
+import socket
 import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache, partial
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -65,6 +70,7 @@ T = TypeVar("T")
 
 dist: Any = torch_distributed  # its stores and process groups have no types
 
+UDP = socket.SOCK_DGRAM
 LOOPBACK = "127.0.0.1"
 INTERFACE = "GLOO_SOCKET_IFNAME"  # as everywhere in torch.distributed
 NO_LIMIT = timedelta(days=365)  # the hang watch has the limit that the user chose
@@ -74,6 +80,7 @@ SHARED = (
     f"{MANY_ON_A_GPU}=1: sums go through the host"
 )
 LEFT_SECONDS = 2.0  # for a rank's last messages, and for a launcher to end the others
+OF_SIZES = 2**16  # tags of messages that tell the size of another one
 HALVES = (torch.bfloat16, torch.float16)
 
 _count = itertools.count()  # of this process's transports: each meets others anew
@@ -214,6 +221,7 @@ class TorchTransport:
         self._waiters = Waiters()
         self._own: defaultdict[int, tuple[deque[OwnMessage], deque[OwnMessage]]]
         self._own = defaultdict(lambda: (deque(), deque()))
+        self._sized: set[tuple[int, int, bool]] = set()  # what was sent and received
         self._groups: dict[tuple[tuple[int, ...], str], TorchGroup] = {}
         self.sums_on_device = False
         self._gpu: torch.device | None = None
@@ -257,10 +265,7 @@ class TorchTransport:
         return self._post(tensor, dest, tag, need, is_send=True)
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> Request:
-        """Start to receive into the tensor's bytes.
-
-        gloo takes a message that is shorter for one that fits.
-        """
+        """Start to receive into the tensor's bytes."""
         what = f"message {tag} from rank {source} to rank {self.rank}"
         need = Awaited(what, (source,))
         return self._post(tensor, source, tag, need, is_send=False)
@@ -273,12 +278,18 @@ class TorchTransport:
         if peer == self.rank:
             return self._post_own(tensor, tag, is_send=is_send)
         start = self._messages.send if is_send else self._messages.recv
+        parts, then = [(tensor, tag)], None
+        if (peer, tag, is_send) not in self._sized:
+            self._sized.add((peer, tag, is_send))
+            size = torch.tensor([tensor.nbytes if is_send else -1])
+            parts.insert(0, (size, tag + OF_SIZES))
+            then = None if is_send else partial(_check_size, tensor, size, need)
         try:
-            work = AwaitedWork(start([_bytes(tensor.view(-1))], peer, tag))
+            work = AwaitedWork([start([_bytes(t.view(-1))], peer, n) for t, n in parts])
         except RuntimeError as error:
             self.is_lost(need, error)
         self._waiters.start(work.await_it)
-        return TorchRequest(work, need, self.is_lost, (tensor,))
+        return TorchRequest(work, need, self.is_lost, tuple(t for t, _ in parts), then)
 
     def _post_own(self, tensor: Tensor, tag: int, *, is_send: bool) -> Request:
         """Start one end of a message to this rank itself."""
@@ -411,14 +422,33 @@ def _meet() -> tuple[Any, int, int]:
 def _network(*, is_alone: bool) -> Any:
     """Return what gloo listens on: nothing but loopback if no other machine is there.
 
-    The interface that the user names wins.
+    Else it is the address that reaches the first machine. The interface that the user
+    names wins.
     """
     gloo, named = dist.ProcessGroupGloo, os.environ.get(INTERFACE, "")
     if named:
         return gloo.create_device(interface=named.split(",")[0])
     if is_alone:
         return gloo.create_device(hostname=LOOPBACK)
+    if address := _address_towards(os.environ.get("MASTER_ADDR", "")):
+        return gloo.create_device(hostname=address)
     return gloo.create_default_device()
+
+
+def _address_towards(host: str) -> str | None:
+    """Return this machine's address in the network of a host; None for loopback.
+
+    What gloo takes by default is that of this machine's own name: where nobody knows
+    that name, loopback.
+    """
+    with contextlib.suppress(OSError):
+        for family, kind, _, _, place in socket.getaddrinfo(host, 9, type=UDP):
+            with socket.socket(family, kind) as probe:
+                probe.connect(place)  # UDP: nothing is sent
+                address = str(probe.getsockname()[0])
+            if not ip_address(address).is_loopback:
+                return address
+    return None
 
 
 def _gpu_of(device: torch.device) -> tuple[str, str] | None:
@@ -430,6 +460,12 @@ def _gpu_of(device: torch.device) -> tuple[str, str] | None:
 
 def _left(rank: int) -> str:
     return f"left {rank}"
+
+
+def _check_size(tensor: Tensor, size: Tensor, need: Awaited) -> None:
+    """Raise an InternalError unless as many bytes were sent as the tensor has."""
+    if int(size) != tensor.nbytes:
+        raise InternalError(f"{need.what}: {int(size)} bytes came, not {tensor.nbytes}")
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -74,24 +74,24 @@ class TorchRequest:
 
 
 class AwaitedWork:
-    """The work of a message, for which a thread waits."""
+    """The works of a message, for which a thread waits."""
 
-    def __init__(self, work: Any) -> None:
-        self._work = work
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
         self._is_over = False
         self._error: RuntimeError | None = None
 
     def await_it(self) -> None:
-        """Wait for it, in a thread."""
+        """Wait for them, in a thread."""
         try:
-            self._work.wait()
+            while self._works:
+                self._works.pop(0).wait()
         except RuntimeError as error:
             self._error = error
-        self._work = None
         self._is_over = True
 
     def is_completed(self) -> bool:
-        """Whether it is over."""
+        """Whether all are over."""
         return self._is_over
 
     def wait(self) -> None:

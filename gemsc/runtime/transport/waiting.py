@@ -13,6 +13,8 @@ large message goes piece by piece, a few in each turn: after a turn that took as
 the copy of a piece the next ones follow at once. benchmarks/transport.py has the
 figures.
 
+A rank that is bound to cores of its own may ask without a pause: see `spin`.
+
 In a wait of seconds, `check_in_waits` lets a transport look once a second whether what
 is awaited can still come. A wait that is long enough for a sleep is noted, for who
 watches over hangs: `wait_of` returns what a thread waits for, `waited_seconds` how long
@@ -43,6 +45,7 @@ _prepared = threading.local()
 _waits: dict[int, Wait] = {}  # by thread: the one that it is in
 _waited: dict[int, float] = {}  # by thread: seconds in waits that are over
 _checks: list[Callable[[Wait], None]] = []
+_spins = False
 _yield_core = getattr(os, "sched_yield", lambda: None)  # not on every system
 
 
@@ -120,8 +123,7 @@ def wait(*requests: Request) -> None:
                     checked = now
                     for check in (*_checks,):
                         check(_waits[thread])
-                seconds = (now - started) * SLEEP_SHARE
-                _sleep(min(max(seconds, SHORTEST_SLEEP), _longest_sleep(pending)))
+                _pause(now - started, pending)
             before = time.perf_counter()
     finally:
         if thread:
@@ -130,9 +132,24 @@ def wait(*requests: Request) -> None:
             _waited[thread] = _waited.get(thread, 0.0) + seconds
 
 
+def spin() -> None:
+    """From now on, never sleep in a wait: this process has cores of its own."""
+    global _spins
+    _spins = True
+
+
 def waited_seconds() -> float:
     """Return how long this thread has waited, less what took no sleep."""
     return _waited.get(threading.get_ident(), 0.0)
+
+
+def _pause(waited: float, pending: tuple[Request, ...]) -> None:
+    """Leave the core to others for a part of what was waited so far."""
+    if _spins:
+        _yield_core()
+        return
+    seconds = max(waited * SLEEP_SHARE, SHORTEST_SLEEP)
+    _sleep(min(seconds, _longest_sleep(pending)))
 
 
 def _longest_sleep(pending: tuple[Request, ...]) -> float:

@@ -22,7 +22,7 @@ from gemsc.errors import GemscError
 from gemsc.runtime.memory.once import made_tensors
 from gemsc.runtime.transport.transport import Transport
 from gemsc.runtime.worker.program import RankProgram, Run
-from gemsc.weights.load import fill, model_state, stage_tensors
+from gemsc.weights.load import fill, model_state, stage_tensors, swap
 
 # of one forward that is compiled: for training and evaluation, for each replica on this
 # rank, for sizes of batches, for what is frozen
@@ -140,11 +140,7 @@ class Stages(dict[Run, nn.Module]):
         fill(stage, read, device)
         if dtype is not None:
             cast_module(stage, dtype, getattr(kind, "keeps_dtype", ()))
-        own = {id(p): known.get(n, p) for n, p in stage.named_parameters()}
-        for module in stage.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    module._parameters[name] = own[id(parameter)]
+        swap(stage, {id(p): known.get(n, p) for n, p in stage.named_parameters()})
         self[run] = stage
 
     def share(self, others: Stages) -> frozenset[str]:
@@ -155,15 +151,8 @@ class Stages(dict[Run, nn.Module]):
         trained: set[str] = set()
         for run, stage in self.items():
             trained |= {n for n, p in stage.named_parameters() if p.requires_grad}
-            known = stage_tensors(others[run])
-            new = {
-                id(t): known[n] for n, t in stage_tensors(stage).items() if n in known
-            }
-            for module in stage.modules():  # a tied tensor has several places
-                slots: tuple[dict[str, Any], ...] = module._parameters, module._buffers
-                for each in slots:
-                    for name, slot in each.items():
-                        each[name] = new.get(id(slot), slot)
+            known, own = stage_tensors(others[run]), stage_tensors(stage)
+            swap(stage, {id(t): known[n] for n, t in own.items() if n in known})
         return frozenset(trained)
 
 

@@ -127,6 +127,10 @@ class Updates:
         if scheduler is not None:
             self.scheduler = scheduler(self.optimizer)
 
+    def use(self, program: RankProgram) -> None:
+        """Let the next steps be those of another graph, with the same sums."""
+        self._program = program
+
     def begin(self) -> None:
         """Remember what running statistics were before the step."""
         for statistics in self._statistics.values():

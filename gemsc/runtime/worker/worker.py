@@ -163,9 +163,19 @@ class Worker:
         self.updates, self._forwards = found.updates, found.forwards
         self._grids, self.grid = found.grids, found.grid
         self.steps.shape = found.shape
+        self.updates.use(found.program)
         if found.trained is not None:
             for each, parameter in found.stages.parameters.items():
                 parameter.requires_grad_(each in found.trained)
+
+    @property
+    def all_updates(self) -> dict[str, Updates]:
+        """The updates of a step by the names of its phases; "" is the program's own."""
+        found: dict[str, Updates] = {}
+        for name, each in self.variants.items():  # shapes have those of the program
+            if each.updates not in found.values():
+                found[name] = each.updates
+        return found
 
     @property
     def inputs(self) -> list[Input]:
@@ -459,7 +469,9 @@ class Worker:
             grid = Grid(self.transport, ranks, tiles.tile)
             grid = grids.setdefault(run.stage, grid)
             stage.grid = grid  # type: ignore[assignment]
-        return grids, Grid(self.transport, ranks, tiles.tile)
+        grid = Grid(self.transport, ranks, tiles.tile)
+        grid.connect(tiles.sums)
+        return grids, grid
 
     def _contexts(
         self, run: Run, m: int, deferred: Deferred | None

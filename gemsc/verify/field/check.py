@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from gemsc.base.dtypes import cast_module, default_dtype
+from gemsc.base.examples import num_rows
 from gemsc.base.nests import Mean, as_loss
 from gemsc.base.plain_forward import plain_forward
 from gemsc.base.rng import preserve_rng, same_draws
@@ -171,6 +172,8 @@ def _located(found: AllInputs, subject: _Subject) -> AllInputs:
 def check_program_for_all_inputs(directory: Path) -> AllInputs:
     """Compare a program that was compiled from a file; see `check_all_inputs`.
 
+    Where batches have several shapes, that is done for each.
+
     Raises:
         GemscError: it was not compiled from a file, or has no loss.
     """
@@ -182,9 +185,25 @@ def check_program_for_all_inputs(directory: Path) -> AllInputs:
             "--all-inputs compares one update, and a step has several phases",
             help="compare with gemsc verify, and --run",
         )
-    inputs = user.make_inputs()
-    batch = repeated((inputs, user.make_target(inputs)), plan)
+    shapes = user.make_shapes()
     model, loss = initial_model(user, directory), user.make_loss()
+    all_found: list[AllInputs] = []
+    for pair in zip(shapes, user.make_targets(shapes), strict=True):
+        found = _of_batch(directory, model, loss, repeated(pair, plan), plan)
+        if found.verdict != "proved":
+            return found
+        all_found.append(found)
+    return replace(
+        max(all_found, key=lambda each: each.degree),
+        bound=min(sum(each.bound for each in all_found), 1.0),
+        chooses=any(each.chooses for each in all_found),
+        seconds=sum(each.seconds for each in all_found),
+    )
+
+
+def _of_batch(
+    directory: Path, model: nn.Module, loss: Any, batch: Any, plan: Plan
+) -> AllInputs:
     # integers, which are not drawn, other ones in each micro-batch
     others = [different((each, None), plan)[0] for each in batch]
     if not _same_integers(others, batch):
@@ -293,7 +312,7 @@ def _evaluated(
     mean, count = Mean(), plan.data * plan.micro_batches
     with torch.no_grad(), plain_forward():
         for m, output in enumerate(outputs):
-            target = micro_batch_of(batch[1], m, count, plan.batch_size)
+            target = micro_batch_of(batch[1], m, count, num_rows(batch[0]))
             mean.add(as_loss(loss(output, target)))
     return _Evaluated(mean.value, mean.divisor, named_outputs(outputs))
 

@@ -137,7 +137,7 @@ PROGRAM = RankProgram(
     },
     # Gradients are all-reduced by the ranks that hold the same parameters.
     reductions={"stage0": (0, 1, 2, 3)},
-    tiles=Tiles(grid=(2, 2), ranks=(0, 1, 2, 3), tile=0),
+    tiles=Tiles(grid=(2, 2), ranks=(0, 1, 2, 3), tile=0, sums=((0, 1, 2, 3), (0, 2))),
     train_order=((8, STAGE0), "stage0"),
     eval_order=((4, STAGE0),),
     train_step=train_step,

@@ -1,0 +1,178 @@
+"""Example inputs of one micro-batch, or of one for each of several shapes.
+
+example_inputs() -> (tokens of 8 x 512,)                           one shape
+example_inputs() -> [(tokens of 32 x 128,), (tokens of 8 x 512,)]  two: 128 and 512
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from gemsc.base.nests import (
+    Inputs,
+    Path,
+    map_tensors,
+    normalize_inputs,
+    tensor_leaves,
+)
+from gemsc.errors import GemscError
+
+
+@dataclass(frozen=True)
+class Examples:
+    """A micro-batch of each shape that batches may have, in the user's order."""
+
+    inputs: Sequence[Inputs]
+    targets: Sequence[Any]
+
+    @classmethod
+    def of(cls, inputs: Any, target: Any = None) -> Examples:
+        """Take what a user gives: of several shapes, lists of inputs and of targets.
+
+        Raises:
+            GemscError: a list of other length, or two shapes that do not differ.
+        """
+        shapes = inputs_of_shapes(inputs)
+        if len(shapes) == 1:
+            return cls(shapes, [target])
+        targets = [None] * len(shapes) if target is None else target
+        if not isinstance(targets, list) or len(targets) != len(shapes):
+            raise GemscError(
+                f"example_target is one, example_inputs has {len(shapes)} shapes",
+                help="return a list of targets, one for each of example_inputs()",
+            )
+        found = cls(shapes, targets)
+        found._check()
+        return found
+
+    def _check(self) -> None:
+        names = self.names
+        for number, name in enumerate(names):
+            if name in names[:number]:
+                raise GemscError(
+                    f"example_inputs has two shapes that samples cannot tell: {name}",
+                    help="let each differ in the size of a sample",
+                )
+
+    @property
+    def largest(self) -> int:
+        """The number of the one with most numbers; of equal ones, in a sample."""
+
+        def size(number: int) -> tuple[int, int]:
+            leaves = [tensor for _, tensor in tensor_leaves(self.inputs[number])]
+            whole = sum(tensor.numel() for tensor in leaves)
+            return whole, whole // max(num_rows(self.inputs[number]), 1)
+
+        return max(range(len(self.inputs)), key=size)
+
+    @property
+    def names(self) -> list[str]:
+        """How each is called: by the sizes in which samples of the first input differ.
+
+        Names may be part of a file's name.
+        """
+        sizes = [samples(each, "input") for each in self.inputs]
+        for place in sizes[0]:
+            rows = [tuple(each[place]) for each in sizes]
+            differ = [len({*dims}) > 1 for dims in zip(*rows, strict=False)]
+            if any(differ):
+                pairs = [zip(row, differ, strict=False) for row in rows]
+                return ["x".join(str(n) for n, d in pair if d) for pair in pairs]
+        return ["" for _ in self.inputs]
+
+    def sizes(self, number: int) -> dict[str, list[int]]:
+        """Return the shape of each tensor of a sample, by where it is."""
+        rows = num_rows(self.inputs[number])
+        found = samples(self.inputs[number], "input")
+        return found | samples(self.targets[number], "target", rows)
+
+
+def inputs_of_shapes(inputs: Any) -> list[Inputs]:
+    """Return the inputs of each shape: several if it is a list of like inputs.
+
+    Like are tuples, or dicts, of as many tensors of the same dtypes, not all of the
+    same shapes.
+    """
+    if isinstance(inputs, list) and len(inputs) > 1:
+        kinds = tuple, Mapping
+        if any(all(isinstance(each, kind) for each in inputs) for kind in kinds):
+            rows = [dict(tensor_leaves(each)) for each in inputs]
+            forms = [{p: (t.dtype, t.dim()) for p, t in row.items()} for row in rows]
+            shapes = {tuple(tuple(t.shape) for t in row.values()) for row in rows}
+            if rows[0] and len(shapes) > 1 and all(f == forms[0] for f in forms):
+                return [normalize_inputs(each) for each in inputs]
+    return [normalize_inputs(inputs)]
+
+
+def num_rows(inputs: Any) -> int:
+    """Return the samples of a micro-batch: the first size of its first tensor."""
+    return next((t.shape[0] for _, t in tensor_leaves(inputs) if t.dim()), 1)
+
+
+def samples(nest: Any, name: str, rows: int | None = None) -> dict[str, list[int]]:
+    """Return the shape of each tensor of a sample, by its place: `input.mask`.
+
+    Those that are not of samples, with other than so many `rows`, are left out.
+    """
+    rows = num_rows(nest) if rows is None else rows
+    pairs: list[tuple[Any, Tensor]] = [*tensor_leaves(nest, (name,))]
+    return {
+        ".".join(map(str, path)): list(tensor.shape[1:])
+        for path, tensor in pairs
+        if tensor.dim() and tensor.shape[0] == rows
+    }
+
+
+def target_like(sample: Any, shapes: Sequence[Any], number: int) -> Any:
+    """Return the target of a sample, as it is where its inputs have one of the shapes.
+
+    Its last sizes that an input has, too, change with the input's. It is cut, or filled
+    up with zeros.
+    """
+    input, target = sample
+    own = {
+        ".".join(map(str, path)): list(tensor.shape)
+        for path, tensor in tensor_leaves(_as_tensors(input), ("input",))
+    }
+    if "input" in own:  # alone, it is the first of several
+        own = {"input.0": own["input"]}
+    classes = [samples(each, "input") for each in shapes]
+
+    def change(path: Path, tensor: Tensor) -> Tensor:
+        return _resized(tensor, _shape_like(tensor.shape, own, classes, number))
+
+    return map_tensors(_as_tensors(target), change)
+
+
+def _as_tensors(nest: Any) -> Any:
+    return pytree.tree_map_only(np.ndarray, torch.from_numpy, nest)
+
+
+def _shape_like(
+    shape: Sequence[int],
+    inputs: Mapping[str, list[int]],
+    classes: Sequence[Mapping[str, list[int]]],
+    number: int,
+) -> list[int]:
+    for place, own in inputs.items():
+        rows = [each[place] for each in classes if place in each]
+        count = min(len(shape), len(own))
+        while count and list(shape[-count:]) != own[-count:]:
+            count -= 1
+        if count and len({tuple(row[-count:]) for row in rows}) > 1:
+            return [*shape[: len(shape) - count], *rows[number][-count:]]
+    return list(shape)
+
+
+def _resized(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    found = tensor.new_zeros(tuple(shape))
+    inside = tuple(slice(min(a, b)) for a, b in zip(tensor.shape, shape, strict=True))
+    found[inside] = tensor[inside]
+    return found

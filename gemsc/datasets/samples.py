@@ -1,0 +1,54 @@
+"""The samples of a dataset: how many there are, and whether they are pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gemsc.datasets.stream import ENDLESS, Stream
+from gemsc.errors import GemscError, SourceLocation
+
+
+def num_samples(dataset: Any, at: SourceLocation | None = None) -> int:
+    """Return how many samples a dataset has; ENDLESS for a stream that does not say.
+
+    Raises:
+        GemscError: it does not say so, or gives no sample by its number.
+    """
+    kind = type(dataset)
+    if isinstance(dataset, Stream):
+        return dataset.samples or ENDLESS
+    if not hasattr(kind, "__len__"):
+        raise GemscError(
+            f"the dataset, of type {kind.__name__}, does not say how many samples it "
+            "has: there is no len()",
+            at=at,
+            help="give it __len__ and __getitem__; a stream whose samples fit into "
+            "memory can be returned as list(stream), another as gemsc.Stream(it), if "
+            "iter(it) begins anew",
+        )
+    if not (hasattr(kind, "__getitem__") or hasattr(kind, "read")):  # a TiledDataset
+        raise GemscError(
+            f"the dataset, of type {kind.__name__}, gives no sample by its number",
+            at=at,
+            help="return a Dataset with __getitem__, or an IterableDataset, not a "
+            "DataLoader: gemsc makes the batches",
+        )
+    return len(dataset)
+
+
+def pair_error(sample: Any, at: SourceLocation | None = None) -> GemscError | None:
+    """Return what is wrong with a sample that is no (input, target) pair."""
+    if isinstance(sample, (tuple, list)) and len(sample) == 2:
+        return None
+    found, example = f"a sample is of type {type(sample).__name__}", "(input, target)"
+    if isinstance(sample, Mapping):
+        found += f", with the keys {', '.join(map(repr, sample))}"
+        example = "({name of an argument of forward: tensor}, target)"
+    elif isinstance(sample, (tuple, list)):
+        found += f", of length {len(sample)}"
+    return GemscError(
+        f"the dataset does not return (input, target) pairs: {found}",
+        at=at,
+        help=f"return a pair from __getitem__: {example}",
+    )

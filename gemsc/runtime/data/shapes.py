@@ -1,0 +1,299 @@
+"""Shape classes: each batch holds samples of one class, padded to its shape.
+
+    class 128    sequences of up to 128 tokens
+    class 512    those of 129 to 512 tokens
+
+The class of a sample is the smallest that it fits, or what the model file's `bucket`
+says. It stays the same in all epochs: all ranks know each batch's class beforehand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import default_collate
+
+from gemsc.base.nests import named_tuple
+from gemsc.datasets.samples import num_samples, pair_error
+from gemsc.datasets.stream import Stream
+from gemsc.errors import GemscError, SourceLocation, user_place
+from gemsc.plan import Plan, PlannedShape
+from gemsc.runtime.data.held_generators import SeededReader, unreadable
+from gemsc.runtime.data.tiled import TiledDataset
+from gemsc.runtime.process.status import Status
+from gemsc.runtime.transport.transport import Transport
+
+Place = tuple[str | int, ...]  # ("input", 0), ("target", "boxes")
+
+
+@dataclass(frozen=True)
+class ShapeClasses:
+    """The classes of a program, in the order of the model's file.
+
+    `pad_value` is what tensors of a sample are filled up with: a number for all, or one
+    for each in a nest like that of (input, target). `bucket(sample)` returns the number
+    of a sample's class, `collate(samples, number)` makes a batch (input, target) of
+    them; None for the usual ways.
+    """
+
+    classes: Sequence[PlannedShape]
+    pad_value: Any = 0
+    bucket: Callable[[Any], int] | None = None
+    collate: Callable[[list[Any], int], Any] | None = None
+    at: Mapping[str, SourceLocation | None] = field(default_factory=dict)
+
+    def number_of(self, sample: Any) -> int:
+        """Return the number of a sample's class.
+
+        Raises:
+            GemscError: it fits none, or `bucket` returns something else.
+        """
+        if self.bucket is not None:
+            found = self.bucket(sample)
+            if type(found) is not int or not 0 <= found < len(self.classes):
+                raise GemscError(
+                    f"bucket returns {found!r}, which is no class",
+                    at=self.at.get("bucket"),
+                    help=f"return a number from 0 to {len(self.classes) - 1}, in the "
+                    "order of example_inputs()",
+                )
+            return found
+        sizes = _shapes(sample)
+        fitting = [
+            number
+            for number, each in enumerate(self.classes)
+            if all(_fits(sizes[p], each.shape_at(p)) for p in sizes)
+        ]
+        if not fitting:
+            shapes = ", ".join(f"{named(p)} {list(s)}" for p, s in sizes.items())
+            raise GemscError(
+                f"it fits no shape class: {shapes}; the classes are "
+                f"{', '.join(each.name for each in self.classes)}",
+                at=self.at.get("dataset"),
+                help="cut samples to the largest class, or add a larger one to "
+                "example_inputs()",
+            )
+        return min(fitting, key=lambda number: self.classes[number].num_elements)
+
+    def padded(self, sample: Any, number: int) -> Any:
+        """Return a sample with all its tensors padded at the end to a class's shape.
+
+        Raises:
+            GemscError: one is larger, or has another number of dimensions.
+        """
+        if self.collate is not None:
+            return sample
+        shape = self.classes[number]
+
+        def pad(place: Place, array: Any) -> Any:
+            wanted = shape.shape_at(place)
+            if wanted is None or tuple(array.shape) == wanted:
+                return array
+            if not _fits(tuple(array.shape), wanted):
+                raise GemscError(
+                    f"{named(place)} has shape {list(array.shape)}, its class "
+                    f"'{shape.name}' takes {list(wanted)}",
+                    at=self.at.get("dataset"),
+                    help="a sample may not grow from epoch to epoch: pad or cut it in "
+                    "the dataset, or let bucket(sample) choose a larger class",
+                )
+            tensor = torch.as_tensor(array)
+            pairs = zip(reversed(wanted), reversed(tensor.shape), strict=True)
+            ends = [part for size, own in pairs for part in (0, size - own)]
+            value, rounds = self._padding_at(place), tensor.is_floating_point()
+            with suppress(RuntimeError, TypeError):
+                found = F.pad(tensor, ends, value=value)
+                if rounds or found.flatten()[-1].item() == value:
+                    return found
+            name = str(tensor.dtype).removeprefix("torch.")
+            raise GemscError(
+                f"pad_value gives {value!r} for {named(place)}, which is {name}",
+                at=self.at.get("pad_value"),
+                help="give a number, or (of inputs, of targets), such as (0, -100)",
+            )
+
+        return map_sample(sample, pad)
+
+    def _padding_at(self, place: Place) -> Any:
+        """Return what a tensor is filled up with."""
+        value, path = self.pad_value, (int(place[0] == "target"), *place[1:])
+        for part in path:
+            if isinstance(value, tuple | list) and isinstance(part, int):
+                value = value[part] if part < len(value) else 0
+            elif isinstance(value, Mapping):
+                value = value.get(part, 0)
+        return value
+
+
+def shape_of_batch(plan: Plan, sources: Mapping[str, Any]) -> int:
+    """Return the number of a batch's shape, by those of its tensors that are there.
+
+    Raises:
+        GemscError: they have none of the shapes, or do not tell.
+    """
+    sample = sources.get("input"), sources.get("target")
+    found = {place: size for place, size in _shapes(sample).items() if size}
+    known = {number: each.sizes for number, each in enumerate(plan.shapes)}
+    there = {".".join(map(str, p)): size[1:] for p, size in found.items()}
+    there = {p: size for p, size in there.items() if p in plan.shapes[0].sizes}
+    fitting = [
+        number
+        for number, sizes in known.items()
+        if all(tuple(sizes[place]) == size for place, size in there.items())
+    ]
+    if len(fitting) == 1:
+        return fitting[0]
+    if fitting:
+        raise GemscError(
+            "what this rank got of the batch does not tell its shape",
+            help="give all ranks the batch, or the number of its shape: "
+            "trainer.step(..., shape=0)",
+        )
+    shapes = ", ".join(f"{named(p)} {list(size)}" for p, size in found.items())
+    names = ", ".join(each.name for each in plan.shapes)
+    raise GemscError(
+        f"a batch of {shapes} has none of the shapes of this program: {names}",
+        help="pad it to the smallest one that it fits, or compile again with others in "
+        "example_inputs()",
+    )
+
+
+def join_samples(samples: list[Any], shapes: ShapeClasses | None, number: int) -> Any:
+    """Return samples of one class as a batch of inputs and one of targets.
+
+    Raises:
+        GemscError: the user's `collate` fails.
+    """
+    if shapes is None or shapes.collate is None:
+        return default_collate(samples)
+    try:
+        batch = shapes.collate(samples, number)
+    except Exception as error:
+        raise GemscError(
+            f"collate() fails: {type(error).__name__}: {error}",
+            at=user_place(error.__traceback__) or shapes.at.get("collate"),
+            help="gemsc calls collate(samples, number) with a list of (input, target) "
+            "and the number of their class, in the order of example_inputs()",
+        ) from error
+    if wrong := pair_error(batch, shapes.at.get("collate")):
+        wrong.message = wrong.message.replace("the dataset does", "collate() does")
+        raise wrong
+    return batch
+
+
+def numbers_of(
+    classes: ShapeClasses, dataset: Any, seed: int, indices: Iterable[int]
+) -> list[int]:
+    """Return the class of each of these samples, as it is in epoch 0.
+
+    A dataset may say it itself, without reading a sample: `dataset.bucket(index)`.
+
+    Raises:
+        GemscError: a sample has none, or the dataset gives no samples by their number.
+    """
+    reader = SeededReader(dataset, seed)
+    own = getattr(dataset, "bucket", None)
+    if isinstance(dataset, Stream | TiledDataset):
+        raise GemscError(
+            "shapes of samples cannot be told beforehand of a "
+            f"{type(dataset).__name__}: none is given whole by its number",
+            at=classes.at.get("dataset"),
+            help="give a dataset with len() and [index], or one of example_inputs()",
+        )
+    if callable(own):
+        classes = replace(classes, bucket=own)
+
+    def number(index: int) -> int:
+        Status.go_on()
+        if callable(own):
+            return classes.number_of(index)
+        return classes.number_of(reader.read(0, index, lambda: dataset[index]))
+
+    found = []
+    for index in indices:
+        try:
+            found.append(number(index))
+        except GemscError as error:
+            error.message = f"sample {index}: {error.message}"
+            raise
+        except Exception as error:
+            raise unreadable(error, f"[{index}]", index) from error
+    return found
+
+
+def all_numbers(
+    classes: ShapeClasses | None,
+    dataset: Any,
+    seed: int,
+    transport: Transport | None = None,
+) -> Tensor | None:
+    """Return the class of each sample; None where all have the same one.
+
+    With a `transport`, each rank looks at a part of the samples.
+    """
+    if classes is None or len(classes.classes) == 1:
+        return None
+    count, rank, size = num_samples(dataset, classes.at.get("dataset")), 0, 1
+    if transport is not None:
+        rank, size = transport.rank, transport.size
+    own = bytes(numbers_of(classes, dataset, seed, range(rank, count, size)))
+    parts = [own] if transport is None else transport.all_gather_object(own)
+    found = torch.zeros(count, dtype=torch.int64)
+    for rank, part in enumerate(parts):
+        found[rank::size] = torch.tensor([*part])
+    return found
+
+
+def named(place: Place) -> str:
+    """Return how a message to the user calls a tensor: `input['mask']`."""
+    first, *rest = place
+    return str(first) + "".join(f"[{part!r}]" for part in rest)
+
+
+def map_sample(sample: Any, change: Callable[[Place, Any], Any]) -> Any:
+    """Return (input, target) with `change(place, array)` in place of each array.
+
+    A lone input is the first one of several.
+    """
+    input, target = sample
+    alone = isinstance(input, Tensor | np.ndarray)
+    place: Place = ("input", 0) if alone else ("input",)
+    return _map(input, place, change), _map(target, ("target",), change)
+
+
+def _map(value: Any, place: Place, change: Callable[[Place, Any], Any]) -> Any:
+    if isinstance(value, Tensor | np.ndarray):
+        return change(place, value)
+    if isinstance(value, Mapping):
+        return {key: _map(item, (*place, key), change) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        items = [_map(item, (*place, i), change) for i, item in enumerate(value)]
+        return items if isinstance(value, list) else named_tuple(value, items)
+    return value
+
+
+def _shapes(sample: Any) -> dict[Place, tuple[int, ...]]:
+    """Return the shape of each array of a sample."""
+    found = {}
+
+    def note(place: Place, array: Any) -> Any:
+        found[place] = tuple(array.shape)
+        return array
+
+    map_sample(sample, note)
+    return found
+
+
+def _fits(shape: tuple[int, ...], wanted: tuple[int, ...] | None) -> bool:
+    """Whether a tensor of a sample can be padded to what a class wants, if anything."""
+    if wanted is None:
+        return True
+    pairs = zip(shape, wanted, strict=False)
+    return len(shape) == len(wanted) and all(own <= size for own, size in pairs)
