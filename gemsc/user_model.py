@@ -25,7 +25,7 @@ from gemsc.base.examples import (
 from gemsc.base.nests import Inputs, tensor_leaves
 from gemsc.base.phase import Phase
 from gemsc.base.rng import seeded
-from gemsc.datasets.samples import num_samples, pair_error
+from gemsc.datasets.samples import no_shapes_known, num_samples, pair_error
 from gemsc.datasets.stream import Stream, as_dataset
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.slides.windows import SlidingWindows
@@ -317,6 +317,8 @@ class UserModel:
         try:
             if not (count := num_samples(data, at)):
                 raise GemscError("the dataset is empty", at=at, help="give it samples")
+            if len(shapes) > 1 and isinstance(data, Stream):
+                raise no_shapes_known(data, at)
             items = _first_samples(data, batch, count)
             if wrong := pair_error(items[0], at):
                 raise wrong

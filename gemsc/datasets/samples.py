@@ -52,3 +52,14 @@ def pair_error(sample: Any, at: SourceLocation | None = None) -> GemscError | No
         at=at,
         help=f"return a pair from __getitem__: {example}",
     )
+
+
+def no_shapes_known(dataset: Any, at: SourceLocation | None = None) -> GemscError:
+    """Return what to say where batches have several shapes, and samples no numbers."""
+    return GemscError(
+        "shapes of samples cannot be told beforehand of a "
+        f"{type(dataset).__name__}: none is given whole by its number",
+        at=at,
+        help="give a dataset with len() and [index], or example_inputs() of the "
+        "largest shape alone, with a pad_value for smaller samples",
+    )

@@ -353,7 +353,7 @@ FILE = """
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 import gemsc
 
 class Net(nn.Module):
@@ -376,7 +376,13 @@ class Pairs(Dataset):
         x = torch.randn(4)
         return x, x.flip(0)
 
-dataset = eval_dataset = Pairs
+class Held(IterableDataset):  # nobody knows where it ends
+    def __iter__(self):
+        for _ in range(19):
+            x = torch.randn(4)
+            yield x, x.flip(0)
+
+dataset, eval_dataset = Pairs, Held
 
 def metrics(output, target):
     return {"mse": F.mse_loss(output, target)}

@@ -15,14 +15,21 @@ import pytest
 import torch
 from program_support import WIDTH
 from torch import Tensor
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    TensorDataset,
+    get_worker_info,
+)
 from training_support import program, run, user_of
 
 import gemsc
 from gemsc.datasets.samples import num_samples
 from gemsc.datasets.stream import as_dataset
 from gemsc.errors import GemscError
+from gemsc.plan import PlannedShape
 from gemsc.runtime.data.batches import Batch
+from gemsc.runtime.data.shapes import ShapeClasses, all_numbers
 from gemsc.runtime.data.stream_batches import Mark, StreamBatches, batches_of
 from gemsc.runtime.training.trainer import Trainer
 
@@ -219,6 +226,8 @@ def test_all_parts_in_one_process_are_what_replicas_read(workers: int) -> None:
     halves = [reading(Shards(), parts=2, part=part).rows for part in (0, 1)]
     assert [a + b for a, b in zip(*halves, strict=False)] == whole
     assert len(whole) == 5  # the shorter one ends it
+    drawn = {row[1] for rows in whole for row in rows}
+    assert len(drawn) == 20 - 1  # the first one of a part draws as reading begins
     quarters = [reading(Shards(), parts=2, copies=4, part=p).rows for p in range(4)]
     assert [a + b + c + d for a, b, c, d in zip(*quarters, strict=False)] == whole
 
@@ -297,6 +306,16 @@ def test_nobody_knows_the_end_before_the_last_batch() -> None:
     assert not reading(Numbers(3)).batches
 
 
+def test_what_is_left_is_trained_where_the_number_is_known() -> None:
+    stream = gemsc.Stream(Numbers(30), samples=11)
+    order = [*range(30)]
+    random.Random(0).shuffle(order)
+    found = reading(stream, least=2)
+    assert [batch.count for batch in found.batches] == [4, 4, 2]
+    assert [int(row[0]) for row in found.rows[2]] == [*order[8:10], order[9], order[9]]
+    assert len(reading(stream).batches) == 2
+
+
 @pytest.mark.parametrize("part", [0, 1])
 def test_an_evaluation_takes_all_that_comes(part: int) -> None:
     for count in range(1, 10):
@@ -337,6 +356,79 @@ def test_a_state_is_not_trusted() -> None:
         assert note.endswith("its state_dict() does not bring it back")
 
 
+class Loading(DataLoader):
+    """A loader with a state, as that of torchdata: the number of batches it gave."""
+
+    at = first = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        first, self.first = self.first, 0
+        for self.at, batch in enumerate(super().__iter__(), 1):
+            if self.at > first:
+                yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = self.first = state["at"]
+
+
+def rows_of(*numbers: int) -> TensorDataset:
+    return TensorDataset(
+        torch.arange(*numbers)[:, None].float(), torch.arange(*numbers)
+    )
+
+
+def test_batches_of_a_loader_are_taken_apart() -> None:
+    one = DataLoader(rows_of(22), batch_size=5, shuffle=True)
+    other = DataLoader(rows_of(22), batch_size=None, shuffle=True)
+    found = [reading(gemsc.Stream(loader)).rows for loader in (one, other)]
+    assert found[0] == found[1]
+    flat = [int(number) for rows in found[0] for (number,) in rows]
+    assert len({*flat}) == 20
+    assert flat != sorted(flat)
+    names = DataLoader([("a", 1), ("b", 2)], batch_size=2)
+    with pytest.raises(GemscError, match="of the DataLoader cannot be taken apart"):
+        reading(gemsc.Stream(names))
+
+
+def test_a_loader_goes_on_within_one_of_its_batches() -> None:
+    def loader() -> Loading:
+        return Loading(rows_of(22), batch_size=5)
+
+    whole = reading(loader())
+    states = [marks[0].state for marks in whole.marks]
+    assert states == [None, *({"at": number} for number in range(4))]
+    for first in range(1, 5):
+        rest = reading(loader(), first=first, marks=whole.marks[first - 1])
+        assert rest.rows == whole.rows[first:]
+        assert not rest.notes
+
+
+class Piped(Numbers):
+    """Counts epochs itself, as the shuffled parts of a WebDataset do."""
+
+    def __init__(self) -> None:
+        super().__init__(12)
+        self.epoch = -1
+        self.pipeline = [self]
+
+    set_epoch = None  # type: ignore[assignment]
+
+    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+        self.epoch += 1
+        return super().__iter__()
+
+
+def test_who_counts_epochs_is_told_which_one_begins() -> None:
+    for number in (2, 0, 1, 1):
+        order = [*range(12)]
+        random.Random(number).shuffle(order)
+        found = reading(Piped(), epoch=number).rows
+        assert [int(row[0]) for rows in found for row in rows] == order
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_without_a_state_what_came_before_is_read_again(workers: int) -> None:
     whole = reading(Numbers(22), workers=workers)
@@ -344,7 +436,7 @@ def test_without_a_state_what_came_before_is_read_again(workers: int) -> None:
     assert rest.rows == whole.rows[4:]
     (note,) = rest.notes
     assert note.startswith("16 samples of the stream were read again")
-    assert note.endswith("it has no state_dict()")
+    assert note.endswith("it has no state_dict() that a checkpoint can hold")
 
 
 @pytest.mark.parametrize("make", [Stateful, Numbers])
@@ -398,6 +490,36 @@ class Pairs(Numbers):
             yield noise, torch.full((WIDTH,), float(number))
 
 
+class Placed(Pairs):
+    """Goes on by a state, with a tensor that does not stand in a checkpoint's text."""
+
+    at = 0
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for number, pair in enumerate(super().__iter__()):
+            if number == self.at:
+                self.at += 1
+                yield pair
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": torch.full((99,), self.at), "of": (1, None)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["of"] == (1, None)
+        self.at = int(state["at"][7])
+
+
+class Opaque(Placed):
+    """With a state that no checkpoint holds."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "lock": object()}
+
+
+def with_number(trainer: Trainer) -> tuple[int, dict[str, Tensor]]:
+    return trainer.step_number, trainer.state_dict()
+
+
 def known() -> gemsc.Stream:
     return gemsc.Stream(Pairs(13), samples=12)
 
@@ -407,10 +529,22 @@ def unknown() -> Pairs:
 
 
 @pytest.mark.parametrize(
-    ("data", "copies", "steps"), [(known, 1, 6), (unknown, 1, 12), (unknown, 2, 6)]
+    ("data", "copies", "steps", "said"),
+    [
+        (known, 1, 6, "it has no state_dict()"),
+        (unknown, 1, 12, "it has no state_dict()"),
+        (unknown, 2, 6, "it has no state_dict()"),
+        (lambda: Placed(13), 1, 6, ""),
+        (lambda: Opaque(13), 1, 6, "it has no state_dict()"),
+    ],
 )
 def test_a_run_goes_on_in_the_middle_of_an_epoch(
-    data: Any, copies: int, steps: int, tmp_path: Path
+    data: Any,
+    copies: int,
+    steps: int,
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     directory = program(tmp_path / "program", ranks=2 * copies, data=copies)
     user = user_of(dataset=data, eval_dataset=data)
@@ -423,10 +557,17 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch(
     assert len([*save.glob("step-*")]) == steps
     for step in (1, steps // 2, steps // 2 + 1, steps - 1):
         at = save / f"step-{step:06d}"
-        rest = run(directory, user, *words, "--resume", at, ranks=ranks)
-        for state, other in zip(whole, rest, strict=True):
+        rest = run(
+            directory, user, *words, "--resume", at, ranks=ranks, result=with_number
+        )
+        for state, (number, other) in zip(whole, rest, strict=True):
+            assert number == steps
             assert state.keys() == other.keys()
             assert all(torch.equal(state[name], other[name]) for name in state)
+    text = capsys.readouterr().out
+    assert "warning" not in text
+    assert said in text
+    assert bool(said) == ("were read again" in text)
 
 
 def test_an_end_is_one_for_all_ranks(
@@ -521,24 +662,75 @@ def test_what_needs_the_end_says_so(tmp_path: Path) -> None:
 
 
 class Torn(Pairs):
-    """Its order is another one on each rank of a second replica."""
+    """From an epoch on, its order is another one on each rank."""
 
-    def __init__(self, order: int) -> None:
+    def __init__(self, order: int, since: int) -> None:
         super().__init__(27)
-        self.order = order
+        self.order, self.since = order, since
 
     def set_epoch(self, epoch: int) -> None:
-        self.epoch = self.order
+        self.epoch = epoch if epoch < self.since else self.order
 
 
-def test_replicas_that_split_another_order_are_stopped(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("split", "since"), [(True, 0), (False, 0), (False, 1)])
+def test_replicas_that_read_another_order_are_stopped(
+    split: bool, since: int, tmp_path: Path
+) -> None:
+    """Those that read the whole compare its first sample, in each epoch."""
     directory = program(tmp_path / "program", ranks=2, data=2)
     numbers = iter(range(99))
     lock = threading.Lock()
 
-    def torn() -> Torn:
+    def torn() -> gemsc.Stream:
         with lock:
-            return Torn(next(numbers))
+            return gemsc.Stream(Torn(next(numbers), since), split=split)
 
-    with pytest.raises(GemscError, match="dataset returns different data on ranks 0"):
-        run(directory, user_of(dataset=torn), ranks=2)
+    wrong = "dataset returns different data on ranks 0 and 1: sample 0, in epoch "
+    wrong += str(since + 1)
+    with pytest.raises(GemscError, match=wrong):
+        run(directory, user_of(dataset=torn), "--epochs", "2", ranks=2)
+
+
+class Short(Numbers):
+    """Samples of 1, 2 or 3 numbers."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+        for number in range(self.count):
+            yield torch.ones(1 + number % 3), number
+
+
+def of_length(length: int) -> PlannedShape:
+    sizes = {"input.0": [length]}
+    return PlannedShape(
+        name=str(length),
+        variant="",
+        micro_batch_size=1,
+        sizes=sizes,
+        step_seconds=1.0,
+        peak_bytes=[1],
+    )
+
+
+def test_samples_of_a_stream_are_padded() -> None:
+    shapes = ShapeClasses([of_length(3)], pad_value=7)
+    whole = reading(Short(22), shapes=shapes)
+    ones = [1.0, 1.0, 1.0, 7.0, 7.0]
+    flat = [row for rows in whole.rows for row in rows]
+    assert flat == [ones[2 - n % 3 :][:3] for n in range(20)]
+    rest = reading(Short(22), first=3, marks=whole.marks[2], shapes=shapes)
+    assert rest.rows == whole.rows[3:]
+    (note,) = rest.notes  # no warning: they are the same
+    assert note.startswith("12 samples of the stream were read again")
+    narrow = ShapeClasses([of_length(2)])
+    with pytest.raises(GemscError, match=r"sample 2: input\[0\] has shape \[3\], its"):
+        reading(Short(22), shapes=narrow)
+
+
+def test_shapes_of_a_stream_are_not_known_beforehand() -> None:
+    shapes = ShapeClasses([of_length(2), of_length(3)])
+    with pytest.raises(GemscError, match="cannot be told beforehand of a Stream"):
+        all_numbers(shapes, as_dataset(Short()), 0)
+    inputs = [(torch.zeros(2, n),) for n in (2, 3)]
+    user = replace(user_of(dataset=Short), example_inputs=lambda: inputs)
+    with pytest.raises(GemscError, match="cannot be told beforehand of a Stream"):
+        user.make_targets(user.make_shapes())

@@ -1,14 +1,16 @@
-"""Jobs of two replicas on streams of several packages: parts, resuming, verify."""
+"""Jobs of two replicas on data of several packages, as a plain loop, and resumed."""
 
 from __future__ import annotations
 
 import io
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from command_line import start
+from command_line import gemsc_here
+from nightly import at_night
 
 pytestmark = pytest.mark.mpi
 
@@ -77,7 +79,14 @@ class Shards(IterableDataset):  # in two parts of at least 20 samples
         random.Random(self.epoch).shuffle(order)
         for shard, size in order[part::count]:
             for number in range(size):
-                yield torch.randn(8) + shard, number % 4
+                yield torch.randn(5 + number % 4) + shard, number % 4
+
+
+pad_value = 0.5
+
+
+def example_target():
+    return torch.zeros(2).long()
 
 
 def dataset():
@@ -90,13 +99,14 @@ import datasets
 
 
 def pair(item):
-    return torch.randn(8) + item["number"] / 10, item["number"] % 4
+    number = int(item["text"])
+    return torch.randn(8) + number / 10, number % 4
 
 
 def dataset():
-    table = datasets.Dataset.from_dict({"number": list(range(44))})
-    stream = table.to_iterable_dataset(num_shards=4).shuffle(seed=1, buffer_size=3)
-    return gemsc.Stream(stream, pair=pair)
+    files = sorted(map(str, (Path(__file__).parent / "shards").glob("*.txt")))
+    texts = datasets.load_dataset("text", data_files=files, streaming=True)["train"]
+    return gemsc.Stream(texts.shuffle(seed=1, buffer_size=3), pair=pair)
 """
 
 LOADER = """
@@ -128,19 +138,63 @@ def dataset():
     return pairs.map(lambda pair: (torch.from_numpy(pair[0]), pair[1]))
 """
 
+MONAI = """
+
+from monai.data import CacheDataset, PersistentDataset
+from monai.data import Dataset as Plain
+from monai.transforms import Compose, MapTransform, RandFlipd, RandGaussianNoised
+from torch.utils.data import ConcatDataset
+
+
+class Make(MapTransform):
+    def __init__(self):
+        super().__init__(["x"])
+
+    def __call__(self, item):
+        return {**item, "x": torch.full((1, 8), item["n"] / 10).cumsum(1)}
+
+
+class Pairs(Dataset):
+    def __init__(self, data):
+        self.data = data
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, index):
+        item = self.data[index]
+        return torch.Tensor(item["x"])[0], item["n"] % 4
+
+
+def dataset():
+    random = RandFlipd(["x"], prob=0.5, spatial_axis=0), RandGaussianNoised(["x"], 1.0)
+    changed = Compose([Make(), *random])
+    items = [{"n": number} for number in range(15)]
+    cache = Path(__file__).parent / "cache"
+    kinds = [
+        Plain(items, changed),
+        CacheDataset(items, changed, progress=False),
+        PersistentDataset(items, changed, cache),
+    ]
+    return ConcatDataset([Pairs(each) for each in kinds])
+"""
+
 # for each: the package, and what is said when such a run goes on
 SOURCES = {
     "plain": (PLAIN, None, "it has no state_dict()"),
     "hugging face": (HUGGING_FACE, "datasets", "its state_dict() does not bring it"),
     "loader": (LOADER, "torchdata", ""),
     "tars": (TARS, "webdataset", "it has no state_dict()"),
+    "monai": (MONAI, "monai", ""),
 }
 
 
 def make_shards(folder: Path) -> None:
-    """Write four tar files of 11 samples, an array and its class."""
+    """Write four tar files of 11 samples, an array and its class, and four texts."""
     folder.mkdir()
     for shard in range(4):
+        lines = (f"{number}\n" for number in range(11 * shard, 11 * shard + 11))
+        (folder / f"{shard}.txt").write_text("".join(lines))
         with tarfile.open(folder / f"{shard}.tar", "w") as tar:
             for number in range(11 * shard, 11 * shard + 11):
                 array = io.BytesIO()
@@ -152,37 +206,60 @@ def make_shards(folder: Path) -> None:
                     tar.addfile(info, io.BytesIO(data))
 
 
-@pytest.mark.parametrize("kind", SOURCES)
-def test_a_job_on_a_stream(kind: str, tmp_path: Path) -> None:
+Say = Callable[..., str]
+
+
+@pytest.fixture
+def say(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> Say:
+    """Return a function that runs the command, and returns what it has said."""
+    gemsc = gemsc_here(monkeypatch, capfd)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", "home")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+    def run(*words: object) -> str:
+        outcome = gemsc(*words)
+        assert outcome.code == 0, outcome
+        return outcome.out + outcome.err
+
+    return run
+
+
+def compiled(kind: str, say: Say) -> str:
+    """Write a program of two replicas; return what is said when its run goes on."""
     text, package, said = SOURCES[kind]
     if package is not None:
         pytest.importorskip(package)
-    path, program, whole = (tmp_path / name for name in ("net.py", "program", "whole"))
-    path.write_text(NET + text)
-    make_shards(tmp_path / "shards")
-    home = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
-    compiled = start(
-        *("compile", path, "--ranks", 4, "--data", 2, "--micro-batches", 2),
-        *("-o", program),
-        **home,
-    )
-    assert compiled.code == 0, compiled
-    words = "--epochs", 2, "--checkpoint-every", 1, "--keep", 99
-    outcome = start("run", program, *words, "--save", whole, **home)
-    assert outcome.code == 0, outcome
-    assert ("replicas reads all of it" in outcome.out) == (kind == "loader")
-    steps = len([*whole.glob("step-*")])
+    Path("net.py").write_text(NET + text)
+    make_shards(Path("shards"))
+    words = "--ranks", 2, "--data", 2, "--micro-batches", 2
+    say("compile", "net.py", *words, "-o", "program")
+    return said
+
+
+@pytest.mark.parametrize(
+    "kind", ["plain", *at_night("hugging face", "loader", "tars", "monai")]
+)
+def test_a_run_equals_a_plain_loop(kind: str, say: Say) -> None:
+    compiled(kind, say)
+    found = say("verify", "program", "--dtype", "float64", "--run", 7)
+    assert "float64: 7 steps, 2 evaluations, worst" in found
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", SOURCES)
+def test_a_run_goes_on_bit_for_bit(kind: str, say: Say) -> None:
+    said = compiled(kind, say)
+    words = "run", "program", "--epochs", 2
+    found = say(*words, "--checkpoint-every", 1, "--keep", 99, "--save", "whole")
+    assert ("replicas reads all of it" in found) == (kind == "loader")
+    steps = len([*Path("whole").glob("step-*")])
     assert steps == 10  # of 44 samples, or some more, and 8 in each
-    checkpoint, rest = whole / "step-000008", tmp_path / "rest"
-    words = "--epochs", 2, "--resume", checkpoint
-    outcome = start("run", program, *words, "--save", rest, **home)
-    assert outcome.code == 0, outcome
-    assert "warning" not in outcome.out + outcome.err
-    assert said in outcome.out
-    assert bool(said) == ("were read again, and dropped" in outcome.out)
-    one, other = (each / "model.safetensors" for each in (whole, rest))
+    found = say(*words, "--resume", "whole/step-000008", "--save", "rest")
+    assert "warning" not in found
+    assert said in found
+    assert bool(said) == ("were read again, and dropped" in found)
+    one, other = (Path(each, "model.safetensors") for each in ("whole", "rest"))
     assert one.read_bytes() == other.read_bytes()
-    words = "--dtype", "float64", "--run", 7
-    outcome = start("verify", program, *words, **home)
-    assert outcome.code == 0, outcome
-    assert "float64: 7 steps, 2 evaluations, worst" in outcome.out

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.utils.data import default_collate
 
 from gemsc.base.nests import named_tuple
-from gemsc.datasets.samples import num_samples, pair_error
+from gemsc.datasets.samples import no_shapes_known, num_samples, pair_error
 from gemsc.datasets.stream import Stream
 from gemsc.errors import GemscError, SourceLocation, user_place
 from gemsc.plan import Plan, PlannedShape
@@ -201,12 +201,7 @@ def numbers_of(
     reader = SeededReader(dataset, seed)
     own = getattr(dataset, "bucket", None)
     if isinstance(dataset, Stream | TiledDataset):
-        raise GemscError(
-            "shapes of samples cannot be told beforehand of a "
-            f"{type(dataset).__name__}: none is given whole by its number",
-            at=classes.at.get("dataset"),
-            help="give a dataset with len() and [index], or one of example_inputs()",
-        )
+        raise no_shapes_known(dataset, classes.at.get("dataset"))
     if callable(own):
         classes = replace(classes, bucket=own)
 

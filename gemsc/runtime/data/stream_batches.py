@@ -25,6 +25,7 @@ from gemsc.errors import GemscError, user_place
 from gemsc.runtime.data.batches import Batch, Batches, _Collated, _Read, digest
 from gemsc.runtime.data.held_generators import SeededReader
 from gemsc.runtime.data.order import BatchRow
+from gemsc.runtime.data.shapes import ShapeClasses
 from gemsc.runtime.process.status import Status
 
 
@@ -49,9 +50,13 @@ class StreamReader:
     All generators are seeded for each sample, also for those that are only skipped.
     """
 
-    def __init__(self, stream: Stream, seed: int) -> None:
+    def __init__(
+        self, stream: Stream, seed: int, shapes: ShapeClasses | None = None
+    ) -> None:
+        """Take a stream; `shapes` say how its samples are padded for a batch."""
         self.stream = stream
         self.num_parts = 1
+        self.shapes = shapes
         self.keeps_marks = False
         self.notes: list[str] = []
         self._seed = seed
@@ -101,6 +106,10 @@ class StreamReader:
             return 0, None
         return part.state()
 
+    def padded(self, sample: Any) -> Any:
+        """Return a sample as it is in a batch."""
+        return sample if self.shapes is None else self.shapes.padded(sample, 0)
+
     def close(self, number: int) -> None:
         """Let go of a part."""
         self._parts.pop(number, None)
@@ -128,7 +137,7 @@ class StreamReader:
         mark = self._marks.pop(part.number, None)
         if mark is None or position < mark.first + mark.count:
             return
-        why = "it has no state_dict()"
+        why = "it has no state_dict() that a checkpoint can hold"
         if mark.state is not None:
             part.begin(epoch, mark.position, mark.state)
             if self._comes_back(part, mark):
@@ -157,8 +166,8 @@ class StreamReader:
             while part.position < mark.first + mark.count:
                 self._advance(part)
                 if part.position > mark.first:
-                    last = default_collate([self._last[part.number]])
-                    found.append(digest(_row(last, 0)))
+                    last = self.padded(self._last[part.number])
+                    found.append(digest(_row(default_collate([last]), 0)))
         except Exception:  # whatever a state that does not fit brings about
             return False
         return digest(found) == mark.digest
@@ -218,8 +227,8 @@ class _Facts:
 class _StreamSamples(Dataset[Any]):
     """Samples of a stream for a DataLoader: it is asked for one `_Rows` at a time."""
 
-    def __init__(self, stream: Stream, seed: int) -> None:
-        self.reader = StreamReader(stream, seed)
+    def __init__(self, reader: StreamReader) -> None:
+        self.reader = reader
 
     def __getitems__(self, keys: list[_Rows]) -> list[_Read | GemscError]:
         (rows,) = keys
@@ -259,12 +268,19 @@ class _StreamSamples(Dataset[Any]):
             if isinstance(wrong := pair_error(sample), GemscError):
                 raise wrong
             texts = (digest(sample),) if rows.has_digests else ()
-            found.append(_Read(index, sample, texts))
+            found.append(_Read(index, self._padded(index, sample), texts))
         count = self._count(rows)
         if rows.closes:
             self.reader.close(samples[0] % self.reader.num_parts)
         found = found[rows.start - first :]
         return self._with_facts(found, count, places)
+
+    def _padded(self, index: int, sample: Any) -> Any:
+        try:
+            return self.reader.padded(sample)
+        except GemscError as error:
+            error.message = f"sample {index}: {error.message}"
+            raise
 
     def _count(self, rows: _Rows) -> int:
         """Return how many samples of a batch are there, past those that were read."""
@@ -317,7 +333,8 @@ class StreamBatches(Batches):
         self._part_size = self.size // self.num_copies
         self._start = self._part * self._part_size
         self.stream = dataset
-        self._read_from = self._dataset = _StreamSamples(dataset, self.seed)
+        reader = StreamReader(dataset, self.seed, self._shapes)
+        self._read_from = self._dataset = _StreamSamples(reader)
         self._read_from.reader.keeps_marks = keeps_marks
         self._given: tuple[list[int], Any, _Facts] | None = None  # the last batch
         self._resumed: tuple[int, Mapping[int, Mark]] = -1, {}  # an epoch, its marks

@@ -252,9 +252,11 @@ class Trainer:
             if loss is not None:
                 steps.add_loss(loss)
         mean = None
+        self.worker.status.enter("sum of the losses")
         if self.program.train_step is not None:
-            self.worker.status.enter("sum of the losses")
             mean = Mean(*self.worker.sum_up(*steps.own_mean().sums))
+        elif self.phases:
+            self.worker.sum_up()  # what a rank asks all for
         self.worker.end()
         self.worker.use("")
         outputs = [output for _, output in steps.results]
