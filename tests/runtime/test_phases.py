@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from command_line import gemsc_here
 from models import pix2pix
+from nightly import at_night
 from program_support import on_ranks
 from torch import Tensor, nn
 
@@ -293,7 +294,7 @@ def test_a_first_step_in_which_phases_are_wrong_is_not_written(
         )
 
 
-@pytest.mark.parametrize("kind", ["1f1b", "mast"])
+@pytest.mark.parametrize("kind", [*at_night("1f1b"), "mast"])
 def test_a_run_goes_on_bit_for_bit(kind: str, tmp_path: Path) -> None:
     written(tmp_path / "p", schedule=kind)
     data = batches(4)
@@ -328,7 +329,7 @@ def test_a_run_goes_on_bit_for_bit(kind: str, tmp_path: Path) -> None:
         on_ranks(tmp_path / "r", 2, rest, phases=other, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("tiles", [(), ("2x1",)], ids=["stages", "tiles"])
+@pytest.mark.parametrize("tiles", [(), *at_night(("2x1",))])
 def test_the_example_with_spectral_normalization(tiles: tuple[str, ...]) -> None:
     example = pix2pix.example_inputs(), pix2pix.example_target()
     program = compile(
