@@ -19,7 +19,7 @@ from gemsc.ir.flow import (
     used_tensors,
 )
 from gemsc.ir.program import Program
-from gemsc.plan import Plan
+from gemsc.plan import Plan, rank_file
 from gemsc.schedules.loops import Step
 
 
@@ -183,8 +183,8 @@ class Compilation:
         """Return the text of each file, those of the variants included."""
         found = dict(self.files)
         for name, each in self.variants.items():
-            pairs = each.files.items()
-            found |= {f.replace(".py", f"_{name}.py"): text for f, text in pairs}
+            texts = enumerate(each.files.values())
+            found |= {rank_file(rank, name): text for rank, text in texts}
         return found
 
     def _place(self, rank: int) -> tuple[list[int], int]:

@@ -79,6 +79,25 @@ def test_what_is_put_together_again_in_backward_counts(
     check(program, tmp_path, x)
 
 
+def test_layers_of_a_sequence_give_their_memory_back(tmp_path: Path) -> None:
+    """Each block's variables have the names of the one before."""
+
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.up = nn.LayerNorm(32), nn.Linear(32, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            normed = self.norm(x)
+            more = self.up(normed)
+            return torch.add(x, more)
+
+    x = torch.randn(4, 64, 32)
+    model = nn.Sequential(*(Residual() for _ in range(8)))
+    program = compile(model, (x[:2],), loss=mean, micro_batches=2, check=False)
+    check(program, tmp_path, x)
+
+
 def test_phases_have_the_peak_of_the_fullest(tmp_path: Path) -> None:
     class Pair(nn.Module):
         def __init__(self) -> None:

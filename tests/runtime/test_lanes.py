@@ -108,6 +108,7 @@ def program_target(program: CompiledProgram) -> tuple[int, ...]:
     return tuple(shape[1:])
 
 
+@pytest.mark.by_day(7)
 @pytest.mark.parametrize("use", USES)
 def test_programs_train_without_tags_as_with_them(use: str, tmp_path: Path) -> None:
     program, x = made(use, tmp_path)
@@ -250,6 +251,7 @@ def test_with_tags_receives_keep_the_order_of_their_source(
     assert all(len(set(tags)) > 1 for tags in posted.values()) or use == "tiles"
 
 
+@pytest.mark.by_day(5)
 @pytest.mark.parametrize("use", USES)
 def test_connections_are_made_at_the_start_in_one_order(
     use: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -368,6 +368,7 @@ def run_of(folder: Path, data: list[Any], options: dict[str, Any], *words: str) 
     return losses, states
 
 
+@pytest.mark.by_day(4)
 @pytest.mark.parametrize("way", OPTIONS)
 def test_a_padded_run_is_that_of_the_samples_themselves(
     way: str, tmp_path: Path, in_double: None
