@@ -16,18 +16,9 @@ from gemsc.errors import GemscError
 TargetCall = tuple[str, Any, tuple[Any, ...], dict[str, Any]]
 """(op, target, args, kwargs) of an FX node, with tensors in the arguments."""
 
+_TURNED = "sub truediv pow floordiv mod matmul lshift rshift"
 _REVERSED: dict[str, Callable[..., Any]] = {
-    f"__r{name}__": getattr(operator, f"__{name}__")
-    for name in (
-        "sub",
-        "truediv",
-        "pow",
-        "floordiv",
-        "mod",
-        "matmul",
-        "lshift",
-        "rshift",
-    )
+    f"__r{name}__": getattr(operator, f"__{name}__") for name in _TURNED.split()
 } | {"__rdiv__": operator.truediv}
 _DUNDERS: dict[str, Callable[..., Any]] = {
     name: function
@@ -35,23 +26,11 @@ _DUNDERS: dict[str, Callable[..., Any]] = {
     if name.startswith("__") and callable(function)
 }
 # These arrive under the method's name whether written `a + b` or `a.add(b)`.
-_SAME = (
-    "add",
-    "sub",
-    "mul",
-    "pow",
-    "matmul",
-    "neg",
-    "eq",
-    "ne",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-)
+_IN_PLACE = ("add", "sub", "mul", "pow")
+_SAME = (*_IN_PLACE, "matmul", "neg", "eq", "ne", "lt", "le", "gt", "ge")
 _NAMES: dict[str, Callable[..., Any]] = {
     **{name: getattr(operator, name) for name in _SAME},
-    **{f"{name}_": getattr(operator, f"i{name}") for name in _SAME[:4]},
+    **{f"{name}_": getattr(operator, f"i{name}") for name in _IN_PLACE},
     "div": operator.truediv,
     "div_": operator.itruediv,
     "remainder": operator.mod,

@@ -16,17 +16,8 @@ from gemsc.base.nests import Inputs, Path, named_tuple
 from gemsc.errors import GemscError
 from gemsc.ir.program import DataclassValue, Slot
 
-_CONSTANTS = (
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    torch.dtype,
-    torch.device,
-    torch.Size,
-)
+# what is no tensor
+PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
 
 
 def input_names(model: nn.Module, inputs: Inputs) -> Callable[[Path], str]:
@@ -69,7 +60,7 @@ class Returned:
         if isinstance(value, torch.Tensor):
             self.tensors.append(value)
             return Slot(len(self.tensors) - 1)
-        if isinstance(value, _CONSTANTS):
+        if isinstance(value, (*PLAIN, torch.Size)):
             return value
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             names = [field.name for field in dataclasses.fields(value)]

@@ -20,27 +20,14 @@ from gemsc.errors import GemscError
 from gemsc.frontend.fake_copy import LOSS, FakeCopy
 from gemsc.frontend.targets import TargetCall
 from gemsc.frontend.user_code import UserLine
+from gemsc.frontend.values import PLAIN
 from gemsc.ir import meta
 from gemsc.ir.holder import with_graph
 from gemsc.ir.meta import Region
 from gemsc.ir.mutation import call_mutates
 
 CONSTANTS = "_constants"  # the path of tensors that are neither parameter nor buffer
-_LITERALS = (
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
-    type(...),
-    range,
-    type,
-)
+_LITERALS = (*PLAIN, torch.layout, torch.memory_format, type(...), range, type)
 
 
 class GraphWriter:
