@@ -70,13 +70,13 @@ class TensorFile:
             raw = raw.clone()
         return raw.view(entry.dtype).view(entry.shape)
 
-    def get_slice(self, name: str) -> StoredSlice:
+    def get_slice(self, name: str) -> MappedSlice:
         """Return a tensor to be read in parts, as safetensors does."""
-        return StoredSlice(self, name)
+        return MappedSlice(self, name)
 
 
 @dataclass(frozen=True)
-class StoredSlice:
+class MappedSlice:
     """A tensor that is read when a part of it is asked for."""
 
     file: TensorFile
