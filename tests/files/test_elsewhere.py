@@ -16,8 +16,12 @@ from torch import Tensor, nn
 from gemsc import compile
 from gemsc.cli.export import trained_model
 from gemsc.errors import GemscError
+from gemsc.lowering import tracing
 from gemsc.plan import Plan
 from gemsc.runtime.training.starting import first_weights
+from gemsc.runtime.training.trainer import Trainer
+from gemsc.runtime.transport.local import run_local
+from gemsc.runtime.transport.transport import Transport
 from gemsc.user_model import load_user_model
 from gemsc.weights.on_meta import is_on_meta
 
@@ -146,6 +150,11 @@ def first_of(program: Path) -> dict[str, Tensor]:
         return {name: found.read(name) for name in found.table}
 
 
+def first_of_stage(program: Path) -> dict[str, Tensor]:
+    paths = program.glob("weights*/stage*.safetensors")
+    return {name: t for path in paths for name, t in load_file(path).items()}
+
+
 # ------------------------------------------------------------- in the user's files
 
 
@@ -157,7 +166,7 @@ def test_it_trains_as_if_its_weights_had_been_loaded(
     state = write_weights()
     write(NAMED)
     program = compiled(gemsc, *options)
-    held = {n for p in program.glob("weights/*.safetensors") for n in load_file(p)}
+    held = first_of_stage(program).keys()
     assert held
     assert not held & state.keys()
     write(NAMED, **{'"meta"': '"cpu"'})
@@ -242,6 +251,58 @@ def test_files_of_another_model_are_refused_at_once(check: str, gemsc: Gemsc) ->
     assert f"model.py:{line}: error" in outcome.err
 
 
+def test_files_have_what_the_model_has_too(gemsc: Gemsc) -> None:
+    """Persistent buffers that are not on the meta device: the files' count."""
+    state = write_weights()
+    state["scale.running_mean"] = torch.arange(8.0)
+    shutil.rmtree("w")
+    save_file(state, "w.safetensors")
+    old = "self.scale = nn.BatchNorm1d(8)"
+    new = f'{old}.to_empty(device="cpu")\n        self.scale.reset_parameters()'
+    write('\n    weights = "w.safetensors"\n', **{old: new})
+    mean = torch.arange(8.0)
+    assert torch.equal(first_of(compiled(gemsc))["scale.running_mean"], mean)
+    write(**{old: new})
+    program = compiled(gemsc)
+    assert not first_of_stage(program)["scale.running_mean"].any()
+    good(gemsc("import", str(program), "w.safetensors"))
+    assert torch.equal(first_of(program)["scale.running_mean"], mean)
+
+
+def test_a_program_that_has_its_weights_takes_the_place_of_one_that_has_not(
+    gemsc: Gemsc,
+) -> None:
+    state = write_weights(seed=1)
+    write(INIT)
+    compiled(gemsc)
+    good(gemsc("import", "out", "w"))
+    found = first_of(Path("out"))
+    assert all(torch.equal(found[name], state[name]) for name in state)
+    write(**{'"meta"': '"cpu"'})
+    compiled(gemsc)
+    shutil.rmtree("w")
+    assert not [*Path("out").rglob("elsewhere.json")]
+    assert not torch.equal(first_of(Path("out"))["embed.weight"], state["embed.weight"])
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_a_graph_is_compared_where_that_does_not_take_long(
+    device: str, gemsc: Gemsc, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that is not on the meta device is compared however long it takes."""
+    write_weights()
+    write(NAMED, **{'"meta"': f'"{device}"'})
+    compared = []
+    monkeypatch.setattr(
+        tracing, "check_against_eager", lambda *given, **how: compared.append(given)
+    )
+    compiled(gemsc)
+    assert compared.pop()
+    monkeypatch.setattr(tracing, "MOST_FLOPS", 1)
+    compiled(gemsc)
+    assert bool(compared) is (device == "cpu")
+
+
 # ------------------------------------------------------------------- none at first
 
 
@@ -282,6 +343,12 @@ def test_python_may_compile_what_has_no_weights(tmp_path: Path) -> None:
     with pytest.raises(GemscError, match="has no weights"):
         first.read(0, "0.weight")
     assert first.blank(0, "0.weight").isnan().all()
+
+    def step(transport: Transport) -> None:
+        Trainer(tmp_path / "out", transport).evaluate(torch.randn(2, 4))
+
+    with pytest.raises(GemscError, match="out has no weights"):
+        run_local(2, step)
 
 
 # ---------------------------------------------------------------------- made by init
@@ -339,8 +406,14 @@ def test_tables_have_the_values_that_they_would_have(gemsc: Gemsc) -> None:
 
 def test_what_is_drawn_at_random_is_refused(gemsc: Gemsc) -> None:
     table = "torch.cos(torch.arange(8) * 0.1)"
-    for what, kind in (("torch.rand(8)", "tensor"), ("self.embed.weight[0]", "tensor")):
-        write(**{table: what + ".detach()"})
+    own = "self.table = " + table
+    buffer = 'self.register_buffer("table", torch.rand(8), persistent=False)'
+    for new, kind in (
+        ("self.table = torch.rand(8)", "tensor"),
+        ("self.table = self.embed.weight[0].detach()", "tensor"),
+        (buffer, "buffer"),
+    ):
+        write(**{own: new})
         outcome = gemsc("compile", "model.py", "-o", "out")
         assert outcome.code == 1
         assert f"the model's {kind} 'table' has no data" in outcome.err
