@@ -19,7 +19,7 @@ from gemsc.ir.flow import (
     used_tensors,
 )
 from gemsc.ir.program import Program
-from gemsc.plan import Plan
+from gemsc.plan import Plan, rank_file
 from gemsc.schedules.loops import Step
 from gemsc.weights.elsewhere import Elsewhere
 
@@ -31,7 +31,7 @@ class Traced:
     `evaluation` is the graph in evaluation mode; `twins` maps nodes of the one to nodes
     of the other if they differ in constants only. `facts` are those of tiles that it
     was split into: see `Annotate`. `elsewhere` are tensors that other graphs of the
-    model change.
+    model change; `beside` are these graphs, in both modes where those differ, by name.
     """
 
     program: Program
@@ -39,6 +39,7 @@ class Traced:
     twins: dict[fx.Node, fx.Node] | None
     facts: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
     elsewhere: frozenset[str] = frozenset()
+    beside: dict[str, Program] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def changing(self) -> frozenset[str]:
@@ -48,10 +49,10 @@ class Traced:
         )
 
     @property
-    def other_evaluation(self) -> Program | None:
-        """The graph of evaluation, if that computes something else and was traced."""
+    def graphs(self) -> tuple[Program, ...]:
+        """The graph, and that of evaluation if it computes something else."""
         is_other = self.twins is None and self.evaluation is not self.program
-        return self.evaluation if is_other else None
+        return (self.program, self.evaluation) if is_other else (self.program,)
 
 
 @dataclass(frozen=True)
@@ -184,8 +185,8 @@ class Compilation:
         """Return the text of each file, those of the variants included."""
         found = dict(self.files)
         for name, each in self.variants.items():
-            pairs = each.files.items()
-            found |= {f.replace(".py", f"_{name}.py"): text for f, text in pairs}
+            texts = enumerate(each.files.values())
+            found |= {rank_file(rank, name): text for rank, text in texts}
         return found
 
     def _place(self, rank: int) -> tuple[list[int], int]:

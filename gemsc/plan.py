@@ -433,6 +433,11 @@ class Plan:
         return _map_files(plan, lambda found: os.path.normpath(folder / found))
 
 
+def rank_file(rank: int, name: str = "") -> str:
+    """Return the file of a rank, or of its variant with a name."""
+    return f"rank{rank}_{name}.py" if name else f"rank{rank}.py"
+
+
 def cut_name(text: str) -> str:
     """Return the name of the parameter in an entry of `cut`."""
     return text.partition(" of ")[0].rpartition(".")[0]

@@ -18,8 +18,7 @@ from gemsc.base.nests import tensor_leaves
 from gemsc.cli.terminal import say, tell
 from gemsc.errors import GemscError
 from gemsc.importers.folder import default_folder, import_file, import_once
-from gemsc.importers.network import READERS, ImportedNetwork
-from gemsc.importers.options import ImportOptions
+from gemsc.importers.network import READERS, ImportedNetwork, ImportOptions
 from gemsc.importers.origin import MODEL_FILE
 from gemsc.importers.write import counts
 from gemsc.plan import Plan

@@ -11,7 +11,6 @@ from gemsc.ir.program import Program, Transfer
 from gemsc.schedules.action import Action, Kind
 from gemsc.schedules.loops import Loop, expand, find_loops
 from gemsc.schedules.loops import Step as TextStep
-from gemsc.schedules.order import order_of
 from gemsc.schedules.rank_step import (
     AllReduce,
     End,
@@ -20,6 +19,7 @@ from gemsc.schedules.rank_step import (
     RankStep,
     StageRun,
     Step,
+    order_of,
 )
 
 LINE = 70  # columns for names that stand in one line

@@ -24,7 +24,7 @@ from gemsc.codegen.rank_text import rank_text
 from gemsc.codegen.writer import in_docstring
 from gemsc.compilation import Compilation
 from gemsc.errors import GemscError
-from gemsc.plan import Plan
+from gemsc.plan import Plan, rank_file
 from gemsc.weights.write import write_tensors
 
 BESIDE = ".gemsc-"  # the folder in which a program is written
@@ -84,7 +84,7 @@ def rank_modules(compilation: Compilation) -> dict[str, str]:
     assert placement is not None
     found = orders(compilation)
     return {
-        f"rank{rank}.py": write_rank(rank_text(compilation, rank, found))
+        rank_file(rank): write_rank(rank_text(compilation, rank, found))
         for rank in range(placement.num_ranks)
     }
 

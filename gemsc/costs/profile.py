@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from gemsc.base.dtypes import convert, converted
 from gemsc.base.nests import normalize_inputs, on_device, tensor_leaves
 from gemsc.base.rng import seeded
 from gemsc.ir import meta
@@ -53,12 +54,14 @@ def time_nodes(
     *,
     rounds: int = 5,
     device: torch.device | None = None,
+    memory_format: str = "as-given",
     progress: Progress = lambda name, share: None,
 ) -> list[BlockTimes]:
     """Run each block (or stage) of a program some times, one after the other.
 
     Layers, parameters and buffers are copies, on the `device`; None is that of the
-    user's. What forward makes on a device that it names is made there, too. The random
+    user's; weights and inputs have the `memory_format` of that name. What forward makes
+    on a device that it names is made there, too. The random
     generators are put back. What a block takes from earlier ones is what they computed
     from the example inputs; gradients of what it gives are random. Gradients of
     parameters are added up, as in a step of several micro-batches. The first run of
@@ -73,6 +76,8 @@ def time_nodes(
     if device is not None:
         module.to(device)
         inputs, target = on_device((inputs, target), device)
+    convert(module, memory_format)
+    inputs = converted(normalize_inputs(inputs), memory_format)
     for path in program.frozen:
         module.get_submodule(path).eval()
     values = _feed(program, module, inputs, target)

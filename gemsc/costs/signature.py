@@ -59,8 +59,7 @@ def alike_ranks(first: Program) -> list[int]:
 
     `first` is what the first one runs. Of values, weights and messages alike.
     """
-    placement = first.placement
-    assert placement is not None
+    placement = first.require_placement()
     parts = [cut.parts for each in first.shards.values() for cut in each.cut]
     layouts = [meta.layout(node) for node in first.compute_nodes]
     exchanges = [exchange_of(node) for node in first.compute_nodes if is_exchange(node)]

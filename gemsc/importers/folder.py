@@ -21,8 +21,7 @@ from pathlib import Path
 from gemsc.base.files import facts_of
 from gemsc.errors import GemscError
 from gemsc.importers.check import compared
-from gemsc.importers.network import ImportedNetwork, read
-from gemsc.importers.options import ImportOptions
+from gemsc.importers.network import ImportedNetwork, ImportOptions, read
 from gemsc.importers.origin import (
     MODEL_FILE,
     ORIGIN_FILE,

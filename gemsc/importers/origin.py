@@ -23,7 +23,7 @@ import tomli_w
 from gemsc.base.files import FileFacts, facts_of
 from gemsc.base.toml_file import TomlFile
 from gemsc.errors import GemscError
-from gemsc.importers.options import ImportOptions
+from gemsc.importers.network import ImportOptions
 
 ORIGIN_FILE, MODEL_FILE = "import.toml", "model.py"
 WEIGHTS_FILE, ORIGINAL = "weights.safetensors", "original"

@@ -328,6 +328,11 @@ def sheet_of(module: object) -> Sheet | None:
     return sheet
 
 
+def layer_class(name: str, axes: int) -> Any:
+    """Return a class of torch.nn for so many axes: `Conv2d` of "Conv"."""
+    return getattr(nn, f"{name}{axes}d")
+
+
 def after_parent(name: str, parent: nn.Module) -> str:
     """Return the text that names a child after its parent: `.conv` or `["0"]`."""
     return f'["{name}"]' if isinstance(parent, nn.ModuleDict) else f".{name}"

@@ -231,7 +231,9 @@ def _parts(node: fx.Node) -> list[str]:
 def _is_path(node: fx.Node) -> bool:
     """Whether the node is named after its layer and not after a variable."""
     name = re.sub(r"_\d+$", "", node.name)
-    return bool(meta.layer(node)) and "_".join(_parts(node)).startswith(name)
+    path = "_".join(_parts(node))
+    path = f"_{path}" if path[:1].isdigit() else path  # as FX makes a name of it
+    return bool(meta.layer(node)) and path.startswith(name)
 
 
 def _heads(node: fx.Node) -> list[str]:

@@ -319,6 +319,12 @@ class Program:
             if segment.blocks[0] in blocks
         )
 
+    def require_placement(self) -> Placement:
+        """Return the placement; it is our fault if there is none yet."""
+        if self.placement is None:
+            raise InternalError("no placement yet")
+        return self.placement
+
     def require_stages(self) -> tuple[Stage, ...]:
         """Return the stages; it is our fault if there are none yet."""
         if self.stages is None:

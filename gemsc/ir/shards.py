@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from torch import fx
-
 from gemsc.base.parts import Part
 
 Placed = Mapping[str, Sequence[Sequence[str]]]  # by joins, the branches of each rank
@@ -143,14 +141,8 @@ class StageShards:
         shared = (fork for fork in self.forks if not fork.reason)
         return [b.name for fork in shared for b in fork.branches if b.rank == rank]
 
-    def for_evaluation(self, twins: dict[fx.Node, fx.Node] | None) -> StageShards:
-        """Return the same cuts for the graph in evaluation mode.
-
-        Values outside the regions are split alike in twins, and whole in other graphs.
-        """
-        if twins is None:
-            return replace(self, trunk="whole", split=(), forks=())
-        names = {node.name: twin.name for node, twin in twins.items()}
+    def renamed(self, names: Mapping[str, str]) -> StageShards:
+        """Return those of a graph of the same nodes, which have other names."""
         split = tuple((names[n], dim) for n, dim in self.split if n in names)
         forks = tuple(fork.renamed(names) for fork in self.forks)
         return replace(self, split=split, forks=forks)

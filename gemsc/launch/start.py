@@ -34,7 +34,7 @@ from gemsc.launch.hosts import (
 from gemsc.launch.launch import Ending, bar_settings, chosen_engine, launch
 from gemsc.launch.torch_ranks import check_one_machine
 from gemsc.options import CompileOptions
-from gemsc.plan import FUSED, Plan
+from gemsc.plan import FUSED, Plan, rank_file
 from gemsc.runtime.checkpoint.folder import LATEST, check_checkpoint
 from gemsc.runtime.process.failure import computed_lines
 from gemsc.runtime.process.sharing import check_sharing
@@ -128,8 +128,8 @@ class _Job:
         return endings[0]
 
     def _computes(self, rank: int) -> list[str]:
-        file = f"rank{rank % self.plan.copy_ranks}.py"
-        return computed_lines(self.directory / file)
+        file = self.directory / rank_file(rank % self.plan.copy_ranks)
+        return computed_lines(file)
 
 
 def _run(first: _Job, how: Launch, folder: Path, step: int) -> int:

@@ -49,7 +49,8 @@ def evaluate(
         return found, (found,)
     graph = replace(graph, halos=halos.for_evaluation(twins))
     if whole.shards:
-        graph = run(graph, FollowShards(whole, twins))
+        names = {node.name: twin.name for node, twin in (twins or {}).items()}
+        graph = run(graph, FollowShards(whole, names or None))
     splits = [
         run(graph, *tile_passes(number, grids, options, training=False))
         for number in range(len(done.tiles))

@@ -27,7 +27,7 @@ from gemsc.passes.checks.torch_compile import CheckTorchCompile
 from gemsc.passes.choose_shards import ChooseShards
 from gemsc.passes.constants.make_again import MakeAgain
 from gemsc.passes.find_halos import FindHalos
-from gemsc.passes.follow_stages import FollowStages
+from gemsc.passes.follow_stages import FollowShards, FollowStages
 from gemsc.passes.insert_comms import InsertComms
 from gemsc.passes.local_batchnorm import LocalBatchnorm
 from gemsc.passes.manager import Runs
@@ -92,18 +92,13 @@ def schedule_stages(
         shares = _shares(traced, balance, chosen, run)
         return schedule_at_best(program, chosen, options, hardware, shares, run.once)
     if any(grid.beside > 1 for grid in chosen.grids):
-        link, row = hardware.network.link(0, 1), chosen.rows[0]
-        choose_shards = ChooseShards(
-            chosen.grids,
-            link,
-            options.trunk,
-            options.whole,
-            row,
-            placed,
-            traced.other_evaluation,
-            options.data,
+        choose_shards = _choose_shards(traced, options, chosen, hardware, placed)
+        cut = run(
+            cut,
+            choose_shards
+            if like is None
+            else _sharing(like, options, traced.program.name),
         )
-        cut = run(cut, choose_shards)
     program = run(cut, place, CheckTiles(), InsertComms())
     tiles: tuple[Program, ...] = (program,)
     if any(chosen.grids):
@@ -147,6 +142,37 @@ def _balance(
         rows=chosen.rows if has_towers else (),
         micro_batches=chosen.micro_batches if has_towers else (),
     )
+
+
+def _choose_shards(
+    traced: Traced,
+    options: CompileOptions,
+    chosen: StageLayout,
+    hardware: Hardware,
+    placed: Placed | None,
+) -> ChooseShards:
+    """Return the pass that chooses what the ranks of a stage share."""
+    evaluation = dict(zip(("evaluation",), traced.graphs[1:], strict=False))
+    return ChooseShards(
+        chosen.grids,
+        hardware.network.link(0, 1),
+        options.trunk,
+        options.whole,
+        chosen.rows[0],
+        placed,
+        evaluation | traced.beside,
+        options.data,
+    )
+
+
+def _sharing(like: Followed, options: CompileOptions, name: str) -> FollowShards:
+    """Return the pass that shares stages as those of another graph are."""
+    first = like.compilation.program
+    names = {name: twin.name for name, twin in (like.twins or {}).items()}
+    forks = (fork for stage in first.shards.values() for fork in stage.forks)
+    are_known = all(node in names for fork in forks for node in fork.nodes)
+    trunk = "whole" if options.trunk == "whole" else "auto"
+    return FollowShards(first, names if names and are_known else None, trunk, name)
 
 
 def _following(like: Followed, traced: Traced) -> FollowStages:

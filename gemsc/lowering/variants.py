@@ -19,10 +19,11 @@ from gemsc.base.nests import normalize_inputs
 from gemsc.base.phase import Phase, check_phases
 from gemsc.base.units import show_seconds
 from gemsc.compilation import Compilation, Followed, Traced
-from gemsc.errors import GemscError
+from gemsc.errors import GemscError, InternalError
 from gemsc.frontend.phases import own_loss, phase_inputs, phase_model, with_target
 from gemsc.frontend.writer import share_constants
 from gemsc.ir.flow import owned_tensors
+from gemsc.ir.program import Program
 from gemsc.options import CompileOptions
 from gemsc.passes.follow_stages import find_twins
 from gemsc.plan import Plan, PlannedPhase, PlannedShape
@@ -97,14 +98,32 @@ def find_largest(graphs: Mapping[str, Traced]) -> str:
 
 
 def knowing_all(graphs: Mapping[str, Traced]) -> dict[str, Traced]:
-    """Return the graphs, each with the tensors that any of them changes.
+    """Return the graphs, each with the others and the tensors that any of them changes.
 
     Each gets the constants of all: a stage holds what any of them needs.
     """
     programs = [p for each in graphs.values() for p in (each.program, each.evaluation)]
     share_constants([each.module for each in programs])
+    found = {name: _with_names(name, each) for name, each in graphs.items()}
     changing = frozenset(name for each in graphs.values() for name in each.changing)
-    return {name: replace(each, elsewhere=changing) for name, each in graphs.items()}
+    return {
+        name: replace(
+            each,
+            elsewhere=changing,
+            beside={n: p for other in graphs if other != name for n, p in found[other]},
+        )
+        for name, each in graphs.items()
+    }
+
+
+def _with_names(name: str, traced: Traced) -> list[tuple[str, Program]]:
+    """Return the graphs of both modes, if they differ, with what they are called."""
+    whole = traced.program.name
+    if name and name not in whole:  # another shape
+        whole = f"{whole}, {name}"
+    return [(whole, traced.program), (f"{whole} in evaluation", traced.evaluation)][
+        : len(traced.graphs)
+    ]
 
 
 def followed(
@@ -131,11 +150,7 @@ def options_of(
 def with_one_ownership(
     lowered: Mapping[str, Compilation], largest: str
 ) -> dict[str, Compilation]:
-    """Return the graphs where each stage holds what any of them needs.
-
-    Raises:
-        GemscError: ranks share out tensors in another way in another graph.
-    """
+    """Return the graphs where each stage holds what any of them needs."""
     if len(lowered) == 1:
         return dict(lowered)
     first = lowered[largest]
@@ -145,10 +160,7 @@ def with_one_ownership(
     for each in others:
         for one, other in zip(first.tiles, each.tiles, strict=True):
             if one.program.parts != other.program.parts:
-                raise GemscError(
-                    f"{each.program.name} needs other parts of weights on some rank",
-                    help="compile without --shards and --branches",
-                )
+                raise InternalError(f"{each.program.name} has other parts of weights")
     return {name: each.with_owned(owned) for name, each in lowered.items()}
 
 

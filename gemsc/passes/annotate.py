@@ -45,7 +45,7 @@ from gemsc.ir.staged import keep_stages
 from gemsc.ir.work import Work
 from gemsc.passes.base import Pass
 from gemsc.runtime import tiles
-from gemsc.runtime.tiles.saving import saved_parts
+from gemsc.runtime.tiles.saving import decomposed, saved_parts
 
 _LEAF = "torch::autograd::AccumulateGrad"
 Known = dict[Hashable, Any]  # facts of graphs, by what these depend on
@@ -168,6 +168,7 @@ class _Count:
     random: bool = False
     saved: dict[int, int] = field(default_factory=dict)
     saved_state: dict[str, None] = field(default_factory=dict)
+    rebuilt: int = 0  # bytes of what is kept in parts, and whole in its backward
     sums: list[meta.TileSum] = field(default_factory=list)
     weights: dict[int, Tensor] = field(default_factory=dict)  # whose gradients can wait
     casts: set[int] = field(default_factory=set)  # storages of weights under autocast
@@ -224,8 +225,11 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.is_backward = False
 
     def _save(self, tensor: Tensor) -> Tensor:
+        count = self.counts[self.node]
+        if decomposed(tensor) is not None:
+            count.rebuilt += tensor.untyped_storage().nbytes()
         for part in dense_leaves(saved_parts(tensor)):
-            storage, count = part.untyped_storage(), self.counts[self.node]
+            storage = part.untyped_storage()
             name = self.persistent.get(storage._cdata)
             if name is None:
                 count.saved[storage._cdata] = storage.nbytes()
@@ -363,7 +367,7 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             weight_seconds=count.weight_seconds,
             weight_bytes=sum(tensor.nbytes for tensor in count.weights.values()),
             gradients=tuple(count.gradients.items()),
-            backward_bytes=flow.most,
+            backward_bytes=flow.most + count.rebuilt,
             made=tuple(flow.made.items()),
             freed=tuple(flow.freed),
             casts=tuple(count.casts),

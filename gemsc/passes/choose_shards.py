@@ -36,9 +36,9 @@ class ChooseShards(Pass):
     how values outside of the regions are held, `keep_whole` what is not cut. A tied
     parameter is cut where all stages that hold it cut it alike. `row` has the group of
     ranks of each stage, by default one each. `placed` are the branches of each rank, by
-    the joins of their forks, where they are not to be chosen. `evaluation` is the graph
-    of evaluation where that computes something else: what it cannot cut stays whole.
-    There are `copies` of the model, all of whose ranks advice counts.
+    the joins of their forks, where they are not to be chosen. `others` are graphs that
+    are cut alike, by what they are called: what one cannot cut so stays whole. There
+    are `copies` of the model, all of whose ranks advice counts.
     """
 
     name: ClassVar[str] = "choose-shards"
@@ -50,7 +50,9 @@ class ChooseShards(Pass):
     keep_whole: tuple[str, ...] = ()
     row: tuple[int, ...] = ()
     placed: Placed | None = field(default=None, hash=False)
-    evaluation: Program | None = field(default=None, compare=False, repr=False)
+    others: Mapping[str, Program] = field(
+        default_factory=dict, compare=False, repr=False
+    )
     copies: int = field(default=1, compare=False, repr=False)
 
     def apply(self, program: Program) -> Program:
@@ -61,10 +63,11 @@ class ChooseShards(Pass):
                 optimizer does not update what is cut element by element.
         """
         whole = dict.fromkeys(self.keep_whole, "--whole")
-        evaluation = None
-        if self.evaluation is not None:
-            follow = FollowStages(program, owned_tensors(program))
-            evaluation = follow.apply(self.evaluation)
+        owned = owned_tensors(program)
+        others = {
+            name: FollowStages(program, owned, name).apply(other)
+            for name, other in self.others.items()
+        }
         while True:
             shards = {
                 stage.index: self._choose(program, stage, whole)
@@ -74,9 +77,9 @@ class ChooseShards(Pass):
             unlike = dict.fromkeys(
                 _unlike(program, shards), "another stage cuts it otherwise"
             )
-            if evaluation is not None:
-                names = _whole_in(evaluation, shards)
-                unlike |= dict.fromkeys(names, "evaluation uses it as a whole")
+            for name, other in others.items():
+                names = _whole_in(other, shards)
+                unlike |= dict.fromkeys(names, f"{name} uses it as a whole")
             if not unlike:
                 break
             whole |= unlike
@@ -190,13 +193,13 @@ def _elsewhere(program: Program, stage: Stage) -> set[str]:
     return {n for index, own in names for n in own if index != stage.index}
 
 
-def _whole_in(evaluation: Program, shards: Mapping[int, StageShards]) -> list[str]:
-    """Return parameters that an evaluation graph does not cut as training does."""
-    stages = evaluation.require_stages()
+def _whole_in(other: Program, shards: Mapping[int, StageShards]) -> list[str]:
+    """Return parameters that another graph does not cut as the first one does."""
+    stages = other.require_stages()
     return [
         name
         for index, own in shards.items()
-        for name in not_cut_alike(analysis_of(evaluation, stages[index]), own)
+        for name in not_cut_alike(analysis_of(other, stages[index]), own)
     ]
 
 

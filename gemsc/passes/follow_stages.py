@@ -14,10 +14,12 @@ from typing import Any, ClassVar
 
 from torch import fx
 
+from gemsc.base.elementwise import check_elementwise
 from gemsc.errors import GemscError
 from gemsc.ir import meta
 from gemsc.ir.flow import unique_names
 from gemsc.ir.program import Block, Program, Stage
+from gemsc.ir.shards import Fork
 from gemsc.ir.staged import (
     in_order,
     keywords_of_both,
@@ -28,6 +30,8 @@ from gemsc.ir.staged import (
 )
 from gemsc.passes.base import Pass
 from gemsc.passes.branches.evaluation import follow_forks
+from gemsc.passes.shards.analysis import analysis_of
+from gemsc.passes.shards.trunk import choose_trunk
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,31 +121,45 @@ class FollowStages(Pass):
 
 @dataclass(frozen=True, eq=False)
 class FollowShards(Pass):
-    """Share the stages of an evaluation graph among ranks as training does.
+    """Share the stages of another graph among ranks as those of the first one are.
 
-    `twins` are the nodes of the two graphs; None where they differ in more than
-    constants: then branches are where the ranks that hold their weights are.
+    `twins` are the names of its nodes by those of the first one's; None where they
+    differ in more than constants. Then branches are where the ranks that hold their
+    weights are, and values outside of what is cut are held as `trunk` says.
     """
 
     name: ClassVar[str] = "follow-shards"
     requires: ClassVar[tuple[str, ...]] = ("stages",)
 
     training: Program = field(repr=False)
-    twins: dict[fx.Node, fx.Node] | None = field(repr=False)
+    twins: Mapping[str, str] | None = field(repr=False)
+    trunk: str = "whole"
+    what: str = "evaluation"
 
     def apply(self, program: Program) -> Program:
         """Return the program with its shards.
 
         Raises:
-            GemscError: all ranks need in evaluation what one holds.
+            GemscError: all ranks need what one holds, or the optimizer of this graph
+                does not update element by element what is cut.
         """
         found = {}
         for index, training in self.training.shards.items():
-            shards = training.for_evaluation(self.twins)
-            if self.twins is None and training.placed:
-                stage = program.require_stages()[index]
-                shards = replace(shards, forks=follow_forks(program, stage, training))
+            if self.twins is not None:
+                found[index] = training.renamed(self.twins)
+                continue
+            stage, forks = program.require_stages()[index], tuple[Fork, ...]()
+            if training.placed:
+                forks = follow_forks(program, stage, training, self.what)
+            shards = replace(training, trunk="whole", split=(), forks=forks)
+            placement = self.training.placement
+            if placement is None or not placement.grid(index).tiles:
+                analysis = analysis_of(program, stage)
+                trunk, split = choose_trunk(analysis, shards, self.trunk)
+                shards = replace(shards, trunk=trunk, split=split)
             found[index] = shards
+        names = [each.name for stage in found.values() for each in stage.cut]
+        check_elementwise(program.updated_whole(), names)
         return replace(program, shards=found)
 
 

@@ -13,11 +13,15 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+from gemsc.base.dtypes import CHANNELS_LAST, format_of
+from gemsc.base.units import show_seconds
 from gemsc.costs.profile import BlockTimes, Progress, time_nodes
 from gemsc.ir import meta
 from gemsc.ir.holder import copied_graph, with_graph
 from gemsc.ir.program import Block, Program
 from gemsc.passes.base import Pass
+
+WORTH_IT = 0.1  # of the blocks' seconds: another option is named that saves as much
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,16 +39,8 @@ class TimeBlocks(Pass):
 
     def apply(self, program: Program) -> Program:
         """Return the program with measured seconds on the nodes (of a copied graph)."""
-        blocks = program.blocks or ()
-        times = time_nodes(
-            program,
-            blocks,
-            self.inputs,
-            self.target,
-            rounds=self.rounds,
-            device=self.device,
-            progress=self.progress,
-        )
+        blocks, times = program.blocks or (), self._times(program)
+        notes = self._faster_format(program, sum(map(_seconds, times)))
         graph, copies = copied_graph(program.graph)
         for block, found in zip(blocks, times, strict=True):
             _share(block, found, copies)
@@ -59,7 +55,31 @@ class TimeBlocks(Pass):
                 replace(s, value=copies[s.value], last_use=copies[s.last_use])
                 for s in program.skips or ()
             ),
+            notes=(*program.notes, *notes),
         )
+
+    def _times(self, program: Program, **how: Any) -> list[BlockTimes]:
+        given = program, program.blocks or (), self.inputs, self.target
+        how = {"rounds": self.rounds, "progress": self.progress, **how}
+        return time_nodes(*given, device=self.device, **how)
+
+    def _faster_format(self, program: Program, seconds: float) -> list[str]:
+        """Say what weights in `channels_last` would save, if that is worth it."""
+        weights = [p for p in program.module.parameters() if p.dim() in CHANNELS_LAST]
+        formats = {format_of(weight) for weight in weights}
+        if formats != {torch.contiguous_format}:
+            return []
+        last = sum(map(_seconds, self._times(program, memory_format="channels_last")))
+        if last > (1 - WORTH_IT) * seconds:
+            return []
+        return [
+            f"with --memory-format channels_last the blocks take {show_seconds(last)} "
+            f"where they take {show_seconds(seconds)}"
+        ]
+
+
+def _seconds(times: BlockTimes) -> float:
+    return times.forward + times.backward
 
 
 def _share(block: Block, found: BlockTimes, copies: dict[fx.Node, fx.Node]) -> None:

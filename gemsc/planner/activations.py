@@ -93,8 +93,7 @@ def activations(program: Program, *, split: bool = False) -> list[Activations]:
     waits there for the weight gradients of both; but each stage has a copy of its own
     of what it reads of the batch.
     """
-    placement = program.placement
-    assert placement is not None
+    placement = program.require_placement()
     row = placement.ranks[0]
     inputs = [node for node in program.graph.nodes if node.op == "placeholder"]
     batch = _union(dict(meta.facts(node).storages) for node in inputs)
@@ -360,9 +359,8 @@ def seconds_again(program: Program, index: int, nodes: Sequence[fx.Node]) -> flo
     what it takes, a convolution for instance, is not run again if it comes last. On
     tiles, which have to go in step, all of it runs.
     """
-    assert program.placement is not None
     saving = [i for i, node in enumerate(nodes) if meta.facts(node).saved]
-    if program.placement.grid(index):
+    if program.require_placement().grid(index):
         count = len(nodes)
     elif saving:
         last = nodes[saving[-1]]

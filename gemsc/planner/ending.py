@@ -64,8 +64,7 @@ def after_backward(
     hardware: Hardware,
 ) -> StepEnd:
     """Return how a step ends."""
-    placement = program.placement
-    assert placement is not None
+    placement = program.require_placement()
     held = held_gradients(program, task) if task.has_backward else []
     sizes = placement.num_ranks, copies
     return end_of(program, task, timeline, held, sizes, hardware)
@@ -119,8 +118,7 @@ def held_gradients(program: Program, task: Task) -> list[list[Held]]:
     gradients of whole weights, those of the same shard the same parts, or the same
     weights of branches.
     """
-    placement = program.placement
-    assert placement is not None
+    placement = program.require_placement()
     held_by_stage = []
     for stage, weights in enumerate(stage_weights(program)):
         grids = [row[stage] for row in placement.ranks]
@@ -294,8 +292,7 @@ def share_updates(program: Program, copies: int) -> Program:
 
 def _holders(program: Program, stages: tuple[int, ...], key: tuple[str, bool]) -> int:
     """Return how many ranks of one copy hold the same of a group of parameters."""
-    placement, (_, is_part) = program.placement, key
-    assert placement is not None
+    placement, (_, is_part) = program.require_placement(), key
     ranks = {r for stage in stages for row in placement.ranks for r in row[stage]}
     return len(ranks) // placement.grid(stages[0]).beside if is_part else len(ranks)
 

@@ -305,8 +305,7 @@ class MemoryFit:
 
         A stage of two replicas counts for the rank of each.
         """
-        program, placement = self.program, self.program.placement
-        assert placement is not None
+        program, placement = self.program, self.program.require_placement()
         taken = {block for each in program.segments or () for block in each.blocks}
         by_rank: dict[int, list[Saving]] = {r: [] for r in range(placement.num_ranks)}
         for stage in program.require_stages():

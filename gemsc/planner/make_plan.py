@@ -59,8 +59,7 @@ def make_plan(
 
     `tiles` are what the tiles of the largest grid run, the program itself without any.
     """
-    placement = program.placement
-    assert placement is not None
+    placement = program.require_placement()
     first = tiles[0]
     weights = largest_weights(tiles)
     shown = os.path.relpath(source) if source else program.name
@@ -160,8 +159,7 @@ def _stages(
     program: Program, tiles: Sequence[Program], task: Task, hardware: Hardware
 ) -> list[PlannedStage]:
     """Return what each stage holds; `tiles` are what those of the largest grid run."""
-    placement, first = program.placement, tiles[0]
-    assert placement is not None
+    placement, first = program.require_placement(), tiles[0]
     planned = []
     stages = zip(program.require_stages(), first.require_stages(), strict=True)
     for (stage, own), cost in zip(stages, task.stages, strict=True):
@@ -359,8 +357,7 @@ def _made(program: Program) -> list[dict[str, object]]:
 
 
 def _skips(program: Program) -> list[dict[str, object]]:
-    placement = program.placement
-    assert placement is not None
+    placement = program.require_placement()
     block_of = {node: b for b in program.blocks or () for node in b.nodes}
     stage_of = {
         block.index: stage.index

@@ -62,8 +62,7 @@ def stage_weights(program: Program) -> list[StageWeights]:
     """
     module = program.module
     tensors = dict([*module.named_parameters(), *module.named_buffers()])
-    placement = program.placement
-    assert placement is not None
+    placement = program.require_placement()
     rows = zip(*placement.ranks, strict=True)
     ranks = [{rank for row in stage for rank in row} for stage in rows]
     names_of = owned_tensors(program)
@@ -95,8 +94,7 @@ def largest_weights(tiles: Sequence[Program]) -> list[StageWeights]:
 
     `tiles` are what the ranks of the largest grid run.
     """
-    placement = tiles[0].placement
-    assert placement is not None
+    placement = tiles[0].require_placement()
     of_tiles = [stage_weights(tile) for tile in tiles]
     return [
         max(

@@ -39,8 +39,7 @@ def schedule_task(
     branches wait for each other at each exchange.
     """
     first = tiles[0]
-    placement = first.placement
-    assert placement is not None
+    placement = first.require_placement()
     unlike = {id(tile): tile for tile in tiles}
     known = {key: _stage_costs(tile, hardware) for key, tile in unlike.items()}
     costs = [known[id(tile)] for tile in tiles]
@@ -129,8 +128,7 @@ def _waiting_seconds(program: Program, stage: Stage) -> float:
     Stages on tiles go in step; what recomputed or offloaded blocks keep is theirs; what
     a module does that is not looked into is its own.
     """
-    placement = program.placement
-    assert placement is not None
+    placement = program.require_placement()
     whole = any(
         opaque_of(program.module.get_submodule(str(node.target)))
         for node in stage.nodes
@@ -147,8 +145,7 @@ def talking(program: Program, stage: Stage, network: Network) -> tuple[float, fl
     First those in forward, then those in backward: for the parts of others, and for
     sums.
     """
-    assert program.placement is not None
-    ranks = program.placement.ranks[0][stage.index]
+    ranks = program.require_placement().ranks[0][stage.index]
     if len(ranks) == 1:
         return 0.0, 0.0
     link = network.link(ranks[0], ranks[-1])
@@ -227,8 +224,7 @@ def _meets_all(exchange: Exchange) -> bool:
 
 def _edge(program: Program, transfer: Transfer, network: Network) -> Edge:
     """Return what a transfer takes between the ranks of the first replica."""
-    assert program.placement is not None
-    row = program.placement.ranks[0]
+    row = program.require_placement().ranks[0]
     link = network.link(row[transfer.source][0], row[transfer.dest][0])
     num_bytes = most_bytes(program, transfer)
     return Edge(

@@ -84,8 +84,7 @@ def stage_traffic(tiles: Sequence[Program], index: int) -> StepTraffic:
 
     `tiles` are as for `step_traffic`.
     """
-    placement = tiles[0].placement
-    assert placement is not None
+    placement = tiles[0].require_placement()
     branches = placement.grid(index).branches  # each rank of a tile has its own
     ranks = len(placement.ranks[0][index])
     total = StepTraffic()
@@ -100,8 +99,7 @@ def stage_traffic(tiles: Sequence[Program], index: int) -> StepTraffic:
 
 def _sent_by(program: Program, stage: Stage, member: int, branches: int) -> StepTraffic:
     """Return what every `branches`-th rank of a stage sends, from `member` on."""
-    placement = program.placement
-    assert placement is not None
+    placement = program.require_placement()
     ranks = len(placement.ranks[0][stage.index]) // branches
     again = recomputed_nodes(program, stage)
     sizes: list[int] = []
@@ -133,8 +131,7 @@ def received_bytes(program: Program, transfer: Transfer) -> tuple[int, int]:
 
 
 def _messages(program: Program, transfer: Transfer) -> Iterator[Message]:
-    placement = program.placement
-    assert placement is not None
+    placement = program.require_placement()
     row = placement.ranks[0]
     sources, dests = row[transfer.source], row[transfer.dest]
     if len(sources) == len(dests) == 1:
@@ -194,8 +191,7 @@ class Traffic:
 
 def ends(program: Program, transfer: Transfer, value: fx.Node) -> Exchange:
     """Return what the tiles at both ends of a transfer hold and want of a value."""
-    placement = program.placement
-    assert placement is not None
+    placement = program.require_placement()
     for join in joins(program, transfer, value):
         return exchange_of(join)
     row = placement.ranks[0]
@@ -282,8 +278,7 @@ def peak_tile(first: Program) -> int:
 
 
 def _same_grid(program: Program, source: fx.Node, stage: Stage) -> bool:
-    placement = program.placement
-    assert placement is not None
+    placement = program.require_placement()
     for other in program.require_stages():
         if source in other.nodes:
             return placement.grid(other.index) == placement.grid(stage.index)

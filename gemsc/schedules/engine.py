@@ -210,8 +210,10 @@ class _Scheduler:
         ranks = range(task.num_ranks)
         self.rank_live = [max(1, policy.rank_live(task, rank)) for rank in ranks]
         self.unlimited = _no_rank_limit(task, 0)
-        self.room = [_Room(task, policy, self.clock, rank) for rank in ranks]
-        self.group = _group(task, policy)
+        split = policy.split_backward
+        self.fixed = [task.fixed_bytes(rank, split=split) for rank in ranks]
+        self.needs = [_run_bytes(task, rank) for rank in ranks]
+        self.group = self._group()
         self.next: list[dict[Kind, dict[Lane, tuple[Key, Action]]]] = [
             {kind: {} for kind in self.kinds} for _ in ranks
         ]
@@ -253,7 +255,7 @@ class _Scheduler:
             if len(self.task.lanes[rank]) > 1:
                 found = sorted(found, key=itemgetter(0))
             for _, action in found:
-                if kind is Kind.FORWARD and not self.room[rank].has(action):
+                if kind is Kind.FORWARD and not self._has_room(action, rank):
                     continue
                 ready = self.clock.ready(action)
                 if ready is not None and ready <= now and self._allowed(action, rank):
@@ -296,6 +298,29 @@ class _Scheduler:
     def _live(self, lane: Lane, until: Kind) -> int:
         return self.clock.count(Kind.FORWARD, lane) - self.clock.count(until, lane)
 
+    def _has_room(self, action: Action, rank: int) -> bool:
+        """Whether the micro-batch of a forward may enter a rank, or has done so.
+
+        Room is kept for all earlier ones that the rank has not finished, whether they
+        have come yet or not, and for all their stages there: so the oldest can always
+        go on, and a cap never leads into a dead end.
+        """
+        limit, cap = self.policy.live_runs, self.task.memory_cap
+        if limit is None and cap is None:
+            return True
+        runs, held = 0, self.fixed[rank]
+        for replica, need in self.needs[rank].items():
+            last = action.micro_batch + (replica <= action.replica)
+            last = min(last, self.task.micro_batches[replica])
+            inside = max(0, last - self._finished(replica, rank))
+            runs, held = runs + inside, held + inside * need
+        return (limit is None or runs <= limit) and (cap is None or held <= cap)
+
+    def _finished(self, replica: int, rank: int) -> int:
+        """Return how many micro-batches of a replica a rank is done with."""
+        lanes = (lane for lane in self.task.lanes[rank] if lane[0] == replica)
+        return min(self.clock.count(self.last_kind, lane) for lane in lanes)
+
     def _flushed(self, action: Action, rank: int) -> bool:
         """Whether all forwards of a backward's group are done.
 
@@ -310,62 +335,14 @@ class _Scheduler:
             if lane[0] == action.replica
         )
 
-
-def _group(task: Task, policy: Policy) -> int:
-    """Return how many micro-batches of every replica fit into all ranks at once."""
-    group = max(1, *task.micro_batches)
-    if task.memory_cap is None:
-        return group
-    for rank in range(task.num_ranks):
-        need = sum(_run_bytes(task, rank).values())
-        fixed = task.fixed_bytes(rank, split=policy.split_backward)
-        room = task.memory_cap - fixed
-        group = min(group, room // need) if need else group
-    return max(1, group)
-
-
-class _Room:
-    """Which (replica, micro-batch) may enter a rank.
-
-    Room is kept for all earlier ones that the rank has not finished, whether they have
-    come yet or not, and for all their stages there: so the oldest can always go on, and
-    a cap never leads into a dead end.
-    """
-
-    def __init__(self, task: Task, policy: Policy, clock: Clock, rank: int) -> None:
-        self._task = task
-        self._clock = clock
-        self._last_kind = _kinds(task, policy)[-1]
-        self._lanes = task.lanes[rank]
-        self._limit = policy.live_runs
-        self._cap = task.memory_cap
-        self._fixed = task.fixed_bytes(rank, split=policy.split_backward)
-        self._needs = _run_bytes(task, rank)
-
-    def has(self, action: Action) -> bool:
-        """Whether the micro-batch of a forward may enter, or has done so."""
-        if self._limit is None and self._cap is None:
-            return True
-        runs, held = 0, self._fixed
-        for replica, need in self._needs.items():
-            first = self._finished(replica)
-            last = min(
-                action.micro_batch + (replica <= action.replica),
-                self._task.micro_batches[replica],
-            )
-            runs += max(0, last - first)
-            held += max(0, last - first) * need
-        if self._limit is not None and runs > self._limit:
-            return False
-        return self._cap is None or held <= self._cap
-
-    def _finished(self, replica: int) -> int:
-        """Return how many micro-batches of a replica the rank is done with."""
-        return min(
-            self._clock.count(self._last_kind, lane)
-            for lane in self._lanes
-            if lane[0] == replica
-        )
+    def _group(self) -> int:
+        """Return how many micro-batches of every replica fit into all ranks at once."""
+        group, cap = max(1, *self.task.micro_batches), self.task.memory_cap
+        for fixed, needs in zip(self.fixed, self.needs, strict=True):
+            need = sum(needs.values())
+            if cap is not None and need:
+                group = min(group, (cap - fixed) // need)
+        return max(1, group)
 
 
 def split_last_backwards(task: Task, timeline: Timeline) -> Timeline:

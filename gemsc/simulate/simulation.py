@@ -94,8 +94,7 @@ def simulate(
     _, options = settled_options(traced, options, run)
     hardware = machine or read_hardware(options.hardware)
     done = schedule_stages(traced, options, run, hardware=hardware)
-    program, task, placement = done.program, done.task, done.program.placement
-    assert placement is not None
+    program, task = done.program, done.task
     simulator = Simulator(
         task=task,
         policy=SCHEDULES[options.schedule].policy,
@@ -103,7 +102,7 @@ def simulate(
         gradients=held_gradients(done.tiles[0], task),
         samples=micro_batch_size(program) * sum(task.micro_batches),
         shares_update=options.shard_optimizer,
-        groups=placement.groups,
+        groups=program.require_placement().groups,
         defers=defers and not options.torch_compile,
         sums_early=start_early(done.tiles[0]),
     )

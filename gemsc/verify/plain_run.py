@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from gemsc.base.boxes import Box
-from gemsc.base.dtypes import cast, cast_module, converted, like_examples
+from gemsc.base.dtypes import cast, converted, like_examples
 from gemsc.base.nests import Mean, as_loss, call_model, on_device
-from gemsc.base.phase import Phase
 from gemsc.base.rng import same_draws, seed_of
 from gemsc.runtime.data.batches import digest
 from gemsc.runtime.data.held_generators import SeededReader
@@ -28,7 +27,7 @@ from gemsc.runtime.data.stream import Stream
 from gemsc.slides.windows import Case, Picture, SlidingWindows
 from gemsc.user_model import UserModel
 from gemsc.verify.precision import FULL, Precision
-from gemsc.verify.steps import OnePhase, PlainUpdate, divide_gradients
+from gemsc.verify.steps import PlainUpdate, plain_updates
 
 HOST = torch.device("cpu")
 
@@ -108,32 +107,6 @@ class Samples:
 
 
 @dataclass
-class _Update:
-    """An update of a run, of the gradients of one or several steps."""
-
-    plain: PlainUpdate
-    scheduler: Any
-    terms: float = 0.0  # of a loss with a count, since the last one
-
-    def apply(self, clip_norm: float | None) -> None:
-        """Make the update and drop the gradients."""
-        plain, parameters = self.plain, [p for _, p in self.plain.pairs]
-        plain.scaler.unscale_(plain.optimizer)
-        if self.terms:
-            divide_gradients(parameters, self.terms)
-        self.terms = 0.0
-        if clip_norm is not None:
-            nn.utils.clip_grad_norm_(parameters, clip_norm)
-        before = plain.scaler.get_scale()
-        plain.scaler.step(plain.optimizer)
-        plain.scaler.update()
-        if self.scheduler is not None and plain.scaler.get_scale() >= before:
-            self.scheduler.step()
-        for parameter in parameters:
-            parameter.grad = None
-
-
-@dataclass
 class PlainRun:
     """A model on its way through a run.
 
@@ -159,35 +132,17 @@ class PlainRun:
         self.eval_samples = Samples(data, seed)
         self.classes = self._classes(self.samples)
         self.eval_classes = self._classes(self.eval_samples)
-        self.model = copy.deepcopy(self.model).to(self.settings.device)
-        cast_module(self.model, dtype)
-        if not self.model.training:
-            self.model.train()
-        self.loss = copy.deepcopy(self.user.make_loss())
-        if isinstance(self.loss, nn.Module):
-            cast_module(self.loss, dtype)
-            self.loss.to(self.settings.device)
-        one = OnePhase("", self._whole, (), self.user.optimizer, self.user.scheduler)
-        self.updates = [
-            self._update(phase) for phase in self.user.make_phases() or [one]
-        ]
-
-    def _whole(self, model: nn.Module, given: Any, target: Any) -> Any:
-        return self.loss(call_model(model, given), target)
-
-    def _update(self, phase: Phase) -> _Update:
-        named = [*self.model.named_parameters()]
-        if not isinstance(phase, OnePhase):
-            named = [(n, p) for n, p in named if phase.trains(n)]
-        elif isinstance(self.loss, nn.Module):
-            own = self.loss.named_parameters()
-            named += [(f"_loss.{name}", tensor) for name, tensor in own]
-        make = phase.optimizer
-        optimizer = make(named) if make else torch.optim.SGD(named, lr=0.01)
-        scheduler = phase.scheduler(optimizer) if phase.scheduler else None
-        scaler = self.settings.precision.scaler(self.settings.device)
-        update = PlainUpdate(self.model, phase, named, optimizer, scaler)
-        return _Update(update, scheduler)
+        self.model, self.loss = copy.deepcopy((self.model, self.user.make_loss()))
+        self.updates = plain_updates(
+            self.model,
+            self.loss,
+            self.user.optimizer,
+            self.user.make_phases(),
+            dtype,
+            self.settings.precision,
+            self.settings.device,
+            self.user.scheduler,
+        )
 
     def _classes(self, samples: Samples) -> list[int]:
         """Return the number of each sample's shape: all are 0 where there is one."""
@@ -247,9 +202,10 @@ class PlainRun:
             self.rows.append(row)
             samples = self.samples.take(epoch, row)
             for update in self.updates:
-                if update.plain.phase.is_due(step):
+                if update.phase.is_due(step):
                     loss = self._step(update, samples)
                     if (step + 1) % settings.accumulate == 0:
+                        update.end_sums()
                         update.apply(settings.clip_norm)
             self.losses.append(loss)
             if told is not None:
@@ -258,17 +214,16 @@ class PlainRun:
             if is_end and self.eval_samples.data is not None:
                 self.evaluations.append(self._evaluate())
 
-    def _step(self, update: _Update, samples: list[Any]) -> float:
+    def _step(self, update: PlainUpdate, samples: list[Any]) -> float:
         micro_batches = list(self._micro_batches(samples))
         count = len(micro_batches) * self.settings.accumulate
-        with update.plain.training():
+        with update.training():
             for input, target in micro_batches:
                 with same_draws(), self._autocast():
                     given = self._given(input)
-                    value = update.plain.phase.call(self.model, given, target)
-                update.plain.backward(as_loss(value), count)
-        update.terms += update.plain.mean.count
-        return update.plain.mean.value
+                    value = update.phase.call(self.model, given, target)
+                update.backward(as_loss(value), count)
+        return update.mean.value
 
     @torch.no_grad()
     def _evaluate(self) -> Scores:

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,10 +69,8 @@ def reference_steps(
     mean of theirs. Activation checkpoints are off, as they are in programs. A step may
     have several `phases`.
     """
-    updates = plain_updates(
-        copy.deepcopy(model), loss, optimizer, phases, dtype, precision, device
-    )
-    model = updates[0].model
+    model, loss = copy.deepcopy((model, loss))
+    updates = plain_updates(model, loss, optimizer, phases, dtype, precision, device)
     losses, terms, gradients = list[float](), list[float](), dict[str, Tensor]()
     for step, (input, target) in enumerate(batches):
         leaves = [t for t in pytree.tree_leaves(input) if isinstance(t, Tensor)]
@@ -95,9 +94,10 @@ def reference_steps(
                     update.backward(value, num_micro_batches)
                 losses.append(update.mean.value)
                 terms.append(update.mean.divisor)
-                found = update.apply()
-            if step == 0:
-                gradients |= found
+                update.end_sums()
+                if step == 0:
+                    gradients |= update.gradients()
+                update.apply()
     state = dict([*model.named_parameters(), *model.named_buffers()])
     state = {n: as_real(t.detach()).cpu() for n, t in state.items()}
     return StepRecord(losses, gradients, state, terms=terms)
@@ -105,14 +105,20 @@ def reference_steps(
 
 @dataclass
 class PlainUpdate:
-    """One of the updates of a step, of a model in this process."""
+    """One of the updates of a step, of a model in this process.
+
+    `mean` is the loss of the last step, `terms` what losses with a count were added up
+    of since the last update.
+    """
 
     model: nn.Module
     phase: Phase
     pairs: list[tuple[str, nn.Parameter]]
     optimizer: torch.optim.Optimizer
     scaler: Any
+    scheduler: Any = None
     mean: Mean = field(default_factory=Mean)
+    terms: float = 0.0
 
     @contextmanager
     def training(self) -> Iterator[None]:
@@ -127,23 +133,38 @@ class PlainUpdate:
         finally:
             for parameter, trains in before:
                 parameter.requires_grad_(trains)
+        self.terms += self.mean.count
 
     def backward(self, value: Tensor, num_micro_batches: int) -> None:
         """Add the gradients of a micro-batch's loss."""
         root = self.mean.add(value) / (1 if value.dim() else num_micro_batches)
         torch.autograd.backward(self.scaler.scale(root))
 
-    def apply(self) -> dict[str, Tensor]:
-        """Make the update; return the gradients."""
+    def end_sums(self) -> None:
+        """Make of what was added up the gradients of the mean."""
         self.scaler.unscale_(self.optimizer)
-        if self.mean.counted:
-            divide_gradients((p for _, p in self.pairs), self.mean.count)
-        present = {n: p.grad for n, p in self.pairs if p.grad is not None}
-        gradients = {n: as_real(g).cpu().clone() for n, g in present.items()}
+        if self.terms:
+            divide_gradients((p for _, p in self.pairs), self.terms)
+        self.terms = 0.0
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return copies of the model's gradients, by the parameters' names."""
+        named = self.model.named_parameters()
+        present = {n: p.grad for n, p in named if p.grad is not None}
+        return {n: as_real(g).cpu().clone() for n, g in present.items()}
+
+    def apply(self, clip_norm: float | None = None) -> None:
+        """Make the update and drop the gradients."""
+        parameters = [parameter for _, parameter in self.pairs]
+        if clip_norm is not None:
+            nn.utils.clip_grad_norm_(parameters, clip_norm)
+        before = self.scaler.get_scale()
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
-        return gradients
+        if self.scheduler is not None and self.scaler.get_scale() >= before:
+            self.scheduler.step()
+        for parameter in parameters:
+            parameter.grad = None
 
 
 def plain_updates(
@@ -154,29 +175,35 @@ def plain_updates(
     dtype: torch.dtype,
     precision: Precision,
     device: torch.device,
+    scheduler: Callable[..., Any] | None = None,
 ) -> list[PlainUpdate]:
-    """Return the updates of a step; without phases there is one, of all parameters."""
-    cast_module(model, dtype)
-    model.to(device)
+    """Return the updates of a step; without phases there is one, of all parameters.
+
+    The model and its loss are changed: they compute in this dtype, on this device.
+    """
+    for module in (model, loss):
+        if isinstance(module, nn.Module):
+            cast_module(module, dtype)
+            module.to(device)
     if not model.training:
         model.train()
-    loss = copy.deepcopy(loss)
-    if isinstance(loss, nn.Module):
-        cast_module(loss, dtype)
-        loss.to(device)
 
     def whole(model: nn.Module, given: Any, wanted: Any) -> Any:
         assert loss is not None
         return loss(call_model(model, given), wanted)
 
-    found = []
-    for phase in phases or [OnePhase("", whole, (), optimizer)]:
+    updates = []
+    for phase in phases or [OnePhase("", whole, (), optimizer, scheduler)]:
         named = model.named_parameters()
         pairs = [(n, p) for n, p in named if not phases or phase.trains(n)]
-        make = phase.optimizer or _default_optimizer
+        if not phases and isinstance(loss, nn.Module):
+            pairs += loss.named_parameters(prefix="_loss")
+        make = phase.optimizer or partial(torch.optim.SGD, lr=0.01)
+        made = make(pairs)
+        paced = phase.scheduler(made) if phase.scheduler is not None else None
         scaler = precision.scaler(device)
-        found.append(PlainUpdate(model, phase, pairs, make(pairs), scaler))
-    return found
+        updates.append(PlainUpdate(model, phase, pairs, made, scaler, paced))
+    return updates
 
 
 class OnePhase(Phase):
@@ -192,10 +219,6 @@ def divide_gradients(parameters: Iterable[nn.Parameter], terms: float) -> None:
     for parameter in parameters:
         if parameter.grad is not None:
             parameter.grad /= terms
-
-
-def _default_optimizer(pairs: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(pairs, lr=0.01)
 
 
 def micro_batch_of(value: Any, m: int, count: int, batch: int) -> Any:

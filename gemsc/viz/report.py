@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 from gemsc.base.files import write_text
 from gemsc.base.units import show_bytes, show_micro_batches, show_seconds
-from gemsc.plan import Plan
+from gemsc.plan import Plan, rank_file
 from gemsc.planner.explain import explain, seconds_here
 from gemsc.search.candidates import Candidate, reason
 from gemsc.viz.design import FONT, MONO, sample, series, variables
@@ -153,7 +153,7 @@ def _ranks(plan: Plan, panel: Panel, memory: Sequence[Column]) -> list[Column]:
     """Return how busy ranks are, and what they hold without the drawing of it."""
     rows = [panel.rows[plan.members.index(ranks)] for ranks in memory[0].values]
     busy = [row.busy / (panel.makespan or 1.0) for row in rows]
-    files = [f"rank{ranks[0]}.py" for ranks in memory[0].values]
+    files = [rank_file(ranks[0]) for ranks in memory[0].values]
     return [
         memory[0],
         column("stages", (row.lanes_text for row in rows)),

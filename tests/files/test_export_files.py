@@ -27,7 +27,7 @@ from gemsc import Ema
 from gemsc.errors import GemscError
 from gemsc.importers.back import write_back
 from gemsc.importers.folder import import_file
-from gemsc.importers.options import ImportOptions
+from gemsc.importers.network import ImportOptions
 from gemsc.importers.weight import Weight, same, to_numpy, to_torch
 from gemsc.runtime.training.trainer import Trainer
 

@@ -20,7 +20,7 @@ from nightly import at_night
 
 from gemsc.errors import GemscError
 from gemsc.importers.folder import import_file
-from gemsc.importers.options import ImportOptions
+from gemsc.importers.network import ImportOptions
 
 FILES = {".keras": ("h5py", keras_file), ".onnx": ("onnx", onnx_file)}
 BY_DAY, BY_NIGHT = range(25), range(1000, 1150)

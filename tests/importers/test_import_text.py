@@ -20,12 +20,11 @@ from torch import nn
 
 from gemsc.codegen.python_text import literal_text, one_line, parsed
 from gemsc.codegen.writer import Writer
-from gemsc.importers.examples import examples
 from gemsc.importers.expression import write_statement
 from gemsc.importers.network import ImportedNetwork
 from gemsc.importers.sheet import Sheet
 from gemsc.importers.weight import constant
-from gemsc.importers.write import model_source
+from gemsc.importers.write import examples, model_source
 
 torch.set_num_threads(1)
 RULES = "E,F,W,I,UP"

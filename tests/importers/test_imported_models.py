@@ -21,7 +21,7 @@ from threads import run_on_threads
 from gemsc.codegen.package import write_directory
 from gemsc.compiler import CompiledProgram, compile
 from gemsc.importers.folder import import_file
-from gemsc.importers.options import ImportOptions
+from gemsc.importers.network import ImportOptions
 from gemsc.plan import Plan
 from gemsc.user_model import UserModel, load_user_model
 from gemsc.verify.compare import TOLERANCE, compare

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gemsc.importers.folder import import_file
-from gemsc.importers.network import ImportedNetwork
-from gemsc.importers.options import ImportOptions
+from gemsc.importers.network import ImportedNetwork, ImportOptions
 from gemsc.importers.weight import Array
 
 onnx = pytest.importorskip("onnx")

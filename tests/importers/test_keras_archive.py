@@ -15,8 +15,7 @@ from keras_support import h5py, imported, keras
 
 from gemsc.errors import GemscError
 from gemsc.importers.keras.archive import Archive
-from gemsc.importers.network import read
-from gemsc.importers.options import ImportOptions
+from gemsc.importers.network import ImportOptions, read
 
 L = keras.layers
 

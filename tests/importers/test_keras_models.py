@@ -12,7 +12,7 @@ from keras_support import assert_same, example, floatx, imported, keras
 from nightly import at_night
 
 from gemsc.errors import GemscError
-from gemsc.importers.options import ImportOptions
+from gemsc.importers.network import ImportOptions
 
 L = keras.layers
 O = keras.ops  # noqa: E741  as Keras' own pages name it

@@ -14,8 +14,7 @@ from keras_support import assert_same, imported, keras
 
 from gemsc.errors import GemscError
 from gemsc.importers.folder import import_file
-from gemsc.importers.network import read
-from gemsc.importers.options import ImportOptions
+from gemsc.importers.network import ImportOptions, read
 from gemsc.user_model import load_user_model
 
 layers = keras.layers

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from gemsc.errors import GemscError, InternalError
 from gemsc.importers.folder import import_file
+from gemsc.importers.network import ImportOptions
 from gemsc.importers.onnx.operators import OPERATORS
-from gemsc.importers.options import ImportOptions
 
 onnx = pytest.importorskip("onnx")
 numpy_helper = onnx.numpy_helper

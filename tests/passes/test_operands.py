@@ -273,7 +273,7 @@ def check_on_tiles(name: str, forms: tuple[str, ...]) -> None:
         assert_same(on_tiles(model, images, uneven_loss, None, grid), expected)
 
 
-@pytest.mark.by_day(30)
+@pytest.mark.by_day(12)
 @pytest.mark.parametrize(("name", "forms"), cases())
 def test_any_operand_may_be_the_one_that_is_cut(
     name: str, forms: tuple[str, ...]
@@ -421,7 +421,7 @@ def check_on_shards(name: str, forms: tuple[str, ...], trunk: str) -> None:
     assert_same(on_shards(model, inputs, uneven_loss, None, 2, trunk), expected)
 
 
-@pytest.mark.by_day(20)
+@pytest.mark.by_day(8)
 @pytest.mark.parametrize("trunk", ["whole", "batch", "sequence"])
 @pytest.mark.parametrize(("name", "forms"), shard_cases())
 def test_any_operand_may_be_cut_among_shards(

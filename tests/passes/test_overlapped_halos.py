@@ -51,10 +51,10 @@ def check(seed: int) -> int:
     return len(overlapped_layers(step.programs[0]))
 
 
-@pytest.mark.parametrize("first", seeds(30, 60, 30))
+@pytest.mark.parametrize("first", seeds(10, 60, 10))
 def test_random_networks_are_the_networks(first: int) -> None:
-    layers = sum(map(check, range(first, first + 30)))
-    assert not is_fixed(first) or layers > 6
+    layers = sum(map(check, range(first, first + 10)))
+    assert not is_fixed(first) or layers > 1
 
 
 @pytest.mark.parametrize("grid", [(2, 2), (1, 4), (3, 2)])

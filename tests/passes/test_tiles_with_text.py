@@ -74,6 +74,7 @@ TEXT = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(1))
 GIVEN = (IMAGE, torch.tensor([3, 7]), TEXT)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("ranks", "tiles"), [(2, "2x1"), (4, "2x2"), (3, "2x1")], ids=str
 )

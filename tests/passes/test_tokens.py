@@ -51,7 +51,7 @@ def check(seed: int, make: Callable[[int], TokenCase]) -> Step:
     return step
 
 
-@pytest.mark.parametrize("first", seeds(48, 600, PER_TEST))
+@pytest.mark.parametrize("first", seeds(16, 600, PER_TEST))
 def test_random_transformers_of_pictures_are_the_networks(first: int) -> None:
     """None of their tokens is gathered, unless rows are cut unevenly."""
     whole = 0
@@ -63,7 +63,7 @@ def test_random_transformers_of_pictures_are_the_networks(first: int) -> None:
     assert not is_fixed(first) or whole >= PER_TEST // 2
 
 
-@pytest.mark.parametrize("first", seeds(16, 200, PER_TEST))
+@pytest.mark.parametrize("first", seeds(8, 200, PER_TEST))
 def test_random_classifiers_on_tiles_of_shards_are_the_networks(first: int) -> None:
     parts = 0
     for seed in range(first, first + PER_TEST):

@@ -45,6 +45,7 @@ SPLITS: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
+@pytest.mark.by_day(6)
 @pytest.mark.parametrize(("name", "given"), SPLITS, ids=str)
 def test_no_split_is_better_than_it_is_at_best(
     name: str, given: dict[str, Any]
@@ -100,6 +101,7 @@ def test_the_least_of_a_kernel_is_that_of_whatever_form_a_part_may_take() -> Non
     assert least_seconds(read_hardware("a100").device, "convolution-2d") == 0.0
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize(
     ("name", "given"),
     [
@@ -133,6 +135,7 @@ def test_what_is_taken_is_the_best_of_all(
     assert found[0].samples_per_second >= 0.98 * fitting[0].samples_per_second
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize(
     ("name", "given", "share"),
     [

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,12 +13,14 @@ from command_line import MODEL, Gemsc, gemsc_here
 from program_support import Net, mean
 from sim_cuda import DEVICE, SimDevice
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from gemsc.base.dtypes import format_of
 from gemsc.calibrate.machine import check_output
 from gemsc.calibrate.network import fit_link, measured_network
 from gemsc.compiler import compile, trace
 from gemsc.costs.hardware import LinkSpeed, read_hardware
-from gemsc.costs.profile import time_nodes
+from gemsc.costs.profile import BlockTimes, time_nodes
 from gemsc.errors import GemscError
 from gemsc.ir import meta
 
@@ -138,6 +142,72 @@ def test_more_work_takes_longer() -> None:
         return sum(each.forward + each.backward for each in found)
 
     assert seconds(16) < seconds(1024)
+
+
+def test_a_format_in_which_blocks_take_less_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+    share = 0.0  # of the seconds, that the blocks take in the other format
+
+    def measured(program: Any, blocks: Any, *given: Any, **how: Any) -> Any:
+        asked.append(how.get("memory_format", "as-given"))
+        last = asked[-1] == "channels_last"
+        each = BlockTimes(0.002, 0.004)
+        other = BlockTimes(0.002 * share, 0.004 * share)
+        return [other if last else each for _ in blocks]
+
+    def notes(model: nn.Module, *size: int, **how: Any) -> tuple[str, ...]:
+        asked.clear()
+        inputs = (torch.randn(2, *size),)
+        traced = trace(model, inputs, loss=mean, profile=True, check=False, **how)
+        return traced.program.notes
+
+    def convs(kind: Any) -> nn.Module:
+        return nn.Sequential(*[kind(3, 3, 3, padding=1) for _ in range(5)])
+
+    monkeypatch.setattr("gemsc.passes.time_blocks.time_nodes", measured)
+    share = 0.89
+    (note,) = notes(convs(nn.Conv2d), 3, 8, 8)
+    assert re.search("channels_last the blocks take .* where they take", note)
+    assert len(notes(convs(nn.Conv3d), 3, 4, 4, 4)) == 1
+    share = 0.91
+    assert notes(convs(nn.Conv2d), 3, 8, 8) == ()
+    assert asked == ["as-given", "channels_last"]
+    share = 0.5
+    given = {"memory_format": "channels_last"}
+    assert notes(convs(nn.Conv2d), 3, 8, 8, **given) == ()
+    assert notes(nn.Sequential(*[nn.Linear(3, 3) for _ in range(5)]), 3) == ()
+    assert asked == ["as-given"]
+
+
+class Formats(TorchFunctionMode):
+    """Those of what convolutions are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[torch.memory_format] = set()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func in (torch.conv2d, nn.functional.conv2d):
+            self.found |= {format_of(tensor) for tensor in args[:2]}
+        return func(*args, **(kwargs or {}))
+
+
+def test_blocks_are_measured_in_a_format() -> None:
+    model, x = nn.Conv2d(3, 4, 3), torch.randn(2, 3, 8, 8)
+    program = trace(model, (x,), loss=mean, check=False).program
+    for name, found in (
+        ("as-given", torch.contiguous_format),
+        ("channels_last", torch.channels_last),
+    ):
+        with Formats() as formats:
+            given = program, program.blocks or (), (x,)
+            time_nodes(*given, rounds=1, memory_format=name)
+        assert formats.found == {found}
+    assert {format_of(t) for t in (x, model.weight)} == {torch.contiguous_format}
 
 
 def test_without_a_loss_there_is_no_backward() -> None:

@@ -286,7 +286,12 @@ def run(program: Path, *words: object, cores: Sequence[int]) -> Outcome:
     [
         ((), False, False),
         (("--bind", "core"), True, True),
-        (("--bind", "core", "--engine", "torch"), True, False),
+        pytest.param(
+            ("--bind", "core", "--engine", "torch"),
+            True,
+            False,
+            marks=pytest.mark.nightly,
+        ),
         pytest.param(("--bind", "numa"), False, True, marks=pytest.mark.nightly),
         pytest.param(
             ("--bind", "core", "--workers", 1), True, False, marks=pytest.mark.nightly

@@ -13,7 +13,6 @@ import pytest
 import torch
 from command_line import MODEL, is_alive
 from host_pair import Pair, two_hosts
-from nightly import at_night
 from safetensors.torch import load_file
 
 from gemsc.errors import GemscError
@@ -248,7 +247,8 @@ def test_a_job_on_two_hosts(compile_for, tmp_path):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("slots", [1, *at_night(2)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("slots", [1, 2])
 def test_a_job_of_torchrun_on_two_hosts(compile_for, tmp_path, slots):
     """Names that nobody knows: ranks find the address in the network of the first."""
     with two_hosts(tmp_path) as pair:

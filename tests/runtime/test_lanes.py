@@ -108,6 +108,7 @@ def program_target(program: CompiledProgram) -> tuple[int, ...]:
     return tuple(shape[1:])
 
 
+@pytest.mark.by_day(7)
 @pytest.mark.parametrize("use", USES)
 def test_programs_train_without_tags_as_with_them(use: str, tmp_path: Path) -> None:
     program, x = made(use, tmp_path)
@@ -120,7 +121,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "mast", "chimera", "zb-h1")
 
 
 @pytest.mark.usefixtures("in_double")
-@pytest.mark.parametrize("first", seeds(6, 120, 3))
+@pytest.mark.parametrize("first", seeds(3, 120, 3))
 def test_random_networks_train_without_tags(first: int, tmp_path: Path) -> None:
     trained_ones = 0
     for seed in range(first, first + 3):
@@ -250,6 +251,7 @@ def test_with_tags_receives_keep_the_order_of_their_source(
     assert all(len(set(tags)) > 1 for tags in posted.values()) or use == "tiles"
 
 
+@pytest.mark.by_day(5)
 @pytest.mark.parametrize("use", USES)
 def test_connections_are_made_at_the_start_in_one_order(
     use: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -362,7 +364,7 @@ def is_within(some: list[str], all_of_it: list[str]) -> bool:
 
 
 @pytest.mark.usefixtures("in_double")
-@pytest.mark.parametrize("first", seeds(12, 120, 6))
+@pytest.mark.parametrize("first", seeds(6, 120, 6))
 def test_tiles_go_back_in_the_order_that_is_proved(
     first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from command_line import gemsc_here
 from models import pix2pix
+from nightly import at_night
 from program_support import on_ranks
 from torch import Tensor, nn
 
@@ -23,6 +24,7 @@ from gemsc.compiler import compile
 from gemsc.errors import GemscError
 from gemsc.runtime.training.callbacks import Callback
 from gemsc.runtime.training.trainer import StepReport, Trainer
+from gemsc.weights.read import pasted
 
 SIZE = 8
 SAMPLES = 2  # of a micro-batch
@@ -152,16 +154,18 @@ def trained(
         trainer.add_callbacks([losses := Losses()])
         for batch in data:
             trainer.step(*batch)
-        return losses.found, {n: t.clone() for n, t in trainer.state_dict().items()}
+        state = {n: t.clone() for n, t in trainer.state_dict().items()}
+        return losses.found, state, trainer.worker.program.parts
 
     given = {"phases": phases, "dtype": torch.float64, **options}
     found = on_ranks(folder, ranks, work, **given)
-    state: dict[str, Tensor] = {}
-    for _, own in found:
-        for name, tensor in own.items():  # replicas hold the same
-            assert name not in state or torch.equal(state[name], tensor)
-            state[name] = tensor
-    return found[0][0], state
+    first: dict[tuple[str, Any], Tensor] = {}
+    for _, state, parts in found:
+        for name, tensor in state.items():  # replicas hold the same
+            assert torch.equal(
+                first.setdefault((name, parts.get(name)), tensor), tensor
+            )
+    return found[0][0], pasted((state, parts) for _, state, parts in found)
 
 
 def assert_same(found: tuple[Any, Any], expected: tuple[Any, Any]) -> None:
@@ -180,6 +184,9 @@ def assert_same(found: tuple[Any, Any], expected: tuple[Any, Any]) -> None:
         {"ranks": 2, "tiles": ("2x1",)},
         {"ranks": 3, "tiles": ("2x1", "1"), "cuts": ("judge.0",), "schedule": "gpipe"},
         {"ranks": 4, "data": 2, "shard_optimizer": True, "clip_norm": 0.05},
+        {"ranks": 2, "shards": ("2",)},
+        {"ranks": 3, "shards": ("2", "1"), "cuts": ("judge.0",), "clip_norm": 0.05},
+        {"ranks": 4, "tiles": ("2x1",), "shards": ("2",)},
     ],
     ids=lambda options: " ".join(map(str, options.values())),
 )
@@ -287,7 +294,7 @@ def test_a_first_step_in_which_phases_are_wrong_is_not_written(
         )
 
 
-@pytest.mark.parametrize("kind", ["1f1b", "mast"])
+@pytest.mark.parametrize("kind", [*at_night("1f1b"), "mast"])
 def test_a_run_goes_on_bit_for_bit(kind: str, tmp_path: Path) -> None:
     written(tmp_path / "p", schedule=kind)
     data = batches(4)
@@ -322,7 +329,7 @@ def test_a_run_goes_on_bit_for_bit(kind: str, tmp_path: Path) -> None:
         on_ranks(tmp_path / "r", 2, rest, phases=other, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("tiles", [(), ("2x1",)], ids=["stages", "tiles"])
+@pytest.mark.parametrize("tiles", [(), *at_night(("2x1",))])
 def test_the_example_with_spectral_normalization(tiles: tuple[str, ...]) -> None:
     example = pix2pix.example_inputs(), pix2pix.example_target()
     program = compile(
@@ -347,6 +354,98 @@ def test_the_example_with_spectral_normalization(tiles: tuple[str, ...]) -> None
     assert plan.peak_bytes[-1] > max([*peaks][-1])  # its last rank trains in both
     statistics = "discriminator.0.parametrizations.weight.0._u"
     assert any(statistics in names for names in owned)
+
+
+class Judges(Gan):
+    """Two judges side by side, of which one looks at the whole of a hidden layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            self.make = nn.Sequential(*(nn.Conv2d(*n, 1) for n in ((1, 8), (8, 2))))
+            self.judges = nn.ModuleList(
+                nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 1, 3))
+                for _ in range(2)
+            )
+
+
+def by_both(model: Any, *pictures: Tensor) -> Tensor:
+    """Return how real they find each of some pictures."""
+    x = torch.cat(pictures)
+    scores = [judge(x) for judge in model.judges]
+    return (scores[0] + scores[1]).mean((1, 2, 3))
+
+
+def judges_loss(model: Any, grey: Tensor, colour: Tensor) -> Tensor:
+    with torch.no_grad():
+        made = torch.cat((grey, model(grey)), 1)
+    real, not_real = by_both(model, torch.cat((grey, colour), 1), made).chunk(2)
+    return (real - 1).square().mean() + not_real.square().mean()
+
+
+def makers_loss(model: Any, grey: Tensor, colour: Tensor) -> Tensor:
+    hidden = model.make[0](grey)
+    even = hidden.softmax(1).square().mean()  # of all channels
+    made = torch.cat((grey, model.make[1](hidden)), 1)
+    return (by_both(model, made) - 1).square().mean() + even
+
+
+BOTH = Phase("d", judges_loss, "judges", adam), Phase("g", makers_loss, "make", adam)
+
+
+def with_judges(phases: tuple[Phase, ...] = BOTH, **options: Any) -> Any:
+    given = {"example_target": TARGET, "phases": phases, "micro_batches": 2}
+    return compile(Judges(), INPUTS, **given, ranks=2, **options)
+
+
+def test_what_another_phase_uses_as_a_whole_is_whole() -> None:
+    program = with_judges(shards=("2",))
+    assert program.plan.unchecked == ""
+    assert program.compilation.largest == "d"
+    assert {n.rpartition(".")[0] for n in program.compilation.parts(0)} == {
+        f"judges.{judge}.{layer}" for judge in (0, 1) for layer in (0, 2)
+    }
+    (stage,) = program.plan.stages
+    reasons = {name: each.reason for each in stage.whole for name in each.names}
+    assert reasons["make.0.weight"] == "Judges, phase g uses it as a whole"
+
+
+def test_an_optimizer_that_looks_across_is_found_in_each_phase() -> None:
+    class Normed(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter.grad /= parameter.grad.norm()
+            super().step()
+
+    for number, name in enumerate(("judges.0.0.weight", "make.0.weight")):
+        phases = [BOTH[0], replace(BOTH[1], loss=judged_by_both)]
+        phases[number] = replace(phases[number], optimizer=partial(Normed, lr=0.1))
+        with pytest.raises(GemscError, match=f"looks across '{name}'"):
+            with_judges(tuple(phases), shards=("2",))
+
+
+def judged_by_both(model: Any, grey: Tensor, colour: Tensor) -> Tensor:
+    return -by_both(model, torch.cat((grey, model(grey)), 1)).mean()
+
+
+def judged_apart(model: Any, grey: Tensor, colour: Tensor) -> Tensor:
+    real = by_both(model, torch.cat((grey, colour), 1))  # while the others are made
+    return judges_loss(model, grey, colour) - real.mean()
+
+
+def test_branches_of_one_phase_are_on_the_same_ranks_in_another() -> None:
+    program = with_judges(branches=("2",))
+    assert program.plan.unchecked == ""
+    variants = [each.program.shards for each in program.compilation.variants.values()]
+    assert variants[0][0].placed == variants[1][0].placed != ()
+    apart = replace(BOTH[0], loss=judged_apart), BOTH[1]
+    with pytest.raises(GemscError, match="in Judges all ranks need it") as caught:
+        with_judges(apart, branches=("2",))
+    assert caught.value.help == "keep it whole: --whole make.0,make.1"
+    assert not with_judges(apart, branches=("2",), whole=("make",)).plan.unchecked
 
 
 FILE = """

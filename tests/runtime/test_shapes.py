@@ -368,6 +368,7 @@ def run_of(folder: Path, data: list[Any], options: dict[str, Any], *words: str) 
     return losses, states
 
 
+@pytest.mark.by_day(4)
 @pytest.mark.parametrize("way", OPTIONS)
 def test_a_padded_run_is_that_of_the_samples_themselves(
     way: str, tmp_path: Path, in_double: None
@@ -491,12 +492,16 @@ def convs(count: int) -> list[nn.Module]:
     return [nn.Conv2d(3, 3, 3, padding=1) for _ in range(count)]
 
 
-def test_branches_that_no_ranks_suit_in_all_shapes_are_refused() -> None:
+def test_branches_are_on_the_ranks_that_suit_the_largest_shape() -> None:
     shapes = [(torch.randn(2, 3, size, size),) for size in (8, 128)]
     target = torch.zeros(2, dtype=torch.int64)
     options: dict[str, Any] = {"ranks": 2, "branches": ("2",), "loss": F.cross_entropy}
-    with pytest.raises(GemscError, match="needs other parts of weights on some rank"):
-        compile(Branches(), shapes, example_target=[target, target], **options)
+    program = compile(Branches(), shapes, example_target=[target, target], **options)
+    assert program.plan.unchecked == ""
+    alone = compile(Branches(), shapes[0], example_target=target, **options)
+    (small,) = (each.program for each in program.compilation.variants.values())
+    assert small.shards[0].placed == program.compilation.program.shards[0].placed
+    assert small.shards[0].placed != alone.compilation.program.shards[0].placed
 
 
 def test_a_run_goes_on_in_the_middle_of_an_epoch(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from command_line import start
+from nightly import at_night
 from program_support import batch_of, mse, on_ranks, weights_in, written
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -239,7 +240,7 @@ def on_step(trainer, report):
 
 @pytest.mark.mpi
 @pytest.mark.parametrize(
-    "layout", ["--ranks 2 --data 2", "--ranks 2 --schedule mast"], ids=["data", "mast"]
+    "layout", [*at_night("--ranks 2 --data 2"), "--ranks 2 --schedule mast"]
 )
 def test_a_killed_run_goes_on_from_what_all_have_written(
     layout: str, command: Any, monkeypatch: pytest.MonkeyPatch

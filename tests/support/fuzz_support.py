@@ -25,7 +25,7 @@ import torch
 
 from gemsc.errors import GemscError
 from gemsc.importers.folder import import_file
-from gemsc.importers.options import ImportOptions
+from gemsc.importers.network import ImportOptions
 from gemsc.user_model import load_user_model
 
 __all__ = ["keras_file", "mutated", "onnx_file", "problems", "unzipped", "zipped"]

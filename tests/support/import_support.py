@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from gemsc.base.files import replaced
-from gemsc.importers.network import READERS, ImportedNetwork
-from gemsc.importers.options import ImportOptions
+from gemsc.importers.network import READERS, ImportedNetwork, ImportOptions
 from gemsc.importers.sheet import Sheet
 from gemsc.importers.weight import Array, FileTensor, Weight, same
 

@@ -24,8 +24,7 @@ keras = pytest.importorskip("keras")
 from keras.src.backend.common.dtypes import BIT64_TO_BIT32_DTYPE  # noqa: E402
 
 from gemsc.importers.folder import import_file  # noqa: E402
-from gemsc.importers.network import ImportedNetwork  # noqa: E402
-from gemsc.importers.options import ImportOptions  # noqa: E402
+from gemsc.importers.network import ImportedNetwork, ImportOptions  # noqa: E402
 from gemsc.importers.weight import Array  # noqa: E402
 
 __all__ = [

@@ -29,9 +29,8 @@ from onnx.backend.test.case.test_case import TestCase
 from torch import Tensor, nn
 
 from gemsc.errors import GemscError
-from gemsc.importers.network import ImportedNetwork, read
+from gemsc.importers.network import ImportedNetwork, ImportOptions, read
 from gemsc.importers.onnx.operators import OPERATORS
-from gemsc.importers.options import ImportOptions
 from gemsc.importers.weight import Array
 from gemsc.importers.write import model_source
 

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gemsc.importers.folder import import_file
-from gemsc.importers.network import ImportedNetwork
-from gemsc.importers.options import ImportOptions
+from gemsc.importers.network import ImportedNetwork, ImportOptions
 
 onnx = pytest.importorskip("onnx")
 

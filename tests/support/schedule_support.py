@@ -18,7 +18,6 @@ from gemsc.schedules import (
     place,
 )
 from gemsc.schedules.check import prove
-from gemsc.schedules.order import order_of
 from gemsc.schedules.rank_step import (
     AllReduce,
     End,
@@ -28,6 +27,7 @@ from gemsc.schedules.rank_step import (
     StageRun,
     Step,
     Turn,
+    order_of,
 )
 
 Orders = Sequence[Sequence[Action]]

@@ -53,6 +53,7 @@ def found(name: str, options: CompileOptions, directory: Path) -> AllInputs:
     return check_all_inputs(directory, case.build(), case.loss, *batch, draws=1)
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize(("name", "how"), PROVED, ids=[name for name, _ in PROVED])
 def test_a_right_program_is_proved(
     name: str, how: CompileOptions, tmp_path: Path
@@ -77,6 +78,7 @@ BY_DAY = (
 )
 
 
+@pytest.mark.by_day(5)
 @pytest.mark.parametrize(
     "mutant",
     [

@@ -6,13 +6,19 @@ Example: `Dense(8, activation="leaky_relu")` gives
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from torch import nn
 
-from gemsc.importers.keras.layer import Laid, LayerCall, Translator, dimension
+from gemsc.importers.keras.layer import (
+    LAYERS,
+    Laid,
+    LayerCall,
+    dimension,
+    translates,
+)
 
 # What each name of keras.activations computes; {axis} is the last one of Keras.
 NAMES: Mapping[str, str] = {
@@ -49,43 +55,25 @@ NAMES: Mapping[str, str] = {
 }
 
 
-def activated(
-    call: LayerCall, text: str, setting: Any, first: bool = False, part: str = ""
-) -> Laid:
+def activated(call: LayerCall, text: str, setting: Any, first: bool = False) -> Laid:
     """Add a line: an expression, with an activation of Keras around it.
 
-    `setting` is what a layer's config has: a name, None, or a layer of its own, whose
-    variables are in a part of this one.
+    `setting` is what a layer's config has: a name, None, or a layer of its own.
     """
-    if setting is None:
-        setting = "linear"
     if isinstance(setting, Mapping):
-        return _configured(call, text, setting, first, part or "activation")
+        kind, config = str(setting.get("class_name")), setting.get("config")
+        if kind in LAYERS and isinstance(config, Mapping):
+            given = call.gives(text, first=first)
+            return call.inner(setting, "activation", [given])
+        setting = config if isinstance(config, str) else kind  # of keras.activations
     if setting == "sparsemax":
         return _sparsemax(call, call.gives(text, first=first))
-    if setting not in NAMES:
+    if setting is not None and setting not in NAMES:
         raise call.refuse(
             f"has the activation '{setting}', which is not one of Keras",
             help="give the whole layer in a file of your own: --custom layers.py",
         )
-    return _filled(call, NAMES[setting], text, first)
-
-
-def _configured(
-    call: LayerCall, text: str, setting: Mapping[str, Any], first: bool, part: str
-) -> Laid:
-    """Add a line with an activation that is an object of the config."""
-    kind, config = str(setting.get("class_name")), setting.get("config")
-    if isinstance(config, str):  # a function of keras.activations
-        return activated(call, text, config, first)
-    if kind == "Activation" and isinstance(config, Mapping):
-        return activated(call, text, config.get("activation"), first, part)
-    if kind not in ACTIVATION_LAYERS or not isinstance(config, Mapping):
-        return activated(call, text, kind, first)
-    return _layer(call, kind, config, call.gives(text, first=first), part)
-
-
-def _filled(call: LayerCall, template: str, text: str, first: bool) -> Laid:
+    template = NAMES[setting or "linear"]
     if template.count("{x}") > 1 and not text.isidentifier():
         text = str(call.gives(text, first=first).value)
     axis = 1 if first else -1
@@ -113,47 +101,39 @@ def _sparsemax(call: LayerCall, of: Laid) -> Laid:
 # ------------------------------------------------------------------- as layers
 
 
+def _given(call: LayerCall) -> Laid:
+    """Return the input, in the order of axes that it has."""
+    if len(call.inputs) != 1:
+        raise call.refuse("has a mask", help="masks are not supported: leave it out")
+    return call.inputs[0]
+
+
+@translates("Activation")
 def _activation(call: LayerCall) -> Laid:
-    setting = call.config.get("activation")
-    (value,), first = call.alike()
+    setting, x = call.config.get("activation"), _given(call)
     if setting in (None, "linear"):
-        return Laid(value, first)
-    return activated(call, str(value), setting, first)
+        return x
+    return activated(call, str(x.value), setting, x.first)
 
 
-def _of_kind(kind: str) -> Translator:
-    def translate(call: LayerCall) -> Laid:
-        if len(call.inputs) != 1:
-            raise call.refuse(
-                "has a mask", help="masks are not supported: leave it out"
-            )
-        (value,), first = call.alike()
-        return _layer(call, kind, call.config, Laid(value, first), "")
-
-    return translate
+@translates("ELU")
+def _elu(call: LayerCall) -> Laid:
+    x, alpha = _given(call), float(call.config.get("alpha", 1.0))
+    return call.gives(f"F.elu({x.value}, {alpha!r})", first=x.first)
 
 
-def _layer(
-    call: LayerCall, kind: str, config: Mapping[str, Any], of: Laid, part: str
-) -> Laid:
-    return KINDS[kind](call, config, of, part)
+@translates("LeakyReLU")
+def _leaky_relu(call: LayerCall) -> Laid:
+    x, slope = _given(call), float(call.config.get("negative_slope", 0.3))
+    return call.gives(f"F.leaky_relu({x.value}, {slope!r})", first=x.first)
 
 
-def _elu(call: LayerCall, config: Mapping[str, Any], of: Laid, part: str) -> Laid:
-    alpha = float(config.get("alpha", 1.0))
-    return call.gives(f"F.elu({of.value}, {alpha!r})", first=of.first)
-
-
-def _leaky(call: LayerCall, config: Mapping[str, Any], of: Laid, part: str) -> Laid:
-    slope = float(config.get("negative_slope", 0.3))
-    return call.gives(f"F.leaky_relu({of.value}, {slope!r})", first=of.first)
-
-
-def _relu(call: LayerCall, config: Mapping[str, Any], of: Laid, part: str) -> Laid:
+@translates("ReLU")
+def _relu(call: LayerCall) -> Laid:
     """Write max(x, 0), with a slope for what is below, a bound and a threshold."""
-    slope = float(config.get("negative_slope") or 0.0)
-    threshold = float(config.get("threshold") or 0.0)
-    bound = config.get("max_value")
+    slope = float(call.config.get("negative_slope") or 0.0)
+    threshold = float(call.config.get("threshold") or 0.0)
+    bound, of = call.config.get("max_value"), _given(call)
     x = of.value
     if not threshold and bound is None:
         text = f"F.leaky_relu({x}, {slope!r})" if slope else f"F.relu({x})"
@@ -170,51 +150,36 @@ def _relu(call: LayerCall, config: Mapping[str, Any], of: Laid, part: str) -> La
     return call.gives(text, first=of.first)
 
 
-def _softmax(call: LayerCall, config: Mapping[str, Any], of: Laid, part: str) -> Laid:
-    axis = config.get("axis", -1)
-    rank = len(of.shape)
+@translates("Softmax")
+def _softmax(call: LayerCall) -> Laid:
+    x, axis = _given(call), call.config.get("axis", -1)
     axes = axis if isinstance(axis, list | tuple) else [axis]
-    dims = [dimension(int(each), rank, of.first) for each in axes]
-    if len(dims) == 1:
-        text = f"F.softmax({of.value}, {dims[0]})"
-    else:
-        whole = f"{of.value}.logsumexp({tuple(dims)}, keepdim=True)"
-        text = f"torch.exp({of.value} - {whole})"
-    return call.gives(text, first=of.first)
+    dims = tuple(dimension(int(axis), len(x.shape), x.first) for axis in axes)
+    text = f"F.softmax({x.value}, {dims[0]})"
+    if len(dims) > 1:
+        whole = f"{x.value}.logsumexp({dims}, keepdim=True)"
+        text = f"torch.exp({x.value} - {whole})"
+    return call.gives(text, first=x.first)
 
 
-def _prelu(call: LayerCall, config: Mapping[str, Any], of: Laid, part: str) -> Laid:
+@translates("PReLU")
+def _prelu(call: LayerCall) -> Laid:
     """Use nn.PReLU where there is one slope for all, or one for each channel."""
-    rank = len(of.shape)
-    shared = {axis % rank for axis in config.get("shared_axes") or []}
+    x = _given(call)
+    rank = len(x.shape)
+    shared = {axis % rank for axis in call.config.get("shared_axes") or []}
     own = set(range(1, rank)) - shared
-    alpha = call.variable(0, part)
-    dims = {dimension(axis, rank, of.first) for axis in own}
-    if dims <= {1}:
-        size = of.value.shape[1] if own else 1
+    alpha = call.variable(0)
+    if {dimension(axis, rank, x.first) for axis in own} <= {1}:
+        size = x.value.shape[1] if own else 1
         layer = call.add(
-            lambda: nn.PReLU(size), part, weight=alpha.then(lambda a: a.reshape(-1))
+            lambda: nn.PReLU(size), weight=alpha.then(lambda a: a.reshape(-1))
         )
-        return call.gives(f"{layer}({of.value})", first=of.first)
-    sizes = [1 if axis in shared else of.shape[axis] for axis in range(1, rank)]
-    if of.first:
+        return call.gives(f"{layer}({x.value})", first=x.first)
+    sizes = [1 if axis in shared else x.shape[axis] for axis in range(1, rank)]
+    if x.first:
         sizes = [sizes[-1], *sizes[:-1]]
         alpha = alpha.then(lambda a: np.moveaxis(a, -1, 0))
-    slope = call.tensor(part or "alpha", sizes, alpha)
-    return call.gives(
-        f"F.relu({of.value}) - {slope} * F.relu(-{of.value})", first=of.first
-    )
-
-
-Kind = Callable[[LayerCall, Mapping[str, Any], Laid, str], Laid]
-KINDS: Mapping[str, Kind] = {
-    "ELU": _elu,
-    "LeakyReLU": _leaky,
-    "PReLU": _prelu,
-    "ReLU": _relu,
-    "Softmax": _softmax,
-}
-ACTIVATION_LAYERS: Mapping[str, Translator] = {
-    "Activation": _activation,
-    **{kind: _of_kind(kind) for kind in KINDS},
-}
+    slope = call.tensor("alpha", sizes, alpha)
+    text = f"F.relu({x.value}) - {slope} * F.relu(-{x.value})"
+    return call.gives(text, first=x.first)

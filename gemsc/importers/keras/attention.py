@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from torch import nn
 
-from gemsc.importers.keras.layer import Laid, LayerCall, Translator
+from gemsc.importers.keras.layer import Laid, LayerCall, translates
 from gemsc.importers.sheet import Symbol
-from gemsc.importers.weight import Array
 
 NO_MASKS = "leave the mask out; use_causal_mask=True is supported"
 
@@ -25,6 +25,7 @@ class Heads:
     value_size: int
 
 
+@translates("MultiHeadAttention")
 def _multi_head(call: LayerCall) -> Laid | Sequence[Laid]:
     config, rank = call.config, len(call.inputs[0].shape)
     axes = config.get("attention_axes")
@@ -39,6 +40,7 @@ def _multi_head(call: LayerCall) -> Laid | Sequence[Laid]:
     return _projected(call, Heads(count, count, size, value_size))
 
 
+@translates("GroupedQueryAttention")
 def _grouped(call: LayerCall) -> Laid | Sequence[Laid]:
     config = call.config
     size = int(config["head_dim"])
@@ -69,19 +71,24 @@ def _projected(call: LayerCall, heads: Heads) -> Laid | Sequence[Laid]:
 
 def _heads(call: LayerCall, word: str, x: Symbol, count: int, size: int) -> Symbol:
     """Return (batch, heads, steps, size) of (batch, steps, features)."""
-    part, width = _part(call, word), count * size
-
-    def moved(array: Array) -> Array:
-        return array.reshape(array.shape[0], -1).T
-
-    weights = {"weight": call.variable(0, part).then(moved)}
-    has_bias = bool(call.config.get("use_bias", True))
-    if has_bias:
-        weights["bias"] = call.variable(1, part).then(lambda array: array.reshape(-1))
-    layer = call.add(lambda: nn.Linear(x.shape[-1], width, has_bias), word, **weights)
+    layer = _linear(call, word, x.shape[-1], count * size)
     flat = call.sheet.line(word, f"{layer}({x})")
     text = f"{flat}.unflatten(-1, ({count}, {size})).transpose(1, 2)"
     return call.sheet.line(f"{word}_heads", text)
+
+
+def _linear(call: LayerCall, word: str, inside: int, outside: int) -> str:
+    """Return the text of a projection, whose heads are one axis."""
+    part, bias = _part(call, word), None
+    if call.config.get("use_bias", True):
+        bias = call.variable(1, part).then(lambda array: array.reshape(-1))
+    kernel = call.variable(0, part).then(lambda a: a.reshape(inside, outside).T)
+    return call.add(
+        lambda: nn.Linear(inside, outside, bias is not None),
+        word,
+        weight=kernel,
+        bias=bias,
+    )
 
 
 def _part(call: LayerCall, word: str) -> str:
@@ -92,22 +99,9 @@ def _part(call: LayerCall, word: str) -> str:
 
 def _output(call: LayerCall, mixed: Symbol) -> Laid:
     """Project (batch, heads, steps, size) back to (batch, steps, features)."""
-    part = _part(call, "output")
-    size = call.size(0, part)
-    width, shape = mixed.shape[1] * mixed.shape[3], size[2:]
-    features = 1
-    for each in shape:
-        features *= each
-
-    def moved(array: Array) -> Array:
-        return array.reshape(width, features).T
-
-    weights = {"weight": call.variable(0, part).then(moved)}
-    has_bias = bool(call.config.get("use_bias", True))
-    if has_bias:
-        bias = call.variable(1, part)
-        weights["bias"] = bias.then(lambda array: array.reshape(-1))
-    layer = call.add(lambda: nn.Linear(width, features, has_bias), "output", **weights)
+    shape = call.size(0, _part(call, "output"))[2:]
+    width = mixed.shape[1] * mixed.shape[3]
+    layer = _linear(call, "output", width, prod(shape))
     text = f"{layer}({mixed}.transpose(1, 2).flatten(2))"
     return call.gives(f"{text}.unflatten(-1, {shape})" if len(shape) > 1 else text)
 
@@ -131,6 +125,7 @@ def _arguments(call: LayerCall) -> tuple[Symbol, Symbol, Symbol]:
 # -------------------------------------------------------------- layers without heads
 
 
+@translates("Attention")
 def _attention(call: LayerCall) -> Laid | Sequence[Laid]:
     """Mix values by products of queries and keys, without a scale but a learnt one."""
     query, value, key = _listed(call)
@@ -144,6 +139,7 @@ def _attention(call: LayerCall) -> Laid | Sequence[Laid]:
     return Laid(mixed) if scores is None else [Laid(mixed), scores]
 
 
+@translates("AdditiveAttention")
 def _additive(call: LayerCall) -> Laid | Sequence[Laid]:
     query, value, key = _listed(call)
     return _added(call, query, value, key, dot=False)
@@ -219,11 +215,3 @@ def _check(call: LayerCall) -> None:
     for name, value in call.keywords.items():
         if "mask" in name and name != "use_causal_mask" and value not in (None, []):
             raise call.refuse(f"is given {name}: masks are not supported", NO_MASKS)
-
-
-ATTENTION_LAYERS: Mapping[str, Translator] = {
-    "AdditiveAttention": _additive,
-    "Attention": _attention,
-    "GroupedQueryAttention": _grouped,
-    "MultiHeadAttention": _multi_head,
-}

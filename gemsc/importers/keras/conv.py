@@ -2,62 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
-from torch import nn
+from collections.abc import Sequence
 
 from gemsc.importers.keras.activation import activated
 from gemsc.importers.keras.images import Pads, image, padded, per_axis, same_pads
-from gemsc.importers.keras.layer import Laid, LayerCall, Translator
-from gemsc.importers.sheet import Symbol
+from gemsc.importers.keras.layer import Laid, LayerCall, translates
+from gemsc.importers.sheet import Symbol, layer_class
 from gemsc.importers.weight import Array, Weight
 
-_CONV: Sequence[Any] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_TRANSPOSED: Sequence[Any] = (
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-)
 
-
+@translates("Conv1D", "Conv2D", "Conv3D", "DepthwiseConv1D", "DepthwiseConv2D")
 def _conv(call: LayerCall) -> Laid:
-    """(..., in / groups, out) becomes (out, in / groups, ...)."""
+    """Let (..., in / groups, out) become (out, in / groups, ...).
+
+    Of each channel alone, (..., in, multiplier) becomes (in * multiplier, 1, ...).
+    """
     x, first = image(call)
-    bias = call.variable(1) if call.config["use_bias"] else None
-    text = _convolved(
-        call, x, "", call.variable(0).then(_out_first), bias, call.config["groups"]
-    )
-    return activated(call, text, call.config["activation"], first=first)
+    if call.layer.kind.startswith("Depthwise"):
+        kernel, groups = call.variable(0).then(_each_channel), x.shape[1]
+    else:
+        kernel, groups = call.variable(0).then(_out_first), call.config["groups"]
+    text = _convolved(call, x, "", kernel, _bias(call, 1), groups)
+    return activated(call, text, call.config["activation"], first)
 
 
-def _depthwise(call: LayerCall) -> Laid:
-    """(..., in, multiplier) becomes (in * multiplier, 1, ...)."""
-    x, first = image(call)
-    bias = call.variable(1) if call.config["use_bias"] else None
-    kernel = call.variable(0).then(_each_channel)
-    text = _convolved(call, x, "", kernel, bias, x.shape[1])
-    return activated(call, text, call.config["activation"], first=first)
-
-
+@translates("SeparableConv1D", "SeparableConv2D")
 def _separable(call: LayerCall) -> Laid:
     """Two convolutions: one for each channel, and one of single pixels."""
     x, first = image(call)
     kernel = call.variable(0).then(_each_channel)
     text = _convolved(call, x, "depthwise", kernel, None, x.shape[1])
     between = call.sheet.line(f"{call.layer.name}_depthwise", text)
-    bias = call.variable(2) if call.config["use_bias"] else None
-    pixels = call.variable(1).then(_out_first)
-    make = _CONV[len(x.shape) - 3]
-    weights = {"weight": pixels} | ({"bias": bias} if bias else {})
+    bias, pixels = _bias(call, 2), call.variable(1).then(_out_first)
+    sizes = between.shape[1], call.config["filters"], 1
     name = call.add(
-        lambda: make(
-            between.shape[1], call.config["filters"], 1, bias=bias is not None
-        ),
+        lambda: layer_class("Conv", len(x.shape) - 2)(*sizes, bias=bias is not None),
         "pointwise",
-        **weights,
+        weight=pixels,
+        bias=bias,
     )
-    return activated(call, f"{name}({between})", call.config["activation"], first=first)
+    return activated(call, f"{name}({between})", call.config["activation"], first)
+
+
+def _bias(call: LayerCall, index: int) -> Weight | None:
+    return call.variable(index) if call.config["use_bias"] else None
 
 
 def _convolved(
@@ -77,9 +65,8 @@ def _convolved(
     padding = tuple(before for before, _ in pads)
     if any(before != after for before, after in pads):
         padding = (0,) * axes
-    weights = {"weight": kernel} | ({"bias": bias} if bias else {})
     name = call.add(
-        lambda: _CONV[axes - 1](
+        lambda: layer_class("Conv", axes)(
             made[1] * groups,
             made[0],
             made[2:],
@@ -90,7 +77,8 @@ def _convolved(
             bias=bias is not None,
         ),
         part,
-        **weights,
+        weight=kernel,
+        bias=bias,
     )
     return f"{name}({padded(call, x, _left(call, name, pads))})"
 
@@ -139,6 +127,7 @@ def _each_channel(kernel: Array) -> Array:
 # ------------------------------------------------------------------ transposed
 
 
+@translates("Conv1DTranspose", "Conv2DTranspose", "Conv3DTranspose")
 def _transposed(call: LayerCall) -> Laid:
     """(..., out, in) becomes (in, out, ...); what Keras crops is cropped.
 
@@ -157,10 +146,9 @@ def _transposed(call: LayerCall) -> Laid:
         _window(config["padding"], d * (k - 1) + 1, s, max(s, d), extra)
         for k, s, d, extra in zip(made[2:], strides, dilation, wanted, strict=True)
     ]
-    bias = call.variable(1) if config["use_bias"] else None
-    weights = {"weight": kernel} | ({"bias": bias} if bias else {})
+    bias = _bias(call, 1)
     name = call.add(
-        lambda: _TRANSPOSED[axes - 1](
+        lambda: layer_class("ConvTranspose", axes)(
             *made[:2],
             made[2:],
             stride=strides,
@@ -169,15 +157,15 @@ def _transposed(call: LayerCall) -> Laid:
             bias=bias is not None,
             dilation=dilation,
         ),
-        "",
-        **weights,
+        weight=kernel,
+        bias=bias,
     )
     x = padded(call, x, [(0, zeros) for zeros, _, _, _ in windows])
     text = f"{name}({x})"
     if any(cropped for _, _, _, cropped in windows):
         slices = [f":-{crop}" if crop else ":" for _, _, _, crop in windows]
         text = f"{text}[:, :, {', '.join(slices)}]"
-    return activated(call, text, config["activation"], first=first)
+    return activated(call, text, config["activation"], first)
 
 
 def _window(
@@ -203,11 +191,3 @@ def _window(
     zeros = max(-(-(before - after - limit + 1) // stride), 0)
     further = before - after - zeros * stride
     return zeros, before, max(further, 0), max(-further, 0)
-
-
-CONV_LAYERS: Mapping[str, Translator] = {
-    **{f"Conv{d}D": _conv for d in (1, 2, 3)},
-    **{f"DepthwiseConv{d}D": _depthwise for d in (1, 2)},
-    **{f"SeparableConv{d}D": _separable for d in (1, 2)},
-    **{f"Conv{d}DTranspose": _transposed for d in (1, 2, 3)},
-}

@@ -7,37 +7,39 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
-from typing import Any, cast
 
-import numpy as np
 from torch import nn
 
 from gemsc.importers.keras.activation import activated
 from gemsc.importers.keras.config import found_in
-from gemsc.importers.keras.layer import Laid, LayerCall, Translator, dimension
+from gemsc.importers.keras.layer import (
+    Laid,
+    LayerCall,
+    Translator,
+    dimension,
+    translates,
+)
 from gemsc.importers.sheet import Symbol
 from gemsc.importers.weight import Array
-
-
-def _transposed(array: Array) -> Array:
-    return np.transpose(array)
-
 
 # ----------------------------------------------------------------------- products
 
 
+@translates("Dense")
 def _dense(call: LayerCall) -> Laid:
     """Use nn.Linear, whose weight is Keras' kernel transposed."""
     config, x = call.config, call.last()
-    has_bias = bool(config.get("use_bias", True))
-    weights = {"weight": call.variable(0).then(_transposed)}
-    if has_bias:
-        weights["bias"] = call.variable(1)
-    units = int(config["units"])
-    layer = call.add(lambda: nn.Linear(x.shape[-1], units, has_bias), "", **weights)
+    bias = call.variable(1) if config.get("use_bias", True) else None
+    sizes = x.shape[-1], int(config["units"])
+    layer = call.add(
+        lambda: nn.Linear(*sizes, bias=bias is not None),
+        weight=call.variable(0).then(lambda kernel: kernel.T),
+        bias=bias,
+    )
     return activated(call, f"{layer}({x})", config.get("activation"))
 
 
+@translates("EinsumDense")
 def _einsum_dense(call: LayerCall) -> Laid:
     """Use nn.Linear where the equation is a product of matrices, else torch.einsum."""
     config, x = call.config, call.last()
@@ -73,10 +75,12 @@ def _as_linear(call: LayerCall, equation: str) -> str | None:
     def moved(array: Array) -> Array:
         return array.reshape(inside, outside).T
 
-    weights = {"weight": call.variable(0).then(moved)}
-    if axes:
-        weights["bias"] = call.variable(1).then(lambda array: array.reshape(-1))
-    layer = call.add(lambda: nn.Linear(inside, outside, bool(axes)), "", **weights)
+    flat_bias = call.variable(1).then(lambda a: a.reshape(-1)) if axes else None
+    layer = call.add(
+        lambda: nn.Linear(inside, outside, bool(axes)),
+        weight=call.variable(0).then(moved),
+        bias=flat_bias,
+    )
     flat = f"{x}.flatten({-len(summed)})" if len(summed) > 1 else f"{x}"
     text = f"{layer}({flat})"
     return f"{text}.unflatten(-1, {size[count:]})" if len(made) > 1 else text
@@ -88,6 +92,7 @@ def _checked(call: LayerCall, equation: str) -> str:
     return equation
 
 
+@translates("Embedding")
 def _embedding(call: LayerCall) -> Laid:
     config = call.config
     size = int(config["input_dim"]), int(config["output_dim"])
@@ -98,6 +103,7 @@ def _embedding(call: LayerCall) -> Laid:
     return call.gives(f"{table}({indices})")
 
 
+@translates("TimeDistributed")
 def _time_distributed(call: LayerCall) -> Laid:
     """Call the layer on all steps in one batch."""
     layer = call.config["layer"]
@@ -109,27 +115,17 @@ def _time_distributed(call: LayerCall) -> Laid:
             help="put the BatchNormalization outside of TimeDistributed",
         )
     x = call.last()
-    if (
-        layer.get("class_name") == "Dense"
-    ):  # is on the last axis, however many there are
-        return _one(call, call.inner(layer, "layer", [Laid(x)]))
+    if layer.get("class_name") == "Dense":  # of the last axis, whatever is before it
+        return call.inner(layer, "layer", [Laid(x)])
     flat = Laid(call.sheet.line("steps", f"{x}.flatten(0, 1)"))
-    found = _one(call, call.inner(layer, "layer", [flat]))
-    made = call.last(found)
+    made = call.last(call.inner(layer, "layer", [flat]))
     return call.gives(f"{made}.unflatten(0, (-1, {x.shape[1]}))")
-
-
-def _one(call: LayerCall, found: Any) -> Laid:
-    if isinstance(found, Laid):
-        return found
-    if len(found) != 1:
-        raise call.refuse("holds a layer with several outputs")
-    return cast(Laid, found[0])
 
 
 # ----------------------------------------------------------------- randomness
 
 
+@translates("Dropout")
 def _dropout(call: LayerCall) -> Laid:
     """Drop elements, or with a noise_shape whole slices, of which one is drawn."""
     rate, noise = float(call.config["rate"]), call.config.get("noise_shape")
@@ -149,6 +145,7 @@ def _dropout(call: LayerCall) -> Laid:
     return call.gives(f"{x} * {drop}(torch.ones_like({x}[{', '.join(cut)}]))")
 
 
+@translates("AlphaDropout")
 def _alpha_dropout(call: LayerCall) -> Laid:
     rate = float(call.config["rate"])
     if call.config.get("noise_shape") is not None:
@@ -157,10 +154,12 @@ def _alpha_dropout(call: LayerCall) -> Laid:
     return call.gives(f"{call.add(lambda: nn.AlphaDropout(rate))}({x})", first=first)
 
 
+@translates("GaussianNoise")
 def _gaussian_noise(call: LayerCall) -> Laid:
     return _noisy(call, "{x} + {deviation!r} * {noise}", float(call.config["stddev"]))
 
 
+@translates("GaussianDropout")
 def _gaussian_dropout(call: LayerCall) -> Laid:
     rate = float(call.config["rate"])
     deviation = math.sqrt(rate / (1.0 - rate))
@@ -179,10 +178,12 @@ def _noisy(call: LayerCall, template: str, deviation: float) -> Laid:
 # -------------------------------------------------------------------- moving
 
 
+@translates("Identity")
 def _identity(call: LayerCall) -> Laid:
     return call.inputs[0]
 
 
+@translates("Flatten")
 def _flatten(call: LayerCall) -> Laid:
     """Flatten in the order that Keras has: channels last."""
     x = call.inputs[0]
@@ -199,6 +200,7 @@ def _flatten(call: LayerCall) -> Laid:
     return call.gives(f"{call.last()}.flatten(1)")
 
 
+@translates("Reshape")
 def _reshape(call: LayerCall) -> Laid:
     x = call.last()
     target = [-1 if size is None else int(size) for size in call.config["target_shape"]]
@@ -209,11 +211,13 @@ def _reshape(call: LayerCall) -> Laid:
     return call.gives(f"{x}.reshape({sizes})")
 
 
+@translates("Permute")
 def _permute(call: LayerCall) -> Laid:
     dims = ", ".join(str(int(axis)) for axis in call.config["dims"])
     return call.gives(f"{call.last()}.permute(0, {dims})")
 
 
+@translates("RepeatVector")
 def _repeat_vector(call: LayerCall) -> Laid:
     count = int(call.config["n"])
     return call.gives(f"{call.last()}.unsqueeze(1).repeat(1, {count}, 1)")
@@ -243,17 +247,29 @@ def _joined(template: str) -> Translator:
     return translate
 
 
+for _kind, _template in {
+    "Add": "{a} + {b}",
+    "Maximum": "torch.maximum({a}, {b})",
+    "Minimum": "torch.minimum({a}, {b})",
+    "Multiply": "{a} * {b}",
+}.items():
+    translates(_kind)(_joined(_template))
+
+
+@translates("Average")
 def _average(call: LayerCall) -> Laid:
     texts, first = _aligned(call)
     return call.gives(f"({' + '.join(texts)}) / {len(texts)}", first=first)
 
 
+@translates("Subtract")
 def _subtract(call: LayerCall) -> Laid:
     if len(call.inputs) != 2:
         raise call.refuse("needs two inputs")
     return _joined("{a} - {b}")(call)  # type: ignore[return-value]
 
 
+@translates("Concatenate")
 def _concatenate(call: LayerCall) -> Laid:
     values, first = call.alike()
     axis = int(call.config.get("axis", -1))
@@ -261,6 +277,7 @@ def _concatenate(call: LayerCall) -> Laid:
     return call.gives(f"torch.cat([{', '.join(map(str, values))}], {dim})", first=first)
 
 
+@translates("Dot")
 def _dot(call: LayerCall) -> Laid:
     """Sum over an axis of each, sample by sample."""
     if len(call.inputs) != 2:
@@ -337,6 +354,7 @@ def mask_after(call: LayerCall, found: Laid | Sequence[Laid]) -> Laid | Sequence
     return [replace(laid, masked=masked) for laid in many]
 
 
+@translates("Masking")
 def _masking(call: LayerCall) -> Laid:
     raise call.refuse(
         "masks steps of time: masks are not supported",
@@ -358,36 +376,10 @@ def check_activity(call: LayerCall) -> None:
         )
 
 
+@translates("ActivityRegularization")
 def _activity(call: LayerCall) -> Laid:
     raise call.refuse(
         "adds its input to the loss",
         help="leave the layer out, return its input as one more output of the model, "
         "and add its norm in your loss(output, target)",
     )
-
-
-CORE_LAYERS: Mapping[str, Translator] = {
-    "Add": _joined("{a} + {b}"),
-    "Average": _average,
-    "Concatenate": _concatenate,
-    "Dot": _dot,
-    "Maximum": _joined("torch.maximum({a}, {b})"),
-    "Minimum": _joined("torch.minimum({a}, {b})"),
-    "Multiply": _joined("{a} * {b}"),
-    "Subtract": _subtract,
-    "ActivityRegularization": _activity,
-    "AlphaDropout": _alpha_dropout,
-    "Dense": _dense,
-    "Dropout": _dropout,
-    "EinsumDense": _einsum_dense,
-    "Embedding": _embedding,
-    "Flatten": _flatten,
-    "GaussianDropout": _gaussian_dropout,
-    "GaussianNoise": _gaussian_noise,
-    "Identity": _identity,
-    "Masking": _masking,
-    "Permute": _permute,
-    "RepeatVector": _repeat_vector,
-    "Reshape": _reshape,
-    "TimeDistributed": _time_distributed,
-}

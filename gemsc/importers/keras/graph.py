@@ -21,7 +21,7 @@ from gemsc.importers.keras.archive import Archive
 from gemsc.importers.keras.config import MODELS, Listed, found_in, plain, references
 from gemsc.importers.keras.core import check_activity, mask_after
 from gemsc.importers.keras.layer import Laid, Layer, LayerCall, Translator
-from gemsc.importers.options import ImportOptions
+from gemsc.importers.network import ImportOptions
 from gemsc.importers.sheet import Sheet, Symbol
 
 # what a config that is damaged makes of a function that reads it

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from gemsc.importers.keras.layer import Laid, LayerCall, Translator
-from gemsc.importers.sheet import Symbol
+from gemsc.importers.keras.layer import Laid, LayerCall, Translator, translates
+from gemsc.importers.sheet import Symbol, layer_class
 from gemsc.importers.weight import Array, constant
 
 # zeros before and after, for each axis of an image
@@ -75,18 +75,17 @@ def flat_pads(pads: Pads) -> tuple[int, ...]:
 
 # ----------------------------------------------------------------------------- borders
 
-_PAD: Sequence[Any] = (nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d)
-_DROPOUT: Sequence[Any] = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
-
+@translates("ZeroPadding1D", "ZeroPadding2D", "ZeroPadding3D")
 def _zeros(call: LayerCall) -> Laid:
     x, first = image(call)
     pads = _borders(call.config["padding"], len(x.shape) - 2)
-    make = _PAD[len(pads) - 1]
-    name = call.add(lambda: make(one_number(flat_pads(pads))))
+    sizes = one_number(flat_pads(pads))
+    name = call.add(lambda: layer_class("ZeroPad", len(pads))(sizes))
     return call.gives(f"{name}({x})", first=first)
 
 
+@translates("Cropping1D", "Cropping2D", "Cropping3D")
 def _cropping(call: LayerCall) -> Laid:
     x, first = image(call)
     crops = _borders(call.config["cropping"], len(x.shape) - 2)
@@ -108,32 +107,31 @@ def _borders(value: Any, axes: int) -> Pads:
     return found
 
 
+@translates("SpatialDropout1D", "SpatialDropout2D", "SpatialDropout3D")
 def _spatial_dropout(call: LayerCall) -> Laid:
     rate = float(call.config["rate"])
     if rate == 0:
         return call.inputs[0]
     x, first = image(call)
-    make = _DROPOUT[len(x.shape) - 3]
-    name = call.add(lambda: make(rate))
+    name = call.add(lambda: layer_class("Dropout", len(x.shape) - 2)(rate))
     return call.gives(f"{name}({x})", first=first)
 
 
 # ------------------------------------------------------------------------------- pools
 
-_MAX: Sequence[Any] = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
-_MEAN: Sequence[Any] = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
 
-
+@translates("MaxPooling1D", "MaxPooling2D", "MaxPooling3D")
 def _max(call: LayerCall) -> Laid:
     x, first = image(call)
     kernel, strides, pads = _windows(call, x)
     settings = _own_padding(x.shape[2:], kernel, strides, pads)
     if settings is None:
         settings, x = {}, padded(call, x, pads, "-torch.inf")
-    name = _pool(call, _MAX, kernel, strides, settings)
+    name = _pool(call, "MaxPool", kernel, strides, settings)
     return call.gives(f"{name}({x})", first=first)
 
 
+@translates("AveragePooling1D", "AveragePooling2D", "AveragePooling3D")
 def _mean(call: LayerCall) -> Laid:
     """Zeros that pad count for nothing: the mean is of what is in the image."""
     x, first = image(call)
@@ -142,11 +140,11 @@ def _mean(call: LayerCall) -> Laid:
     if settings is not None:
         if any(before for before, _ in pads) or settings.get("ceil_mode"):
             settings["count_include_pad"] = False
-        name = _pool(call, _MEAN, kernel, strides, settings)
+        name = _pool(call, "AvgPool", kernel, strides, settings)
         return call.gives(f"{name}({x})", first=first)
     share = _share(x.shape[2:], kernel, strides, pads)
     x = padded(call, x, pads)
-    name = _pool(call, _MEAN, kernel, strides, {})
+    name = _pool(call, "AvgPool", kernel, strides, {})
     part = call.sheet.tensor(
         f"{call.layer.name}_share", share.shape, constant(share), trained=False
     )
@@ -155,16 +153,15 @@ def _mean(call: LayerCall) -> Laid:
 
 def _pool(
     call: LayerCall,
-    kinds: Sequence[Any],
+    kind: str,
     kernel: Sequence[int],
     strides: Sequence[int],
     settings: Mapping[str, Any],
 ) -> str:
     """Add a pool; a call with images of another size may need another one."""
     sizes = {"padding": one_number(settings.get("padding", (0,)))}
-    module = kinds[len(kernel) - 1](
-        one_number(kernel), one_number(strides), **{**settings, **sizes}
-    )
+    make = layer_class(kind, len(kernel))
+    module = make(one_number(kernel), one_number(strides), **{**settings, **sizes})
     for text in call.layer.added.values():
         if repr(call.sheet.empty(text)) == repr(module):
             return text
@@ -231,43 +228,42 @@ def _share(
 # -------------------------------------------------------------------- whole images
 
 
-def _global(kind: str) -> Translator:
+def _global(method: str) -> Translator:
+    """Return the translator of a pool over all of an image."""
+
     def translate(call: LayerCall) -> Laid:
         x, first = image(call)
         axes = tuple(range(2, len(x.shape)))
-        kept = bool(call.config.get("keepdims"))
-        keep = ", keepdim=True" if kept else ""
-        return call.gives(f"{x}.{kind}({axes}{keep})", first=first)
+        keep = ", keepdim=True" if call.config.get("keepdims") else ""
+        return call.gives(f"{x}.{method}({axes}{keep})", first=first)
 
     return translate
 
 
-def _adaptive(layers: Sequence[Any]) -> Translator:
+def _adaptive(kind: str) -> Translator:
+    """Return the translator of a pool to a size."""
+
     def translate(call: LayerCall) -> Laid:
         x, first = image(call)
         axes = len(x.shape) - 2
         sizes = one_number(per_axis(call.config["output_size"], axes))
-        name = call.add(lambda: layers[axes - 1](sizes))
+        name = call.add(lambda: layer_class(kind, axes)(sizes))
         return call.gives(f"{name}({x})", first=first)
 
     return translate
 
 
-_ADAPTIVE_MEAN: Sequence[Any] = (
-    nn.AdaptiveAvgPool1d,
-    nn.AdaptiveAvgPool2d,
-    nn.AdaptiveAvgPool3d,
-)
-_ADAPTIVE_MAX: Sequence[Any] = (
-    nn.AdaptiveMaxPool1d,
-    nn.AdaptiveMaxPool2d,
-    nn.AdaptiveMaxPool3d,
-)
+for _axes in ("1D", "2D", "3D"):
+    translates(f"GlobalMaxPooling{_axes}")(_global("amax"))
+    translates(f"GlobalAveragePooling{_axes}")(_global("mean"))
+    translates(f"AdaptiveMaxPooling{_axes}")(_adaptive("AdaptiveMaxPool"))
+    translates(f"AdaptiveAveragePooling{_axes}")(_adaptive("AdaptiveAvgPool"))
 
 
 # --------------------------- images of another size: by layers of PyTorch, or matrices
 
 
+@translates("UpSampling1D", "UpSampling2D", "UpSampling3D")
 def _up(call: LayerCall) -> Laid:
     x, first = image(call)
     factors = per_axis(call.config["size"], len(x.shape) - 2)
@@ -281,6 +277,7 @@ def _up(call: LayerCall) -> Laid:
     return call.gives(_by_matrices(call, x, sizes, kind, antialias=False), first=first)
 
 
+@translates("Resizing")
 def _resizing(call: LayerCall) -> Laid:
     """Resize to a size; the ratio of height and width is kept by crops or borders."""
     config = call.config
@@ -378,19 +375,4 @@ _KERNELS: Mapping[str, tuple[float, Callable[[Array], Array]]] = {
     "bicubic": (2.0, _cubic),
     "lanczos3": (3.0, _lanczos(3.0)),
     "lanczos5": (5.0, _lanczos(5.0)),
-}
-
-
-IMAGE_LAYERS: Mapping[str, Translator] = {
-    **{f"ZeroPadding{d}D": _zeros for d in (1, 2, 3)},
-    **{f"Cropping{d}D": _cropping for d in (1, 2, 3)},
-    **{f"SpatialDropout{d}D": _spatial_dropout for d in (1, 2, 3)},
-    **{f"MaxPooling{d}D": _max for d in (1, 2, 3)},
-    **{f"AveragePooling{d}D": _mean for d in (1, 2, 3)},
-    **{f"GlobalMaxPooling{d}D": _global("amax") for d in (1, 2, 3)},
-    **{f"GlobalAveragePooling{d}D": _global("mean") for d in (1, 2, 3)},
-    **{f"AdaptiveMaxPooling{d}D": _adaptive(_ADAPTIVE_MAX) for d in (1, 2, 3)},
-    **{f"AdaptiveAveragePooling{d}D": _adaptive(_ADAPTIVE_MEAN) for d in (1, 2, 3)},
-    **{f"UpSampling{d}D": _up for d in (1, 2, 3)},
-    "Resizing": _resizing,
 }

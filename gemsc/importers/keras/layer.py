@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from torch import nn
@@ -12,6 +12,24 @@ from torch import nn
 from gemsc.errors import GemscError, InternalError
 from gemsc.importers.sheet import Sheet, Symbol
 from gemsc.importers.weight import FileTensor, Weight, same
+
+# returns what a layer gives: a value, or several of them
+Translator = Callable[["LayerCall"], "Laid | Sequence[Laid]"]
+Function = TypeVar("Function", bound=Translator)
+LAYERS: dict[str, Translator] = {}  # the layers of Keras, by the names of their classes
+OPERATIONS: dict[str, Translator] = {}  # and the functions of keras.ops
+
+
+def translates(
+    *kinds: str, table: dict[str, Translator] = LAYERS
+) -> Callable[[Function], Function]:
+    """Let a function translate the calls of layers of these classes."""
+
+    def register(function: Function) -> Function:
+        table.update(dict.fromkeys(kinds, function))
+        return function
+
+    return register
 
 
 def dimension(axis: int, rank: int, first: bool) -> int:
@@ -99,7 +117,7 @@ class LayerCall:
     inputs: Sequence[Laid]
     keywords: Mapping[str, Any]
     arguments: Sequence[Any] = ()
-    translate: Callable[[LayerCall], Laid | Sequence[Laid]] | None = None
+    translate: Translator | None = None
     find: Callable[[Layer, Mapping[str, Any], str], Layer] | None = None
 
     @property
@@ -152,28 +170,28 @@ class LayerCall:
         )
 
     def add(
-        self, make: Callable[[], nn.Module], part: str = "", **weights: Weight
+        self, make: Callable[[], nn.Module], part: str = "", **weights: Weight | None
     ) -> str:
         """Return the text that names a layer, which the first call makes.
 
-        It stands under the Keras layer's name; those of several parts below it. What
-        Keras does not train is frozen: layers that say so, and weights that the file
-        does not hold.
+        It stands under the Keras layer's name; those of several parts below it. Of its
+        weights, None is one that it has not. What Keras does not train is frozen:
+        layers that say so, and weights that the file does not hold.
 
         Raises:
             GemscError: a tensor of the file has another shape than the layer's settings
                 say.
         """
         if part not in self.layer.added:
-            module = make()
-            self._check(module, weights)
+            module, known = make(), {k: w for k, w in weights.items() if w is not None}
+            self._check(module, known)
             frozen = [
                 name
                 for name, _ in module.named_parameters()
-                if self.layer.frozen or not weights[name].sources
+                if self.layer.frozen or not known[name].sources
             ]
             path = f"{self.layer.name}.{part}" if part else self.layer.name
-            text = self.sheet.layer(path, module, weights, frozen=frozen)
+            text = self.sheet.layer(path, module, known, frozen=frozen)
             self.layer.added[part] = text
         return self.layer.added[part]
 
@@ -225,10 +243,13 @@ class LayerCall:
 
     def inner(
         self, layer: Mapping[str, Any], part: str, inputs: Sequence[Laid]
-    ) -> Laid | Sequence[Laid]:
+    ) -> Laid:
         """Call a layer that this one holds: its settings as the config has them.
 
         Its variables are those of the part, and it stands below this one.
+
+        Raises:
+            GemscError: it cannot be had, or gives several values.
         """
         assert self.translate is not None
         assert self.find is not None
@@ -236,8 +257,9 @@ class LayerCall:
             self.layer.parts[part] = self.find(self.layer, layer, part)
         held = self.layer.parts[part]
         call = replace(self, layer=held, inputs=inputs, arguments=inputs, keywords={})
-        return self.translate(call)
-
-
-# Returns what the layer gives: a value, or a tuple of them.
-Translator = Callable[[LayerCall], "Laid | Sequence[Laid]"]
+        found = self.translate(call)
+        if isinstance(found, Laid):
+            return found
+        if len(found) != 1:
+            raise self.refuse("holds a layer with several outputs")
+        return found[0]

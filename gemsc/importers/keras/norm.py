@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from torch import nn
 
 import gemsc.nn
-from gemsc.importers.keras.layer import Laid, LayerCall, Translator, dimension
+from gemsc.importers.keras.layer import Laid, LayerCall, dimension, translates
 from gemsc.importers.sheet import Symbol
 from gemsc.importers.weight import Array, Weight, constant
 
-_BATCH: Sequence[Any] = (
-    gemsc.nn.BatchNorm1d,
-    gemsc.nn.BatchNorm2d,
-    gemsc.nn.BatchNorm3d,
-)
 
+def _scales(call: LayerCall, *sizes: int, always: bool = False) -> dict[str, Weight]:
+    """Return gamma and beta; ones and zeros, which are not trained, for what is off.
 
-def _scales(call: LayerCall, *sizes: int) -> dict[str, Weight]:
-    """Return gamma and beta; ones and zeros, which are not trained, for what is off."""
+    Nothing if both are, unless a layer has them `always`.
+    """
     scale, center = bool(call.config["scale"]), bool(call.config["center"])
-    found = {}
-    if scale or center:
-        ones, zeros = np.ones(sizes, np.float32), np.zeros(sizes, np.float32)
-        found["weight"] = call.variable(0) if scale else constant(ones)
-        found["bias"] = call.variable(int(scale)) if center else constant(zeros)
-    return found
+    if not (scale or center or always):
+        return {}
+    ones, zeros = np.ones(sizes, np.float32), np.zeros(sizes, np.float32)
+    return {
+        "weight": call.variable(0) if scale else constant(ones),
+        "bias": call.variable(int(scale)) if center else constant(zeros),
+    }
 
 
 def _axes(call: LayerCall) -> list[int]:
@@ -50,6 +47,7 @@ def _channels(call: LayerCall) -> tuple[Symbol, bool]:
     raise call.refuse(f"has axis={call.config['axis']!r:.40}, and takes 1 or -1")
 
 
+@translates("BatchNormalization")
 def _batch(call: LayerCall) -> Laid:
     """Keras' momentum is the share of the past, PyTorch's that of the batch."""
     config = call.config
@@ -57,18 +55,17 @@ def _batch(call: LayerCall) -> Laid:
         raise call.refuse("has renorm=True", help="build it without")
     x, last = _channels(call)
     rank, size = len(x.shape), x.shape[1]
-    weights = _scales(call, size)
+    weights = _scales(call, size, always=call.layer.frozen)
     count = int(bool(config["scale"])) + int(bool(config["center"]))
     weights["running_mean"] = call.variable(count)
     weights["running_var"] = call.variable(count + 1)
     eps = float(config["epsilon"])
     if call.layer.frozen:
-        whole = _scales_of(size) | weights
-        name = call.add(lambda: gemsc.nn.FrozenBatchNorm(size, eps=eps), "", **whole)
+        name = call.add(lambda: gemsc.nn.FrozenBatchNorm(size, eps=eps), "", **weights)
         return call.gives(f"{name}({x})", first=last)
     if not 2 <= rank <= 5:
         raise call.refuse(f"has an input of {rank} axes, and 2 to 5 are supported")
-    make = _BATCH[max(rank - 3, 0)]
+    make = getattr(gemsc.nn, f"BatchNorm{max(rank - 2, 1)}d")
     momentum = round(1.0 - float(config["momentum"]), 12)
     affine = "weight" in weights
     name = call.add(
@@ -77,25 +74,18 @@ def _batch(call: LayerCall) -> Laid:
     return call.gives(f"{name}({x})", first=last)
 
 
-def _scales_of(size: int) -> dict[str, Weight]:
-    ones, zeros = np.ones(size, np.float32), np.zeros(size, np.float32)
-    return {"weight": constant(ones), "bias": constant(zeros)}
-
-
+@translates("LayerNormalization")
 def _layer(call: LayerCall) -> Laid:
     if call.config.get("rms_scaling"):
         raise call.refuse("has rms_scaling=True", help="use RMSNormalization")
     sizes = [call.inputs[0].shape[axis] for axis in _axes(call)]
     weights = _scales(call, *sizes)
     eps, affine = float(call.config["epsilon"]), bool(weights)
-    name = call.add(
-        lambda: nn.LayerNorm(sizes, eps, affine),
-        "",
-        **weights,
-    )
+    name = call.add(lambda: nn.LayerNorm(sizes, eps, affine), "", **weights)
     return _at_the_end(call, name)
 
 
+@translates("RMSNormalization")
 def _rms(call: LayerCall) -> Laid:
     sizes = [call.inputs[0].shape[axis] for axis in _axes(call)]
     eps = float(call.config["epsilon"])
@@ -115,6 +105,7 @@ def _at_the_end(call: LayerCall, name: str) -> Laid:
     return call.gives(f"{name}({there}).permute({', '.join(map(str, back))})")
 
 
+@translates("GroupNormalization")
 def _group(call: LayerCall) -> Laid:
     x, last = _channels(call)
     size, groups = x.shape[1], call.config["groups"]
@@ -128,6 +119,7 @@ def _group(call: LayerCall) -> Laid:
     return call.gives(f"{name}({x})", first=last)
 
 
+@translates("UnitNormalization")
 def _unit(call: LayerCall) -> Laid:
     (x,), first = call.alike()
     rank = len(x.shape)
@@ -139,6 +131,7 @@ def _unit(call: LayerCall) -> Laid:
 # --------------------------------------------------------------------- by constants
 
 
+@translates("Rescaling")
 def _rescaling(call: LayerCall) -> Laid:
     """Write x * scale + offset: of numbers, or of one for each channel."""
     (x,), first = call.alike()
@@ -172,6 +165,7 @@ def _constant(call: LayerCall, name: str, value: Array, first: bool) -> Symbol:
     return call.tensor(name, array.shape, constant(array), trained=False)
 
 
+@translates("Normalization")
 def _normalization(call: LayerCall) -> Laid:
     """Write (x - mean) / max(sqrt(variance), 1e-7), or the way back."""
     (x,), first = call.alike()
@@ -206,14 +200,3 @@ def _normalization(call: LayerCall) -> Laid:
     if call.config.get("invert"):
         return call.gives(f"{mean} + {x} * {deviation}", first=first)
     return call.gives(f"({x} - {mean}) / {deviation}", first=first)
-
-
-NORM_LAYERS: Mapping[str, Translator] = {
-    "BatchNormalization": _batch,
-    "GroupNormalization": _group,
-    "LayerNormalization": _layer,
-    "Normalization": _normalization,
-    "RMSNormalization": _rms,
-    "Rescaling": _rescaling,
-    "UnitNormalization": _unit,
-}

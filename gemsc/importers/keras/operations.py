@@ -6,18 +6,33 @@ Example: `keras.ops.multiply(x, 2.0)` is an operation of the class Multiply and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
+from gemsc.importers.keras.activation import NAMES
 from gemsc.importers.keras.config import found_in
-from gemsc.importers.keras.layer import Laid, LayerCall, Translator, dimension
+from gemsc.importers.keras.layer import (
+    OPERATIONS,
+    Function,
+    Laid,
+    LayerCall,
+    Translator,
+    dimension,
+    translates,
+)
 from gemsc.importers.weight import constant
 
 _BATCH = "build the model of operations within each sample"
+
+
+def operation(kind: str) -> Callable[[Function], Function]:
+    """Let a function translate the calls of a function of keras.ops."""
+    return translates(kind, table=OPERATIONS)
 
 
 def _elementwise(template: str, *names: str) -> Translator:
@@ -87,6 +102,7 @@ def _unary(template: str, **settings: float) -> Translator:
     return translate
 
 
+@operation("Gelu")
 def _gelu(call: LayerCall) -> Laid:
     laid = call.inputs[0]
     how = ', approximate="tanh"' if call.config.get("approximate", True) else ""
@@ -130,6 +146,7 @@ def _reduction(template: str) -> Translator:
 # -------------------------------------------------------------------------- shapes
 
 
+@operation("Reshape")
 def _reshape(call: LayerCall) -> Laid:
     x = call.last()
     batch, *sizes = call.config["newshape"]
@@ -142,6 +159,7 @@ def _reshape(call: LayerCall) -> Laid:
     return call.gives(f"{x}.reshape(-1, {', '.join(map(str, known))})")
 
 
+@operation("Transpose")
 def _transpose(call: LayerCall) -> Laid:
     x, axes = call.last(), call.config.get("axes")
     if axes is None or axes[0] != 0:
@@ -149,6 +167,7 @@ def _transpose(call: LayerCall) -> Laid:
     return call.gives(f"{x}.permute({', '.join(str(int(axis)) for axis in axes)})")
 
 
+@operation("Swapaxes")
 def _swapped(call: LayerCall) -> Laid:
     x = call.last()
     axes = [int(call.config[name]) % len(x.shape) for name in ("axis1", "axis2")]
@@ -157,6 +176,7 @@ def _swapped(call: LayerCall) -> Laid:
     return call.gives(f"{x}.transpose({axes[0]}, {axes[1]})")
 
 
+@operation("ExpandDims")
 def _expanded(call: LayerCall) -> Laid:
     x = call.last()
     axis = int(call.config["axis"]) % (len(x.shape) + 1)
@@ -165,6 +185,7 @@ def _expanded(call: LayerCall) -> Laid:
     return call.gives(f"{x}.unsqueeze({axis})")
 
 
+@operation("Squeeze")
 def _squeezed(call: LayerCall) -> Laid:
     x, axis = call.last(), call.config.get("axis")
     rank = len(x.shape)
@@ -192,6 +213,7 @@ def _joined(function: str) -> Translator:
     return translate
 
 
+@operation("Split")
 def _split(call: LayerCall) -> Sequence[Laid]:
     x, parts = call.last(), call.config["indices_or_sections"]
     axis = int(call.config.get("axis", 0)) % len(x.shape)
@@ -207,6 +229,7 @@ def _split(call: LayerCall) -> Sequence[Laid]:
     return [Laid(value) for value in values]
 
 
+@operation("GetItem")
 def _item(call: LayerCall) -> Laid:
     """Write x[:, 1:, -1]; each sample of the batch is treated alike."""
     x = call.last()
@@ -232,10 +255,12 @@ def _key(call: LayerCall, item: Any) -> str:
     raise call.refuse("takes elements in a way that PyTorch has not")
 
 
+@operation("Matmul")
 def _matmul(call: LayerCall) -> Laid:
     return call.gives(f"{call.last(0)} @ {call.last(1)}")
 
 
+@operation("Cast")
 def _cast(call: LayerCall) -> Laid:
     laid, name = call.inputs[0], str(call.config.get("dtype"))
     if "float" in name:
@@ -245,58 +270,60 @@ def _cast(call: LayerCall) -> Laid:
     raise call.refuse(f"casts to {name!r:.40}")
 
 
+@operation("Clip")
 def _clip(call: LayerCall) -> Laid:
     laid = call.inputs[0]
     low, high = _number(call, "x_min", 0), _number(call, "x_max", 0)
     return call.gives(f"{laid.value}.clamp({low!r}, {high!r})", first=laid.first)
 
 
-# those that PyTorch has under the same name
+# ----------------------------------------------------------------- one line for each
+
+
+# what PyTorch has under the same name
 _SAME = (
     "Abs Ceil Cos Erf Exp Expm1 Floor Log Log1p Reciprocal Rsqrt Sigmoid Sign Sin "
     "Sqrt Square Tanh"
 )
-OPERATIONS: Mapping[str, Translator] = {
-    **{name: _unary(f"torch.{name.lower()}({{x}})") for name in _SAME.split()},
-    "Absolute": _unary("torch.abs({x})"),
-    "Add": _elementwise("{0} + {1}", "x1", "x2"),
-    "Amax": _reduction("{x}.amax({dims}{keep})"),
-    "Amin": _reduction("{x}.amin({dims}{keep})"),
-    "Cast": _cast,
-    "Clip": _clip,
-    "Concatenate": _joined("cat"),
-    "Divide": _elementwise("{0} / {1}", "x1", "x2"),
-    "Elu": _unary("F.elu({x}, {alpha!r})", alpha=1.0),
-    "ExpandDims": _expanded,
-    "Gelu": _gelu,
-    "GetItem": _item,
-    "HardSigmoid": _unary("F.hardsigmoid({x})"),
-    "HardSilu": _unary("F.hardswish({x})"),
-    "LeakyRelu": _unary("F.leaky_relu({x}, {negative_slope!r})", negative_slope=0.2),
-    "LogSoftmax": _along("F.log_softmax({x}, {dim})"),
-    "Matmul": _matmul,
-    "Max": _reduction("{x}.amax({dims}{keep})"),
-    "Maximum": _extreme("max"),
-    "Mean": _reduction("{x}.mean({dims}{keep})"),
-    "Min": _reduction("{x}.amin({dims}{keep})"),
-    "Minimum": _extreme("min"),
-    "Multiply": _elementwise("{0} * {1}", "x1", "x2"),
-    "Negative": _unary("-{x}"),
-    "Power": _elementwise("{0} ** {1}", "x1", "x2"),
-    "Relu": _unary("F.relu({x})"),
-    "Relu6": _unary("F.relu6({x})"),
-    "Reshape": _reshape,
-    "Silu": _unary("F.silu({x})"),
-    "Softmax": _along("F.softmax({x}, {dim})"),
-    "Softplus": _unary("F.softplus({x})"),
-    "Split": _split,
-    "Squeeze": _squeezed,
-    "Stack": _joined("stack"),
-    "Std": _reduction("{x}.std({dims}, correction=0{keep})"),
-    "Subtract": _elementwise("{0} - {1}", "x1", "x2"),
-    "Sum": _reduction("{x}.sum({dims}{keep})"),
-    "Swapaxes": _swapped,
-    "Transpose": _transpose,
-    "TrueDivide": _elementwise("{0} / {1}", "x1", "x2"),
-    "Var": _reduction("{x}.var({dims}, correction=0{keep})"),
-}
+# activations without settings
+_ACTIVATIONS = (
+    "HardSigmoid HardSilu HardTanh LogSigmoid Relu Relu6 Selu Silu Softplus Softsign "
+    "SparsePlus SparseSigmoid TanhShrink"
+)
+for _name in _SAME.split():
+    operation(_name)(_unary(f"torch.{_name.lower()}({{x}})"))
+for _name in _ACTIVATIONS.split():
+    _snake = re.sub("(?<!^)([A-Z])", r"_\1", _name).lower()
+    operation(_name)(_unary(NAMES[_snake]))
+for _name, _template in {
+    "Add": "{0} + {1}",
+    "Divide": "{0} / {1}",
+    "Multiply": "{0} * {1}",
+    "Power": "{0} ** {1}",
+    "Subtract": "{0} - {1}",
+    "TrueDivide": "{0} / {1}",
+}.items():
+    operation(_name)(_elementwise(_template, "x1", "x2"))
+for _name, _template in {
+    "Amax": "{x}.amax({dims}{keep})",
+    "Amin": "{x}.amin({dims}{keep})",
+    "Max": "{x}.amax({dims}{keep})",
+    "Mean": "{x}.mean({dims}{keep})",
+    "Min": "{x}.amin({dims}{keep})",
+    "Std": "{x}.std({dims}, correction=0{keep})",
+    "Sum": "{x}.sum({dims}{keep})",
+    "Var": "{x}.var({dims}, correction=0{keep})",
+}.items():
+    operation(_name)(_reduction(_template))
+operation("Absolute")(_unary("torch.abs({x})"))
+operation("Concatenate")(_joined("cat"))
+operation("Elu")(_unary("F.elu({x}, {alpha!r})", alpha=1.0))
+operation("LeakyRelu")(
+    _unary("F.leaky_relu({x}, {negative_slope!r})", negative_slope=0.2)
+)
+operation("LogSoftmax")(_along("F.log_softmax({x}, {dim})"))
+operation("Maximum")(_extreme("max"))
+operation("Minimum")(_extreme("min"))
+operation("Negative")(_unary("-{x}"))
+operation("Softmax")(_along("F.softmax({x}, {dim})"))
+operation("Stack")(_joined("stack"))

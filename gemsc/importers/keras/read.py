@@ -9,35 +9,24 @@ from typing import Any
 
 from gemsc.codegen.python_text import literal_text
 from gemsc.errors import GemscError
-from gemsc.importers.keras.activation import ACTIVATION_LAYERS
+from gemsc.importers.keras import (  # noqa: F401  each has functions of layers
+    activation,
+    attention,
+    conv,
+    core,
+    images,
+    norm,
+    operations,
+    recurrent,
+)
 from gemsc.importers.keras.archive import Archive
-from gemsc.importers.keras.attention import ATTENTION_LAYERS
 from gemsc.importers.keras.compiled import regularizer_notes, training_text
 from gemsc.importers.keras.config import MODELS, Listed, references
-from gemsc.importers.keras.conv import CONV_LAYERS
-from gemsc.importers.keras.core import CORE_LAYERS
 from gemsc.importers.keras.custom import custom_layers, custom_name
 from gemsc.importers.keras.graph import MISREAD, Graph, Model
-from gemsc.importers.keras.images import IMAGE_LAYERS
-from gemsc.importers.keras.layer import Translator
+from gemsc.importers.keras.layer import LAYERS, OPERATIONS, Translator
 from gemsc.importers.keras.losses import ModelOutput
-from gemsc.importers.keras.norm import NORM_LAYERS
-from gemsc.importers.keras.operations import OPERATIONS
-from gemsc.importers.keras.recurrent import RECURRENT_LAYERS
-from gemsc.importers.network import ImportedNetwork
-from gemsc.importers.options import ImportOptions
-
-# the layers by the names of their classes: a function for each
-LAYERS: Mapping[str, Translator] = {
-    **ACTIVATION_LAYERS,
-    **ATTENTION_LAYERS,
-    **CORE_LAYERS,
-    **IMAGE_LAYERS,
-    **NORM_LAYERS,
-    **CONV_LAYERS,
-    **RECURRENT_LAYERS,
-}
-
+from gemsc.importers.network import ImportedNetwork, ImportOptions
 
 _SHOWN = 10  # of the layers that are refused
 

@@ -6,14 +6,15 @@ both together would learn twice as fast.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from torch import nn
 
-from gemsc.importers.keras.layer import Laid, LayerCall, Translator
+from gemsc.importers.keras.layer import Laid, LayerCall, translates
 from gemsc.importers.sheet import Symbol
 from gemsc.importers.weight import Array, Weight, constant
 
@@ -52,13 +53,12 @@ class Cell:
 # --------------------------------------------------------------------- translators
 
 
-def _recurrent(kind: str) -> Translator:
-    def translate(call: LayerCall) -> Laid | Sequence[Laid]:
-        return _run(call, Cell(kind, call.config, "cell"))
-
-    return translate
+@translates("GRU", "LSTM", "SimpleRNN")
+def _recurrent(call: LayerCall) -> Laid | Sequence[Laid]:
+    return _run(call, Cell(call.layer.kind, call.config, "cell"))
 
 
+@translates("RNN")
 def _rnn(call: LayerCall) -> Laid | Sequence[Laid]:
     """Run a cell, or several of them one above the other."""
     cell = call.config["cell"]
@@ -70,12 +70,9 @@ def _rnn(call: LayerCall) -> Laid | Sequence[Laid]:
             "gives or takes states of several cells",
             help="use a layer for each cell, such as LSTM(..., return_state=True)",
         )
-    cells = [
-        _cell(call, each, f"cell/cells/{name}")
-        for each, name in zip(
-            cell["config"]["cells"], _names(cell["config"]["cells"]), strict=True
-        )
-    ]
+    held = cell["config"]["cells"]
+    named = zip(held, _names(held), strict=True)
+    cells = [_cell(call, each, f"cell/cells/{name}") for each, name in named]
     _check_layer(call, config)
     x = _turned(call, call.last(), config)
     for index, each in enumerate(cells):
@@ -87,12 +84,11 @@ def _rnn(call: LayerCall) -> Laid | Sequence[Laid]:
 def _names(cells: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield what the archive calls cells: lstm_cell, lstm_cell_1, gru_cell."""
     words = {"LSTMCell": "lstm_cell", "GRUCell": "gru_cell"}
-    seen: dict[str, int] = {}
+    seen: Counter[str] = Counter()
     for cell in cells:
         name = words.get(cell["class_name"], "simple_rnn_cell")
-        count = seen.get(name, 0)
-        seen[name] = count + 1
-        yield f"{name}_{count}" if count else name
+        yield f"{name}_{seen[name]}" if seen[name] else name
+        seen[name] += 1
 
 
 def _cell(call: LayerCall, cell: Mapping[str, Any], part: str) -> Cell:
@@ -119,6 +115,7 @@ def _run(call: LayerCall, cell: Cell) -> Laid | Sequence[Laid]:
     return [found, *(call.gives(f"{s}[0]", wish=f"{name}_{w}") for w, s in states)]
 
 
+@translates("Bidirectional")
 def _bidirectional(call: LayerCall) -> Laid | Sequence[Laid]:
     ahead, back = call.config["layer"], call.config.get("backward_layer")
     cells = [
@@ -202,19 +199,13 @@ def _layer(
     for each, end in zip(cells, ("", suffix), strict=False):
         _check_cell(call, each)
         weights |= {f"{name}_l0{end}": w for name, w in _weights(call, each)}
-    makers: Mapping[str, Callable[..., nn.Module]] = {
-        "LSTM": nn.LSTM,
-        "GRU": nn.GRU,
-        "SimpleRNN": nn.RNN,
-    }
+    maker: Any = getattr(nn, cell.kind.removeprefix("Simple"))  # nn.LSTM, nn.RNN
     settings: dict[str, Any] = {"bias": cell.has_bias, "bidirectional": len(cells) > 1}
     if cell.kind == "SimpleRNN":
         settings["nonlinearity"] = cell.config.get("activation", "tanh")
-
-    def make() -> nn.Module:
-        return makers[cell.kind](width, cell.units, batch_first=True, **settings)
-
-    return call.add(make, part, **weights)
+    return call.add(
+        lambda: maker(width, cell.units, batch_first=True, **settings), part, **weights
+    )
 
 
 def _weights(call: LayerCall, cell: Cell) -> Iterator[tuple[str, Weight]]:
@@ -260,12 +251,9 @@ def _called(
     words = ["h", "c"] if cell.kind == "LSTM" else ["h"]
     if given and len(given) % len(words):
         raise call.refuse(f"has an initial_state of {len(given)} tensors")
-    start = (
-        f", ({', '.join(given)})"
-        if len(given) > 1
-        else "".join(f", {each}" for each in given)
-    )
-    name = call.layer.name
+    start, name = "".join(f", {state}" for state in given), call.layer.name
+    if len(given) > 1:
+        start = f", ({', '.join(given)})"
     sequence, state = call.sheet.unpack(
         [f"{name}_steps", f"{name}_state"], f"{layer}({x}{start})"
     )
@@ -331,12 +319,3 @@ def _check_cell(call: LayerCall, cell: Cell) -> None:
             f"has recurrent_activation={inner!r}, where PyTorch's layer has sigmoid",
             help=WRITE_IT,
         )
-
-
-RECURRENT_LAYERS: Mapping[str, Translator] = {
-    "Bidirectional": _bidirectional,
-    "GRU": _recurrent("GRU"),
-    "LSTM": _recurrent("LSTM"),
-    "RNN": _rnn,
-    "SimpleRNN": _recurrent("SimpleRNN"),
-}

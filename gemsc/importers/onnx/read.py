@@ -15,7 +15,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from gemsc.errors import GemscError
-from gemsc.importers.network import ImportedNetwork
+from gemsc.importers.network import ImportedNetwork, ImportOptions
 from gemsc.importers.onnx.file import OnnxTensors, load_model
 from gemsc.importers.onnx.operators import CONTROL, OPERATORS
 from gemsc.importers.onnx.operators.names import SCOPES
@@ -34,7 +34,6 @@ from gemsc.importers.onnx.trained import (
     used_names,
 )
 from gemsc.importers.onnx.walk import Walk
-from gemsc.importers.options import ImportOptions
 from gemsc.importers.sheet import Sheet, Symbol
 
 OLDEST = 6

@@ -1,7 +1,8 @@
-"""The forks of an evaluation graph: ranks compute what their weights are needed for.
+"""The forks of another graph: ranks compute what their weights are needed for.
 
 Training and evaluation may be different graphs, as where heads beside the trunk are
-there in training only. Which rank holds a weight was decided in training.
+there in training only; so may the phases of a step. Which rank holds a weight was
+decided in the first one.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from gemsc.passes.branches.forks import Finder, ForkWindow
 
 
 def follow_forks(
-    program: Program, stage: Stage, training: StageShards
+    program: Program, stage: Stage, training: StageShards, what: str
 ) -> tuple[Fork, ...]:
     """Return forks in which each rank computes what it alone holds the weights of.
 
     Raises:
-        GemscError: a layer that one rank holds is in no branch in evaluation.
+        GemscError: a layer that one rank holds is in no branch in this graph.
     """
     holders = dict(training.placed)
     owners = {
@@ -44,14 +45,15 @@ def follow_forks(
     ]
     forks = tuple(each.fork() for each in heaviest(found))
     inside = {name for fork in forks for b in fork.branches for name in b.nodes}
-    for node in stage.nodes:
-        if owners[node] and node.name not in inside:
-            raise GemscError(
-                f"'{layer_path(node)}' is in a branch of one rank in training, and in "
-                "evaluation all ranks need it",
-                at=meta.location(node),
-                help=f"keep it whole: --whole {layer_path(node)}",
-            )
+    needed = [node for node in stage.nodes if owners[node] and node.name not in inside]
+    if needed:
+        paths = dict.fromkeys(map(layer_path, needed))
+        raise GemscError(
+            f"'{layer_path(needed[0])}' is in a branch of one rank in training, and in "
+            f"{what} all ranks need it",
+            at=meta.location(needed[0]),
+            help=f"keep it whole: --whole {','.join(paths)}",
+        )
     return tuple(replace(fork, saved=0.0) for fork in forks)
 
 

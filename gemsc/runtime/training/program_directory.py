@@ -15,7 +15,7 @@ from gemsc.base.files import ELSEWHERE
 from gemsc.base.fingerprint import changed_definitions
 from gemsc.base.process import is_started_by_torch
 from gemsc.errors import GemscError
-from gemsc.plan import Plan
+from gemsc.plan import Plan, rank_file
 
 if TYPE_CHECKING:  # what starts ranks loads no PyTorch
     import torch
@@ -113,11 +113,6 @@ def check_compiler() -> None:
         f"the program was compiled with --torch-compile, which needs {missing}",
         help=f"{help}, or compile the model again without --torch-compile",
     )
-
-
-def rank_file(rank: int, name: str = "") -> str:
-    """Return the file of a rank, or of its variant with a name."""
-    return f"rank{rank}_{name}.py" if name else f"rank{rank}.py"
 
 
 def load_program(directory: Path, rank: int, name: str = "") -> RankProgram:

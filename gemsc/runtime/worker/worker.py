@@ -255,7 +255,8 @@ class Worker:
             result = forward(*inputs)
         if anomalies is not None:
             anomalies.check(result)
-        outputs = result if isinstance(result, tuple) else (result,)
+        given = () if result is None else (result,)  # nothing, where a phase has none
+        outputs = result if isinstance(result, tuple) else given
         edges = tuple(edge_of(output) if counts else None for output in outputs)
         self._in_flight[run, m] = _InFlight(
             staying, edges, offloaded, deferred, anomalies

@@ -6,12 +6,13 @@ numbers.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gemsc.verify.field.mode import RULES, OverField, Rule, names, rule
+from gemsc.verify.field.mode import RULES, OverField, names, rule
 from gemsc.verify.field.numbers import LONGEST, SMALL, NotDecidedError
 
 aten = torch.ops.aten
@@ -34,28 +35,21 @@ BACKWARDS = names(
 _SQRT = str(("sqrt", (), []))  # the key of a function of one tensor alone
 
 
-def _function(name: str) -> Rule:
-    def run(mode: OverField, t: Tensor, *rest: Any, **how: Any) -> Any:
-        if any(isinstance(each, Tensor) for each in rest):
-            raise NotDecidedError(name)
-        result = mode.field.apply((name, rest, sorted(how.items())), mode.of(t))
-        if name == "log_sigmoid_forward":
-            return result, torch.zeros_like(result)
-        return result
-
-    return run
+def _function(name: str, mode: OverField, t: Tensor, *rest: Any, **how: Any) -> Any:
+    if any(isinstance(each, Tensor) for each in rest):
+        raise NotDecidedError(name)
+    result = mode.field.apply((name, rest, sorted(how.items())), mode.of(t))
+    if name == "log_sigmoid_forward":
+        return result, torch.zeros_like(result)
+    return result
 
 
-def _slope(name: str) -> Rule:
-    def run(mode: OverField, g: Tensor, *rest: Any, **how: Any) -> Any:
-        how.pop("grad_input", None)
-        tensors = [mode.of(t) for t in rest if isinstance(t, Tensor)]
-        numbers = [each for each in rest if not isinstance(each, Tensor)]
-        key = (name, numbers, sorted(how.items()))
-        slope = mode.field.apply(key, tensors[0])
-        return mode.mul(mode.of(g), slope)
-
-    return run
+def _slope(name: str, mode: OverField, g: Tensor, *rest: Any, **how: Any) -> Any:
+    how.pop("grad_input", None)
+    tensors = [mode.of(t) for t in rest if isinstance(t, Tensor)]
+    numbers = [each for each in rest if not isinstance(each, Tensor)]
+    key = (name, numbers, sorted(how.items()))
+    return mode.mul(mode.of(g), mode.field.apply(key, tensors[0]))
 
 
 @rule("rsqrt")
@@ -81,9 +75,9 @@ def _xlogy(mode: OverField, a: Any, b: Any) -> Tensor:
 
 
 for _name in FUNCTIONS:
-    RULES[_name] = _function(_name)
+    RULES[_name] = partial(_function, _name)
 for _name in BACKWARDS:
-    RULES[_name] = _slope(_name)
+    RULES[_name] = partial(_slope, _name)
 
 
 def counted(mode: OverField, value: Any) -> Tensor | None:
@@ -334,90 +328,75 @@ def _convolution_backward(
     return mine, of_weight, of_bias
 
 
-def _summing(name: str) -> Rule:
-    def run(mode: OverField, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("alpha", 1) != 1:
-            raise NotDecidedError(f"{name} with alpha")
-        if name == "embedding_dense_backward" and args[4]:
-            raise NotDecidedError("an embedding with scale_grad_by_freq")
-        values = (
-            mode.of(a) if isinstance(a, Tensor) and a.is_floating_point() else a
-            for a in args
-        )
-        return mode.reduced(getattr(aten, name)(*values, **kwargs))
-
-    return run
+def _summing(name: str, mode: OverField, *args: Any, **kwargs: Any) -> Any:
+    if kwargs.get("alpha", 1) != 1:
+        raise NotDecidedError(f"{name} with alpha")
+    if name == "embedding_dense_backward" and args[4]:
+        raise NotDecidedError("an embedding with scale_grad_by_freq")
+    values = (
+        mode.of(a) if isinstance(a, Tensor) and a.is_floating_point() else a
+        for a in args
+    )
+    return mode.reduced(getattr(aten, name)(*values, **kwargs))
 
 
 for _name in SUMS:
-    RULES[_name] = _summing(_name)
+    RULES[_name] = partial(_summing, _name)
 
 
 _TWO = names("gt ge lt le maximum minimum fmax fmin")
 _BOUNDED = names("clamp clamp_min clamp_max")
-ORDERED = (
-    _TWO
-    | _BOUNDED
-    | names(
-        "amax amin max min argmax argmin sort topk max_pool2d_with_indices "
-        "max_pool3d_with_indices adaptive_max_pool2d adaptive_max_pool3d kthvalue "
-        "aminmax median cummax cummin mode"
-    )
+_CHOOSES = names(
+    "amax amin max min argmax argmin sort topk max_pool2d_with_indices "
+    "max_pool3d_with_indices adaptive_max_pool2d adaptive_max_pool3d kthvalue "
+    "aminmax median cummax cummin mode"
 )
+ORDERED = _TWO | _BOUNDED | _CHOOSES
 
 
-def _ordered(name: str) -> Rule:
-    """Return the rule of what chooses among numbers by their order."""
+def _ordered(name: str, mode: OverField, t: Any, *args: Any, **how: Any) -> Any:
+    """Choose among numbers by their order."""
 
-    def run(mode: OverField, t: Any, *args: Any, **how: Any) -> Any:
-        def place(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                value = torch.tensor(mode.scalar(value), dtype=torch.float64)
-            return mode.field.ordered(mode.of(value))
+    def place(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            value = torch.tensor(mode.scalar(value), dtype=torch.float64)
+        return mode.field.ordered(mode.of(value))
 
-        def number(found: Any) -> Any:
-            is_place = isinstance(found, Tensor) and found.is_floating_point()
-            return mode.field.from_order(found) if is_place else found
+    def number(found: Any) -> Any:
+        is_place = isinstance(found, Tensor) and found.is_floating_point()
+        return mode.field.from_order(found) if is_place else found
 
-        if name in _BOUNDED:
-            names = {"clamp": ("min", "max")}.get(name, (name[-3:],))
-            bounds = dict(zip(names, args, strict=False)) | how
-            found = place(t)
-            if bounds.get("min") is not None:
-                found = torch.maximum(found, place(bounds["min"]))
-            if bounds.get("max") is not None:
-                found = torch.minimum(found, place(bounds["max"]))
-        elif name in _TWO:
-            found = getattr(aten, name)(place(t), place(*args), **how)
-        else:
-            found = getattr(aten, name)(place(t), *args, **how)
-        if isinstance(found, tuple | list):
-            return tuple(map(number, found))
-        return number(found)
-
-    return run
+    if name in _BOUNDED:
+        names = {"clamp": ("min", "max")}.get(name, (name[-3:],))
+        bounds = dict(zip(names, args, strict=False)) | how
+        found = place(t)
+        if bounds.get("min") is not None:
+            found = torch.maximum(found, place(bounds["min"]))
+        if bounds.get("max") is not None:
+            found = torch.minimum(found, place(bounds["max"]))
+    elif name in _TWO:
+        found = getattr(aten, name)(place(t), place(*args), **how)
+    else:
+        found = getattr(aten, name)(place(t), *args, **how)
+    if isinstance(found, tuple | list):
+        return tuple(map(number, found))
+    return number(found)
 
 
-def _same(name: str) -> Rule:
-    """Return the rule of what asks whether numbers are the same, or 0."""
+def _same(name: str, mode: OverField, *args: Any, **how: Any) -> Any:
+    """Ask whether numbers are the same, or 0."""
 
-    def run(mode: OverField, *args: Any, **how: Any) -> Any:
-        def plain(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                return mode.of(value)
-            if type(value) in (int, float) and name in ("eq", "ne"):
-                return mode.scalar(value)
-            return value
+    def plain(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return mode.of(value)
+        if type(value) in (int, float) and name in ("eq", "ne"):
+            return mode.scalar(value)
+        return value
 
-        return getattr(aten, name)(*map(plain, args), **how)
-
-    return run
+    return getattr(aten, name)(*map(plain, args), **how)
 
 
 for _name in ORDERED:
-    RULES[_name] = _ordered(_name)
-for _name in (
-    *("eq", "ne", "any", "all"),
-    *("logical_and", "logical_or", "logical_not", "logical_xor"),
-):
-    RULES[_name] = _same(_name)
+    RULES[_name] = partial(_ordered, _name)
+for _name in names("eq ne any all logical_and logical_or logical_not logical_xor"):
+    RULES[_name] = partial(_same, _name)

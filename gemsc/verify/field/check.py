@@ -24,7 +24,7 @@ from gemsc.base.nests import Mean, as_loss
 from gemsc.base.plain_forward import plain_forward
 from gemsc.base.rng import preserve_rng, same_draws
 from gemsc.errors import GemscError
-from gemsc.plan import Plan
+from gemsc.plan import Plan, rank_file
 from gemsc.runtime.data.batches import repeated
 from gemsc.runtime.tiles.rounding import nothing_rounds
 from gemsc.runtime.tiles.windows import taps
@@ -371,7 +371,7 @@ def _ranks(
             on_nonfinite="warn",
             optimizer=_Still,
         )
-        file = folder / f"rank{transport.rank % plan.copy_ranks}.py"
+        file = folder / rank_file(transport.rank % plan.copy_ranks)
         with _over(drawn, exps=exps) as mode, watch(file, transport.rank):
             recorded(trainer, folder, [batch], measure=False)
             evaluation = trainer.evaluate(*batch)

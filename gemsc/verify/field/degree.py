@@ -56,11 +56,7 @@ _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 _Rule = Callable[[list[int]], tuple[int, int]]
 
 
-def _table(*rows: tuple[Iterable[str], _Rule]) -> dict[str, _Rule]:
-    return {name: rule for named, rule in rows for name in named}
-
-
-_RULES = _table(
+_ROWS: tuple[tuple[Iterable[str], _Rule], ...] = (
     (_MULTIPLIES, lambda d: (sum(sorted(d)[-2:]), 0)),
     (("square", "mse_loss"), lambda d: (2 * max(d), 0)),
     (("mse_loss_backward",), lambda d: (max(d) + d[0], 0)),
@@ -87,6 +83,7 @@ _RULES = _table(
         lambda d: (d[0] + d[3] + max(d[1:3]) + 2 * _SOFTMAX, d[1] + d[2] + 1),
     ),
 )
+_RULES = {name: rule for named, rule in _ROWS for name in named}
 
 
 class Degrees(QuietMode):  # type: ignore[no-untyped-call]
@@ -123,17 +120,15 @@ class Degrees(QuietMode):  # type: ignore[no-untyped-call]
                 degree = self._degree(name, args, degrees)
             written = func._schema.is_mutable
             for t in filter(holds_numbers, pytree.tree_leaves(result)):
-                self._enter(t, max(degree, self.of(t)) if written else degree)
+                own = max(degree, self.of(t)) if written else degree
+                self.highest = max(self.highest, own)
+                self._known.enter(t, own)
         return result
 
     def of(self, t: Tensor) -> int:
         """Return the degree of a tensor; what nobody has computed was drawn."""
         degree = self._known.of(t)
         return 1 if degree is None else degree
-
-    def _enter(self, t: Tensor, degree: int) -> None:
-        self.highest = max(self.highest, degree)
-        self._known.enter(t, degree)
 
     def _degree(self, name: str, args: Any, degrees: list[int]) -> int:
         """Return the degree of a result; count those of functions' arguments."""

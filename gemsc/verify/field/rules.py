@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gemsc.verify.field.arithmetic import counted
-from gemsc.verify.field.mode import RULES, OverField, Rule, rule
+from gemsc.verify.field.mode import RULES, OverField, rule
 from gemsc.verify.field.numbers import NotDecidedError
 
 aten = torch.ops.aten
@@ -213,26 +214,20 @@ RESIZES = (
 )
 
 
-def _average(name: str) -> Rule:
-    def run(mode: OverField, x: Tensor, *args: Any) -> Tensor:
-        x = mode.of(x)
-        if x.dim() != _num_axes(name) + 2:
-            raise NotDecidedError("a pool without a batch")
-        found = mode.field.reduced(getattr(aten, name)(x, *_pool_args(list(args), 1)))
-        return mode.mul(found, mode.inverse(_pool_factors(name, x, args)))
-
-    return run
+def _average(name: str, mode: OverField, x: Tensor, *args: Any) -> Tensor:
+    x = mode.of(x)
+    if x.dim() != _num_axes(name) + 2:
+        raise NotDecidedError("a pool without a batch")
+    found = mode.field.reduced(getattr(aten, name)(x, *_pool_args(list(args), 1)))
+    return mode.mul(found, mode.inverse(_pool_factors(name, x, args)))
 
 
-def _average_backward(name: str) -> Rule:
-    def run(mode: OverField, g: Tensor, x: Tensor, *args: Any) -> Tensor:
-        g = mode.mul(mode.of(g), mode.inverse(_pool_factors(name, x, args)))
-        found = getattr(aten, f"{name}_backward")(
-            g, mode.of(x), *_pool_args(list(args), 1)
-        )
-        return mode.field.reduced(found)
-
-    return run
+def _average_backward(
+    name: str, mode: OverField, g: Tensor, x: Tensor, *args: Any
+) -> Tensor:
+    g = mode.mul(mode.of(g), mode.inverse(_pool_factors(name, x, args)))
+    backward = getattr(aten, f"{name}_backward")
+    return mode.field.reduced(backward(g, mode.of(x), *_pool_args(list(args), 1)))
 
 
 def _pool_factors(name: str, x: Tensor, args: Any) -> Any:
@@ -252,32 +247,23 @@ def _pool_args(args: list[Any], divisor: Any) -> list[Any]:
     return [kernel, *rest, divisor]
 
 
-def _resize(name: str) -> Rule:
-    axes = _num_axes(name)
-
-    def run(mode: OverField, x: Tensor, *args: Any, **how: Any) -> Tensor:
-        op = getattr(aten, name)
-        size = tuple(x.shape[-axes:])
-        matrices = _matrices(mode, lambda t: op(t, *args, **how), size)
-        return _along(mode, mode.of(x), matrices)
-
-    return run
+def _resize(name: str, mode: OverField, x: Tensor, *args: Any, **how: Any) -> Tensor:
+    op, size = getattr(aten, name), tuple(x.shape[-_num_axes(name) :])
+    matrices = _matrices(mode, lambda t: op(t, *args, **how), size)
+    return _along(mode, mode.of(x), matrices)
 
 
-def _resize_backward(name: str) -> Rule:
-    axes = _num_axes(name)
-
-    def run(mode: OverField, g: Tensor, *args: Any, **how: Any) -> Tensor:
-        op = getattr(aten, name)
-        if name.startswith("_adaptive"):
-            rest, size = [list(g.shape[-axes:])], args[0].shape
-        else:
-            output, size, *rest = args
-            rest = [output, *rest]
-        matrices = _matrices(mode, lambda t: op(t, *rest, **how), tuple(size[-axes:]))
-        return _along(mode, mode.of(g), [m.t() for m in matrices])
-
-    return run
+def _resize_backward(
+    name: str, mode: OverField, g: Tensor, *args: Any, **how: Any
+) -> Tensor:
+    op, axes = getattr(aten, name), _num_axes(name)
+    if name.startswith("_adaptive"):
+        rest, size = [list(g.shape[-axes:])], args[0].shape
+    else:
+        output, size, *rest = args
+        rest = [output, *rest]
+    matrices = _matrices(mode, lambda t: op(t, *rest, **how), tuple(size[-axes:]))
+    return _along(mode, mode.of(g), [m.t() for m in matrices])
 
 
 def _matrices(
@@ -314,8 +300,8 @@ def _num_axes(name: str) -> int:
 
 
 for _name in ("avg_pool2d", "avg_pool3d"):
-    RULES[_name] = _average(_name)
-    RULES[f"{_name}_backward"] = _average_backward(_name)
+    RULES[_name] = partial(_average, _name)
+    RULES[f"{_name}_backward"] = partial(_average_backward, _name)
 for _name in RESIZES:
-    RULES[_name] = _resize(_name)
-    RULES[f"{_name}_backward"] = _resize_backward(_name)
+    RULES[_name] = partial(_resize, _name)
+    RULES[f"{_name}_backward"] = partial(_resize_backward, _name)

@@ -18,16 +18,8 @@ from gemsc.importers.onnx.operators.node import (
 )
 from gemsc.importers.onnx.operators.parameters import Static, Value, torch_type
 from gemsc.importers.onnx.operators.windows import NodeWindows
-from gemsc.importers.sheet import Symbol
+from gemsc.importers.sheet import Symbol, layer_class
 
-CONVOLUTIONS: Any = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
-TRANSPOSED: Any = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
-BATCHNORMS: Any = {
-    **dict.fromkeys([2, 3], (gemsc.nn.BatchNorm1d, nn.BatchNorm1d)),
-    4: (gemsc.nn.BatchNorm2d, nn.BatchNorm2d),
-    5: (gemsc.nn.BatchNorm3d, nn.BatchNorm3d),
-}
-INSTANCE_NORMS: Any = {3: nn.InstanceNorm1d, 4: nn.InstanceNorm2d, 5: nn.InstanceNorm3d}
 Sizes = tuple[int, ...]
 
 # ---------------------------------------------------------------------- convolutions
@@ -48,7 +40,7 @@ def _convolution(node: Node, x: Symbol, weight: Value, bias: Value | None) -> Sy
         settings = f"{stride}, {padding}, {windows.dilation}, {group}"
         return node.gives(f"F.conv{rank}d({x}, {tensors}, {settings})")
     bias = _without_zeros(bias)
-    layer = CONVOLUTIONS[rank](
+    layer = layer_class("Conv", rank)(
         weight.shape[1] * group,
         weight.shape[0],
         weight.shape[2:],
@@ -94,7 +86,7 @@ def _transposed_convolution(
         settings = f"{stride}, {padding}, {more}, {group}, {dilation}"
         return node.gives(f"F.conv_transpose{rank}d({x}, {tensors}, {settings}){crop}")
     bias = _without_zeros(bias)
-    layer = TRANSPOSED[rank](
+    layer = layer_class("ConvTranspose", rank)(
         weight.shape[0],
         weight.shape[1] * group,
         kernel,
@@ -110,7 +102,7 @@ def _transposed_convolution(
 
 
 def _check_rank(node: Node, weight: Value) -> None:
-    if weight.rank - 2 not in CONVOLUTIONS:
+    if not 3 <= weight.rank <= 5:
         raise node.refuse("is no convolution over 1, 2 or 3 axes")
 
 
@@ -242,9 +234,9 @@ def _batch_norm(
         values = [x, *map(node.tensor, (mean, variance, scale, shift))]
         text = ", ".join(map(str, values))
         return [node.gives(f"F.batch_norm({text}, False, 0.0, {node.attr.epsilon})")]
-    if x.rank not in BATCHNORMS:
+    if not 2 <= x.rank <= 5:
         raise node.refuse(f"takes a value of {x.rank} axes, not 2 to 5")
-    ours, plain = BATCHNORMS[x.rank]
+    name = f"BatchNorm{max(x.rank - 2, 1)}d"
     is_affine = not (node.is_filler(scale, 1.0) and node.is_filler(shift, 0.0))
     names = ("weight", "bias", "running_mean", "running_var")
     weights = dict(zip(names, held, strict=True))
@@ -258,10 +250,11 @@ def _batch_norm(
     # before opset 14 a node that trains gives five values
     in_training = node.attr.training_mode or len(node.proto.output) > 1
     if in_training and node.is_filler(mean, 0.0) and node.is_filler(variance, 1.0):
-        layer = plain(x.shape[1], track_running_stats=False, **settings)
+        layer = getattr(nn, name)(x.shape[1], track_running_stats=False, **settings)
         del weights["running_mean"], weights["running_var"]
     else:
-        layer = ours(x.shape[1], momentum=round(1 - node.attr.momentum, 9), **settings)
+        settings["momentum"] = round(1 - node.attr.momentum, 9)
+        layer = getattr(gemsc.nn, name)(x.shape[1], **settings)
     return [node.gives(f"{node.layer(layer, **weights)}({x})")]
 
 
@@ -314,8 +307,9 @@ def _instance_norm(node: Node, x: Symbol, scale: Value, bias: Value) -> Symbol:
     # torch.onnx makes weights up for a norm without them
     if held and node.is_filler(scale, 1) and node.is_filler(bias, 0):
         return node.gives(f"F.instance_norm({x}, eps={eps})")
-    if held and x.rank in INSTANCE_NORMS:
-        module = INSTANCE_NORMS[x.rank](x.shape[1], eps=node.attr.epsilon, affine=True)
+    if held and 3 <= x.rank <= 5:
+        make = layer_class("InstanceNorm", x.rank - 2)
+        module = make(x.shape[1], eps=node.attr.epsilon, affine=True)
         return _called(node, module, held, x)
     settings = f"weight={node.tensor(scale)}, bias={node.tensor(bias)}, eps={eps}"
     return node.gives(f"F.instance_norm({x}, {settings})")

@@ -16,7 +16,6 @@ from gemsc.importers.weight import Array
 
 # where PyTorch's gates are among those of the file: iofc and zrh
 GATES = {"LSTM": (0, 2, 3, 1), "GRU": (1, 0, 2), "RNN": (0,)}
-LAYERS: Any = {"LSTM": nn.LSTM, "GRU": nn.GRU, "RNN": nn.RNN}
 ACTIVATIONS = {"LSTM": ["Sigmoid", "Tanh", "Tanh"], "GRU": ["Sigmoid", "Tanh"]}
 
 # ------------------------------------------------------------------------- recurrence
@@ -43,7 +42,8 @@ def _recurrent(
         x = node.sheet.line("reversed", f"{x}{flip}")
     known = _known(node, [weight, recurrence, bias])
     settings = {"nonlinearity": usual[0].lower()} if node.kind == "RNN" else {}
-    layer = LAYERS[node.kind](
+    make: Any = getattr(nn, node.kind)
+    layer = make(
         x.shape[-1],
         recurrence.shape[-1],
         bias=bias is not None,
