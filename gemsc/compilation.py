@@ -21,6 +21,7 @@ from gemsc.ir.flow import (
 from gemsc.ir.program import Program
 from gemsc.plan import Plan, rank_file
 from gemsc.schedules.loops import Step
+from gemsc.weights.elsewhere import Elsewhere
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,7 @@ class Compilation:
     name: str = ""
     variants: Mapping[str, Compilation] = field(default_factory=dict)
     largest: str = ""
+    elsewhere: Elsewhere | None = None
 
     @property
     def program(self) -> Program:

@@ -51,7 +51,9 @@ from gemsc.search.candidates import Candidate
 from gemsc.search.grids import image_sizes
 from gemsc.search.sharing import choose_sharing, sharing_note
 from gemsc.verify.first_step import first_step
+from gemsc.weights.elsewhere import Elsewhere
 from gemsc.weights.keras_model import as_module
+from gemsc.weights.on_meta import check_buffers, is_on_meta, standing
 
 __all__ = [
     "CompiledProgram",
@@ -80,6 +82,7 @@ def compile(
     after_each: Observer | None = None,
     progress: Progress = lambda name, share: None,
     edited: EditedPlan | None = None,
+    elsewhere: Elsewhere | None = None,
     **choices: Any,
 ) -> CompiledProgram:
     """Compile a model for several ranks.
@@ -93,6 +96,9 @@ def compile(
     plan replaces them all. `progress(block, share)` is called while `profile=True`
     measures blocks.
 
+    What the model has on the meta device the program has not either: its ranks find it
+    `elsewhere`, or it is imported later. Without weights nothing is compared with it.
+
     The model's parameters and buffers and the random generators are left unchanged;
     a `memory_format` changes how they lie in memory.
 
@@ -101,7 +107,11 @@ def compile(
     """
     model = as_module(model)
     options = replace(options or CompileOptions(), **choices)
-    with edited.lines() if edited else nullcontext():
+    has_weights = not is_on_meta(model)
+    is_held = elsewhere is None and has_weights
+    elsewhere = None if is_held else elsewhere or Elsewhere.of(model)
+    check_buffers(model)
+    with standing(model), edited.lines() if edited else nullcontext():
         if edited is not None:
             options = edited.options()
         traced_as = partial(
@@ -109,7 +119,8 @@ def compile(
             frontend=options.frontend,
             precision=options.precision,
             memory_format=options.memory_format,
-            check=options.check,
+            check=options.check and has_weights,
+            is_limited=not is_held,
             hardware=read_hardware(options.hardware),
             profile=options.profile,
             device=torch.device(options.device) if options.device else None,
@@ -135,9 +146,12 @@ def compile(
         if edited is not None:
             edited.check_shared(program.plan)
         if options.check:
-            unchecked = first_step(program.compilation, *given, **feed)
+            unchecked = "the model has no weights here"
+            if has_weights:
+                unchecked = first_step(program.compilation, *given, **feed)
             program = program.with_plan(unchecked=unchecked)
-        return program
+        held = replace(program.compilation, elsewhere=elsewhere)
+        return replace(program, compilation=held)
 
 
 def lower(

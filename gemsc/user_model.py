@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -34,12 +34,16 @@ from gemsc.source import (
     import_source,
     user_failure,
 )
+from gemsc.weights.elsewhere import Elsewhere
 from gemsc.weights.keras_model import as_module
 from gemsc.weights.load import load_weights
+from gemsc.weights.on_meta import give_buffers
+from gemsc.weights.source import WeightFiles, matched
 
 HOOKS = {  # called beside the steps of training, or in prediction
     "on_step": "on_step(trainer, report) on every rank",
     "on_epoch": "on_epoch(trainer, epoch, figures) on every rank",
+    "init": "init(module) for each module with tensors of its own, to set these alone",
     "predict_input": "predict_input(region) with a height x width x channels array",
     "predict_output": "predict_output(output) with what the model returns for a sample",
 }
@@ -73,6 +77,7 @@ class UserModel:
     predict_output: Any = None
     constants: Mapping[str, str] = field(default_factory=dict)
     weights: Any = None
+    init: Any = None
     pad_value: Any = None
     bucket: Any = None
     collate: Any = None
@@ -91,6 +96,19 @@ class UserModel:
             GemscError: the user's function fails or gives something else, or the
                 weights are not those of the model.
         """
+        made = self.make_unfilled(seed=seed)
+        if self.weights is not None:
+            self.fill(made)
+        return made
+
+    def make_unfilled(self, *, seed: int = 0) -> nn.Module:
+        """Return the model without the weights that the file names.
+
+        On the meta device its parameters have no data; its tables have.
+
+        Raises:
+            GemscError: the user's function fails or gives something else.
+        """
         with self.lines():
             made = as_module(self._make(self.name, self.model, seed))
         if not isinstance(made, nn.Module):
@@ -99,19 +117,58 @@ class UserModel:
                 at=self.line_of(self.name),
                 help=f"return a torch.nn.Module from {self.name}()",
             )
-        if self.weights is not None:
-            self._load_weights(made, seed)
+        give_buffers(made, partial(self._make, self.name, self.model))
         return made
 
-    def _load_weights(self, model: nn.Module, seed: int) -> None:
-        place = self._make("weights", self.weights, seed)
+    def weight_files(self) -> Path | None:
+        """Return the file or folder that `weights` names, from the folder of the file.
+
+        Raises:
+            GemscError: it names none.
+        """
+        if self.weights is None:
+            return None
+        place = self._make("weights", self.weights, 0)
+        if not isinstance(place, str | Path):
+            raise GemscError(
+                f"weights is of type {type(place).__name__}",
+                at=self.line_of("weights"),
+                help="name a file or a folder, from the folder of the model's file",
+            )
+        return self.path.parent / Path(place).expanduser()
+
+    def fill(self, model: nn.Module) -> None:
+        """Put a model on the memory of the files of `weights`.
+
+        Raises:
+            GemscError: they are damaged, or not those of the model.
+        """
         with self._at_line_of("weights"):
-            if not isinstance(place, str | Path):
-                raise GemscError(
-                    f"weights is of type {type(place).__name__}",
-                    help="name a file or a folder, from the folder of the model's file",
-                )
-            load_weights(model, self.path.parent / Path(place).expanduser())
+            if (place := self.weight_files()) is not None:
+                load_weights(model, place)
+
+    def check_files(self, elsewhere: Elsewhere) -> None:
+        """Make sure that the files of `weights` are those of the model.
+
+        Raises:
+            GemscError: they are damaged, or have other names or shapes.
+        """
+        with self._at_line_of("weights"):
+            files = WeightFiles.open(Path(elsewhere.files))
+            matched(files, [*elsewhere.tensors.values()])
+
+    def initialized(self) -> tuple[nn.Module, Callable[[nn.Module], object]]:
+        """Return the model without weights, and what gives a module its own.
+
+        Raises:
+            GemscError: the file has no init(module).
+        """
+        if not callable(self.init):
+            raise GemscError(
+                f"{self.path.name} has no init(module)",
+                help="the program was compiled from a file that had; compile again",
+            )
+        return self.make_unfilled(), partial(self.call, "init")
 
     def make_inputs(self, shape: int | None = None) -> Inputs:
         """Return the example inputs of one micro-batch.

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+ELSEWHERE = "elsewhere.json"  # where a program's weights are, if it has them not itself
 DISTRIBUTED = ".metadata"  # the table of a folder of torch.distributed.checkpoint
 
 

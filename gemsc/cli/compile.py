@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from torch import nn
 
 from gemsc.base.files import write_text
 from gemsc.base.fingerprint import source_fingerprints
@@ -52,9 +53,12 @@ from gemsc.source import split_constants
 from gemsc.user_model import UserModel, load_user_model
 from gemsc.viz.terminal import notes, of_this_machine, show_candidates
 from gemsc.viz.terminal import show as show_plan
-from gemsc.weights.load import blank
+from gemsc.weights.elsewhere import Elsewhere
+from gemsc.weights.initialize import Initialized
+from gemsc.weights.load import blank, put
 
 FILES = "Files"
+COMPARED_BYTES = 2**32  # of the weights of a model on the meta device
 PLAN_SECONDS = 5.0  # from one line to the next, where nobody watches
 COMPARED = (
     *("ranks", "data", "per_device", "schedule", "micro_batches", "balance"),
@@ -225,14 +229,43 @@ def compiled(
         if len(shapes) > 1:
             given["example_inputs"] = shapes
             given["example_target"] = user.make_targets(shapes)
+        given["model"], elsewhere = _with_weights(given["model"], user, options)
         program = compile(
             **given,
+            elsewhere=elsewhere,
             options=options,
             source=user.path,
             after_each=watch,
             edited=edited,
         )
     return program.with_plan(**_source(program.plan, user))
+
+
+def _with_weights(
+    model: nn.Module, user: UserModel, options: CompileOptions
+) -> tuple[nn.Module, Elsewhere | None]:
+    """Return a model with weights to compare with, and where its ranks find them.
+
+    Those of a model on the meta device stay where they are: in the files of `weights`,
+    or made by `init`. It has them itself where it is small enough to be compared.
+    """
+    elsewhere = Elsewhere.of(model)
+    if not elsewhere.absent:
+        user.fill(model)
+        return model, None
+    is_compared = options.check and elsewhere.bytes <= COMPARED_BYTES
+    if (place := user.weight_files()) is not None:
+        elsewhere = elsewhere.in_files(place)
+        if is_compared or options.profile:
+            user.fill(model)
+        else:
+            user.check_files(elsewhere)
+    elif user.init is not None:
+        elsewhere = replace(elsewhere, is_made=True)
+        if is_compared:
+            made = Initialized(*user.initialized())
+            put(model, {name: made.tensor(name) for name in elsewhere.absent})
+    return model, elsewhere
 
 
 def _plan(
@@ -246,7 +279,9 @@ def _plan(
         pass_line(PLAN_SECONDS, PLAN_SECONDS) as line,
         _prepared(user, options) as given,
     ):
-        if not options.profile:
+        if options.profile:
+            user.fill(given["model"])
+        else:
             blank(given["model"])
         show = _say_nothing if options.profile else line
         traced_as = partial(
@@ -276,7 +311,7 @@ def _prepared(user: UserModel, options: CompileOptions) -> Iterator[dict[str, An
     bar = progress_bar() if options.profile else nullcontext(_say_nothing)
     with bar as progress, user.lines():
         yield {
-            "model": user.make_model(),
+            "model": user.make_unfilled(),
             "example_inputs": inputs,
             "loss": user.make_loss() if user.loss is not None else None,
             "example_target": user.make_target(inputs),

@@ -15,6 +15,7 @@ import typer
 from torch import Tensor, nn
 
 from gemsc.base.files import DISTRIBUTED
+from gemsc.base.units import parse_bytes
 from gemsc.cli.terminal import tell
 from gemsc.errors import GemscError, UsageError
 from gemsc.importers.back import write_back
@@ -25,10 +26,10 @@ from gemsc.plan import Plan
 from gemsc.runtime.checkpoint.files import OptimizerState, saved_model
 from gemsc.runtime.checkpoint.folder import LATEST, MODEL
 from gemsc.runtime.training.run_folder import ABOUT, RUNS
+from gemsc.runtime.training.starting import first_weights
 from gemsc.user_model import UserModel, load_user_model
-from gemsc.weights.load import NOT_OF_THE_MODEL
-from gemsc.weights.source import WeightFiles
-from gemsc.weights.write import Entry, write_stream
+from gemsc.weights.load import NOT_OF_THE_MODEL, put, stage_tensors
+from gemsc.weights.write import INDEX, Entry, write_shards, write_stream
 
 FOR_TORCH = ".dcp"
 KINDS = (".safetensors", FOR_TORCH, *READERS)
@@ -48,6 +49,13 @@ def export_command(
             "a folder that ends in .dcp is written for torch.distributed.checkpoint",
         ),
     ] = None,
+    max_shard_size: Annotated[
+        str | None,
+        typer.Option(
+            help="write a folder of .safetensors files of at most so many bytes each, "
+            "with an index, as Hugging Face ships models: 5GiB"
+        ),
+    ] = None,
     ema: Annotated[
         bool,
         typer.Option(help="export the averaged weights of a run with --ema"),
@@ -61,9 +69,13 @@ def export_command(
         )
     if f".{output}" in KINDS:  # --to onnx
         output = Path(f"model.{output}")
+    most = _most_bytes(max_shard_size, output)
     with trained_model(run, averages=ema) as trained:
         try:
-            notes = _write(run, output, trained)
+            if most is not None:
+                notes = _write_shards(output, trained, most)
+            else:
+                notes = _write(run, output, trained)
         except OSError as error:
             raise GemscError(
                 f"{output} cannot be written: {error.strerror}",
@@ -73,6 +85,44 @@ def export_command(
         tell(f"note: {note}")
     line = f"wrote {output}: {trained.what}"
     tell(line)
+
+
+def _most_bytes(size: str | None, output: Path) -> int | None:
+    if size is None:
+        return None
+    if output.suffix in KINDS:
+        raise UsageError(
+            f"--max-shard-size writes several files, and {output} is one",
+            help="give the name of a folder with -o, without an ending",
+        )
+    if (found := parse_bytes(size)) <= 0:
+        raise UsageError(f"--max-shard-size {size}", help="for example 5GiB")
+    return found
+
+
+def _write_shards(output: Path, trained: Trained, most_bytes: int) -> list[str]:
+    """Write a folder of files with an index; return notes."""
+    ours = output.is_dir() and (output / INDEX).is_file()
+    if output.exists() and not ours and _has_content(output):
+        raise GemscError(
+            f"{output} is there, and no folder of weights with an index",
+            help="give another folder with -o",
+        )
+    with _replaced_folder(output) as new:
+        new.mkdir()
+        count = write_shards(new, trained.table, trained.read, most_bytes)
+    return [f"{count} file{'s' * (count > 1)}, and {INDEX}"]
+
+
+@contextmanager
+def _replaced_folder(output: Path) -> Iterator[Path]:
+    """Give a folder beside to make; if that succeeds, it takes the place."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as beside:
+        yield Path(beside) / "new"
+        if output.exists():
+            output.rename(Path(beside) / "old")
+        (Path(beside) / "new").rename(output)
 
 
 def _write(run: Path, output: Path, trained: Trained) -> list[str]:
@@ -140,12 +190,8 @@ def _write_for_torch(output: Path, trained: Trained) -> list[str]:
         }
         state["optimizer"] = {"state": states, "param_groups": groups, **flat}
         notes.append("the optimizer's state is in it, as 'optimizer'")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as beside:
-        write_distributed(Path(beside) / "new", state)
-        if output.exists():
-            output.rename(Path(beside) / "old")
-        (Path(beside) / "new").rename(output)
+    with _replaced_folder(output) as new:
+        write_distributed(new, state)
     return notes
 
 
@@ -232,8 +278,10 @@ def load_trained(program: Path, trained: Trained) -> tuple[UserModel, nn.Module]
             help="export it as .safetensors",
         )
     user = load_user_model(plan.spec, constants=plan.constants)
-    model = user.make_model()
+    model = user.make_unfilled()
     state = model.state_dict(keep_vars=True)
+    own = {id(tensor): name for name, tensor in stage_tensors(model).items()}
+    missing: dict[str, Tensor] = {}
     taken = {id(state[name]) for name in trained.table if name in state}
     for name, tensor in state.items():
         entry = trained.table.get(name)
@@ -249,7 +297,11 @@ def load_trained(program: Path, trained: Trained) -> tuple[UserModel, nn.Module]
                     f"{list(tensor.shape)} in {user.path.name}",
                     help="compile and train the model as it is now",
                 )
-            tensor.data.copy_(trained.read(name))
+            if tensor.is_meta:
+                missing[own[id(tensor)]] = trained.read(name)
+            else:
+                tensor.data.copy_(trained.read(name))
+    put(model, missing)
     return user, model
 
 
@@ -267,15 +319,13 @@ def _last_run(program: Path) -> Path | None:
 
 def _initial(program: Path) -> Trained:
     plan = Plan.read(program / "plan.toml")
-    files: dict[str, WeightFiles] = {}
+    first = first_weights(program, plan)
+    first.check()
+    stages: dict[str, int] = {}
+    table: dict[str, Entry] = {}
     for stage in plan.stages:
-        path = program / plan.weights / f"stage{stage.index}.safetensors"
-        stored = WeightFiles.open(path)
-        files |= dict.fromkeys(stored.table, stored)
-    table = {
-        name: stored.table[name]
-        for name, stored in files.items()
-        if not name.startswith(NOT_OF_THE_MODEL)
-    }
+        for name, entry in first.table(stage.index).items():
+            if not name.startswith(NOT_OF_THE_MODEL):
+                table[name], stages[name] = entry, stage.index
     what = f"the model that {program} starts from"
-    return Trained(what, table, lambda name: files[name].mapped(name))
+    return Trained(what, table, lambda name: first.read(stages[name], name))

@@ -23,6 +23,7 @@ from gemsc.importers.origin import MODEL_FILE
 from gemsc.importers.write import counts
 from gemsc.plan import Plan
 from gemsc.runtime.training.program_directory import load_program
+from gemsc.runtime.training.starting import first_weights
 from gemsc.weights.load import NOT_OF_THE_MODEL
 from gemsc.weights.source import Wanted, WeightFiles, conversions, matched
 from gemsc.weights.write import Entry, write_stream
@@ -130,30 +131,37 @@ def import_weights(directory: Path, path: Path) -> list[str]:
     """Replace a program's initial weights; return notes about what was converted.
 
     They are written into a new folder, one tensor at a time, and plan.toml then names
-    it: a program starts from all of the old weights, or from all of the new ones.
+    it: a program starts from all of the old weights, or from all of the new ones. A
+    program that has none itself is told where they are: its ranks read them there.
 
     Raises:
         GemscError: the files are damaged, or not those of the program's model.
     """
     plan = Plan.read(directory / "plan.toml")
-    names = (f"stage{stage.index}.safetensors" for stage in plan.stages)
-    stages = [WeightFiles.open(directory / plan.weights / name) for name in names]
-    table = {name: entry for stage in stages for name, entry in stage.table.items()}
-    wanted = _wanted(directory, plan, table)
-    files = WeightFiles.open(path)
+    first, stages = first_weights(directory, plan), range(len(plan.stages))
+    tables = [first.table(stage) for stage in stages]
+    there, files = first.elsewhere, WeightFiles.open(path)
+    if there is not None:
+        wanted = [*there.tensors.values()]
+    else:
+        wanted = _wanted(directory, plan, {n: e for t in tables for n, e in t.items()})
     found = matched(files, wanted)
     number = int(plan.weights.partition("-")[2] or 1) + 1
     new = directory / f"weights-{number}"
     shutil.rmtree(new, ignore_errors=True)
     try:
-        for stage in stages:
+        for stage, table in enumerate(tables):
 
-            def read(name: str, stage: WeightFiles = stage) -> Tensor:
+            def read(name: str, stage: int = stage) -> Tensor:
                 if name not in found:
-                    return stage.mapped(name)
-                return files.mapped(found[name]).to(stage.table[name].dtype)
+                    return first.read(stage, name)
+                return files.mapped(found[name]).to(tables[stage][name].dtype)
 
-            write_stream(new / stage.path.name, stage.table, read, sync=True)
+            if there is not None:
+                table = {name: table[name] for name in there.kept(table)}
+            write_stream(new / f"stage{stage}.safetensors", table, read, sync=True)
+        if there is not None:
+            there.now_in(path).write(new, there.stages, directory)
         sync(new)
         plan = replace(plan, weights=new.name)
         write_text(directory / "plan.toml", plan.to_toml(directory))

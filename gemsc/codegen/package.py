@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 
 from torch import Tensor
 
+from gemsc.base.files import ELSEWHERE
 from gemsc.base.process import MALLOC_SETTING
 from gemsc.base.units import show_bytes
 from gemsc.codegen.order import orders
@@ -110,13 +111,14 @@ def write_directory(compilation: Compilation, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=BESIDE, dir=directory) as name:
         new = Path(name)
-        _write_weights(compilation, new / "weights")
+        _write_weights(compilation, new / "weights", directory)
         for file, text in texts.items():
             (new / file).write_text(text, encoding="utf-8")
         (directory / "plan.toml").unlink(missing_ok=True)
         (directory / "weights").mkdir(exist_ok=True)
         _remove(directory, "rank*.py")
         _remove(directory / "weights", "stage*.safetensors")
+        _remove(directory / "weights", ELSEWHERE)
         for imported in directory.glob("weights-*"):
             shutil.rmtree(imported)
         for path in (new / "weights").iterdir():
@@ -153,15 +155,19 @@ def _is_program(directory: Path) -> bool:
     return "from gemsc.runtime" in text and "import main" in text
 
 
-def _write_weights(compilation: Compilation, folder: Path) -> None:
+def _write_weights(compilation: Compilation, folder: Path, directory: Path) -> None:
     tensors: dict[str, Tensor] = {}
     for each in (*compilation.variants.values(), compilation):
         for program in (each.evaluation, each.program):
             module = program.module
             tensors |= dict([*module.named_parameters(), *module.named_buffers()])
+    elsewhere = compilation.elsewhere
     for index, names in enumerate(compilation.owned):
         path = folder / f"stage{index}.safetensors"
-        write_tensors(path, {name: tensors[name] for name in names})
+        kept = names if elsewhere is None else elsewhere.kept(names)
+        write_tensors(path, {name: tensors[name] for name in kept})
+    if elsewhere is not None and elsewhere.absent:
+        elsewhere.write(folder, compilation.owned, directory)
 
 
 def _remove(directory: Path, pattern: str) -> None:

@@ -40,7 +40,7 @@ from gemsc.runtime.process.failure import computed_lines
 from gemsc.runtime.process.sharing import check_sharing
 from gemsc.runtime.process.stop import STOPPED
 from gemsc.runtime.training.arguments import Parser, make_parser, parse_arguments
-from gemsc.runtime.training.program_directory import check_program
+from gemsc.runtime.training.program_directory import check_program, check_weights
 from gemsc.runtime.training.run_folder import LOCK, choose_folder
 
 
@@ -71,6 +71,7 @@ def start(
     folder = choose_folder(directory, options)
     if options.goes_on and options.resume is not None:
         check_checkpoint(options.resume)
+    check_weights(directory, plan, options.resume)
     if folder is None:  # it does not train
         return _Job(directory, plan, (*rest,), hosts, engine).run().code
     if not is_named:

@@ -23,6 +23,7 @@ from gemsc.frontend import FRONTENDS
 from gemsc.frontend.check import check_against_eager
 from gemsc.frontend.eager import autocast_of, check_optimizer
 from gemsc.frontend.writer import name_constants
+from gemsc.ir import meta
 from gemsc.ir.opaque import Opaque, opaques
 from gemsc.ir.program import Program
 from gemsc.options import choose
@@ -39,6 +40,8 @@ from gemsc.passes.manager import Observer, Runs
 from gemsc.passes.separate_towers import SeparateTowers
 from gemsc.passes.time_blocks import TimeBlocks
 
+MOST_FLOPS = 2e11  # forward, of a check that is limited: a minute of one core
+
 
 def trace(
     model: nn.Module,
@@ -51,6 +54,7 @@ def trace(
     precision: str = "float32",
     memory_format: str = "as-given",
     check: bool = True,
+    is_limited: bool = False,
     evaluates: bool = True,
     hardware: Hardware | None = None,
     profile: bool = False,
@@ -64,6 +68,7 @@ def trace(
     Seconds are those of the hardware's device, the shipped default if None; or measured
     here, on the `device`, if `profile`. Without `evaluates` the result can be planned,
     not compiled. Several graphs of a model are traced with one dict of `constants`.
+    A check that `is_limited` is left out where it would take minutes.
     """
     record = choose("frontend", frontend, FRONTENDS)
     convert(model, memory_format)
@@ -73,8 +78,8 @@ def trace(
     how = {**feed, "autocast": autocast_of(model, precision)}
     recorded = partial(_recorded, record, constants, model, example_inputs, **how)
 
-    def compare(program: Program) -> None:
-        check_against_eager(program, model, example_inputs, **feed, training=trains)
+    checked = model, example_inputs, {**feed, "training": trains}
+    compare = partial(_compare, checked, is_limited)
 
     def prepared(opaque: Mapping[str, Opaque]) -> Program:
         program = recorded(opaque=opaque, training=trains)
@@ -115,6 +120,19 @@ def trace(
         same_order = Canonicalize(), CausalMasks(), FollowOrder(program)
         evaluation = run(evaluation, *same_order)
     return Traced(program, evaluation, find_twins(program, evaluation))
+
+
+def _compare(
+    checked: tuple[nn.Module, Any, dict[str, Any]], is_limited: bool, program: Program
+) -> None:
+    model, example_inputs, how = checked
+    if not (is_limited and _is_long(program)):
+        check_against_eager(program, model, example_inputs, **how)
+
+
+def _is_long(program: Program) -> bool:
+    flops = sum(meta.facts(node).flops for node in program.graph.nodes)
+    return flops > MOST_FLOPS
 
 
 def _recorded(

@@ -30,6 +30,7 @@ from gemsc.planner.predict import micro_batch_size
 from gemsc.schedules import SCHEDULES, Task, Timeline
 from gemsc.simulate.scaling import Point, Simulator
 from gemsc.user_model import UserModel, load_user_model
+from gemsc.weights.load import blank
 
 LARGE = 2**16  # elements
 _ATEN = torch.ops.aten
@@ -123,8 +124,9 @@ def trace_unfilled(
     result can be simulated, not compiled.
     """
     with Unfilled():  # type: ignore[no-untyped-call]
-        model, inputs = user.make_model(), user.make_inputs()
+        model, inputs = user.make_unfilled(), user.make_inputs()
         target = user.make_target(inputs)
+    blank(model)  # what is on the meta device
     traced_as = partial(
         trace,
         frontend=frontend,

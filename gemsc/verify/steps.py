@@ -41,12 +41,13 @@ from gemsc.runtime.data.stream_batches import batches_of
 from gemsc.runtime.process.device import exact_arithmetic, require_gpu
 from gemsc.runtime.training.loop import shape_classes
 from gemsc.runtime.training.program_directory import check_dtype, check_program
+from gemsc.runtime.training.starting import first_weights
 from gemsc.runtime.training.trainer import OptimizerFactory, as_structure
 from gemsc.user_model import UserModel, load_user_model
 from gemsc.verify.compare import Comparison, StepRecord, compare, read_record
 from gemsc.verify.precision import FULL, LowPrecision, Precision, WatchPrecision
 from gemsc.weights.keras_model import as_module
-from gemsc.weights.read import read_tensors
+from gemsc.weights.load import blank, put, stage_tensors
 
 CPU = torch.device("cpu")
 NUDGES = 6  # other roundings of one process that are tried
@@ -485,15 +486,21 @@ def user_model_of(directory: Path, plan: Plan) -> UserModel:
 
 def initial_model(user: UserModel, directory: Path) -> nn.Module:
     """Return the user's model with the weights that a program starts from."""
-    model = user.make_model()
+    model = user.make_unfilled()
     plan = Plan.read(directory / "plan.toml")
-    folder = directory / plan.weights
-    own = dict([*model.named_parameters(), *model.named_buffers()])
+    first = first_weights(directory, plan)
+    first.check()
+    own = stage_tensors(model)
+    values: dict[str, Tensor] = {}
     with torch.no_grad():
-        for path in sorted(folder.glob("*.safetensors")):
-            for name, tensor in read_tensors(path).items():
-                if name in own:
-                    own[name].copy_(tensor)
+        for stage in range(len(plan.stages)):
+            for name in first.table(stage).keys() & own.keys() - values.keys():
+                if own[name].is_meta:
+                    values[name] = first.read(stage, name)
+                else:
+                    own[name].copy_(first.read(stage, name))
+    put(model, values)
+    blank(model)  # what no stage has
     convert(model, plan.memory_format)
     return model
 

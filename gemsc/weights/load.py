@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from gemsc.base.dtypes import is_laid_out, to_format
 from gemsc.errors import GemscError
+from gemsc.weights.elsewhere import wanted_of
 from gemsc.weights.keras_model import KerasModel, is_keras
-from gemsc.weights.source import Wanted, WeightFiles, conversions, matched
-from gemsc.weights.write import Entry
+from gemsc.weights.source import WeightFiles, conversions, matched
 
 FEW = 64  # elements
 
@@ -37,7 +37,7 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> list[str]:
         module.give_back()
         return notes
     files = WeightFiles.open(Path(path))
-    wanted = list(_wanted(model))
+    wanted = list(wanted_of(model))
     found = matched(files, wanted)
     values = {}
     for each in wanted:
@@ -53,23 +53,6 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> list[str]:
             )
     put(model, values)
     return conversions(files, wanted)
-
-
-def _wanted(model: nn.Module) -> Iterator[Wanted]:
-    """Yield what a model's state_dict has, and buffers that are not in it."""
-    state = model.state_dict(keep_vars=True)
-    names: dict[int, list[str]] = {}
-    for name, tensor in _all_names(model):
-        names.setdefault(id(tensor), []).append(name)
-    for name, tensor in dict(_all_names(model)).items():
-        if (own := names[id(tensor)])[0] == name:
-            required = any(each in state for each in own)
-            yield Wanted(tuple(own), Entry.of(tensor), required)
-
-
-def _all_names(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
 
 
 def _converted(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from gemsc.base.parts import Part, make_whole
 from gemsc.errors import GemscError, InternalError
+from gemsc.weights.tensor_file import TensorFile
 
 AGAIN = "compile again to rewrite it"
 
@@ -24,8 +22,8 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     Raises:
         GemscError: it is missing or damaged.
     """
-    with _opened(path) as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    file = open_tensors(path)
+    return {name: file.mapped(name) for name in file.table}
 
 
 def read_tensor(path: Path, parts: Mapping[str, Part], name: str) -> Tensor:
@@ -37,39 +35,40 @@ def read_tensor(path: Path, parts: Mapping[str, Part], name: str) -> Tensor:
         GemscError: the file is missing or damaged, or has no such tensor, or one of
             another shape.
     """
-    with _opened(path) as file:
-        if name not in file.keys():  # noqa: SIM118
-            raise GemscError(f"{path} has no '{name}'", help=AGAIN)
-        if name in parts:
-            return _read_part(file.get_slice(name), parts[name], f"{path}: '{name}'")
-        mapped: Tensor = file.get_tensor(name)
-        return mapped.clone()
+    file = open_tensors(path)
+    if name not in file.table:
+        raise GemscError(f"{path} has no '{name}'", help=AGAIN)
+    return own_part(file.mapped(name), parts.get(name), f"{path}: '{name}'")
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def open_tensors(path: Path) -> TensorFile:
+    """Open a file of a program.
+
+    Raises:
+        GemscError: it is missing or damaged.
+    """
     try:
-        with safe_open(path, "pt") as file:
-            yield file
+        return TensorFile.open(path)
     except FileNotFoundError:
         raise GemscError(f"{path} is missing", help=AGAIN) from None
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, KeyError) as error:
         raise GemscError(f"{path} is damaged: {error}", help=AGAIN) from None
 
 
-def _read_part(stored: Any, part: Part, what: str) -> Tensor:
-    """Read a part of a tensor, one repetition of its units after the other."""
-    if (shape := tuple(stored.get_shape())) != part.shape:
+def own_part(mapped: Tensor, part: Part | None, what: str) -> Tensor:
+    """Return a tensor, or a part of it, in memory of its own.
+
+    Raises:
+        GemscError: the part is one of a tensor of another shape.
+    """
+    if part is None:
+        return mapped.clone()
+    if (shape := tuple(mapped.shape)) != part.shape:
         raise GemscError(
             f"{what} has shape {list(shape)}, the program needs {list(part.shape)}",
             help="use weights of this model, or compile again",
         )
-    if not part.shape:
-        number: Tensor = stored[...]
-        return number.clone()
-    around = (slice(None),) * part.dim
-    rows = [stored[(*around, slice(*interval))] for interval in part.intervals]
-    return torch.cat(rows, part.dim).contiguous()
+    return part.of(mapped)
 
 
 def pasted(

@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from gemsc.base.files import DISTRIBUTED
 from gemsc.errors import GemscError
-from gemsc.weights.write import DTYPES, Entry
+from gemsc.weights.tensor_file import TensorFile
+from gemsc.weights.write import Entry
 
 if TYPE_CHECKING:
     from gemsc.weights.distributed import DistributedCheckpoint
@@ -46,7 +47,7 @@ class WeightFiles:
 
     path: Path
     table: Mapping[str, Entry]
-    _files: Mapping[str, Path] = field(default_factory=dict, repr=False)
+    _files: Mapping[str, TensorFile] = field(default_factory=dict, repr=False)
     _tensors: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
     _distributed: DistributedCheckpoint | None = field(default=None, repr=False)
 
@@ -78,9 +79,7 @@ class WeightFiles:
             return self._distributed.read(name)
         if name in self._tensors:
             return self._tensors[name]
-        with safe_open(self._files[name], "pt") as file:
-            tensor: Tensor = file.get_tensor(name)
-        return tensor
+        return self._files[name].mapped(name)
 
 
 def open_distributed(folder: Path) -> DistributedCheckpoint:
@@ -133,33 +132,29 @@ def _of_index(index: Path) -> WeightFiles:
             )
     found = _of_files(index.parent, shards)
     for name, place in places.items():
-        if name not in found.table or found._files[name].name != str(place):
+        if name not in found.table or found._files[name].path.name != str(place):
             raise _damaged(index, f"{place} has no '{name}'")
     return found
 
 
 def _of_files(path: Path, files: Iterable[Path]) -> WeightFiles:
     table: dict[str, Entry] = {}
-    places: dict[str, Path] = {}
-    for file in files:
-        for name, entry in _table(file).items():
+    places: dict[str, TensorFile] = {}
+    for file in map(_opened, files):
+        for name, entry in file.table.items():
             if name in places:
+                first, second = places[name].path.name, file.path.name
                 raise GemscError(
-                    f"'{name}' is in {places[name].name} and in {file.name} of {path}",
+                    f"'{name}' is in {first} and in {second} of {path}",
                     help="give the file that is meant",
                 )
             table[name], places[name] = entry, file
     return WeightFiles(path, table, places)
 
 
-def _table(path: Path) -> dict[str, Entry]:
+def _opened(path: Path) -> TensorFile:
     try:
-        with safe_open(path, "pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            return {
-                name: Entry(DTYPES[stored.get_dtype()], tuple(stored.get_shape()))
-                for name, stored in slices.items()
-            }
+        return TensorFile.open(path)
     except KeyError as error:
         raise GemscError(
             f"{path} has tensors of type {error.args[0]}, which gemsc does not read",
@@ -167,12 +162,6 @@ def _table(path: Path) -> dict[str, Entry]:
         ) from None
     except (SafetensorError, OSError) as error:
         raise _damaged(path, str(error)) from None
-    except RuntimeError as error:  # of torch, which maps it to be written to
-        raise GemscError(
-            f"{path} is too large for this machine: {error}",
-            help="save it in several files, as save_pretrained() does, or as root: "
-            "sysctl vm.overcommit_memory=1",
-        ) from None
 
 
 def _of_torch(path: Path) -> dict[str, Tensor]:

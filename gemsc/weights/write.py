@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gemsc.base.files import FileFacts, replaced
+from gemsc.base.files import FileFacts, replaced, write_text
 from gemsc.errors import GemscError, InternalError
 
 ALIGNMENT = 8  # bytes, of what follows the table of a file
@@ -114,6 +114,43 @@ def write_stream(
             file.flush()
             os.fsync(file.fileno())
     return FileFacts(len(head) + end, digest.hexdigest())
+
+
+INDEX = "model.safetensors.index.json"
+
+
+def write_shards(
+    folder: Path,
+    table: Mapping[str, Entry],
+    read: Callable[[str], Tensor],
+    most_bytes: int,
+) -> int:
+    """Write the tensors of a table as Hugging Face ships them; return how many files.
+
+    Each file has some tensors of at most so many bytes together, or a larger one. The
+    index, which says what is where, comes last.
+
+    Raises:
+        GemscError: the format has no such dtype.
+        OSError: a file cannot be written.
+    """
+    groups: list[dict[str, Entry]] = []
+    room = 0
+    for name, entry in table.items():
+        if not groups or entry.bytes > room:
+            groups.append({})
+            room = most_bytes
+        groups[-1][name] = entry
+        room -= entry.bytes
+    places: dict[str, str] = {}
+    for number, group in enumerate(groups, 1):
+        file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        write_stream(folder / file, group, read)
+        places |= dict.fromkeys(group, file)
+    total = sum(entry.bytes for entry in table.values())
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    write_text(folder / INDEX, json.dumps(index, indent=2))
+    return len(groups)
 
 
 def stored_name(name: str, dtype: torch.dtype) -> str:

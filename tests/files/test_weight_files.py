@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import Gemsc, files, gemsc_here
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import gemsc as api
 from gemsc.cli import import_
 from gemsc.errors import GemscError
+from gemsc.plan import Plan
+from gemsc.weights.first import FirstWeights
 from gemsc.weights.source import WeightFiles
 
 MODEL = """
@@ -102,8 +104,11 @@ def gemsc(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) ->
 
 
 def weights_of(program: Path) -> dict[str, Tensor]:
-    paths = program.glob("weights*/stage*.safetensors")
-    return {name: t for path in paths for name, t in load_file(path).items()}
+    """Return what the ranks of a program read when they start."""
+    plan = Plan.read(program / "plan.toml")
+    first = FirstWeights(program / plan.weights)
+    stages = [stage.index for stage in plan.stages]
+    return {n: first.read(i, n) for i in stages for n in first.table(i)}
 
 
 def compiled(gemsc: Gemsc, *more: str) -> Path:
@@ -134,15 +139,6 @@ def test_weights_of_another_dtype_are_converted(here: Path, gemsc: Gemsc) -> Non
         for (n, t), w in zip(rounded.items(), state().values(), strict=True)
     }
     assert equal(weights_of(compiled(gemsc)), wanted)
-
-
-def test_a_meta_model_needs_weights(here: Path, gemsc: Gemsc) -> None:
-    text = Path("model.py").read_text().replace('weights = "folder"', "")
-    Path("model.py").write_text(text)
-    outcome = gemsc("compile", "model.py", "--ranks", "2", "-o", "out")
-    assert outcome.code == 1
-    assert "model.py:16: error: the model's 'embed.weight' has no data" in outcome.err
-    assert 'weights = "..."' in outcome.err
 
 
 @pytest.mark.parametrize("persistent", [True, False])
@@ -180,10 +176,13 @@ def test_the_files_of_a_model_stay_as_they_are(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- gemsc import
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("kind", ["one", "shards", "folder of one", "torch", "nested"])
 def test_a_program_starts_from_imported_weights(
-    kind: str, here: Path, gemsc: Gemsc
+    kind: str, device: str, here: Path, gemsc: Gemsc
 ) -> None:
+    text = (here / "model.py").read_text().replace('"meta"', f'"{device}"')
+    (here / "model.py").write_text(text)
     program, new = compiled(gemsc), state(seed=1)
     plan = (program / "plan.toml").read_text()
     source = here / "new"
@@ -208,6 +207,8 @@ def test_a_program_starts_from_imported_weights(
     assert equal(weights_of(program), new)
     changed = plan.replace('weights = "weights"', 'weights = "weights-2"')
     assert (program / "plan.toml").read_text() == changed
+    held = [path.stat().st_size for path in program.glob("weights*/stage*.safetensors")]
+    assert all((size > 200) is (device == "cpu") for size in held), held
 
 
 def test_an_import_that_fails_leaves_the_program(
@@ -358,18 +359,3 @@ def test_a_name_in_two_files_is_refused(tmp_path: Path) -> None:
         WeightFiles.open(tmp_path)
     with pytest.raises(GemscError, match="there is no file or folder"):
         WeightFiles.open(tmp_path / "nothing")
-
-
-def test_a_file_that_is_larger_than_memory_is_told(tmp_path: Path) -> None:
-    """It is mapped to be written to: the system wants memory for all of it."""
-    path, size = tmp_path / "model.safetensors", 2**42
-    entry = {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}
-    text = json.dumps({"a": entry}).encode()
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(file.tell() + size)  # a hole: it takes no disk
-    if Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "1":
-        assert WeightFiles.open(path).table["a"].shape == (size,)
-        return
-    with pytest.raises(GemscError, match="is too large for this machine"):
-        WeightFiles.open(path)

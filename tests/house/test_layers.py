@@ -68,7 +68,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "costs": (*IR, "messages"),
     "frontend": (*COSTS, "runtime.tiles"),
     "planner": PLANNER,
-    "compilation": ("errors", "base", "ir", "plan", "schedules"),
+    "compilation": ("errors", "base", "weights", "ir", "plan", "schedules"),
     "passes.spatial": (*COSTS, "nn", "messages", "runtime.tiles"),
     "passes.spatial.rules": (
         *(*COSTS, "nn", "messages", "runtime.tiles", "passes.spatial"),
@@ -132,7 +132,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "calibrate": (*COSTS, *RUNTIME, "runtime.memory", "launch"),
     "simulate": (
         *(*PLANNER, "compilation", "frontend", "passes", "search", "compiler"),
-        *("user_model", "viz"),
+        *("user_model", "viz", "weights"),
     ),
     # users' names
     "": (
@@ -158,6 +158,7 @@ IN_FUNCTIONS = {
     ("gemsc.runtime.training.arguments", "gemsc.runtime.process.device"),
     ("gemsc.launch.start", "gemsc.runtime.process.device"),
     ("gemsc.runtime.training.logs", "torch.utils.tensorboard"),
+    ("gemsc.runtime.training.program_directory", "gemsc.weights.first"),
     ("gemsc.weights.source", "gemsc.weights.distributed"),
     ("gemsc.cli.export", "gemsc.weights.distributed"),
 }

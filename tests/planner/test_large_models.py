@@ -191,13 +191,60 @@ def test_a_plan_needs_no_weights(tmp_path: Path) -> None:
     assert real[1] - meta[1] > 0.8 * 4 * layers * width**2
 
 
-def test_a_program_needs_them(tmp_path: Path) -> None:
-    (tmp_path / "model.py").write_text(
-        UNFILLED.format(device="meta", layers=2, width=8)
-    )
+LLAMA = Path(__file__).parents[2] / "examples" / "llama.py"
+SMALL = {
+    **{"LAYERS": 2, "WIDTH": 64, "HEADS": 4, "HIDDEN": 128},
+    **{"VOCABULARY": 64, "WORDS": 16},
+}
+
+
+def compiled_llama(folder: Path, *words: str) -> tuple[str, int]:
+    """Return what compiling the Llama for eight ranks says, and its peak in bytes."""
+    command = "compile", LLAMA, "--hardware", "a100", "--device-memory", "80GiB", *words
     done = subprocess.run(
-        [GEMSC, "compile", "model.py"], cwd=tmp_path, capture_output=True, text=True
+        [sys.executable, "-c", MEASURED, *command, "-o", "out", "--ranks", "8"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
     )
-    assert done.returncode == 1
-    assert "has no data: it is on the meta device" in done.stderr
-    assert "gemsc plan needs none" in done.stderr
+    assert done.returncode == 0, done.stderr
+    return done.stderr, 1024 * int(done.stderr.split()[-1])
+
+
+def test_a_small_llama_is_compared_with_its_model(tmp_path: Path) -> None:
+    constants = [w for k, v in SMALL.items() for w in ("--set", f"{k}={v}")]
+    said, _ = compiled_llama(tmp_path, "--micro-batches", "2", *constants)
+    assert "was compared" not in said
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("shards", [(), ("--shards", "8")], ids=["stages", "shards"])
+def test_seven_billion_parameters_compile(
+    shards: tuple[str, ...], tmp_path: Path
+) -> None:
+    said, peak = compiled_llama(tmp_path, "--micro-batches", "8", *shards)
+    assert "the model has no weights here" in said
+    assert peak < GIB
+    assert sum(f.stat().st_size for f in tmp_path.rglob("*")) < 32 * 2**20
+
+
+def test_a_rank_takes_its_part_and_a_tensor_more(tmp_path: Path) -> None:
+    """Of files that its program only names; of a shard, its part of each tensor."""
+    layers, width = 12, 1024
+    write_shards(tmp_path / "shards", layers, width)
+    text = MODEL.format(layers=layers, width=width, tests=str(SUPPORT))
+    (tmp_path / "model.py").write_text(text)
+    for number, split in enumerate(["1", "2"], 1):
+        words = "--ranks", "2", "--shards", split, "--no-check", "-o"
+        subprocess.run(
+            [GEMSC, "compile", "model.py", *words, f"program-{number}"],
+            cwd=tmp_path,
+            check=True,
+            capture_output=True,
+        )
+        held = sum(p.stat().st_size for p in tmp_path.glob("program-*/weights/*"))
+        assert held < 2**20
+        grown = growths(tmp_path, layers, width, "rank")["rank"]
+        layer = 4 * width * (width + 1)
+        assert layers / 2 * layer <= grown + layer  # it is there
+        assert grown < layers / 2 * layer + 3 * layer

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -18,9 +18,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import gemsc
+from gemsc.base.parts import Part
 from gemsc.runtime.training.program_directory import load_program
 from gemsc.runtime.worker.stages import Stages
-from gemsc.weights.read import read_tensor
+from gemsc.weights.first import FirstWeights
 
 SMALL = 8
 
@@ -110,10 +111,16 @@ def start_rank(folder: Path) -> None:
     """Build and fill the stage of rank 0, as a rank does when it starts."""
     program = sorted(folder.glob("program-*"))[-1]
     rank = load_program(program, 0)
+    first = FirstWeights(program / "weights")
     for run, kind in rank.stages.items():
-        path = program / "weights" / f"{run.stage_name}.safetensors"
-        read = partial(read_tensor, path, rank.parts)
+        read = partial(_read, first, rank.parts, run.stage)
         Stages().add(run, kind, read, torch.device("cpu"), None)
+
+
+def _read(
+    first: FirstWeights, parts: Mapping[str, Part], stage: int, name: str
+) -> Tensor:
+    return first.read(stage, name, parts.get(name))
 
 
 def growth(step: Callable[[], None]) -> int:
@@ -144,8 +151,9 @@ def main(folder: Path, layers: int, width: int, steps: list[str]) -> None:
         "VGG-16, no check": partial(compile, Vgg16, folder, image, False),
         "rank": partial(start_rank, folder),
     }
-    compile(partial(Net, 2, SMALL), folder, torch.zeros(2, SMALL), True)
-    start_rank(folder)
+    if steps != ["rank"]:
+        compile(partial(Net, 2, SMALL), folder, torch.zeros(2, SMALL), True)
+        start_rank(folder)
     print(json.dumps({step: growth(known[step]) for step in steps}))  # noqa: T201
 
 

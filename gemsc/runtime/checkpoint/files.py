@@ -6,15 +6,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from gemsc.errors import GemscError
@@ -32,6 +31,7 @@ from gemsc.runtime.checkpoint.optimizer_state import (
 )
 from gemsc.runtime.checkpoint.pieces import TensorPiece, make_up
 from gemsc.runtime.checkpoint.states import DTYPES, decode, dtype_name
+from gemsc.weights.tensor_file import TensorFile
 from gemsc.weights.write import DTYPES as STORED_DTYPES
 from gemsc.weights.write import Entry, write_stream
 
@@ -46,20 +46,7 @@ class StoredTensors:
         """Open nothing yet."""
         self._folder = folder
         self._table = {**table}
-        self._stack = ExitStack()
         self._files: dict[str, Any] = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stack.close()
-        self._files.clear()
 
     def __contains__(self, key: str) -> bool:
         return key in self._table
@@ -81,13 +68,10 @@ class StoredTensors:
         """
         found = cls(path.parent, {})
         try:
-            with safe_open(path, "pt") as file:
-                for name in file.keys():  # noqa: SIM118
-                    stored = file.get_slice(name)
-                    shape = tuple(stored.get_shape())
-                    pieces = ((path.name, TensorPiece.whole(shape)),)
-                    dtype = dtype_name(STORED_DTYPES[stored.get_dtype()])
-                    found._table[name] = Stored(dtype, shape, pieces)
+            for name, entry in TensorFile.open(path).table.items():
+                pieces = ((path.name, TensorPiece.whole(entry.shape)),)
+                dtype = dtype_name(entry.dtype)
+                found._table[name] = Stored(dtype, entry.shape, pieces)
         except (SafetensorError, OSError, KeyError) as error:
             raise GemscError(
                 f"{path} cannot be read: {str(error) or 'it is empty'}",
@@ -191,8 +175,7 @@ class StoredTensors:
         path = self._folder / file
         try:
             if file not in self._files:
-                opened = safe_open(path, "pt")
-                self._files[file] = self._stack.enter_context(opened)
+                self._files[file] = TensorFile.open(path)
             return self._files[file].get_slice(key)
         except (SafetensorError, OSError) as error:
             raise damaged(path, f"is damaged: {error}") from None
@@ -250,10 +233,8 @@ def saved_model(
             help=f"use {found.place} as it is",
         )
     keys = _keys(manifest, directory, averages=averages)
-    with (
-        damage_named(found.place),
-        StoredTensors(found.place, manifest.tensors) as stored,
-    ):
+    stored = StoredTensors(found.place, manifest.tensors)
+    with damage_named(found.place):
         if not is_new:
             check_digests(found.place, manifest, 0, 1)
         table = {}

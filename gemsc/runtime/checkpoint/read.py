@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -71,9 +71,9 @@ def resume(worker: Worker, directory: Path, tensors: Extra) -> dict[str, Any]:
     stateful = [each for pair in pairs for each in pair if each]
     before = [each.state_dict() for each in stateful]
     fit, problem = _Fit(), None
-    with ExitStack() as opened, torch.no_grad():
+    with torch.no_grad():
         try:
-            fit = _fit(_Reader(worker, tensors), directory, opened)
+            fit = _fit(_Reader(worker, tensors), directory)
         except GemscError as error:
             problem = error
         everyone = transport.all_gather_object((problem, fit.is_same))
@@ -89,16 +89,16 @@ def resume(worker: Worker, directory: Path, tensors: Extra) -> dict[str, Any]:
     return fit.extra
 
 
-def _fit(reader: _Reader, directory: Path, opened: ExitStack) -> _Fit:
+def _fit(reader: _Reader, directory: Path) -> _Fit:
     found, transport = check_checkpoint(directory), reader.worker.transport.host
     if (manifest := found.manifest) is None:
         if found.place.is_dir():
             return reader.of_distributed(open_distributed(found.place))
-        stored = opened.enter_context(StoredTensors.of_weights(found.place))
+        stored = StoredTensors.of_weights(found.place)
         return _Fit([*reader.weights(stored, "", {})])
     with damage_named(found.place), _checked(found.place):
         check_digests(found.place, manifest, transport.rank, transport.size)
-        stored = opened.enter_context(StoredTensors(found.place, manifest.tensors))
+        stored = StoredTensors(found.place, manifest.tensors)
         return reader.everything(stored, manifest)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from gemsc.base.files import ELSEWHERE
 from gemsc.base.fingerprint import changed_definitions
 from gemsc.base.process import is_started_by_torch
 from gemsc.errors import GemscError
@@ -76,6 +77,19 @@ def check_program(directory: Path, num_ranks: int) -> Plan:
     if plan.torch_compile:
         check_compiler()
     return plan
+
+
+def check_weights(directory: Path, plan: Plan, resumed: object) -> None:
+    """Make sure that a program's first weights are there, if none are `resumed`.
+
+    Raises:
+        GemscError: it has none, or the user's files are not there any more, or others.
+    """
+    folder = directory / plan.weights
+    if resumed is None and (folder / ELSEWHERE).is_file():
+        from gemsc.weights.first import FirstWeights  # loads PyTorch
+
+        FirstWeights(folder).check()
 
 
 def check_compiler() -> None:

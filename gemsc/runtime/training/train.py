@@ -25,7 +25,7 @@ from gemsc.runtime.process.watch import start_watch
 from gemsc.runtime.training.arguments import DEFAULT_TIMEOUT, parse_arguments
 from gemsc.runtime.training.callbacks import Callback
 from gemsc.runtime.training.loop import Training
-from gemsc.runtime.training.program_directory import check_program
+from gemsc.runtime.training.program_directory import check_program, check_weights
 from gemsc.runtime.training.recording import record_timed_steps, time_steps
 from gemsc.runtime.training.run_folder import choose_folder, held
 from gemsc.runtime.training.trainer import (
@@ -149,9 +149,10 @@ def _refusal(
 ) -> str | None:
     """Return why the program cannot run; else the run's folder is `kept` for it."""
     try:
-        check_program(directory, transport.size)
+        plan = check_program(directory, transport.size)
         if (folder := choose_folder(directory, options)) is not None:
             kept.enter_context(held(folder))
+        check_weights(directory, plan, options.resume)
     except GemscError as error:
         return str(error)
     return None

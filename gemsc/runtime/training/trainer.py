@@ -25,6 +25,7 @@ from gemsc.runtime.data.tiled import Window
 from gemsc.runtime.process.device import cap_memory, choose_device
 from gemsc.runtime.process.stop import StopSignal
 from gemsc.runtime.training.program_directory import check_dtype, load_program
+from gemsc.runtime.training.starting import first_weights
 from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.streams import Streams, streams_for
 from gemsc.runtime.transport.transport import Transport
@@ -34,7 +35,6 @@ from gemsc.runtime.worker.stages import Freezing, Stages
 from gemsc.runtime.worker.steps import Requests
 from gemsc.runtime.worker.worker import Worker
 from gemsc.weights.load import stage_tensors
-from gemsc.weights.read import read_tensor
 
 Parameters = Iterable[tuple[str, nn.Parameter]]
 SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
@@ -130,6 +130,8 @@ class Trainer:
             transport.rank, plan.copy_ranks, transport.size // plan.copy_ranks
         )
         self.program = load_program(directory, place.rank)
+        self._first = first_weights(directory, plan)
+        self._has_weights = self._first.are_there
         self.stages = self._load_stages(self.program, dtype, None)
         self.worker = Worker(
             DeviceTransport(transport, streams),
@@ -158,11 +160,22 @@ class Trainer:
         """Make the stages of a file of this rank; they read what is not `known`."""
         stages = Stages()
         for run, kind in program.stages.items():
-            path = self.directory / self.plan.weights / f"{run.stage_name}.safetensors"
             held = stage_tensors(known[run]) if known is not None else {}
-            read = partial(_read, held, path, program.parts)
+            read = partial(self._read, held, run.stage, program.parts)
             stages.add(run, kind, read, self.device, dtype)
         return stages
+
+    def _read(
+        self,
+        held: Mapping[str, Tensor],
+        stage: int,
+        parts: Mapping[str, Part],
+        name: str,
+    ) -> Tensor:
+        """Return a tensor that is held, or what this rank has of it at first."""
+        if name in held:
+            return held[name].detach()
+        return self._first.blank(stage, name, parts.get(name))
 
     def _add_phase(self, phase: Phase, dtype: torch.dtype | None) -> None:
         program = load_program(self.directory, self.worker.place.rank, phase.name)
@@ -284,6 +297,8 @@ class Trainer:
         training: bool,
         count: int | None = None,
     ) -> None:
+        if not self._has_weights:
+            raise self._first.nowhere()
         batch = self.worker.steps.bind(sources, window)
         self.worker.begin(batch, training=training, count=count)
         self.worker.stages.set_mode(training=training)
@@ -489,6 +504,7 @@ class Trainer:
         """
         self.worker.status.enter("resume")
         found = resume(self.worker, Path(directory), self._tensors())
+        self._has_weights = True
         self._freezing.set(found.get("frozen", ()))
         for name, callback in self._named_callbacks.items():
             if (state := found.get("callbacks", {}).get(name)) is not None:
@@ -537,13 +553,6 @@ def checked_phases(
             help="leave out --accumulate: give more --micro-batches to compile",
         )
     return tuple(phases)
-
-
-def _read(
-    held: Mapping[str, Tensor], path: Path, parts: Mapping[str, Part], name: str
-) -> Tensor:
-    """Return a tensor that is held, or what a rank has of it in a file."""
-    return held[name].detach() if name in held else read_tensor(path, parts, name)
 
 
 def as_structure(value: Any) -> Any:

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from gemsc.base.dtypes import cast_module, default_dtype
 from gemsc.base.examples import num_rows
+from gemsc.base.files import ELSEWHERE
 from gemsc.base.nests import Mean, as_loss
 from gemsc.base.plain_forward import plain_forward
 from gemsc.base.rng import preserve_rng, same_draws
@@ -56,7 +57,7 @@ from gemsc.verify.steps import (
     reference_steps,
     user_model_of,
 )
-from gemsc.weights.read import read_tensors
+from gemsc.weights.first import FirstWeights
 from gemsc.weights.write import write_tensors
 
 Watched = Callable[[Path, int], AbstractContextManager[None]]
@@ -247,7 +248,8 @@ def _once(
         shutil.copytree(subject.directory, folder)
         plan = Plan.read(folder / "plan.toml")
         whole = _drawn_model(subject.model, drawn)
-        _draw_weights(folder / plan.weights, whole)
+        first = FirstWeights(subject.directory / plan.weights)
+        _draw_weights(first, folder / plan.weights, len(plan.stages), whole)
         loss = AnyLoss(subject.loss)
         batch = (
             _drawn_batch(subject.inputs, drawn, "input"),
@@ -392,20 +394,28 @@ def _drawn_model(model: nn.Module, drawn: Field) -> nn.Module:
     return model
 
 
-def _draw_weights(folder: Path, model: nn.Module) -> None:
-    """Put the model's numbers into a program's files of weights."""
+def _draw_weights(
+    first: FirstWeights, folder: Path, num_stages: int, model: nn.Module
+) -> None:
+    """Put the model's numbers into a program's files of weights, all of them."""
     pairs = [
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
     ]
     known = {name: tensor.detach() for name, tensor in pairs}
-    for path in sorted(folder.glob("*.safetensors")):
-        tensors = {
-            name: known.get(name, tensor).clone()
-            for name, tensor in read_tensors(path).items()
+    of_stages = [
+        {
+            name: known[name] if name in known else first.read(stage, name)
+            for name in first.table(stage)
         }
+        for stage in range(num_stages)
+    ]
+    (folder / ELSEWHERE).unlink(missing_ok=True)
+    for stage, tensors in enumerate(of_stages):
+        path = folder / f"stage{stage}.safetensors"
+        own = {name: tensor.clone() for name, tensor in tensors.items()}
         path.unlink()
-        write_tensors(path, tensors)
+        write_tensors(path, own)
 
 
 def _drawn_batch(value: Any, drawn: Field, name: str) -> Any:
