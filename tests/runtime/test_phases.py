@@ -22,7 +22,7 @@ import gemsc.lowering.variants
 from gemsc import Phase
 from gemsc.compiler import compile
 from gemsc.errors import GemscError
-from gemsc.runtime.training.callbacks import Callback
+from gemsc.runtime.training.callbacks import Callback, Ema
 from gemsc.runtime.training.trainer import StepReport, Trainer
 from gemsc.weights.read import pasted
 
@@ -222,6 +222,24 @@ def test_a_phase_that_is_seldom_due(tmp_path: Path) -> None:
     found = trained(tmp_path, data, 2, phases)
     assert [[*losses] for losses in found[0]] == [["d", "g"], ["g"], ["d", "g"], ["g"]]
     assert_same(found, in_one_process(model, data, phases))
+
+
+def test_averages_follow_the_updates_of_all_phases(tmp_path: Path) -> None:
+    phases = PHASES[0], replace(PHASES[1], every=2)
+    written(tmp_path, phases)
+
+    def work(trainer: Trainer) -> None:
+        trainer.add_callbacks([ema := Ema(0.5)])
+        expected: dict[str, Tensor] = {}
+        for batch in batches(3):
+            trainer.step(*batch)
+            for name, weight in trainer.stages.parameters.items():
+                before = expected.get(name, weight.detach())
+                expected[name] = before.lerp(weight.detach(), 0.5)
+        assert ema.count == 3
+        torch.testing.assert_close(ema.average, expected)
+
+    on_ranks(tmp_path, 2, work, phases=phases, dtype=torch.float64)
 
 
 def test_each_phase_draws_its_own_numbers(tmp_path: Path) -> None:

@@ -178,6 +178,11 @@ class Worker:
         return found
 
     @property
+    def num_updates(self) -> int:
+        """How many updates there were since the start, of all phases."""
+        return sum(each.count for each in self.all_updates.values())
+
+    @property
     def inputs(self) -> list[Input]:
         """What this rank reads of each micro-batch, in any graph."""
         programs = (each.program for each in self.variants.values())
