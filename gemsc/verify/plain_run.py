@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils import _pytree as pytree
 
 from gemsc.base.boxes import Box
@@ -213,6 +214,16 @@ class PlainRun:
             is_end = number + 1 == each or step + 1 == settings.steps
             if is_end and self.eval_samples.data is not None:
                 self.evaluations.append(self._evaluate())
+                self._show(self.evaluations[-1])
+
+    def _show(self, scores: Scores) -> None:
+        """Let ReduceLROnPlateau see the mean of the held-out loss."""
+        parts = [(n, found["loss"]) for n, found in scores if "loss" in found]
+        if total := sum(number for number, _ in parts):
+            mean = sum(number * loss for number, loss in parts) / total
+            for update in self.updates:
+                if isinstance(update.scheduler, ReduceLROnPlateau):
+                    update.scheduler.step(mean)
 
     def _step(self, update: PlainUpdate, samples: list[Any]) -> float:
         micro_batches = list(self._micro_batches(samples))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -261,6 +262,18 @@ def test_every_setting_changes_a_run(change: dict[str, int], user: UserModel) ->
     run, other = plain_run(user), plain_run(user, replace(SETTINGS, **change))
     saved = other.model.state_dict()
     assert compared(run, record_of(run), **saved).model[0] > 1e-4
+
+
+def test_a_scheduler_is_stepped_by_evaluations_if_it_waits_for_them(
+    user: UserModel,
+) -> None:
+    waits = partial(
+        torch.optim.lr_scheduler.ReduceLROnPlateau, threshold=10, patience=0
+    )
+    run = plain_run(replace(user, scheduler=waits), replace(SETTINGS, steps=9))
+    (update,) = run.updates
+    assert len(run.evaluations) == 3
+    assert update.optimizer.param_groups[0]["lr"] == pytest.approx(2e-4)
 
 
 def test_a_figure_of_the_run_that_differs_is_found(user: UserModel) -> None:
