@@ -32,7 +32,8 @@ from gemsc.verify.steps import PlainUpdate, plain_updates
 
 HOST = torch.device("cpu")
 
-Scores = list[tuple[int, dict[str, float]]]  # samples and the figures of a part of data
+# the samples of a part of the data, or the terms of its loss, and figures
+Scores = list[tuple[float, dict[str, float]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,8 +285,9 @@ class PlainRun:
             if len(samples) < size:  # without the samples that fill it
                 mean = Mean()
                 mean.add(as_loss(self.loss(output, target)), len(samples))
-            weight = int(mean.count) if mean.counted else len(samples)
-            found.append((weight, {"loss": mean.value}))
+            weight = mean.count if mean.counted else len(samples)
+            if weight:
+                found.append((weight, {"loss": mean.value}))
         return found
 
     def _score_cases(self, metrics: Metrics, windows: SlidingWindows) -> Scores:
@@ -310,7 +312,8 @@ class PlainRun:
                 continue
             mean = Mean()
             mean.add(as_loss(self.loss(output, target)))
-            found.append((int(mean.count or 1), {"loss": mean.value}))
+            if mean.divisor:
+                found.append((mean.divisor, {"loss": mean.value}))
         return found
 
     def _micro_batches(self, samples: list[Any]) -> Iterator[tuple[Any, Any]]:

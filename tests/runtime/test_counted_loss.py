@@ -164,15 +164,22 @@ class Few(Dataset):
         return self.x[index], self.target[index]
 
 
-def test_held_out_losses_are_means_over_all_terms(tmp_path: Path) -> None:
-    written(tmp_path, Net(simple), (X,), counted, TARGET, ranks=2, micro_batches=2)
+@pytest.mark.parametrize("each", [1, 1e-3])
+def test_held_out_losses_are_means_over_all_terms(tmp_path: Path, each: float) -> None:
+    """Also where weights are counted, all of which are less than 1."""
+
+    def weighed(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        total, count = counted(output, target)
+        return total * each, count * each
+
+    written(tmp_path, Net(simple), (X,), weighed, TARGET, ranks=2, micro_batches=2)
     found: list[float] = []
 
     def on_epoch(trainer: Trainer, epoch: int, figures: dict[str, float]) -> None:
         found.append(figures["loss"])
 
     user = user_of(
-        loss=counted,
+        loss=weighed,
         dataset=Few,
         eval_dataset=Few,
         optimizer=lambda named: torch.optim.SGD(named, lr=0.0),
