@@ -57,11 +57,19 @@ class SharedData:
         """
         batches = self.batches
         source = batches.epoch if reads else batches.empty
-        for i, batch in enumerate(source(number, first), first):
+        for i, batch in enumerate(self._located(source(number, first)), first):
             # what hooks draw does not depend on what this rank reads, and where
             seed_all(seed_of(batches.seed, number, "batch", i))
             compares = i == first or batches.compare_all
             yield batch, self._compare(batch.digests, number) if compares else {}
+
+    def _located(self, source: Iterator[Batch]) -> Iterator[Batch]:
+        """Give errors without a place the line of the dataset."""
+        try:
+            yield from source
+        except GemscError as error:
+            error.at = error.at or self.at
+            raise
 
     def _compare(self, digests: Mapping[int, tuple[str, ...]], epoch: int) -> Digests:
         known: dict[tuple[int, Box | None], tuple[int, str]] = {}
