@@ -252,6 +252,9 @@ def test_names_are_known_only_if_every_result_says_them() -> None:
         assert figure_names(unknown) is None
 
 
+CLIPS = ("-1", "0", "nan", "one")
+
+
 @pytest.mark.parametrize(
     ("word", "message"),
     [
@@ -260,6 +263,9 @@ def test_names_are_known_only_if_every_result_says_them() -> None:
         ("--best=dice:larger", "'dice:larger' is not NAME, NAME:min or NAME:max"),
         ("--ema=1", "'1' is not a number from 0 up to 1"),
         ("--keep=0", "'0' is not a whole number above 0"),
+        *((f"--clip-norm={n}", f"'{n}' is not a number above 0") for n in CLIPS),
+        ("--workers=-1", "'-1' is not a whole number from 0 on"),
+        (f"--seed={2**64}", "is not a whole number from"),
     ],
 )
 def test_what_cannot_be_asked_for(word: str, message: str) -> None:
