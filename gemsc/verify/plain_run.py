@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils import _pytree as pytree
 
 from gemsc.base.boxes import Box
@@ -33,7 +34,8 @@ from gemsc.verify.steps import PlainUpdate, plain_updates
 
 HOST = torch.device("cpu")
 
-Scores = list[tuple[int, dict[str, float]]]  # samples and the figures of a part of data
+# the samples of a part of the data, or the terms of its loss, and figures
+Scores = list[tuple[float, dict[str, float]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,6 +242,7 @@ class PlainRun:
             rows, samples = ([], []) if is_last else self._read(epoch, number)
             if not samples and self.eval_samples.data is not None:
                 self.evaluations.append(self._evaluate())
+                self._show(self.evaluations[-1])
             if not samples and not is_last:
                 epoch, number = epoch + 1, 0
                 rows, samples = self._read(epoch, number)
@@ -263,6 +266,15 @@ class PlainRun:
                 return [], []
         samples = self.samples.take(epoch, rows)
         return (rows, samples) if len(samples) == len(rows) else ([], [])
+
+    def _show(self, scores: Scores) -> None:
+        """Let ReduceLROnPlateau see the mean of the held-out loss."""
+        parts = [(n, found["loss"]) for n, found in scores if "loss" in found]
+        if total := sum(number for number, _ in parts):
+            mean = sum(number * loss for number, loss in parts) / total
+            for update in self.updates:
+                if isinstance(update.scheduler, ReduceLROnPlateau):
+                    update.scheduler.step(mean)
 
     def _step(self, update: PlainUpdate, samples: list[Any]) -> float:
         micro_batches = list(self._micro_batches(samples))
@@ -296,7 +308,7 @@ class PlainRun:
         return found
 
     def _score(self, metrics: Metrics) -> Scores:
-        settings, found = self.settings, list[tuple[int, dict[str, float]]]()
+        settings, found = self.settings, Scores()
         for shape, rows in self._eval_rows():
             self.shape, size = shape, settings.sizes[shape]
             if not (samples := self.eval_samples.take(0, rows)):
@@ -318,8 +330,9 @@ class PlainRun:
             if len(samples) < size:  # without the samples that fill it
                 mean = Mean()
                 mean.add(as_loss(self.loss(output, target)), len(samples))
-            weight = int(mean.count) if mean.counted else len(samples)
-            found.append((weight, {"loss": mean.value}))
+            weight = mean.count if mean.counted else len(samples)
+            if weight:
+                found.append((weight, {"loss": mean.value}))
         return found
 
     def _score_cases(self, metrics: Metrics, windows: SlidingWindows) -> Scores:
@@ -346,7 +359,8 @@ class PlainRun:
                 continue
             mean = Mean()
             mean.add(as_loss(self.loss(output, target)))
-            found.append((int(mean.count or 1), {"loss": mean.value}))
+            if mean.divisor:
+                found.append((mean.divisor, {"loss": mean.value}))
         return found
 
     def _micro_batches(self, samples: list[Any]) -> Iterator[tuple[Any, Any]]:

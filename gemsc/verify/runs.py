@@ -235,17 +235,17 @@ class RunResult:
 
 
 def _means(
-    parts: Sequence[tuple[int, Mapping[str, float]]], wanted: Figures, plain: PlainRun
+    parts: Sequence[tuple[float, Mapping[str, float]]], wanted: Figures, plain: PlainRun
 ) -> dict[str, float]:
     """Return the means over the samples that the run had to take for each figure.
 
     A figure for which it took others is no number.
     """
-    number: dict[str, int] = defaultdict(int)
+    number: dict[str, float] = defaultdict(float)
     number |= {name: count for name, (_, count) in wanted.items()}
     names = {name for _, figures in parts for name in figures}
     sums = {name: 0.0 for name in names}
-    counts = {name: 0 for name in names}
+    counts = {name: 0.0 for name in names}
     for count, figures in parts:
         for name, value in figures.items():
             if plain.may_leave_out and counts[name] >= number[name]:
@@ -253,10 +253,15 @@ def _means(
             sums[name] += value * count
             counts[name] += count
     return {
-        name: sums[name] / counts[name] if counts[name] == number[name] else math.nan
-        for name in names
-        if counts[name]
+        name: sums[name] / count if _is_all(count, number[name]) else math.nan
+        for name, count in counts.items()
+        if count
     }
+
+
+def _is_all(count: float, wanted: float) -> bool:
+    """Whether so many samples are those wanted; terms of a loss may be fractions."""
+    return abs(count - wanted) < 0.5 and math.isclose(count, wanted, rel_tol=1e-5)
 
 
 def compare_runs(actual: RunResult, expected: RunResult) -> RunComparison:

@@ -12,10 +12,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils import _pytree as pytree
 
 from gemsc.base.dtypes import (
@@ -162,7 +164,8 @@ class PlainUpdate:
         before = self.scaler.get_scale()
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        if self.scheduler is not None and self.scaler.get_scale() >= before:
+        by_updates = not isinstance(self.scheduler, NoneType | ReduceLROnPlateau)
+        if by_updates and self.scaler.get_scale() >= before:
             self.scheduler.step()
         for parameter in parameters:
             parameter.grad = None

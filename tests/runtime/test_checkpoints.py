@@ -173,6 +173,35 @@ def test_a_figure_that_no_evaluation_gives(tmp_path: Path) -> None:
         run(tmp_path, user_of(), "--patience", "3")
 
 
+def plateau(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+
+
+def test_a_learning_rate_that_falls_on_a_plateau(tmp_path: Path) -> None:
+    """It is stepped by evaluations, in each phase; without any, that is said."""
+    program(tmp_path)
+    same = lambda output, target: {"score": 1.0}  # noqa: E731
+    user = user_of(eval_dataset=pairs, metrics=same, scheduler=plateau)
+    rate = lambda trainer: trainer.optimizer.param_groups[0]["lr"]  # noqa: E731
+    words = "--epochs", "3", "--best", "score"
+    assert run(tmp_path, user, *words, result=rate) == [pytest.approx(1e-4)] * 2
+    with pytest.raises(GemscError, match="ReduceLROnPlateau needs evaluations"):
+        run(tmp_path, user_of(scheduler=plateau))
+    worker = SimpleNamespace(all_updates={})
+    for name, scheduler in (("d", plateau), ("g", None)):
+        adam = torch.optim.Adam([torch.zeros(1, requires_grad=True)], lr=1.0)
+        made = scheduler(adam) if scheduler else object()
+        worker.all_updates[name] = SimpleNamespace(scheduler=made)
+    trainer: Any = SimpleNamespace(worker=worker, scheduler=None, step_number=1)
+    best = checkpoints.Best()
+    for value in (1.0, 2.0):
+        best.on_evaluation(trainer, {"loss": value})
+    assert worker.all_updates["d"].scheduler.get_last_lr() == [pytest.approx(0.1)]
+    best.on_evaluation(trainer, {"score": 1.0})  # the phases of a step have no loss
+    with pytest.raises(GemscError, match="takes a figure: an evaluation gives score"):
+        best.on_end(trainer)
+
+
 def dice(output: Tensor, target: Tensor) -> Any:
     return {"dice": output.mean(), "parts": {"left": target.sum()}}
 
@@ -223,6 +252,9 @@ def test_names_are_known_only_if_every_result_says_them() -> None:
         assert figure_names(unknown) is None
 
 
+CLIPS = ("-1", "0", "nan", "one")
+
+
 @pytest.mark.parametrize(
     ("word", "message"),
     [
@@ -231,6 +263,9 @@ def test_names_are_known_only_if_every_result_says_them() -> None:
         ("--best=dice:larger", "'dice:larger' is not NAME, NAME:min or NAME:max"),
         ("--ema=1", "'1' is not a number from 0 up to 1"),
         ("--keep=0", "'0' is not a whole number above 0"),
+        *((f"--clip-norm={n}", f"'{n}' is not a number above 0") for n in CLIPS),
+        ("--workers=-1", "'-1' is not a whole number from 0 on"),
+        (f"--seed={2**64}", "is not a whole number from"),
     ],
 )
 def test_what_cannot_be_asked_for(word: str, message: str) -> None:

@@ -124,6 +124,44 @@ def test_the_steps_of_an_update_are_one_batch(tmp_path: Path) -> None:
     is_alike(found, one_process(Net(simple), data, accumulate=2))
 
 
+@pytest.mark.parametrize("spoilt", [False, True])
+def test_an_update_that_has_begun_goes_on_after_a_resume(
+    tmp_path: Path, spoilt: bool
+) -> None:
+    """Its terms so far count, and that it is to be left out."""
+    written(tmp_path, Net(simple), (X,), counted, TARGET, ranks=2, micro_batches=2)
+    *before, first, second = batches(4, 4)
+    if spoilt:
+        first = first[0], torch.full_like(first[1], IGNORED)
+
+    def state(trainer: Trainer) -> dict[str, Tensor]:
+        return {name: t.clone() for name, t in trainer.state_dict().items()}
+
+    def whole(trainer: Trainer) -> Any:
+        for x, target in (*before, first):
+            trainer.step((x,), target)
+        trainer.save(tmp_path / "saved")
+        middle = state(trainer)
+        trainer.step((second[0],), second[1])
+        return middle, state(trainer)
+
+    def rest(trainer: Trainer) -> Any:
+        trainer.resume(tmp_path / "saved")
+        middle = state(trainer)
+        trainer.step((second[0],), second[1])
+        return middle, state(trainer)
+
+    sgd = lambda named: torch.optim.SGD(named, lr=0.05)  # noqa: E731
+    given = {"optimizer": sgd, "accumulate": 2, "on_nonfinite": "skip"}
+    expected = on_ranks(tmp_path, 2, whole, **given)
+    for mine, theirs in zip(
+        on_ranks(tmp_path, 2, rest, **given), expected, strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+    changes = [not torch.equal(a[n], b[n]) for a, b in expected for n in a]
+    assert any(changes) != spoilt
+
+
 class Segments(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -164,15 +202,22 @@ class Few(Dataset):
         return self.x[index], self.target[index]
 
 
-def test_held_out_losses_are_means_over_all_terms(tmp_path: Path) -> None:
-    written(tmp_path, Net(simple), (X,), counted, TARGET, ranks=2, micro_batches=2)
+@pytest.mark.parametrize("each", [1, 1e-3])
+def test_held_out_losses_are_means_over_all_terms(tmp_path: Path, each: float) -> None:
+    """Also where weights are counted, all of which are less than 1."""
+
+    def weighed(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        total, count = counted(output, target)
+        return total * each, count * each
+
+    written(tmp_path, Net(simple), (X,), weighed, TARGET, ranks=2, micro_batches=2)
     found: list[float] = []
 
     def on_epoch(trainer: Trainer, epoch: int, figures: dict[str, float]) -> None:
         found.append(figures["loss"])
 
     user = user_of(
-        loss=counted,
+        loss=weighed,
         dataset=Few,
         eval_dataset=Few,
         optimizer=lambda named: torch.optim.SGD(named, lr=0.0),

@@ -162,6 +162,7 @@ def test_a_dataset_without_a_length_is_refused() -> None:
         ([torch.zeros(2), torch.zeros(2)], "does not return .input, target. pairs"),
         ([{"x": 1, "y": None}] * 2, "type dict, with the keys 'x', 'y'"),
         ([(1, 2, 3)] * 2, "type tuple, of length 3"),
+        ([(torch.zeros(2), 0), None], "sample 1: .* pairs: a sample is of type None"),
         ([(torch.zeros(2), 0), (torch.zeros(3), 0)], "cannot be collated"),
         ([(object(), 0), (object(), 0)], "cannot be collated"),
     ],

@@ -22,7 +22,7 @@ import gemsc.lowering.variants
 from gemsc import Phase
 from gemsc.compiler import compile
 from gemsc.errors import GemscError
-from gemsc.runtime.training.callbacks import Callback
+from gemsc.runtime.training.callbacks import Callback, Ema
 from gemsc.runtime.training.trainer import StepReport, Trainer
 from gemsc.weights.read import pasted
 
@@ -222,6 +222,59 @@ def test_a_phase_that_is_seldom_due(tmp_path: Path) -> None:
     found = trained(tmp_path, data, 2, phases)
     assert [[*losses] for losses in found[0]] == [["d", "g"], ["g"], ["d", "g"], ["g"]]
     assert_same(found, in_one_process(model, data, phases))
+
+
+def test_averages_follow_the_updates_of_all_phases(tmp_path: Path) -> None:
+    phases = PHASES[0], replace(PHASES[1], every=2)
+    written(tmp_path, phases)
+
+    def work(trainer: Trainer) -> None:
+        trainer.add_callbacks([ema := Ema(0.5)])
+        expected: dict[str, Tensor] = {}
+        for batch in batches(3):
+            trainer.step(*batch)
+            for name, weight in trainer.stages.parameters.items():
+                before = expected.get(name, weight.detach())
+                expected[name] = before.lerp(weight.detach(), 0.5)
+        assert ema.count == 3
+        torch.testing.assert_close(ema.average, expected)
+
+    on_ranks(tmp_path, 2, work, phases=phases, dtype=torch.float64)
+
+
+def test_a_phase_that_is_not_finite_is_named_and_left_out(tmp_path: Path) -> None:
+    def grey_loss(model: Any, grey: Tensor, colour: Tensor) -> Tensor:
+        return judged(model, grey, model(grey), 1)
+
+    phases = PHASES[0], Phase("g", grey_loss, "make", adam)
+    written(tmp_path, phases)
+    found: list[Any] = []
+
+    def work(trainer: Trainer) -> None:
+        trainer.add_callbacks([reports := Reports()])
+        before = {n: t.clone() for n, t in trainer.state_dict().items()}
+        statistics = before.keys() - dict(trainer.stages.parameters).keys()
+        (grey, colour), good = batches(2)
+        trainer.step(grey, torch.full_like(colour, torch.nan))
+        for name, tensor in trainer.state_dict().items():
+            kept = torch.equal(tensor, before[name])
+            assert kept == (not name.startswith("make")) or name in statistics, name
+        trainer.step(*good)
+        found.append(reports.problems)
+
+    given = {"phases": phases, "dtype": torch.float64, "on_nonfinite": "skip"}
+    on_ranks(tmp_path, 2, work, **given)
+    for first, second in found:
+        assert str(first).startswith("the loss of phase d is nan at step 1, in micro-")
+        assert second is None
+
+
+class Reports(Callback):
+    def __init__(self) -> None:
+        self.problems: list[Any] = []
+
+    def on_step(self, trainer: Trainer, report: StepReport) -> None:
+        self.problems.append(report.problem)
 
 
 def test_each_phase_draws_its_own_numbers(tmp_path: Path) -> None:

@@ -25,7 +25,12 @@ from gemsc.errors import GemscError
 from gemsc.plan import Plan, PlannedShape
 from gemsc.runtime.data.batches import Batches
 from gemsc.runtime.data.order import BatchOrder
-from gemsc.runtime.data.shapes import ShapeClasses, numbers_of, shape_of_batch
+from gemsc.runtime.data.shapes import (
+    ShapeClasses,
+    join_samples,
+    numbers_of,
+    shape_of_batch,
+)
 from gemsc.runtime.training.trainer import Trainer
 
 WORDS, WIDTH, IGNORED = 11, 4, -100
@@ -206,6 +211,10 @@ def test_padding_stands_at_the_end_with_the_value_of_each_tensor() -> None:
     words = torch.arange(4)
     whole = ShapeClasses([planned(6)], (7, IGNORED)).padded((words, words), 0)
     assert [each.tolist()[4:] for each in whole] == [[7, 7], [IGNORED] * 2]
+    of_numpy = [(words[:n].numpy(), words[:n].numpy()) for n in (3, 4)]
+    short = ShapeClasses([planned(4)])
+    batch = join_samples([short.padded(each, 0) for each in of_numpy], short, 0)
+    assert batch[0].tolist() == [[0, 1, 2, 0], [0, 1, 2, 3]]
     assert classes_of(pad_value=5).padded((words, words), 1)[1].tolist()[4:] == [5, 5]
 
 

@@ -89,6 +89,16 @@ def test_the_sample_and_the_ranks_that_differ_are_named() -> None:
         assert str(caught.value).startswith(message)
 
 
+def test_a_sample_that_is_no_pair_is_named_with_the_line_of_the_dataset() -> None:
+    class Holes(Table):
+        def read(self, index: int, box: Any) -> Any:
+            return super().read(index, box) if index != 5 else None
+
+    with pytest.raises(GemscError) as caught:
+        on_ranks(Holes(), Holes(), shuffle=False)
+    assert str(caught.value).startswith("model.py:7: error: sample 5: the dataset does")
+
+
 def test_samples_for_evaluation_are_compared() -> None:
     with pytest.raises(
         GemscError, match=r"different data on ranks 0 and 1: sample 2\n"

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from program_support import X, batch_of, on_ranks
-from training_support import pairs, program, run, user_of
+import torch
+from program_support import Net, X, batch_of, on_ranks
+from safetensors.torch import load_file
+from training_support import pairs, program, run, simple, user_of
 
 import gemsc
 from gemsc.errors import GemscError
@@ -56,6 +58,24 @@ def test_a_run_ends_the_processes_that_read_for_it(tmp_path: Path) -> None:
     user = user_of(on_epoch=on_epoch, eval_dataset=pairs)
     run(program(tmp_path), user, "--epochs", "2", "--workers", "1")
     assert [reader.exitcode for reader in readers] == [-9] * 4  # of two datasets
+
+
+def test_an_optimizer_may_take_parameters_of_some_ranks_only(tmp_path: Path) -> None:
+    def of(name: str) -> Any:
+        return lambda pairs: torch.optim.Adam(
+            [p for n, p in pairs if n.startswith(name)], weight_decay=0.1
+        )
+
+    program(tmp_path)
+    before, saved = Net(simple).state_dict(), str(tmp_path / "saved")
+    words = "--save", saved, "--steps"
+    for more in (["2"], ["4", "--resume", saved]):
+        run(tmp_path, user_of(optimizer=of("c")), *words, *more)
+        found = load_file(Path(saved, "model.safetensors"))
+        for name, tensor in found.items():
+            assert torch.equal(tensor, before[name]) != name.startswith("c")
+    with pytest.raises(GemscError, match=r"test_training.py:\d+: .* takes none of the"):
+        run(tmp_path, user_of(optimizer=of("nothing")), "--steps", "1")
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -261,6 +263,30 @@ def test_every_setting_changes_a_run(change: dict[str, int], user: UserModel) ->
     run, other = plain_run(user), plain_run(user, replace(SETTINGS, **change))
     saved = other.model.state_dict()
     assert compared(run, record_of(run), **saved).model[0] > 1e-4
+
+
+def test_a_scheduler_is_stepped_by_evaluations_if_it_waits_for_them(
+    user: UserModel,
+) -> None:
+    waits = partial(
+        torch.optim.lr_scheduler.ReduceLROnPlateau, threshold=10, patience=0
+    )
+    run = plain_run(replace(user, scheduler=waits), replace(SETTINGS, steps=9))
+    (update,) = run.updates
+    assert len(run.evaluations) == 3
+    assert update.optimizer.param_groups[0]["lr"] == pytest.approx(2e-4)
+
+
+def test_terms_of_a_loss_may_be_fractions(user: UserModel) -> None:
+    def figures(each: float) -> list[dict[str, float]]:
+        def weighed(output: torch.Tensor, target: torch.Tensor) -> Any:
+            return user.loss(output, target) * len(output) * each, len(output) * each
+
+        run = plain_run(replace(user, loss=weighed))
+        return RunResult.of_plain(run, record_of(run)).figures
+
+    for whole, part in zip(figures(1), figures(0.1), strict=True):
+        assert part == pytest.approx(whole, rel=1e-9)
 
 
 def test_a_figure_of_the_run_that_differs_is_found(user: UserModel) -> None:

@@ -166,7 +166,13 @@ class _Reader:
         check_generators(generators, worker.device)
         acts.append(partial(set_generators, generators, worker.device))
         scales = {"": progress["scaler"], **progress.get("scalers", {})}
+        pending = read(progress.get("pending", {}))
         for name, updates in worker.all_updates.items():
+            if (begun := pending.get(name)) is not None:
+                acts.append(partial(setattr, updates, "terms", float(begun["terms"])))
+                acts.append(
+                    partial(setattr, updates, "is_spoilt", bool(begun["spoilt"]))
+                )
             scaler, scale = updates.scaler, scales.get(name)
             if scaler is not None and scale is not None:
                 numbers = {key: float(each) for key, each in scale.items()}

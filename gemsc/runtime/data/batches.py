@@ -104,7 +104,9 @@ class _Reproducible(Dataset[Any]):
             call = f".read({index}, {box})" if box else f"[{index}]"
             return unreadable(error, call, index)
         try:
-            if self.shapes is not None and not pair_error(sample):
+            if wrong := pair_error(sample):
+                raise wrong
+            if self.shapes is not None:
                 sample = self.shapes.padded(sample, shape)
         except GemscError as error:
             error.message = f"sample {index}: {error.message}"
@@ -358,8 +360,6 @@ def _collate(
             return each
         good.append(each)
     samples = [each.sample for each in good]
-    if wrong := pair_error(samples[0]):
-        return wrong
     targets = [each.target for each in good if each.target is not None]
     try:
         batch = join_samples(samples, shapes, good[0].shape)

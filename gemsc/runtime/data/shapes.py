@@ -94,8 +94,10 @@ class ShapeClasses:
 
         def pad(place: Place, array: Any) -> Any:
             wanted = shape.shape_at(place)
-            if wanted is None or tuple(array.shape) == wanted:
+            if wanted is None:
                 return array
+            if tuple(array.shape) == wanted:  # beside others that become tensors
+                return torch.as_tensor(array)
             if not _fits(tuple(array.shape), wanted):
                 raise GemscError(
                     f"{named(place)} has shape {list(array.shape)}, its class "
@@ -209,7 +211,10 @@ def numbers_of(
         Status.go_on()
         if callable(own):
             return classes.number_of(index)
-        return classes.number_of(reader.read(0, index, lambda: dataset[index]))
+        sample = reader.read(0, index, lambda: dataset[index])
+        if wrong := pair_error(sample, classes.at.get("dataset")):
+            raise wrong
+        return classes.number_of(sample)
 
     found = []
     for index in indices:

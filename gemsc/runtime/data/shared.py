@@ -89,7 +89,8 @@ class SharedData:
                 reads a sample again, that is said.
         """
         batches = self.batches
-        source = (batches.epoch if reads else batches.empty)(number, first)
+        read = batches.epoch if reads else batches.empty
+        source = self._located(read(number, first))
         for i in range(first, len(batches)):
             batch = next(source, None)
             # what hooks draw does not depend on what this rank reads, and where
@@ -102,6 +103,14 @@ class SharedData:
             yield batch, found
             if requests is not None and requests.agreed("end"):
                 return
+
+    def _located(self, source: Iterator[Batch]) -> Iterator[Batch]:
+        """Give errors without a place the line of the dataset."""
+        try:
+            yield from source
+        except GemscError as error:
+            error.at = error.at or self.at
+            raise
 
     def _compare(self, batch: Batch | None, epoch: int) -> Digests:
         known: dict[tuple[int, Box | None], tuple[int, str]] = {}

@@ -90,7 +90,7 @@ def make_parser(parents: Sequence[argparse.ArgumentParser] = ()) -> Parser:
     parser.add_argument("--steps", type=_count, help="stop after this many steps")
     parser.add_argument(
         "--seed",
-        type=int,
+        type=_seed,
         help="seed for sample order, crops, dropout (default: 0, or the checkpoint's)",
     )
     parser.add_argument(
@@ -149,7 +149,7 @@ def make_parser(parents: Sequence[argparse.ArgumentParser] = ()) -> Parser:
         help="evaluate a moving average of the weights, for example 0.999",
     )
     parser.add_argument(
-        "--workers", type=int, default=0, help="data loader processes per rank"
+        "--workers", type=_number, default=0, help="data loader processes per rank"
     )
     parser.add_argument(
         "--device",
@@ -209,7 +209,7 @@ def make_parser(parents: Sequence[argparse.ArgumentParser] = ()) -> Parser:
         help="steps to average for one update (default: 1)",
     )
     parser.add_argument(
-        "--clip-norm", type=float, help="upper bound for the norm of all gradients"
+        "--clip-norm", type=_bound, help="upper bound for the norm of all gradients"
     )
     parser.add_argument(
         "--timeout",
@@ -287,6 +287,36 @@ def _share(text: str) -> float:
     if not 0 <= share < 1:
         raise argparse.ArgumentTypeError(f"'{text}' is not a number from 0 up to 1")
     return share
+
+
+def _bound(text: str) -> float:
+    """Return a bound: a negative one would turn gradients around, NaN is none."""
+    try:
+        bound = float(text)
+    except ValueError:
+        bound = 0.0
+    if not bound > 0:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0")
+    return bound
+
+
+def _seed(text: str) -> int:
+    """Return what torch takes."""
+    try:
+        seed = int(text)
+    except ValueError:
+        seed = 2**64
+    if not -(2**63) <= seed < 2**64:
+        raise argparse.ArgumentTypeError(
+            f"'{text}' is not a whole number from -2^63 up to 2^64"
+        )
+    return seed
+
+
+def _number(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number from 0 on")
+    return int(text)
 
 
 def _count(text: str) -> int:

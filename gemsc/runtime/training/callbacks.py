@@ -283,6 +283,8 @@ class Ema(Callback):
 
         average = decay * average + (1 - decay) * weights        after each update
 
+    Of a step with several phases, that is after the last.
+
     It is torch.optim.swa_utils.AveragedModel with get_ema_multi_avg_fn, on each rank
     for what it holds. An evaluation sees the averages; buffers are those of the model.
     """
@@ -303,16 +305,16 @@ class Ema(Callback):
 
     def on_start(self, trainer: Trainer) -> None:
         """Begin with the weights, unless a checkpoint had averages."""
-        self._seen = trainer.worker.updates.count
+        self._seen = trainer.worker.num_updates
         if not self.count:
             self._copy()
 
     @torch.no_grad()
     def on_step(self, trainer: Trainer, report: StepReport) -> None:
         """Add the weights if they are new."""
-        if self._seen == trainer.worker.updates.count:
+        if self._seen == trainer.worker.num_updates:
             return
-        self._seen = trainer.worker.updates.count
+        self._seen = trainer.worker.num_updates
         if not self.count:
             self._copy()
         else:

@@ -22,6 +22,14 @@ from gemsc.runtime.training.callbacks import Callback
 from gemsc.runtime.training.epochs import Epochs
 from gemsc.runtime.training.trainer import StepReport, Trainer
 
+PLATEAU = "ReduceLROnPlateau takes a figure"
+
+
+def plateaus(trainer: Trainer) -> list[ReduceLROnPlateau]:
+    """Return the schedulers that evaluations step, of all phases on this rank."""
+    every = (each.scheduler for each in trainer.worker.all_updates.values())
+    return [each for each in every if isinstance(each, ReduceLROnPlateau)]
+
 
 class Best(Callback):
     """Follows one figure of the evaluations, and shows it to ReduceLROnPlateau.
@@ -73,16 +81,18 @@ class Best(Callback):
     def on_evaluation(self, trainer: Trainer, figures: Mapping[str, float]) -> None:
         """Compare the figure with the best one."""
         self.is_new = False
+        waiting = plateaus(trainer)
         if self.name not in figures:
-            if self.is_asked_for:
+            if self.is_asked_for or waiting:
+                what = f"--best {self.name}" if self.is_asked_for else PLATEAU
                 self._problem = GemscError(
-                    f"--best {self.name}: an evaluation gives {', '.join(figures)}",
-                    help="name one of them, or return it from metrics(); the "
+                    f"{what}: an evaluation gives {', '.join(figures)}",
+                    help="--best names one of them; or return it from metrics(); the "
                     "checkpoints are complete: go on with --resume",
                 )
             return
-        if isinstance(trainer.scheduler, ReduceLROnPlateau):
-            trainer.scheduler.step(figures[self.name])
+        for scheduler in waiting:
+            scheduler.step(figures[self.name])
         value, best = figures[self.name], self.value
         if self.is_larger_better:
             self.is_new = value == value if best is None else value > best

@@ -24,7 +24,7 @@ from gemsc.runtime.data.metrics import Metrics, first_samples, is_texts
 from gemsc.runtime.data.shared import SharedData
 from gemsc.runtime.data.tiled import Window
 from gemsc.runtime.training.trainer import Trainer
-from gemsc.runtime.training.verification import RunRecord
+from gemsc.runtime.training.verification import Figures, RunRecord
 from gemsc.runtime.transport.transport import LARGEST_TAG, Transport
 from gemsc.slides.windows import Case, Picture, SlidingWindows
 from gemsc.user_model import UserModel
@@ -101,8 +101,8 @@ class Evaluator:
                 help="give it another name",
             )
         transport, scorer = self.trainer.transport, self.holders.first
-        terms = int(mean_loss.divisor)
-        losses = {"loss": (mean_loss.value, terms)} if terms else {}
+        terms = mean_loss.divisor
+        losses: Figures = {"loss": (mean_loss.value, terms)} if terms else {}
         found = transport.broadcast_object(losses | own, scorer)
         status.idle()
         self.record.add_figures(found)

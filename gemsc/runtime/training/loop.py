@@ -27,7 +27,7 @@ from gemsc.runtime.process.failure import is_first
 from gemsc.runtime.process.status import REPORTED
 from gemsc.runtime.process.stop import StopSignal
 from gemsc.runtime.training.callbacks import Callback, Console, Ema, Hooks, Position
-from gemsc.runtime.training.checkpoints import Best, Checkpoints
+from gemsc.runtime.training.checkpoints import Best, Checkpoints, plateaus
 from gemsc.runtime.training.epochs import Epochs
 from gemsc.runtime.training.evaluation import Evaluator
 from gemsc.runtime.training.logs import Log
@@ -114,8 +114,7 @@ class Training:
             callbacks.append(best := Best(options.best, options.patience))
             if (names := figure_names(self.user.metrics)) is not None:
                 best.check(names, self.user.line_of("metrics"))
-        elif options.best is not None or options.patience is not None:
-            name = "--best" if options.patience is None else "--patience"
+        elif name := self._needs_evaluations():
             raise GemscError(
                 f"{name} needs evaluations, and {self.user.path} has no eval_dataset()",
                 help="add eval_dataset(), with samples that are not trained on",
@@ -134,6 +133,14 @@ class Training:
             )
             callbacks.append(self.checkpoints)  # last: it saves the state of the others
         return callbacks
+
+    def _needs_evaluations(self) -> str:
+        """Return what cannot do without evaluations, if anything."""
+        options, has_hook = self.options, self.user.on_epoch or self.user.on_step
+        if options.best is not None or options.patience is not None:
+            return "--best" if options.patience is None else "--patience"
+        waits = not has_hook and plateaus(self.trainer)  # a hook may step it
+        return "ReduceLROnPlateau" if waits else ""
 
     @property
     def _batches(self) -> Batches:

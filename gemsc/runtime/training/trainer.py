@@ -213,7 +213,8 @@ class Trainer:
         Raises:
             GemscError: the batch does not fit the program.
             NotFiniteError: a loss or a gradient is not finite: see `on_nonfinite`.
-                Weights and optimizer are what they were before the step.
+                Weights and optimizer are what they were before the step, or before this
+                one of its phases.
         """
         if self.program.train_step is None and not self.phases:
             raise GemscError(
@@ -226,6 +227,7 @@ class Trainer:
         worker, steps, losses = self.worker, self.worker.steps, dict[str, float]()
         sources = {"input": as_structure(input), "target": target}
         shape, name = self._shape_of(sources, shape)
+        worker.problem = None
         due = [p.name for p in self.phases if p.is_due(self.step_number)] or [name]
         for name in due:
             worker.use(name)

@@ -182,7 +182,7 @@ def _others(worker: Worker) -> Iterator[Tensor]:
 
 
 FILE = "run.json"
-Figures = dict[str, tuple[float, int]]  # mean, and the samples that count in it
+Figures = dict[str, tuple[float, float]]  # mean, and the samples or terms in it
 
 
 @dataclass

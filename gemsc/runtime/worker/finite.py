@@ -29,15 +29,20 @@ class Problem:
     step: its number since the first start, from 1.
     losses: by micro-batch of the whole batch, those that are not finite.
     gradients: names of the parameters whose gradients are not finite.
+    phase: that of the step which found it first, where a step has several.
     """
 
     step: int
     losses: Mapping[int, float]
     gradients: tuple[str, ...]
+    phase: str = ""
 
     @classmethod
     def of_ranks(
-        cls, step: int, ranks: Iterable[tuple[Mapping[int, float], Iterable[str]]]
+        cls,
+        step: int,
+        ranks: Iterable[tuple[Mapping[int, float], Iterable[str]]],
+        phase: str = "",
     ) -> Problem:
         """Return what all ranks have found: losses and gradients of each."""
         losses: dict[int, float] = {}
@@ -45,20 +50,22 @@ class Problem:
         for of_rank, names in ranks:
             losses |= of_rank
             gradients |= dict.fromkeys(names)
-        return cls(step, dict(sorted(losses.items())), tuple(gradients))
+        return cls(step, dict(sorted(losses.items())), tuple(gradients), phase)
 
     def __str__(self) -> str:
         """Return `the loss is nan at step 12, in micro-batch 3`, or the like."""
-        found = [*self.losses.items()]
+        found, what = [*self.losses.items()], "the loss"
+        if self.phase:
+            what += f" of phase {self.phase}"
         if found:
             numbers = _listed([str(m) for m, _ in found])
             plural = "es" * (len(found) > 1)
             return (
-                f"the loss is {found[0][1]} at step {self.step}, in micro-batch"
+                f"{what} is {found[0][1]} at step {self.step}, in micro-batch"
                 f"{plural} {numbers}"
             )
         if not self.gradients:  # each loss is finite, their sum is not
-            return f"the loss is not finite at step {self.step}"
+            return f"{what} is not finite at step {self.step}"
         names = _listed([f"'{name}'" for name in self.gradients])
         return f"the gradient of {names} is not finite at step {self.step}"
 

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from gemsc.base.boxes import Interval
 from gemsc.base.elementwise import check_elementwise, updated_whole
 from gemsc.base.parts import sums_in_order
+from gemsc.errors import GemscError, user_place
 from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.transport import Group
 from gemsc.runtime.worker.departures import Departures, leaving_early
@@ -32,6 +33,8 @@ from gemsc.runtime.worker.reduction import (
 )
 from gemsc.runtime.worker.stages import Stages
 from gemsc.runtime.worker.steps import Steps
+
+NO_PARAMETERS = "empty parameter list"  # what torch.optim says
 
 
 class Updates:
@@ -113,17 +116,39 @@ class Updates:
     ) -> None:
         """Make the optimizer of what this rank updates, by default SGD; see `Trainer`.
 
+        A rank has none if the user's takes other ranks' parameters only.
+
         Raises:
-            GemscError: the optimizer looks at whole tensors, and the rank has parts.
+            GemscError: the optimizer looks at whole tensors, and the rank has parts; or
+                it takes no parameters of any rank.
         """
-        parts = self._program.parts
-        if self._program.train_step is None or not self.parameters:
+        if self._program.train_step is None:
             return
-        without_dynamo()
+        wrong: GemscError | None = None
         make = optimizer or partial(torch.optim.SGD, lr=0.01)
-        if parts:  # it may be another one than at compile time
+        if self.parameters:
+            without_dynamo()
+            try:
+                self.optimizer = make(self.parameters.items())
+            except ValueError as error:
+                if NO_PARAMETERS not in str(error):
+                    raise
+                wrong = GemscError(
+                    "the optimizer takes none of the parameters",
+                    at=user_place(error.__traceback__),
+                    help="optimizer(params) gets pairs: [p for name, p in params if "
+                    'name.startswith("head")]',
+                )
+        found = self.optimizer is not None, wrong
+        has_one, errors = zip(
+            *self._transport.host.all_gather_object(found), strict=True
+        )
+        if not any(has_one) and (first := next(filter(None, errors), None)):
+            raise first
+        if self.optimizer is None:
+            return
+        if parts := self._program.parts:  # it may be another one than at compile time
             check_elementwise(updated_whole(self.parameters, make), parts)
-        self.optimizer = make(self.parameters.items())
         if scheduler is not None:
             self.scheduler = scheduler(self.optimizer)
 

@@ -109,7 +109,7 @@ class Worker:
             self._autocast = self.device.type, program.precision
         self._clip_norm = clip_norm
         self.detects_anomalies = False  # in each operation: many times as slow
-        self.problem: Problem | None = None  # of the last step
+        self.problem: Problem | None = None  # the first of the last step
         self._on_nonfinite = on_nonfinite
         self._buffers: list[tuple[Tensor, Tensor]] = []  # and what they were
         everyone = tuple(range(transport.host.size))
@@ -176,6 +176,11 @@ class Worker:
             if each.updates not in found.values():
                 found[name] = each.updates
         return found
+
+    @property
+    def num_updates(self) -> int:
+        """How many updates there were since the start, of all phases."""
+        return sum(each.count for each in self.all_updates.values())
 
     @property
     def inputs(self) -> list[Input]:
@@ -396,7 +401,7 @@ class Worker:
 
     def _look_for_problem(self) -> None:
         """Add up the losses; find out whether they and all gradients are finite."""
-        steps, scaler, self.problem = self.steps, self.updates.scaler, None
+        steps, scaler = self.steps, self.updates.scaler
         is_wrong = steps.is_update and not self.updates.is_finite()
         self.status.enter("sum of the losses")
         *sums, num_wrong = self.sum_up(*steps.own_mean().sums, is_wrong)
@@ -408,11 +413,12 @@ class Worker:
             num_wrong *= not scaler.take(is_overflow=bool(num_wrong))
         if is_finite and not num_wrong:
             return
-        self.problem = self._problem(is_wrong=is_wrong)
+        problem = self._problem(is_wrong=is_wrong)
+        self.problem = self.problem or problem
         if self._on_nonfinite == "stop":
             self.updates.leave_out()
             self.mail.finish()
-            raise NotFiniteError(self.problem)
+            raise NotFiniteError(problem)
         if self._on_nonfinite == "skip":
             self.updates.is_spoilt = True
             for buffer, before in self._buffers:
@@ -428,7 +434,8 @@ class Worker:
         }
         names = not_finite(self.updates.parameters) if is_wrong else []
         everyone = self.transport.host.all_gather_object((losses, names))
-        return Problem.of_ranks(self.steps.done + 1, everyone)
+        phase = "" if self.variants[self.variant].trained is None else self.variant
+        return Problem.of_ranks(self.steps.done + 1, everyone, phase)
 
     def _number_of(self, run: Run, m: int) -> int:
         """Return the number of a micro-batch over all replicas."""
