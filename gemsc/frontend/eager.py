@@ -78,7 +78,7 @@ def deep_copy(objects: Any, memo: dict[int, Any] | None = None) -> Any:
         ) from error
 
 
-def numbers_of(model: nn.Module, *kinds: type) -> dict[str, object]:
+def numbers_in(model: nn.Module, *kinds: type) -> dict[str, object]:
     """Return the attributes of modules that are numbers, or of other `kinds`."""
     return {
         f"{path}.{name}".lstrip("."): value

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gemsc.base.nests import dense_leaves, map_tensors, named_tuple, tensor_leaves
 from gemsc.costs.operators import draws, runs_a_kernel, work_of
-from gemsc.frontend.eager import detached, numbers_of
+from gemsc.frontend.eager import detached, numbers_in
 from gemsc.ir.meta import TensorSpec
 from gemsc.ir.opaque import Given, OpaqueCall, givens, what_is_taken
 from gemsc.ir.work import Work
@@ -324,5 +324,5 @@ def _numbers(module: nn.Module) -> dict[str, object]:
     """Return the numbers that are attributes; of tensors, those in them."""
     return {
         name: value.tolist() if isinstance(value, Tensor) else value
-        for name, value in numbers_of(module, Tensor).items()
+        for name, value in numbers_in(module, Tensor).items()
     }

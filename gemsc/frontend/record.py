@@ -28,7 +28,7 @@ from gemsc.base.nests import (
 )
 from gemsc.base.rng import preserve_rng
 from gemsc.errors import GemscError, SourceLocation
-from gemsc.frontend.eager import in_mode, numbers_of, set_training
+from gemsc.frontend.eager import in_mode, numbers_in, set_training
 from gemsc.frontend.fake_copy import (
     FakeCopy,
     copy_on_fakes,
@@ -135,12 +135,12 @@ def record(
 def _trace_twice(request: _Request) -> _Trace:
     fake = TracerFakeMode()
     copied = _copy(request, fake)
-    numbers = [numbers_of(request.model)]
+    numbers = [numbers_in(request.model)]
     with _no_random_numbers(request):
         first = _trace(request, copied, fake)
-    numbers.append(numbers_of(copied.model))
+    numbers.append(numbers_in(copied.model))
     second = _trace(request, copied, fake, earlier=first.writer)
-    numbers.append(numbers_of(copied.model))
+    numbers.append(numbers_in(copied.model))
     check_same(first.writer, second.writer, request.training)
     reject_counters(*numbers)
     return first

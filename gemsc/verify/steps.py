@@ -95,12 +95,12 @@ def reference_steps(
                     ):
                         value = as_loss(update.phase.call(model, given, wanted))
                     update.backward(value, num_micro_batches)
-                losses.append(update.mean.value)
-                terms.append(update.mean.divisor)
-                update.end_sums()
-                if step == 0:
-                    gradients |= update.gradients()
-                update.apply()
+            losses.append(update.mean.value)
+            terms.append(update.mean.divisor)
+            update.end_sums()
+            if step == 0:
+                gradients |= update.gradients()
+            update.apply()
     state = dict([*model.named_parameters(), *model.named_buffers()])
     state = {n: as_real(t.detach()).cpu() for n, t in state.items()}
     return StepRecord(losses, gradients, state, terms=terms)
