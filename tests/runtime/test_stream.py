@@ -496,10 +496,10 @@ class Placed(Pairs):
     at = 0
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for number, pair in enumerate(super().__iter__()):
-            if number == self.at:
-                self.at += 1
-                yield pair
+        while self.at < self.count:
+            self.at += 1
+            noise = torch.from_numpy(self.rng.random(WIDTH)).float()
+            yield noise, torch.full((WIDTH,), float(self.at))
 
     def state_dict(self) -> dict[str, Any]:
         return {"at": torch.full((99,), self.at), "of": (1, None)}
@@ -731,6 +731,7 @@ def test_shapes_of_a_stream_are_not_known_beforehand() -> None:
     with pytest.raises(GemscError, match="cannot be told beforehand of a Stream"):
         all_numbers(shapes, as_dataset(Short()), 0)
     inputs = [(torch.zeros(2, n),) for n in (2, 3)]
-    user = replace(user_of(dataset=Short), example_inputs=lambda: inputs)
+    user = user_of(dataset=Short, loss=torch.nn.MSELoss())
+    user = replace(user, example_inputs=lambda: inputs)
     with pytest.raises(GemscError, match="cannot be told beforehand of a Stream"):
         user.make_targets(user.make_shapes())
