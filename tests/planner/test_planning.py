@@ -23,7 +23,7 @@ from gemsc.plan import Plan
 from gemsc.planner.edited import EditedPlan
 from gemsc.planner.layout import stage_layout
 from gemsc.schedules import SCHEDULES
-from gemsc.search.advice import what_fits
+from gemsc.search.auto import what_fits
 from gemsc.search.candidates import Candidate, alternatives, reason
 
 
