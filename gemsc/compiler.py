@@ -47,8 +47,7 @@ from gemsc.result import CompiledProgram, prove_files
 from gemsc.schedules import Task
 from gemsc.schedules.loops import find_loops
 from gemsc.search.auto import Tell, settled, telling_what_fits
-from gemsc.search.candidates import Candidate
-from gemsc.search.grids import image_sizes
+from gemsc.search.candidates import Candidate, image_sizes
 from gemsc.search.sharing import choose_sharing, sharing_note
 from gemsc.verify.first_step import first_step
 from gemsc.weights.elsewhere import Elsewhere

@@ -9,6 +9,7 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -103,18 +104,20 @@ def _convolution(
     draw: Draw,
     kernels: tuple[int, ...],
     *,
-    dims: int = 2,
+    dims: tuple[int, ...] = (2,),
     depthwise: bool = False,
     transposed: bool = False,
     single: bool = False,
-    batch: int | None = None,
+    batch: tuple[int, ...] = (),
     last: bool = False,
 ) -> Iterator[AtenCall]:
-    """Yield a convolution and its two gradients.
+    """Yield a convolution over as many axes as one of `dims`, and its two gradients.
 
     `single` of one small image; `last` as at the end of a network: few positions and
     many channels.
     """
+    axes = draw.pick(*dims) if len(dims) > 1 else dims[0]
+    count = draw.pick(*batch) if batch else draw.between(2, 16) if last else 0
     kernel = draw.pick(*kernels)
     stride = 2 if transposed else draw.pick(1, 1, 1, 2)
     first = not depthwise and not transposed and kernel > 1 and draw.rng.random() < 0.15
@@ -123,23 +126,23 @@ def _convolution(
     channels_in = draw.pick(1, 3, 4) if first else draw.channels(fewest, widest)
     channels_out = channels_in if depthwise else draw.channels(fewest, widest)
     groups = channels_in if depthwise else 1
-    batch = 1 if single else batch or draw.between(1, 16)
-    per_position = 2 * channels_in * channels_out // groups * kernel**dims * batch
+    count = 1 if single else count or draw.between(1, 16)
+    per_position = 2 * channels_in * channels_out // groups * kernel**axes * count
     positions = (draw.work() if not depthwise else draw.work() / 20) / per_position
-    side = max(draw.pick(1, 2, 2, 3), min(128, round(positions ** (1 / dims))))
+    side = max(draw.pick(1, 2, 2, 3), min(128, round(positions ** (1 / axes))))
     if last:
         side = draw.pick(1, 2, 2, 3, 4)
     if single:
         side = min(side, int(math.sqrt(20480 / channels_in)))  # as PyTorch decides
-    if side < 1 or per_position * side**dims > 4 * draw.largest:
+    if side < 1 or per_position * side**axes > 4 * draw.largest:
         return
     padding = 0 if transposed else kernel // 2
     inner = side if transposed else side * stride
     filters = (channels_in, channels_out) if transposed else (channels_out, channels_in)
-    weight = draw.tensor(filters[0], filters[1] // groups, *[kernel] * dims)
-    x = draw.tensor(batch, channels_in, *[inner] * dims)
-    shape = ([stride] * dims, [padding] * dims, [1] * dims)
-    rest = (*shape, transposed, [0] * dims, groups)
+    weight = draw.tensor(filters[0], filters[1] // groups, *[kernel] * axes)
+    x = draw.tensor(count, channels_in, *[inner] * axes)
+    shape = ([stride] * axes, [padding] * axes, [1] * axes)
+    rest = (*shape, transposed, [0] * axes, groups)
     forward = (x, weight, draw.tensor(channels_out), *rest)
     yield AtenCall(_ATEN.convolution.default, forward, (x,))
     gradient = torch.empty_like(_ATEN.convolution.default(*forward)).normal_()
@@ -351,46 +354,25 @@ def tables(draw: Draw) -> Iterator[AtenCall]:
     yield AtenCall(_ATEN.embedding_dense_backward.default, back, (gradient,))
 
 
+def _of(*kernels: int, **how: Any) -> Source:
+    """Return where convolutions with one of these kernels come from."""
+    return partial(_convolution, kernels=kernels, **how)
+
+
 # name for people, where operators come from, how many of them
 FAMILIES: tuple[tuple[str, Source, int], ...] = (
-    ("convolution", lambda d: _convolution(d, (3, 3, 3, 5, 7)), 160),
-    ("convolution 1x1", lambda d: _convolution(d, (1,)), 128),
-    (
-        "convolution 1x1 of many",
-        lambda d: _convolution(d, (1,), batch=d.pick(16, 24, 32)),
-        36,
-    ),
-    (
-        "convolution 1x1 at the end",
-        lambda d: _convolution(d, (1,), batch=d.between(2, 16), last=True),
-        48,
-    ),
-    (
-        "convolution at the end",
-        lambda d: _convolution(d, (3,), batch=d.between(2, 16), last=True),
-        48,
-    ),
-    ("convolution of volumes", lambda d: _convolution(d, (3,), dims=3), 128),
-    (
-        "convolution of one image",
-        lambda d: _convolution(d, (3,), dims=d.pick(2, 3, 3), single=True),
-        128,
-    ),
-    (
-        "depthwise convolution",
-        lambda d: _convolution(d, (3, 3, 5, 7), depthwise=True),
-        48,
-    ),
-    (
-        "transposed convolution",
-        lambda d: _convolution(d, (2, 4), dims=d.pick(2, 2, 3), transposed=True),
-        36,
-    ),
+    ("convolution", _of(3, 3, 3, 5, 7), 160),
+    ("convolution 1x1", _of(1), 128),
+    ("convolution 1x1 of many", _of(1, batch=(16, 24, 32)), 36),
+    ("convolution 1x1 at the end", _of(1, last=True), 48),
+    ("convolution at the end", _of(3, last=True), 48),
+    ("convolution of volumes", _of(3, dims=(3,)), 128),
+    ("convolution of one image", _of(3, dims=(2, 3, 3), single=True), 128),
+    ("depthwise convolution", _of(3, 3, 5, 7, depthwise=True), 48),
+    ("transposed convolution", _of(2, 4, dims=(2, 2, 3), transposed=True), 36),
     (
         "transposed, of one image",
-        lambda d: _convolution(
-            d, (2, 4), dims=d.pick(2, 3), transposed=True, single=True
-        ),
+        _of(2, 4, dims=(2, 3), transposed=True, single=True),
         48,
     ),
     ("matrix product", matmul, 48),

@@ -89,7 +89,10 @@ def verify_command(
     _show(
         f"{directory} against one process, {_shown_steps(plan, steps)}: relative error",
         ("dtype", "loss", "gradients", "parameters", "buffers", "equal bits"),
-        ([name, *_row(found)] for name, found in results.items()),
+        (
+            _row(name, found, *map(found.worst_of, KINDS))
+            for name, found in results.items()
+        ),
     )
     verdicts = {name: found.judge(DTYPES[name]) for name, found in results.items()}
     for name, (kind, tensor) in verdicts.items():
@@ -182,7 +185,10 @@ def _verify_run(
     _show(
         f"run of {directory} against a plain loop: relative error",
         ("dtype", "loss", "evaluation", "saved model", "equal bits"),
-        ([name, *_run_row(found)] for name, found in results.items()),
+        (
+            _row(name, found, found.evaluation, found.model)
+            for name, found in results.items()
+        ),
     )
     verdicts = {name: found.judge(DTYPES[name]) for name, found in results.items()}
     for name, found in results.items():
@@ -230,19 +236,11 @@ def _verdict(
     return line
 
 
-def _row(found: Comparison) -> list[str]:
-    worst = (_shown(found.worst_of(kind)) for kind in KINDS)
-    return [f"{found.loss:.1e}", *worst, f"{found.equal} of {found.total}"]
-
-
-def _run_row(found: RunComparison) -> list[str]:
-    worst = map(_shown, (found.evaluation, found.model))
-    return [f"{found.loss:.1e}", *worst, f"{found.equal} of {found.total}"]
-
-
-def _shown(pair: tuple[float, str]) -> str:
-    error, name = pair
-    return f"{error:.1e} {name}".rstrip()
+def _row(
+    name: str, found: Comparison | RunComparison, *worst: tuple[float, str]
+) -> list[str]:
+    shown = (f"{error:.1e} {tensor}".rstrip() for error, tensor in worst)
+    return [name, f"{found.loss:.1e}", *shown, f"{found.equal} of {found.total}"]
 
 
 def _with_name(pair: tuple[float, str]) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""What `auto` takes: all that agrees with the options is assessed, the best first."""
+"""What `auto` takes: all that agrees with the options is assessed, the best first.
+
+Where nothing fits, its error says what would: that is tried, too, with numbers.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +10,25 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from math import inf
+from typing import Any
 
 from gemsc.base.grid_shape import SPLITS
+from gemsc.base.units import show_bytes, show_enough_bytes
 from gemsc.costs.hardware import Hardware, read_hardware
 from gemsc.errors import GemscError
-from gemsc.options import CompileOptions
+from gemsc.options import CompileOptions, typed
 from gemsc.planner.at_best import held_at_best
 from gemsc.planner.ending import after_backward, end_of, reduced_bytes
 from gemsc.planner.fitting import Scheduled
 from gemsc.planner.predict import micro_batch_size, talking
 from gemsc.planner.traffic import step_traffic
-from gemsc.search.advice import nothing_fits, what_fits
 from gemsc.search.candidates import Candidate, alternatives, is_open, ranked
 
 SLACK = 0.1  # by which stages that are cut elsewhere may take less work
 
 ROUNDING = 0.02  # an order of which the text is short may be slower
+FACTORS = (2, 4, 8)  # how many times more ranks are tried where nothing fits
+SAVINGS = (("recompute",), ("offload",), ("recompute", "offload"))
 
 Stage = Callable[..., Scheduled]  # of options, and how many ranks are `lowered`
 Tell = Callable[[str], None]
@@ -128,8 +134,14 @@ class _Comparison:
 
     def _change(self, found: Candidate) -> None:
         """Let what lacks memory be tried again."""
-        for changed in (_sharding(found), _recomputing(found)):
-            if changed is not None and changed not in self.places:
+        options = found.options
+        changes = []
+        if found.lacks_memory() and not options.shard_optimizer:
+            changes.append(replace(options, shard_optimizer=True))
+        if found.may_recompute():
+            changes.append(replace(options, recompute=("auto",)))
+        for changed in changes:
+            if changed not in self.places:
                 self.changes.add(changed)
                 self._wait(changed)
 
@@ -140,7 +152,7 @@ class _Comparison:
         than what that is a change of until its last backward.
         """
         bound, speed = Candidate(options), inf
-        if _is_split(options):
+        if any(getattr(options, name) for name in SPLITS):
             bound = at_best(options, self.stage)
             speed = inf if bound.problem else bound.samples_per_second
         return bound, min(speed, self.speeds.get(_unchanged(options), inf))
@@ -179,10 +191,6 @@ class _Comparison:
         return self.ranked()
 
 
-def _is_split(options: CompileOptions) -> bool:
-    return any(getattr(options, name) for name in SPLITS)
-
-
 def _unchanged(options: CompileOptions) -> CompileOptions:
     """Return the options of what is not tried again: no change makes it faster."""
     return replace(options, recompute=(), shard_optimizer=False)
@@ -192,20 +200,6 @@ def _same_work(one: CompileOptions, other: CompileOptions) -> bool:
     """Whether ranks share the work of a sample alike, whatever the schedule is."""
     names = (*SPLITS, "data", "micro_batches")
     return all(getattr(one, name) == getattr(other, name) for name in names)
-
-
-def _recomputing(found: Candidate) -> CompileOptions | None:
-    """Return the options of what lacks memory, with blocks that are recomputed."""
-    if not found.may_recompute():
-        return None
-    return replace(found.options, recompute=("auto",))
-
-
-def _sharding(found: Candidate) -> CompileOptions | None:
-    """Return the options of what lacks memory, with its optimizer's state shared."""
-    if found.options.shard_optimizer or not found.lacks_memory():
-        return None
-    return replace(found.options, shard_optimizer=True)
 
 
 @contextmanager
@@ -287,3 +281,87 @@ def _talking_share(done: Scheduled, hardware: Hardware) -> float:
     )
     total = done.timeline.makespan * len(done.timeline.ranks)
     return sum(done.task.micro_batches) * each / total if total else 0.0
+
+
+# what would fit, when nothing does
+
+Assess = Callable[[CompileOptions], Candidate]
+
+
+def nothing_fits(candidates: Sequence[Candidate], assess: Assess) -> GemscError:
+    """Return the error where no candidate fits; it names that with the lowest peak."""
+    built = [candidate for candidate in candidates if not candidate.problem]
+    if not built:
+        return GemscError(
+            f"no schedule can be built: {candidates[0].problem}",
+            help="try another number of --ranks or --micro-batches",
+        )
+    lowest = min(built, key=lambda c: c.peak_bytes)
+    cap = lowest.options.rank_memory or 0
+    return GemscError(
+        f"no schedule fits {show_bytes(cap)} on each rank: the lowest peak, of "
+        f"{lowest.name}, is {show_enough_bytes(lowest.peak_bytes)}",
+        help=what_fits(lowest, assess)
+        or "more ranks or smaller micro-batches do not help: raise --device-memory",
+    )
+
+
+def what_fits(candidate: Candidate, assess: Assess) -> str:
+    """Return what would make a candidate fit, each way with its peak; "" if nothing."""
+    ways = [
+        *_more_ranks(candidate, assess),
+        *_savings(candidate, assess),
+        *_shard_optimizer(candidate, assess),
+        *_smaller_micro_batches(candidate, candidate.options.rank_memory or 0),
+    ]
+    return "; or ".join(ways)
+
+
+def _more_ranks(lowest: Candidate, assess: Assess) -> list[str]:
+    for factor in FACTORS:
+        ranks = lowest.options.ranks * factor
+        try:
+            found = assess(replace(lowest.options, ranks=ranks))
+        except GemscError:  # tiles and shards need another number of ranks
+            continue
+        if found.fits():
+            return [
+                f"use --ranks {ranks} ({found.name} needs "
+                f"{show_bytes(found.peak_bytes)})"
+            ]
+    return []
+
+
+def _savings(lowest: Candidate, assess: Assess) -> list[str]:
+    """Activations that are computed again, or wait on the host, or both."""
+    for names in SAVINGS:
+        if all(getattr(lowest.options, name) == ("auto",) for name in names):
+            continue
+        auto: dict[str, Any] = dict.fromkeys(names, ("auto",))
+        found = assess(replace(lowest.options, **auto))
+        if found.fits():
+            slower = found.seconds / lowest.seconds - 1 if lowest.seconds else 0.0
+            return [
+                f"add {' '.join(typed(name, 'auto') for name in names)} ({found.name} "
+                f"then needs {show_bytes(found.peak_bytes)} and is {slower:.0%} slower)"
+            ]
+    return []
+
+
+def _shard_optimizer(lowest: Candidate, assess: Assess) -> list[str]:
+    if lowest.options.shard_optimizer:
+        return []
+    found = assess(replace(lowest.options, shard_optimizer=True))
+    if not found.fits():
+        return []
+    return [f"add --shard-optimizer ({show_bytes(found.peak_bytes)} then)"]
+
+
+def _smaller_micro_batches(lowest: Candidate, cap: int) -> list[str]:
+    """Activations grow with the samples of a micro-batch, the rest does not."""
+    resident = lowest.peak_bytes - lowest.activation_bytes
+    size = lowest.micro_batch_size
+    fitting = int(size * (cap - resident) / max(lowest.activation_bytes, 1))
+    if not 0 < fitting < size:
+        return []
+    return [f"make example_inputs() {fitting} samples instead of {size}"]

@@ -12,9 +12,9 @@ from typing import Any
 from gemsc.base.grid_shape import BESIDE, SPLITS
 from gemsc.base.units import show_bytes, show_seconds
 from gemsc.errors import GemscError
+from gemsc.ir.program import Program
 from gemsc.options import AUTO, CompileOptions
 from gemsc.schedules import SCHEDULES
-from gemsc.search.grids import grids
 
 PAIRS = (
     ("basic", "linear"),
@@ -31,6 +31,7 @@ PAIRS = (
 )
 BOTH = ("compute", "memory")
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
+MOST_SHAPES = 3  # of as many tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +226,55 @@ def _splits(
             for names in (("shards",), *few):
                 if opened.issuperset(names):
                     yield tiles | dict.fromkeys(names, (str(count),))
+
+
+def grids(ranks: int, sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Return grids that split an image of these sizes, few tiles first.
+
+    All ranks are one grid, or half of them, a quarter, ...; ranks that are left have a
+    stage each. Of all shapes with as many tiles those with the shortest inner edges
+    are taken: over edges halos travel.
+
+    Example: 4 ranks, 512 x 512 pixels: 1x2, 2x1, 2x2, 1x4, 4x1.
+    """
+    counts = {ranks}
+    counts.update(2**power for power in range(1, ranks.bit_length()))
+    found = []
+    for count in sorted(counts - {1}):
+        if count > ranks or not sizes:
+            continue
+        shapes = (
+            grid
+            for grid in _shapes(count, len(sizes))
+            if all(tiles <= size for tiles, size in zip(grid, sizes, strict=True))
+        )
+        found += sorted(shapes, key=lambda grid: _edges(grid, sizes))[:MOST_SHAPES]
+    return found
+
+
+def image_sizes(program: Program) -> tuple[int, ...]:
+    """Return the sizes of the first image among the inputs: () if there is none."""
+    for item in program.inputs:
+        if item.path[0] == "input" and len(item.spec.shape) > 2:
+            return tuple(item.spec.shape[2:])
+    return ()
+
+
+def _shapes(count: int, num_axes: int) -> Iterator[tuple[int, ...]]:
+    """Yield all ways to write a number as a product of so many factors."""
+    if num_axes == 1:
+        yield (count,)
+        return
+    for factor in range(1, count + 1):
+        if count % factor == 0:
+            for rest in _shapes(count // factor, num_axes - 1):
+                yield (factor, *rest)
+
+
+def _edges(grid: tuple[int, ...], sizes: tuple[int, ...]) -> float:
+    """Return the elements along all edges between tiles."""
+    pairs = zip(grid, sizes, strict=True)
+    return sum((tiles - 1) * prod(sizes) / size for tiles, size in pairs)
 
 
 def _shares(options: CompileOptions) -> Iterator[tuple[int, int]]:

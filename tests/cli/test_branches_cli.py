@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
-from command_line import Gemsc, line_of
+from command_line import Gemsc, compile_here, line_of
 
 from gemsc.plan import Plan, cut_name
 
@@ -42,11 +43,22 @@ def example_target():
 MOVED = ('        "0.a",\n', '        "0.b",\n', '        "0.c",\n')
 
 
-def compiled(command: Gemsc, *flags: str) -> Plan:
-    given = ("--ranks", "2", "--branches", "2", "--trunk", "whole", *flags)
-    outcome = command("compile", "model.py", *given, "-o", "first")
-    assert outcome.code == 0, outcome.err
-    return Plan.read(Path("first/plan.toml"))
+GIVEN = ("--ranks", "2", "--branches", "2", "--trunk", "whole")
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("branches")
+    (folder / "model.py").write_text(MODEL)
+    compile_here(folder / "model.py", *GIVEN, "-o", folder / "first")
+    return folder / "first"
+
+
+@pytest.fixture
+def first(program: Path, command: Gemsc) -> str:
+    """The text of first/plan.toml, of a program beside model.py."""
+    shutil.copytree(program, "first")
+    return Path("first/plan.toml").read_text()
 
 
 def recompiled(command: Gemsc, text: str) -> tuple[str, Plan]:
@@ -58,10 +70,11 @@ def recompiled(command: Gemsc, text: str) -> tuple[str, Plan]:
     return outcome.err, Plan.read(Path(found) / "plan.toml")
 
 
+@pytest.mark.usefixtures("first")
 def test_a_plan_says_which_rank_has_which_branch_and_its_weights(
     command: Gemsc,
 ) -> None:
-    (stage,) = compiled(command).stages
+    (stage,) = Plan.read(Path("first/plan.toml")).stages
     assert stage.branches == 2
     assert [fork.placed for fork in stage.forks] == [
         [["0.b"], ["0.a", "0.c"]],
@@ -98,18 +111,15 @@ def test_auto_compares_branches(command: Gemsc) -> None:
 
 
 @pytest.mark.nightly
-def test_an_unchanged_plan_places_branches_alike(command: Gemsc) -> None:
-    first = compiled(command)
-    error, second = recompiled(command, Path("first/plan.toml").read_text())
+def test_an_unchanged_plan_places_branches_alike(command: Gemsc, first: str) -> None:
+    error, second = recompiled(command, first)
     assert not error
-    assert second.stages == first.stages
+    assert second.stages == Plan.read(Path("first/plan.toml")).stages
 
 
-def test_a_branch_moves_with_its_line(command: Gemsc) -> None:
-    compiled(command)
-    text = Path("first/plan.toml").read_text()
+def test_a_branch_moves_with_its_line(command: Gemsc, first: str) -> None:
     a, b, _ = MOVED
-    error, plan = recompiled(command, text.replace(a, "").replace(b, a + b))
+    error, plan = recompiled(command, first.replace(a, "").replace(b, a + b))
     assert not error
     (stage,) = plan.stages
     assert [fork.placed for fork in stage.forks] == [
@@ -121,7 +131,9 @@ def test_a_branch_moves_with_its_line(command: Gemsc) -> None:
 
 
 def test_weights_of_branches_are_neither_cut_nor_whole(command: Gemsc) -> None:
-    (stage,) = compiled(command, "--shards", "2").stages
+    words = ("compile", "model.py", *GIVEN, "--shards", "2", "-o", "first")
+    assert command(*words).code == 0
+    (stage,) = Plan.read(Path("first/plan.toml")).stages
     alone = {name for names in stage.alone for name in names}
     whole = {name for each in stage.whole for name in each.names}
     assert "0.b.0.weight" in alone
@@ -133,9 +145,10 @@ def test_weights_of_branches_are_neither_cut_nor_whole(command: Gemsc) -> None:
     assert plan.options["whole"] == []
 
 
-def test_a_fork_that_is_taken_out_is_computed_by_all(command: Gemsc) -> None:
-    compiled(command)
-    before, _, second = Path("first/plan.toml").read_text().split("[[stages.forks]]")
+def test_a_fork_that_is_taken_out_is_computed_by_all(
+    command: Gemsc, first: str
+) -> None:
+    before, _, second = first.split("[[stages.forks]]")
     error, plan = recompiled(command, f"{before}[[stages.forks]]{second}")
     assert not error
     (stage,) = plan.stages
@@ -148,18 +161,15 @@ def test_a_fork_that_is_taken_out_is_computed_by_all(command: Gemsc) -> None:
     assert "the plan places" in shown
 
 
-def test_a_stage_without_any_fork_left_is_refused(command: Gemsc) -> None:
-    compiled(command)
-    before, *_ = Path("first/plan.toml").read_text().split("[[stages.forks]]")
-    _, after = Path("first/plan.toml").read_text().split("[traffic]", 1)
+def test_a_stage_without_any_fork_left_is_refused(command: Gemsc, first: str) -> None:
+    before, *_ = first.split("[[stages.forks]]")
+    _, after = first.split("[traffic]", 1)
     error, _ = recompiled(command, f"{before}[traffic]{after}")
     assert "stage 0 gains nothing: the plan places none of them" in error
 
 
-def test_a_wrong_name_is_refused_at_its_line(command: Gemsc) -> None:
-    compiled(command)
-    text = Path("first/plan.toml").read_text()
-    wrong = text.replace(MOVED[1], '        "0.bb",\n')
+def test_a_wrong_name_is_refused_at_its_line(command: Gemsc, first: str) -> None:
+    wrong = first.replace(MOVED[1], '        "0.bb",\n')
     error, _ = recompiled(command, wrong)
     where = line_of('"0.bb"', wrong)
     assert f"plan.toml:{where}: error: '0.bb' of 0 is none of its" in error

@@ -265,6 +265,7 @@ def test_a_folded_batchnorm_is_told(tmp_path: Path) -> None:
     assert not [n for n in onnx.load(path).graph.node if "Norm" in n.op_type]
     network, net = imported(path)
     (note,) = [note for note in network.notes if "folded" in note]
+    assert note.startswith("1 BatchNormalization folded into convolutions")
     assert "optimize=False" in note
     assert [*net.parameters()]
 

@@ -317,6 +317,13 @@ def activations() -> dict[str, tuple[Any, Build]]:
 
 TABLE = {**recurrent(), **attention(), **core(), **merge(), **activations()}
 NAMES = sorted(TABLE)
+# functions of keras.ops, of each element
+POSITIVE = "log log1p reciprocal rsqrt sqrt"
+ANY = (
+    "abs absolute ceil cos erf exp expm1 floor gelu hard_sigmoid hard_silu hard_tanh "
+    "log_sigmoid negative relu relu6 selu sigmoid sign silu sin softplus softsign "
+    "sparse_plus sparse_sigmoid square tanh tanh_shrink"
+)
 BY_DAY = NAMES[::4]  # the others at night
 
 
@@ -352,3 +359,11 @@ def test_tokens_go_through_a_table(tmp_path: Path) -> None:
         tmp_path,
         inputs=[inputs[0].astype("int32"), inputs[1].astype("float32")],
     )
+
+
+def test_functions_of_each_element_are_those_of_keras(tmp_path: Path) -> None:
+    x = keras.Input(VECTOR)
+    positive = keras.ops.sigmoid(x) + 0.5
+    outputs = [getattr(keras.ops, name)(positive) for name in POSITIVE.split()]
+    outputs += [getattr(keras.ops, name)(x * 3.0) for name in ANY.split()]
+    assert_same(keras.Model(x, outputs), tmp_path)

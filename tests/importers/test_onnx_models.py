@@ -730,24 +730,6 @@ def test_a_file_that_is_cut_off_is_an_error_of_one_line(length, tmp_path):
     assert "a.onnx" in refused(path)
 
 
-def test_a_batchnormalization_that_was_folded_is_noted(tmp_path):
-    class Small(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.relu(self.norm(self.conv(x)))
-
-    path = tmp_path / "a.onnx"
-    exported(Small().eval(), [torch.rand(2, 3, 8, 8)], path, external_data=False)
-    _, read = imported(path)
-    assert any(
-        note.startswith("1 BatchNormalization folded into convolutions")
-        for note in read.notes
-    )
-
-
 def test_a_network_that_gives_other_numbers_than_its_file_is_refused(
     tmp_path, monkeypatch
 ):

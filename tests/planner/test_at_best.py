@@ -22,8 +22,7 @@ from gemsc.costs.operators import least_seconds
 from gemsc.options import AUTO, CompileOptions
 from gemsc.passes.manager import Runs
 from gemsc.search import auto
-from gemsc.search.candidates import alternatives, ranked
-from gemsc.search.grids import image_sizes
+from gemsc.search.candidates import alternatives, image_sizes, ranked
 from gemsc.weights.load import blank
 
 SPLITS: tuple[tuple[str, dict[str, Any]], ...] = (

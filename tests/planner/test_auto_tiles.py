@@ -16,8 +16,7 @@ from gemsc.codegen.package import write_directory
 from gemsc.compiler import Traced, lower, trace
 from gemsc.errors import GemscError
 from gemsc.options import AUTO
-from gemsc.search.candidates import alternatives
-from gemsc.search.grids import grids
+from gemsc.search.candidates import alternatives, grids
 
 
 def test_grids_for_ranks_and_pictures() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import Gemsc, line_of
+from command_line import MODEL, Gemsc, compile_here, line_of
 from plan_support import assess, search
 from torch import nn
 
@@ -23,7 +23,7 @@ from gemsc.plan import Plan
 from gemsc.planner.edited import EditedPlan
 from gemsc.planner.layout import stage_layout
 from gemsc.schedules import SCHEDULES
-from gemsc.search.advice import what_fits
+from gemsc.search.auto import what_fits
 from gemsc.search.candidates import Candidate, alternatives, reason
 
 
@@ -339,6 +339,15 @@ def test_plan_prints_candidates_and_writes_no_program(
     assert built.options["check"]  # the graph is still compared with the model
 
 
+@pytest.fixture(scope="module")
+def two_stages(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A plan, as it stands in a folder beside model.py."""
+    folder = tmp_path_factory.mktemp("plan")
+    (folder / "model.py").write_text(MODEL)
+    compile_here(folder / "model.py", "--blocks", "1,2", "-o", folder / "first")
+    return (folder / "first" / "plan.toml").read_text()
+
+
 def _compiled(command: Gemsc, tmp_path: Path, *options: str) -> Path:
     outcome = command("compile", "model.py", *options, "-o", "first")
     assert outcome.code == 0, outcome.err
@@ -477,13 +486,14 @@ def test_a_moved_cut_and_a_new_placement_are_compiled(
 )
 def test_a_wrong_edit_is_refused_with_its_line(
     command: Gemsc,
+    two_stages: str,
     tmp_path: Path,
     edit: Callable[[str], str],
     marked: str,
     says: str,
 ) -> None:
-    path = _compiled(command, tmp_path, "--blocks", "1,2")
-    text = edit(path.read_text())
+    path, text = tmp_path / "first" / "plan.toml", edit(two_stages)
+    path.parent.mkdir()
     path.write_text(text)
     outcome = command("compile", "model.py", "--plan", str(path), "-o", "second")
     assert outcome.code == 1

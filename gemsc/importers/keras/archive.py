@@ -45,6 +45,8 @@ _DAMAGED_FILE = "it is cut off, or something else: copy it once more, or save it
 class Archive:
     """A file that ends in .keras."""
 
+    files: Sequence[str] = ()  # further ones that belong to it
+
     def __init__(self, path: Path) -> None:
         """Read all but the variables.
 
@@ -101,15 +103,11 @@ class Archive:
 
     # ----------------------------------------------------------------- variables
 
-    @property
+    @cached_property
     def table(self) -> Mapping[str, FileTensor]:
         """All tensors by name, as `layers/conv2d/vars/0`."""
-        return self._table
-
-    @property
-    def files(self) -> Sequence[str]:
-        """Further files that belong to it: none."""
-        return ()
+        with self._damage():
+            return dict(_tensors(self._file, "", set()))
 
     def variables(self, path: str) -> dict[str, tuple[str, ...]]:
         """Return the names of a layer's tensors, for it and for each of its parts."""
@@ -155,11 +153,6 @@ class Archive:
     def _file(self) -> h5py.File:
         with self._damage():
             return h5py.File(self._copy, "r")
-
-    @cached_property
-    def _table(self) -> dict[str, FileTensor]:
-        with self._damage():
-            return dict(_tensors(self._file, "", set()))
 
     # ---------------------------------------------------------------- the way back
 

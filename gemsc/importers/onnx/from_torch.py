@@ -11,7 +11,7 @@ import logging
 import re
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from importlib.util import find_spec
 from io import StringIO
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, ShapesCollection
 
-from gemsc.base.nests import Inputs, normalize_inputs, tensor_leaves
+from gemsc.base.nests import Inputs, call_model, normalize_inputs, tensor_leaves
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.frontend.user_code import is_user_file, printed_line
 from gemsc.frontend.values import input_names
@@ -51,8 +51,10 @@ def export_onnx(model: nn.Module, inputs: object, path: Path) -> list[str]:
             )
     given = normalize_inputs(inputs)
     with torch.no_grad():
-        outputs = dict(_named(_call(model.eval(), given)))
-    batch, reason = _batch(given), "forward fixes their size"
+        outputs = dict(_named(call_model(model.eval(), given)))
+    leaves = (tensor for _, tensor in tensor_leaves(given))
+    batch = next((tensor.shape[0] for tensor in leaves if tensor.dim()), None)
+    reason = "forward fixes their size"
     try:
         program = _program(model, given, outputs, batch)
     except Exception as error:  # of torch's own tracing, of any kind
@@ -65,14 +67,6 @@ def export_onnx(model: nn.Module, inputs: object, path: Path) -> list[str]:
     is_open = any(not value.shape.is_static() for value in program.model.graph.inputs)
     note = f"the file takes batches of {batch} alone: {reason}"
     return [*[note] * (not is_open), *_compared(program, given, outputs)]
-
-
-def _batch(given: Inputs) -> int | None:
-    return next((t.shape[0] for _, t in tensor_leaves(given) if t.dim()), None)
-
-
-def _call(model: nn.Module, given: Inputs) -> Any:
-    return model(**given) if isinstance(given, dict) else model(*given)
 
 
 def _named(output: object) -> Iterator[tuple[str, Tensor]]:
@@ -96,6 +90,8 @@ def _program(
     for _, tensor in tensor_leaves(given):
         if tensor.dim() and tensor.shape[0] == batch:
             shapes[tensor] = sizes
+    # an input that is given back has another name as an output
+    gives = [f"{name}_out" if name in names else name for name in outputs]
     with _quiet(), _giving_tensors(model):
         given_shapes = shapes.dynamic_shapes(model, positional, keywords)
         return torch.onnx.export(
@@ -103,17 +99,12 @@ def _program(
             positional,
             kwargs=keywords,
             input_names=names,
-            output_names=_apart(outputs, names),
+            output_names=gives,
             dynamic_shapes=given_shapes if batch is not None else None,
             dynamo=True,
             optimize=False,
             verbose=False,
         )
-
-
-def _apart(names: Mapping[str, Tensor], taken: Sequence[str]) -> list[str]:
-    """Return the outputs' names; an input that is given back has another one."""
-    return [f"{name}_out" if name in taken else name for name in names]
 
 
 @contextmanager
