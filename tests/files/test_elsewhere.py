@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import Gemsc, Outcome, gemsc_here
+from nightly import at_night
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -159,7 +160,7 @@ def first_of_stage(program: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("options", [(), ("--shards", "2")], ids=["stages", "shards"])
+@pytest.mark.parametrize("options", [("--shards", "2"), *at_night(())], ids=str)
 def test_it_trains_as_if_its_weights_had_been_loaded(
     options: tuple[str, ...], gemsc: Gemsc
 ) -> None:
@@ -178,13 +179,20 @@ def test_it_trains_as_if_its_weights_had_been_loaded(
     assert equal(found, trained(gemsc, whole))
 
 
+def test_all_inputs_take_what_ranks_take(gemsc: Gemsc) -> None:
+    write_weights()
+    write(NAMED)
+    program = compiled(gemsc, "--shards", "2")
+    good(gemsc("verify", str(program), "--all-inputs"))
+
+
 @pytest.mark.mpi
-def test_verify_and_all_inputs_take_what_ranks_take(gemsc: Gemsc) -> None:
+@pytest.mark.nightly
+def test_verify_takes_what_ranks_take(gemsc: Gemsc) -> None:
     write_weights()
     write(NAMED)
     program = compiled(gemsc, "--shards", "2")
     good(gemsc("verify", str(program), "--steps", "1"))
-    good(gemsc("verify", str(program), "--all-inputs"))
 
 
 def test_files_of_another_dtype_are_converted(gemsc: Gemsc) -> None:
@@ -374,8 +382,7 @@ def test_ranks_make_what_one_process_makes(gemsc: Gemsc) -> None:
     """In float64 as well, where ranks have another default dtype."""
     write(INIT)
     program = compiled(gemsc, "--shards", "2")
-    good(gemsc("verify", str(program), "--steps", "1"))
-    assert trained(gemsc, program)
+    good(gemsc("verify", str(program), "--steps", "1", "--dtype", "float64"))
 
 
 def test_what_init_leaves_out_is_named(gemsc: Gemsc) -> None:

@@ -228,6 +228,7 @@ def test_seven_billion_parameters_compile(
     assert sum(f.stat().st_size for f in tmp_path.rglob("*")) < 32 * 2**20
 
 
+@pytest.mark.nightly
 def test_a_rank_takes_its_part_and_a_tensor_more(tmp_path: Path) -> None:
     """Of files that its program only names; of a shard, its part of each tensor."""
     layers, width = 12, 1024
