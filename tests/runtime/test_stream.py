@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 from collections.abc import Iterator
@@ -265,10 +266,22 @@ class Asking(Numbers):
         return super().__iter__()
 
 
+class Restless(Numbers):
+    """Begins otherwise at each reading, whoever reads."""
+
+    readings = itertools.count()
+
+    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+        first = next(self.readings)
+        for number in range(first, first + self.count):
+            yield torch.tensor([float(number)]), number
+
+
 @pytest.mark.parametrize(
     ("source", "splits"),
     [
         (Shards(), True),
+        (Restless(), False),
         (gemsc.Stream(Shards()), True),
         (gemsc.Stream(Shards(), split=False), False),
         (Shards(5, 5), False),  # nothing is left for a third
