@@ -40,7 +40,8 @@ from torch.futures import Future
 
 from gemsc.base.files import DISTRIBUTED
 from gemsc.errors import GemscError
-from gemsc.weights.write import Entry, stored_name
+from gemsc.weights.tensor_file import StoredSlice
+from gemsc.weights.write import Entry
 
 OF_MODEL = ("model", "model_state_dict", "state_dict", "module")
 OF_OPTIMIZER = ("optimizer", "optim", "optimizer_state_dict", "optim_state_dict")
@@ -186,9 +187,8 @@ class DistributedCheckpoint:
         kind, _, rest = key.partition("/")
         state, _, name = rest.partition("/")
         is_state = kind == "optimizer" and (state, name) in self.states
-        return StoredSlice(
-            self, self.states[state, name] if is_state else self._model[key]
-        )
+        stored = self.states[state, name] if is_state else self._model[key]
+        return StoredSlice(stored, self._entry(stored), lambda: self._tensor(stored))
 
     def values(self, keys: Sequence[str]) -> dict[str, Any]:
         """Return what is stored under some keys: tensors, numbers, lists and the like.
@@ -266,26 +266,6 @@ class DistributedCheckpoint:
                 f"{self.path} is damaged: {said}",
                 help="save it with torch.distributed.checkpoint once more",
             ) from None
-
-
-@dataclass(frozen=True)
-class StoredSlice:
-    """A tensor of a checkpoint that is read when a part of it is asked for."""
-
-    stored: DistributedCheckpoint
-    key: str
-
-    def get_shape(self) -> list[int]:
-        """Return its sizes."""
-        return [*self.stored._entry(self.key).shape]
-
-    def get_dtype(self) -> str:
-        """Return its dtype as safetensors calls it."""
-        return stored_name(self.key, self.stored._entry(self.key).dtype)
-
-    def __getitem__(self, slices: Any) -> Tensor:
-        """Return a part of it."""
-        return self.stored._tensor(self.key)[slices]
 
 
 class _Reader(FileSystemReader):

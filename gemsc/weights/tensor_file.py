@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import mmap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,26 +70,27 @@ class TensorFile:
             raw = raw.clone()
         return raw.view(entry.dtype).view(entry.shape)
 
-    def get_slice(self, name: str) -> MappedSlice:
+    def get_slice(self, name: str) -> StoredSlice:
         """Return a tensor to be read in parts, as safetensors does."""
-        return MappedSlice(self, name)
+        return StoredSlice(name, self.table[name], lambda: self.mapped(name))
 
 
 @dataclass(frozen=True)
-class MappedSlice:
-    """A tensor that is read when a part of it is asked for."""
+class StoredSlice:
+    """A tensor of a file or a checkpoint, read when a part of it is asked for."""
 
-    file: TensorFile
     name: str
+    entry: Entry
+    read: Callable[[], Tensor]
 
     def get_shape(self) -> list[int]:
         """Return its sizes."""
-        return [*self.file.table[self.name].shape]
+        return [*self.entry.shape]
 
     def get_dtype(self) -> str:
         """Return its dtype as safetensors calls it."""
-        return stored_name(self.name, self.file.table[self.name].dtype)
+        return stored_name(self.name, self.entry.dtype)
 
     def __getitem__(self, slices: Any) -> Tensor:
-        """Return a part of it, on the memory of the file."""
-        return self.file.mapped(self.name)[slices]
+        """Return a part of it."""
+        return self.read()[slices]

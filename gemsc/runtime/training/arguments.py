@@ -6,10 +6,11 @@ import argparse
 import importlib.util
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from gemsc.base.cores import BINDINGS
 from gemsc.base.units import parse_seconds
@@ -280,37 +281,33 @@ def _rule(text: str) -> str:
 
 
 def _share(text: str) -> float:
-    try:
-        share = float(text)
-    except ValueError:
-        share = -1.0
-    if not 0 <= share < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number from 0 up to 1")
-    return share
+    return _checked(text, float, lambda n: 0 <= n < 1, "a number from 0 up to 1")
 
 
 def _bound(text: str) -> float:
     """Return a bound: a negative one would turn gradients around, NaN is none."""
-    try:
-        bound = float(text)
-    except ValueError:
-        bound = 0.0
-    if not bound > 0:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0")
-    return bound
+    return _checked(text, float, lambda n: n > 0, "a number above 0")
 
 
 def _seed(text: str) -> int:
     """Return what torch takes."""
-    try:
-        seed = int(text)
-    except ValueError:
-        seed = 2**64
-    if not -(2**63) <= seed < 2**64:
-        raise argparse.ArgumentTypeError(
-            f"'{text}' is not a whole number from -2^63 up to 2^64"
-        )
-    return seed
+    what = "a whole number from -2^63 up to 2^64"
+    return _checked(text, int, lambda n: -(2**63) <= n < 2**64, what)
+
+
+Number = TypeVar("Number", int, float)
+
+
+def _checked(
+    text: str,
+    kind: Callable[[str], Number],
+    is_right: Callable[[Number], bool],
+    what: str,
+) -> Number:
+    with suppress(ValueError):
+        if is_right(value := kind(text)):
+            return value
+    raise argparse.ArgumentTypeError(f"'{text}' is not {what}")
 
 
 def _number(text: str) -> int:
