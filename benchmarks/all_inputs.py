@@ -30,7 +30,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 GPT = f"""
 import sys
 
-sys.path.append("{Path(__file__).parents[1] / "tests"}")
+sys.path.append("{Path(__file__).parents[1] / "tests" / "support"}")
 from gpt import Gpt, cross_entropy as loss, words
 
 def model():

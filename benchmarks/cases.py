@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-sys.path.append(str(Path(__file__).parents[1] / "tests"))  # clip.py
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))  # clip
 
 import encoder
 from clip import Clip, Image, Text, contrastive, texts_and_images

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
 from imported_keras import KERAS_MODELS, unet
 from keras_support import example, floatx, imported, keras, one_step

@@ -30,12 +30,12 @@ import torch.nn.functional as F
 from resnet import Bottleneck, ResNet
 from torch import Tensor, nn
 
+from gemsc.base.plain_forward import with_threads
 from gemsc.compiler import trace
 from gemsc.costs.hardware import read_hardware
 from gemsc.costs.profile import BlockTimes, time_nodes
 from gemsc.ir.program import Program, Stage
 from gemsc.launch.launch import launch
-from gemsc.lowering.tracing import one_thread
 from gemsc.passes.balance_stages import BalanceStages
 from gemsc.passes.manager import run_passes
 from gemsc.passes.time_blocks import TimeBlocks
@@ -342,7 +342,7 @@ def main() -> None:
     chosen = QUICK if options.quick else CASES
     errors: list[float] = []
     balances: list[float] = []
-    with one_thread():
+    with with_threads(1):
         rounds = 1 if options.quick else options.rounds
         cases = [case for case in chosen if case.name.startswith(options.only)]
         benches = [prepare(case, options.hardware, rounds) for case in cases]
