@@ -14,7 +14,9 @@ from safetensors.torch import load_file
 from test_shard_optimizer import Gate, adamw, by_name, gated, net
 from torch import Tensor, nn
 
-from gemsc.errors import GemscError
+from gemsc.errors import GemscError, InternalError
+from gemsc.planner.explain import task_of
+from gemsc.result import prove_files
 from gemsc.runtime.training.callbacks import Ema
 from gemsc.runtime.training.trainer import Trainer
 
@@ -222,6 +224,21 @@ def test_a_file_gathers_before_each_action(tmp_path: Path) -> None:
             if f"worker.{verb}" in line:
                 stage = line.partition(verb)[2].partition(",")[0]
                 assert lines[number - 1].strip() == f"worker.gather_weights({stage})"
+
+
+def test_the_proof_misses_a_gather(tmp_path: Path) -> None:
+    given = {"optimizer": by_name, **PLANS["stages of one rank"]}
+    program = written(tmp_path, net(), shard="weights", **given)
+    task = task_of(program.plan)
+    prove_files(program.files, program.compilation, task)
+    lines = program.files["rank0.py"].splitlines(keepends=True)
+    gathers = [n for n, line in enumerate(lines) if "worker.gather_weights" in line]
+    assert gathers
+    for number in gathers:
+        damaged = "".join([*lines[:number], *lines[number + 1 :]])
+        files = {**program.files, "rank0.py": damaged}
+        with pytest.raises(InternalError, match="that it has not gathered"):
+            prove_files(files, program.compilation, task)
 
 
 def test_mirrored_replicas_are_refused(tmp_path: Path) -> None:
