@@ -230,13 +230,14 @@ def test_the_proof_misses_a_gather(tmp_path: Path) -> None:
     given = {"optimizer": by_name, **PLANS["stages of one rank"]}
     program = written(tmp_path, net(), shard="weights", **given)
     task = task_of(program.plan)
-    prove_files(program.files, program.compilation, task)
-    lines = program.files["rank0.py"].splitlines(keepends=True)
+    whole = program.rank_modules()
+    prove_files(whole, program.compilation, task)
+    lines = whole["rank0.py"].splitlines(keepends=True)
     gathers = [n for n, line in enumerate(lines) if "worker.gather_weights" in line]
     assert gathers
     for number in gathers:
         damaged = "".join([*lines[:number], *lines[number + 1 :]])
-        files = {**program.files, "rank0.py": damaged}
+        files = {**whole, "rank0.py": damaged}
         with pytest.raises(InternalError, match="that it has not gathered"):
             prove_files(files, program.compilation, task)
 
