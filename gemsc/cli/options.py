@@ -22,6 +22,7 @@ from gemsc.options import (
     MEMORY_FORMATS,
     PRECISIONS,
     RANKS,
+    SHARD,
     TRUNKS,
     CompileOptions,
     flag,
@@ -42,6 +43,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "memory_format": MEMORY_FORMATS,
     "trunk": TRUNKS,
     "attention": ATTENTIONS,
+    "shard": SHARD,
 }
 # The groups in which help shows the flags; a command's own are under "Options".
 PANELS = {
@@ -54,7 +56,7 @@ PANELS = {
         *("schedule", "micro_batches", "times", "chunks", "placement"),
         *("balance", "blocks", "cuts"),
     ),
-    "Memory": ("device_memory", "recompute", "offload", "shard_optimizer"),
+    "Memory": ("device_memory", "recompute", "offload", "shard", "shard_optimizer"),
     "Kernels": ("precision", "memory_format", "torch_compile"),
     "The machine that is planned for": ("hardware", "profile", "device"),
     "Tracing": ("frontend", "check"),
