@@ -259,4 +259,5 @@ def tile_passes(
     """Return the passes that make of stages what one tile of their grids runs."""
     local = (LocalBatchnorm(),) if options.local_batchnorm else ()
     overlap = (OverlapHalos(),) if options.overlap_halos else ()
-    return (SplitTiles(grids, tile, training), *local, *overlap)
+    split = SplitTiles(grids, tile, training, options.attention == "ring")
+    return (split, *local, *overlap)
