@@ -13,7 +13,8 @@ from expert_models import CAPACITY, EXPERTS, MIXTURES, batch, build, loss
 from nightly import at_night
 from shard_support import sharded
 from tile_support import assert_same, eager, on_ranks
-from torch import fx
+from torch import fx, nn
+from torch.nn import functional as F
 
 from gemsc.ir.program import Program
 
@@ -72,6 +73,14 @@ def test_with_fewer_experts_than_ranks_features_are_cut() -> None:
     cut = {each.name: each for each in whole.shards[0].cut}
     assert cut["mixtures.0.down"].noun == "feature"
     compare("switch", whole, ranks)
+
+
+def test_a_layer_with_a_bias_has_no_experts() -> None:
+    """Its outputs are in the weight, the bias and the result, but not in a value."""
+    inputs, target = (torch.randn(4, 8),), torch.randn(4, 8)
+    model = nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8))
+    whole, _ = sharded(model, inputs, F.mse_loss, target, 2, "whole")
+    assert {each.noun for each in whole.shards[0].cut} == {"feature"}
 
 
 def first_experts(program: Program) -> int:

@@ -52,12 +52,12 @@ def solve(
     those of all letters of a product but its last. `reason` says where a dimension
     must stay whole. The operands `values` may be whole where another's dimension may
     be cut: then a rank takes its part of them. It does so by the letters `takers`, too,
-    and by those which one of `parameters` has beside another operand and the result.
+    and by those which one of `parameters` has beside a value and the result.
     """
     parsed = parse(text)
     env = _Bound(reason, dict(sizes or {}), values, takers)
     for number in parameters:
-        for dim in _beside_others(parsed, operands, number):
+        for dim in _beside_values(parsed, operands, number, values):
             let_take(dim)
     for number, (tokens, dims) in enumerate(
         zip(parsed.operands, operands, strict=True)
@@ -74,15 +74,18 @@ def solve(
     return roles
 
 
-def _beside_others(
-    parsed: Parsed, operands: Sequence[Dims | None], number: int
+def _beside_values(
+    parsed: Parsed,
+    operands: Sequence[Dims | None],
+    number: int,
+    values: Collection[int],
 ) -> list[Dim]:
-    """Return the dimensions of an operand that another one and the result have too."""
+    """Return the dimensions of an operand that a value and the result have too."""
     names = [
         letters_of(tokens, len(dims)) if dims is not None else ()
         for tokens, dims in zip(parsed.operands, operands, strict=True)
     ]
-    others = {n for place, own in enumerate(names) if place != number for n in own}
+    others = {name for place in values for name in names[place]}
     stars = {token.letters[0] for token in parsed.result if token.star}
     kept = {letter for token in parsed.result for letter in token.letters} - stars
     return [
