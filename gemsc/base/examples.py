@@ -99,6 +99,9 @@ def inputs_of_shapes(inputs: Any) -> list[Inputs]:
 
     Like are tuples, or dicts, of as many tensors of the same dtypes, not all of the
     same shapes.
+
+    Raises:
+        GemscError: they are like, but for their dtypes.
     """
     if isinstance(inputs, list) and len(inputs) > 1:
         kinds = tuple, Mapping
@@ -106,9 +109,27 @@ def inputs_of_shapes(inputs: Any) -> list[Inputs]:
             rows = [dict(tensor_leaves(each)) for each in inputs]
             forms = [{p: (t.dtype, t.dim()) for p, t in row.items()} for row in rows]
             shapes = {tuple(tuple(t.shape) for t in row.values()) for row in rows}
-            if rows[0] and len(shapes) > 1 and all(f == forms[0] for f in forms):
+            dims = [{p: dim for p, (_, dim) in form.items()} for form in forms]
+            if rows[0] and len(shapes) > 1 and all(d == dims[0] for d in dims):
+                _check_dtypes(rows)
                 return [normalize_inputs(each) for each in inputs]
     return [normalize_inputs(inputs)]
+
+
+def _check_dtypes(rows: Sequence[Mapping[Path, Tensor]]) -> None:
+    """Raise a GemscError where a tensor of the first shape has another dtype later."""
+    for number, row in enumerate(rows):
+        for path, tensor in row.items():
+            pair = rows[0][path].dtype, tensor.dtype
+            if pair[0] != pair[1]:
+                first, own = (str(dtype).removeprefix("torch.") for dtype in pair)
+                place = "".join(f"[{part!r}]" for part in path)
+                raise GemscError(
+                    "example_inputs has shapes of several dtypes: its "
+                    f"[0]{place} is {first}, its [{number}]{place} {own}",
+                    help="give each shape tensors of the same dtypes; of a model that "
+                    "takes several tuples or dicts, return a tuple, not a list",
+                )
 
 
 def num_rows(inputs: Any) -> int:

@@ -99,8 +99,12 @@ def in_one_process(
     data: list[tuple[Tensor, Tensor]],
     phases: tuple[Phase, ...] = PHASES,
     clip_norm: float | None = None,
+    norms: list[float] | None = None,
 ) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
-    """Return the losses of each step and the state after the last, in float64."""
+    """Return the losses of each step and the state after the last, in float64.
+
+    `norms` gets those of the gradients of the last phase of each step.
+    """
     model = copy.deepcopy(model).double().train()
     named = dict(model.named_parameters())
     made = {}
@@ -126,7 +130,9 @@ def in_one_process(
                 total = losses[-1].get(phase.name, 0.0) + float(loss.detach())
                 losses[-1][phase.name] = total
             if clip_norm is not None:
-                nn.utils.clip_grad_norm_(own.values(), clip_norm)
+                norm = float(nn.utils.clip_grad_norm_(own.values(), clip_norm))
+                if norms is not None:
+                    norms[len(losses) - 1 :] = [norm]
             optimizer.step()
             if scheduler:
                 scheduler.step()
@@ -585,10 +591,37 @@ def test_a_run_from_the_command_line_equals_a_plain_loop(
     head, *rows = (tmp_path / "saved" / "log.csv").read_text().splitlines()
     assert head.endswith("loss_d,loss_g,eval_mse")
     assert len(rows) == 2
+    (tmp_path / "model.py").write_text(FILE.replace("def metrics", "def unused"))
+    assert "a step has the phases d (" in said(*words)
+    run = said("run", "p", "--epochs", 1)
+    assert "held-out after epoch 1: nothing to score it by: add metrics(output" in run
     assert "a step has several phases" in said("verify", "p", "--all-inputs", code=1)
     assert "a step has several phases" in said("timeline", "p", "--measured", code=1)
     (tmp_path / "model.py").write_text(f"{FILE}\nloss = nn.MSELoss()\n")
     assert "there are phases, and loss beside them" in said(*words, code=1)
+
+
+def test_the_norm_of_a_step_is_that_of_its_last_phase(tmp_path: Path) -> None:
+    phases = PHASES[0], replace(PHASES[1], every=2)
+    model = written(tmp_path, phases)
+    data, expected = batches(3), list[float]()
+    in_one_process(model, data, phases, clip_norm=0.05, norms=expected)
+
+    def work(trainer: Trainer) -> list[float | None]:
+        found = [trainer.gradient_norm]
+        for batch in data:
+            trainer.step(*batch)
+            found.append(trainer.gradient_norm)
+        trainer.step(*(tensor * torch.nan for tensor in data[0]))
+        return [trainer.gradient_norm, *found]
+
+    given = {"phases": phases, "dtype": torch.float64, "clip_norm": 0.05}
+    for left_out, first, *norms in on_ranks(
+        tmp_path, 2, work, **given, on_nonfinite="skip"
+    ):
+        assert left_out is None
+        assert first is None
+        assert norms == pytest.approx(expected, rel=1e-9)
 
 
 def compiled(*phases: Phase, **options: Any) -> Any:

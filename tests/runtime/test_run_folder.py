@@ -232,6 +232,15 @@ def test_each_step_is_a_line_and_a_row(logged: Logged) -> None:
     assert [row["eval_dice"] for row in rows] == ["", "", ""]
 
 
+def test_a_norm_is_logged_where_there_was_an_update(logged: Logged) -> None:
+    logged.train(4, clip_norm=1.0, accumulate=2)
+    norms = [line.get("gradient_norm", 0.0) for line in logged.lines[1:5]]
+    assert [norm > 0 for norm in norms] == [False, True, False, True]
+    logged.train(3, "--overwrite", clip_norm=1.0, fails=1, on_nonfinite="skip")
+    norms = [line.get("gradient_norm", 0.0) for line in logged.lines[1:4]]
+    assert [norm > 0 for norm in norms] == [True, False, True]
+
+
 def test_going_on_drops_what_came_after_the_checkpoint(
     logged: Logged,
 ) -> None:

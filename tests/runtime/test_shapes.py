@@ -27,11 +27,14 @@ from gemsc.runtime.data.batches import Batches
 from gemsc.runtime.data.order import BatchOrder
 from gemsc.runtime.data.shapes import (
     ShapeClasses,
+    all_numbers,
     join_samples,
     numbers_of,
     shape_of_batch,
 )
 from gemsc.runtime.training.trainer import Trainer
+from gemsc.runtime.transport.local import run_local
+from gemsc.runtime.transport.transport import Transport
 
 WORDS, WIDTH, IGNORED = 11, 4, -100
 LENGTHS = (4, 6, 8)
@@ -285,6 +288,20 @@ def test_a_dataset_may_know_its_shapes_without_being_read() -> None:
         1,
         2,
     ]
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_there_may_be_more_shapes_than_a_byte_can_count(is_shared: bool) -> None:
+    classes = ShapeClasses([planned(n) for n in range(1, 301)])
+    data = [(torch.zeros(n), torch.zeros(n)) for n in (3, 257, 300, 1, 256)]
+
+    def work(transport: Transport | None) -> Any:
+        found = all_numbers(classes, data, 0, transport)
+        assert found is not None
+        return found.tolist()
+
+    found = run_local(2, work) if is_shared else [work(None)]
+    assert found == [[2, 256, 299, 0, 255]] * len(found)
 
 
 def test_the_files_own_functions_choose_and_join() -> None:
@@ -702,6 +719,11 @@ def test_a_program_of_several_shapes_saves_one_model(tmp_path: Path) -> None:
             [*examples(), (torch.zeros(5, 8).long(),)],
             [torch.zeros(3)] * 4,
             "two shapes that samples cannot tell: 8",
+        ),
+        (
+            [*examples(), (torch.zeros(5, 9),)],
+            [torch.zeros(3)] * 4,
+            r"its \[0\]\[0\] is int64, its \[3\]\[0\] float32",
         ),
     ],
 )

@@ -243,11 +243,11 @@ def all_numbers(
     count, rank, size = num_samples(dataset, classes.at.get("dataset")), 0, 1
     if transport is not None:
         rank, size = transport.rank, transport.size
-    own = bytes(numbers_of(classes, dataset, seed, range(rank, count, size)))
+    own = numbers_of(classes, dataset, seed, range(rank, count, size))
     parts = [own] if transport is None else transport.all_gather_object(own)
     found = torch.zeros(count, dtype=torch.int64)
     for rank, part in enumerate(parts):
-        found[rank::size] = torch.tensor([*part])
+        found[rank::size] = torch.tensor(part)
     return found
 
 

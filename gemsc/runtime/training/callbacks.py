@@ -239,6 +239,8 @@ class Console(Callback):
     def on_evaluation(self, trainer: Trainer, figures: Mapping[str, float]) -> None:
         """Print the loss and the user's metrics."""
         text = "  ".join(f"{name} {mean:.4f}" for name, mean in figures.items())
+        if not figures:  # the losses of phases are no figures of what the model gives
+            text = "nothing to score it by: add metrics(output, target)"
         self.say(f"held-out after epoch {trainer.epoch + 1}: {text}")
         if not math.isfinite(figures.get("loss", 0.0)):
             self.say("warning: the held-out loss is not finite")

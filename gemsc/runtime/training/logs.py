@@ -53,6 +53,7 @@ class Log(Callback):
         self._columns: tuple[str, ...] = COLUMNS  # of log.csv
         self._last = 0.0  # when the last step ended
         self._steps_seconds = self._waited = 0.0
+        self._updates = 0  # before the step
 
     def on_start(self, trainer: Trainer) -> None:
         """Open the log, after the last step that counts."""
@@ -64,12 +65,15 @@ class Log(Callback):
             describe_run(self.folder, trainer.directory, self._options, step, hosts)
             self._write("start", step, ranks=len(hosts))
         self._last, self._waited = time.perf_counter(), waited_seconds()
+        self._updates = trainer.worker.num_updates
 
     def on_step(self, trainer: Trainer, report: StepReport) -> None:
         """Log the step; now and then, what each rank needs."""
         now = time.perf_counter()
         whole, self._last = now - self._last, now
         self._steps_seconds += report.seconds
+        before, self._updates = self._updates, trainer.worker.num_updates
+        is_new = self._updates > before  # not where gradients are only added up
         if self._lines is not None:
             figures = {
                 "epoch": trainer.epoch + 1,
@@ -78,7 +82,7 @@ class Log(Callback):
                 "seconds": round(report.seconds, 6),
                 "data_seconds": round(max(0.0, whole - report.seconds), 6),
                 "learning_rate": _learning_rate(trainer.optimizer),
-                "gradient_norm": trainer.gradient_norm,
+                "gradient_norm": trainer.gradient_norm if is_new else None,
                 **{f"{LOSS_OF}{name}": x for name, x in report.losses.items()},
             }
             known = {

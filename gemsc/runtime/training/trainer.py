@@ -122,6 +122,7 @@ class Trainer:
         self.callbacks: list[Any] = []  # each a Callback, which knows the trainer
         self.epoch = 0
         self._has_started = False
+        self._last_phase = ""  # of those that the last step did
         self._saving = PendingSave()
         self.plan = plan = Plan.read(directory / "plan.toml")
         check_dtype(plan, dtype)
@@ -237,6 +238,7 @@ class Trainer:
             losses[name] = steps.mean.value
             worker.end(counts=name == due[-1])
         worker.use("")
+        self._last_phase = due[-1] if self.phases else ""
         report = StepReport(
             step=steps.done,
             loss=[*losses.values()][-1],
@@ -335,9 +337,12 @@ class Trainer:
 
     @property
     def gradient_norm(self) -> float | None:
-        """The norm of the last gradients before clipping; None without `clip_norm`."""
-        found: float | None = self._of_last_phase("norm")
-        return found
+        """The norm of the last gradients before clipping; None without `clip_norm`.
+
+        Of several phases in a step it is that of the last one that the step did; None
+        if its update was left out.
+        """
+        return self.worker.all_updates[self._last_phase].norm
 
     def _of_last_phase(self, what: str) -> Any:
         """Return what the last of the updates has that has one, None if none has."""

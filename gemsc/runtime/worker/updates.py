@@ -301,6 +301,7 @@ class Updates:
         """Drop the gradients, with no step of the optimizer; all ranks do."""
         if self.before is not None:
             self.before()
+        self.norm = None
         self._drop_gradients()
 
     def _drop_gradients(self) -> None:
