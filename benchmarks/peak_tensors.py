@@ -29,7 +29,7 @@ class PeakTensors(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self._known: dict[int, weakref.ref[Any]] = {}
-        self._bytes = self.peak = 0
+        self.peak = 0
         self._cap = cap
         gc.collect()
         for item in gc.get_objects() if own is None else own:
@@ -50,19 +50,15 @@ class PeakTensors(TorchDispatchMode):
 
     def _see(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
+        key = storage._cdata
         if key in self._known:
             return
-
-        def forget(reference: Any) -> None:
-            del self._known[key]
-            self._bytes -= size
-
-        self._known[key] = weakref.ref(storage, forget)
-        self._bytes += size
-        self.peak = max(self.peak, self._bytes)
-        if self._bytes > self._cap:
-            raise torch.OutOfMemoryError(f"{self._bytes} bytes, {self._cap:.0f} given")
+        self._known[key] = weakref.ref(storage, lambda _: self._known.pop(key, None))
+        known = [reference() for reference in [*self._known.values()]]
+        now = sum(each.nbytes() for each in known if each is not None)  # some change
+        self.peak = max(self.peak, now)
+        if now > self._cap:
+            raise torch.OutOfMemoryError(f"{now} bytes, {self._cap:.0f} given")
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -85,7 +81,8 @@ def peak_of_steps(trainer: Trainer, inputs: Any, target: Any, steps: int = 2) ->
     trainer.step(inputs, target)
     optimizer = worker.updates.optimizer
     states = optimizer.state_dict()["state"] if optimizer is not None else {}
-    own = [*worker.stages.own_tensors(), *_tensors(states)]
+    rows = worker.updates.parameters.values()
+    own = [*worker.stages.own_tensors(), *rows, *_tensors(states)]
     with PeakTensors(own=own) as seen:
         for _ in range(steps):
             trainer.step(inputs, target)

@@ -16,6 +16,7 @@ Entry = TypeVar("Entry")
 BALANCES = ("compute", "memory", "explicit", "auto")
 PRECISIONS = ("float32", "bfloat16", "float16")
 MEMORY_FORMATS = ("as-given", "channels_last")
+SHARD = ("off", "optimizer", "gradients", "weights")  # ZeRO, stages 1 to 3
 TRUNKS = ("auto", "whole", "batch", "sequence")
 AUTO = -1  # a number that is left to the compiler
 RANKS = 2  # of each replica, if nothing is said
@@ -46,6 +47,9 @@ class CompileOptions:
     most out of a device. `hardware` "" is one core of a CPU. `recompute` and
     `offload` "auto" take as few blocks as `device_memory` requires, "all" every block
     where that frees anything.
+    `shard` "optimizer", "gradients" or "weights" says what ranks that hold the same
+    weights keep their rows of only, each with what stands before it (ZeRO, stages 1 to
+    3); `shard_optimizer` is the first.
     `precision` "bfloat16" or "float16" computes within `torch.autocast`; weights and
     their gradients stay in float32. `memory_format` "channels_last" gives weights and
     inputs of images and volumes that format, in place; their values stay. With
@@ -121,8 +125,9 @@ class CompileOptions:
         (), "modules that every rank computes in full: head,layers.0"
     )
 
-    shard_optimizer: bool = option(
-        False, "shard optimizer state over replicas (ZeRO stage 1)"
+    shard_optimizer: bool = option(False, "the same as --shard optimizer")
+    shard: str = option(
+        "off", "what ranks with the same weights keep their rows of only (ZeRO 1 to 3)"
     )
 
     def __post_init__(self) -> None:
@@ -134,6 +139,7 @@ class CompileOptions:
         self._check_counts()
         self._check_tiles()
         self._check_shards()
+        self._check_parts()
         if self.data != AUTO:
             _ = self.groups
         choose("balance", self.balance, dict.fromkeys(BALANCES))
@@ -305,6 +311,18 @@ class CompileOptions:
                 help="leave it out, or split images with --tiles 2x2",
             )
 
+    def _check_parts(self) -> None:
+        """Let `shard_optimizer` say whether anything is in parts."""
+        choose("shard", self.shard, dict.fromkeys(SHARD))
+        if self.shard != "off":
+            object.__setattr__(self, "shard_optimizer", True)
+        if self.shard == "weights" and self.torch_compile:
+            raise GemscError(
+                "--shard weights does not go with --torch-compile: a compiled stage "
+                "keeps its weights",
+                help="leave one of them out, or use --shard gradients",
+            )
+
     def _check_shards(self) -> None:
         """Bring what is beside tiles into its form: ("2", "1") for "2,1" and 2,1."""
         for name in (*BESIDE, "whole"):
@@ -384,7 +402,9 @@ class CompileOptions:
 
     def flags(self) -> list[str]:
         """Return the flags that differ from the defaults, as a user would type them."""
-        values = ((each, getattr(self, each.name)) for each in fields(self))
+        values = [(each, getattr(self, each.name)) for each in fields(self)]
+        if self.shard != "off":  # says as much
+            values = [pair for pair in values if pair[0].name != "shard_optimizer"]
         return [typed(e.name, value) for e, value in values if value != e.default]
 
     def command_line(self) -> str:

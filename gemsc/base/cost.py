@@ -25,6 +25,10 @@ class StageCost:
     """On top, during the first of a step: it makes the gradients."""
     gradient_bytes: int = 0
     """From the end of the first backward to the end of the step."""
+    gathered_bytes: int = 0
+    """Weights of which the rank keeps rows only, whole while an action uses them."""
+    scatter_bytes: int = 0
+    """At the end of a backward whose gradients are added up at once, in parts."""
     waiting_bytes: int = 1
     """Kept between the two parts of a backward that is split."""
     waiting_gradient_bytes: int = 0

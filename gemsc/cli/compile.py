@@ -64,7 +64,7 @@ COMPARED = (
     *("ranks", "data", "per_device", "schedule", "micro_batches", "balance"),
     *("placement", "precision", "memory_format", "torch_compile"),
     *("device_memory", "hardware", "profile", "device", "recompute", "offload"),
-    *("tiles", "shards", "branches", "trunk", "whole", "shard_optimizer"),
+    *("tiles", "shards", "branches", "trunk", "whole", "shard", "shard_optimizer"),
 )
 
 

@@ -21,6 +21,7 @@ from gemsc.options import (
     MEMORY_FORMATS,
     PRECISIONS,
     RANKS,
+    SHARD,
     TRUNKS,
     CompileOptions,
     flag,
@@ -40,6 +41,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "precision": PRECISIONS,
     "memory_format": MEMORY_FORMATS,
     "trunk": TRUNKS,
+    "shard": SHARD,
 }
 # The groups in which help shows the flags; a command's own are under "Options".
 PANELS = {
@@ -51,7 +53,7 @@ PANELS = {
         *("schedule", "micro_batches", "times", "chunks", "placement"),
         *("balance", "blocks", "cuts"),
     ),
-    "Memory": ("device_memory", "recompute", "offload", "shard_optimizer"),
+    "Memory": ("device_memory", "recompute", "offload", "shard", "shard_optimizer"),
     "Kernels": ("precision", "memory_format", "torch_compile"),
     "The machine that is planned for": ("hardware", "profile", "device"),
     "Tracing": ("frontend", "check"),

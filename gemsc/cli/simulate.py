@@ -30,7 +30,16 @@ from gemsc.user_model import UserModel, load_user_model
 
 CHANGED = (
     *("hardware", "schedule", "micro_batches", "times", "chunks", "placement"),
-    *("balance", "tiles", "shards", "branches", "trunk", "whole", "shard_optimizer"),
+    *(
+        "balance",
+        "tiles",
+        "shards",
+        "branches",
+        "trunk",
+        "whole",
+        "shard",
+        "shard_optimizer",
+    ),
     "precision",
 )
 

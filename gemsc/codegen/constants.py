@@ -118,9 +118,7 @@ class Constants:
                 "Gradients are all-reduced by the ranks that hold the same parameters.",
             )
             if text.program.updated is not None and text.reductions:
-                line("# Each updates its rows of them and gets the others'.")
-                line("shard_optimizer=True,")
-                self._write_updated_whole()
+                self._write_sharing()
             self._write_table(
                 "parts",
                 {repr(name): part for name, part in text.parts.items()},
@@ -204,6 +202,17 @@ class Constants:
         if items or not seldom:
             pairs = ", ".join(f"{key}: {value}" for key, value in items.items())
             self.writer.argument(f"{name}={{{pairs}}}")
+
+    def _write_sharing(self) -> None:
+        """Write what the ranks that hold the same parameters keep rows of only."""
+        program, line = self.text.program, self.writer.line
+        line("# Each updates its rows of them and gets the others'.")
+        line("shard_optimizer=True,")
+        if program.shard != "optimizer":
+            line("shard_gradients=True,  # between backwards rows only")
+        if program.whole_stages:
+            line(f"whole_stages={program.whole_stages},  # at a time; else rows only")
+        self._write_updated_whole()
 
     def _write_updated_whole(self) -> None:
         """Write what of this rank's parameters is not cut into rows."""

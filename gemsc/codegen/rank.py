@@ -188,6 +188,10 @@ class _RankWriter:
     ) -> None:
         """Write `targets = worker.verb(STAGE0, m, tensors)`."""
         inside = ", ".join([self.constants.runs[run.key], "m", *tensors])
+        in_parts = self.text.program.whole_stages > 0
+        if in_parts and self.text.sums_of(run.stage.flow.index):
+            key = self.constants.runs[run.key]
+            self.writer.line(f"worker.gather_weights({key})")
         head = f"{targets} = " if targets else ""
         self.writer.statement(f"{head}worker.{verb}({inside})")
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
-from gemsc.base.parts import parts_of
+from gemsc.base.parts import parts_of, sums_in_order
 from gemsc.errors import InternalError
 from gemsc.runtime import (
     Exchange,
@@ -106,6 +106,7 @@ class StepRecorder:
         self.runs: dict[tuple[Kind, int, int], StageRun] = {}
         self.work = _Work()
         self.num_gradients: dict[Run, int] = {}  # that a backward gives
+        self.whole: Run | None = None  # whose weights have been gathered for an action
 
     def __getattr__(self, name: str) -> NoReturn:
         raise self.file.wrong(UNKNOWN)
@@ -167,6 +168,12 @@ class StepRecorder:
             raise InternalError(f"wrong program: {text}: {action}, {lines}")
         return (Recorded(),) * self.num_gradients[run]
 
+    def gather_weights(self, run: Run) -> None:
+        """Take down that the weights of a stage become whole for its next action."""
+        if self.work.action is not None:
+            self.finish()
+        self.whole = run
+
     def weights(self, run: Run, m: int) -> None:
         """Take down the sums of weight gradients."""
         self._begin(Kind.WEIGHT, run, m)
@@ -224,6 +231,10 @@ class StepRecorder:
         if self.work.action is not None:
             self.finish()
         self._is_current(m)
+        whole, self.whole = self.whole, None
+        sums = self.file.program.reductions.keys() & {*sums_in_order([run.stage])}
+        if sums and self.file.program.whole_stages and whole != run:
+            raise self.file.wrong(f"uses weights of {run} that it has not gathered")
         self.work.action = Action(kind, run.stage, m, run.replica)
         self.work.lines = self.file.method(run).lines
 

@@ -113,7 +113,10 @@ def schedule_stages(
         tiles = _tiles(tile, chosen, lowered)
     if options.shard_optimizer:
         program, *split = (
-            run.once((id(each), options.data), share_updates, each, options.data)
+            run.once(
+                (id(each), options.data, options.shard),
+                *(share_updates, each, options.data, options.shard),
+            )
             for each in (program, *tiles)
         )
         tiles = tuple(split)

@@ -144,7 +144,15 @@ def options_of(
 ) -> CompileOptions:
     """Return the options of a graph: the model of phases has nothing to update."""
     is_trained = graphs[name].program.loss is not None or len(graphs) == 1
-    return options if is_trained else replace(options, shard_optimizer=False)
+    if is_trained:
+        return options
+    if options.shard in ("gradients", "weights"):
+        raise GemscError(
+            f"--shard {options.shard} does not go with phases: each of them trains "
+            "some of what a stage holds",
+            help="use --shard optimizer",
+        )
+    return replace(options, shard_optimizer=False, shard="off")
 
 
 def with_one_ownership(

@@ -171,6 +171,6 @@ def _waiting(cost: StageCost, seconds: float) -> StageCost:
 def _updates_shared(program: Program, options: CompileOptions) -> Program:
     """Return the program with updates shared, as it is where that has no effect."""
     try:
-        return share_updates(program, options.data)
+        return share_updates(program, options.data, options.shard)
     except GemscError:  # of whole weights; of shards there may be some
         return program

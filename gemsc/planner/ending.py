@@ -7,7 +7,7 @@ Where ranks share the update, they bring together at the end what each has updat
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -20,7 +20,8 @@ from gemsc.ir.opaque import opaques
 from gemsc.ir.program import Program
 from gemsc.messages.rows import rows_of_holders
 from gemsc.planner.memory import stage_weights
-from gemsc.schedules import Task, Timeline
+from gemsc.schedules import Action, Kind, Task, Timeline
+from gemsc.schedules.held import num_gathers
 
 # Bytes read and written for each byte of gradients: packed for the sum and unpacked;
 # in the update of SGD with momentum (weight, gradient, momentum; weight, momentum).
@@ -96,6 +97,7 @@ def end_of(
     done = max(
         max((*(timed.end for timed in actions), ends[rank]), default=0.0)
         + update_seconds(task, rank, sums, hardware.device)
+        + (_of_parts(task, timeline.order(rank), sums) if program.adds_at_once else 0.0)
         for rank, actions in enumerate(timeline.ranks)
     )
     return StepEnd(done - timeline.makespan, times)
@@ -254,17 +256,39 @@ def update_seconds(
     return total
 
 
-def share_updates(program: Program, copies: int) -> Program:
+def _of_parts(task: Task, actions: Sequence[Action], sums: Sequence[StageSum]) -> float:
+    """Return the seconds of a rank's sums and gathers beyond one of each stage.
+
+    Gradients that are kept in parts are added up after each backward, and weights that
+    are gathered before actions.
+    """
+    gathers = num_gathers(task, actions)
+    backwards = Counter(a.stage for a in actions if a.kind is Kind.BACKWARD)
+    seconds = sum((n - 1) * sums[stage].seconds for stage, n in backwards.items())
+    return seconds + sum((n - 1) * sums[s].gather for s, n in gathers.items() if n)
+
+
+def share_updates(program: Program, copies: int, shard: str) -> Program:
     """Let the ranks that hold the same parameters update a part of them each.
 
-    `copies` are the data-parallel copies of the program's ranks.
+    `copies` are the data-parallel copies of the program's ranks; `shard` says what each
+    keeps in parts: the optimizer's state, gradients too, or weights as well.
 
     Raises:
-        GemscError: each parameter is on one rank, or nothing is trained.
+        GemscError: each parameter is on one rank, or nothing is trained; ranks that
+            keep gradients in parts would do so in different orders.
     """
+    flag = "--shard-optimizer" if shard == "off" else f"--shard {shard}"
+    shard = "optimizer" if shard == "off" else shard
+    if shard != "optimizer" and program.require_placement().num_replicas > 1:
+        raise GemscError(
+            f"{flag} needs ranks that run the same stages in one order, and "
+            "mirrored replicas do not",
+            help="use --shard optimizer, or another schedule with --data 2",
+        )
     if program.loss is None:
         raise GemscError(
-            "--shard-optimizer has no effect on a program that cannot train",
+            f"{flag} has no effect on a program that cannot train",
             help="add loss(output, target) to the model's file, or leave it out",
         )
     named = dict(program.module.named_parameters())
@@ -280,14 +304,15 @@ def share_updates(program: Program, copies: int) -> Program:
                 holders[key] = copies * _holders(program, tied.get(name, (stage,)), key)
     if max(holders.values(), default=1) == 1:
         raise GemscError(
-            "--shard-optimizer has no effect: each weight is on one rank",
+            f"{flag} has no effect: each weight is on one rank",
             help="use --data 2 or --schedule mast, or leave it out",
         )
     updated: dict[str, int] = {}
     for key, names in groups.items():
         shapes = {name: tuple(named[name].shape) for name in names}
         updated |= _most_updated(program, shapes, holders[key])
-    return replace(program, updated=updated)
+    whole_stages = int(shard == "weights")
+    return replace(program, updated=updated, shard=shard, whole_stages=whole_stages)
 
 
 def _holders(program: Program, stages: tuple[int, ...], key: tuple[str, bool]) -> int:

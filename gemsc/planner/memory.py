@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from math import prod
 
 from torch import Tensor
 
-from gemsc.ir.flow import owned_tensors
+from gemsc.costs.collectives import BUCKET_BYTES
+from gemsc.ir.flow import owned_tensors, shared_parameters
 from gemsc.ir.program import Program
 from gemsc.schedules import Task, Timeline, held_bytes
 
@@ -25,6 +26,9 @@ class StageWeights:
     gradients: int
     optimizer: int
     part_gradients: int  # those of the gradients that are of parts
+    gathered: int = 0  # weights that are whole only for the actions that use them
+    rows: int = 0  # gradients that are kept between backwards, where those are rows
+    scatter: int = 0  # to add up all: those of this rank, others' of its rows, a sum
 
     @property
     def resident(self) -> int:
@@ -86,7 +90,27 @@ def stage_weights(program: Program) -> list[StageWeights]:
                 optimizer=sum(_state_bytes(program, *each) for each in trained.items()),
             )
         )
+        if program.adds_at_once:
+            tied = shared_parameters(program, names_of)
+            cut = {n: t for n, t in trained.items() if n not in tied}
+            weights[-1] = _in_parts(program, weights[-1], cut)
     return weights
+
+
+def _in_parts(
+    program: Program, weights: StageWeights, cut: Mapping[str, Tensor]
+) -> StageWeights:
+    """Return what a rank owns where it keeps rows of gradients, perhaps of weights."""
+    assert program.updated is not None
+    whole = sum(tensor.nbytes for tensor in cut.values())
+    rows = sum(program.updated[n] * t.element_size() for n, t in cut.items())
+    kept = weights.gradients - whole + rows
+    scatter = 2 * whole - rows + min(rows, BUCKET_BYTES)
+    weights = replace(weights, rows=kept, scatter=scatter)
+    if not program.whole_stages:
+        return weights
+    parameters = weights.parameters - whole + rows
+    return replace(weights, parameters=parameters, gathered=whole)
 
 
 def largest_weights(tiles: Sequence[Program]) -> list[StageWeights]:
@@ -99,7 +123,7 @@ def largest_weights(tiles: Sequence[Program]) -> list[StageWeights]:
     return [
         max(
             (weights[stage] for weights in of_tiles[: len(ranks)]),
-            key=lambda each: each.resident,
+            key=lambda each: each.resident + each.gathered,
         )
         for stage, ranks in enumerate(placement.ranks[0])
     ]
@@ -133,6 +157,7 @@ def memory_curve(
     for held in held_bytes(task, rank, timeline.ranks[rank]):
         names = ("gradients", "activations", "messages", "working")
         changing = {name: getattr(held, name) for name in names}
+        changing["parameters"] = fixed.parameters + held.gathered
         curve.append((held.time, replace(fixed, **changing)))
     return curve
 

@@ -16,7 +16,7 @@ from gemsc.ir.segments import recomputed_nodes
 from gemsc.messages.exchange import Exchange
 from gemsc.planner.activations import activations, again_seconds, made_once_storages
 from gemsc.planner.layout import StageLayout
-from gemsc.planner.memory import stage_weights
+from gemsc.planner.memory import StageWeights, stage_weights
 from gemsc.planner.traffic import (
     exchanging,
     most_bytes,
@@ -60,6 +60,7 @@ def schedule_task(
         has_backward=first.loss is not None,
         memory_cap=memory_cap,
         workspace_bytes=hardware.device.workspace_bytes,
+        whole_stages=first.whole_stages,
     )
 
 
@@ -80,30 +81,49 @@ def _stage_costs(program: Program, hardware: Hardware) -> list[StageCost]:
         else:
             computing = [each + moving for each in computing]
         forward, backward = map(sum, zip(computing, waits, strict=True))
-        by_stage.append(
-            StageCost(
-                forward=forward,
-                backward=backward,
-                saved_bytes=kept.kept,
-                transient_bytes=kept.transient,
-                first_transient_bytes=kept.first_transient,
-                resident_bytes=owned.resident + made,
-                gradient_bytes=owned.gradients,
-                weight=_waiting_seconds(program, stage),
-                waiting_bytes=split[stage.index].waiting,
-                waiting_gradient_bytes=stage.total("weight_bytes"),
-                split_transient_bytes=split[stage.index].transient,
-                first_split_transient_bytes=split[stage.index].first_transient,
-                working_bytes=kept.working,
-                first_working_bytes=kept.first_working,
-                split_working_bytes=split[stage.index].working,
-                first_split_working_bytes=split[stage.index].first_working,
-                weight_working_bytes=max(
-                    (meta.facts(node).weight_bytes for node in stage.nodes), default=0
-                ),
-            )
+        cost = StageCost(
+            forward=forward,
+            backward=backward,
+            saved_bytes=kept.kept,
+            transient_bytes=kept.transient,
+            first_transient_bytes=kept.first_transient,
+            resident_bytes=owned.resident + made,
+            gradient_bytes=owned.gradients,
+            weight=_waiting_seconds(program, stage),
+            waiting_bytes=split[stage.index].waiting,
+            waiting_gradient_bytes=stage.total("weight_bytes"),
+            split_transient_bytes=split[stage.index].transient,
+            first_split_transient_bytes=split[stage.index].first_transient,
+            working_bytes=kept.working,
+            first_working_bytes=kept.first_working,
+            split_working_bytes=split[stage.index].working,
+            first_split_working_bytes=split[stage.index].first_working,
+            weight_working_bytes=max(
+                (meta.facts(node).weight_bytes for node in stage.nodes), default=0
+            ),
         )
+        by_stage.append(_in_parts(cost, owned) if program.adds_at_once else cost)
     return by_stage
+
+
+def _in_parts(cost: StageCost, owned: StageWeights) -> StageCost:
+    """Return the cost where gradients are rows between backwards.
+
+    Each backward is like the first one of a step: it makes them anew, and at its end
+    they go, but for the rows.
+    """
+    return replace(
+        cost,
+        gradient_bytes=owned.rows,
+        gathered_bytes=owned.gathered,
+        scatter_bytes=owned.scatter,
+        transient_bytes=cost.first_transient_bytes,
+        working_bytes=cost.first_working_bytes,
+        split_transient_bytes=cost.first_split_transient_bytes,
+        split_working_bytes=cost.first_split_working_bytes,
+        waiting_gradient_bytes=0,
+        weight_working_bytes=cost.waiting_gradient_bytes,
+    )
 
 
 def _computing(program: Program, stage: Stage) -> list[float]:

@@ -64,7 +64,8 @@ class Task:
     `placement[replica][stage]` is a rank, `micro_batches[replica]` their number.
     `memory_cap` bounds the bytes of each rank: resident ones of all its stages, and
     saved ones of what is in flight. Without backward nothing stays in flight.
-    `workspace_bytes` are what libraries take of each rank, all the time.
+    `workspace_bytes` are what libraries take of each rank, all the time. Where weights
+    are kept in parts, those of `whole_stages` stages of a rank at most are whole.
     """
 
     stages: tuple[StageCost, ...]
@@ -74,6 +75,7 @@ class Task:
     has_backward: bool = True
     memory_cap: int | None = None
     workspace_bytes: int = 0
+    whole_stages: int = 0
 
     def __post_init__(self) -> None:
         if len(self.placement) != len(self.micro_batches):
@@ -187,8 +189,10 @@ class Task:
         `split` says whether all backwards are.
         """
         stages = self.stages_on(rank)
+        whole = sorted(stage.gathered_bytes for stage in stages)[-self.whole_stages :]
         return (
             self.resident_bytes(rank)
+            + (sum(whole) if self.whole_stages else 0)
             + sum(stage.gradient_bytes for stage in stages)
             + sum(sum(self.posted[r][s]) for r, s in self.lanes[rank])
             + max((_on_top(stage, split=split) for stage in stages), default=0)
@@ -216,7 +220,8 @@ def _on_top(stage: StageCost, *, split: bool) -> int:
     """Return what a backward, or a part of one, needs on top of what is saved."""
     whole = stage.on_top(split=split, is_first=False)
     whole += stage.working(split=split, is_first=False)
-    return max(whole, stage.weight_working_bytes if split else 0)
+    weights = stage.weight_working_bytes if split else 0
+    return max(whole, weights, stage.scatter_bytes)
 
 
 @dataclass(frozen=True, slots=True)

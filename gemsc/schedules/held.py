@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -14,7 +15,8 @@ class Held:
 
     `saved` wait for backwards, `transient` serve one that runs, `working` are gradients
     on their way in it; `messages` are the buffers of receives posted ahead. `live`
-    counts the forwards whose backward is not yet done.
+    counts the forwards whose backward is not yet done. `gathered` are weights that are
+    kept in parts, and whole for actions.
     """
 
     time: float
@@ -25,6 +27,7 @@ class Held:
     messages: int
     live: int
     working: int = 0
+    gathered: int = 0
 
     @property
     def activations(self) -> int:
@@ -34,7 +37,8 @@ class Held:
     @property
     def total(self) -> int:
         """All of it."""
-        return self.activations + self.gradients + self.messages + self.working
+        held = self.activations + self.gradients + self.messages
+        return held + self.working + self.gathered
 
 
 def held_bytes(task: Task, rank: int, actions: Sequence[Timed]) -> Iterator[Held]:
@@ -52,6 +56,25 @@ def held_bytes(task: Task, rank: int, actions: Sequence[Timed]) -> Iterator[Held
             yield account.end(timed)
 
 
+def whole_with(stage: int, whole: Sequence[int], most: int) -> list[int]:
+    """Return whose weights are whole in an action of a stage; it is the last one.
+
+    `whole` are those before it, the one used longest ago first: that one goes where
+    there would be more than so many.
+    """
+    kept = [each for each in whole if each != stage]
+    return [*kept, stage][-most:] if most else []
+
+
+def num_gathers(task: Task, actions: Sequence[Action]) -> Counter[int]:
+    """Return how often the weights of each stage are gathered in a rank's actions."""
+    found, whole = Counter[int](), list[int]()
+    for action in actions:
+        found[action.stage] += task.whole_stages > 0 and action.stage not in whole
+        whole = whole_with(action.stage, whole, task.whole_stages)
+    return found
+
+
 @dataclass
 class _Account:
     """What a rank holds now; `ready` are the gradients of each stage."""
@@ -64,11 +87,13 @@ class _Account:
     gradients: int = 0
     posted: dict[tuple[Kind, int, int], int] = field(default_factory=dict)
     ready: dict[int, int] = field(default_factory=dict)
+    whole: list[int] = field(default_factory=list)  # stages, used longest ago first
 
     def begin(self, timed: Timed) -> Held:
         """Return what is held while an action runs."""
         action, stage = timed.action, self.task.stages[timed.action.stage]
         self._post(action)
+        self.whole = whole_with(action.stage, self.whole, self.task.whole_stages)
         made = transient = working = 0
         if action.kind is Kind.FORWARD:
             self.saved, self.live = self.saved + stage.saved_bytes, self.live + 1
@@ -98,7 +123,7 @@ class _Account:
             self.live -= 1
         if action.kind is not Kind.FORWARD:
             self._make(action.stage, gradients)
-        return self._held(timed.end, action)
+        return self._held(timed.end, action, stage.scatter_bytes)
 
     def _post(self, action: Action) -> None:
         if action.kind is Kind.WEIGHT:
@@ -132,4 +157,5 @@ class _Account:
             self.messages,
             self.live,
             working,
+            sum(self.task.stages[stage].gathered_bytes for stage in self.whole),
         )

@@ -193,7 +193,7 @@ class _Comparison:
 
 def _unchanged(options: CompileOptions) -> CompileOptions:
     """Return the options of what is not tried again: no change makes it faster."""
-    return replace(options, recompute=(), shard_optimizer=False)
+    return replace(options, recompute=(), shard_optimizer=False, shard="off")
 
 
 def _same_work(one: CompileOptions, other: CompileOptions) -> bool:

@@ -81,15 +81,30 @@ class Holdings:
         for kind, named in extra.items():
             for name, tensor in named.items():
                 found[f"{kind}/{name}"] = name, tensor
+        stages, updates = self.worker.stages, self.worker.updates
         for key, (name, tensor) in found.items():
-            yield HeldTensor(key, tensor.detach(), self.piece(name, tensor.shape))
+            piece = self.piece(name, tensor.shape)
+            if (own := updates.weights_in_parts.get(name)) is not None:
+                piece = self.piece(name, stages.parameters[name].shape)
+                piece = piece.rows(*updates.own_rows[name])
+                tensor = tensor if key.startswith(EMA_KEY) else own
+            yield HeldTensor(key, tensor.detach(), piece)
 
     def gradients(self) -> Iterator[HeldTensor]:
         """Yield the gradients that wait for an update: what is meant is their sum."""
+        rows = self.worker.updates.gradients_in_parts
         for name, parameter in self.worker.stages.parameters.items():
-            if parameter.grad is not None:
-                piece = self.piece(name, parameter.shape)
-                yield HeldTensor(gradient_key(name), parameter.grad, piece)
+            grad = rows[name][1].grad if name in rows else parameter.grad
+            if grad is not None:
+                yield HeldTensor(gradient_key(name), grad, self.summed(name))
+
+    def summed(self, name: str) -> TensorPiece:
+        """Return of which piece of a parameter this rank has terms of the gradient."""
+        updates = self.worker.updates
+        piece = self.piece(name, self.worker.stages.parameters[name].shape)
+        if name in updates.gradients_in_parts:
+            piece = piece.rows(*updates.own_rows[name])
+        return piece
 
     def aliases(self) -> dict[str, str]:
         """Return each further name of a tensor of the model, with its first name."""

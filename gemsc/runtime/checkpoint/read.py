@@ -84,6 +84,7 @@ def resume(worker: Worker, directory: Path, tensors: Extra) -> dict[str, Any]:
                 raise theirs
         for act in fit.acts:
             act()
+        worker.updates.forget_whole_weights()
         if fit.take_gradients is not None:
             fit.take_gradients(all(is_same for _, is_same in everyone))
     return fit.extra
@@ -257,7 +258,7 @@ class _Reader:
         found = []
         for name, parameter in self.worker.stages.parameters.items():
             if gradient_key(name) in stored:
-                piece = self.holdings.piece(name, parameter.shape)
+                piece = self.holdings.summed(name)
                 stored.check(gradient_key(name), piece, sums=True)
                 found.append((name, parameter, piece))
         return found
@@ -270,11 +271,16 @@ class _Reader:
     ) -> None:
         """Give parameters their gradients: the same ranks take their own.
 
-        Otherwise the first rank that holds a parameter takes the sum of all.
+        Otherwise the first rank that holds a parameter takes the sum of all. So does
+        each of its rows, where it keeps the sums of these alone.
         """
-        transport = self.worker.transport.host
+        transport, updates = self.worker.transport.host, self.worker.updates
+        rows = updates.gradients_in_parts
         for name, parameter, piece in gradients:
-            if same or self.holdings.is_first(name):
+            if name in rows:
+                into = updates.parts.take(rows[name][0], name)
+                stored.add(gradient_key(name), piece, into, None)
+            elif same or self.holdings.is_first(name):
                 parameter.grad = torch.zeros_like(parameter)
                 file = f"rank{transport.rank}.safetensors" if same else None
                 stored.add(gradient_key(name), piece, parameter.grad, file)

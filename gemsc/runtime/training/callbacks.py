@@ -301,7 +301,8 @@ class Ema(Callback):
 
     def on_load(self, trainer: Trainer) -> None:
         """Make room for the averages."""
-        named = trainer.stages.parameters.items()
+        self._updates = trainer.worker.updates
+        named = {**trainer.stages.parameters, **self._updates.weights_in_parts}.items()
         self._weights = {n: p for n, p in named if p.is_floating_point()}
         self.average = {n: p.detach().clone() for n, p in self._weights.items()}
 
@@ -340,6 +341,7 @@ class Ema(Callback):
             kept = weights.clone()
             weights.copy_(average)
             average.copy_(kept)
+        self._updates.forget_whole_weights()
 
     def tensors(self) -> dict[str, Mapping[str, Tensor]]:
         """Return the averages: a checkpoint holds them as it holds the weights."""

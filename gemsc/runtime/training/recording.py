@@ -36,6 +36,7 @@ CALLS = {
     "receive": "wait",
     "send": "send",
     "start_reduction": "reduction",
+    "gather_weights": "gather",
     "finish_reductions": "reduction",
     "sum_up": "wait",
     "end": "wait",

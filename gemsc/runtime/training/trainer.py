@@ -313,8 +313,13 @@ class Trainer:
         Where the rank has a part of a tensor (`program.parts`), it is that part; what
         another rank of its stage alone holds (`program.placed`) is not there.
         Those of the loss, and constants, are left out: the user's model has none.
+        Where weights are kept in parts they are gathered first: all ranks call this.
         """
-        return self.stages.state_dict()
+        updates = self.worker.updates
+        if updates.weight_parts is None:
+            return self.stages.state_dict()
+        with updates.whole_weights():
+            return {n: t.clone() for n, t in self.stages.state_dict().items()}
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:

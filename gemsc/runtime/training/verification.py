@@ -132,8 +132,10 @@ def recorded(
     trainer.add_callbacks([losses := Losses()])
     for input, target in batches:
         trainer.step(input, target)
-    state = {name: as_real(tensor) for name, tensor in trainer.stages.tensors().items()}
-    write_tensors(folder / f"state{rank}.safetensors", state)
+    with trainer.worker.updates.whole_weights():
+        tensors = trainer.stages.tensors()
+        state = {name: as_real(tensor) for name, tensor in tensors.items()}
+        write_tensors(folder / f"state{rank}.safetensors", state)
     (folder / f"losses{rank}.json").write_text(json.dumps(losses.found))
     parts = {n: asdict(part) for n, part in trainer.program.parts.items()}
     grid = trainer.worker.grid.ranks if trainer.worker.grid is not None else [rank]
@@ -192,6 +194,10 @@ def _others(worker: Worker) -> Iterator[Tensor]:
     """Yield all that the rank holds besides activations."""
     yield from worker.stages.own_tensors()
     for parameter in worker.stages.parameters.values():
+        if parameter.grad is not None:
+            yield parameter.grad
+    for parameter in worker.updates.parameters.values():  # perhaps rows of their own
+        yield parameter
         if parameter.grad is not None:
             yield parameter.grad
     if worker.updates.optimizer is not None:

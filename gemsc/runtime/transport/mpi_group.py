@@ -144,17 +144,15 @@ class MpiGroup:
         tensor, result = tensor.detach(), result.detach()
         check_memory(tensor, cuda_aware=False)
         parts = torch.split(tensor, list(sizes))
-        own = parts[self._member]
-        arrived = [torch.empty_like(own) for _ in parts]
-        terms = [*arrived]
-        terms[self._member] = own
+        own, members = parts[self._member], range(len(parts))
+        terms = [own if m == self._member else torch.empty_like(own) for m in members]
 
         def add() -> tuple[Request, ...]:
             add_in_order(terms, result)
             return ()
 
         what = "sum of shares"
-        requests = self._exchange(self._next_tag(), parts, arrived, what)
+        requests = self._exchange(self._next_tag(), parts, terms, what)
         kept = (tensor, result)
         return ChainedRequest(
             self._turns, self._need(what), requests, add, tensors=kept

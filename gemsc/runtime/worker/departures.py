@@ -83,7 +83,11 @@ class Departures:
 
     def finish(self) -> None:
         """Let the rest leave: all gradients are there."""
-        present = self._names(lambda parameter: parameter.grad is not None)
+        present = tuple(
+            name
+            for name, parameter in self._parameters.items()
+            if parameter.grad is not None or name in self._gone
+        )
         if self._gone and present != self._present:
             changed = ", ".join(sorted({*present} ^ {*self._present}))
             raise InternalError(f"gradients come in some steps only: {changed}")

@@ -62,6 +62,9 @@ class RankProgram:
     branches: whether branches of some stage are on different ranks: a rank may lack
         gradients that others have, of what leads to their branches.
     shard_optimizer: whether each of the ranks in a reduction updates its rows only.
+    shard_gradients: whether each keeps its rows of gradients only, between backwards.
+    whole_stages: how many stages' weights may be whole at a time, where each keeps its
+        rows only; 0: all are, always.
     updated_whole: parameters that one of these ranks updates, all rows of them.
     deferred: of which micro-batches a backward leaves the weight gradients for later.
     tiles: the grid of which the rank computes a tile.
@@ -86,6 +89,8 @@ class RankProgram:
     placed: Mapping[str, int] = field(default_factory=dict)
     branches: bool = False
     shard_optimizer: bool = False
+    shard_gradients: bool = False
+    whole_stages: int = 0
     updated_whole: Collection[str] = ()
     deferred: Mapping[Run, Collection[int]] = field(default_factory=dict)
     tiles: Tiles | None = None

@@ -108,15 +108,12 @@ class GradientSums:
 
     Gradients travel packed in buckets, and are parts of these from then on: they are
     in memory once, and need no copy of their sum. Sums are started in a stage's last
-    backward, or after it, and waited for before the optimizer's step. Where `rows` of a
-    parameter are given, each rank gets the sums of its own only.
+    backward, or after it, and waited for before the optimizer's step.
     """
 
-    def __init__(self, transport: DeviceTransport, rows: Mapping[str, Rows]) -> None:
+    def __init__(self, transport: DeviceTransport) -> None:
         self._transport = transport
-        self._rows = rows
         self._requests: list[Request] = []
-        self._buckets: list[Bucket] = []
         self._counted: list[tuple[list[nn.Parameter], Tensor]] = []
 
     def count(self, group: Group, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -140,10 +137,6 @@ class GradientSums:
         """Start to add up these parameters' gradients over a group, in one bucket."""
         present = [p for p in parameters.values() if p.grad is not None]
         gradients = [cast("Tensor", parameter.grad) for parameter in present]
-        if self._rows:
-            of_ranks = [self._rows[name] for name in parameters]
-            self._start_shares(group, shares(gradients, of_ranks))
-            return
         sums = gradients[0].new_empty(sum(gradient.numel() for gradient in gradients))
         parts = parts_like(present, sums)
         torch._foreach_copy_(parts, gradients)
@@ -151,26 +144,13 @@ class GradientSums:
             parameter.grad = part
         self._requests.append(self._transport.all_reduce(group, sums))
 
-    def _start_shares(self, group: Group, by_rank: list[list[Tensor]]) -> None:
-        """Add up what each rank gets the sums of."""
-        member = group.ranks.index(self._transport.host.rank)
-        terms = flat([tensor for each in by_rank for tensor in each])
-        sizes = [sum(tensor.numel() for tensor in each) for each in by_rank]
-        sums = torch.split(terms, sizes)[member]
-        request = self._transport.reduce_scatter(group, terms, sizes, sums)
-        self._buckets.append(Bucket(by_rank[member], sums, request))
-
     def finish(self) -> None:
         """Wait for all sums and put them into the gradients."""
-        shared = (bucket.request for bucket in self._buckets)
-        self._transport.wait(*self._requests, *shared)
-        for bucket in self._buckets:
-            bucket.unpack()
+        self._transport.wait(*self._requests)
         for parameters, counts in self._counted:
             for parameter, count in zip(parameters, counts.tolist(), strict=True):
                 parameter.grad = parameter.grad if count else None
         self._requests.clear()
-        self._buckets.clear()
         self._counted.clear()
 
 
@@ -298,65 +278,87 @@ def _statistics(layer: _NormBase) -> dict[str, Tensor]:
     return {name: cast("Tensor", getattr(layer, name)) for name in names}
 
 
+@dataclass(frozen=True)
+class ShardedSum:
+    """Parameters that a group of ranks holds, and this rank's rows of each.
+
+    `rows` are those of all ranks of the group, `mine` this rank's. `own` has these as
+    parameters, which keep the gradients. With weights in parts they have memory of
+    their own, and there is no other between actions.
+    """
+
+    group: Group
+    parameters: Mapping[str, nn.Parameter]
+    rows: Mapping[str, Rows]
+    mine: Mapping[str, Interval]
+    own: Mapping[str, nn.Parameter]
+
+
 class OwnRows:
     """The rows that this rank updates of the parameters that it holds with others.
 
-    `rows` has those of all holders of a parameter, `own` this rank's, by name.
+    `sums` has them by the keys of sums, `rows` this rank's by name.
     """
 
     def __init__(self, transport: DeviceTransport) -> None:
-        self.rows: dict[str, Rows] = {}
-        self.own: dict[str, Interval] = {}
+        self.sums: dict[str, ShardedSum] = {}
+        self.rows: dict[str, Interval] = {}
         self._transport = transport
-        self._shared: list[tuple[Group, dict[str, nn.Parameter]]] = []
-        self._views: dict[str, tuple[nn.Parameter, nn.Parameter]] = {}
 
     def share(
         self,
+        key: str,
         group: Group,
         parameters: Mapping[str, nn.Parameter],
         whole: Collection[str],
+        *,
+        copied: bool,
     ) -> None:
-        """Share out what the ranks of a group hold; what is `whole` goes to one."""
+        """Share out what the ranks of a group hold; what is `whole` goes to one.
+
+        If they are `copied`, the rows have memory of their own.
+        """
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
         shapes = {name: parameter.shape for name, parameter in trained.items()}
-        self.rows |= rows_of_holders(shapes, len(group.ranks), whole)
-        self._shared.append((group, trained))
+        rows = rows_of_holders(shapes, len(group.ranks), whole)
         member = group.ranks.index(self._transport.host.rank)
+        own: dict[str, nn.Parameter] = {}
         for name, parameter in trained.items():
-            start, stop = self.own[name] = self.rows[name][member]
-            if stop - start < self.rows[name][-1][1]:
-                view = rows_of(parameter.detach(), (start, stop))
-                self._views[name] = nn.Parameter(view), parameter
+            self.rows[name] = rows[name][member]
+            view = rows_of(parameter.detach(), self.rows[name])
+            own[name] = nn.Parameter(view.clone() if copied else view)
+        self.sums[key] = ShardedSum(group, trained, rows, self.rows, own)
 
     def parameters(self, held: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-        """Return what this rank updates of the parameters that it holds.
-
-        Rows are parameters that have the memory of the held one.
-        """
-        own = {**held} | {name: view for name, (view, _) in self._views.items()}
-        return {name: p for name, p in own.items() if p.numel() or held[name] is p}
-
-    def take_gradients(self) -> None:
-        """Give the rows the gradients that the held parameters have for them."""
-        for name, (view, parameter) in self._views.items():
-            gradient = parameter.grad
-            view.grad = None if gradient is None else rows_of(gradient, self.own[name])
+        """Return what this rank updates of the parameters that it holds."""
+        own = {n: p for found in self.sums.values() for n, p in found.own.items()}
+        updated = {**held, **own}
+        return {n: p for n, p in updated.items() if p.numel() or n not in own}
 
     def drop_gradients(self) -> None:
         """Take the gradients from the rows."""
-        for view, _ in self._views.values():
-            view.grad = None
+        for found in self.sums.values():
+            for own in found.own.values():
+                own.grad = None
 
-    def gather(self, of: Callable[[nn.Parameter], Tensor | None]) -> None:
-        """Bring together all ranks' rows of a tensor of each shared parameter."""
+    def gather(
+        self,
+        of: Callable[[nn.Parameter], Tensor | None],
+        without: Collection[str] = (),
+    ) -> None:
+        """Bring together all ranks' rows of a tensor of each shared parameter.
+
+        Those are left out that are shared under the keys in `without`.
+        """
         waiting: list[Bucket] = []
-        for group, named in self._shared:
-            found = [(of(p), self.rows[name]) for name, p in named.items()]
+        for key, shared in self.sums.items():
+            if key in without:
+                continue
+            found = [(of(p), shared.rows[n]) for n, p in shared.parameters.items()]
             pairs = [(tensor, rows) for tensor, rows in found if tensor is not None]
             for numbers in buckets([tensor for tensor, _ in pairs]):
                 by_rank = shares(*zip(*(pairs[n] for n in numbers), strict=True))
-                waiting.append(self._start(group, by_rank))
+                waiting.append(self._start(shared.group, by_rank))
         self._transport.wait(*(bucket.request for bucket in waiting))
         for bucket in waiting:
             bucket.unpack()

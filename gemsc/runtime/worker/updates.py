@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
 from typing import Any
 
@@ -31,6 +31,7 @@ from gemsc.runtime.worker.reduction import (
     RunningStatistics,
     tracking,
 )
+from gemsc.runtime.worker.sharded import GradientParts, WeightParts
 from gemsc.runtime.worker.stages import Stages
 from gemsc.runtime.worker.steps import Steps
 
@@ -90,18 +91,31 @@ class Updates:
         if clip_norm is not None:
             self._norm_group = transport.group(self._ranks_of_norm(), "norm")
         self._own = OwnRows(transport)
-        if program.shard_optimizer:
-            for key, group in self._groups.items():
-                self._own.share(group, self._summed[key], program.updated_whole)
+        stages_alone = self._sums_of_stages()
+        for key, group in self._groups.items() if program.shard_optimizer else ():
+            copied = program.whole_stages > 0 and key in stages_alone
+            named, whole = self._summed[key], program.updated_whole
+            self._own.share(key, group, named, whole, copied=copied)
+        self.parts = GradientParts(transport, self._own.sums)
+        self._at_once = stages_alone if program.shard_gradients else []
+        self.weight_parts: WeightParts | None = None
+        if program.whole_stages:
+            sums = {key: self._own.sums[key] for key in stages_alone}
+            self.weight_parts = WeightParts(transport, sums, program.whole_stages)
         own = {
             name: parameter
             for name, parameter in stages.parameters.items()
             if trained is None or name in trained
         }
         self.parameters = self._own.parameters(own)
-        self._sums = GradientSums(transport, self._own.rows)
+        self._sums = GradientSums(transport)
         self._departures = {
-            key: Departures(self._summed[key], partial(self._sums.start, group))
+            key: Departures(
+                self._summed[key],
+                partial(self.parts.start, key)
+                if program.shard_optimizer
+                else partial(self._sums.start, group),
+            )
             for key, group in self._groups.items()
         }
         self._to_start: list[str] = []  # sums of this step, in order
@@ -161,8 +175,8 @@ class Updates:
         for statistics in self._statistics.values():
             statistics.remember()
         program = self._program
-        keys = sums_in_order({run.stage for run in program.stages})
-        self._to_start = [key for key in keys if key in self._groups]
+        keys = self._sums_of_stages()
+        self._to_start = [key for key in keys if key not in self._at_once]
         self._to_come.clear()
         for run in program.stages:
             deferred = len(program.deferred.get(run, ()))
@@ -181,7 +195,8 @@ class Updates:
             return nullcontext()
         if self._transport.has_lanes:
             return nullcontext()
-        keys = [key for key in sums_in_order([run.stage]) if key in self._groups]
+        own = sums_in_order([run.stage])
+        keys = [k for k in own if k in self._groups and k not in self._at_once]
         if not keys or self._to_start[: len(keys)] != keys:
             return nullcontext()
         sums = [self._departures[key] for key in keys]
@@ -194,8 +209,38 @@ class Updates:
         Called after the stage's last backward, in which some may have started; what
         follows hides the communication.
         """
-        if self._steps.is_update:
+        if self._steps.is_update and key not in self._at_once:
             self._start(key)
+
+    def scatter(self, run: Run) -> None:
+        """Start to add up what a backward made, where gradients are kept in parts."""
+        for key in sums_in_order([run.stage]):
+            if key in self._at_once:
+                self.parts.scatter(key, counted=self._are_counted)
+
+    def settle(self) -> None:
+        """Wait for what `scatter` started."""
+        if self._at_once:
+            self.parts.settle()
+
+    def gather_weights(self, run: Run) -> None:
+        """Make a stage's weights whole, where they are in parts."""
+        if self.weight_parts is not None:
+            self.weight_parts.gather(run.stage)
+
+    def forget_whole_weights(self) -> None:
+        """Gather weights anew before they are used: their rows have changed."""
+        if self.weight_parts is not None:
+            self.weight_parts.free()
+
+    @contextmanager
+    def whole_weights(self) -> Iterator[None]:
+        """Make all weights of this rank whole for a while; all ranks do."""
+        if self.weight_parts is None:
+            yield
+            return
+        with self.weight_parts.whole({run.stage for run in self._program.stages}):
+            yield
 
     def finish_reductions(self) -> None:
         """All-reduce tied parameters' gradients and statistics; wait for all sums."""
@@ -216,7 +261,7 @@ class Updates:
             )
         ]
         self._sums.finish()
-        self._own.take_gradients()
+        self.parts.finish()
         self._transport.wait(*waits)
         for statistics in self._statistics.values():
             statistics.finish()
@@ -247,7 +292,9 @@ class Updates:
         ):
             self.scheduler.step()
         self._drop_gradients()
-        self._own.gather(torch.Tensor.detach)
+        self.forget_whole_weights()
+        stay = self._at_once if self.weight_parts is not None else ()
+        self._own.gather(torch.Tensor.detach, without=stay)
         self.count += 1
 
     def leave_out(self) -> None:
@@ -263,13 +310,30 @@ class Updates:
             parameter.grad = None
 
     @property
+    def weights_in_parts(self) -> Mapping[str, nn.Parameter]:
+        """Return the rows of weights that this rank has, where it keeps no more."""
+        return {} if self.weight_parts is None else self.weight_parts.own
+
+    @property
+    def gradients_in_parts(self) -> Mapping[str, tuple[str, nn.Parameter]]:
+        """Return the rows of this rank, and of which sum, that keep gradients alone."""
+        sums = {key: self._own.sums[key].own for key in self._at_once}
+        return {n: (key, p) for key, own in sums.items() for n, p in own.items()}
+
+    @property
     def own_rows(self) -> dict[str, Interval]:
         """The rows that this rank updates of what it holds with others, by name."""
-        return self._own.own
+        return self._own.rows
 
     def gather_gradients(self) -> None:
         """Give all ranks the complete gradients; all call this, in `before`."""
+        self.parts.whole()
         self._own.gather(lambda parameter: parameter.grad)
+
+    def _sums_of_stages(self) -> list[str]:
+        """Return the keys of sums of whole stages, and of their parts, in order."""
+        keys = sums_in_order({run.stage for run in self._program.stages})
+        return [key for key in keys if key in self._groups]
 
     @property
     def _are_counted(self) -> bool:
@@ -279,7 +343,9 @@ class Updates:
         return program.depends_on_data or program.branches or is_partial
 
     def _start(self, key: str) -> None:
-        if self._are_counted:
+        if self._are_counted and key in self._own.sums:
+            self.parts.count(key)
+        elif self._are_counted:
             self._sums.count(self._groups[key], self._summed[key])
         self._departures[key].finish()
         if key in self._to_start:

@@ -219,6 +219,12 @@ class Worker:
 
     # ------------------------------------- what generated files call
 
+    def gather_weights(self, run: Run) -> None:
+        """Make the weights of a stage whole, of which each rank keeps its rows."""
+        self.status.enter("all-gather of the weights", run)
+        self.updates.settle()
+        self.updates.gather_weights(run)
+
     def input(self, name: str, m: int) -> Tensor:
         """Return a micro-batch's part of a tensor of this copy's batch."""
         part = self.steps.input(name, m, self.transport.streams)
@@ -293,6 +299,7 @@ class Worker:
             roots = [edge for edge, g in flowing if edge is not None and g is not None]
             kept.deferred.end_backward(roots, self.stages.parameters)
             self._deferred[run, m] = kept.deferred
+        self.updates.scatter(run)
         return tuple(
             gradient_of(tensor, depends_on_data=depends_on_data)
             for tensor in kept.inputs
@@ -305,6 +312,7 @@ class Worker:
         with self.updates.adding(run):
             if self._number_of(run, m) < self.steps.count:
                 self._deferred.pop((run, m)).compute()
+        self.updates.scatter(run)
 
     @property
     def loss_gradient(self) -> Tensor:
@@ -386,6 +394,7 @@ class Worker:
     def _begin(self, what: str, run: Run, m: int) -> None:
         """Begin an action, of all tiles where the rank has one."""
         self.status.enter(what, run, m)
+        self.updates.settle()
         if self.grid is not None:
             self.mail.act(run)
 

@@ -1,0 +1,268 @@
+"""Gradients and weights in parts: between actions each rank keeps its own rows of them.
+
+With --shard gradients and --shard weights (ZeRO, stages 2 and 3):
+
+    before an action    all-gather: the stage's weights are whole on each rank
+    the action          forward, backward or weight gradients
+    after a backward    reduce-scatter: each rank adds up the sums of its rows
+    before another      the weights of the stage used longest ago go
+    update              the optimizer has the rank's rows as its parameters
+
+Ranks that hold the same stage run the same actions in the same order, so they begin
+these collectives in one order. What stages of several ranks share stays whole.
+
+Source: Rajbhandari and others, ZeRO: Memory optimizations toward training trillion
+parameter models, 2020.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from gemsc.base.parts import sums_in_order
+from gemsc.runtime.transport.device_transport import DeviceTransport
+from gemsc.runtime.transport.waiting import Request
+from gemsc.runtime.worker.reduction import ShardedSum, buckets, flat, rows_of, shares
+
+
+@dataclass(frozen=True)
+class _Scattered:
+    """Sums on their way: this rank's rows of them, one tensor after the other."""
+
+    names: Sequence[str]
+    sums: Tensor
+    request: Request
+    terms: Tensor  # until it is done
+
+
+class GradientParts:
+    """Sums of gradients of which each rank gets its rows, and keeps no others."""
+
+    def __init__(
+        self, transport: DeviceTransport, sums: Mapping[str, ShardedSum]
+    ) -> None:
+        self._transport = transport
+        self._sums = sums
+        self._on_way: list[tuple[ShardedSum, _Scattered]] = []
+        self._seen: dict[str, set[str]] = defaultdict(set)  # gradients of this rank
+        self._counted: dict[str, None] = {}  # keys of which other ranks have others
+
+    def count(self, key: str) -> None:
+        """Give zeros to add for gradients that others may have; note which are here.
+
+        A parameter ends without a gradient if no rank has one: see `finish`.
+        """
+        self._counted[key] = None
+        self._note(key)
+        for parameter in self._sums[key].parameters.values():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def scatter(self, key: str, *, counted: bool) -> None:
+        """Start to add up what a backward has made of a sum's gradients."""
+        if counted:
+            self.count(key)
+        else:
+            self._note(key)
+        found = self._sums[key].parameters.items()
+        present = {n: p for n, p in found if p.grad is not None}
+        names = [*present]
+        for numbers in buckets([*present.values()]):
+            self.start(key, {names[n]: present[names[n]] for n in numbers})
+
+    def start(self, key: str, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Start to add up these parameters' gradients in one bucket; they go."""
+        found = self._sums[key]
+        present = {n: p for n, p in parameters.items() if p.grad is not None}
+        terms = [cast("Tensor", parameter.grad) for parameter in present.values()]
+        for parameter in present.values():
+            parameter.grad = None
+        self._on_way.append((found, self._start(found, [*present], terms)))
+
+    def _start(
+        self, found: ShardedSum, names: Sequence[str], terms: list[Tensor]
+    ) -> _Scattered:
+        member = found.group.ranks.index(self._transport.host.rank)
+        by_rank = shares(terms, [found.rows[name] for name in names])
+        sizes = [sum(part.numel() for part in parts) for parts in by_rank]
+        if len(terms) == 1 and terms[0].is_contiguous():
+            packed = terms[0].view(-1)
+        else:
+            packed = flat([part for parts in by_rank for part in parts])
+        by_rank.clear()
+        terms.clear()  # they are in memory once
+        sums = torch.split(packed, sizes)[member]
+        request = self._transport.reduce_scatter(found.group, packed, sizes, sums)
+        return _Scattered(names, sums, request, packed)
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Wait for what is on its way, and add it to this rank's rows."""
+        self._transport.wait(*(each.request for _, each in self._on_way))
+        for found, each in self._on_way:
+            own = [found.own[name] for name in each.names]
+            parts = torch.split(each.sums, [parameter.numel() for parameter in own])
+            for parameter, part in zip(own, parts, strict=True):
+                if parameter.grad is None:
+                    parameter.grad = torch.empty_like(parameter)
+                    parameter.grad.copy_(part.view_as(parameter))
+                else:
+                    parameter.grad += part.view_as(parameter)
+        self._on_way.clear()
+
+    def finish(self) -> None:
+        """End a step's sums: what no rank has a gradient of ends without."""
+        self.settle()
+        device = self._transport.streams.device
+        for key in self._counted:
+            found, seen = self._sums[key], self._seen[key]
+            names = [n for n, p in found.parameters.items() if p.requires_grad]
+            counts = torch.tensor([float(n in seen) for n in names], device=device)
+            self._transport.wait(self._transport.all_reduce(found.group, counts))
+            for name, count in zip(names, counts.tolist(), strict=True):
+                if not count:
+                    found.own[name].grad = None
+        self._seen.clear()
+        self._counted.clear()
+
+    def take(self, key: str, name: str) -> Tensor:
+        """Return the gradient of this rank's rows, zeros, for what a checkpoint has."""
+        self._seen[key].add(name)
+        own = self._sums[key].own[name]
+        own.grad = torch.zeros_like(own)
+        return own.grad
+
+    def _note(self, key: str) -> None:
+        found = self._sums[key].parameters.items()
+        self._seen[key] |= {n for n, p in found if p.grad is not None}
+
+    def whole(self) -> None:
+        """Give the parameters the rows of gradients that this rank has, and zeros."""
+        for found in self._sums.values():
+            for name, parameter in found.parameters.items():
+                if (own := found.own[name].grad) is not None:
+                    parameter.grad = torch.zeros_like(parameter)
+                    rows_of(parameter.grad, found.mine[name]).copy_(own)
+
+
+class WeightParts:
+    """The weights of sharded stages: rows, and whole for the actions that use them.
+
+    Those of `most` stages at most are whole at a time.
+    """
+
+    def __init__(
+        self,
+        transport: DeviceTransport,
+        sums: Mapping[str, ShardedSum],
+        most: int,
+    ) -> None:
+        self._transport = transport
+        self._sums = sums
+        self._most = most
+        self._whole: dict[int, None] = {}  # stages, the one used longest ago first
+        self.own = {n: p for each in sums.values() for n, p in each.own.items()}
+        self._sizes: dict[str, int] = {}  # in bytes, of what has memory of its own
+        for found in sums.values():
+            for name, parameter in found.parameters.items():
+                self._sizes[name] = _give_up(parameter)
+
+    def gather(self, stage: int) -> None:
+        """Make the weights of a stage whole, if they are not; all its ranks do."""
+        if stage in self._whole:
+            self._whole[stage] = self._whole.pop(stage)
+            return
+        while len(self._whole) >= self._most:
+            self._free(next(iter(self._whole)))
+        for key in sums_in_order([stage]):
+            if key in self._sums:
+                self._gather(self._sums[key])
+        self._whole[stage] = None
+
+    def free(self) -> None:
+        """Keep the rows alone, of all stages."""
+        for stage in [*self._whole]:
+            self._free(stage)
+
+    @contextmanager
+    def whole(self, stages: Collection[int]) -> Iterator[None]:
+        """Make all weights whole for a while, what is done to them included."""
+        most, self._most = self._most, len(stages)
+        try:
+            for stage in sorted(stages):
+                self.gather(stage)
+            yield
+            for found in self._sums.values():
+                for name, own in found.own.items():
+                    held = rows_of(found.parameters[name].data, found.mine[name])
+                    own.data.copy_(held)
+        finally:
+            self._most = most
+            self.free()
+
+    def _free(self, stage: int) -> None:
+        del self._whole[stage]
+        for key in sums_in_order([stage]):
+            if key in self._sums:
+                for parameter in self._sums[key].parameters.values():
+                    _give_up(parameter)
+
+    def _gather(self, found: ShardedSum) -> None:
+        """Fill the memory of parameters, a bucket behind the next one."""
+        names = [*found.parameters]
+        for name in names:
+            storage = found.parameters[name].untyped_storage()
+            storage.resize_(self._sizes[name])
+        waiting: list[Callable[[], None]] = []
+        tensors = [found.parameters[name].data for name in names]  # no new version
+        for numbers in buckets(tensors):
+            inside = [names[number] for number in numbers]
+            into = [tensors[number] for number in numbers]
+            waiting.append(self._start(found, inside, into))
+            if len(waiting) > 1:
+                waiting.pop(0)()
+        for finish in waiting:
+            finish()
+
+    def _start(
+        self, found: ShardedSum, names: Sequence[str], into: list[Tensor]
+    ) -> Callable[[], None]:
+        """Start to gather some tensors; return what waits for them."""
+        by_rank = shares(into, [found.rows[name] for name in names])
+        sizes = [sum(part.numel() for part in parts) for parts in by_rank]
+        own = flat([found.own[name].data for name in names])
+        in_place = len(into) == 1 and into[0].is_contiguous()
+        values = into[0].view(-1) if in_place else own.new_empty(sum(sizes))
+        request = self._transport.all_gather(found.group, own, sizes, values)
+
+        def finish() -> None:
+            self._transport.wait(request)
+            if not in_place:
+                parts = [part for parts in by_rank for part in parts]
+                pieces = torch.split(values, [part.numel() for part in parts])
+                views = [p.view_as(t) for p, t in zip(pieces, parts, strict=True)]
+                torch._foreach_copy_(parts, views)
+
+        return finish
+
+
+def _give_up(parameter: nn.Parameter) -> int:
+    """Give up the memory of a parameter; return its bytes, to be had again.
+
+    Its storage stays, for what a forward has saved of it; unless it has more in it, or
+    NumPy has seen it, as in what is written to files, and it cannot change its size.
+    """
+    storage = parameter.untyped_storage()
+    if storage.nbytes() != parameter.nbytes or not storage.resizable():
+        parameter.data = torch.empty_like(parameter)
+        storage = parameter.untyped_storage()
+    size = storage.nbytes()
+    storage.resize_(0)
+    return size
