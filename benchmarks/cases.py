@@ -105,10 +105,17 @@ class TwoBranches(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
-def gpt(width: int) -> Case:
+def gpt(width: int, *, tied: bool = True) -> Case:
     """Return a GPT-2 of 4 layers, with 8 heads and 4096 words."""
+
+    def make() -> Gpt:
+        model = Gpt(width, 8, 4, 4096, 128)
+        if not tied:
+            model.head.weight = nn.Parameter(model.words.weight.detach().clone())
+        return model
+
     return Case(
-        lambda: Gpt(width, 8, 4, 4096, 128),
+        make,
         lambda batch: words(batch, 128, 4096),
         cross_entropy,
         4,
@@ -171,6 +178,9 @@ CASES = {
     "gpt 64": gpt(64),
     "gpt 256": gpt(256),
     "gpt 512": gpt(512),
+    "gpt untied 64": gpt(64, tied=False),
+    "gpt untied 256": gpt(256, tied=False),
+    "gpt untied 512": gpt(512, tied=False),
     **clip(64, 2, 4),
     **clip(256, 6, 16),
 }

@@ -7,6 +7,7 @@ Kinds of processes:
     gemsc   a compiled program under gemsc's own launcher
     torch   the same generated stages on torch.distributed.pipelining, over gloo
     shards  the model cut by torch.distributed.tensor.parallel, over gloo
+    fsdp    the model on both ranks, its weights in parts by fully_shard, over gloo
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from jobs import LEARNING_RATE, Job, Step, join_gloo
 from peak_tensors import PeakTensors
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch_fsdp import start_torch_fsdp
 from torch_shards import start_torch_shards
 
 import gemsc
@@ -232,6 +234,7 @@ START = {
     "gemsc": start_gemsc,
     "torch": start_torch,
     "shards": start_torch_shards,
+    "fsdp": start_torch_fsdp,
 }
 
 
@@ -244,7 +247,7 @@ def main() -> None:
     with socket.socket(socket.AF_UNIX) as end:
         end.connect(str(Path(place) / "socket"))
         serve(Connection(end.detach()), step)
-    if kind in ("torch", "shards"):
+    if kind in ("torch", "shards", "fsdp"):
         dist.destroy_process_group()
 
 

@@ -18,6 +18,7 @@ PRECISIONS = ("float32", "bfloat16", "float16")
 MEMORY_FORMATS = ("as-given", "channels_last")
 SHARD = ("off", "optimizer", "gradients", "weights")  # ZeRO, stages 1 to 3
 TRUNKS = ("auto", "whole", "batch", "sequence")
+ATTENTIONS = ("gather", "ring")
 AUTO = -1  # a number that is left to the compiler
 RANKS = 2  # of each replica, if nothing is said
 MOST = 1_000_000  # ranks, replicas, micro-batches: more is a slip of the hand
@@ -42,7 +43,9 @@ class CompileOptions:
     splits the first stage over four ranks and the second over two; each of the
     remaining ranks has one stage. `shards` "2" gives two ranks to every stage without
     tiles; "2,1,4" gives two to the first stage, one to the second and four to the last.
-    `branches` is like it, on the same ranks where a stage has both.
+    `branches` is like it, on the same ranks where a stage has both. `attention` "ring"
+    lets keys and values of tokens that are cut go from rank to rank instead of being
+    gathered and kept.
     Of `data` replicas, `per_device` share each device and its memory; AUTO is what gets
     most out of a device. `hardware` "" is one core of a CPU. `recompute` and
     `offload` "auto" take as few blocks as `device_memory` requires, "all" every block
@@ -120,6 +123,9 @@ class CompileOptions:
     )
     trunk: str = option(
         "auto", "how the ranks of a stage hold values outside of shards and branches"
+    )
+    attention: str = option(
+        "gather", "how attention whose tokens are cut gets the keys of other ranks"
     )
     whole: tuple[str, ...] = option(
         (), "modules that every rank computes in full: head,layers.0"
@@ -345,6 +351,13 @@ class CompileOptions:
             )
         choose("memory format", self.memory_format, dict.fromkeys(MEMORY_FORMATS))
         choose("trunk", self.trunk, dict.fromkeys(TRUNKS))
+        choose("attention", self.attention, dict.fromkeys(ATTENTIONS))
+        if self.attention != "gather" and not (self.shards or self.tiles):
+            raise GemscError(
+                f"--attention {self.attention} has no effect without --tiles or "
+                "--shards",
+                help="leave it out, or split tokens with --shards 2 --trunk sequence",
+            )
         for name in ("trunk", "whole"):
             value = getattr(self, name)
             if value not in ("auto", ()) and not (self.shards or self.branches):

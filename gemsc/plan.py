@@ -261,6 +261,9 @@ class Plan:
     """When the gradients of each stage are summed over copies."""
     workspace_bytes: int = 0
     """What libraries take on each rank, as assumed."""
+    whole_stages: int = 0
+    """Of how many stages at a time a rank keeps all weights, where it has rows of them
+    only."""
     memory: list[dict[str, int]] = field(default_factory=list)
     """What the peak of each rank, or group, is made of."""
     groups: list[list[int]] = field(default_factory=list)

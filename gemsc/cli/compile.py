@@ -65,6 +65,7 @@ COMPARED = (
     *("placement", "precision", "memory_format", "torch_compile"),
     *("device_memory", "hardware", "profile", "device", "recompute", "offload"),
     *("tiles", "shards", "branches", "trunk", "whole", "shard", "shard_optimizer"),
+    "attention",
 )
 
 

@@ -16,6 +16,7 @@ from gemsc.cli.import_ import imported
 from gemsc.errors import GemscError, UsageError, one_of
 from gemsc.frontend import FRONTENDS
 from gemsc.options import (
+    ATTENTIONS,
     AUTO,
     BALANCES,
     MEMORY_FORMATS,
@@ -41,6 +42,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "precision": PRECISIONS,
     "memory_format": MEMORY_FORMATS,
     "trunk": TRUNKS,
+    "attention": ATTENTIONS,
     "shard": SHARD,
 }
 # The groups in which help shows the flags; a command's own are under "Options".
@@ -48,6 +50,7 @@ PANELS = {
     "What to split": (
         *("ranks", "data", "tiles", "shards", "branches", "trunk", "whole"),
         *("per_device", "local_batchnorm", "fuse_halos", "overlap_halos"),
+        *("attention",),
     ),
     "Stages and their schedule": (
         *("schedule", "micro_batches", "times", "chunks", "placement"),

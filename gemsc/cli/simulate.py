@@ -30,17 +30,8 @@ from gemsc.user_model import UserModel, load_user_model
 
 CHANGED = (
     *("hardware", "schedule", "micro_batches", "times", "chunks", "placement"),
-    *(
-        "balance",
-        "tiles",
-        "shards",
-        "branches",
-        "trunk",
-        "whole",
-        "shard",
-        "shard_optimizer",
-    ),
-    "precision",
+    *("balance", "tiles", "shards", "branches", "trunk", "whole", "attention"),
+    *("shard", "shard_optimizer", "precision"),
 )
 
 

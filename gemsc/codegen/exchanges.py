@@ -15,6 +15,7 @@ from gemsc.ir.flow import (
     exchange_of,
     is_exchange,
     is_overlapped,
+    is_ring,
     source_of,
 )
 from gemsc.ir.program import Program
@@ -54,6 +55,8 @@ def _nodes(stage: Any) -> Iterator[fx.Node]:
 def wish_of(node: fx.Node, exchange: Exchange) -> str:
     """Return a name for the constant: HALO_CONV1, WHOLE_LOGITS, SUM_Y, ..."""
     whole = everything(exchange.shape)
+    if is_ring(node):
+        return f"RING_{base_name(node).upper()}"
     if exchange.adds:
         return f"SUM_{base_name(source_of(node)).upper()}"
     if source_of(node).target in (tiles.pack, tiles.nothing, tiles.tied):
@@ -104,6 +107,9 @@ def note_of(node: fx.Node, tile: int | None, noun: str) -> str:
         return f"all-reduce over {f'{noun}s {among[0]}' if among else f'the {noun}s'}"
     if not is_exchange(node):
         return ""
+    if is_ring(node):
+        count = len(exchange_of(node).seen_from(tile).received)
+        return f"keys of {count} other {noun}{'s' * (count != 1)}, one after the other"
     if is_overlapped(node):
         return f"{_part_of(node, tile, noun)}, on its way meanwhile"
     return _part_of(node, tile, noun)

@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
+from itertools import zip_longest
 from types import FrameType
 from typing import Any
 
@@ -228,8 +229,8 @@ class _File:
                         args=[ast.Attribute(attr="grid"), *_],
                     ):
                         there, home = self._operation(operation, node)
-                        calls.append(there)
-                        back.insert(0, home)
+                        calls += there
+                        back[:0] = home
                     case ast.Assign(targets=[target]):
                         for each in ast.walk(target):
                             if isinstance(each, ast.Name):
@@ -246,7 +247,7 @@ class _File:
         about = f"{places[0]} to {places[-1]}" if places else ""
         return StageMethod(len(methods[name].args.args) - 1, gives, calls, back, about)
 
-    def _operation(self, name: str, call: ast.Call) -> tuple[GridCall, GridCall]:
+    def _operation(self, name: str, call: ast.Call) -> tuple[Calls, Calls]:
         """Return what tiles do in `tiles.amax(self.grid, ...)`, and in its backward."""
         named = {word.arg: word.value for word in call.keywords if word.arg}
         signature = inspect.signature(getattr(tiles, name))
@@ -254,11 +255,13 @@ class _File:
         line = self.users_lines[call.lineno]
         if "exchange" in bound:
             exchange = self.names[bound["exchange"].id]
+            if name == tiles.ring_attention.__name__:
+                return self._rounds(name, exchange, line)
             there, home = (
                 self.exchanges(name, exchange, line, back=back)
                 for back in (False, True)
             )
-            return there, home
+            return [there], [home]
         among = ast.literal_eval(bound["among"]) if "among" in bound else ()
         among = among or tuple(range(len(self.tiles.ranks)))
         if among not in self.tiles.sums:
@@ -267,16 +270,39 @@ class _File:
                 f"its `tiles` do not name: {line}"
             )
         ranks = tuple(self.tiles.ranks[tile] for tile in among)
-        return (GridCall(name, ranks, line=line),) * 2
+        return ([GridCall(name, ranks, line=line)],) * 2
+
+    def _rounds(self, name: str, whole: Exchange, line: str) -> tuple[Calls, Calls]:
+        """Return what tiles do in a ring: its backward fetches each part again.
+
+        The next part is there before the gradient of one goes home.
+        """
+        there, home = (
+            [
+                self.exchanges(name, each, line, back=back, of=whole)
+                for each in whole.rounds
+            ]
+            for back in (False, True)
+        )
+        pairs = zip_longest(there, [None, *home])
+        return there, [call for pair in pairs for call in pair if call is not None]
 
     def exchanges(
-        self, method: str, exchange: Exchange, line: str, *, back: bool = False
+        self,
+        method: str,
+        exchange: Exchange,
+        line: str,
+        *,
+        back: bool = False,
+        of: Exchange | None = None,
     ) -> GridCall:
         """Return what tiles do in a call that exchanges parts of a value.
 
-        `back` says that it is the backward, in which gradients go home.
+        `back` says that it is the backward, in which gradients go home; `of` that it is
+        a round of another exchange.
         """
         own, ranks = self.tiles.tile, self.tiles.ranks
+        named = of or exchange
         view, tag = exchange.seen_from(own), tag_of(exchange, back=back)
 
         def ends(pieces: Mapping[int, Sequence[Piece]]) -> tuple[MessageEnd, ...]:
@@ -285,9 +311,9 @@ class _File:
                 for tile, each in pieces.items()
             )
 
-        constant = next(n for n, value in self.names.items() if value is exchange)
-        line = f"{constant}, {line}" if line else constant
         present = exchange.present if own in exchange.present else (own,)
+        constant = next(n for n, value in self.names.items() if value is named)
+        line = f"{constant}, {line}" if line else constant
         together = tuple(ranks[tile] for tile in present)
         there, here = ends(view.sent), ends(view.received)
         there, here = (here, there) if back else (there, here)

@@ -17,7 +17,7 @@ from gemsc.ir import meta
 from gemsc.ir.holder import attribute, attributes_of
 from gemsc.ir.program import Program, Segment, Transfer
 from gemsc.messages.exchange import Exchange
-from gemsc.runtime.tiles import convolution, redistribute
+from gemsc.runtime.tiles import convolution, redistribute, ring_attention
 from gemsc.runtime.tiles.collectives import TileGrid
 
 
@@ -93,8 +93,13 @@ def joins(program: Program, transfer: Transfer, value: fx.Node) -> list[fx.Node]
 
 
 def is_exchange(node: fx.Node) -> bool:
-    """Whether a node changes the layout of a value."""
-    return node.target in (redistribute, convolution)
+    """Whether a node changes the layout of a value, or fetches parts of it."""
+    return node.target in (redistribute, convolution, ring_attention)
+
+
+def is_ring(node: fx.Node) -> bool:
+    """Whether a node attends to keys and values that come in rounds."""
+    return node.target is ring_attention
 
 
 def is_overlapped(node: fx.Node) -> bool:

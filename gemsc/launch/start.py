@@ -264,7 +264,7 @@ def _number(text: str) -> int:
 # with the options typed here, and none of the project's
 GEMSC = "from gemsc.cli import main; main(settings=False)"
 OF_A_NUMBER_OF_RANKS = {"balance", "blocks", "cuts", "placement"}
-OF_A_NUMBER_OF_RANKS |= {"tiles", "shards", "branches", "trunk", "whole"}
+OF_A_NUMBER_OF_RANKS |= {"tiles", "shards", "branches", "trunk", "whole", "attention"}
 
 
 def calls_for_restart(ending: Ending, first_step: int) -> bool:

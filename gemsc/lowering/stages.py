@@ -37,7 +37,7 @@ from gemsc.passes.place_stages import PlaceStages
 from gemsc.passes.split_tiles import SplitTiles
 from gemsc.planner.at_best import schedule_at_best
 from gemsc.planner.ending import share_updates
-from gemsc.planner.fitting import Scheduled, schedule
+from gemsc.planner.fitting import Scheduled, keeping_whole, schedule
 from gemsc.planner.layout import (
     StageLayout,
     check_blocks,
@@ -123,7 +123,10 @@ def schedule_stages(
     key = (*map(id, tiles), replace(chosen, micro_batches=()))
     task = run.once(key, schedule_task, tiles, chosen, None, hardware)
     task = replace(task, micro_batches=chosen.micro_batches)
-    done = schedule(program, tiles, task, chosen, options, hardware)
+    done = None
+    if program.whole_stages:
+        done = keeping_whole(program, tiles, task, chosen, options, hardware)
+    done = done or schedule(program, tiles, task, chosen, options, hardware)
     check_in_flight(program, _crowded(done))
     return done
 
@@ -256,4 +259,5 @@ def tile_passes(
     """Return the passes that make of stages what one tile of their grids runs."""
     local = (LocalBatchnorm(),) if options.local_batchnorm else ()
     overlap = (OverlapHalos(),) if options.overlap_halos else ()
-    return (SplitTiles(grids, tile, training), *local, *overlap)
+    split = SplitTiles(grids, tile, training, options.attention == "ring")
+    return (split, *local, *overlap)

@@ -187,6 +187,25 @@ class Exchange:
         return all(piece.source == piece.dest for piece in self.pieces)
 
     @cached_property
+    def rounds(self) -> tuple[Exchange, ...]:
+        """The same in parts: in round r each tile takes what the r-th before it has.
+
+        So a tile sends to one tile and receives from one, at most. Rounds in which
+        nothing travels are left out.
+        """
+        count, empty = len(self.held), ((0, 0),) * len(self.shape)
+        found = []
+        for distance in range(1, count):
+            held, wanted = [empty] * count, [empty] * count
+            for piece in self.pieces:
+                if (piece.dest - piece.source) % count == distance:
+                    held[piece.source] = wanted[piece.dest] = piece.box
+            if any(map(volume, wanted)):
+                boxes = tuple(held), tuple(wanted)
+                found.append(Exchange(self.index, self.shape, *boxes))
+        return tuple(found)
+
+    @cached_property
     def _views(self) -> dict[int, View]:
         return {}
 

@@ -39,6 +39,8 @@ class SplitTiles(Pass):
     whose exchange has as many held boxes as the earlier grid has tiles and as many
     wanted ones as its own: that node is what the transfer does.
 
+    With `rings`, attention whose keys are cut by tokens does not gather them.
+
     What tiles have beyond their own parts is in `program.halos`.
 
     The result has blocks and stages of the new nodes, the placement, and no transfers.
@@ -52,6 +54,7 @@ class SplitTiles(Pass):
     grids: tuple[GridShape, ...]
     tile: int = 0
     training: bool = True
+    rings: bool = False
 
     def apply(self, program: Program) -> Program:
         """Return the program of one tile, with layouts and without facts."""
@@ -66,6 +69,7 @@ class SplitTiles(Pass):
             probe_of(program),
             halos,
             lower_node,
+            rings=self.rings,
             training=self.training,
         )
         parts = _parts(program, self.tile)

@@ -176,7 +176,7 @@ def task_of(plan: Plan) -> Task:
         micro_batches=(each,) * plan.replicas,
         has_backward=any(str(Kind.BACKWARD) in row for row in plan.order),
         workspace_bytes=plan.workspace_bytes,
-        whole_stages=int(plan.options.get("shard") == "weights"),
+        whole_stages=plan.whole_stages,
     )
 
 

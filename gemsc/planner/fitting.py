@@ -67,6 +67,35 @@ def schedule(
     return Scheduled(program, tiles, task, timeline)
 
 
+def keeping_whole(
+    program: Program,
+    tiles: tuple[Program, ...],
+    task: Task,
+    chosen: StageLayout,
+    options: CompileOptions,
+    hardware: Hardware,
+) -> Scheduled | None:
+    """Return the schedule where weights in parts stay whole for most stages that fit.
+
+    So they are gathered less often. None if no more than one stage's can stay, or
+    nothing says how much memory there is.
+    """
+    cap = options.rank_memory
+    most = max(len({stage for _, stage in lanes}) for lanes in task.lanes)
+    for count in range(most, 1, -1) if cap is not None else ():
+
+        def keep(each: Program, count: int = count) -> Program:
+            return replace(each, whole_stages=count)
+
+        whole = keep(program), _changed(tiles, keep)
+        keeping = replace(task, whole_stages=count)
+        with suppress(GemscError):  # not one micro-batch fits
+            done = schedule(*whole, keeping, chosen, options, hardware)
+            if cap is not None and max(done.timeline.peak_bytes) <= cap:
+                return done
+    return None
+
+
 def _fitted(
     program: Program,
     tiles: tuple[Program, ...],

@@ -97,6 +97,7 @@ def make_plan(
         ],
         bubble=timeline.bubble,
         workspace_bytes=task.workspace_bytes,
+        whole_stages=task.whole_stages,
         peak_bytes=list(timeline.peak_bytes),
         activation_bytes=list(timeline.peak_activation_bytes),
         memory=[asdict(each) for each in memory],

@@ -23,6 +23,7 @@ from gemsc.ir.flow import (
     grid_of,
     is_exchange,
     is_overlapped,
+    is_ring,
     joins,
     source_of,
 )
@@ -175,13 +176,14 @@ def _size(message: Message) -> int:
 class Traffic:
     """One exchange between tiles: bytes of all, and of the tile that moves most.
 
-    Its `gradient` travels back; in a block that is recomputed it comes `again`.
+    Its `gradient` travels back. In a block that is recomputed it comes `again`, and in
+    the backward of a ring.
     """
 
     num_bytes: int
     most_bytes: int
     gradient: bool
-    again: bool = False
+    again: int = 0
 
     @property
     def trips(self) -> int:
@@ -271,7 +273,8 @@ def peak_tile(first: Program) -> int:
         layout = meta.layout(node)
         for tile, box in enumerate(layout.boxes if layout is not None else ()):
             held[tile] += volume(box)
-        keeps_strips = is_exchange(node) and not exchange_of(node).adds
+        keeps_strips = is_exchange(node) and not is_ring(node)
+        keeps_strips = keeps_strips and not exchange_of(node).adds
         for piece in exchange_of(node).pieces if keeps_strips else ():
             held[piece.dest] += volume(piece.box) if piece.source != piece.dest else 0
     return max(sorted(held), key=held.__getitem__)
@@ -291,7 +294,9 @@ def traffic_of(node: fx.Node, *, again: bool = False) -> Traffic:
     all_moves = _moves(exchange_of(node), value)
     moves = [move for move in all_moves if move[0] != move[1]]
     total = sum(size for _, _, size in moves)
-    return Traffic(total, _most(moves), meta.needs_gradient(value), again)
+    learns = meta.needs_gradient(value)
+    times = again + (is_ring(node) and learns)
+    return Traffic(total, _most(moves), learns, times)
 
 
 def inner_share(node: fx.Node) -> float:
@@ -304,10 +309,17 @@ def inner_share(node: fx.Node) -> float:
 def waiting(node: fx.Node, link: LinkSpeed) -> tuple[float, float]:
     """Return the seconds that an exchange takes, forward and backward.
 
-    The inner part of a layer that overlaps hides as much as it takes itself.
+    The inner part of a layer that overlaps hides as much as it takes itself; in a ring,
+    what is computed of all parts but the last.
     """
     traffic = traffic_of(node)
     seconds = link.seconds(traffic.most_bytes) if traffic.num_bytes else 0.0
+    if is_ring(node):
+        hidden, facts = 1 - inner_share(node), meta.facts(node)
+        return (
+            max(0.0, seconds - hidden * facts.forward_seconds),
+            max(0.0, seconds - hidden * facts.backward_seconds) + seconds,
+        )
     if not is_overlapped(node):
         return seconds, seconds
     share, facts = inner_share(node), meta.facts(node)

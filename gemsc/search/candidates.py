@@ -206,6 +206,7 @@ def _split(
         micro_batches=micro_batches,
         local_batchnorm=options.local_batchnorm and bool(tiles),
         fuse_halos=options.fuse_halos if tiles else 0,
+        attention=options.attention if tiles or given["shards"] else "gather",
         trunk=options.trunk if beside else "auto",
         whole=options.whole if beside else (),
         **split,

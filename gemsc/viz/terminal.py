@@ -193,6 +193,13 @@ def _options(plan: Plan) -> Iterator[str]:
             "optimizer state in parts: ranks that hold the same weights each update "
             f"some rows, with at most {show_bytes(most)} of state on a rank"
         )
+    shard = plan.options.get("shard")
+    if shard in ("gradients", "weights"):
+        yield "gradients in parts: they are added up after each backward"
+    if shard == "weights":
+        count = plan.whole_stages
+        stages = "one stage" if count == 1 else f"{count} stages"
+        yield f"weights in parts: those of {stages} of a rank at a time are whole"
 
 
 def _deferred(plan: Plan) -> Iterator[str]:

@@ -75,6 +75,19 @@ def test_the_memory_of_shards_is_what_was_predicted_and_the_formula():
 
 
 @pytest.mark.mpi
+@pytest.mark.nightly
+def test_a_ring_takes_less_memory_and_what_was_predicted():
+    _, *rows = run_quickly("rings.py", "--causal")
+    peaks = []
+    for row in rows:
+        tensors, error = (float(word.strip("%")) for word in row.split()[2:4])
+        assert abs(error) < 2
+        peaks.append(tensors)
+    gathered, ring = peaks
+    assert ring < gathered
+
+
+@pytest.mark.mpi
 def test_the_towers_benchmark_prints_seconds_speedup_and_share_of_the_formula():
     _, *rows, note = run_quickly("branches.py", "towers")
     assert [row[15:31].strip() for row in rows] == [

@@ -210,10 +210,12 @@ def compile_file(path: Path, **options) -> Shown:
 def models(workplace) -> dict[str, Shown]:
     """The models that the documentation shows."""
     shards = {"ranks": 2, "shards": ("2",), "check": False}
+    experts = workplace / "experts.py"
     block, mixed = workplace / "block.py", workplace / "mixed.py"
     branches = {"ranks": 2, "branches": ("2",), "check": False}
     return {
         "block": compile_file(block, trunk="whole", **shards),
+        "experts": compile_file(experts, trunk="whole", **shards),
         "split": compile_file(block, trunk="batch", **shards),
         "mixed": compile_file(mixed, trunk="whole", **branches),
         "mixed_batch": compile_file(mixed, trunk="batch", **branches),

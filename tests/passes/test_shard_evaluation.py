@@ -124,6 +124,28 @@ def test_of_two_cuts_that_meet_in_evaluation_one_is_left() -> None:
     )
 
 
+class Gated(nn.Module):
+    """Experts whose gates look at all of them in training, at one each later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 4)
+        self.up = nn.Parameter(torch.randn(4, WIDTH, INNER))
+        self.down = nn.Parameter(torch.randn(4, INNER, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gates = self.router(x)
+        gates = gates.softmax(-1) if self.training else gates.sigmoid()
+        hidden = torch.relu(torch.einsum("bnd,edh->benh", x, self.up))
+        found = torch.einsum("benh,ehd->bend", hidden, self.down)
+        return x + torch.einsum("bne,bend->bnd", gates, found)
+
+
+def test_experts_whose_router_only_evaluation_could_cut_are_whole() -> None:
+    program = compiled(nn.Sequential(Gated(), nn.Linear(WIDTH, 32), nn.Linear(32, 8)))
+    assert layers_cut(program) == {"1", "2"}
+
+
 def test_a_model_of_which_evaluation_can_cut_nothing_says_why() -> None:
     with pytest.raises(GemscError, match="evaluation uses it as a whole"):
         compiled(Evaluated("sums along"), whole=("wider", "back"))

@@ -98,6 +98,23 @@ def test_layers_of_a_sequence_give_their_memory_back(tmp_path: Path) -> None:
     check(program, tmp_path, x)
 
 
+@pytest.mark.parametrize("given", [{}, {"device_memory": 4 * 2**20}], ids=["", "room"])
+@pytest.mark.parametrize("shard", ["gradients", "weights"])
+def test_what_is_in_parts_is_whole_for_a_while(
+    shard: str, given: dict[str, Any], tmp_path: Path
+) -> None:
+    x = torch.randn(16, 96, 64)
+    layers = [layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.Tanh())]
+    program = compile(
+        nn.Sequential(*layers), (x[:4],), loss=mean, ranks=2, data=2, micro_batches=2,
+        schedule="interleaved", placement="looped", chunks=4, shard=shard, **given,
+    )  # fmt: skip
+    assert program.plan.whole_stages == (
+        0 if shard == "gradients" else 4 if given else 1
+    )
+    check(program, tmp_path, x, bounds=(0.95, 1.04))
+
+
 def test_phases_have_the_peak_of_the_fullest(tmp_path: Path) -> None:
     class Pair(nn.Module):
         def __init__(self) -> None:
@@ -141,7 +158,7 @@ def check(
 
     plan, (lowest, highest) = program.plan, bounds
     found = run_local(plan.ranks, work)
-    groups = plan.groups or [[rank] for rank in range(plan.ranks)]
+    groups = plan.groups or [[rank] for rank in range(plan.ranks // plan.data)]
     for predicted, ranks in zip(plan.peak_bytes, groups, strict=True):
-        most = max(found[rank] for rank in ranks)
+        most = max(found[rank] for rank in ranks)  # of the first copy
         assert lowest * most <= predicted <= highest * most

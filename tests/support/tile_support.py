@@ -142,6 +142,7 @@ def on_tiles(
     facts: bool = False,
     fuse: int = 0,
     overlaps: bool = False,
+    rings: bool = False,
 ) -> Step:
     """Run one step on the tiles of a grid, each a thread; put the parts together.
 
@@ -154,7 +155,10 @@ def on_tiles(
     program = run_passes(program, (FindHalos((GridShape(grid),), fuse),))
     count = prod(grid)
     more = (Annotate(),) if facts else ()
-    passes = [(SplitTiles((GridShape(grid),), tile), *more) for tile in range(count)]
+    passes = [
+        (SplitTiles((GridShape(grid),), tile, rings=rings), *more)
+        for tile in range(count)
+    ]
     programs = [run_passes(program, each) for each in passes]
     if overlaps:
         programs = [overlap(each) for each in programs]

@@ -166,6 +166,7 @@ _ALIKE = {
     "min": ("min", "input dim keepdim"),
     "var": ("var", "input dim unbiased keepdim correction"),
     "std": ("std", "input dim unbiased keepdim correction"),
+    "index_add": ("index_add", "input dim index source alpha"),
     "narrow": ("narrow", "input dim start length"),
     "repeat": ("repeat", "input repeats"),
     "tile": ("repeat", "input dims"),

@@ -230,6 +230,11 @@ def _einsum(call: Call, equation: Equation) -> Equation | None:
     )
 
 
+def _index_add(call: Call, equation: Equation) -> Equation | None:
+    plain = call.get("alpha", 1) == 1 and call.get("dim") in (0, -_rank_of(call.input))
+    return equation if plain else None
+
+
 # ------------------------------------------------------------------------ writes
 
 
@@ -373,6 +378,10 @@ OPERATORS: dict[str, Operator] = {
     "cat": Operator(how="own", any_operand=True, wide=True),
     "stack": Operator(how="own", any_operand=True),
     **dict.fromkeys(ALONG, Operator(how="along")),
+    "index_add": Operator(
+        Equation("n! *d, r+, r *d -> n *d", ("input", "index", "source")),
+        _index_add,
+    ),
     "narrow": Operator(how="rows"),
     "repeat": Operator(how="rows"),
     "roll": Operator(how="rows"),

@@ -17,7 +17,7 @@ from gemsc.ir.program import Program, Stage
 from gemsc.ir.shards import StageShards
 from gemsc.passes.shards.equations import Roles
 from gemsc.passes.shards.factors import Dims, Factor, freeze, fresh, leaves
-from gemsc.passes.shards.rules import roles_of
+from gemsc.passes.shards.rules import is_lookup, roles_of
 from gemsc.passes.spatial.classify import probe_of
 from gemsc.passes.spatial.cuts import cut
 
@@ -36,6 +36,7 @@ class Analysis:
 
     `calls` and `roles` are those of each node. What goes from stage to stage is frozen.
     `chosen` are the factors that were last asked for, those which these shards cut.
+    `takers` are the letters of products by which a rank takes its part of whole values.
     """
 
     program: Program
@@ -45,15 +46,26 @@ class Analysis:
     parameters: dict[str, Dims] = field(default_factory=dict)
     values: dict[fx.Node, Dims] = field(default_factory=dict)
     chosen: tuple[StageShards, dict[Factor, str]] | None = None
+    takers: dict[fx.Node, set[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._solve()
+        while found := self._products_of_taken():
+            for node, letter in found:
+                self.takers.setdefault(node, set()).add(letter)
+            for known in (self.calls, self.roles, self.parameters, self.values):
+                known.clear()
+            self._solve()
+
+    def _solve(self) -> None:
         probe, inside = probe_of(self.program), set(self.stage.nodes)
         for node in self.stage.nodes:
             source = node.args[0] if node.target is operator.getitem else None
             if isinstance(source, fx.Node) and not _is_tensor(source):
                 self.roles[node] = self._taken(node, source)
             else:
-                call, roles = roles_of(self.program, probe, node, self.dims)
+                takers = self.takers.get(node, ())
+                call, roles = roles_of(self.program, probe, node, self.dims, takers)
                 self.calls[node], self.roles[node] = call, roles
             self.values[node] = self.roles[node].result
         for node in self.stage.nodes:
@@ -86,6 +98,60 @@ class Analysis:
             shape = attribute(self.program.module, path).shape
             self.parameters[path] = [fresh(size) for size in shape]
         return self.parameters[path]
+
+    def dims_at(self, node: fx.Node, source: fx.Node) -> Dims:
+        """Return the dimensions of a value as a node has it, or of its own result."""
+        return self.roles[node].taken.get(source) or self.dims(source)
+
+    def _products_of_taken(self) -> set[tuple[fx.Node, str]]:
+        """Return products, each with a letter, of which parts alone are asked for.
+
+        Between such a product and who takes a part of it are views, and what is
+        computed element by element: so the product, too, can be computed in parts.
+        """
+        found = set()
+        for node, roles in self.roles.items():
+            for source, own in roles.taken.items():
+                for dim, other in zip(self.dims(source), own, strict=True):
+                    for factor in leaves(dim) if dim is not other else ():
+                        if not self._is_of_parameter(factor):
+                            found |= self._products_of(source, factor, {node})
+        return found - {(n, each) for n, own in self.takers.items() for each in own}
+
+    def _products_of(
+        self, node: fx.Node, factor: Factor, seen: set[fx.Node]
+    ) -> set[tuple[fx.Node, str]]:
+        """Return the products from which a value has a factor, if it is taken alone."""
+        if node in seen or node not in self.calls or not self._is_taken(node, factor):
+            return set()
+        seen.add(node)
+        letters = self.roots(node).get(factor, set()) - self.roles[node].summed
+        kind = self.calls[node].kind
+        if kind in ("matmul", "einsum") or (not kind and is_lookup(node)):
+            return (
+                {(node, letter) for letter in letters} if len(letters) == 1 else set()
+            )
+        if kind or not letters:
+            return set()
+        inputs = node.all_input_nodes
+        return set().union(*(self._products_of(n, factor, seen) for n in inputs))
+
+    def _is_taken(self, node: fx.Node, factor: Factor) -> bool:
+        """Whether all that is done with a factor of a value is to take parts of it."""
+        if not any(factor in leaves(dim) for dim in self.dims(node)):
+            return False
+        return all(self._takes(user, node, factor) for user in node.users)
+
+    def _takes(self, user: fx.Node, node: fx.Node, factor: Factor) -> bool:
+        """Whether a user takes parts of a value, or hands it on to who does."""
+        if user in self.roles and node in self.roles[user].taken:
+            return True
+        hands_on = user in self.calls and not self.calls[user].kind
+        return hands_on and self._is_taken(user, factor)
+
+    def _is_of_parameter(self, factor: Factor) -> bool:
+        every = (dim for dims in self.parameters.values() for dim in dims)
+        return any(factor in leaves(dim) for dim in every)
 
     def _taken(self, node: fx.Node, source: fx.Node) -> Roles:
         """Return the roles of one of several values that a node gave."""

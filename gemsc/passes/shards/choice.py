@@ -55,7 +55,7 @@ def choose_cuts(
         GemscError: what should be cut has fewer units than there are ranks.
     """
     shared = StageShards(count, "whole", (), forks=forks)
-    found, refused = _candidates(analysis, keep_whole, shared.rank_of)
+    found, refused = _candidates(analysis, keep_whole, shared)
     for candidate in found.values():
         _weigh(analysis, candidate, count, link)
     chosen = _heaviest(found)
@@ -96,7 +96,8 @@ def chosen_factors(analysis: Analysis, shards: StageShards) -> dict[Factor, str]
 def not_cut_alike(analysis: Analysis, shards: StageShards) -> list[str]:
     """Return what is cut that another graph, that of evaluation, cannot cut so.
 
-    There two dimensions that are cut may meet, or one may be used as a whole.
+    There two dimensions that are cut may meet, or one may be used as a whole, or is
+    that of a parameter which is whole.
     """
     found: dict[Factor, list[str]] = {}
     names = []
@@ -105,6 +106,9 @@ def not_cut_alike(analysis: Analysis, shards: StageShards) -> list[str]:
             names.append(each.name)
         else:
             found.setdefault(factor, []).append(each.name)
+    for whole in shards.whole:  # in training it has nothing to do with what is cut
+        for dim in analysis.parameters.get(whole.name, ()):
+            names += [n for each in leaves(dim) for n in found.get(each, ())]
     for node in analysis.stage.nodes:
         known = analysis.roots(node)
         met = [factor for factor in found if factor in known]
@@ -156,16 +160,16 @@ def _check_units(
 
 
 def _candidates(
-    analysis: Analysis, keep_whole: Mapping[str, str], rank_of: Mapping[str, int]
+    analysis: Analysis, keep_whole: Mapping[str, str], shared: StageShards
 ) -> tuple[dict[Factor, _Candidate], dict[Factor, str]]:
     """Return the factors that may be cut, and why others of parameters may not."""
-    found, refused = _of_parameters(analysis, keep_whole)
+    found, refused = _of_parameters(analysis, keep_whole, shared.count)
     for node in analysis.stage.nodes:
         roots = analysis.roots(node)
         for factor, letters in roots.items():
             if factor not in found:
                 continue
-            if node.name in rank_of:
+            if node.name in shared.rank_of:
                 refused.setdefault(factor, "one rank computes its branch")
             if len(letters) > 1:
                 refused.setdefault(factor, f"{reason_at(node)} has it twice")
@@ -182,7 +186,7 @@ def _candidates(
 
 
 def _of_parameters(
-    analysis: Analysis, keep_whole: Mapping[str, str]
+    analysis: Analysis, keep_whole: Mapping[str, str], count: int
 ) -> tuple[dict[Factor, _Candidate], dict[Factor, str]]:
     found: dict[Factor, _Candidate] = {}
     refused: dict[Factor, str] = {}
@@ -193,11 +197,17 @@ def _of_parameters(
             reason = kept or factor.frozen
             if not reason and factors.count(factor) > 1:
                 reason = "two of its dimensions are the same"
+            if not reason and factor.takes and factor.size < count:
+                reason = f"{factor.size} experts are fewer than {count} ranks"
             if reason:
                 refused.setdefault(factor, reason)
             else:
-                found.setdefault(factor, _Candidate(factor)).names.append(name)
+                found.setdefault(factor, _new(factor)).names.append(name)
     return found, refused
+
+
+def _new(factor: Factor) -> _Candidate:
+    return _Candidate(factor, noun="expert" if factor.takes else "feature")
 
 
 def kept_whole(name: str, keep_whole: Mapping[str, str]) -> str:
@@ -210,7 +220,7 @@ def kept_whole(name: str, keep_whole: Mapping[str, str]) -> str:
 def _noun(known: str, kind: str, letters: set[str]) -> str:
     """Return what a unit is called: a letter of attention's batch is a head."""
     unit = OPERATORS.get(kind, NO_OPERATOR).unit
-    if known == "head" or not unit:
+    if known in ("head", "expert") or not unit:
         return known
     if kind == "attention" and not letters & {"h", "b0"}:
         return known

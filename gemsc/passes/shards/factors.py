@@ -24,11 +24,13 @@ class Factor:
 
     `frozen` is the reason why it may not be cut, empty if it may. `joined` is the
     factor that stands for this one, `parts` are those it is split into, the outermost
-    first. Only what `leaves` returns has neither.
+    first. Only what `leaves` returns has neither. Of a value that is computed as a
+    whole a rank `takes` its units where it meets such a factor: its experts' tokens.
     """
 
     size: int
     frozen: str = ""
+    takes: bool = False
     joined: Factor | None = field(default=None, repr=False)
     parts: list[Factor] = field(default_factory=list, repr=False)
 
@@ -64,6 +66,22 @@ def freeze(dim: Dim, reason: str) -> None:
     """Let nothing of a dimension be cut; a reason given earlier stays."""
     for factor in leaves(dim):
         factor.frozen = factor.frozen or reason
+
+
+def is_frozen(dim: Dim) -> bool:
+    """Return whether nothing of a dimension may be cut."""
+    return bool(dim) and all(factor.frozen for factor in leaves(dim))
+
+
+def takes(dim: Dim) -> bool:
+    """Return whether a rank takes its units of values that are whole."""
+    return any(each.takes and not each.frozen for each in leaves(dim))
+
+
+def let_take(dim: Dim) -> None:
+    """Let a rank take its units of a dimension of values that are whole."""
+    for factor in leaves(dim):
+        factor.takes = True
 
 
 def unify(a: Dim, b: Dim, reason: str) -> None:
@@ -158,13 +176,14 @@ def _join(a: Factor, b: Factor) -> None:
     """Let one leaf stand for another of its size, too."""
     if a is not b:
         a.frozen = a.frozen or b.frozen
+        a.takes = a.takes or b.takes
         b.joined = a
 
 
 def _split(factor: Factor, outer: int) -> None:
     """Split a leaf into `outer` times the rest."""
     sizes = outer, factor.size // outer
-    factor.parts = [Factor(size, factor.frozen) for size in sizes]
+    factor.parts = [Factor(size, factor.frozen, factor.takes) for size in sizes]
 
 
 def _outer(dim: Dim, size: int) -> tuple[Dim, Dim] | None:

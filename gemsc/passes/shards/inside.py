@@ -46,7 +46,7 @@ class Inside:
         of = source or self.node
         if not isinstance(meta.value(of), Tensor):
             return ()
-        return self.cut(self.analysis.dims(of))
+        return self.cut(self.analysis.dims_at(self.node, of))
 
     def cut(self, dims: Dims) -> tuple[Part, ...]:
         """Return what each rank has of these dimensions, () if all."""

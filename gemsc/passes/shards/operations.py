@@ -133,6 +133,16 @@ def _split(x: Inside, args: Any, kwargs: Any) -> Local:
     return x.create(x.node.op, x.node.target, (args[0], size), {"dim": dim})
 
 
+def _repeated(x: Inside, args: Any, kwargs: Any) -> Local:
+    """Repeat as often as the rank's part is longer than what it has of the input."""
+    parts, shape = x.parts(x.call.input), whole_shape(x.call.input)
+    given = parts[x.low.place].local_shape if parts else shape
+    own = x.own.local_shape
+    given = (1,) * (len(own) - len(given)) + given
+    times = [mine // size for mine, size in zip(own, given, strict=True)]
+    return x.create("call_method", "repeat", (args[0], *times), {})
+
+
 def _filled(x: Inside, args: Any, kwargs: Any) -> Local:
     settings = {name: value for name, value in kwargs.items() if name != "size"}
     if x.node.target is torch.full and "fill_value" not in settings:
@@ -145,6 +155,7 @@ _SIZED: dict[str, Callable[[Inside, Any, Any], Local]] = {
     **dict.fromkeys(("zeros", "ones", "full"), _filled),
     "unflatten": _unflattened,
     "split": _split,
+    **dict.fromkeys(("repeat", "tile"), _repeated),
 }
 
 
@@ -206,6 +217,19 @@ def _addmm(x: Inside) -> Local | None:
         total = x.low.all_reduce(x.node, addend.node, None, x.low.beside)
     args = total.node, _as_added(x, _met(x, x.input(bias), total, -1))
     return x.low.create(x.node, "call_function", operator.add, args, {}, total.axes)
+
+
+def _index_add(x: Inside) -> Local | None:
+    """Add the rank's own rows; what they are added to is added once, to the sum."""
+    if not x.is_summed:
+        return None
+    base, call = x.input(x.call.input), x.call
+    make = x.low.create
+    zeros = make(x.node, "call_function", torch.zeros_like, (base,), {}, None)
+    args = zeros.node, 0, x.input(call["index"]), x.input(call["source"])
+    addend = x.create("call_method", "index_add", args, {})
+    total = x.low.all_reduce(x.node, addend.node, None, x.low.beside)
+    return make(x.node, "call_function", operator.add, (total.node, base), {}, None)
 
 
 def _with_bias(x: Inside, total: Local, view: tuple[int, ...]) -> Local:
@@ -330,6 +354,7 @@ OPERATIONS: dict[str, Callable[[Inside], Local | None]] = {
     "group_norm": partial(_of_groups, setting="num_groups"),
     "addmm": _addmm,
     "embedding": _embedding,
+    "index_add": _index_add,
     "attention": _attention,
     "cross_entropy": _cross_entropy,
     "mean": _reduced,

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from gemsc.ir import meta
-from gemsc.ir.mutation import elements
+from gemsc.ir.mutation import elements, mutated_inputs
 from gemsc.ir.opaque import has_own_backward
 from gemsc.ir.operators.calls import ALONG, Call, call_of
 from gemsc.ir.operators.table import operands_of, operator_of
@@ -22,9 +23,16 @@ Lookup = Callable[[fx.Node | str], Dims]  # dimensions of a value, or of a param
 
 
 def roles_of(
-    program: Program, probe: Probe, node: fx.Node, dims: Lookup
+    program: Program,
+    probe: Probe,
+    node: fx.Node,
+    dims: Lookup,
+    takers: Collection[str] = (),
 ) -> tuple[Call, Roles]:
-    """Return what a node computes, and the roles of its dimensions."""
+    """Return what a node computes, and the roles of its dimensions.
+
+    By the letters `takers` of a product a rank takes its part of what is whole.
+    """
     call, reason = call_of(node, program.module), reason_at(node)
     value = meta.value(node)
     shape = tuple(value.shape) if isinstance(value, Tensor) else ()
@@ -32,19 +40,44 @@ def roles_of(
         return call, _unknown(call, dims, f"{reason} is not looked into")
     equation = operator_of(call).equation_of(call)
     if equation is not None and isinstance(value, Tensor):
-        operands = [
-            None if operand is None else dims(operand)
-            for operand in operands_of(call, equation)
-        ]
-        roles = solve(equation.text, operands, shape, reason, equation.sizes)
+        operands, sizes = operands_of(call, equation), equation.sizes
+        is_product = operator_of(call).does == "product"
+        roles = _solved(
+            equation.text, operands, dims, shape, reason, sizes, is_product, takers
+        )
         for dim in roles.letters.values() if equation.whole else ():
             freeze(dim, f"{reason}: {equation.whole}")
         return call, roles
     rule = OTHERS.get(call.kind)
     found = rule(call, dims, reason) if rule is not None else None
     if found is None and not call.kind:
-        found = _by_operators(probe, node, dims, shape, reason)
+        found = _by_operators(probe, node, dims, shape, reason, takers)
+    if found and found.taken and mutated_inputs(node, program.module):
+        found = None  # what it writes would be a copy
     return call, found or _unknown(call, dims, f"no rule for {reason}")
+
+
+def _solved(
+    text: str,
+    operands: Sequence[fx.Node | str | None],
+    dims: Lookup,
+    shape: tuple[int, ...],
+    reason: str,
+    sizes: Mapping[str, int] | None = None,
+    is_product: bool = False,
+    takers: Collection[str] = (),
+) -> Roles:
+    """Solve an equation of values and parameters; of whole values parts are taken."""
+    given = [None if operand is None else dims(operand) for operand in operands]
+    values, parameters = [], []
+    for number, operand in enumerate(operands):
+        if isinstance(operand, fx.Node) and operand.op != "get_attr":
+            values += [number] * (operands.count(operand) == 1)
+        elif operand is not None and is_product:
+            parameters.append(number)
+    roles = solve(text, given, shape, reason, sizes, values, parameters, takers)
+    roles.taken = {operands[number]: own for number, own in roles.taken.items()}
+    return roles
 
 
 def reason_at(node: fx.Node) -> str:
@@ -162,6 +195,25 @@ def _repeat_interleave(call: Call, dims: Lookup, reason: str) -> Roles | None:
     return roles
 
 
+def _repeated(call: Call, dims: Lookup, reason: str) -> Roles | None:
+    """Repeat whole dimensions: how often is the outer factor of the result's."""
+    given = call.node.args[1:]
+    if len(given) == 1 and isinstance(given[0], tuple | list):
+        given = tuple(given[0])
+    own = dims(call.input)
+    if call.node.kwargs or len(given) < len(own):
+        return None
+    numbers = [number for number in given if isinstance(number, int)]
+    if len(numbers) < len(given):
+        return None
+    source: Dims = [*[[]] * (len(given) - len(own)), *own]
+    times: Dims = [fresh(number) for number in numbers]
+    roles = _roles(own)
+    roles.letters |= {f"times{n}": dim for n, dim in enumerate(times) if dim}
+    roles.result = [[*n, *dim] for n, dim in zip(times, source, strict=True)]
+    return roles
+
+
 OTHERS: dict[str, Callable[[Call, Lookup, str], Roles | None]] = {
     **dict.fromkeys((*ALONG, "softmax", "log_softmax"), _along),
     **dict.fromkeys(("amax", "amin", "max", "min", "var", "std"), _along),
@@ -175,6 +227,7 @@ OTHERS: dict[str, Callable[[Call, Lookup, str], Roles | None]] = {
     "unbind": _equal_parts,
     "glu": _gated,
     "repeat_interleave": _repeat_interleave,
+    "repeat": _repeated,
 }
 
 
@@ -184,7 +237,12 @@ FILLED = frozenset({torch.zeros, torch.ones, torch.full})  # with one number
 
 
 def _by_operators(
-    probe: Probe, node: fx.Node, dims: Lookup, shape: tuple[int, ...], reason: str
+    probe: Probe,
+    node: fx.Node,
+    dims: Lookup,
+    shape: tuple[int, ...],
+    reason: str,
+    takers: Collection[str],
 ) -> Roles | None:
     """Take what is element by element, or a view, for what it is."""
     tensors = _tensor_inputs(node)
@@ -197,9 +255,18 @@ def _by_operators(
         return None
     if probe.is_pointwise(node):
         text = f"{', '.join(['*d'] * len(tensors))} -> *d"
-        return solve(text, [dims(each) for each in tensors], shape, reason)
-    if len(tensors) > 1:
-        return None
+        return _solved(text, tensors, dims, shape, reason)
+    if is_lookup(node):
+        text = "n! *d, *e -> *e *d"
+        return _solved(text, tensors, dims, shape, reason, takers=takers)
+    return _view(probe, node, dims, shape, reason) if len(tensors) == 1 else None
+
+
+def _view(
+    probe: Probe, node: fx.Node, dims: Lookup, shape: tuple[int, ...], reason: str
+) -> Roles | None:
+    """Take a view for what it is: the same factors, in other groups or places."""
+    tensors = _tensor_inputs(node)
     source = dims(tensors[0])
     if probe.is_reshape(node) and _same_dtype(node, tensors[0]):
         roles = _roles(source)
@@ -218,6 +285,14 @@ def _by_operators(
         for place, size in enumerate(shape)
     ]
     return roles
+
+
+def is_lookup(node: fx.Node) -> bool:
+    """Whether a node takes rows of a value by their numbers: `rows[numbers]`."""
+    if node.target is not operator.getitem or len(_tensor_inputs(node)) != 2:
+        return False
+    numbers = node.args[1]
+    return isinstance(numbers, fx.Node) and meta.value(numbers).dtype == torch.int64
 
 
 def _same_dtype(a: fx.Node, b: fx.Node) -> bool:

@@ -355,8 +355,14 @@ class Conversions(Pieces):
 
     def shard(self, node: fx.Node, parts: tuple[Part, ...]) -> fx.Node:
         """Return the node of what a shard has of a value that no tiles cut."""
-        if self.local(node).parts == parts:
-            return self.local(node).node
+        local = self.local(node)
+        if local.parts == parts:
+            return local.node
+        is_own = node.op != "placeholder" and not local.parts and not local.flattened
+        if is_own and local.axes and all(part.outer == 1 for part in parts):
+            shape = self.shape(node)
+            wanted = refined((everything(shape),) * self.tiles, parts)  # all-to-all
+            return self._part_of(local.node, shape, self.held(node), wanted, 0.0)
         with self.instead({node: Local(self.whole(node), None)}):
             return self.shared(node, parts).node
 

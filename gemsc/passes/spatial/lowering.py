@@ -30,10 +30,12 @@ class Lowering(Conversions):
     """The state of one run of SplitTiles: what is lowered so far, and the tools.
 
     Rules read the old graph's nodes, whose values are the whole ones, and create nodes
-    of the new graph for tile `self.place` of the stage at hand.
+    of the new graph for tile `self.place` of the stage at hand. With `rings`, keys and
+    values that are cut by tokens come part by part.
     """
 
     rule: Rule
+    rings: bool = False
     barriers: list[Barrier] = field(default_factory=list, init=False)
     _elsewhere: list[fx.Node] = field(default_factory=list, init=False)
 

@@ -16,5 +16,6 @@ from gemsc.runtime.tiles.linear import *
 from gemsc.runtime.tiles.losses import *
 from gemsc.runtime.tiles.norms import *
 from gemsc.runtime.tiles.reductions import *
+from gemsc.runtime.tiles.ring import *
 from gemsc.runtime.tiles.vocabulary import *
 from gemsc.runtime.tiles.windows import *

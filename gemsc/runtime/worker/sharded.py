@@ -117,8 +117,8 @@ class GradientParts:
                     parameter.grad += part.view_as(parameter)
         self._on_way.clear()
 
-    def finish(self) -> None:
-        """End a step's sums: what no rank has a gradient of ends without."""
+    def finish(self, *, is_update: bool) -> None:
+        """End a step's sums: what no rank has had a gradient of ends without."""
         self.settle()
         device = self._transport.streams.device
         for key in self._counted:
@@ -129,8 +129,9 @@ class GradientParts:
             for name, count in zip(names, counts.tolist(), strict=True):
                 if not count:
                     found.own[name].grad = None
-        self._seen.clear()
         self._counted.clear()
+        if is_update:
+            self._seen.clear()
 
     def take(self, key: str, name: str) -> Tensor:
         """Return the gradient of this rank's rows, zeros, for what a checkpoint has."""

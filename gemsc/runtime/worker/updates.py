@@ -261,7 +261,7 @@ class Updates:
             )
         ]
         self._sums.finish()
-        self.parts.finish()
+        self.parts.finish(is_update=self._steps.is_update)
         self._transport.wait(*waits)
         for statistics in self._statistics.values():
             statistics.finish()

@@ -76,11 +76,11 @@ _ROWS: tuple[tuple[Iterable[str], _Rule], ...] = (
         [f"{name}_backward" for name in _NORMS],
         lambda d: (d[0] + 2 * (d[1] + 1) + 2, 0),
     ),
-    # query, key, value; before them, backward, the gradient
+    # query, key, value; before them, backward, the gradient; then what came out
     ((_ATTENTION,), lambda d: (d[2] + _SOFTMAX, d[0] + d[1] + 1)),
     (
         (f"{_ATTENTION}_backward",),
-        lambda d: (d[0] + d[3] + max(d[1:3]) + 2 * _SOFTMAX, d[1] + d[2] + 1),
+        lambda d: (d[0] + max(d[3:]) + max(d[1:3]) + 2 * _SOFTMAX, d[1] + d[2] + 1),
     ),
 )
 _RULES = {name: rule for named, rule in _ROWS for name in named}

@@ -82,7 +82,12 @@ def _pad(mode: OverField, t: Tensor, pad: Any, value: Any = 0) -> Any:
 
 @rule("where")
 def _where(mode: OverField, mask: Tensor, a: Any, b: Any) -> Tensor:
-    return torch.where(mask, _with_infinity(mode, a), _with_infinity(mode, b))
+    result = torch.where(mask, _with_infinity(mode, a), _with_infinity(mode, b))
+    if mode.has_exp(a) or mode.has_exp(b):
+        both = (t if isinstance(t, Tensor) else torch.tensor(t) for t in (a, b))
+        first, second = map(mode.exp, both)
+        mode.remember(result, torch.where(mask, first, second))
+    return result
 
 
 @rule("scatter")
@@ -107,6 +112,11 @@ def _softmax(mode: OverField, t: Tensor, dim: int, *rest: Any, **how: Any) -> Te
     if bool(empty.any()):
         return mode.mul(exps, mode.field.inverse(total))
     return mode.mul(exps, mode.inverse(total))
+
+
+@rule("logsumexp")
+def _logsumexp(mode: OverField, t: Tensor, dim: list[int], keep: bool = False) -> Any:
+    return _log_of(mode, mode.sum(mode.exp(t), dim, keep))
 
 
 @rule("_softmax_backward_data")
@@ -168,7 +178,13 @@ def _attention(
     weights = _softmax(mode, scores, -1)
     # as the kernel leaves it in memory: batch x queries x heads x size
     out = mode.matmul(weights, v).transpose(1, 2).contiguous().transpose(1, 2)
-    return out, mode.field.apply("log", mode.sum(mode.exp(scores), [-1]))
+    return out, _log_of(mode, mode.sum(mode.exp(scores), [-1]))
+
+
+def _log_of(mode: OverField, total: Tensor) -> Tensor:
+    """Return the logarithm of a sum; of nothing it is less than any number."""
+    result = mode.field.apply("log", total).masked_fill(total == 0, -math.inf)
+    return mode.remember(result, total, is_log=True)
 
 
 @rule("_scaled_dot_product_flash_attention_for_cpu_backward")
@@ -190,10 +206,13 @@ def _attention_backward(
     heads = k.shape[1]
     k, v = (_for_each_head(q, t) for t in (k, v))
     scores, factor = _scores(mode, q, k, is_causal, attn_mask, scale)
-    weights = _softmax(mode, scores, -1)
+    # as the kernel does: keys may be some of those that `out` and `lse` are of
+    inverse = mode.field.inverse if bool((lse == -math.inf).any()) else mode.inverse
+    weights = mode.mul(mode.exp(scores), inverse(mode.exp(lse)).unsqueeze(-1))
     of_v = mode.matmul(weights.transpose(-2, -1), g)
     of_weights = mode.matmul(g, v.transpose(-2, -1))
-    of_scores = mode.mul(_softmax_backward(mode, of_weights, weights, -1), factor)
+    shift = mode.sum(mode.mul(g, mode.of(out)), [-1], True)
+    of_scores = mode.mul(mode.mul(weights, mode.add(of_weights, -shift)), factor)
     of_k = mode.matmul(of_scores.transpose(-2, -1), q)
     of_k, of_v = (
         mode.sum(torch.unflatten(t, 1, (heads, -1)), [2]) for t in (of_k, of_v)

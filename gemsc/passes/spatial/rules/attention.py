@@ -6,6 +6,9 @@ and values, which are gathered:
     query 8 x 4 x 32 of 64 x 16        key, value 8 x 4 x 64 x 16
     causal: row r of the rank's mask is row r + 32 of the whole one
 
+With `--attention ring` they are not: they come part by part, and are fetched again in
+the backward (`gemsc/runtime/tiles/ring.py`). Where that cannot be, a barrier says why.
+
 Source: all-gather attention of Llama Team, The Llama 3 Herd of Models, 2024, section
 3.3.2 (context parallelism).
 """
@@ -18,10 +21,13 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from gemsc.ir import meta
+from gemsc.ir.holder import attribute
 from gemsc.ir.operators.calls import Call
+from gemsc.ir.program import Barrier
 from gemsc.passes.spatial.cuts import Axes
 from gemsc.passes.spatial.lowering import Lowering
-from gemsc.passes.spatial.values import Local, Refused
+from gemsc.passes.spatial.values import Local, Refused, refined
 from gemsc.runtime import tiles
 
 
@@ -37,6 +43,20 @@ def own_attention(low: Lowering, call: Call) -> Local:
         raise Refused("its queries are whole, or cut along their features")
     if call.get("enable_gqa", False) and axes[-3] is not None:
         raise Refused("heads that share a key are cut")
+    if low.rings and (keys := low.axes(key)) is not None and keys[-2] is not None:
+        reason = _why_gathered(low, call, axes, keys)
+        if reason is None:
+            return _around(low, call, axes)
+        num_bytes = sum(meta.spec(node).num_bytes for node in (key, value))
+        attended = _gathered(low, call, axes)
+        low.barriers.append(Barrier(attended.node, f"no ring: {reason}", num_bytes))
+        return attended
+    return _gathered(low, call, axes)
+
+
+def _gathered(low: Lowering, call: Call, axes: Axes) -> Local:
+    """Attend to all keys and values, on each rank."""
+    query, key, value = (call[name] for name in ("query", "key", "value"))
     others: Axes = (*axes[:-2], None, None)
     given = [low.get(query).node]
     for node in (key, value):
@@ -59,6 +79,60 @@ def own_attention(low: Lowering, call: Call) -> Local:
     return low.create(
         call.node, "call_function", function, tuple(given), settings, axes
     )
+
+
+def _why_gathered(low: Lowering, call: Call, axes: Axes, keys: Axes) -> str | None:
+    """Return why keys and values cannot come part by part; None if they can."""
+    query, key, value = (call[name] for name in ("query", "key", "value"))
+    shape, mask = low.shape(key), call.get("attn_mask")
+    parts = low.local(key).held_parts
+    if call.get("dropout_p") not in (None, 0.0):
+        return "dropout draws its mask of all keys at once"
+    if len(low.shape(query)) != 4 or low.shape(value) != shape:
+        return "keys and values are not batch x heads x tokens x features of one size"
+    if keys != axes or low.axes(value) != keys:
+        return "queries, keys and values are not cut alike"
+    if low.local(value).held_parts != parts or (parts and parts[0].outer > 1):
+        return "ranks have other heads of keys than of values"
+    wanted = (shape[0], *(() if call.get("enable_gqa") else (shape[1],)))
+    if low.shape(query)[: len(wanted)] != wanted:
+        return "some queries share keys without enable_gqa"
+    if call.get("is_causal") and low.shape(query)[-2] != shape[-2]:
+        return "there are not as many queries as keys, and the mask is causal"
+    if mask is not None and _learns(low, mask):
+        return "its mask has a gradient"
+    if mask is not None and len(low.shape(mask)) > 4:
+        return "its mask has more than four dimensions"
+    return None
+
+
+def _learns(low: Lowering, node: fx.Node) -> bool:
+    """Whether a value has a gradient; a parameter has."""
+    if node.op == "get_attr":
+        return bool(attribute(low.program.module, str(node.target)).requires_grad)
+    return meta.needs_gradient(node) or bool(meta.value(node).requires_grad)
+
+
+def _around(low: Lowering, call: Call, axes: Axes) -> Local:
+    """Attend to keys and values that come part by part; causal, to earlier ones."""
+    query, key, value = (call[name] for name in ("query", "key", "value"))
+    *outer, tokens, features = low.shape(key)
+    shape, is_causal = (*outer, tokens, 2 * features), bool(call.get("is_causal"))
+    held = low.owned(shape, axes)
+    ends = [box[-2][1] if is_causal else tokens for box in held]
+    wanted = [
+        (*box[:-2], (0, end), box[-1]) for box, end in zip(held, ends, strict=True)
+    ]
+    parts = low.local(key).held_parts
+    exchange = low.exchange(shape, refined(held, parts), refined(tuple(wanted), parts))
+    others = tuple(low.get(node).node for node in (value, query))
+    args = (low.here, low.get(key).node, exchange, *others)
+    if call.get("attn_mask") is not None:
+        args = (*args, _mask(low, call, (*axes[:-1], None)))
+    names = ("is_causal", "scale", "enable_gqa")
+    settings = {n: call[n] for n in names if call.get(n) not in (None, False)}
+    function: Any = tiles.ring_attention
+    return low.create(call.node, "call_function", function, args, settings, axes)
 
 
 def _mask(low: Lowering, call: Call, axes: Axes) -> fx.Node | None:

@@ -1,0 +1,360 @@
+"""Ring attention: keys and values that come part by part, beside one process."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from command_line import Gemsc, gemsc_here
+from parity_support import FLOAT64, draws_of, lowered, options, trained, worst_error
+from plan_support import metered_peaks
+from test_trunk import cut_along, drawn_alike
+from tile_support import Step, assert_same, eager, on_tiles
+from torch import Tensor, nn
+
+from gemsc.base.rng import same_draws
+from gemsc.errors import GemscError, InternalError
+from gemsc.ir.flow import exchange_of, is_exchange, is_ring
+from gemsc.ir.shape_grid import ShapeGrid
+from gemsc.messages.exchange import Exchange
+from gemsc.options import CompileOptions
+from gemsc.passes.spatial.rules import attention
+from gemsc.runtime.tiles import ring
+
+__all__ = ["cut_along"]  # a fixture
+in_double = pytest.mark.usefixtures("in_double")
+gemsc = pytest.fixture(gemsc_here)
+TOKENS = 11
+WHOLE = tuple(f"blocks.{block}.{name}" for block in (0, 1) for name in ("qkv", "out"))
+
+
+class Mixed(nn.Module):
+    """Attention of four heads; with `shared`, two of them share keys and values."""
+
+    def __init__(self, shared: int = 1, **how: Any) -> None:
+        super().__init__()
+        self.shared, self.how = shared, how
+        self.query, self.out = nn.Linear(12, 16), nn.Linear(16, 12)
+        self.key, self.value = (nn.Linear(12, 16 // shared) for _ in range(2))
+        self.register_buffer("mask", how.pop("mask", None))
+        if how.pop("learns", False):
+            self.mask = nn.Parameter(torch.randn(TOKENS, TOKENS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            f(x).unflatten(2, (-1, 4)).transpose(1, 2)
+            for f in (self.query, self.key, self.value)
+        )
+        how = dict(self.how)
+        if how.pop("wide", False):
+            v = torch.cat([v, v * v], -1)
+        if how.pop("flat", False):
+            q, k, v = (t[:, 0] for t in (q, k, v))
+        if how.pop("padded", False):
+            how["attn_mask"] = (x[:, :, 0] < 0.8)[:, None, None]
+        if self.mask is not None:
+            how["attn_mask"] = self.mask
+        mixed = F.scaled_dot_product_attention(q, k, v, **how)
+        if mixed.dim() == 3:
+            return mixed.repeat(1, 1, 3).sin()
+        return self.out(mixed[..., :4].transpose(1, 2).flatten(2)).sin()
+
+
+def distances(*, allowed: int = TOKENS) -> Tensor:
+    """Return a bias for each head that grows with the distance; -inf beyond."""
+    place = torch.arange(TOKENS)
+    far = (place[:, None] - place).abs()
+    bias = -far * torch.tensor([0.1, 0.2, 0.3, 0.5], dtype=torch.float64)[:, None, None]
+    return bias.masked_fill(far > allowed, -torch.inf)
+
+
+KINDS: dict[str, Callable[[], nn.Module]] = {
+    "plain": Mixed,
+    "causal": lambda: Mixed(is_causal=True),
+    "scaled": lambda: Mixed(scale=0.7),
+    "causal, heads that share keys": lambda: Mixed(
+        2, is_causal=True, enable_gqa=True, scale=0.3
+    ),
+    "heads that share keys": lambda: Mixed(4, enable_gqa=True),
+    "bias": lambda: Mixed(mask=distances()),
+    "local": lambda: Mixed(mask=distances(allowed=1)),  # whole parts are out of sight
+    "one bias": lambda: Mixed(mask=distances()[0]),
+    "padded": lambda: Mixed(padded=True),
+    "truth": lambda: Mixed(mask=distances(allowed=2)[0].isfinite()),
+    "blind rows": lambda: Mixed(mask=torch.ones(TOKENS, TOKENS).tril(-3).bool()),
+    "a column for all": lambda: Mixed(mask=torch.randn(TOKENS, 1)),
+}
+
+
+def step_of(
+    build: Callable[[], nn.Module], count: int, *, facts: bool = False
+) -> tuple[Step, Step]:
+    torch.manual_seed(0)
+    model = build()
+    x, target = torch.randn(3, TOKENS, 12), torch.randn(3, TOKENS, 12)
+    given = model, (x,), F.mse_loss, target
+    expected = eager(*given)
+    expected.buffers.pop("mask", None)
+    step = on_tiles(*given, (count,), rings=True, facts=facts)
+    step.buffers.pop("mask", None)  # it has infinite numbers
+    return step, expected
+
+
+@in_double
+@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_ring_attends_as_one_process_does(
+    kind: str, count: int, cut_along: Callable[[int], None]
+) -> None:
+    cut_along(1)
+    step, expected = step_of(KINDS[kind], count)
+    assert_same(step, expected)
+    assert not step.barriers
+    nodes = [n for n in step.programs[0].graph.nodes if is_exchange(n)]
+    (found,) = filter(is_ring, nodes)
+    assert len(exchange_of(found).rounds) == count - 1
+    others = [n for n in nodes if n is not found and not exchange_of(n).is_local]
+    assert not others or kind == "padded"  # a mask is that of all keys
+
+
+@in_double
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_device_without_the_kernel_computes_the_same(
+    kind: str, cut_along: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut_along(1)
+    monkeypatch.setattr(ring, "_has_kernel", lambda tensor: False)
+    assert_same(*step_of(KINDS[kind], 3))
+
+
+# what is changed, into what, and a kind of attention that must not bear it
+MUTANTS: dict[str, tuple[ModuleType, str, str, str]] = {
+    "no rescaling": (ring, "out * first + more * second", "out + more", "plain"),
+    "sums of one part": (ring, "torch.logsumexp(both, 0)", "sums", "plain"),
+    "a round less": (
+        ring,
+        "self.exchange.rounds,",
+        "self.exchange.rounds[1:],",
+        "plain",
+    ),
+    "each part causal": (ring, " and part.is_own", "", "causal"),
+    "none causal": (ring, "self.is_causal and part.is_own", "False", "causal"),
+    "later keys": (
+        attention,
+        "box[-2][1] if is_causal else tokens",
+        "tokens",
+        "causal",
+    ),
+    "earlier keys": (
+        ring,
+        "(key, value), -1)",
+        "(key, value.roll(1, 2)), -1)",
+        "causal",
+    ),
+    "no gradient home": (ring, "own.add_(came)", "came", "plain"),
+    "own gradient alone": (ring, "of_query.add_(more)", "more", "plain"),
+    "first columns": (
+        ring,
+        "slice(*part.columns)",
+        "slice(part.columns[1] - part.columns[0])",
+        "one bias",
+    ),
+    "blind parts count": (ring, "where(blind, -math.inf, sums)", "abs(sums)", "local"),
+    "blind rows": (
+        ring,
+        "torch.where(sums == -math.inf, 0.0, sums)",
+        "sums",
+        "blind rows",
+    ),
+    "heads in another order": (
+        ring,
+        "t.repeat_interleave(self.heads, 1)",
+        "t.repeat(1, self.heads, 1, 1)",
+        "causal, heads that share keys",
+    ),
+    "the gradient of one head": (ring, ".sum(2)", "[:, :, 0]", "heads that share keys"),
+    "no scale": (ring, "scale = 1 / math.sqrt(query.size(-1))", "scale = 1.0", "plain"),
+}
+
+
+@in_double
+@pytest.mark.parametrize("name", MUTANTS)
+def test_whatever_is_wrong_in_a_ring_shows(
+    name: str, cut_along: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut_along(1)
+    module, right, wrong, kind = MUTANTS[name]
+    text = inspect.getsource(module)
+    assert text.count(right) == 1
+    changed: dict[str, Any] = {"__name__": module.__name__}
+    exec(compile(text.replace(right, wrong), str(module.__file__), "exec"), changed)
+    for each, found in changed.items():
+        if getattr(found, "__module__", "") != module.__name__:
+            continue
+        if isinstance(found, FunctionType):  # others have imported the function
+            monkeypatch.setattr(getattr(module, each), "__code__", found.__code__)
+        else:
+            monkeypatch.setattr(module, each, found)
+    step, expected = step_of(KINDS[kind], 3)
+    with pytest.raises(AssertionError):
+        assert_same(step, expected)
+
+
+REASONS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "dropout": (lambda: Mixed(dropout_p=0.4), "dropout draws its mask"),
+    "a mask that learns": (lambda: Mixed(learns=True), "its mask has a gradient"),
+    "wide values": (lambda: Mixed(wide=True), "of one size"),
+    "three dimensions": (lambda: Mixed(flat=True), "batch x heads x tokens x features"),
+}
+
+
+@in_double
+@pytest.mark.parametrize("kind", REASONS)
+def test_where_no_ring_can_be_keys_are_gathered_and_it_says_why(
+    kind: str, cut_along: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut_along(1)
+    drawn_alike(monkeypatch)
+    build, reason = REASONS[kind]
+    with same_draws():
+        step, expected = step_of(build, 3)
+    assert_same(step, expected)
+    (barrier,) = step.barriers
+    assert barrier.reason.startswith("no ring: ")
+    assert reason in barrier.reason
+    assert not any(map(is_ring, step.programs[0].graph.nodes))
+
+
+def test_a_ring_gives_a_mask_no_gradient() -> None:
+    boxes = (((0, 1), (0, 1), (0, 2), (0, 4)),)
+    exchange = Exchange(0, (1, 1, 2, 4), boxes, boxes)
+    q, mask = torch.randn(1, 1, 2, 2), torch.randn(2, 2, requires_grad=True)
+    with pytest.raises(InternalError, match="no gradient"):
+        ring.ring_attention(ShapeGrid(0, 1), q, exchange, q, q, mask)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", ["gpt", "gpt dropout"])
+def test_a_program_trains_as_one_process_does(
+    name: str, ranks: int, tmp_path: Path
+) -> None:
+    choice = rings(ranks)
+    program = lowered(name, choice)
+    # without dropout, as in evaluation, keys come part by part
+    assert "tiles.ring_attention(" in program.compilation.files["rank1.py"]
+    assert bool(program.plan.barriers) == ("dropout" in name)
+    error = worst_error(name, choice, tmp_path / "p", draws=draws_of(name))
+    assert error <= FLOAT64
+
+
+def rings(ranks: int, **more: Any) -> CompileOptions:
+    given = {"ranks": ranks, "shards": str(ranks), "trunk": "sequence"}
+    how = given | {"whole": WHOLE, "micro_batches": 2, "attention": "ring"} | more
+    return options(**how)
+
+
+@pytest.mark.parametrize("recompute", ["off", "all"])
+def test_what_a_ring_keeps_is_predicted(recompute: str, tmp_path: Path) -> None:
+    kept = {}
+    for how in ("gather", "ring"):
+        choice = rings(3, attention=how, recompute=(recompute,))
+        record, program = trained("gpt", choice, tmp_path / how, torch.float32)
+        (activations,) = program.plan.activation_bytes
+        assert max(record.activation_bytes) == pytest.approx(activations, 0.01)
+        kept[how] = max(record.peak_bytes)
+        assert kept[how] == pytest.approx(max(metered_peaks(program.plan)), 0.01)
+    if recompute == "off":  # else the peak is elsewhere
+        assert kept["ring"] < kept["gather"]
+
+
+MODEL = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+        self.far = nn.Embedding(7, 2)
+
+    def forward(self, x):
+        heads = self.qkv(x).unflatten(2, (3, 2, 4))
+        query, key, value = heads.permute(2, 0, 3, 1, 4)
+        place = torch.arange(7)
+        far = (place[:, None] - place).abs()
+        seen = torch.zeros(7, 7).masked_fill(far > 1, -torch.inf)
+        attend = F.scaled_dot_product_attention
+        x = x + attend(query, key, value, attn_mask=seen).transpose(1, 2).flatten(2)
+        x = x + attend(query, key, value, is_causal=True).transpose(1, 2).flatten(2)
+        bias = self.far(far).permute(2, 0, 1)[None]
+        x = x + attend(query, key, value, attn_mask=bias).transpose(1, 2).flatten(2)
+        return x + self.down(F.relu(self.up(self.out(x))))
+
+model = Net
+loss = nn.MSELoss()
+
+def example_inputs():
+    return (torch.randn(2, 7, 8),)
+
+def example_target():
+    return torch.randn(2, 7, 8)
+"""
+CUT = [
+    "--ranks",
+    "3",
+    "--shards",
+    "3",
+    "--trunk",
+    "sequence",
+    "--whole",
+    "qkv,out",
+    "--micro-batches",
+    "2",
+]
+
+
+@pytest.mark.mpi
+@pytest.mark.nightly
+@pytest.mark.usefixtures("engine")
+def test_processes_with_uneven_parts(tmp_path: Path, gemsc: Gemsc) -> None:
+    (tmp_path / "net.py").write_text(MODEL)
+    path = tmp_path / "p"
+    words = *CUT, "--attention", "ring", "--no-check"
+    done = gemsc("compile", tmp_path / "net.py", "-o", path, *words)
+    assert done.code == 0, done.err
+    text = (path / "rank1.py").read_text()
+    assert text.count("tiles.ring_attention(") == 2
+    assert "keys of 1 other shard, one after the other" in text
+    done = gemsc("show", path)
+    assert "no ring: its mask has a gradient" in " ".join(done.out.split())
+    done = gemsc("verify", path, "--steps", "2", "--dtype", "float64")
+    assert done.code == 0, done.out + done.err
+    assert "exact" in done.out
+
+
+def test_a_ring_is_proved_for_all_inputs(tmp_path: Path, gemsc: Gemsc) -> None:
+    (tmp_path / "net.py").write_text(MODEL)
+    words = *CUT, "--attention", "ring", "--no-check"
+    done = gemsc("compile", tmp_path / "net.py", "-o", tmp_path / "p", *words)
+    assert done.code == 0, done.err
+    assert "proved" in gemsc("verify", tmp_path / "p", "--all-inputs").out
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"attention": "rings"}, "unknown attention 'rings'"),
+        ({"shards": (), "trunk": "auto", "whole": ()}, "has no effect without --tiles"),
+    ],
+)
+def test_what_cannot_be_chosen_is_said(more: dict[str, Any], message: str) -> None:
+    with pytest.raises(GemscError, match=message):
+        rings(2, **more)
