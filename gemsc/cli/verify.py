@@ -24,6 +24,7 @@ from gemsc.viz.terminal import show_activations
 
 WORDS = {"exact": "exact", "wrong": "NOT EXACT", "undecided": "not decided"}
 KINDS = ("gradient", "parameter", "buffer")
+MOST_NAMED = 3
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 
 
@@ -230,6 +231,13 @@ def _verdict(
         )
     elif kind == "wrong":
         line += f"\n{dtype}: that is {tensor}"
+    if found.settled:
+        names = ", ".join(sorted(found.settled)[:MOST_NAMED])
+        names += ", ..." * (len(found.settled) > MOST_NAMED)
+        line += (
+            f"\n{dtype}: gradients of {names} are zero but for rounding, of which the "
+            "optimizer makes steps; what it does without that noise was compared"
+        )
     if found.inside is not None:
         kind = str(found.inside.dtype).removeprefix("torch.")
         line += f"\n{dtype}: the model computes in {kind} inside: {found.inside.call}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -124,7 +124,9 @@ class Comparison:
     ("copies of conv.weight"). `equal` counts the tensors that are bit for bit equal, of
     `total`. `activation_bytes` is the measured peak of each rank. `last_bit` is that of
     the precision in which the ranks of a grid add up, where it is less than the dtype.
-    `inside` is what the model itself computes in, where that is less.
+    `inside` is what the model itself computes in, where that is less. `settled` are
+    the parameters whose updates were compared without the noise of their gradients: see
+    `noisy`.
     """
 
     errors: Mapping[str, float]
@@ -134,6 +136,7 @@ class Comparison:
     rounding: Mapping[str, float] = field(default_factory=dict)
     last_bit: float = 0.0
     inside: LowPrecision | None = None
+    settled: frozenset[str] = frozenset()
 
     @property
     def loss(self) -> float:
@@ -169,15 +172,46 @@ class Comparison:
         more than `LIMIT`, and the tensor is as far off, nothing is decided.
         """
         found: dict[str, str] = {}
-        for name, error in self.errors.items():
-            allowed = self.allowed(name, dtype)
-            if not error <= min(allowed, self.limit(dtype)):
-                kind = "undecided" if allowed > self.limit(dtype) else "wrong"
-                found.setdefault(kind, name)
+        for name in self._too_far(dtype):
+            is_hidden = self.allowed(name, dtype) > self.limit(dtype)
+            found.setdefault("undecided" if is_hidden else "wrong", name)
         for kind in ("wrong", "undecided"):
             if kind in found:
                 return kind, found[kind]
         return "exact", max(self.errors, key=lambda name: self.errors[name])
+
+    def _too_far(self, dtype: torch.dtype) -> list[str]:
+        limit = self.limit(dtype)
+        return [
+            name
+            for name, error in self.errors.items()
+            if not error <= min(self.allowed(name, dtype), limit)
+        ]
+
+    def is_about(self, parameters: Collection[str], dtype: torch.dtype) -> bool:
+        """Whether nothing but the updates of these, and buffers, is too far off."""
+        wrong = self._too_far(dtype)
+        named = {f"parameter {name}" for name in parameters}
+        return all(n in named or n.startswith("buffer ") for n in wrong) and any(
+            name in named for name in wrong
+        )
+
+    def with_updates_of(
+        self, other: Comparison, parameters: Collection[str]
+    ) -> Comparison:
+        """Return the comparison with the errors of these and of buffers in another."""
+        named = {f"parameter {name}" for name in parameters}
+        taken = {
+            name: other.errors[name]
+            for name in self.errors
+            if name in named or name.startswith("buffer ")
+        }
+        settled = frozenset(
+            name
+            for name in parameters
+            if taken[f"parameter {name}"] < self.errors[f"parameter {name}"]
+        )
+        return replace(self, errors={**self.errors, **taken}, settled=settled)
 
     def with_rounding(self, errors: Mapping[str, float]) -> Comparison:
         """Return the comparison with what one more rounding of one process changes."""
@@ -185,6 +219,27 @@ class Comparison:
         names = {name for each in both for name in each}
         rounding = {n: max(each.get(n, 0.0) for each in both) for n in names}
         return replace(self, rounding=rounding)
+
+
+def near_zero(record: StepRecord, dtype: torch.dtype) -> float:
+    """Return what a gradient may be off by, whatever its own size: see `compare`."""
+    largest = max(map(_size, record.gradients.values()), default=0.0)
+    return TOLERANCE[dtype] * NEGLIGIBLE * largest
+
+
+def noisy(record: StepRecord, dtype: torch.dtype) -> frozenset[str]:
+    """Return the parameters that have gradients which are zero but for rounding.
+
+    As of a bias before BatchNorm, or of one that is added to all keys of an attention.
+    An optimizer that divides by the size of a gradient, as Adam does, makes of such
+    noise a step of any size up to its learning rate.
+    """
+    limit = near_zero(record, dtype)
+    return frozenset(
+        name
+        for name, gradient in record.gradients.items()
+        if bool(((gradient != 0) & (gradient.abs() <= limit)).any())
+    )
 
 
 def compare(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -30,6 +30,7 @@ from gemsc.user_model import load_user_model
 from gemsc.weights.write import write_tensors
 
 CPU = torch.device("cpu")
+NEAR_ZERO = "near_zero.txt"  # beside the batches: see `without_noise`
 
 
 def run_recorded_steps(
@@ -47,11 +48,13 @@ def run_recorded_steps(
         user = load_user_model(plan.spec, constants=plan.constants)
         optimizer, phases = user.optimizer, user.make_phases()
     torch.set_default_dtype(dtype)  # also of what forward makes
+    limit = folder / NEAR_ZERO
     with exact_arithmetic(device), same_draws():
         record_steps(
             *(directory, transport, folder, batches, dtype, optimizer),
             phases=phases,
             device=device,
+            near_zero=float(limit.read_text()) if limit.exists() else 0.0,
         )
 
 
@@ -66,6 +69,7 @@ def record_steps(
     phases: Sequence[Phase] = (),
     measure: bool = True,
     device: torch.device = CPU,
+    near_zero: float = 0.0,
 ) -> list[float]:
     """Train on `batches`; write gradients of the first step and the last state."""
     trainer = Trainer(
@@ -77,7 +81,14 @@ def record_steps(
         phases=phases,
         on_nonfinite="warn",  # one process goes on, too
     )
-    return recorded(trainer, folder, batches, measure=measure)
+    return recorded(trainer, folder, batches, measure=measure, near_zero=near_zero)
+
+
+def without_noise(gradients: Iterable[Tensor | None], near_zero: float) -> None:
+    """Set to zero what is no larger: gradients that are zero but for rounding."""
+    for gradient in gradients:
+        if gradient is not None:
+            gradient.masked_fill_(gradient.abs() <= near_zero, 0.0)
 
 
 def recorded(
@@ -86,14 +97,16 @@ def recorded(
     batches: list[tuple[object, object]],
     *,
     measure: bool = True,
+    near_zero: float = 0.0,
 ) -> list[float]:
     """Train on `batches`; write gradients of the first step and the last state.
 
-    Of a step in phases, the losses are those of all phases, one after the other. Each
-    rank writes `gradients{rank}.safetensors`, `state{rank}.safetensors`,
-    `losses{rank}.json`, `held{rank}.json`: of what it has parts, what it alone holds,
-    and the ranks of its grid, and `memory{rank}.json`: peak bytes of activations and of
-    all, zero without `measure`, which takes its time.
+    What is `near_zero` in a gradient is zero for the optimizer. Of a step in phases,
+    the losses are those of all phases, one after the other. Each rank writes
+    `gradients{rank}.safetensors`, `state{rank}.safetensors`, `losses{rank}.json`,
+    `held{rank}.json`: of what it has parts, what it alone holds, and the ranks of its
+    grid, and `memory{rank}.json`: peak bytes of activations and of all, zero without
+    `measure`, which takes its time.
     """
     rank, of_phases = trainer.transport.rank, dict[str, Tensor]()
 
@@ -105,7 +118,13 @@ def recorded(
         write_tensors(folder / f"gradients{rank}.safetensors", of_phases | found)
         if trainer.phases:
             of_phases.update({name: grad.clone() for name, grad in found.items()})
-        updates.before = None
+        updates.before = settle
+        settle()
+
+    def settle() -> None:
+        if near_zero:
+            own = trainer.worker.updates.parameters.values()
+            without_noise((parameter.grad for parameter in own), near_zero)
 
     for variant in trainer.worker.variants.values():
         variant.updates.before = write_gradients
