@@ -28,6 +28,7 @@ class WholeTiles(Pass):
     grids: tuple[GridShape, ...]
     tile: int = 0
     training: bool = True
+    rings: bool = False
 
     def apply(self, program: Program) -> Program:
         graph = fx.Graph()
