@@ -103,6 +103,20 @@ def shares(tensors: Sequence[Tensor], rows: Sequence[Rows]) -> list[list[Tensor]
     ]
 
 
+def gather_rows(
+    transport: DeviceTransport,
+    group: Group,
+    own: Sequence[Tensor],
+    by_rank: Sequence[Sequence[Tensor]],
+) -> Bucket:
+    """Start to bring all ranks' rows together; `own` are those that this rank gives."""
+    sizes = [sum(tensor.numel() for tensor in rows) for rows in by_rank]
+    given = flat(own)
+    whole = given.new_empty(sum(sizes))
+    request = transport.all_gather(group, given, sizes, whole)
+    return Bucket([tensor for rows in by_rank for tensor in rows], whole, request)
+
+
 class GradientSums:
     """Sums of gradients in flight.
 
@@ -358,14 +372,8 @@ class OwnRows:
             pairs = [(tensor, rows) for tensor, rows in found if tensor is not None]
             for numbers in buckets([tensor for tensor, _ in pairs]):
                 by_rank = shares(*zip(*(pairs[n] for n in numbers), strict=True))
-                waiting.append(self._start(shared.group, by_rank))
+                own = by_rank[shared.group.ranks.index(self._transport.host.rank)]
+                waiting.append(gather_rows(self._transport, shared.group, own, by_rank))
         self._transport.wait(*(bucket.request for bucket in waiting))
         for bucket in waiting:
             bucket.unpack()
-
-    def _start(self, group: Group, by_rank: list[list[Tensor]]) -> Bucket:
-        sizes = [sum(tensor.numel() for tensor in own) for own in by_rank]
-        own = flat(by_rank[group.ranks.index(self._transport.host.rank)])
-        whole = own.new_empty(sum(sizes))
-        request = self._transport.all_gather(group, own, sizes, whole)
-        return Bucket([tensor for own in by_rank for tensor in own], whole, request)

@@ -21,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import torch
@@ -29,7 +30,14 @@ from torch import Tensor, nn
 from gemsc.base.parts import sums_in_order
 from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.waiting import Request
-from gemsc.runtime.worker.reduction import ShardedSum, buckets, flat, rows_of, shares
+from gemsc.runtime.worker.reduction import (
+    ShardedSum,
+    buckets,
+    flat,
+    gather_rows,
+    rows_of,
+    shares,
+)
 
 
 @dataclass(frozen=True)
@@ -237,19 +245,18 @@ class WeightParts:
     ) -> Callable[[], None]:
         """Start to gather some tensors; return what waits for them."""
         by_rank = shares(into, [found.rows[name] for name in names])
-        sizes = [sum(part.numel() for part in parts) for parts in by_rank]
-        own = flat([found.own[name].data for name in names])
-        in_place = len(into) == 1 and into[0].is_contiguous()
-        values = into[0].view(-1) if in_place else own.new_empty(sum(sizes))
-        request = self._transport.all_gather(found.group, own, sizes, values)
+        own = [found.own[name].data for name in names]
+        if len(into) == 1 and into[0].is_contiguous():  # where it belongs, at once
+            sizes = [sum(part.numel() for part in parts) for parts in by_rank]
+            values = into[0].view(-1)
+            gather = self._transport.all_gather
+            request = gather(found.group, flat(own), sizes, values)
+            return partial(self._transport.wait, request)
+        bucket = gather_rows(self._transport, found.group, own, by_rank)
 
         def finish() -> None:
-            self._transport.wait(request)
-            if not in_place:
-                parts = [part for parts in by_rank for part in parts]
-                pieces = torch.split(values, [part.numel() for part in parts])
-                views = [p.view_as(t) for p, t in zip(pieces, parts, strict=True)]
-                torch._foreach_copy_(parts, views)
+            self._transport.wait(bucket.request)
+            bucket.unpack()
 
         return finish
 
