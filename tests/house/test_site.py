@@ -70,6 +70,7 @@ def pages(site) -> dict[Path, Links]:
     return {path: Links(path.read_text("utf-8")) for path in site.rglob("*.html")}
 
 
+@pytest.mark.slow
 def test_every_page_is_in_the_menu_of_the_site(site, pages):
     home = {(site / each).resolve() for each in pages[site / "index.html"].links}
     sources = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "docs").rglob("*.ipynb")]

@@ -58,6 +58,7 @@ def by_mpirun(processes: int, words: list[str]) -> int:
     return launch(processes, [sys.executable, *words], timeout=240, engine="mpi")
 
 
+@pytest.mark.slow(1)
 @pytest.mark.mpi
 @pytest.mark.parametrize(
     ("start", "sample"),

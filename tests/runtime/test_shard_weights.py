@@ -79,6 +79,7 @@ PLANS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow(1)
 @pytest.mark.by_day(3)
 @pytest.mark.parametrize("shard", LEVELS)
 @pytest.mark.parametrize("name", PLANS)
@@ -94,6 +95,7 @@ def test_the_model_is_that_of_data_parallelism(
     assert worst(*both) <= limit
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("shard", LEVELS)
 @pytest.mark.parametrize(
     "more",
@@ -116,6 +118,7 @@ def test_it_works_with_all_that_belongs_to_an_update(
     assert worst(*both) < 1e-12
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("shard", LEVELS)
 def test_gradients_that_are_absent_stay_so(shard: str, tmp_path: Path) -> None:
     with torch.random.fork_rng(devices=[]):
@@ -133,6 +136,7 @@ def test_gradients_that_are_absent_stay_so(shard: str, tmp_path: Path) -> None:
     assert not torch.equal(held["gate.up.weight"], start["gate.up.weight"].to(DOUBLE))
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("shard", LEVELS)
 @pytest.mark.parametrize(
     "given",
@@ -154,6 +158,7 @@ def test_weights_of_tiles_and_shards(
     assert found.worst < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shard", LEVELS)
 @pytest.mark.parametrize("after", [2, 3], ids=["between updates", "after an update"])
 def test_a_checkpoint_goes_on_in_parts_and_without(
@@ -193,6 +198,7 @@ def by_sign(self: Any, x: Tensor) -> Tensor:
     return self.d(self.gate(x) + self.b(x))
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("shard", LEVELS)
 def test_a_checkpoint_knows_which_gradients_there_are(
     shard: str, tmp_path: Path
@@ -233,6 +239,7 @@ def test_a_checkpoint_knows_which_gradients_there_are(
     assert max(worst(found[0], other) for other in found[1:]) < 1e-9
 
 
+@pytest.mark.slow
 def test_averages_of_weights_are_of_rows(tmp_path: Path) -> None:
     given = {"optimizer": by_name, **PLANS["data"]}
     found = []
@@ -286,6 +293,7 @@ def test_the_proof_misses_a_gather(tmp_path: Path) -> None:
             prove_files(files, program.compilation, task)
 
 
+@pytest.mark.slow
 def test_mirrored_replicas_are_refused(tmp_path: Path) -> None:
     with pytest.raises(GemscError, match="mirrored replicas do not") as error:
         written(tmp_path, net(), optimizer=adamw, shard="weights", schedule="mast",
