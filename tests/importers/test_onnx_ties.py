@@ -120,7 +120,7 @@ def check_same(found: nn.Module, wanted: nn.Module) -> None:
                 torch.testing.assert_close(tensor, same, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.slow(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [Words, Picture])
 def test_a_fresh_network_trains_as_the_one_that_made_the_file(model, tmp_path):
     data = batches(model)
@@ -136,7 +136,7 @@ def test_a_fresh_network_trains_as_the_one_that_made_the_file(model, tmp_path):
     assert ("blocks.0.norm1.weight (of 7)" in note) == (model is Words)
 
 
-@pytest.mark.slow(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [Words, Picture])
 @pytest.mark.parametrize("outside", [False, True], ids=["inside", "outside"])
 def test_each_of_them_is_written_back_to_a_tensor_of_its_own(model, outside, tmp_path):
@@ -239,7 +239,7 @@ class Folded(nn.Module):
         return x
 
 
-@pytest.mark.slow(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2])
 def test_convolutions_that_took_norms_in_are_as_many_as_they_were(count, tmp_path):
     x = torch.rand(2, 4, 6, 6).double()

@@ -84,6 +84,7 @@ def test_branches_side_by_side_send_what_they_give_to_all_others(ranks: int) -> 
     assert bytes_of_a_block(Cat, ranks, "whole") == (2 * each_way, 0)
 
 
+@pytest.mark.slow
 @RANKS
 def test_branches_of_samples_gather_their_input_and_scatter_what_they_give(
     ranks: int,

@@ -207,6 +207,7 @@ def test_grids_that_do_not_fit_the_model(
         assert "model.py" in str(caught.value)  # where the picture is used
 
 
+@pytest.mark.slow
 def test_mirrored_grids_stay_and_lone_ranks_change_places() -> None:
     plan = options(ranks=6, tiles="2x2", schedule="mast", micro_batches=2)
     placement = lowered("unet", plan).compilation.program.placement

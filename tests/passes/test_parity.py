@@ -76,6 +76,7 @@ def shown(value: object) -> str:
     return value.command_line() if isinstance(value, CompileOptions) else str(value)
 
 
+@pytest.mark.slow(6)
 @pytest.mark.by_day(20)
 @pytest.mark.parametrize(("name", "case"), CASES, ids=shown)
 def test_ranks_compute_what_one_process_does(
@@ -129,6 +130,7 @@ REPLICATED = [
 ]
 
 
+@pytest.mark.slow(4)
 @pytest.mark.by_day(10)
 @pytest.mark.parametrize(("name", "options"), REPLICATED, ids=shown)
 def test_replicas_copies_and_placements_are_exact(

@@ -242,6 +242,7 @@ def tensors_of(*paths: str) -> set[str]:
     return {n for n in names for path in paths if f"{n}.".startswith(f"{path}.")}
 
 
+@pytest.mark.slow
 def test_a_rank_has_its_own_branches_and_the_trunk(tmp_path: Path) -> None:
     """What a branch and the trunk use is on all ranks, by both names."""
     program = written("batch", tmp_path)

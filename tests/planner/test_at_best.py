@@ -44,7 +44,7 @@ SPLITS: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-@pytest.mark.slow(1)
+@pytest.mark.slow
 @pytest.mark.by_day(6)
 @pytest.mark.parametrize(("name", "given"), SPLITS, ids=str)
 def test_no_split_is_better_than_it_is_at_best(

@@ -202,7 +202,7 @@ PLANS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.slow(1)
+@pytest.mark.slow
 @pytest.mark.by_day(2)
 @pytest.mark.parametrize("name", PLANS)
 def test_every_bit_stays(

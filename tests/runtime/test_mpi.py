@@ -63,8 +63,8 @@ def by_mpirun(processes: int, words: list[str]) -> int:
 @pytest.mark.parametrize(
     ("start", "sample"),
     [
-        pytest.param(by_mpirun, BY_DAY, id="by day"),
         pytest.param(by_torchrun, UNDER_TORCHRUN, id="by day, torchrun"),
+        pytest.param(by_mpirun, BY_DAY, id="by day"),
         *(
             pytest.param(
                 *(start, sample),

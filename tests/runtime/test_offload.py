@@ -28,7 +28,7 @@ CASES = (
 )
 
 
-@pytest.mark.slow(1)
+@pytest.mark.slow
 @pytest.mark.by_day(2)
 @pytest.mark.parametrize(("name", "blocks", "options"), CASES)
 def test_it_changes_no_bit_and_frees_what_was_predicted(

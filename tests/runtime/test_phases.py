@@ -180,7 +180,7 @@ def assert_same(found: tuple[Any, Any], expected: tuple[Any, Any]) -> None:
     torch.testing.assert_close(found[1], expected[1], rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.slow(2)
+@pytest.mark.slow(1)
 @pytest.mark.parametrize(
     "options",
     [

@@ -468,6 +468,7 @@ class Switching(Words):
         return self.out(torch.tanh(self.c(self.attend(self.b, x))))
 
 
+@pytest.mark.slow
 def test_evaluation_has_its_own_constants() -> None:
     (words,) = examples()[0]
     options: dict[str, Any] = {"ranks": 2, "micro_batches": 2}
@@ -487,7 +488,7 @@ class Pixels(nn.Module):
         return self.head(torch.relu(self.norm(self.b(torch.relu(self.a(x))))))
 
 
-@pytest.mark.slow(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{"tiles": ("2x1",)}, {"shards": ("2",)}, {"tiles": ("2x1", "1"), "ranks": 3}],

@@ -310,6 +310,7 @@ def test_mirrored_replicas_are_refused(tmp_path: Path) -> None:
 # ----------------------------------------------------------------- under mpirun
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.usefixtures("engine")
 def test_the_saved_model_is_the_same_bit_for_bit(gemsc: Gemsc, tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ def test_a_buffer_that_is_called_output_is_compared_too(
         compile(*given, loss=squares, **options)
 
 
-@pytest.mark.slow(2)
+@pytest.mark.slow(1)
 @pytest.mark.parametrize(
     ("options", "old", "new", "wrong"),
     [

@@ -255,6 +255,7 @@ def without_rounding(errors: dict[str, float]) -> dict[str, float]:
     return {name: error for name, error in errors.items() if error > 1e-9}
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_steps_that_an_optimizer_makes_of_rounding_alone_are_no_error(
     tmp_path: Path,
