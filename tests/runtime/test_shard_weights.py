@@ -277,6 +277,21 @@ def test_a_file_gathers_before_each_action(tmp_path: Path) -> None:
                 assert lines[number - 1].strip() == f"worker.gather_weights({stage})"
 
 
+def test_what_is_added_up_is_predicted(tmp_path: Path) -> None:
+    def ending(shard: str, **options: Any) -> float:
+        given = {"ranks": 2, "data": 2, "micro_batches": 1, **looped, **options}
+        folder = tmp_path / f"{shard}{len(options)}"
+        return written(folder, net(), shard=shard, **given).plan.ending_seconds
+
+    looped = {"schedule": "interleaved", "placement": "looped", "chunks": 3}
+    once = ending("optimizer")
+    assert ending("gradients") == once
+    assert ending("weights", device_memory=2**30) == once  # all stay whole
+    gather = ending("weights") - once
+    assert gather > 0  # of all but the last stage, before their backwards
+    assert ending("gradients", micro_batches=2) > once + gather
+
+
 def test_the_proof_misses_a_gather(tmp_path: Path) -> None:
     given = {"optimizer": by_name, **PLANS["stages of one rank"]}
     program = written(tmp_path, net(), shard="weights", **given)
