@@ -11,9 +11,10 @@ from gemsc.base.plain_forward import with_threads
 from gemsc.compilation import Followed, Traced
 from gemsc.costs.hardware import Hardware, read_hardware
 from gemsc.costs.signature import alike_ranks
+from gemsc.errors import choose
 from gemsc.ir.program import Program
 from gemsc.ir.shards import Placed
-from gemsc.options import CompileOptions, choose
+from gemsc.options import CompileOptions
 from gemsc.passes.annotate import Annotate
 from gemsc.passes.balance_stages import BalanceStages
 from gemsc.passes.base import Pass

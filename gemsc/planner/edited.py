@@ -16,7 +16,8 @@ from gemsc.errors import GemscError, SourceLocation
 from gemsc.ir.flow import used_tensors
 from gemsc.ir.program import Block, Program
 from gemsc.options import CompileOptions
-from gemsc.plan import Plan, PlannedFork, PlannedStage, cut_name, plan_file
+from gemsc.plan import Plan, cut_name, plan_file
+from gemsc.plan_tables import PlannedFork, PlannedStage
 from gemsc.schedules import SCHEDULES, place
 
 DEFAULTS = CompileOptions()

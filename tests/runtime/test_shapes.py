@@ -22,7 +22,8 @@ from gemsc.base.rng import seed_of
 from gemsc.codegen.package import write_directory
 from gemsc.compiler import CompiledProgram, compile
 from gemsc.errors import GemscError
-from gemsc.plan import Plan, PlannedShape
+from gemsc.plan import Plan
+from gemsc.plan_tables import PlannedShape
 from gemsc.runtime.data.batches import Batches
 from gemsc.runtime.data.order import BatchOrder
 from gemsc.runtime.data.shapes import (
