@@ -35,6 +35,12 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "schedule": ("auto", *SCHEDULES),
     "frontend": tuple(FRONTENDS),
 }
+# What a plan is compared or simulated with; commands add their own.
+OF_A_PLAN = (
+    *("hardware", "schedule", "micro_batches", "placement", "balance", "precision"),
+    *("tiles", "shards", "branches", "trunk", "whole", "attention"),
+    *("shard", "shard_optimizer"),
+)
 # The groups in which help shows the flags; a command's own are under "Options".
 PANELS = {
     "What to split": (
@@ -76,7 +82,8 @@ def takes_options(
     All of them if no names are given; `defaults` are those of this command only. A
     command with `given` instead gets the values of those that were typed.
     """
-    chosen = [FIELDS[name] for name in names or FIELDS]
+    wanted = FIELDS.keys() if names is None else {*names}
+    chosen = [field for name, field in FIELDS.items() if name in wanted]
 
     def decorate(command: Command) -> Command:
         own = inspect.signature(command, eval_str=True).parameters
