@@ -147,6 +147,14 @@ class Plan:
         return head + tomli_w.dumps(asdict(plan))
 
     @property
+    def choices(self) -> dict[str, Any]:
+        """The options as `CompileOptions` takes them."""
+        return {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in self.options.items()
+        }
+
+    @property
     def precision(self) -> str:
         """What stages compute in within `torch.autocast`; "float32" without it."""
         return str(self.options.get("precision", "float32"))

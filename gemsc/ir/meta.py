@@ -145,7 +145,7 @@ class Facts:
 NO_FACTS = Facts()
 
 
-class Entry(Generic[T]):
+class NodeEntry(Generic[T]):
     """What is known of each node, under one name: call it, or `set` it."""
 
     def __init__(self, name: str, default: T) -> None:
@@ -163,30 +163,30 @@ class Entry(Generic[T]):
 
 
 # the user's line that computed the node, if known
-location = Entry[SourceLocation | None]("location", None)
+location = NodeEntry[SourceLocation | None]("location", None)
 # the path of the innermost user module that ran ('' is the model)
-module_path = Entry("module_path", "")
+module_path = NodeEntry("module_path", "")
 # the modes that were on
-region = Entry("region", Region())
+region = NodeEntry("region", Region())
 # what stays the same in another floating-point type
-dtypes = Entry("dtypes", Dtypes())
+dtypes = NodeEntry("dtypes", Dtypes())
 # what the annotate pass knows; of placeholders their bytes and storages
-facts = Entry("facts", NO_FACTS)
+facts = NodeEntry("facts", NO_FACTS)
 # whether a gradient of the loss flows back into this value
-needs_gradient = Entry("needs_gradient", default=False)
+needs_gradient = NodeEntry("needs_gradient", default=False)
 # where the node, or the one that it comes from, stood in the trace
-traced_place = Entry("place", 0)
+traced_place = NodeEntry("place", 0)
 # the name of the node of an earlier stage of which this is a copy, if any
-copy_of = Entry[str | None]("copy_of", None)
+copy_of = NodeEntry[str | None]("copy_of", None)
 # whether a rank computes the node once, not for each micro-batch
-is_made_once = Entry("made_once", default=False)
+is_made_once = NodeEntry("made_once", default=False)
 # the group of nodes that must stay in one block, None for most nodes
-glue = Entry[int | None]("glue", None)
+glue = NodeEntry[int | None]("glue", None)
 # how the value is spread over the tiles of its stage's grid; None for a value of a
 # stage that is not split, and where the value is no tensor
-layout = Entry[Layout | None]("layout", None)
+layout = NodeEntry[Layout | None]("layout", None)
 # the grid whose tiles' gradients a node's backward needs, None for none
-whole_gradients = Entry[TileGrid | None]("whole_gradients", None)
+whole_gradients = NodeEntry[TileGrid | None]("whole_gradients", None)
 
 
 def set_traced(

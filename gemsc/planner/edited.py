@@ -51,11 +51,7 @@ class EditedPlan:
         """
         plan = self.plan
         known = {field.name for field in fields(CompileOptions)}
-        options: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value
-            for key, value in plan.options.items()
-            if key in known
-        }
+        options = {key: plan.choices[key] for key in known & plan.options.keys()}
         if plan.schedule not in SCHEDULES:
             raise self.file.error(
                 ("schedule",),
