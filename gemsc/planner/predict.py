@@ -89,6 +89,7 @@ def _stage_costs(program: Program, hardware: Hardware) -> list[StageCost]:
             first_transient_bytes=kept.first_transient,
             resident_bytes=owned.resident + made,
             gradient_bytes=owned.gradients,
+            summed_bytes=owned.gradients,
             weight=_waiting_seconds(program, stage),
             waiting_bytes=split[stage.index].waiting,
             waiting_gradient_bytes=stage.total("weight_bytes"),
