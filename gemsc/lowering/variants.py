@@ -45,7 +45,7 @@ def trace_phase(
     program, evaluation = (
         with_target(each, inputs) for each in (traced.program, traced.evaluation)
     )
-    return replace(traced, program=program, evaluation=evaluation)
+    return replace(traced, program=program, evaluation=evaluation, is_phase=True)
 
 
 def trace_all(
@@ -149,12 +149,6 @@ def options_of(
     is_trained = graphs[name].program.loss is not None or len(graphs) == 1
     if is_trained:
         return options
-    if options.shard in ("gradients", "weights"):
-        raise GemscError(
-            f"--shard {options.shard} does not go with phases: each of them trains "
-            "some of what a stage holds",
-            help="use --shard optimizer",
-        )
     return replace(options, shard_optimizer=False, shard="off")
 
 

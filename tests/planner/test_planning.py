@@ -169,8 +169,7 @@ def test_where_nothing_fits_the_message_says_what_would(
     assert search(traced, CompileOptions(**bigger))[0].fits()
 
 
-@pytest.mark.slow
-def test_the_optimizer_is_shared_out_where_nothing_else_fits() -> None:
+def test_more_is_shared_out_where_nothing_else_fits() -> None:
     layers = [nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(8)]
     heavy = trace(
         nn.Sequential(*layers),
@@ -191,13 +190,25 @@ def test_the_optimizer_is_shared_out_where_nothing_else_fits() -> None:
     assert found.fits()
     assert found.name.endswith(", sharded optimizer")
     assert "--shard-optimizer" in found.options.command_line()
-    tight = replace(plain, device_memory=least.peak_bytes // 2)
-    with pytest.raises(GemscError, match=r"the lowest peak, of .*sharded optimizer"):
+    looped = {"schedule": "interleaved", "placement": "looped", "chunks": 8}
+    in_parts = assess(heavy, replace(plain, shard="weights", **looped))
+    assert in_parts.peak_bytes < 0.6 * least.peak_bytes
+    tight = replace(plain, device_memory=in_parts.peak_bytes)
+    found = search(heavy, tight)[0]
+    assert found.fits()
+    assert found.name == "one rank x4, M=1, sharded weights"
+    assert "--shard weights" in found.options.command_line()
+    closed = replace(tight, schedule="1f1b", placement="looped", chunks=8)
+    with pytest.raises(GemscError) as caught:
+        gemsc.compiler.lower(heavy, closed)
+    assert "add --shard weights (" in (caught.value.help or "")
+    tight = replace(plain, device_memory=in_parts.peak_bytes - 1)
+    with pytest.raises(GemscError, match=r"the lowest peak, of .*sharded weights"):
         search(heavy, tight)
     closed = replace(capped, schedule="1f1b")
     with pytest.raises(GemscError) as caught:
         gemsc.compiler.lower(heavy, closed)
-    assert "add --shard-optimizer (" in (caught.value.help or "")
+    assert "add --shard optimizer (" in (caught.value.help or "")
     gemsc.compiler.lower(heavy, replace(closed, shard_optimizer=True))
 
 
@@ -251,7 +262,7 @@ def test_what_would_fit_has_been_tried(command: Gemsc, tmp_path: Path) -> None:
         ({"recompute"}, "add --recompute auto ("),
         ({"offload"}, "add --offload auto ("),
         ({"recompute", "offload"}, "add --recompute auto --offload auto ("),
-        ({"shard_optimizer"}, "add --shard-optimizer ("),
+        ({"shard_optimizer"}, "add --shard optimizer ("),
         ({"whatever"}, ""),
     ],
 )
