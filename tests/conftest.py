@@ -18,6 +18,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded, and for ranks
 os.environ["COLUMNS"] = "160"  # of the terminal, whatever it is
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # ranks start in three quarters of it
 
 import hypothesis
 import pytest
