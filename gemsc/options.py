@@ -14,7 +14,7 @@ CHOICES = {  # what an option may be
     "precision": ("float32", "bfloat16", "float16"),
     "memory_format": ("as-given", "channels_last"),
     "trunk": ("auto", "whole", "batch", "sequence"),
-    "attention": ("gather", "ring"),
+    "attention": ("auto", "gather", "ring"),
     "shard": ("off", "optimizer", "gradients", "weights"),  # ZeRO, stages 1 to 3
 }
 AUTO = -1  # a number that is left to the compiler
