@@ -48,7 +48,7 @@ from gemsc.runtime.training.verification import record_steps
 from gemsc.runtime.transport.local import run_local
 from gemsc.runtime.transport.transport import Transport
 from gemsc.verify.compare import TOLERANCE, compare, read_record
-from gemsc.verify.steps import reference_steps
+from gemsc.verify.one_process import reference_steps
 
 RANKS = 3
 MICRO_BATCHES = 2

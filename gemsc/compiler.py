@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemsc.base.elementwise import Factory
+from gemsc.base.elementwise import OptimizerFactory
 from gemsc.base.examples import Examples
 from gemsc.base.phase import Phase
-from gemsc.codegen.package import rank_modules
+from gemsc.codegen.package import rank_modules, write_directory
+from gemsc.codegen.read import read_ranks
 from gemsc.compilation import Compilation, Traced
 from gemsc.costs.hardware import read_hardware
 from gemsc.costs.profile import Progress
 from gemsc.costs.sharing import SharedDevice
+from gemsc.ir.flow import reductions
 from gemsc.ir.invariants import lost_nothing
 from gemsc.ir.shards import Placed
 from gemsc.lowering.evaluation import evaluate
@@ -43,13 +45,16 @@ from gemsc.plan import Plan
 from gemsc.planner.edited import EditedPlan
 from gemsc.planner.fitting import Scheduled
 from gemsc.planner.make_plan import make_plan
-from gemsc.result import CompiledProgram, prove_files
 from gemsc.schedules import Task
+from gemsc.schedules.check import prove
 from gemsc.schedules.loops import find_loops
 from gemsc.search.auto import Tell, settled, telling_what_fits
 from gemsc.search.candidates import Candidate, image_sizes
 from gemsc.search.sharing import choose_sharing, sharing_note
 from gemsc.verify.first_step import first_step
+from gemsc.viz.graph import draw_graph, render
+from gemsc.viz.report import write_report
+from gemsc.viz.timeline import write_timeline
 from gemsc.weights.elsewhere import Elsewhere
 from gemsc.weights.keras_model import as_module
 from gemsc.weights.on_meta import check_buffers, is_on_meta, standing
@@ -74,7 +79,7 @@ def compile(
     *,
     loss: Callable[..., Any] | None = None,
     example_target: Any = None,
-    optimizer: Factory | None = None,
+    optimizer: OptimizerFactory | None = None,
     phases: Sequence[Phase] = (),
     options: CompileOptions | None = None,
     source: Path | None = None,
@@ -249,3 +254,69 @@ def _planned(
         return plan
     note = sharing_note(_shared(traced, options, run), options.per_device)
     return replace(plan, notes=[*plan.notes, note])
+
+
+@dataclass(frozen=True, repr=False)
+class CompiledProgram:
+    """The result of `compile`: inspect it, then write it.
+
+    `candidates` are the options that were compared where something was `auto`, the best
+    first.
+    """
+
+    compilation: Compilation
+    candidates: tuple[Candidate, ...] = ()
+
+    @property
+    def plan(self) -> Plan:
+        """Every decision, as plain data."""
+        return self.compilation.plan
+
+    def with_plan(self, **changes: Any) -> CompiledProgram:
+        """Return the program with other entries in its plan."""
+        plan = replace(self.plan, **changes)
+        return replace(self, compilation=replace(self.compilation, plan=plan))
+
+    def __repr__(self) -> str:
+        """Return for example `<Net: 4 ranks, stages of 3, 4, 3, 2 blocks, 1f1b>`."""
+        return f"<{self.plan.summary}>"
+
+    def rank_modules(self) -> dict[str, str]:
+        """Return the text of each rank's file, by file name."""
+        return self.compilation.all_files()
+
+    def graph(self) -> str:
+        """Return the graph of the stages as DOT text."""
+        return draw_graph(self.compilation.shown, self.plan)
+
+    def write(self, directory: str | Path) -> str | None:
+        """Write the program directory; return why graph.svg is missing, if it is."""
+        folder = Path(directory)
+        write_directory(self.compilation, folder)
+        write_timeline(self.plan, folder / "timeline.svg")
+        missing = render(self.graph(), folder / "graph.svg")
+        write_report(self.plan, folder, self.candidates, with_graph=missing is None)
+        return missing
+
+
+def prove_files(files: Mapping[str, str], compilation: Compilation, task: Task) -> None:
+    """Prove what the rank files say: training, and evaluation.
+
+    Raises:
+        InternalError: the files are wrong; names stage, micro-batch and user's line.
+    """
+    placement = compilation.program.placement
+    assert placement is not None
+    training, evaluation = read_ranks(files)
+    prove(evaluation, task.evaluation, groups=placement.groups)
+    if not task.has_backward:
+        return
+    shared = reductions(compilation.program, compilation.owned)
+    prove(
+        training,
+        task,
+        groups=placement.groups,
+        shared=shared,
+        weights=compilation.owned,
+        copies=compilation.plan.data,
+    )

@@ -5,11 +5,14 @@ from __future__ import annotations
 import linecache
 import sysconfig
 import traceback
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
+
+Entry = TypeVar("Entry")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,3 +116,14 @@ def is_users(path: Path) -> bool:
     if file.startswith(("<", *LIBRARIES)) or "-packages" in file:
         return False
     return not (path.parent / "plan.toml").is_file()
+
+
+def choose(what: str, name: str, table: Mapping[str, Entry]) -> Entry:
+    """Return the entry of a table that an option names.
+
+    Raises:
+        GemscError: there is no entry of that name.
+    """
+    if name not in table:
+        raise GemscError(f"unknown {what} '{name}'", help=one_of(name, table))
+    return table[name]

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from math import prod
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
-from gemsc.base.grid_shape import ALONE, BESIDE, SPLITS, GridShape
-from gemsc.errors import GemscError, one_of
+from gemsc.base.grid_shape import ALONE, BESIDE, GRID, SPLITS, GridShape
+from gemsc.errors import GemscError, choose
 
-Entry = TypeVar("Entry")
-
-BALANCES = ("compute", "memory", "explicit", "auto")
-PRECISIONS = ("float32", "bfloat16", "float16")
-MEMORY_FORMATS = ("as-given", "channels_last")
-SHARD = ("off", "optimizer", "gradients", "weights")  # ZeRO, stages 1 to 3
-TRUNKS = ("auto", "whole", "batch", "sequence")
-ATTENTIONS = ("auto", "gather", "ring")
+CHOICES = {  # what an option may be
+    "balance": ("compute", "memory", "explicit", "auto"),
+    "precision": ("float32", "bfloat16", "float16"),
+    "memory_format": ("as-given", "channels_last"),
+    "trunk": ("auto", "whole", "batch", "sequence"),
+    "attention": ("auto", "gather", "ring"),
+    "shard": ("off", "optimizer", "gradients", "weights"),  # ZeRO, stages 1 to 3
+}
 AUTO = -1  # a number that is left to the compiler
 RANKS = 2  # of each replica, if nothing is said
 MOST = 1_000_000  # ranks, replicas, micro-batches: more is a slip of the hand
-GRID = re.compile(r"[1-9]\d*(x[1-9]\d*)*")
 
 
 def option(default: Any, help: str = "", *, auto: bool = False, unit: str = "") -> Any:
@@ -130,7 +127,6 @@ class CompileOptions:
     whole: tuple[str, ...] = option(
         (), "modules that every rank computes in full: head,layers.0"
     )
-
     shard_optimizer: bool = option(False, "the same as --shard optimizer")
     shard: str = option(
         "off", "what ranks with the same weights keep their rows of only (ZeRO 1 to 3)"
@@ -142,22 +138,26 @@ class CompileOptions:
         Raises:
             GemscError: an option is out of its range, or two contradict each other.
         """
+        for name, known in CHOICES.items():
+            choose(name.replace("_", " "), getattr(self, name), dict.fromkeys(known))
         self._check_counts()
         self._check_tiles()
         self._check_shards()
         self._check_parts()
         if self.data != AUTO:
             _ = self.groups
-        choose("balance", self.balance, dict.fromkeys(BALANCES))
         if self.times is not None and self.schedule != "master":
             raise GemscError(
                 f"--times {self.times} has no effect with --schedule {self.schedule}",
                 help="use --schedule master, or --micro-batches",
             )
-        for name in ("recompute", "offload", "cuts", "whole"):
-            self._split_words(name)
         for name in ("recompute", "offload"):
+            self._split_words(name)
             _check_names(name, getattr(self, name))
+        self._check_split()
+
+    def _check_split(self) -> None:
+        """Let `balance` be "explicit" where blocks or cuts are given."""
         if self.blocks and self.cuts:
             raise GemscError(
                 "both --blocks and --cuts are given", help="give only one of them"
@@ -230,7 +230,7 @@ class CompileOptions:
     def _shape(self, stage: int, counts: Mapping[str, tuple[str, ...]]) -> GridShape:
         """Return how ranks share a stage: one number is for all stages."""
         tiles = counts["tiles"]
-        grid = _grid(tiles[stage]) if stage < len(tiles) else ALONE
+        grid = GridShape.of(tiles[stage]) if stage < len(tiles) else ALONE
         found = {}
         for name in BESIDE:
             given = counts[name]
@@ -319,7 +319,6 @@ class CompileOptions:
 
     def _check_parts(self) -> None:
         """Let `shard_optimizer` say whether anything is in parts."""
-        choose("shard", self.shard, dict.fromkeys(SHARD))
         if self.shard != "off":
             object.__setattr__(self, "shard_optimizer", True)
         if self.shard == "weights" and self.torch_compile:
@@ -331,7 +330,7 @@ class CompileOptions:
 
     def _check_shards(self) -> None:
         """Bring what is beside tiles into its form: ("2", "1") for "2,1" and 2,1."""
-        for name in (*BESIDE, "whole"):
+        for name in (*BESIDE, "whole", "cuts"):
             self._split_words(name)
         for name in BESIDE:
             for count in self._given(name):
@@ -342,16 +341,12 @@ class CompileOptions:
                         help=f"give one number for every stage, --{name} 2, or one for "
                         f"each stage: --{name} 2,1,4",
                     )
-        choose("precision", self.precision, dict.fromkeys(PRECISIONS))
         choose("device", self.device or "cpu", dict.fromkeys(("cpu", "cuda")))
         if self.device and not self.profile:
             raise GemscError(
                 f"--device {self.device} has no effect without --profile",
                 help="leave it out: `gemsc run --device` says where a program runs",
             )
-        choose("memory format", self.memory_format, dict.fromkeys(MEMORY_FORMATS))
-        choose("trunk", self.trunk, dict.fromkeys(TRUNKS))
-        choose("attention", self.attention, dict.fromkeys(ATTENTIONS))
         if self.attention != "gather" and not (self.shards or self.tiles):
             raise GemscError(
                 f"--attention {self.attention} has no effect without --tiles or "
@@ -369,10 +364,9 @@ class CompileOptions:
 
     def _split_words(self, name: str) -> None:
         """Take text for a tuple, as on the command line: "2,1" for ("2", "1")."""
-        value: Iterable[object] | str | int = getattr(self, name)
-        if isinstance(value, int):
-            value = str(value)
-        words = value.split(",") if isinstance(value, str) else map(str, value)
+        value: Any = getattr(self, name)
+        is_one = isinstance(value, str | int)
+        words = str(value).split(",") if is_one else map(str, value)
         object.__setattr__(self, name, tuple(filter(None, words)))
 
     def _check_counts(self) -> None:
@@ -385,7 +379,6 @@ class CompileOptions:
                     f"{flag(name)} is {value}",
                     help=f"give {flag(name)} a value from 1 to {MOST:,}",
                 )
-
         if cast("int | None", self.ranks) is None:
             object.__setattr__(self, "ranks", RANKS * self._copies)
         if self.ranks % self._copies:
@@ -455,20 +448,3 @@ def _check_names(option: str, names: tuple[str, ...]) -> None:
             f"--{option} {','.join(names)} mixes '{min(words)}' with names",
             help=f"give --{option} {min(words)}, or names only",
         )
-
-
-def choose(what: str, name: str, table: Mapping[str, Entry]) -> Entry:
-    """Return the entry of a table that an option names.
-
-    Raises:
-        GemscError: there is no entry of that name.
-    """
-    if name not in table:
-        raise GemscError(f"unknown {what} '{name}'", help=one_of(name, table))
-    return table[name]
-
-
-def _grid(text: str) -> GridShape:
-    """Return the grid that `2x2` means; `1x1` splits nothing."""
-    tiles = tuple(map(int, text.split("x")))
-    return GridShape(tiles) if prod(tiles) > 1 else ALONE

@@ -324,3 +324,24 @@ def _unknown(path: Path, name: str, assigned: Mapping[str, Any]) -> GemscError:
         advice = f"did you mean {close[0]}?"
         at = SourceLocation(str(path), assigned[close[0]][0].lineno)
     return GemscError(f"{path.name} has no constant {name}", at=at, help=advice)
+
+
+def missing_model(path: Path, module: ModuleType, name: str, kind: type) -> GemscError:
+    """Return the error for a file without a model, an object of a `kind`."""
+    own = {
+        key: value
+        for key, value in vars(module).items()
+        if not key.startswith("_")
+        and getattr(value, "__module__", "") == module.__name__
+    }
+    classes = [
+        key
+        for key, value in own.items()
+        if isinstance(value, type) and issubclass(value, kind)
+    ]
+    if len(classes) == 1:
+        advice = f"add model = {classes[0]}, or compile {path.name}:{classes[0]}"
+    else:
+        advice = f"define {name}(), which returns a torch.nn.Module"
+    there = f"it has {', '.join(sorted(own))}" if own else "it defines nothing"
+    return GemscError(f"no {name} in {path.name}; {there}", help=advice)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,15 +22,21 @@ from gemsc.base.examples import (
     target_like,
 )
 from gemsc.base.nests import Inputs, tensor_leaves
-from gemsc.base.phase import Phase
+from gemsc.base.phase import Phase, as_phases
 from gemsc.base.rng import seeded
-from gemsc.datasets.samples import no_shapes_known, num_samples, pair_error
+from gemsc.datasets.samples import (
+    leading_samples,
+    no_shapes_known,
+    num_samples,
+    pair_error,
+)
 from gemsc.datasets.stream import Stream, as_dataset
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.slides.windows import SlidingWindows
 from gemsc.source import (
     definition,
     import_source,
+    missing_model,
     user_failure,
 )
 from gemsc.weights.elsewhere import Elsewhere
@@ -265,18 +270,8 @@ class UserModel:
         """
         if self.phases is None:
             return ()
-        found = self._make("phases", self.phases, 0)
         with self._at_line_of("phases"):
-            if (
-                not isinstance(found, list | tuple)
-                or not found
-                or not all(isinstance(each, Phase) for each in found)
-            ):
-                raise GemscError(
-                    "phases is no list of gemsc.Phase",
-                    help='phases = [gemsc.Phase("d", loss=..., train="...", '
-                    "optimizer=...), ...]",
-                )
+            found = as_phases(self._make("phases", self.phases, 0))
         for name in ("loss", "optimizer", "scheduler"):
             if getattr(self, name) is not None:
                 raise GemscError(
@@ -285,7 +280,7 @@ class UserModel:
                     help="leave it out: each phase has its own; metrics can say how "
                     "good the outputs are",
                 )
-        return tuple(found)
+        return found
 
     def make_metrics(self) -> Any:
         """Return what the file calls `metrics`, made if it is a class."""
@@ -376,7 +371,7 @@ class UserModel:
                 raise GemscError("the dataset is empty", at=at, help="give it samples")
             if len(shapes) > 1 and isinstance(data, Stream):
                 raise no_shapes_known(data, at)
-            items = _first_samples(data, batch, count)
+            items = leading_samples(data, batch, count)
             if wrong := pair_error(items[0], at):
                 raise wrong
             if len(shapes) > 1:
@@ -404,26 +399,6 @@ class UserModel:
             ) from error
 
 
-def _first_samples(data: Any, number: int, count: int) -> list[Any]:
-    """Return so many samples of a dataset that has `count`, some again if need be."""
-    if not isinstance(data, Stream):
-        return [_sample(data, index % count) for index in range(number)]
-    found = list(islice(data, number))
-    if len(found) < number:
-        raise GemscError(
-            f"the stream gives {len(found)} samples, and a micro-batch takes {number}",
-            help="give it more, or example_inputs() of fewer",
-        )
-    return found
-
-
-def _sample(data: Any, index: int) -> Any:
-    """Return a sample, with all of the image where a dataset reads it in boxes."""
-    if hasattr(data, "read") and hasattr(data, "shape"):
-        return data.read(index, tuple((0, size) for size in data.shape))
-    return data[index]
-
-
 def load_user_model(
     spec: str, *, constants: Mapping[str, str] | None = None
 ) -> UserModel:
@@ -441,7 +416,7 @@ def load_user_model(
         path, module, name = import_source(spec, constants or {})
     found = vars(module)
     if found.get(name) is None:
-        raise _no_model(path, module, name)
+        raise missing_model(path, module, name, nn.Module)
     if found.get("example_inputs") is None:
         raise GemscError(
             f"no example_inputs in {path.name}",
@@ -460,23 +435,3 @@ def load_user_model(
         constants=constants or {},
         **optional,
     )
-
-
-def _no_model(path: Path, module: ModuleType, name: str) -> GemscError:
-    own = {
-        key: value
-        for key, value in vars(module).items()
-        if not key.startswith("_")
-        and getattr(value, "__module__", "") == module.__name__
-    }
-    classes = [
-        key
-        for key, value in own.items()
-        if isinstance(value, type) and issubclass(value, nn.Module)
-    ]
-    if len(classes) == 1:
-        advice = f"add model = {classes[0]}, or compile {path.name}:{classes[0]}"
-    else:
-        advice = f"define {name}(), which returns a torch.nn.Module"
-    there = f"it has {', '.join(sorted(own))}" if own else "it defines nothing"
-    return GemscError(f"no {name} in {path.name}; {there}", help=advice)

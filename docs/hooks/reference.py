@@ -27,7 +27,8 @@ from gemsc.ir.operators.table import HOW, OPERATORS
 from gemsc.launch.start import run_parser
 from gemsc.options import CompileOptions, flag
 from gemsc.passes.shards.rules import OTHERS
-from gemsc.plan import ENTRIES, Plan
+from gemsc.plan import Plan
+from gemsc.plan_tables import ENTRIES
 
 MARK = re.compile(r"^<!-- reference: (\w+) -->$", re.MULTILINE)
 Row = tuple[str, ...]

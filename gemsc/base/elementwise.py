@@ -15,11 +15,11 @@ STEPS = 2  # one uses what the one before has left
 SIZES = (4, 6, 2, 2, 2)  # of what is tried, along each dimension
 ROUNDING = 1e-9  # in float64, relative to the largest step
 
-Factory = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
+OptimizerFactory = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
 
 def updated_whole(
-    parameters: Mapping[str, nn.Parameter], factory: Factory | None
+    parameters: Mapping[str, nn.Parameter], factory: OptimizerFactory | None
 ) -> dict[str, float]:
     """Return the parameters that an optimizer does not update element by element.
 
@@ -60,7 +60,7 @@ def check_elementwise(differences: Mapping[str, float], names: Iterable[str]) ->
 
 
 def _differences(
-    drawn: Sequence[Mapping[str, Tensor]], factory: Factory
+    drawn: Sequence[Mapping[str, Tensor]], factory: OptimizerFactory
 ) -> dict[str, float]:
     """Return by how much halves step otherwise, of the first tensors, where they do."""
     whole, found = _after_steps(drawn, factory), dict[str, float]()
@@ -98,7 +98,7 @@ def _half(tensor: Tensor, way: int, half: int) -> Tensor:
 
 
 def _after_steps(
-    drawn: Sequence[Mapping[str, Tensor]], factory: Factory
+    drawn: Sequence[Mapping[str, Tensor]], factory: OptimizerFactory
 ) -> dict[str, Tensor]:
     """Let an optimizer step: first there are the tensors, then their gradients."""
     copies = {n: nn.Parameter(t.clone().contiguous()) for n, t in drawn[0].items()}

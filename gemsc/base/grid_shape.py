@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from math import prod
 
 BESIDE = ("shards", "branches")  # what ranks of a stage share besides pictures
 SPLITS = ("tiles", *BESIDE)
+GRID = re.compile(r"[1-9]\d*(x[1-9]\d*)*")
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -22,6 +24,12 @@ class GridShape:
     tiles: tuple[int, ...] = ()
     shards: int = 1
     branches: int = 1
+
+    @classmethod
+    def of(cls, text: str) -> GridShape:
+        """Return the grid that `2x2` means; `1x1` splits nothing."""
+        tiles = tuple(map(int, text.split("x")))
+        return cls(tiles) if prod(tiles) > 1 else cls()
 
     @property
     def size(self) -> int:

@@ -64,6 +64,22 @@ class Phase:
         return self.loss(model, *inputs, target)
 
 
+def as_phases(value: object) -> tuple[Phase, ...]:
+    """Return what a model file calls its phases.
+
+    Raises:
+        GemscError: it is no list of phases.
+    """
+    phases = tuple(value) if isinstance(value, list | tuple) else ()
+    if not phases or not all(isinstance(each, Phase) for each in phases):
+        raise GemscError(
+            "phases is no list of gemsc.Phase",
+            help='phases = [gemsc.Phase("d", loss=..., train="...", '
+            "optimizer=...), ...]",
+        )
+    return phases
+
+
 def check_phases(phases: Sequence[Phase], model: nn.Module) -> None:
     """Make sure that phases can be those of a model.
 

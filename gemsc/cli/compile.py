@@ -17,7 +17,7 @@ from torch import nn
 
 from gemsc.base.files import write_text
 from gemsc.base.fingerprint import source_fingerprints
-from gemsc.cli.options import DEFAULTS, Model, takes_options, typed_flags
+from gemsc.cli.options import DEFAULTS, OF_A_PLAN, Model, takes_options, typed_flags
 from gemsc.cli.terminal import (
     Answer,
     console,
@@ -61,11 +61,9 @@ FILES = "Files"
 COMPARED_BYTES = 2**32  # of the weights of a model on the meta device
 PLAN_SECONDS = 5.0  # from one line to the next, where nobody watches
 COMPARED = (
-    *("ranks", "data", "per_device", "schedule", "micro_batches", "balance"),
-    *("placement", "precision", "memory_format", "torch_compile"),
-    *("device_memory", "hardware", "profile", "device", "recompute", "offload"),
-    *("tiles", "shards", "branches", "trunk", "whole", "shard", "shard_optimizer"),
-    "attention",
+    *OF_A_PLAN,
+    *("ranks", "data", "per_device", "memory_format", "torch_compile"),
+    *("device_memory", "profile", "device", "recompute", "offload"),
 )
 
 

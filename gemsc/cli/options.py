@@ -16,14 +16,9 @@ from gemsc.cli.import_ import imported
 from gemsc.errors import GemscError, UsageError, one_of
 from gemsc.frontend import FRONTENDS
 from gemsc.options import (
-    ATTENTIONS,
     AUTO,
-    BALANCES,
-    MEMORY_FORMATS,
-    PRECISIONS,
+    CHOICES,
     RANKS,
-    SHARD,
-    TRUNKS,
     CompileOptions,
     flag,
     text_of,
@@ -35,16 +30,17 @@ from gemsc.schedules import SCHEDULES
 DEFAULTS = CompileOptions()
 FIELDS = {field.name: field for field in fields(CompileOptions)}
 HINTS = get_type_hints(CompileOptions)
-CHOICES: dict[str, tuple[str, ...]] = {
+KNOWN: dict[str, tuple[str, ...]] = {
+    **CHOICES,
     "schedule": ("auto", *SCHEDULES),
-    "balance": BALANCES,
     "frontend": tuple(FRONTENDS),
-    "precision": PRECISIONS,
-    "memory_format": MEMORY_FORMATS,
-    "trunk": TRUNKS,
-    "attention": ATTENTIONS,
-    "shard": SHARD,
 }
+# What a plan is compared or simulated with; commands add their own.
+OF_A_PLAN = (
+    *("hardware", "schedule", "micro_batches", "placement", "balance", "precision"),
+    *("tiles", "shards", "branches", "trunk", "whole", "attention"),
+    *("shard", "shard_optimizer"),
+)
 # The groups in which help shows the flags; a command's own are under "Options".
 PANELS = {
     "What to split": (
@@ -86,7 +82,8 @@ def takes_options(
     All of them if no names are given; `defaults` are those of this command only. A
     command with `given` instead gets the values of those that were typed.
     """
-    chosen = [FIELDS[name] for name in names or FIELDS]
+    wanted = FIELDS.keys() if names is None else {*names}
+    chosen = [field for name, field in FIELDS.items() if name in wanted]
 
     def decorate(command: Command) -> Command:
         own = inspect.signature(command, eval_str=True).parameters
@@ -132,7 +129,7 @@ def _parameter(field: Field[Any], default: Any) -> inspect.Parameter:
     if field.name == "placement":
         about += f": natural, auto, {', '.join(PLACEMENTS)}"
     (panel,) = (name for name, held in PANELS.items() if field.name in held)
-    metavar = "|".join(CHOICES.get(field.name, ())) or None
+    metavar = "|".join(KNOWN.get(field.name, ())) or None
     if _reader(field) in (_number, _count):
         metavar = "<int>|auto" if field.metadata["auto"] else "<int>"
     option = typer.Option(
@@ -156,7 +153,7 @@ def _reader(field: Field[Any]) -> Callable[[str, str], Any] | None:
         return _count
     if field.metadata["unit"] == "bytes":
         return _bytes
-    if choices := CHOICES.get(field.name):
+    if choices := KNOWN.get(field.name):
         return partial(_choice, choices=choices)
     return READERS.get(HINTS[field.name])
 

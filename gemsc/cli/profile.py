@@ -23,11 +23,11 @@ from gemsc.calibrate.network import is_rank
 from gemsc.calibrate.network import main as measure_on_this_rank
 from gemsc.cli.compile import compiled
 from gemsc.cli.terminal import console, progress_bar, tell
+from gemsc.compiler import CompiledProgram
 from gemsc.costs.sharing import SharedDevice
 from gemsc.errors import GemscError
 from gemsc.launch.measure import Load, measure_load, trainable
 from gemsc.passes.share_device import share
-from gemsc.result import CompiledProgram
 from gemsc.runtime.process.device import device_named
 from gemsc.simulate.simulation import read_program
 from gemsc.viz.listings import column, fitted

@@ -10,7 +10,7 @@ import typer
 
 from gemsc.base.files import write_text
 from gemsc.base.units import show_bytes, show_seconds
-from gemsc.cli.options import ModelOrProgram, takes_options
+from gemsc.cli.options import OF_A_PLAN, ModelOrProgram, takes_options
 from gemsc.cli.terminal import Answer, check_svg, console, gives_json, tell
 from gemsc.costs.collectives import ROUNDS
 from gemsc.costs.hardware import Hardware, LinkSpeed, read_hardware
@@ -28,15 +28,9 @@ from gemsc.simulate.simulation import (
 )
 from gemsc.user_model import UserModel, load_user_model
 
-CHANGED = (
-    *("hardware", "schedule", "micro_batches", "times", "chunks", "placement"),
-    *("balance", "tiles", "shards", "branches", "trunk", "whole", "attention"),
-    *("shard", "shard_optimizer", "precision"),
-)
-
 
 @gives_json
-@takes_options(CHANGED)
+@takes_options((*OF_A_PLAN, "times", "chunks"))
 def simulate_command(
     target: ModelOrProgram,
     ranks: Annotated[

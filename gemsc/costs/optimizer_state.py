@@ -12,11 +12,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from gemsc.base.cost import StateBytes
-from gemsc.base.elementwise import Factory
+from gemsc.base.elementwise import OptimizerFactory
 
 
 def optimizer_bytes(
-    parameters: Mapping[str, nn.Parameter], factory: Factory | None
+    parameters: Mapping[str, nn.Parameter], factory: OptimizerFactory | None
 ) -> dict[str, StateBytes]:
     """Return, for each trained parameter, the bytes of the optimizer's state of it.
 
@@ -38,7 +38,7 @@ def optimizer_bytes(
 
 
 def _after_one_step(
-    trained: Mapping[str, nn.Parameter], factory: Factory, *, small: bool
+    trained: Mapping[str, nn.Parameter], factory: OptimizerFactory, *, small: bool
 ) -> dict[str, StateBytes]:
     copies = {}
     for name, parameter in trained.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any
 
 from gemsc.datasets.stream import ENDLESS, Stream
@@ -63,3 +64,23 @@ def no_shapes_known(dataset: Any, at: SourceLocation | None = None) -> GemscErro
         help="give a dataset with len() and [index], or example_inputs() of the "
         "largest shape alone, with a pad_value for smaller samples",
     )
+
+
+def leading_samples(data: Any, number: int, count: int) -> list[Any]:
+    """Return so many samples of a dataset that has `count`, some again if need be."""
+    if not isinstance(data, Stream):
+        return [_sample(data, index % count) for index in range(number)]
+    found = list(islice(data, number))
+    if len(found) < number:
+        raise GemscError(
+            f"the stream gives {len(found)} samples, and a micro-batch takes {number}",
+            help="give it more, or example_inputs() of fewer",
+        )
+    return found
+
+
+def _sample(data: Any, index: int) -> Any:
+    """Return a sample, with all of the image where a dataset reads it in boxes."""
+    if hasattr(data, "read") and hasattr(data, "shape"):
+        return data.read(index, tuple((0, size) for size in data.shape))
+    return data[index]

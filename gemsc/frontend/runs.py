@@ -123,7 +123,7 @@ def mark_dtypes(graph: fx.Graph, other: fx.Graph, dtype: torch.dtype) -> None:
                 at=meta.location(node or like),
             ) from None
     for node, marks, (args, kwargs) in found:
-        meta.set_dtypes(node, marks)
+        meta.dtypes.set(node, marks)
         node.args, node.kwargs = args, kwargs
 
 

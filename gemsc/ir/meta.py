@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 from torch import fx
@@ -13,6 +13,8 @@ from gemsc.base.dtypes import Autocast
 from gemsc.errors import InternalError, SourceLocation
 from gemsc.ir.layout import Layout
 from gemsc.runtime.tiles.collectives import TileGrid
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +145,50 @@ class Facts:
 NO_FACTS = Facts()
 
 
+class NodeEntry(Generic[T]):
+    """What is known of each node, under one name: call it, or `set` it."""
+
+    def __init__(self, name: str, default: T) -> None:
+        """Take the name, and what is so for nodes of which nothing is said."""
+        self.key = f"gemsc_{name}"
+        self._default = default
+
+    def __call__(self, node: fx.Node) -> T:
+        """Return what is known of a node."""
+        return cast("T", node.meta.get(self.key, self._default))
+
+    def set(self, node: fx.Node, value: T) -> None:
+        """Say what is known of a node."""
+        node.meta[self.key] = value
+
+
+# the user's line that computed the node, if known
+location = NodeEntry[SourceLocation | None]("location", None)
+# the path of the innermost user module that ran ('' is the model)
+module_path = NodeEntry("module_path", "")
+# the modes that were on
+region = NodeEntry("region", Region())
+# what stays the same in another floating-point type
+dtypes = NodeEntry("dtypes", Dtypes())
+# what the annotate pass knows; of placeholders their bytes and storages
+facts = NodeEntry("facts", NO_FACTS)
+# whether a gradient of the loss flows back into this value
+needs_gradient = NodeEntry("needs_gradient", default=False)
+# where the node, or the one that it comes from, stood in the trace
+traced_place = NodeEntry("place", 0)
+# the name of the node of an earlier stage of which this is a copy, if any
+copy_of = NodeEntry[str | None]("copy_of", None)
+# whether a rank computes the node once, not for each micro-batch
+is_made_once = NodeEntry("made_once", default=False)
+# the group of nodes that must stay in one block, None for most nodes
+glue = NodeEntry[int | None]("glue", None)
+# how the value is spread over the tiles of its stage's grid; None for a value of a
+# stage that is not split, and where the value is no tensor
+layout = NodeEntry[Layout | None]("layout", None)
+# the grid whose tiles' gradients a node's backward needs, None for none
+whole_gradients = NodeEntry[TileGrid | None]("whole_gradients", None)
+
+
 def set_traced(
     node: fx.Node,
     *,
@@ -153,9 +199,11 @@ def set_traced(
 ) -> None:
     """Attach what the frontend saw: fake value, user's line, module path, modes."""
     node.meta["val"] = value
-    node.meta["gemsc_location"] = location
-    node.meta["gemsc_module_path"] = module_path
-    node.meta["gemsc_region"] = region
+    node.meta |= {
+        "gemsc_location": location,
+        "gemsc_module_path": module_path,
+        "gemsc_region": region,
+    }
 
 
 def copy_meta(source: fx.Node, target: fx.Node) -> None:
@@ -189,49 +237,14 @@ def spec(node: fx.Node) -> TensorSpec:
     return TensorSpec(tuple(int(size) for size in fake.shape), fake.dtype)
 
 
-def location(node: fx.Node) -> SourceLocation | None:
-    """Return the user's line that computed the node, if known."""
-    return cast("SourceLocation | None", node.meta.get("gemsc_location"))
-
-
-def module_path(node: fx.Node) -> str:
-    """Return the path of the innermost user module that ran ('' is the model)."""
-    return cast("str", node.meta.get("gemsc_module_path", ""))
-
-
-def region(node: fx.Node) -> Region:
-    """Return the modes that were on."""
-    return cast("Region", node.meta.get("gemsc_region", Region()))
-
-
 def set_draw(node: fx.Node, draw: int) -> None:
     """Say that a node draws random numbers that the other ranks do not draw."""
-    node.meta["gemsc_region"] = replace(region(node), draw=draw)
-
-
-def dtypes(node: fx.Node) -> Dtypes:
-    """Return what stays the same in another floating-point type."""
-    return cast("Dtypes", node.meta.get("gemsc_dtypes", Dtypes()))
-
-
-def set_dtypes(node: fx.Node, dtypes: Dtypes) -> None:
-    """Say what stays the same in another floating-point type."""
-    node.meta["gemsc_dtypes"] = dtypes
-
-
-def facts(node: fx.Node) -> Facts:
-    """Return the annotate pass' facts; of placeholders their bytes and storages."""
-    return cast("Facts", node.meta.get("gemsc_facts", NO_FACTS))
-
-
-def set_facts(node: fx.Node, facts: Facts) -> None:
-    """Attach the facts."""
-    node.meta["gemsc_facts"] = facts
+    region.set(node, replace(region(node), draw=draw))
 
 
 def learnt(node: fx.Node) -> dict[str, Any]:
     """Return what the annotate pass knows of a node, for `learn`."""
-    keys = ("val", "gemsc_facts", "gemsc_needs_gradient")
+    keys = ("val", facts.key, needs_gradient.key)
     return {key: node.meta[key] for key in keys if key in node.meta}
 
 
@@ -242,80 +255,7 @@ def learn(node: fx.Node, learnt: dict[str, Any]) -> None:
 
 def drop_facts(node: fx.Node) -> None:
     """Forget what the annotate pass knew: the node's sizes are others now."""
-    node.meta.pop("gemsc_facts", None)
-
-
-def needs_gradient(node: fx.Node) -> bool:
-    """Return whether a gradient of the loss flows back into this value."""
-    return bool(node.meta.get("gemsc_needs_gradient", False))
-
-
-def set_needs_gradient(node: fx.Node, needed: bool) -> None:
-    """Say whether a gradient of the loss flows back into this value."""
-    node.meta["gemsc_needs_gradient"] = needed
-
-
-def traced_place(node: fx.Node) -> int:
-    """Return where the node, or the one that it comes from, stood in the trace."""
-    return cast("int", node.meta.get("gemsc_place", 0))
-
-
-def set_traced_place(node: fx.Node, place: int) -> None:
-    """Say where the node stands in the trace."""
-    node.meta["gemsc_place"] = place
-
-
-def copy_of(node: fx.Node) -> str | None:
-    """Return the name of the node of which this is a copy in another stage, if any."""
-    return cast("str | None", node.meta.get("gemsc_copy_of"))
-
-
-def set_copy_of(node: fx.Node, name: str) -> None:
-    """Say that a node computes in its stage what another one does in an earlier one."""
-    node.meta["gemsc_copy_of"] = name
-
-
-def is_made_once(node: fx.Node) -> bool:
-    """Return whether a rank computes the node once, not for each micro-batch."""
-    return bool(node.meta.get("gemsc_made_once", False))
-
-
-def set_made_once(node: fx.Node) -> None:
-    """Say that a rank computes the node once."""
-    node.meta["gemsc_made_once"] = True
-
-
-def glue(node: fx.Node) -> int | None:
-    """Return the group of nodes that must stay in one block, None for most nodes."""
-    return cast("int | None", node.meta.get("gemsc_glue"))
-
-
-def set_glue(node: fx.Node, group: int) -> None:
-    """Put the node into a group of nodes that must stay in one block."""
-    node.meta["gemsc_glue"] = group
-
-
-def layout(node: fx.Node) -> Layout | None:
-    """Return how the value is spread over the tiles of its stage's grid.
-
-    None for a value of a stage that is not split, and where the value is no tensor.
-    """
-    return cast("Layout | None", node.meta.get("gemsc_layout"))
-
-
-def set_layout(node: fx.Node, layout: Layout | None) -> None:
-    """Say how the value is spread over the tiles of its stage's grid."""
-    node.meta["gemsc_layout"] = layout
-
-
-def whole_gradients(node: fx.Node) -> TileGrid | None:
-    """Return the grid whose tiles' gradients a node's backward needs, None for none."""
-    return cast("TileGrid | None", node.meta.get("gemsc_whole_gradients"))
-
-
-def set_whole_gradients(node: fx.Node, grid: TileGrid | None) -> None:
-    """Say that a node's backward needs the gradients of all tiles of a grid."""
-    node.meta["gemsc_whole_gradients"] = grid
+    node.meta.pop(facts.key, None)
 
 
 def layer(node: fx.Node) -> str:

@@ -17,7 +17,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from gemsc.base.cores import check_binding
 from gemsc.base.process import num_cores
@@ -294,10 +293,7 @@ def fewer_ranks(plan: Plan, slots: int) -> CompileOptions:
     There are fewer replicas with more micro-batches each; if not even one finds room,
     it has fewer stages.
     """
-    given: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in plan.options.items()
-    }
+    given = plan.choices
     batches = plan.data * plan.micro_batches
     copies, ranks = slots // plan.copy_ranks, plan.copy_ranks
     while copies > 1 and batches % copies:

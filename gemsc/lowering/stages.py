@@ -11,10 +11,10 @@ from gemsc.base.plain_forward import with_threads
 from gemsc.compilation import Followed, Traced
 from gemsc.costs.hardware import Hardware, read_hardware
 from gemsc.costs.signature import alike_ranks
-from gemsc.errors import GemscError
+from gemsc.errors import GemscError, choose
 from gemsc.ir.program import Program
 from gemsc.ir.shards import Placed
-from gemsc.options import CompileOptions, choose
+from gemsc.options import CompileOptions
 from gemsc.passes.annotate import Annotate
 from gemsc.passes.balance_stages import BalanceStages
 from gemsc.passes.base import Pass
@@ -38,7 +38,7 @@ from gemsc.passes.place_stages import PlaceStages
 from gemsc.passes.split_tiles import SplitTiles
 from gemsc.planner.at_best import schedule_at_best
 from gemsc.planner.ending import share_updates
-from gemsc.planner.fitting import Scheduled, keeping_whole, schedule
+from gemsc.planner.fitting import Scheduled, Scheduling
 from gemsc.planner.layout import (
     StageLayout,
     check_blocks,
@@ -123,10 +123,9 @@ def schedule_stages(
     key = (*map(id, tiles), replace(chosen, micro_batches=()))
     task = run.once(key, schedule_task, tiles, chosen, None, hardware)
     task = replace(task, micro_batches=chosen.micro_batches)
-    done = None
-    if program.whole_stages:
-        done = keeping_whole(program, tiles, task, chosen, options, hardware)
-    done = done or schedule(program, tiles, task, chosen, options, hardware)
+    scheduling = Scheduling(chosen, options, hardware)
+    way = scheduling.keeping_whole if program.whole_stages else scheduling.schedule
+    done = way(program, tiles, task)
     check_in_flight(program, _crowded(done))
     return done
 

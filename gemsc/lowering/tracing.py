@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from gemsc.base.dtypes import convert, converted
-from gemsc.base.elementwise import Factory, updated_whole
+from gemsc.base.elementwise import OptimizerFactory, updated_whole
 from gemsc.base.nests import normalize_inputs
 from gemsc.base.plain_forward import with_threads
 from gemsc.compilation import Traced
 from gemsc.costs.hardware import Hardware
 from gemsc.costs.optimizer_state import optimizer_bytes
 from gemsc.costs.profile import Progress
-from gemsc.errors import GemscError
+from gemsc.errors import GemscError, choose
 from gemsc.frontend import FRONTENDS
 from gemsc.frontend.check import check_against_eager
 from gemsc.frontend.eager import autocast_of, check_optimizer
@@ -26,7 +26,6 @@ from gemsc.frontend.writer import name_constants
 from gemsc.ir import meta
 from gemsc.ir.opaque import Opaque, opaques
 from gemsc.ir.program import Program
-from gemsc.options import choose
 from gemsc.passes.annotate import Annotate
 from gemsc.passes.canonicalize import Canonicalize
 from gemsc.passes.constants.causal_masks import CausalMasks
@@ -49,7 +48,7 @@ def trace(
     *,
     loss: Callable[..., Any] | None = None,
     example_target: Any = None,
-    optimizer: Factory | None = None,
+    optimizer: OptimizerFactory | None = None,
     frontend: str = "record",
     precision: str = "float32",
     memory_format: str = "as-given",

@@ -26,7 +26,8 @@ from gemsc.ir.flow import owned_tensors
 from gemsc.ir.program import Program
 from gemsc.options import CompileOptions
 from gemsc.passes.follow_stages import find_twins
-from gemsc.plan import Plan, PlannedPhase, PlannedShape
+from gemsc.plan import Plan
+from gemsc.plan_tables import PlannedPhase, PlannedShape
 from gemsc.planner.make_plan import OWN_LOSS
 
 

@@ -90,7 +90,7 @@ class Annotate(Pass):
             self.known[key] = tuple(map(meta.learnt, graph.nodes))
         for node, learnt in zip(graph.nodes, self.known[key], strict=True):
             meta.learn(node, learnt)
-            meta.set_needs_gradient(node, node in learning or meta.needs_gradient(node))
+            meta.needs_gradient.set(node, node in learning or meta.needs_gradient(node))
         return replace(program, facts=True)
 
 
@@ -130,11 +130,11 @@ def annotate(
         reached = _gradient_reaches(program, values, fake, ledger)
     seen: set[int] = set()
     for node in program.compute_nodes:
-        meta.set_facts(node, ledger.facts(node, values[node], fake, seen))
-        meta.set_needs_gradient(node, node in reached)
+        meta.facts.set(node, ledger.facts(node, values[node], fake, seen))
+        meta.needs_gradient.set(node, node in reached)
     for node in program.graph.nodes:
         if node.op == "placeholder":
-            meta.set_facts(node, _facts_of_input(values[node]))
+            meta.facts.set(node, _facts_of_input(values[node]))
     if program.stages is not None:  # tiles have sizes of their own
         for node, value in values.items():
             meta.set_value(node, pytree.tree_map_only(Tensor, Tensor.detach, value))

@@ -66,7 +66,7 @@ class Canonicalize(Pass):
         _Rewriter(module).run()
         _remove_dead(module)
         for place, node in enumerate(module.graph.nodes):
-            meta.set_traced_place(node, place)
+            meta.traced_place.set(node, place)
         module.graph.lint()
         return copied
 
@@ -347,7 +347,7 @@ class _Rewriter:
             group += first > end
             end = max(end, last)
             for node in compute[first : end + 1]:
-                meta.set_glue(node, group)
+                meta.glue.set(node, group)
 
 
 def _returns_nothing(node: fx.Node) -> bool:

@@ -91,7 +91,7 @@ def _share(block: Block, found: BlockTimes, copies: dict[fx.Node, fx.Node]) -> N
         even = 1 / len(block.nodes)
         forward = facts.forward_seconds / whole_forward if whole_forward else even
         backward = facts.backward_seconds / whole_backward if whole_backward else even
-        meta.set_facts(
+        meta.facts.set(
             copies[node],
             replace(
                 facts,

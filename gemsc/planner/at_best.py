@@ -24,7 +24,7 @@ from gemsc.ir.operators.calls import call_of
 from gemsc.ir.program import Program, Stage
 from gemsc.options import CompileOptions
 from gemsc.planner.ending import Held, share_updates
-from gemsc.planner.fitting import Scheduled, schedule
+from gemsc.planner.fitting import Scheduled, Scheduling
 from gemsc.planner.layout import StageLayout
 from gemsc.planner.predict import schedule_task
 from gemsc.schedules import Task
@@ -81,7 +81,7 @@ def schedule_at_best(
     counts = chosen.micro_batches
     task = replace(task, stages=stages, edges=edges, micro_batches=counts)
     given = replace(options, recompute=(), offload=())
-    return schedule(program, (program,), task, chosen, given, hardware)
+    return Scheduling(chosen, given, hardware).schedule(program, (program,), task)
 
 
 def held_at_best(task: Task, groups: Sequence[GridShape]) -> list[list[Held]]:

@@ -16,7 +16,8 @@ from gemsc.errors import GemscError, SourceLocation
 from gemsc.ir.flow import used_tensors
 from gemsc.ir.program import Block, Program
 from gemsc.options import CompileOptions
-from gemsc.plan import Plan, PlannedFork, PlannedStage, cut_name, plan_file
+from gemsc.plan import Plan, cut_name, plan_file
+from gemsc.plan_tables import PlannedFork, PlannedStage
 from gemsc.schedules import SCHEDULES, place
 
 DEFAULTS = CompileOptions()
@@ -50,11 +51,7 @@ class EditedPlan:
         """
         plan = self.plan
         known = {field.name for field in fields(CompileOptions)}
-        options: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value
-            for key, value in plan.options.items()
-            if key in known
-        }
+        options = {key: plan.choices[key] for key in known & plan.options.keys()}
         if plan.schedule not in SCHEDULES:
             raise self.file.error(
                 ("schedule",),

@@ -39,111 +39,103 @@ class Scheduled:
     timeline: Timeline
 
 
-def schedule(
-    program: Program,
-    tiles: tuple[Program, ...],
-    task: Task,
-    chosen: StageLayout,
-    options: CompileOptions,
-    hardware: Hardware,
-) -> Scheduled:
-    """Return who does what when. `task` is what the stages of the tiles cost.
+@dataclass(frozen=True)
+class Scheduling:
+    """Who does what when, for a layout, the options and a machine."""
 
-    Raises:
-        GemscError: it does not fit the memory cap.
-    """
-    policy, cap = SCHEDULES[options.schedule].policy, options.rank_memory
-    timeline = run(task, policy)
-    if cap is not None and max(timeline.peak_bytes) > cap:
-        if "auto" in (*options.recompute, *options.offload):
-            fitted = _fitted(program, tiles, chosen, policy, options, hardware)
-            program, tiles, task = fitted.program, fitted.tiles, fitted.task
-            timeline = fitted.timeline
-        else:
-            timeline = run(replace(task, memory_cap=cap), policy)
-    task = replace(task, memory_cap=cap)
-    if not options.torch_compile:  # a compiled backward is in one part
-        timeline = split_last_backwards(task, timeline)
-    return Scheduled(program, tiles, task, timeline)
+    chosen: StageLayout
+    options: CompileOptions
+    hardware: Hardware
 
+    def schedule(
+        self, program: Program, tiles: tuple[Program, ...], task: Task
+    ) -> Scheduled:
+        """Return who does what when. `task` is what the stages of the tiles cost.
 
-def keeping_whole(
-    program: Program,
-    tiles: tuple[Program, ...],
-    task: Task,
-    chosen: StageLayout,
-    options: CompileOptions,
-    hardware: Hardware,
-) -> Scheduled | None:
-    """Return the schedule where weights in parts stay whole for most stages that fit.
+        Raises:
+            GemscError: it does not fit the memory cap.
+        """
+        options, cap = self.options, self.options.rank_memory
+        policy = SCHEDULES[options.schedule].policy
+        timeline = run(task, policy)
+        if cap is not None and max(timeline.peak_bytes) > cap:
+            if "auto" in (*options.recompute, *options.offload):
+                fitted = self._fitted(program, tiles, policy, cap)
+                program, tiles, task = fitted.program, fitted.tiles, fitted.task
+                timeline = fitted.timeline
+            else:
+                timeline = run(replace(task, memory_cap=cap), policy)
+        task = replace(task, memory_cap=cap)
+        if not options.torch_compile:  # a compiled backward is in one part
+            timeline = split_last_backwards(task, timeline)
+        return Scheduled(program, tiles, task, timeline)
 
-    So they are gathered less often. None if no more than one stage's can stay, or
-    nothing says how much memory there is.
-    """
-    cap = options.rank_memory
-    most = max(len({stage for _, stage in lanes}) for lanes in task.lanes)
-    for count in range(most, 1, -1) if cap is not None else ():
+    def keeping_whole(
+        self, program: Program, tiles: tuple[Program, ...], task: Task
+    ) -> Scheduled:
+        """Return the schedule where weights in parts stay whole for most stages.
 
-        def keep(each: Program, count: int = count) -> Program:
-            return replace(each, whole_stages=count)
+        So they are gathered less often. As many stay as fit; where nothing says how
+        much memory there is, those of one stage.
+        """
+        cap = self.options.rank_memory
+        most = max(len({stage for _, stage in lanes}) for lanes in task.lanes)
+        for count in range(most, 1, -1) if cap is not None else ():
 
-        whole = keep(program), _changed(tiles, keep)
-        keeping = replace(task, whole_stages=count)
-        with suppress(GemscError):  # not one micro-batch fits
-            done = schedule(*whole, keeping, chosen, options, hardware)
-            if cap is not None and max(done.timeline.peak_bytes) <= cap:
-                return done
-    return None
+            def keep(each: Program, count: int = count) -> Program:
+                return replace(each, whole_stages=count)
 
+            whole = keep(program), _changed(tiles, keep)
+            with suppress(GemscError):  # not one micro-batch fits
+                done = self.schedule(*whole, replace(task, whole_stages=count))
+                if cap is not None and max(done.timeline.peak_bytes) <= cap:
+                    return done
+        return self.schedule(program, tiles, task)
 
-def _fitted(
-    program: Program,
-    tiles: tuple[Program, ...],
-    chosen: StageLayout,
-    policy: Policy,
-    options: CompileOptions,
-    hardware: Hardware,
-) -> Scheduled:
-    """Keep to the memory cap: fewer micro-batches at a time, or less of each.
+    def _fitted(
+        self, program: Program, tiles: tuple[Program, ...], policy: Policy, cap: int
+    ) -> Scheduled:
+        """Keep to the memory cap: fewer micro-batches at a time, or less of each.
 
-    What the first tile saves decides for all of a grid.
+        What the first tile saves decides for all of a grid.
 
-    Raises:
-        GemscError: neither fits; says what the lowest peak found is.
-    """
-    cap = options.rank_memory
-    assert cap is not None
-    kinds = [k for k in ("recompute", "offload") if "auto" in getattr(options, k)]
+        Raises:
+            GemscError: neither fits; says what the lowest peak found is.
+        """
+        kinds = [
+            k for k in ("recompute", "offload") if "auto" in getattr(self.options, k)
+        ]
 
-    owning = _changed(tiles, lambda tile: replace(tile, owned=owned_tensors(tile)))
-    known: Known = {}
+        owning = _changed(tiles, lambda tile: replace(tile, owned=owned_tensors(tile)))
+        known: Known = {}
 
-    def alike(fitted: Program, tiles: Sequence[Program]) -> tuple[Program, ...]:
-        return _changed(tiles, lambda tile: replace(tile, segments=fitted.segments))
+        def alike(fitted: Program, tiles: Sequence[Program]) -> tuple[Program, ...]:
+            return _changed(tiles, lambda tile: replace(tile, segments=fitted.segments))
 
-    def simulate(fitted: Program) -> Timeline:
-        task = schedule_task(alike(fitted, owning), chosen, None, hardware, known)
-        return run(task, policy)
+        def simulate(fitted: Program) -> Timeline:
+            whole = alike(fitted, owning)
+            task = schedule_task(whole, self.chosen, None, self.hardware, known)
+            return run(task, policy)
 
-    ways = []
-    task = schedule_task(tiles, chosen, cap, hardware)
-    with suppress(GemscError):  # it does not fit one micro-batch, all of it kept
-        ways.append(Scheduled(program, tiles, task, run(task, policy)))
-    fit = MemoryFit(tiles[0], cap, simulate, hardware.device, kinds).best()
-    if fit.fits:
-        fitting = alike(fit.program, tiles)
-        task = schedule_task(fitting, chosen, cap, hardware)
-        fitted = replace(program, segments=fit.program.segments)
-        ways.append(Scheduled(fitted, fitting, task, fit.timeline))
-    if not ways:
-        raise GemscError(
-            f"no choice of blocks for --{' and --'.join(kinds)} fits "
-            f"{show_bytes(cap)} on each rank: the lowest peak found is "
-            f"{show_enough_bytes(fit.peak_bytes)}",
-            help="use more --ranks, smaller micro-batches in example_inputs(), or a "
-            "larger --device-memory",
-        )
-    return min(ways, key=lambda each: each.timeline.makespan)
+        ways = []
+        task = schedule_task(tiles, self.chosen, cap, self.hardware)
+        with suppress(GemscError):  # it does not fit one micro-batch, all of it kept
+            ways.append(Scheduled(program, tiles, task, run(task, policy)))
+        fit = MemoryFit(tiles[0], cap, simulate, self.hardware.device, kinds).best()
+        if fit.fits:
+            fitting = alike(fit.program, tiles)
+            task = schedule_task(fitting, self.chosen, cap, self.hardware)
+            fitted = replace(program, segments=fit.program.segments)
+            ways.append(Scheduled(fitted, fitting, task, fit.timeline))
+        if not ways:
+            raise GemscError(
+                f"no choice of blocks for --{' and --'.join(kinds)} fits "
+                f"{show_bytes(cap)} on each rank: the lowest peak found is "
+                f"{show_enough_bytes(fit.peak_bytes)}",
+                help="use more --ranks, smaller micro-batches in example_inputs(), or "
+                "a larger --device-memory",
+            )
+        return min(ways, key=lambda each: each.timeline.makespan)
 
 
 def _changed(

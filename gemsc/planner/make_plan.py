@@ -24,14 +24,8 @@ from gemsc.ir.opaque import opaques
 from gemsc.ir.program import Program, Stage
 from gemsc.ir.shards import CutTensor, Fork, StageShards, WholeTensor
 from gemsc.options import CompileOptions
-from gemsc.plan import (
-    FUSED,
-    Plan,
-    PlannedFork,
-    PlannedStage,
-    PlannedTransfer,
-    PlannedWhole,
-)
+from gemsc.plan import FUSED, Plan
+from gemsc.plan_tables import PlannedFork, PlannedStage, PlannedTransfer, PlannedWhole
 from gemsc.planner.ending import after_backward
 from gemsc.planner.memory import largest_weights, peak_parts
 from gemsc.planner.predict import micro_batch_size, talking

@@ -16,7 +16,7 @@ from gemsc.base.grid_shape import SPLITS
 from gemsc.base.units import show_bytes, show_enough_bytes
 from gemsc.costs.hardware import Hardware, read_hardware
 from gemsc.errors import GemscError
-from gemsc.options import SHARD, CompileOptions, typed
+from gemsc.options import CHOICES, CompileOptions, typed
 from gemsc.planner.at_best import held_at_best
 from gemsc.planner.ending import after_backward, end_of, reduced_bytes
 from gemsc.planner.fitting import Scheduled
@@ -373,7 +373,8 @@ def _savings(lowest: Candidate, assess: Assess) -> list[str]:
 def _in_parts(lowest: Candidate, assess: Assess) -> list[str]:
     """What ranks with the same weights may keep in parts: the first that is enough."""
     given = in_parts(lowest.options)
-    for shard in SHARD[SHARD.index(given) + 1 :]:
+    known = CHOICES["shard"]
+    for shard in known[known.index(given) + 1 :]:
         found = assess(replace(lowest.options, shard=shard))
         if found.fits():
             return [f"add --shard {shard} ({show_bytes(found.peak_bytes)} then)"]

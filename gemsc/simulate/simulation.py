@@ -160,12 +160,8 @@ def read_program(directory: Path) -> tuple[UserModel, CompileOptions]:
             f"{directory} was compiled from Python: its model is not in a file",
             help="give the file that defines the model: gemsc simulate model.py",
         )
-    given: dict[str, Any] = {
-        key: tuple(value) if isinstance(value, list) else value
-        for key, value in plan.options.items()
-    }
     blocks = tuple(len(stage.blocks) for stage in plan.stages)
-    given |= {"ranks": plan.ranks, "data": plan.data, "per_device": 1}
+    given = plan.choices | {"ranks": plan.ranks, "data": plan.data, "per_device": 1}
     given |= {"balance": "explicit", "blocks": blocks, "cuts": ()}
     user = load_user_model(plan.spec, constants=plan.constants)
     return user, CompileOptions(**given)

@@ -37,13 +37,15 @@ from gemsc.ir import meta
 from gemsc.ir.invariants import sources
 from gemsc.plan import Plan
 from gemsc.runtime.data.batches import repeated
-from gemsc.runtime.training.trainer import Trainer, concatenated
+from gemsc.runtime.training.step_report import concatenated
+from gemsc.runtime.training.trainer import Trainer
 from gemsc.runtime.training.verification import recorded
 from gemsc.runtime.transport.local import run_local
 from gemsc.runtime.transport.transport import Transport
 from gemsc.verify.compare import Comparison, StepRecord, compare, read_record
+from gemsc.verify.one_process import micro_batch_of, reference_steps
 from gemsc.verify.precision import Precision, WatchPrecision
-from gemsc.verify.steps import NUDGES, micro_batch_of, nudged, reference_steps
+from gemsc.verify.steps import NUDGES, nudged
 
 MOST_SECONDS = 30.0  # of the ranks and the model, as predicted
 MOST_BYTES = 4 << 30  # of weights and activations

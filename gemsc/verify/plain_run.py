@@ -26,11 +26,11 @@ from gemsc.runtime.data.batches import digest
 from gemsc.runtime.data.held_generators import SeededReader
 from gemsc.runtime.data.metrics import Metrics, first_samples
 from gemsc.runtime.data.shapes import ShapeClasses, join_samples, numbers_of
-from gemsc.runtime.data.stream_batches import StreamReader
+from gemsc.runtime.data.stream_reader import StreamReader
 from gemsc.slides.windows import Case, Picture, SlidingWindows
 from gemsc.user_model import UserModel
+from gemsc.verify.one_process import PlainUpdate, plain_updates
 from gemsc.verify.precision import FULL, Precision
-from gemsc.verify.steps import PlainUpdate, plain_updates
 
 HOST = torch.device("cpu")
 

@@ -19,7 +19,8 @@ from gemsc.ir import meta
 from gemsc.ir.flow import used_tensors
 from gemsc.ir.program import Program, Stage
 from gemsc.ir.shards import Branch
-from gemsc.plan import Plan, PlannedStage, cut_name
+from gemsc.plan import Plan, cut_name
+from gemsc.plan_tables import PlannedStage
 from gemsc.schedules.paths import skipping
 from gemsc.viz.design import COLOURS, FONT, NUM_SERIES, colour, css, series
 

@@ -12,7 +12,8 @@ from typing import Any
 from rich.table import Table
 
 from gemsc.base.units import show_bytes, show_flops, show_seconds
-from gemsc.plan import Plan, PlannedFork, PlannedStage
+from gemsc.plan import Plan
+from gemsc.plan_tables import PlannedFork, PlannedStage
 from gemsc.planner.explain import show_rate
 from gemsc.search.candidates import Candidate
 from gemsc.viz.design import sample

@@ -13,7 +13,8 @@ from itertools import groupby
 from typing import Any
 
 from gemsc.base.units import show_ranks
-from gemsc.plan import Plan, PlannedStage
+from gemsc.plan import Plan
+from gemsc.plan_tables import PlannedStage
 from gemsc.planner.explain import task_of, timeline_of
 from gemsc.schedules import Action, Kind, Task, Timed, Timeline, held_bytes
 from gemsc.schedules.paths import skipping

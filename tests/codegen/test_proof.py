@@ -14,10 +14,9 @@ import pytest
 from program_support import mse
 
 from gemsc.codegen.read import read_ranks
-from gemsc.compiler import compile
+from gemsc.compiler import CompiledProgram, compile, prove_files
 from gemsc.errors import InternalError
 from gemsc.planner.explain import task_of
-from gemsc.result import CompiledProgram, prove_files
 
 Files = dict[str, str]
 Damage = Callable[[Files], None]

@@ -20,7 +20,7 @@ from gemsc.ir.opaque import opaque_of
 from gemsc.ir.program import Program
 from gemsc.passes.canonicalize import Canonicalize
 from gemsc.verify.compare import compare
-from gemsc.verify.steps import reference_steps
+from gemsc.verify.one_process import reference_steps
 
 SAMPLES, LENGTH, WIDTH, HEADS = 3, 5, 8, 2
 CAUSAL = nn.Transformer.generate_square_subsequent_mask(LENGTH).double()

@@ -20,7 +20,7 @@ from gemsc.runtime.transport.streams import Streams
 from gemsc.runtime.transport.transport import Transport
 from gemsc.runtime.worker.updates import clip_gradients
 from gemsc.verify.compare import compare
-from gemsc.verify.steps import reference_steps
+from gemsc.verify.one_process import reference_steps
 
 record = FRONTENDS["record"]
 

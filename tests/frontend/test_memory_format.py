@@ -16,7 +16,7 @@ from gemsc.messages.message import Message, Value
 from gemsc.options import CompileOptions
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.verify.compare import compare
-from gemsc.verify.steps import reference_steps
+from gemsc.verify.one_process import reference_steps
 
 LAST = torch.channels_last
 

@@ -17,7 +17,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 from gemsc import compile
 from gemsc.errors import GemscError
 from gemsc.verify.compare import TOLERANCE, compare
-from gemsc.verify.steps import reference_steps
+from gemsc.verify.one_process import reference_steps
 
 EXACT = TOLERANCE[torch.float64]
 NUM, WIDTH = 10, 4

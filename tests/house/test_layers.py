@@ -23,7 +23,10 @@ ROOT = Path(__file__).parents[2]
 RUNTIME = tuple(f"runtime.{room}" for room in ("transport", "process", "tiles"))
 IR = ("errors", "base", "ir.operators", "ir")
 COSTS = (*IR, "costs")
-PLANNER = (*COSTS, "messages", "options", "plan", "schedules", "planner")
+PLANNER = (
+    *(*COSTS, "messages", "options", "plan", "plan_tables"),
+    *("schedules", "planner"),
+)
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "errors": (),
     "base": ("errors",),
@@ -33,7 +36,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "datasets": ("errors", "base"),
     "nn": (),
     "options": ("errors", "base"),
-    "plan": ("errors", "base"),
+    "plan_tables": ("errors", "base"),
+    "plan": ("errors", "base", "plan_tables"),
     "user_model": (*("errors", "base", "weights", "source", "slides", "datasets"),),
     "schedules": ("errors", "base"),
     "messages": ("errors", "base"),
@@ -42,7 +46,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "runtime.tiles": ("errors", "base", "nn", "messages", "runtime.transport"),
     "runtime.memory": ("errors", "base", *RUNTIME),
     "runtime.data": (
-        *("errors", "base", "slides", "datasets", "messages", "plan"),
+        *("errors", "base", "slides", "datasets", "messages", "plan_tables", "plan"),
         *("runtime.transport", "runtime.process"),
     ),
     "runtime.worker": (
@@ -55,7 +59,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "runtime.training": (
         *("errors", "base", "weights", "source", "slides", "messages", "plan"),
         *(*RUNTIME, "runtime.memory", "runtime.data", "runtime.worker"),
-        *("user_model", "datasets", "runtime.checkpoint"),
+        *("plan_tables", "user_model", "datasets", "runtime.checkpoint"),
     ),
     # what generated files import: names out of the rooms above
     "runtime": (
@@ -101,7 +105,6 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "importers.keras": ("errors", "base", "nn", "codegen", "importers"),
     "viz": (*PLANNER, "search"),
-    "result": (*PLANNER, "compilation", "search", "codegen", "viz"),
     "lowering": (
         *PLANNER,
         "compilation",
@@ -127,7 +130,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "compiler": (
         *(*PLANNER, "compilation", "frontend", "passes", "passes.branches"),
-        *("search", "codegen", "result", "lowering", "verify", "weights"),
+        *("search", "codegen", "viz", "lowering", "verify", "weights"),
     ),
     "calibrate": (*COSTS, *RUNTIME, "runtime.memory", "launch"),
     "simulate": (

@@ -38,7 +38,7 @@ from gemsc.runtime import Run
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.schedules import SCHEDULES
 from gemsc.verify.compare import TOLERANCE, compare
-from gemsc.verify.steps import reference_steps
+from gemsc.verify.one_process import reference_steps
 
 EXACT = TOLERANCE[torch.float64]
 RUNNABLE = [n for n, s in SCHEDULES.items() if not s.policy.split_backward]

@@ -19,7 +19,8 @@ from typer.main import get_command
 import gemsc
 from gemsc.cli import make_app
 from gemsc.options import CompileOptions
-from gemsc.plan import Plan, PlannedStage
+from gemsc.plan import Plan
+from gemsc.plan_tables import PlannedStage
 
 ROOT = Path(__file__).parents[2]
 ASSETS = {("script", "src"), ("img", "src"), ("link", "href"), ("iframe", "src")}

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 from size import count_code, count_lines, marks, sizes
+
+FILES = [*(Path(__file__).parents[2] / "gemsc").rglob("*.py")]
+MOST_LINES, MOST_METHODS = 450, 35
 
 
 def test_each_room_is_below_its_mark() -> None:
@@ -23,6 +27,25 @@ def test_a_mark_follows_a_room_that_shrinks() -> None:
     found = sizes()
     loose = {n: most for n, most in marks().items() if most > 50 + found[n].lines}
     assert not loose, f"lower the marks of {loose} in pyproject.toml, [tool.size]"
+
+
+def test_a_file_is_one_idea() -> None:
+    """Find what is superfluous in it, or split it: a file has the name of one idea."""
+    lengths = {str(path): count_lines(path) for path in FILES}
+    long = {path: length for path, length in lengths.items() if length > MOST_LINES}
+    assert lengths
+    assert not long
+
+
+def test_a_class_has_not_too_many_methods() -> None:
+    found = [
+        (path.name, node.name, sum(isinstance(n, ast.FunctionDef) for n in node.body))
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+    ]
+    assert max(count for *_, count in found) > 20, "methods are not counted"
+    assert not [each for each in found if each[2] > MOST_METHODS]
 
 
 def test_lines_of_code_are_those_that_are_neither_blank_nor_text(

@@ -25,7 +25,7 @@ from gemsc.importers.network import ImportOptions
 from gemsc.plan import Plan
 from gemsc.user_model import UserModel, load_user_model
 from gemsc.verify.compare import TOLERANCE, compare
-from gemsc.verify.steps import reference_steps
+from gemsc.verify.one_process import reference_steps
 
 FILES = [f"{name}.keras" for name in KERAS_MODELS]
 FILES += [f"{name}.onnx" for name in ONNX_FILES]

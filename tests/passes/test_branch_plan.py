@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 import gemsc
+from gemsc.compiler import CompiledProgram
 from gemsc.errors import GemscError
-from gemsc.plan import Plan, PlannedFork
+from gemsc.plan import Plan
+from gemsc.plan_tables import PlannedFork
 from gemsc.planner.edited import EditedPlan
-from gemsc.result import CompiledProgram
 from gemsc.viz.graph import boxes_of
 from gemsc.viz.listings import Listing, list_plan
 from gemsc.viz.panel import panels_of

@@ -17,7 +17,7 @@ from gemsc.options import CompileOptions
 from gemsc.plan import Plan
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.runtime.transport.local import LocalTransport, run_local
-from gemsc.verify.steps import divide_gradients
+from gemsc.verify.one_process import divide_gradients
 
 DOUBLE = torch.float64
 

@@ -26,7 +26,7 @@ from gemsc.errors import GemscError
 from gemsc.planner.ending import held_gradients
 from gemsc.planner.explain import task_of
 from gemsc.verify.compare import compare
-from gemsc.verify.steps import reference_steps
+from gemsc.verify.one_process import reference_steps
 
 pytestmark = pytest.mark.usefixtures("in_double", "drawn_alike")
 PER_TEST = 6

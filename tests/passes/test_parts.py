@@ -22,15 +22,14 @@ from torch import Tensor, nn
 
 from gemsc.base.parts import Part, make_whole
 from gemsc.codegen.package import write_directory
-from gemsc.compiler import compile
+from gemsc.compiler import CompiledProgram, compile, prove_files
 from gemsc.costs.hardware import read_hardware
 from gemsc.errors import GemscError, InternalError
 from gemsc.planner.ending import gradient_sums, held_gradients, reduced_bytes
 from gemsc.planner.explain import task_of
-from gemsc.result import CompiledProgram, prove_files
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.verify.compare import compare
-from gemsc.verify.steps import reference_steps
+from gemsc.verify.one_process import reference_steps
 from gemsc.weights.read import pasted, read_tensor
 
 State = dict[str, Tensor]

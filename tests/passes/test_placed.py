@@ -25,17 +25,17 @@ from torch import Tensor, fx, nn
 from gemsc.base.dtypes import default_dtype
 from gemsc.base.parts import Part, by_path, holder_of, make_whole
 from gemsc.codegen.package import write_directory
-from gemsc.compiler import compile
+from gemsc.compiler import CompiledProgram, compile, prove_files
 from gemsc.errors import InternalError
 from gemsc.ir.holder import with_graph
 from gemsc.ir.layers import layer_source
 from gemsc.passes.shards.local import put_parts
 from gemsc.planner.explain import task_of
-from gemsc.result import CompiledProgram, prove_files
 from gemsc.user_model import load_user_model
 from gemsc.verify.compare import compare, read_record
+from gemsc.verify.one_process import reference_steps
 from gemsc.verify.plain_run import PlainRun, RunSettings
-from gemsc.verify.steps import initial_model, reference_steps
+from gemsc.verify.steps import initial_model
 from gemsc.weights.read import pasted
 
 

@@ -196,16 +196,16 @@ def test_a_learning_rate_that_falls_on_a_plateau(tmp_path: Path) -> None:
     assert run(tmp_path, user, *words, result=rate) == [pytest.approx(1e-4)] * 2
     with pytest.raises(GemscError, match="ReduceLROnPlateau needs evaluations"):
         run(tmp_path, user_of(scheduler=plateau))
-    worker = SimpleNamespace(all_updates={})
+    worker = SimpleNamespace(variants=SimpleNamespace(updates={}))
     for name, scheduler in (("d", plateau), ("g", None)):
         adam = torch.optim.Adam([torch.zeros(1, requires_grad=True)], lr=1.0)
         made = scheduler(adam) if scheduler else object()
-        worker.all_updates[name] = SimpleNamespace(scheduler=made)
+        worker.variants.updates[name] = SimpleNamespace(scheduler=made)
     trainer: Any = SimpleNamespace(worker=worker, scheduler=None, step_number=1)
     best = checkpoints.Best()
     for value in (1.0, 2.0):
         best.on_evaluation(trainer, {"loss": value})
-    assert worker.all_updates["d"].scheduler.get_last_lr() == [pytest.approx(0.1)]
+    assert worker.variants.updates["d"].scheduler.get_last_lr() == [pytest.approx(0.1)]
     best.on_evaluation(trainer, {"score": 1.0})  # the phases of a step have no loss
     with pytest.raises(GemscError, match="takes a figure: an evaluation gives score"):
         best.on_end(trainer)

@@ -25,7 +25,7 @@ from gemsc.runtime.process.device import (
 from gemsc.runtime.process.sharing import LOCAL_RANKS
 from gemsc.runtime.training import trainer
 from gemsc.runtime.transport.local import LocalTransport, run_local
-from gemsc.verify.steps import reference_steps
+from gemsc.verify.one_process import reference_steps
 
 gemsc = pytest.fixture(gemsc_here)
 

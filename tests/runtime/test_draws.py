@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gemsc.base.rng import same_draws
 from gemsc.verify.compare import compare
-from gemsc.verify.steps import reference_steps
+from gemsc.verify.one_process import reference_steps
 
 IMAGE = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(0))
 DRAWS = {

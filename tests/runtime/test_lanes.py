@@ -29,10 +29,10 @@ from torch import Tensor, nn
 
 from gemsc.codegen.package import write_directory
 from gemsc.codegen.read import read_ranks
+from gemsc.compiler import CompiledProgram, prove_files
 from gemsc.errors import GemscError, InternalError
 from gemsc.messages.exchange import Exchange
 from gemsc.planner.explain import task_of
-from gemsc.result import CompiledProgram, prove_files
 from gemsc.runtime.tiles.grid import Grid
 from gemsc.runtime.tiles.messages import FIRST_TAG, TileMailbox, tag_of
 from gemsc.runtime.training.trainer import Trainer

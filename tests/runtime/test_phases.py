@@ -23,7 +23,8 @@ from gemsc import Phase
 from gemsc.compiler import compile
 from gemsc.errors import GemscError
 from gemsc.runtime.training.callbacks import Callback, Ema
-from gemsc.runtime.training.trainer import StepReport, Trainer
+from gemsc.runtime.training.step_report import StepReport
+from gemsc.runtime.training.trainer import Trainer
 from gemsc.weights.read import pasted
 
 SIZE = 8

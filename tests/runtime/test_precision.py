@@ -14,8 +14,8 @@ from gemsc.errors import GemscError
 from gemsc.plan import Plan
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.verify.compare import StepRecord, compare
+from gemsc.verify.one_process import reference_steps
 from gemsc.verify.precision import Precision
-from gemsc.verify.steps import reference_steps
 
 
 class Picture(nn.Module):

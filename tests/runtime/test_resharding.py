@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from gemsc.errors import GemscError
 from gemsc.runtime.training.trainer import Trainer
-from gemsc.verify.steps import reference_steps
+from gemsc.verify.one_process import reference_steps
 
 PICTURE = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 State = dict[str, Tensor]

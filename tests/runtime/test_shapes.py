@@ -22,10 +22,11 @@ from gemsc.base.rng import seed_of
 from gemsc.codegen.package import write_directory
 from gemsc.compiler import CompiledProgram, compile
 from gemsc.errors import GemscError
-from gemsc.ir.meta import facts, set_facts
+from gemsc.ir.meta import facts
 from gemsc.lowering.tracing import trace
 from gemsc.lowering.variants import find_largest
-from gemsc.plan import Plan, PlannedShape
+from gemsc.plan import Plan
+from gemsc.plan_tables import PlannedShape
 from gemsc.runtime.data.batches import Batches
 from gemsc.runtime.data.order import BatchOrder
 from gemsc.runtime.data.shapes import (
@@ -534,7 +535,7 @@ def test_of_shapes_that_take_as_long_the_largest_costs_most() -> None:
     graphs = {str(n): trace(nn.ReLU(), (torch.randn(2, n),)) for n in (2, 4, 3)}
     same = {"forward_seconds": 1.0, "backward_seconds": 1.0}
     for node in [node for g in graphs.values() for node in g.program.graph.nodes]:
-        set_facts(node, replace(facts(node), **same))
+        facts.set(node, replace(facts(node), **same))
     assert find_largest(graphs) == "4"
 
 

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from test_shard_optimizer import Gate, adamw, by_name, gated, net
 from torch import Tensor, nn
 
+from gemsc.compiler import prove_files
 from gemsc.errors import GemscError, InternalError
 from gemsc.planner.explain import task_of
-from gemsc.result import prove_files
 from gemsc.runtime.training.callbacks import Ema
 from gemsc.runtime.training.trainer import Trainer
 

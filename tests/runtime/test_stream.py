@@ -28,10 +28,11 @@ import gemsc
 from gemsc.datasets.samples import num_samples
 from gemsc.datasets.stream import as_dataset
 from gemsc.errors import GemscError
-from gemsc.plan import PlannedShape
+from gemsc.plan_tables import PlannedShape
 from gemsc.runtime.data.batches import Batch
 from gemsc.runtime.data.shapes import ShapeClasses, all_numbers
-from gemsc.runtime.data.stream_batches import Mark, StreamBatches, batches_of
+from gemsc.runtime.data.stream_batches import StreamBatches, batches_of
+from gemsc.runtime.data.stream_reader import Mark
 from gemsc.runtime.training.trainer import Trainer
 
 

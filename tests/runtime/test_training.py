@@ -15,7 +15,8 @@ from training_support import pairs, program, run, simple, user_of
 
 import gemsc
 from gemsc.errors import GemscError
-from gemsc.runtime.training.trainer import StepReport, Trainer
+from gemsc.runtime.training.step_report import StepReport
+from gemsc.runtime.training.trainer import Trainer
 
 
 def steps(trainer: Trainer) -> int:

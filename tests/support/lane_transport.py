@@ -22,12 +22,8 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from gemsc.errors import InternalError
-from gemsc.runtime.transport.local import (
-    LocalTransport,
-    _copy,
-    _LocalRequest,
-    run_local,
-)
+from gemsc.runtime.transport.local import LocalTransport, run_local
+from gemsc.runtime.transport.local_world import LocalRequest, copy_message
 from gemsc.runtime.transport.transport import check_message, shape_text
 from gemsc.runtime.transport.waiting import Request
 
@@ -41,7 +37,7 @@ LONGEST_DELAY = 5e-4  # seconds
 class Part:
     """One end of a message, or one member's part of a sum."""
 
-    request: _LocalRequest
+    request: LocalRequest
     peer: int = -1
     tag: int = -1
     sends: bool = False
@@ -99,7 +95,7 @@ class Lanes(LocalTransport):
         tag = key[2]
         check_message(tensor, peer, tag, size=self.size, cuda_aware=self.cuda_aware)
         text = f"{'send' if is_send else 'receive'} of {shape_text(tensor)}, tag {tag}"
-        request = _LocalRequest(self._world, text, tensor.detach())
+        request = LocalRequest(self._world, text, tensor.detach())
         part = Part(request, peer, tag, is_send)
         if self._open is not None:
             self._open.parts.append(part)
@@ -114,7 +110,7 @@ class Lanes(LocalTransport):
             return super().start_collective(kind, ranks, value, combine, key=key)
         number = self._num_collectives.get((ranks, key), 0)
         self._num_collectives[ranks, key] = number + 1
-        request = _LocalRequest(self._world, f"{kind} of ranks {ranks}")
+        request = LocalRequest(self._world, f"{kind} of ranks {ranks}")
         place, share = (ranks, key, number), (self.rank, value)
 
         def start() -> None:
@@ -157,7 +153,7 @@ class Lanes(LocalTransport):
             return False
         if there.tag != part.tag:
             raise InternalError(f"{there.request.text} gets {part.request.text}")
-        _copy(part.request, there.request)
+        copy_message(part.request, there.request)
         self._world.moved()
         return True
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gemsc.compiler import CompiledProgram, compile
 from gemsc.verify.compare import TOLERANCE, compare
-from gemsc.verify.steps import reference_steps
+from gemsc.verify.one_process import reference_steps
 
 EXACT = TOLERANCE[torch.float64]
 D = 6

@@ -22,7 +22,7 @@ from gemsc.codegen.package import write_directory
 from gemsc.compiler import CompiledProgram, Traced, lower, trace
 from gemsc.options import CompileOptions
 from gemsc.verify.compare import StepRecord, compare
-from gemsc.verify.steps import reference_steps
+from gemsc.verify.one_process import reference_steps
 
 __all__ = [
     "FLOAT32",

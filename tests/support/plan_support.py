@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 from gemsc.compiler import Traced, plan, schedule_stages
 from gemsc.options import CompileOptions
 from gemsc.passes.manager import Runs
-from gemsc.plan import Plan, PlannedStage, PlannedTransfer
+from gemsc.plan import Plan
+from gemsc.plan_tables import PlannedStage, PlannedTransfer
 from gemsc.planner.explain import timeline_of
 from gemsc.schedules import SCHEDULES, Edge, StageCost, Task, run
 from gemsc.search import auto

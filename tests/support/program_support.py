@@ -16,6 +16,7 @@ from threads import run_on_threads
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from gemsc.base.elementwise import OptimizerFactory
 from gemsc.codegen.package import write_directory
 from gemsc.compiler import CompiledProgram, compile, trace
 from gemsc.ir.program import Program
@@ -24,10 +25,10 @@ from gemsc.passes.insert_comms import InsertComms
 from gemsc.passes.manager import run_passes
 from gemsc.passes.place_stages import PlaceStages
 from gemsc.runtime.checkpoint.files import export_model
-from gemsc.runtime.training.trainer import OptimizerFactory, Trainer
+from gemsc.runtime.training.trainer import Trainer
 from gemsc.runtime.transport.local import run_local
 from gemsc.verify.compare import Comparison, compare
-from gemsc.verify.steps import reference_steps
+from gemsc.verify.one_process import reference_steps
 
 T = TypeVar("T")
 WIDTH = 4

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gemsc.runtime.training.trainer import OptimizerFactory
+from gemsc.base.elementwise import OptimizerFactory
 from gemsc.runtime.training.verification import record_steps
 from gemsc.runtime.transport.transport import Transport
 from gemsc.verify.compare import StepRecord, read_record

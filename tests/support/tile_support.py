@@ -246,11 +246,11 @@ def _on_grid(program: Program, grid: Grid) -> Iterator[None]:
     before = [(n, n.args, meta.whole_gradients(n)) for n in program.graph.nodes]
     for node, args, whole in before:
         node.args = tuple(grid if isinstance(a, ShapeGrid) else a for a in args)
-        meta.set_whole_gradients(node, whole and grid)
+        meta.whole_gradients.set(node, whole and grid)
     yield
     for node, args, whole in before:
         node.args = args
-        meta.set_whole_gradients(node, whole)
+        meta.whole_gradients.set(node, whole)
 
 
 def _plain(module: nn.Module) -> nn.Module:

@@ -73,7 +73,7 @@ class WholeTiles(Pass):
     def _spread(self, node: fx.Node, stage: int) -> None:
         if self.grids[stage] and len(meta.tensors(node)) == 1:
             shape = meta.spec(node).shape
-            meta.set_layout(node, Layout.whole(shape, self.grids[stage].size))
+            meta.layout.set(node, Layout.whole(shape, self.grids[stage].size))
 
     def _exchange(self, node: fx.Node, source: int, dest: int) -> Exchange:
         shape = meta.spec(node).shape

@@ -26,13 +26,8 @@ from gemsc.runtime.worker.deferral import Deferred
 from gemsc.runtime.worker.reduction import RunningStatistics
 from gemsc.verify.compare import StepRecord
 from gemsc.verify.field import check
-from gemsc.verify.field.check import (
-    AllInputs,
-    _compared,
-    _Evaluated,
-    _is_chance,
-    check_all_inputs,
-)
+from gemsc.verify.field.check import _is_chance, check_all_inputs
+from gemsc.verify.field.compared import AllInputs, _compared, _Evaluated
 from gemsc.verify.field.mode import OverField
 from gemsc.verify.field.numbers import PRIMES, Field
 

@@ -19,9 +19,8 @@ from gemsc.ir.flow import used_tensors
 from gemsc.ir.program import Program, Stage
 from gemsc.ir.shards import Fork, Placed
 from gemsc.passes.branches.assignment import ALL, BranchCost, Ranks
-from gemsc.passes.branches.candidates import NO_GAIN, ForkChoice, heaviest
+from gemsc.passes.branches.candidates import NO_GAIN, ForkChoice, heaviest, names_of
 from gemsc.passes.branches.forks import Finder, ForkWindow
-from gemsc.passes.branches.names import names_of
 
 MOST_TOLD = 4  # forks that are not shared out, of a stage
 LEAST_TOLD = 0.01  # of a stage's seconds: what they would save without messages

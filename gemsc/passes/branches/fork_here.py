@@ -69,11 +69,11 @@ class ForkHere:
         if not self.computes(node):
             return None
         local = low.copy(node, inputs=given)
-        meta.set_whole_gradients(local.node, None)
+        meta.whole_gradients.set(local.node, None)
         if isinstance(meta.value(node), Tensor):
             shape = meta.spec(node).shape
             held = (box_of(shape, rank == low.place) for rank in range(low.tiles))
-            meta.set_layout(local.node, Layout(shape, tuple(held)))
+            meta.layout.set(local.node, Layout(shape, tuple(held)))
         if meta.facts(node).random:
             meta.set_draw(local.node, low.draw(node))
         return local
@@ -176,7 +176,7 @@ class ForkHere:
         args = of, shape
         node = low.add(like, tiles.nothing, args, shape, name=self.name, **settings)
         stays = meta.dtypes(like).value
-        meta.set_dtypes(node, meta.Dtypes(stays, constants=stays))
+        meta.dtypes.set(node, meta.Dtypes(stays, constants=stays))
         return node
 
     def _present(self, like: fx.Node) -> tuple[fx.Node, fx.Node]:

@@ -162,7 +162,7 @@ def _copied(
         for node in nodes:
             copy = program.graph.node_copy(node, lambda n: copies.get(n, n))
             meta.copy_meta(node, copy)
-            meta.set_copy_of(copy, node.name)
+            meta.copy_of.set(copy, node.name)
             copies[node] = copy
     for node, copy in copies.items():
         for user in [user for user in node.users if user in inside]:
@@ -174,9 +174,9 @@ def _copied(
 def _mark(nodes: Iterable[fx.Node]) -> None:
     """Say that nodes run once, which takes no time of a micro-batch."""
     for node in nodes:
-        meta.set_made_once(node)
+        meta.is_made_once.set(node, True)
         facts = replace(meta.facts(node), forward_seconds=0.0, forward_launches=0.0)
-        meta.set_facts(node, facts)
+        meta.facts.set(node, facts)
 
 
 def _rename_memory(
@@ -192,7 +192,7 @@ def _rename_memory(
     for node in (*copies, *nodes):
         facts = meta.facts(node)
         known = renamed(facts.storages), renamed(facts.saved)
-        meta.set_facts(node, replace(facts, storages=known[0], saved=known[1]))
+        meta.facts.set(node, replace(facts, storages=known[0], saved=known[1]))
 
 
 def _with_copies(program: Program, copies: _Copies) -> Program:

@@ -226,7 +226,7 @@ class Conversions(Pieces):
         if op != "call_module" and (path := meta.layer(like)):
             meta.set_layer(new, path)
         if partial:
-            meta.set_layout(new, None)
+            meta.layout.set(new, None)
         return Local(new, axes, parts, flattened)
 
     def _describe(
@@ -256,7 +256,7 @@ class Conversions(Pieces):
         kwargs = fx.node.map_arg(node.kwargs, choose)
         local = self.create(node, node.op, node.target, args, kwargs, axes)
         whole = bool(self.grid) and axes is None and self.has_own_backward(node)
-        meta.set_whole_gradients(local.node, self.here if whole else None)
+        meta.whole_gradients.set(local.node, self.here if whole else None)
         return local
 
     def part(

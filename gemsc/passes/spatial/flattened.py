@@ -118,7 +118,7 @@ def linear(low: Lowering, call: Call) -> Local:
     args = (low.here, low.get(source).node)
     local = on_tiles(low, call, tiles.linear, args, result, **columns)
     if low.is_addend:
-        meta.set_layout(local.node, None)
+        meta.layout.set(local.node, None)
     return local
 
 

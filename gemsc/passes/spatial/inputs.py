@@ -111,7 +111,7 @@ class Placeholders:
             return
         shape, fake = whole_shape(node), meta.value(node)
         owned = held_boxes(shape, axes, grid.axes)
-        meta.set_layout(new, Layout(shape, wide, owned))
+        meta.layout.set(new, Layout(shape, wide, owned))
         with fake.fake_mode:
             place = self._tile % grid.size
             meta.set_value(new, fake.new_empty(shape_of(wide[place])))

@@ -109,7 +109,7 @@ class Lowering(Conversions):
             return found
         finally:  # what it takes of other values, it takes here
             for made in self._made[before[0] :]:
-                meta.set_traced_place(made, meta.traced_place(node))
+                meta.traced_place.set(made, meta.traced_place(node))
 
     def tried(self, node: fx.Node, rule: Rule) -> Local | Refused | None:
         """Return what a rule gives, or why it refused: then nothing is left of it."""

@@ -195,8 +195,8 @@ class Pieces(StagePosition):
         shape: tuple[int, ...],
     ) -> None:
         meta.copy_meta(source, new)
-        meta.set_whole_gradients(new, None)
-        meta.set_layout(new, layout)
+        meta.whole_gradients.set(new, None)
+        meta.layout.set(new, layout)
         fake = meta.value(source)
         with fake.fake_mode:
             meta.set_value(new, fake.new_empty(shape))

@@ -202,7 +202,7 @@ def annotate_part(
     """
     meta.copy_meta(old, new)
     fake = meta.value(old)
-    meta.set_layout(new, None)
+    meta.layout.set(new, None)
     if not isinstance(fake, Tensor):
         return
     shape = tuple(fake.shape) if shape is None else shape
@@ -215,7 +215,7 @@ def annotate_part(
     boxes = wide if wide is not None and axes is not None else owned
     if not parts or parts[0].outer == 1:
         given = refined(owned, parts) if boxes is not owned else ()
-        meta.set_layout(new, Layout(shape, refined(boxes, parts), given))
+        meta.layout.set(new, Layout(shape, refined(boxes, parts), given))
     local = shape_of(boxes[place])
     with fake.fake_mode:  # type: ignore[attr-defined]
         meta.set_value(new, fake.new_empty(local_sizes(local, parts, place)))

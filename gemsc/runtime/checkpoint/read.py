@@ -66,7 +66,7 @@ class _Fit:
 def resume(worker: Worker, directory: Path, tensors: Extra) -> dict[str, Any]:
     """Take what `save` wrote, once it fits on all ranks: see `Trainer.resume`."""
     transport = worker.transport.host
-    everything = worker.all_updates.values()
+    everything = worker.variants.updates.values()
     pairs = ((updates.optimizer, updates.scheduler) for updates in everything)
     stateful = [each for pair in pairs for each in pair if each]
     before = [each.state_dict() for each in stateful]
@@ -168,7 +168,7 @@ class _Reader:
         acts.append(partial(set_generators, generators, worker.device))
         scales = {"": progress["scaler"], **progress.get("scalers", {})}
         pending = read(progress.get("pending", {}))
-        for name, updates in worker.all_updates.items():
+        for name, updates in worker.variants.updates.items():
             if (begun := pending.get(name)) is not None:
                 acts.append(partial(setattr, updates, "terms", float(begun["terms"])))
                 acts.append(
@@ -181,7 +181,7 @@ class _Reader:
         gradients = self._gradients(stored)
         is_same = len(ranks) == worker.transport.host.size
         is_same = is_same and ranks[rank]["layout"] == self.holdings.digest()
-        for name, updates in worker.all_updates.items():
+        for name, updates in worker.variants.updates.items():
             own = [each if not name else each["phases"][name] for each in ranks]
             optimizer = SavedOptimizer(own, states_of(manifest), read)
             states = updates, optimizer, stored
@@ -219,7 +219,7 @@ class _Reader:
             found = SavedOptimizer(
                 [one | {"values": values}], states, lambda value: value
             )
-            for updates in self.worker.all_updates.values():
+            for updates in self.worker.variants.updates.values():
                 self._load_states(updates, found, stored, is_same=False)
         return _Fit(acts)
 
@@ -227,7 +227,7 @@ class _Reader:
         """Make sure that this run goes on as the one that was saved."""
         worker, progress = self.worker, manifest.progress
         saved, accumulate = progress["accumulate"], worker.steps.accumulate
-        phases = [name for name in worker.all_updates if name]
+        phases = [name for name in worker.variants.updates if name]
         before = [*progress["ranks"][0].get("phases", ())]
         if phases != before:
             shown = [", ".join(names) or "no phases" for names in (before, phases)]

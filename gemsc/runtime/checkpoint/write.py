@@ -187,7 +187,7 @@ class _Share:
 def _share(worker: Worker, extra: Mapping[str, Any], tensors: Extra) -> _Share:
     rank, holdings = worker.transport.host.rank, Holdings(worker)
     held = [*holdings.tensors(tensors)]
-    updates = worker.all_updates
+    updates = worker.variants.updates
     states = {name: _states(each, holdings) for name, each in updates.items()}
     for of_optimizer, *_ in states.values():
         held += of_optimizer

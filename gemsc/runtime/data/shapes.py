@@ -24,7 +24,8 @@ from gemsc.base.nests import named_tuple
 from gemsc.datasets.samples import no_shapes_known, num_samples, pair_error
 from gemsc.datasets.stream import Stream
 from gemsc.errors import GemscError, SourceLocation, user_place
-from gemsc.plan import Plan, PlannedShape
+from gemsc.plan import Plan
+from gemsc.plan_tables import PlannedShape
 from gemsc.runtime.data.held_generators import SeededReader, unreadable
 from gemsc.runtime.data.tiled import TiledDataset
 from gemsc.runtime.process.status import Status
@@ -134,12 +135,18 @@ class ShapeClasses:
         return value
 
 
-def shape_of_batch(plan: Plan, sources: Mapping[str, Any]) -> int:
-    """Return the number of a batch's shape, by those of its tensors that are there.
+def shape_of_batch(
+    plan: Plan, sources: Mapping[str, Any], given: int | None = None
+) -> int:
+    """Return the number of a batch's shape: the one that is given, or of its tensors.
 
     Raises:
         GemscError: they have none of the shapes, or do not tell.
     """
+    if not plan.shapes:
+        return 0
+    if given is not None:
+        return given
     sample = sources.get("input"), sources.get("target")
     found = {place: size for place, size in _shapes(sample).items() if size}
     known = {number: each.sizes for number, each in enumerate(plan.shapes)}

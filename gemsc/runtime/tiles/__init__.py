@@ -5,7 +5,6 @@ functions are the same operation, of parameters and settings. Each file's `__all
 public here.
 """
 
-from gemsc.runtime.tiles.attention import *
 from gemsc.runtime.tiles.branches import *
 from gemsc.runtime.tiles.collectives import *
 from gemsc.runtime.tiles.convolution import *

@@ -30,11 +30,13 @@ from gemsc.datasets.stream import ENDLESS
 from gemsc.errors import GemscError
 from gemsc.runtime.checkpoint.holdings import EMA_KEY
 from gemsc.runtime.checkpoint.states import encode
-from gemsc.runtime.data.stream_batches import Mark, StreamBatches
+from gemsc.runtime.data.stream_batches import StreamBatches
+from gemsc.runtime.data.stream_reader import Mark
 from gemsc.runtime.process.device import peak_bytes
 from gemsc.runtime.process.progress import ProgressBar
 from gemsc.runtime.training.epochs import Epochs
-from gemsc.runtime.training.trainer import StepReport, Trainer
+from gemsc.runtime.training.step_report import StepReport
+from gemsc.runtime.training.trainer import Trainer
 from gemsc.user_model import UserModel
 
 
@@ -308,16 +310,16 @@ class Ema(Callback):
 
     def on_start(self, trainer: Trainer) -> None:
         """Begin with the weights, unless a checkpoint had averages."""
-        self._seen = trainer.worker.num_updates
+        self._seen = trainer.worker.variants.num_updates
         if not self.count:
             self._copy()
 
     @torch.no_grad()
     def on_step(self, trainer: Trainer, report: StepReport) -> None:
         """Add the weights if they are new."""
-        if self._seen == trainer.worker.num_updates:
+        if self._seen == trainer.worker.variants.num_updates:
             return
-        self._seen = trainer.worker.num_updates
+        self._seen = trainer.worker.variants.num_updates
         if not self.count:
             self._copy()
         else:

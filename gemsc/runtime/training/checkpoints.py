@@ -20,14 +20,15 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.runtime.training.callbacks import Callback
 from gemsc.runtime.training.epochs import Epochs
-from gemsc.runtime.training.trainer import StepReport, Trainer
+from gemsc.runtime.training.step_report import StepReport
+from gemsc.runtime.training.trainer import Trainer
 
 PLATEAU = "ReduceLROnPlateau takes a figure"
 
 
 def plateaus(trainer: Trainer) -> list[ReduceLROnPlateau]:
     """Return the schedulers that evaluations step, of all phases on this rank."""
-    every = (each.scheduler for each in trainer.worker.all_updates.values())
+    every = (each.scheduler for each in trainer.worker.variants.updates.values())
     return [each for each in every if isinstance(each, ReduceLROnPlateau)]
 
 

@@ -30,7 +30,8 @@ from gemsc.base.phase import LOSS_OF
 from gemsc.runtime.process.device import peak_bytes
 from gemsc.runtime.training.callbacks import Callback
 from gemsc.runtime.training.run_folder import LOG, TABLE, clear, describe_run
-from gemsc.runtime.training.trainer import StepReport, Trainer
+from gemsc.runtime.training.step_report import StepReport
+from gemsc.runtime.training.trainer import Trainer
 from gemsc.runtime.transport.waiting import waited_seconds
 
 EACH = 100  # steps between two looks at what each rank needs
@@ -65,14 +66,14 @@ class Log(Callback):
             describe_run(self.folder, trainer.directory, self._options, step, hosts)
             self._write("start", step, ranks=len(hosts))
         self._last, self._waited = time.perf_counter(), waited_seconds()
-        self._updates = trainer.worker.num_updates
+        self._updates = trainer.worker.variants.num_updates
 
     def on_step(self, trainer: Trainer, report: StepReport) -> None:
         """Log the step; now and then, what each rank needs."""
         now = time.perf_counter()
         whole, self._last = now - self._last, now
         self._steps_seconds += report.seconds
-        before, self._updates = self._updates, trainer.worker.num_updates
+        before, self._updates = self._updates, trainer.worker.variants.num_updates
         is_new = self._updates > before  # not where gradients are only added up
         if self._lines is not None:
             figures = {

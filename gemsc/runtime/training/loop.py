@@ -13,7 +13,8 @@ from gemsc.base.examples import Examples
 from gemsc.base.rng import seed_of
 from gemsc.datasets.stream import ENDLESS
 from gemsc.errors import GemscError
-from gemsc.plan import Plan, PlannedShape
+from gemsc.plan import Plan
+from gemsc.plan_tables import PlannedShape
 from gemsc.runtime.checkpoint.files import export_model
 from gemsc.runtime.checkpoint.folder import LATEST, MODEL
 from gemsc.runtime.checkpoint.manifest import Manifest
@@ -156,7 +157,7 @@ class Training:
     @property
     def _reads(self) -> bool:
         """Whether this rank takes anything of a batch in training."""
-        return bool(self.trainer.worker.inputs)
+        return bool(self.trainer.worker.variants.inputs)
 
     def _data(self, name: str, seed: int, *, shuffle: bool) -> SharedData | None:
         if getattr(self.user, name) is None:
@@ -166,7 +167,7 @@ class Training:
         window = None
         trains_rest = shuffle and self.options.last_batch == "train"
         if isinstance(items, TiledDataset):
-            window = window_of(worker.inputs, tuple(items.shape))
+            window = window_of(worker.variants.inputs, tuple(items.shape))
         whole_targets = "none"
         if not shuffle and worker.program.tile == 0:  # where outputs may be
             whole_targets = "last" if self.user.metrics is None else "all"

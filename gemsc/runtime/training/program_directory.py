@@ -7,12 +7,14 @@ import os
 import shutil
 import sys
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from gemsc.base.files import ELSEWHERE
 from gemsc.base.fingerprint import changed_definitions
+from gemsc.base.phase import Phase
 from gemsc.base.process import is_started_by_torch
 from gemsc.errors import GemscError
 from gemsc.plan import Plan, rank_file
@@ -34,6 +36,29 @@ def check_dtype(plan: Plan, dtype: torch.dtype | None) -> None:
         raise GemscError(
             f"{plan.model} can run in {plan.dtype} only: {plan.only_dtype}",
             help=f"use --dtype {plan.dtype}, or take dtypes from tensors: x.dtype",
+        )
+
+
+def check_planned_phases(plan: Plan, phases: Sequence[Phase], accumulate: int) -> None:
+    """Make sure that phases are those of a program's steps.
+
+    Raises:
+        GemscError: it was compiled with others, or an update takes several steps.
+    """
+    planned, given = [p.name for p in plan.phases], [p.name for p in phases]
+    if planned != given:
+        shown = [", ".join(names) or "none" for names in (planned, given)]
+        raise GemscError(
+            f"the program has the phases {shown[0]}, it is given {shown[1]}",
+            help="give the phases of the model's file, and compile again if they have "
+            "changed",
+        )
+    seldom = next((each for each in phases if each.every > 1), None)
+    if seldom is not None and accumulate > 1:
+        raise GemscError(
+            f"phase {seldom.name} has every={seldom.every}, and an update takes the "
+            f"gradients of {accumulate} steps",
+            help="leave out --accumulate: give more --micro-batches to compile",
         )
 
 

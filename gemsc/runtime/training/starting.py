@@ -1,16 +1,23 @@
-"""What a program starts from, with the user's file where that makes its weights."""
+"""What a rank starts from: its files, and the first weights of their stages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from gemsc.base.parts import Part
 from gemsc.plan import Plan
+from gemsc.runtime.training.program_directory import load_program
+from gemsc.runtime.worker.program import RankProgram
+from gemsc.runtime.worker.stages import Stages
 from gemsc.user_model import load_user_model
 from gemsc.weights.first import FirstWeights
+from gemsc.weights.load import stage_tensors
 
 
 def first_weights(directory: Path, plan: Plan) -> FirstWeights:
@@ -21,3 +28,37 @@ def first_weights(directory: Path, plan: Plan) -> FirstWeights:
 
     dtype = torch.float64 if plan.dtype == "float64" else torch.float32
     return FirstWeights(directory / plan.weights, make, dtype)
+
+
+@dataclass(frozen=True)
+class RankFiles:
+    """The files of one rank of a program, and the weights that their stages get."""
+
+    directory: Path
+    rank: int
+    first: FirstWeights
+    device: torch.device
+    dtype: torch.dtype | None
+
+    def load(
+        self, name: str = "", known: Stages | None = None
+    ) -> tuple[RankProgram, Stages]:
+        """Return what a file says, and its stages; they read what is not `known`."""
+        program, stages = load_program(self.directory, self.rank, name), Stages()
+        for run, kind in program.stages.items():
+            held = stage_tensors(known[run]) if known is not None else {}
+            read = partial(self._read, held, run.stage, program.parts)
+            stages.add(run, kind, read, self.device, self.dtype)
+        return program, stages
+
+    def _read(
+        self,
+        held: Mapping[str, Tensor],
+        stage: int,
+        parts: Mapping[str, Part],
+        name: str,
+    ) -> Tensor:
+        """Return a tensor that is held, or what this rank has of it at first."""
+        if name in held:
+            return held[name].detach()
+        return self.first.blank(stage, name, parts.get(name))

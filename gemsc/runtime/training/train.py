@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from gemsc.base.elementwise import OptimizerFactory
 from gemsc.base.phase import Phase
 from gemsc.base.process import is_started_by_mpirun, is_started_by_torch
 from gemsc.base.units import parse_seconds
@@ -29,7 +30,6 @@ from gemsc.runtime.training.program_directory import check_program, check_weight
 from gemsc.runtime.training.recording import record_timed_steps, time_steps
 from gemsc.runtime.training.run_folder import choose_folder, held
 from gemsc.runtime.training.trainer import (
-    OptimizerFactory,
     SchedulerFactory,
     Trainer,
 )

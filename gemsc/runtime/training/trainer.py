@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import Tensor
 
-from gemsc.base.nests import Mean, with_attributes
-from gemsc.base.parts import Part
+from gemsc.base.elementwise import OptimizerFactory
+from gemsc.base.nests import Mean
 from gemsc.base.phase import Phase
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
@@ -24,61 +22,24 @@ from gemsc.runtime.data.shapes import shape_of_batch
 from gemsc.runtime.data.tiled import Window
 from gemsc.runtime.process.device import cap_memory, choose_device
 from gemsc.runtime.process.stop import StopSignal
-from gemsc.runtime.training.program_directory import check_dtype, load_program
-from gemsc.runtime.training.starting import first_weights
+from gemsc.runtime.training.callback_states import load_states, saved_states, tensors_of
+from gemsc.runtime.training.program_directory import check_dtype, check_planned_phases
+from gemsc.runtime.training.starting import RankFiles, first_weights
+from gemsc.runtime.training.step_report import (
+    Evaluation,
+    StepReport,
+    as_structure,
+    concatenated,
+)
 from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.streams import Streams, streams_for
 from gemsc.runtime.transport.transport import Transport
-from gemsc.runtime.worker.finite import Problem
-from gemsc.runtime.worker.program import RankPlace, RankProgram
-from gemsc.runtime.worker.stages import Freezing, Stages
+from gemsc.runtime.worker.program import RankPlace
+from gemsc.runtime.worker.stages import Freezing
 from gemsc.runtime.worker.steps import Requests
 from gemsc.runtime.worker.worker import Worker
-from gemsc.weights.load import stage_tensors
 
-Parameters = Iterable[tuple[str, nn.Parameter]]
 SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
-OptimizerFactory = Callable[[Parameters], torch.optim.Optimizer]
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """The result of an evaluation step.
-
-    mean: of the losses of the batch, on every rank; None for a program without a loss.
-    output: what the model returns for this copy's part of the batch, in the host's
-        memory, on the rank that has it (the one of the loss); None elsewhere.
-    """
-
-    mean: Mean | None
-    output: Any
-
-    @property
-    def loss(self) -> float | None:
-        """The mean over the batch, on every rank; None for a program without a loss."""
-        return self.mean.value if self.mean is not None else None
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepReport:
-    """One step of training.
-
-    step: its number since the first start, from 1.
-    loss: mean over the batch, the same on every rank.
-    samples: how many of them count, in all replicas.
-    seconds: from the call to the end of this rank's part.
-    losses: those of the phases of the step, if it has several; `loss` is the last one.
-    problem: what is not finite; the update was made or not, as `on_nonfinite` says.
-    shape: the number of the batch's shape, where the program has several.
-    """
-
-    step: int
-    loss: float
-    samples: int
-    seconds: float
-    losses: Mapping[str, float] = field(default_factory=dict)
-    problem: Problem | None = None
-    shape: int = 0
 
 
 class Trainer:
@@ -107,12 +68,11 @@ class Trainer:
         learning rate of 0.01. `scheduler` gets the optimizer and gives what steps the
         learning rate after each update. A program whose steps have several `phases`
         takes those that it was compiled with. Gradients of `accumulate` steps are
-        averaged
-        for one update; `clip_norm` bounds their norm over all ranks. `dtype` runs the
-        program in another floating-point type. A loss or gradient that is not finite
-        raises on all ranks, before the update; `on_nonfinite="skip"` leaves that update
-        out, "warn" makes it. `streams` are those of the device, if they are not the
-        usual ones. `callbacks` follow the training (see `Callback`).
+        averaged for one update; `clip_norm` bounds their norm over all ranks. `dtype`
+        runs the program in another floating-point type. A loss or gradient that is not
+        finite raises on all ranks, before the update; `on_nonfinite="skip"` leaves that
+        update out, "warn" makes it. `streams` are those of the device, if they are not
+        the usual ones. `callbacks` follow the training (see `Callback`).
         """
         self.directory = directory
         self.transport = transport
@@ -130,10 +90,10 @@ class Trainer:
         place = RankPlace(
             transport.rank, plan.copy_ranks, transport.size // plan.copy_ranks
         )
-        self.program = load_program(directory, place.rank)
         self._first = first_weights(directory, plan)
         self._has_weights = self._first.are_there
-        self.stages = self._load_stages(self.program, dtype, None)
+        self._files = RankFiles(directory, place.rank, self._first, self.device, dtype)
+        self.program, self.stages = self._files.load()
         self.worker = Worker(
             DeviceTransport(transport, streams),
             self.program,
@@ -147,47 +107,23 @@ class Trainer:
         )
         self._freezing = Freezing(self.program, self.stages, transport)
         self.worker.updates.make_optimizer(optimizer, scheduler)
-        self.phases = checked_phases(plan, phases, accumulate)
+        check_planned_phases(plan, phases, accumulate)
+        self.phases = tuple(phases)
         for phase in self.phases:
-            self._add_phase(phase, dtype)
+            self._add_phase(phase)
         for each in plan.shapes:
             if each.variant:
-                self._add_shape(each.variant, dtype)
+                self._add_shape(each.variant)
         self.add_callbacks(callbacks)
 
-    def _load_stages(
-        self, program: RankProgram, dtype: torch.dtype | None, known: Stages | None
-    ) -> Stages:
-        """Make the stages of a file of this rank; they read what is not `known`."""
-        stages = Stages()
-        for run, kind in program.stages.items():
-            held = stage_tensors(known[run]) if known is not None else {}
-            read = partial(self._read, held, run.stage, program.parts)
-            stages.add(run, kind, read, self.device, dtype)
-        return stages
-
-    def _read(
-        self,
-        held: Mapping[str, Tensor],
-        stage: int,
-        parts: Mapping[str, Part],
-        name: str,
-    ) -> Tensor:
-        """Return a tensor that is held, or what this rank has of it at first."""
-        if name in held:
-            return held[name].detach()
-        return self._first.blank(stage, name, parts.get(name))
-
-    def _add_phase(self, phase: Phase, dtype: torch.dtype | None) -> None:
-        program = load_program(self.directory, self.worker.place.rank, phase.name)
-        stages = self._load_stages(program, dtype, self.stages)
+    def _add_phase(self, phase: Phase) -> None:
+        program, stages = self._files.load(phase.name, self.stages)
         trained = stages.share(self.stages)
         added = self.worker.add(phase.name, program, stages, trained=trained)
         added.updates.make_optimizer(phase.optimizer, phase.scheduler)
 
-    def _add_shape(self, name: str, dtype: torch.dtype | None) -> None:
-        program = load_program(self.directory, self.worker.place.rank, name)
-        stages = self._load_stages(program, dtype, self.stages)
+    def _add_shape(self, name: str) -> None:
+        program, stages = self._files.load(name, self.stages)
         stages.share(self.stages)
         self.worker.add(name, program, stages, updates=self.worker.updates)
 
@@ -227,9 +163,10 @@ class Trainer:
         start = time.perf_counter()
         worker, steps, losses = self.worker, self.worker.steps, dict[str, float]()
         sources = {"input": as_structure(input), "target": target}
-        shape, name = self._shape_of(sources, shape)
+        shape = shape_of_batch(self.plan, sources, shape)
         worker.problem = None
-        due = [p.name for p in self.phases if p.is_due(self.step_number)] or [name]
+        due = [p.name for p in self.phases if p.is_due(self.step_number)]
+        due = due or [self.plan.variant_of(shape)]
         for name in due:
             worker.use(name)
             self._begin(sources, window, training=True, count=micro_batches)
@@ -262,7 +199,8 @@ class Trainer:
         """Run one batch in evaluation mode; see `step` for the arguments."""
         steps = self.worker.steps
         sources = {"input": as_structure(input), "target": target}
-        self.worker.use(self._shape_of(sources, shape)[1])
+        shape = shape_of_batch(self.plan, sources, shape)
+        self.worker.use(self.plan.variant_of(shape))
         self._begin(sources, window, training=False)
         self.worker.program.eval_step(self.worker)
         for loss, _ in steps.results:
@@ -278,20 +216,6 @@ class Trainer:
         self.worker.use("")
         outputs = [output for _, output in steps.results]
         return Evaluation(mean, concatenated(outputs) if outputs else None)
-
-    def _shape_of(
-        self, sources: Mapping[str, Any], shape: int | None
-    ) -> tuple[int, str]:
-        """Return the number of a batch's shape, and the graph for it.
-
-        Raises:
-            GemscError: the program has none for it, or this rank cannot tell.
-        """
-        if not self.plan.shapes:
-            return 0, ""
-        if shape is None:
-            shape = shape_of_batch(self.plan, sources)
-        return shape, self.plan.shapes[shape].variant
 
     def _begin(
         self,
@@ -342,11 +266,11 @@ class Trainer:
         Of several phases in a step it is that of the last one that the step did; None
         if its update was left out.
         """
-        return self.worker.all_updates[self._last_phase].norm
+        return self.worker.variants.updates[self._last_phase].norm
 
     def _of_last_phase(self, what: str) -> Any:
         """Return what the last of the updates has that has one, None if none has."""
-        found = (getattr(each, what) for each in self.worker.all_updates.values())
+        found = (getattr(each, what) for each in self.worker.variants.updates.values())
         return next((each for each in reversed([*found]) if each is not None), None)
 
     @property
@@ -467,8 +391,7 @@ class Trainer:
         """
         self.finish_saving()
         directory = Path(directory)
-        named = self._named_callbacks.items()
-        states = [(name, callback.state_dict()) for name, callback in named]
+        states = saved_states(self.callbacks)
         self.worker.use("")  # whatever a step that failed has left
         self.worker.status.enter("checkpoint")
         self._saving = save(
@@ -476,10 +399,10 @@ class Trainer:
             directory,
             extra={
                 "own": dict(extra or {}),
-                "callbacks": {name: state for name, state in states if state},
+                "callbacks": states,
                 "frozen": sorted(self._freezing.names),
             },
-            tensors=self._tensors(),
+            tensors=tensors_of(self.callbacks),
             keep=keep,
             best=best,
             background=background,
@@ -515,76 +438,10 @@ class Trainer:
                 nothing was changed.
         """
         self.worker.status.enter("resume")
-        found = resume(self.worker, Path(directory), self._tensors())
+        found = resume(self.worker, Path(directory), tensors_of(self.callbacks))
         self._has_weights = True
         self._freezing.set(found.get("frozen", ()))
-        for name, callback in self._named_callbacks.items():
-            if (state := found.get("callbacks", {}).get(name)) is not None:
-                callback.load_state_dict(state)
+        load_states(self.callbacks, found.get("callbacks", {}))
         self.worker.status.idle()
         own: dict[str, Any] = found.get("own", {})
         return own
-
-    @property
-    def _named_callbacks(self) -> dict[str, Any]:
-        """The callbacks, each with a name of its own."""
-        kinds = [type(callback).__name__ for callback in self.callbacks]
-        numbers = [kinds[:i].count(kind) for i, kind in enumerate(kinds)]
-        names = [f"{k} {n}" if n else k for k, n in zip(kinds, numbers, strict=True)]
-        return dict(zip(names, self.callbacks, strict=True))
-
-    def _tensors(self) -> dict[str, Mapping[str, Tensor]]:
-        return {
-            kind: named
-            for callback in self.callbacks
-            for kind, named in callback.tensors().items()
-        }
-
-
-def checked_phases(
-    plan: Plan, phases: Sequence[Phase], accumulate: int
-) -> tuple[Phase, ...]:
-    """Return the phases of a program's steps.
-
-    Raises:
-        GemscError: they are not those that it was compiled with.
-    """
-    planned, given = [p.name for p in plan.phases], [p.name for p in phases]
-    if planned != given:
-        shown = [", ".join(names) or "none" for names in (planned, given)]
-        raise GemscError(
-            f"the program has the phases {shown[0]}, it is given {shown[1]}",
-            help="give the phases of the model's file, and compile again if they have "
-            "changed",
-        )
-    seldom = next((each for each in phases if each.every > 1), None)
-    if seldom is not None and accumulate > 1:
-        raise GemscError(
-            f"phase {seldom.name} has every={seldom.every}, and an update takes the "
-            f"gradients of {accumulate} steps",
-            help="leave out --accumulate: give more --micro-batches to compile",
-        )
-    return tuple(phases)
-
-
-def as_structure(value: Any) -> Any:
-    """Return inputs as a tuple or dict: a lone tensor is the only positional input."""
-    return value if isinstance(value, tuple | list | Mapping) else (value,)
-
-
-def concatenated(outputs: list[Any]) -> Any:
-    """Join the micro-batches' outputs in dimension 0 (scalars are stacked), on the CPU.
-
-    There the batch's targets are, and the user's metrics. Dicts, which stand for any
-    object with fields, have these as attributes.
-    """
-
-    def join(*parts: Any) -> Any:
-        if not isinstance(parts[0], Tensor):
-            return parts[0]
-        parts = tuple(part.cpu() for part in parts)
-        if parts[0].dim() == 0:
-            return torch.stack(parts)
-        return torch.cat(parts)
-
-    return with_attributes(pytree.tree_map(join, outputs[0], *outputs[1:]))

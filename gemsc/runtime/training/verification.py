@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from gemsc.base.boxes import Box
 from gemsc.base.dtypes import as_real
+from gemsc.base.elementwise import OptimizerFactory
 from gemsc.base.phase import Phase
 from gemsc.base.rng import same_draws
 from gemsc.plan import Plan
@@ -22,7 +23,8 @@ from gemsc.runtime.data.shared import Digests
 from gemsc.runtime.memory.meter import ActivationMeter
 from gemsc.runtime.process.device import exact_arithmetic
 from gemsc.runtime.training.callbacks import Callback
-from gemsc.runtime.training.trainer import OptimizerFactory, StepReport, Trainer
+from gemsc.runtime.training.step_report import StepReport
+from gemsc.runtime.training.trainer import Trainer
 from gemsc.runtime.transport.transport import Transport
 from gemsc.runtime.worker.program import Run
 from gemsc.runtime.worker.worker import Worker

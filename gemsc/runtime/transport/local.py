@@ -12,7 +12,6 @@ import pickle
 import random
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NoReturn, TypeVar
 
@@ -20,6 +19,13 @@ import torch
 from torch import Tensor
 
 from gemsc.errors import InternalError
+from gemsc.runtime.transport.local_world import (
+    Combine,
+    Key,
+    LocalRequest,
+    RankStoppedError,
+    World,
+)
 from gemsc.runtime.transport.streams import Streams
 from gemsc.runtime.transport.transport import (
     add_in_order,
@@ -32,160 +38,8 @@ from gemsc.runtime.transport.transport import (
 from gemsc.runtime.transport.waiting import Request, wait
 
 T = TypeVar("T")
-Key = tuple[int, int, int]  # source, destination, tag
-CallSite = tuple[tuple[int, ...], str, int]  # ranks, key of the group, its sum
-Combine = Callable[[dict[int, object]], None]
 
 GRACE_SECONDS = 5.0  # for threads to end after a failure
-
-
-class RankStoppedError(Exception):
-    """Another rank failed; this one was woken to end."""
-
-
-class _LocalRequest:
-    """One send, receive or collective of one rank."""
-
-    def __init__(self, world: _World, text: str, tensor: Tensor | None = None) -> None:
-        self.world = world
-        self.text = text
-        self.tensor = tensor
-        self.complete = False
-
-    def done(self) -> bool:
-        with self.world.changed:
-            if not self.complete:
-                self.world.check()
-            return self.complete
-
-
-class _Collective:
-    """What the ranks brought so far to one barrier, sum or exchange."""
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-        self.values: dict[int, object] = {}
-        self.requests: list[_LocalRequest] = []
-
-
-class _World:
-    """All that the threads share; `changed` guards it."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        lock = threading.RLock()
-        self.changed = threading.Condition(lock)  # a rank has ended, or the job failed
-        self.ranks = [threading.Condition(lock) for _ in range(size)]
-        self.moves = 0  # messages and collectives that are complete
-        self.sends: dict[Key, deque[_LocalRequest]] = {}
-        self.receives: dict[Key, deque[_LocalRequest]] = {}
-        self.collectives: dict[CallSite, _Collective] = {}
-        self.waiting: dict[int, tuple[_LocalRequest, ...]] = {}
-        self.finished: set[int] = set()
-        self.failure: tuple[int | None, BaseException] | None = None
-
-    def check(self) -> None:
-        if self.failure is not None:
-            rank, error = self.failure
-            where = "the job" if rank is None else f"rank {rank}"
-            raise RankStoppedError(f"{where} failed: {error}")
-
-    def fail(self, error: BaseException, rank: int | None = None) -> None:
-        with self.changed:
-            if self.failure is None:
-                self.failure = (rank, error)
-            for condition in (self.changed, *self.ranks):
-                condition.notify()
-
-    def finish(self, rank: int) -> None:
-        with self.changed:
-            self.finished.add(rank)
-            self.look_for_deadlock()
-            self.changed.notify_all()
-
-    def moved(self) -> None:
-        """Wake the ranks that have all that they wait for."""
-        self.moves += 1
-        for rank, requests in self.waiting.items():
-            if all(request.complete for request in requests):
-                self.ranks[rank].notify()
-
-    def post(self, request: _LocalRequest, key: Key, *, is_send: bool) -> None:
-        queues = self.sends, self.receives
-        mine, others = queues if is_send else reversed(queues)
-        with self.changed:
-            self.check()
-            queue = others.get(key)
-            if not queue:
-                mine.setdefault(key, deque()).append(request)
-                return
-            partner = queue.popleft()
-            send, receive = (request, partner) if is_send else (partner, request)
-            _copy(send, receive)
-            self.moved()
-
-    def join(
-        self,
-        key: CallSite,
-        request: _LocalRequest,
-        contribution: tuple[int, object],
-        kind: str,
-        combine: Combine | None,
-    ) -> None:
-        """Bring one rank's value; the last to come combines them, in rank order."""
-        ranks, *_ = key
-        with self.changed:
-            self.check()
-            operation = self.collectives.setdefault(key, _Collective(kind))
-            if operation.kind != kind:
-                raise InternalError(
-                    f"{kind} here, but {operation.kind} on other ranks of {ranks}"
-                )
-            rank, value = contribution
-            operation.values[rank] = value
-            operation.requests.append(request)
-            if len(operation.values) < len(ranks):
-                return
-            del self.collectives[key]
-            if combine is not None:
-                combine({rank: operation.values[rank] for rank in ranks})
-            for member in operation.requests:
-                member.complete = True
-            self.moved()
-
-    def look_for_deadlock(self) -> None:
-        """Fail if every rank that still runs waits for something that cannot come."""
-        if self.failure is not None or len(self.finished) == self.size:
-            return
-        for rank in {*range(self.size)} - self.finished:
-            if all(request.complete for request in self.waiting.get(rank, ())):
-                return
-        self.fail(InternalError(f"deadlock: {self.who_waits()}"))
-
-    def who_waits(self) -> str:
-        lines = []
-        for rank in range(self.size):
-            texts = [r.text for r in self.waiting.get(rank, ()) if not r.complete]
-            if rank in self.finished:
-                texts = ["nothing, it has finished"]
-            lines.append(f"rank {rank} waits for {' and '.join(texts) or 'nothing'}")
-        return "; ".join(lines)
-
-
-def _copy(send: _LocalRequest, receive: _LocalRequest) -> None:
-    source, target = send.tensor, receive.tensor
-    assert source is not None
-    assert target is not None
-    if source.dtype != target.dtype or source.numel() != target.numel():
-        raise InternalError(
-            f"a message does not fit: {send.text}, but {receive.text} at the other end"
-        )
-    with torch.no_grad():
-        target.view(-1).copy_(source.view(-1))
-        if target.is_cuda:
-            torch.cuda.current_stream(target.device).synchronize()
-    send.complete = receive.complete = True
-    send.tensor = receive.tensor = None
 
 
 def _add_up(tensors: dict[int, object]) -> None:
@@ -289,7 +143,7 @@ class LocalTransport:
 
     sums_on_device = False
 
-    def __init__(self, world: _World, rank: int, *, cuda_aware: bool) -> None:
+    def __init__(self, world: World, rank: int, *, cuda_aware: bool) -> None:
         self.rank = rank
         self.size = world.size
         self.local_rank = rank
@@ -316,14 +170,14 @@ class LocalTransport:
         self, tensor: Tensor, peer: int, key: Key, text: str, *, is_send: bool
     ) -> Request:
         check_message(tensor, peer, key[2], size=self.size, cuda_aware=self.cuda_aware)
-        request = _LocalRequest(self._world, text, tensor.detach())
+        request = LocalRequest(self._world, text, tensor.detach())
         self._world.post(request, key, is_send=is_send)
         return request
 
     def wait(self, *requests: Request) -> None:
         """Sleep until all requests are complete; a deadlock is an InternalError."""
         world = self._world
-        local = [r for r in requests if isinstance(r, _LocalRequest)]
+        local = [r for r in requests if isinstance(r, LocalRequest)]
         if len(local) < len(requests):
             wait(*requests)
             return
@@ -360,7 +214,7 @@ class LocalTransport:
         """Start a collective operation of these ranks."""
         number = self._num_collectives.get((ranks, key), 0)
         self._num_collectives[ranks, key] = number + 1
-        request = _LocalRequest(self._world, f"{kind} of ranks {ranks}")
+        request = LocalRequest(self._world, f"{kind} of ranks {ranks}")
         place = (ranks, key, number)
         self._world.join(place, request, (self.rank, value), kind, combine)
         return request
@@ -408,7 +262,7 @@ def run_local(
         InternalError: a deadlock, messages that nobody received, or `timeout` seconds
             in which nothing moved: how long all takes is a matter of the machine.
     """
-    world = _World(num_ranks)
+    world = World(num_ranks)
     results: dict[int, T] = {}
     cores = [*os.sched_getaffinity(0)] if hasattr(os, "sched_setaffinity") else []
     core = {random.SystemRandom().choice(cores)} if cores else set()
@@ -442,7 +296,7 @@ def run_local(
     return [results[rank] for rank in range(num_ranks)]
 
 
-def _join(world: _World, threads: list[threading.Thread], timeout: float) -> None:
+def _join(world: World, threads: list[threading.Thread], timeout: float) -> None:
     """Wait for the threads; after a failure only for a few seconds more."""
     with world.changed:
         while len(world.finished) < world.size and world.failure is None:

@@ -19,20 +19,17 @@ import math
 import os
 import pickle
 import platform
-import socket
 import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import cache, partial
-from ipaddress import ip_address
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
-from torch import distributed as torch_distributed
 
 from gemsc.base.process import (
     ABORTED,
@@ -42,6 +39,7 @@ from gemsc.base.process import (
 )
 from gemsc.errors import GemscError, InternalError
 from gemsc.runtime.transport.streams import Streams
+from gemsc.runtime.transport.torch_meeting import dist, meet, network
 from gemsc.runtime.transport.torch_requests import (
     AwaitedWork,
     OwnMessage,
@@ -68,11 +66,6 @@ from gemsc.runtime.transport.waiting import (
 
 T = TypeVar("T")
 
-dist: Any = torch_distributed  # its stores and process groups have no types
-
-UDP = socket.SOCK_DGRAM
-LOOPBACK = "127.0.0.1"
-INTERFACE = "GLOO_SOCKET_IFNAME"  # as everywhere in torch.distributed
 NO_LIMIT = timedelta(days=365)  # the hang watch has the limit that the user chose
 MANY_ON_A_GPU = "NCCL_MULTI_RANK_GPU_ENABLE"
 SHARED = (
@@ -210,11 +203,11 @@ class TorchTransport:
                 help="use mpirun, or another build of PyTorch",
             )
         end_with_launcher()
-        store, self.rank, self.size = _meet()
+        store, self.rank, self.size = meet()
         self._store = dist.PrefixStore(f"gemsc {next(_count)}", store)
         self.local_rank = int(os.environ["LOCAL_RANK"])
         self.local_size = int(os.environ["LOCAL_WORLD_SIZE"])
-        self._device = _network(is_alone=self.local_size == self.size)
+        self._device = network(is_alone=self.local_size == self.size)
         everyone = tuple(range(self.size))
         self._messages = self.connect("messages", everyone)
         self._control = self.connect("control", everyone)
@@ -407,48 +400,6 @@ class TorchTransport:
         self._is_open = False
         check_no_more(self._check_left)
         self._groups.clear()
-
-
-@cache
-def _meet() -> tuple[Any, int, int]:
-    """Return where ranks find each other, this one's number, and how many there are."""
-    if TORCHRUN in os.environ:
-        found: tuple[Any, int, int] = next(iter(dist.rendezvous("env://")))
-        return found
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    return dist.FileStore(os.environ[STORE_VARIABLE], size), rank, size
-
-
-def _network(*, is_alone: bool) -> Any:
-    """Return what gloo listens on: nothing but loopback if no other machine is there.
-
-    Else it is the address that reaches the first machine. The interface that the user
-    names wins.
-    """
-    gloo, named = dist.ProcessGroupGloo, os.environ.get(INTERFACE, "")
-    if named:
-        return gloo.create_device(interface=named.split(",")[0])
-    if is_alone:
-        return gloo.create_device(hostname=LOOPBACK)
-    if address := _address_towards(os.environ.get("MASTER_ADDR", "")):
-        return gloo.create_device(hostname=address)
-    return gloo.create_default_device()
-
-
-def _address_towards(host: str) -> str | None:
-    """Return this machine's address in the network of a host; None for loopback.
-
-    What gloo takes by default is that of this machine's own name: where nobody knows
-    that name, loopback.
-    """
-    with contextlib.suppress(OSError):
-        for family, kind, _, _, place in socket.getaddrinfo(host, 9, type=UDP):
-            with socket.socket(family, kind) as probe:
-                probe.connect(place)  # UDP: nothing is sent
-                address = str(probe.getsockname()[0])
-            if not ip_address(address).is_loopback:
-                return address
-    return None
 
 
 def _gpu_of(device: torch.device) -> tuple[str, str] | None:

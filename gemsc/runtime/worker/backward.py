@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.autograd import graph
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from gemsc.runtime.tiles.grid import Grid
+
 # a private name of PyTorch's: where one has it not, the public way is taken
 _ENGINE = getattr(graph, "_engine_run_backward", None)
 
@@ -97,3 +99,14 @@ def _storage_users(tensor: Tensor) -> int:
 
 
 _ALONE = _storage_users(torch.empty(1))
+
+
+def present(
+    gradients: tuple[Tensor | None, ...], grid: Grid | None, device: torch.device
+) -> tuple[Tensor | None, ...]:
+    """Return None for gradients that are absent, on all tiles of a grid."""
+    counts = [float(not is_absent(gradient)) for gradient in gradients]
+    if grid is not None:
+        counts = grid.all_reduce(torch.tensor(counts, device=device)).tolist()
+    pairs = zip(gradients, counts, strict=True)
+    return tuple(gradient if count else None for gradient, count in pairs)

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch import _compile as compile_hooks
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
-from torch.optim import optimizer as of_torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from gemsc.base.boxes import Interval
-from gemsc.base.elementwise import check_elementwise, updated_whole
+from gemsc.base.elementwise import OptimizerFactory, check_elementwise, updated_whole
 from gemsc.base.parts import sums_in_order
-from gemsc.errors import GemscError, user_place
 from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.transport import Group
 from gemsc.runtime.worker.departures import Departures, leaving_early
 from gemsc.runtime.worker.finite import LossScale, all_finite
+from gemsc.runtime.worker.optimizer import optimizer_of
 from gemsc.runtime.worker.program import RankPlace, RankProgram, Run
 from gemsc.runtime.worker.reduction import (
     GradientSums,
@@ -34,8 +32,6 @@ from gemsc.runtime.worker.reduction import (
 from gemsc.runtime.worker.sharded import GradientParts, WeightParts
 from gemsc.runtime.worker.stages import Stages
 from gemsc.runtime.worker.steps import Steps
-
-NO_PARAMETERS = "empty parameter list"  # what torch.optim says
 
 
 class Updates:
@@ -125,7 +121,7 @@ class Updates:
 
     def make_optimizer(
         self,
-        optimizer: Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer] | None,
+        optimizer: OptimizerFactory | None,
         scheduler: Callable[[Optimizer], Any] | None,
     ) -> None:
         """Make the optimizer of what this rank updates, by default SGD; see `Trainer`.
@@ -138,27 +134,8 @@ class Updates:
         """
         if self._program.train_step is None:
             return
-        wrong: GemscError | None = None
         make = optimizer or partial(torch.optim.SGD, lr=0.01)
-        if self.parameters:
-            without_dynamo()
-            try:
-                self.optimizer = make(self.parameters.items())
-            except ValueError as error:
-                if NO_PARAMETERS not in str(error):
-                    raise
-                wrong = GemscError(
-                    "the optimizer takes none of the parameters",
-                    at=user_place(error.__traceback__),
-                    help="optimizer(params) gets pairs: [p for name, p in params if "
-                    'name.startswith("head")]',
-                )
-        found = self.optimizer is not None, wrong
-        has_one, errors = zip(
-            *self._transport.host.all_gather_object(found), strict=True
-        )
-        if not any(has_one) and (first := next(filter(None, errors), None)):
-            raise first
+        self.optimizer = optimizer_of(self.parameters, make, self._transport.host)
         if self.optimizer is None:
             return
         if parts := self._program.parts:  # it may be another one than at compile time
@@ -439,42 +416,3 @@ def _gradients(parameters: Collection[nn.Parameter]) -> list[Tensor]:
         elif parameter.grad is not None:
             found.append(parameter.grad.detach())
     return [torch.view_as_real(g) if g.is_complex() else g for g in found]
-
-
-def without_dynamo() -> None:
-    """Let torch.optim work without torch._dynamo, from now on in this process.
-
-    Its methods load that for a step that torch.compile traces, which no step of ours
-    is: 1.4 s of a process, 40 % of a rank's start (torch 2.13). What they compute is
-    the same, and torch.compile may still load it. Call this before an optimizer is
-    made; where a PyTorch is built in another way, nothing is changed.
-    """
-    disable = getattr(compile_hooks, "_disable_dynamo", None)
-    use_grad = getattr(of_torch, "_use_grad_for_differentiable", None)
-    if disable is None or use_grad is None:
-        return
-    untraced = disable(_example).__code__
-    for method in vars(Optimizer).values():
-        if getattr(method, "__code__", None) is untraced:
-            # what it looks for before it asks torch._dynamo, and gets the same
-            method.__wrapped__.__dynamo_disable = method.__wrapped__
-    step_of_torch = use_grad(_example).__code__
-    for kind in vars(torch.optim).values():
-        step: Any = vars(kind).get("step") if isinstance(kind, type) else None
-        if getattr(step, "__code__", None) is step_of_torch:
-            kind.step = _step(step.__wrapped__)
-
-
-def _example(optimizer: Any) -> None:
-    """Stand for a method: the functions around two of them have the same code."""
-
-
-def _step(step: Any) -> Any:
-    """Return a step with gradients only if the optimizer is to be differentiable."""
-
-    @wraps(step)
-    def call(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        with torch.set_grad_enabled(self.defaults["differentiable"]):
-            return step(self, *args, **kwargs)
-
-    return call

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -19,7 +19,7 @@ from gemsc.base.rng import are_draws_same, seed_of, torch_seeded
 from gemsc.errors import InternalError
 from gemsc.messages.exchange import Exchange
 from gemsc.messages.grid_message import GridMessage
-from gemsc.messages.message import Input, Message
+from gemsc.messages.message import Message
 from gemsc.runtime.memory.meter import active_meter
 from gemsc.runtime.memory.offload import OffloadedRun, Store, store_for
 from gemsc.runtime.process.status import Status
@@ -28,13 +28,14 @@ from gemsc.runtime.tiles.saving import saved_in_parts
 from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.mailbox import Mailbox
 from gemsc.runtime.worker.anomaly import AnomalyDetection
-from gemsc.runtime.worker.backward import edge_of, gradient_of, is_absent, run_backward
+from gemsc.runtime.worker.backward import edge_of, gradient_of, present, run_backward
 from gemsc.runtime.worker.deferral import Deferred
 from gemsc.runtime.worker.finite import NotFiniteError, Problem, not_finite
 from gemsc.runtime.worker.program import RankPlace, RankProgram, Run
 from gemsc.runtime.worker.stages import Stages, without_trace
-from gemsc.runtime.worker.steps import BatchShape, Requests, Steps
+from gemsc.runtime.worker.steps import Requests, Steps
 from gemsc.runtime.worker.updates import Updates
+from gemsc.runtime.worker.variants import Variant, Variants, grids_of
 
 
 @dataclass(slots=True)
@@ -46,23 +47,6 @@ class _InFlight:
     offloaded: OffloadedRun
     deferred: Deferred | None
     anomalies: AnomalyDetection | None
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A graph of the program at work: the file of a phase, or of another shape.
-
-    `trained` are the parameters that have gradients meanwhile; None: whichever have.
-    """
-
-    program: RankProgram
-    stages: Stages
-    updates: Updates
-    forwards: Mapping[Run, Callable[..., Any]]
-    shape: BatchShape
-    grids: dict[int, Grid]  # by stage, where it is split
-    grid: Grid | None  # of what is done beside stages
-    trained: frozenset[str] | None = None
 
 
 class Worker:
@@ -126,7 +110,7 @@ class Worker:
             apart=self._defers,
             casts=is_mixed,
         )
-        self.variants: dict[str, Variant] = {}
+        self.variants = Variants()
         self.add("", program, stages)
         self.use("")
 
@@ -149,7 +133,7 @@ class Worker:
             )
         forwards = stages.compiled() if program.torch_compile else stages
         shape = self.steps.shape_of(program.inputs)
-        grids, grid = self._make_grids(program, stages)
+        grids, grid = grids_of(self.transport, self.place, program, stages)
         self.variants[name] = found = Variant(
             program, stages, updates, forwards, shape, grids, grid, trained
         )
@@ -167,26 +151,6 @@ class Worker:
         if found.trained is not None:
             for each, parameter in found.stages.parameters.items():
                 parameter.requires_grad_(each in found.trained)
-
-    @property
-    def all_updates(self) -> dict[str, Updates]:
-        """The updates of a step by the names of its phases; "" is the program's own."""
-        found: dict[str, Updates] = {}
-        for name, each in self.variants.items():  # shapes have those of the program
-            if each.updates not in found.values():
-                found[name] = each.updates
-        return found
-
-    @property
-    def num_updates(self) -> int:
-        """How many updates there were since the start, of all phases."""
-        return sum(each.count for each in self.all_updates.values())
-
-    @property
-    def inputs(self) -> list[Input]:
-        """What this rank reads of each micro-batch, in any graph."""
-        programs = (each.program for each in self.variants.values())
-        return [item for program in programs for item in program.inputs.values()]
 
     @property
     def device(self) -> torch.device:
@@ -289,7 +253,8 @@ class Worker:
         kept.offloaded.prefetch()
         depends_on_data = self.program.depends_on_data
         if depends_on_data:
-            gradients = self._present(run, gradients)
+            grid = self._grids.get(run.stage)
+            gradients = present(gradients, grid, self.device)
         with self.updates.adding(run):
             run_backward(kept.outputs, gradients)
         if kept.anomalies is not None:
@@ -458,37 +423,10 @@ class Worker:
     def _defers(self, m: int) -> bool:
         return any(m in numbers for numbers in self.program.deferred.values())
 
-    def _present(
-        self, run: Run, gradients: tuple[Tensor | None, ...]
-    ) -> tuple[Tensor | None, ...]:
-        """Return None for gradients that are absent, on all tiles of a grid."""
-        counts = [float(not is_absent(gradient)) for gradient in gradients]
-        if run.stage in self._grids:
-            grid = self._grids[run.stage]
-            counts = grid.all_reduce(torch.tensor(counts, device=self.device)).tolist()
-        pairs = zip(gradients, counts, strict=True)
-        return tuple(gradient if count else None for gradient, count in pairs)
-
     @cached_property
     def _store(self) -> Store:
         """Where offloaded activations wait."""
         return store_for(self.transport.streams)
-
-    def _make_grids(
-        self, program: RankProgram, stages: Stages
-    ) -> tuple[dict[int, Grid], Grid | None]:
-        """Give each stage of a tile a grid to talk through; return one for the rest."""
-        tiles, grids = program.tiles, dict[int, Grid]()
-        if tiles is None:
-            return grids, None
-        ranks = tuple(self.place.first_rank + rank for rank in tiles.ranks)
-        for run, stage in stages.items():
-            grid = Grid(self.transport, ranks, tiles.tile)
-            grid = grids.setdefault(run.stage, grid)
-            stage.grid = grid  # type: ignore[assignment]
-        grid = Grid(self.transport, ranks, tiles.tile)
-        grid.connect(tiles.sums)
-        return grids, grid
 
     def _contexts(
         self, run: Run, m: int, deferred: Deferred | None

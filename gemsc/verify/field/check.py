@@ -7,7 +7,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,14 +29,15 @@ from gemsc.runtime.data.batches import repeated
 from gemsc.runtime.tiles.rounding import nothing_rounds
 from gemsc.runtime.tiles.windows import taps
 from gemsc.runtime.training.program_directory import check_program
-from gemsc.runtime.training.trainer import Evaluation, Trainer
+from gemsc.runtime.training.step_report import Evaluation
+from gemsc.runtime.training.trainer import Trainer
 from gemsc.runtime.training.verification import recorded
 from gemsc.runtime.transport.transport import Transport
 from gemsc.verify.compare import StepRecord, read_record
+from gemsc.verify.field.compared import AllInputs, _compared, _Evaluated
 from gemsc.verify.field.degree import Degrees
 from gemsc.verify.field.locate import (
     Recording,
-    first_cause,
     first_wrong_gradient,
     first_wrong_value,
     undecided_line,
@@ -50,13 +51,9 @@ from gemsc.verify.first_step import (
     named_outputs,
     on_threads,
 )
+from gemsc.verify.one_process import micro_batch_of, reference_steps
 from gemsc.verify.precision import FULL
-from gemsc.verify.steps import (
-    initial_model,
-    micro_batch_of,
-    reference_steps,
-    user_model_of,
-)
+from gemsc.verify.steps import initial_model, user_model_of
 from gemsc.weights.first import FirstWeights
 from gemsc.weights.write import write_tensors
 
@@ -67,33 +64,6 @@ _RARE, _TOO_LIKELY = 1e-6, 1e-3
 _AGAIN = 3  # keys that may divide by 0
 _FEW = 0.1  # divisions by 0: one of three draws has none
 _BY_ZERO = "every draw divides by 0"
-
-
-@dataclass(frozen=True)
-class AllInputs:
-    """What was found: `verdict` is "proved", "not equal" or "not decided"."""
-
-    verdict: str
-    why: str = ""
-    num_gradients: int = 0
-    num_buffers: int = 0
-    degree: int = 0
-    bound: float = 1.0
-    chooses: bool = False  # a maximum or a comparison, which leaves numbers out
-    seconds: float = 0.0
-    wrong: tuple[str, ...] = field(default=())
-
-    def __str__(self) -> str:
-        if self.verdict == "proved":
-            but = ", but for what maxima and comparisons leave out"
-            return (
-                f"all inputs: proved for forward, {self.num_gradients} gradients, "
-                f"{self.num_buffers} buffers, evaluation; wrong with probability below "
-                f"{self.bound:.0e} (degree {self.degree}){but * self.chooses}; "
-                f"{self.seconds:.0f} s"
-            )
-        words = {"not equal": "NOT EQUAL"}.get(self.verdict, self.verdict)
-        return f"all inputs: {words}: {self.why}"
 
 
 def check_all_inputs(
@@ -291,15 +261,6 @@ def _is_chance(mode: OverField, verdict: str) -> bool:
     return mode.zeros <= 5 + 2 * expected
 
 
-@dataclass(frozen=True)
-class _Evaluated:
-    """The loss of an evaluation, the mean of so many terms, and the outputs."""
-
-    loss: float = 0.0
-    terms: float = 1.0
-    outputs: Mapping[str, Tensor] = field(default_factory=dict)
-
-
 def _evaluated(
     model: nn.Module,
     state: Mapping[str, Tensor],
@@ -429,52 +390,3 @@ def _drawn_batch(value: Any, drawn: Field, name: str) -> Any:
         return drawn.random(f"{name} {next(count)}", leaf.shape)
 
     return pytree.tree_map(draw, value)
-
-
-def _compared(
-    steps: tuple[StepRecord, StepRecord],
-    evaluations: tuple[_Evaluated, _Evaluated],
-    drawn: Field,
-) -> AllInputs:
-    """Compare what a step and an evaluation of the ranks and of the model gave."""
-    actual, expected = steps
-    losses = {
-        "the loss": ([step.losses[0] for step in steps], expected.terms[0]),
-        "evaluation: the loss": (
-            [each.loss for each in evaluations],
-            evaluations[1].terms,
-        ),
-    }
-    wrong = [
-        name
-        for name, (pair, terms) in losses.items()
-        if len({round(loss * terms) % drawn.p for loss in pair}) > 1
-    ]
-    mine, theirs = (each.outputs for each in evaluations)
-    groups: tuple[tuple[str, Mapping[str, Tensor], Mapping[str, Tensor]], ...] = (
-        ("the gradient of ", actual.gradients, expected.gradients),
-        ("buffer ", actual.state, _buffers(expected)),
-        ("evaluation: ", mine, theirs),
-    )
-    for kind, held, wanted in groups:
-        for name, tensor in wanted.items():
-            if name not in held:
-                wrong.append(f"{kind}{name} is missing")
-            elif held[name].shape != tensor.shape or not torch.equal(
-                drawn.of(held[name].clone()), drawn.of(tensor.clone())
-            ):
-                wrong.append(f"{kind}{name}")
-    wrong += [
-        f"the gradient of {name}, which has none"
-        for name, tensor in actual.gradients.items()
-        if name not in expected.gradients and bool((drawn.of(tensor) != 0).any())
-    ]
-    wrong += [f"the copies of {name}" for name in sorted(actual.unequal)]
-    counts = len(expected.gradients), len(_buffers(expected))
-    if wrong:
-        return AllInputs("not equal", first_cause(wrong), *counts, wrong=tuple(wrong))
-    return AllInputs("proved", "", *counts)
-
-
-def _buffers(record: StepRecord) -> dict[str, Tensor]:
-    return {n: t for n, t in record.state.items() if n not in record.gradients}

@@ -17,7 +17,6 @@ from gemsc.passes.spatial import flattened
 from gemsc.passes.spatial.lowering import Lowering
 from gemsc.passes.spatial.rules import (
     norms,
-    padding,
     pooling,
     reductions,
     resizing,
@@ -41,7 +40,7 @@ RULES: dict[str, Callable[[Lowering, Call], Local]] = {
     "interpolate": resizing.interpolation,
     "pixel_shuffle": resizing.pixel_shuffle,
     "pixel_unshuffle": resizing.pixel_unshuffle,
-    "pad": padding.pad,
+    "pad": windows.pad,
     "batch_norm": norms.batch_norm,
     "group_norm": norms.group_norm,
     "instance_norm": norms.instance_norm,

@@ -1,0 +1,87 @@
+"""Make the optimizer of what a rank updates, which steps without torch._dynamo."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import _compile as compile_hooks
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim import optimizer as of_torch
+
+from gemsc.base.elementwise import OptimizerFactory
+from gemsc.errors import GemscError, user_place
+from gemsc.runtime.transport.transport import Transport
+
+NO_PARAMETERS = "empty parameter list"  # what torch.optim says
+
+
+def optimizer_of(
+    parameters: Mapping[str, nn.Parameter], make: OptimizerFactory, transport: Transport
+) -> Optimizer | None:
+    """Return the optimizer of this rank; None if it takes other ranks' parameters only.
+
+    Raises:
+        GemscError: it takes no parameters of any rank.
+    """
+    optimizer, wrong = None, None
+    if parameters:
+        without_dynamo()
+        try:
+            optimizer = make(parameters.items())
+        except ValueError as error:
+            if NO_PARAMETERS not in str(error):
+                raise
+            wrong = GemscError(
+                "the optimizer takes none of the parameters",
+                at=user_place(error.__traceback__),
+                help="optimizer(params) gets pairs: [p for name, p in params if "
+                'name.startswith("head")]',
+            )
+    found = transport.all_gather_object((optimizer is not None, wrong))
+    has_one, errors = zip(*found, strict=True)
+    if not any(has_one) and (first := next(filter(None, errors), None)):
+        raise first
+    return optimizer
+
+
+def without_dynamo() -> None:
+    """Let torch.optim work without torch._dynamo, from now on in this process.
+
+    Its methods load that for a step that torch.compile traces, which no step of ours
+    is: 1.4 s of a process, 40 % of a rank's start (torch 2.13). What they compute is
+    the same, and torch.compile may still load it. Call this before an optimizer is
+    made; where a PyTorch is built in another way, nothing is changed.
+    """
+    disable = getattr(compile_hooks, "_disable_dynamo", None)
+    use_grad = getattr(of_torch, "_use_grad_for_differentiable", None)
+    if disable is None or use_grad is None:
+        return
+    untraced = disable(_example).__code__
+    for method in vars(Optimizer).values():
+        if getattr(method, "__code__", None) is untraced:
+            # what it looks for before it asks torch._dynamo, and gets the same
+            method.__wrapped__.__dynamo_disable = method.__wrapped__
+    step_of_torch = use_grad(_example).__code__
+    for kind in vars(torch.optim).values():
+        step: Any = vars(kind).get("step") if isinstance(kind, type) else None
+        if getattr(step, "__code__", None) is step_of_torch:
+            kind.step = _step(step.__wrapped__)
+
+
+def _example(optimizer: Any) -> None:
+    """Stand for a method: the functions around two of them have the same code."""
+
+
+def _step(step: Any) -> Any:
+    """Return a step with gradients only if the optimizer is to be differentiable."""
+
+    @wraps(step)
+    def call(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        with torch.set_grad_enabled(self.defaults["differentiable"]):
+            return step(self, *args, **kwargs)
+
+    return call
