@@ -58,6 +58,14 @@ from gemsc.weights.initialize import Initialized
 from gemsc.weights.load import blank, put
 
 FILES = "Files"
+Constants = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        help="set a constant of the model's file: NAME=VALUE",
+        rich_help_panel=FILES,
+    ),
+]
 COMPARED_BYTES = 2**32  # of the weights of a model on the meta device
 PLAN_SECONDS = 5.0  # from one line to the next, where nobody watches
 COMPARED = (
@@ -65,6 +73,12 @@ COMPARED = (
     *("ranks", "data", "per_device", "memory_format", "torch_compile"),
     *("device_memory", "profile", "device", "recompute", "offload"),
 )
+
+
+def _sets_constants(context: typer.Context) -> bool:
+    """Whether `--set` stands on the command line."""
+    source = context.get_parameter_source("constants")
+    return source is not None and source.name == "COMMANDLINE"
 
 
 @takes_options()
@@ -98,19 +112,18 @@ def compile_command(
     time_passes: Annotated[
         bool, typer.Option(help="print the time that each pass takes")
     ] = False,
-    constants: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            help="set a constant of the model's file: NAME=VALUE",
-            rich_help_panel=FILES,
-        ),
-    ] = None,
+    constants: Constants = None,
 ) -> None:
     """Compile a model into a program directory."""
     check_target(output)
     edited = _read_edited(plan, typed_flags(context)) if plan is not None else None
-    user = load_user_model(model, constants=split_constants(constants or []))
+    values = split_constants(constants or [])
+    if edited is not None:  # goes before the settings of a project
+        values = {
+            **edited.plan.constants,
+            **(values if _sets_constants(context) else {}),
+        }
+    user = load_user_model(model, constants=values)
     if not overwrite:
         _check_same(output, user)
     shows = nullcontext(_say_nothing) if options.profile else pass_line()
@@ -144,9 +157,11 @@ def plan_command(
     ] = None,
     options: CompileOptions = DEFAULTS,
     most: Annotated[int, typer.Option(help="number of candidates to print", min=1)] = 8,
+    constants: Constants = None,
 ) -> Answer:
     """Compare ways to split a model over ranks, without writing a program."""
-    candidates, found = _plan(load_user_model(model), options)
+    user = load_user_model(model, constants=split_constants(constants or []))
+    candidates, found = _plan(user, options)
     _report(candidates, found, most=most)
     show_plan(found, console)
     if output is not None:

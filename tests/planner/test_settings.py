@@ -58,6 +58,16 @@ def test_the_command_line_wins(command: Gemsc) -> None:
     assert plan.constants == {"WIDTH": "6"}
 
 
+def test_a_plan_has_the_constants_of_its_model(command: Gemsc) -> None:
+    words = ("plan", "model.py", "--ranks", 2, "--set", "WIDTH=8", "-o", "plan.toml")
+    assert command(*words).code == 0
+    Path("gemsc.toml").write_text("[compile]\nset = {WIDTH = 5, DEPTH = 2}\n")
+    plan, _ = compiled(command, "--plan", "plan.toml")
+    assert plan.constants == {"WIDTH": "8"}
+    plan, _ = compiled(command, "--plan", "plan.toml", "--set", "DEPTH=3")
+    assert plan.constants == {"WIDTH": "8", "DEPTH": "3"}
+
+
 @pytest.mark.slow
 def test_an_edited_plan_goes_before_the_file(command: Gemsc) -> None:
     compiled(command)
