@@ -109,9 +109,7 @@ def reference_steps(
             update.end_sums()
             if step == 0:
                 gradients |= update.gradients()
-            if near_zero:
-                without_noise((p.grad for _, p in update.pairs), near_zero)
-            update.apply()
+            update.apply(near_zero)
     state = dict([*model.named_parameters(), *model.named_buffers()])
     state = {n: as_real(t.detach()).cpu() for n, t in state.items()}
     return StepRecord(losses, gradients, state, terms=terms)
@@ -167,11 +165,16 @@ class PlainUpdate:
         present = {n: p.grad for n, p in named if p.grad is not None}
         return {n: as_real(g).cpu().clone() for n, g in present.items()}
 
-    def apply(self, clip_norm: float | None = None) -> None:
-        """Make the update and drop the gradients."""
+    def clip(self, norm: float | None) -> None:
+        """Bound the norm of all gradients."""
+        if norm is not None:
+            nn.utils.clip_grad_norm_([p for _, p in self.pairs], norm)
+
+    def apply(self, near_zero: float = 0.0) -> None:
+        """Make the update and drop the gradients; what is `near_zero` in one is 0."""
         parameters = [parameter for _, parameter in self.pairs]
-        if clip_norm is not None:
-            nn.utils.clip_grad_norm_(parameters, clip_norm)
+        if near_zero:
+            without_noise((parameter.grad for parameter in parameters), near_zero)
         before = self.scaler.get_scale()
         self.scaler.step(self.optimizer)
         self.scaler.update()
