@@ -62,6 +62,7 @@ def edited(command: Gemsc, old: str, new: str) -> tuple[str, Plan]:
     return outcome.err, Plan.read(Path(found) / "plan.toml")
 
 
+@pytest.mark.slow
 def test_the_plan_says_what_is_cut_and_why_the_rest_is_whole(command: Gemsc) -> None:
     plan = compiled(command)
     for stage in plan.stages:
@@ -75,6 +76,7 @@ def test_the_plan_says_what_is_cut_and_why_the_rest_is_whole(command: Gemsc) -> 
         assert "norm" in whole.reason
 
 
+@pytest.mark.slow
 def test_the_plan_counts_what_the_ranks_of_a_stage_send(command: Gemsc) -> None:
     plan = compiled(command)
     for stage in plan.stages:
@@ -85,6 +87,7 @@ def test_the_plan_counts_what_the_ranks_of_a_stage_send(command: Gemsc) -> None:
     assert plan.traffic["sums"] == plan.micro_batches * each
 
 
+@pytest.mark.slow
 def test_rank_files_say_what_their_layers_are_part_of(command: Gemsc) -> None:
     compiled(command)
     text = Path("first/rank3.py").read_text()
@@ -95,6 +98,7 @@ def test_rank_files_say_what_their_layers_are_part_of(command: Gemsc) -> None:
     assert "# all-reduce over the shards" in text
 
 
+@pytest.mark.slow
 def test_show_and_pictures_tell_of_shards(command: Gemsc) -> None:
     compiled(command)
     shown = command("show", "first").out
@@ -108,6 +112,7 @@ def test_show_and_pictures_tell_of_shards(command: Gemsc) -> None:
     assert "features" in Path("first/report.html").read_text()
 
 
+@pytest.mark.slow
 def test_an_unchanged_plan_gives_the_same_shards(command: Gemsc) -> None:
     first = compiled(command)
     _, second = edited(command, "", "")
@@ -115,6 +120,7 @@ def test_an_unchanged_plan_gives_the_same_shards(command: Gemsc) -> None:
     assert (second.options["trunk"], second.options["whole"]) == ("whole", [])
 
 
+@pytest.mark.slow
 def test_what_is_taken_out_of_the_plan_stays_whole(command: Gemsc) -> None:
     plan = compiled(command, "--ranks", "2")
     assert len(plan.stages[0].cut) == 6
@@ -125,6 +131,7 @@ def test_what_is_taken_out_of_the_plan_stays_whole(command: Gemsc) -> None:
     assert text.count("nn.Linear(8, 12)") == text.count("nn.Linear(8, 6)") == 1
 
 
+@pytest.mark.slow
 def test_a_stage_of_which_all_is_taken_out_is_refused(command: Gemsc) -> None:
     compiled(command)
     error, _ = edited(command, '    "0.up.bias.0 of 12 features",\n', "")
@@ -133,6 +140,7 @@ def test_a_stage_of_which_all_is_taken_out_is_refused(command: Gemsc) -> None:
     assert "give this stage one rank: --shards 1,2 --ranks 3" in error
 
 
+@pytest.mark.slow
 def test_the_advice_counts_stages_that_share_ranks_once(command: Gemsc) -> None:
     flags = ("--ranks", "3", "--shards", "2,1", "--placement", "0,1,0")
     refused = command("compile", "model.py", *flags, "--whole", "0.up")
@@ -143,6 +151,7 @@ def test_the_advice_counts_stages_that_share_ranks_once(command: Gemsc) -> None:
     assert command("compile", "model.py", *flags).code == 0
 
 
+@pytest.mark.slow
 def test_a_name_that_the_stage_lacks_is_refused(command: Gemsc) -> None:
     compiled(command)
     wrong = '"0.upper.weight.0 of 12 features"'
@@ -154,6 +163,7 @@ def test_a_name_that_the_stage_lacks_is_refused(command: Gemsc) -> None:
     assert "0.up.weight" in error.partition("help: ")[2]
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
@@ -174,6 +184,7 @@ def test_a_wrong_edit_of_shards_is_refused(
     assert "plan.toml:" in error
 
 
+@pytest.mark.slow
 def test_an_edited_trunk_is_that_of_all_stages(command: Gemsc) -> None:
     first, last = compiled(command, "--trunk", "auto").stages
     assert first.trunk == last.trunk == "batch"
@@ -208,6 +219,57 @@ def test_plan_compares_shards_with_stages_and_replicas(command: Gemsc) -> None:
     assert slower < fastest
 
 
+@pytest.mark.slow
 def test_a_simulation_counts_the_ranks_of_a_stage(command: Gemsc) -> None:
     compiled(command)
     assert "on 8 ranks of" in command("simulate", "first", "--data", "2").out
+
+
+def test_batch_norm_without_statistics_is_cut_by_channels(command: Gemsc) -> None:
+    layers = "nn.Linear(8, 12), nn.BatchNorm1d(12, track_running_stats=False), "
+    text = MODEL.replace("Block(), Block()", f"{layers}nn.Linear(12, 8)")
+    Path("model.py").write_text(text)
+    flags = ("--ranks", "2", "--shards", "2", "-o", "norms")
+    done = command("compile", "model.py", *flags)
+    assert done.code == 0, done.err
+    text = Path("norms/rank0.py").read_text()
+    assert "nn.BatchNorm1d(6, track_running_stats=False)" in text
+    assert not Plan.read(Path("norms/plan.toml")).unchecked  # a step was compared
+
+
+def test_a_module_that_depends_on_data_is_named_with_what_helps(
+    command: Gemsc,
+) -> None:
+    text = Path("model.py").read_text()
+    text += """
+
+class Mixture(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x):
+        found = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            (rows,) = torch.where(x[:, 0] * (2 * i - 1) > 0)  # <-- here
+            found = found.index_add(0, rows, expert(x[rows]))
+        return found
+
+
+def model():
+    return nn.Sequential(Mixture())
+
+
+def example_inputs():
+    return (torch.randn(6, 8),)
+
+
+def example_target():
+    return torch.randn(6, 8)
+"""
+    Path("model.py").write_text(text)
+    refused = command("compile", "model.py", "--ranks", "2", "--shards", "2")
+    assert refused.code == 1
+    line = 1 + text[: text.index("<-- here")].count("\n")
+    assert f"note: '0' stays whole, for model.py:{line}: " in refused.err
+    assert "--ranks 1 without --shards, or keep all sizes in '0' fixed" in refused.err
