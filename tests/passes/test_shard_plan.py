@@ -237,6 +237,17 @@ def test_batch_norm_without_statistics_is_cut_by_channels(command: Gemsc) -> Non
     assert not Plan.read(Path("norms/plan.toml")).unchecked  # a step was compared
 
 
+def test_a_layer_that_unflattens_has_the_sizes_of_a_part(command: Gemsc) -> None:
+    layers = "nn.Linear(8, 12), nn.Unflatten(-1, (6, 2)), nn.GELU(), "
+    layers += "nn.Flatten(-2), nn.Linear(12, 8)"
+    Path("model.py").write_text(MODEL.replace("Block(), Block()", layers))
+    flags = ("--ranks", "2", "--shards", "2", "-o", "flat")
+    done = command("compile", "model.py", *flags)
+    assert done.code == 0, done.err
+    assert ".unflatten(1, (3, 2))" in Path("flat/rank0.py").read_text()
+    assert not Plan.read(Path("flat/plan.toml")).unchecked  # a step was compared
+
+
 def test_a_module_that_depends_on_data_is_named_with_what_helps(
     command: Gemsc,
 ) -> None:
