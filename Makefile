@@ -18,7 +18,7 @@ UNET := examples/unet_histology/model.py
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test nightly format bench size site release clean
+.PHONY: help demo test slow nightly format bench size site release clean
 
 help:  ## say what the commands are
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -40,12 +40,15 @@ demo: $(READY)  ## compile a U-Net for 4 ranks, train it, check it against one p
 	@echo "                                            make demo EPOCHS=8"
 	@test -e build/unet/graph.svg || echo "no graph.svg: install Graphviz and compile again"
 
-test: $(READY)  ## lint, types and all tests, with real mpirun jobs
+test: $(READY)  ## lint, types and tests, with real mpirun jobs, in a few minutes
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@echo "$(BIN)/mypy, and at the same time"  # on one core, while many tests wait
 	$(BIN)/mypy & types=$$!; $(BIN)/python -m pytest $(PARALLEL); tests=$$?; \
 	  wait $$types && exit $$tests
+
+slow: $(READY)  ## those tests and all for which make test has no time
+	$(BIN)/python -m pytest $(PARALLEL) --slow
 
 nightly: $(READY)  ## all tests with those that take long; PART=1/4: the first of four parts
 	@$(BIN)/python -c 'import torch; print("torch", torch.__version__)'

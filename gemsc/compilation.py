@@ -32,6 +32,7 @@ class Traced:
     of the other if they differ in constants only. `facts` are those of tiles that it
     was split into: see `Annotate`. `elsewhere` are tensors that other graphs of the
     model change; `beside` are these graphs, in both modes where those differ, by name.
+    One that `is_phase` trains some of the weights.
     """
 
     program: Program
@@ -40,6 +41,7 @@ class Traced:
     facts: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
     elsewhere: frozenset[str] = frozenset()
     beside: dict[str, Program] = field(default_factory=dict, repr=False, compare=False)
+    is_phase: bool = False
 
     @cached_property
     def changing(self) -> frozenset[str]:

@@ -30,8 +30,8 @@ from gemsc.lowering.variants import (
     find_largest,
     followed,
     knowing_all,
+    of_shapes,
     options_of,
-    planned_shapes,
     trace_all,
     with_one_ownership,
 )
@@ -140,8 +140,7 @@ def compile(
             graphs, options, placed=placed, source=source, after_each=after_each
         )
         examples = Examples.of(example_inputs, example_target)
-        shapes = planned_shapes(program.compilation, examples)
-        program = program.with_plan(shapes=shapes)
+        program = program.with_plan(**of_shapes(program.compilation, examples))
         if edited is not None:
             edited.check_shared(program.plan)
         if options.check:

@@ -18,6 +18,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded, and for ranks
 os.environ["COLUMNS"] = "160"  # of the terminal, whatever it is
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # ranks start in three quarters of it
 
 import hypothesis
 import pytest
@@ -70,6 +71,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "every schedule on the simulated CUDA device",
     )
     parser.addoption(
+        "--slow",
+        action="store_true",
+        help="run all but what runs with --nightly only: 25 minutes on two cores",
+    )
+    parser.addoption(
         "--part",
         default="1/1",
         metavar="K/N",
@@ -87,8 +93,9 @@ def pytest_collection_modifyitems(
     chosen = [*items]
     if not config.getoption("--nightly"):
         chosen = [item for item in items if not item.get_closest_marker("nightly")]
-        night = cases_of_the_night(chosen)
-        chosen = [item for item in chosen if item not in night]
+        limits = ["by_day"] if config.getoption("--slow") else ["by_day", "slow"]
+        later = cases_for_later(chosen, limits)
+        chosen = [item for item in chosen if item not in later]
     stays = part_of(chosen, config.getoption("--part"))
     config.hook.pytest_deselected(items=[i for i in items if i not in stays])
     items[:] = [item for item in items if item in stays]
@@ -96,22 +103,25 @@ def pytest_collection_modifyitems(
     items.sort(key=lambda item: item.path not in starts_ranks)
 
 
-def cases_of_the_night(items: Iterable[pytest.Item]) -> set[pytest.Item]:
-    """Return what `by_day(cases)` leaves out: one from each part of a table stays.
+def cases_for_later(
+    items: Iterable[pytest.Item], limits: Iterable[str]
+) -> set[pytest.Item]:
+    """Return what the markers `limits` leave out: one from each part of a table stays.
 
-    Which one is drawn, always the same: at even distances it might always be the same
-    value of a parameter.
+    Each marker has a number of cases, or none for a test that is left out. Which case
+    of a part stays is drawn, always the same one: at even distances it might always be
+    the same value of a parameter.
     """
     tables: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("by_day"):
-            tables.setdefault(table_of(item), []).append(item)
-    left_out = set()
+        tables.setdefault(table_of(item), []).append(item)
+    left_out: set[pytest.Item] = set()
     for table in tables.values():
-        marker = table[0].get_closest_marker("by_day")
-        assert marker is not None
-        (cases,) = marker.args
-        ends = [len(table) * part // cases for part in range(cases + 1)]
+        markers = filter(None, map(table[0].get_closest_marker, limits))
+        cases = min((sum(marker.args) for marker in markers), default=len(table))
+        ends = (
+            [len(table) * part // cases for part in range(cases + 1)] if cases else []
+        )
         draw = random.Random(0)
         kept = {draw.randrange(*part) for part in pairwise(ends) if len({*part}) == 2}
         left_out |= {item for index, item in enumerate(table) if index not in kept}

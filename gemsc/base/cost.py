@@ -25,6 +25,8 @@ class StageCost:
     """On top, during the first of a step: it makes the gradients."""
     gradient_bytes: int = 0
     """From the end of the first backward to the end of the step."""
+    summed_bytes: int = 0
+    """Gradients of all of its weights: what ranks that hold the same add up."""
     gathered_bytes: int = 0
     """Weights of which the rank keeps rows only, whole while an action uses them."""
     scatter_bytes: int = 0

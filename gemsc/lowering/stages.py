@@ -11,6 +11,7 @@ from gemsc.base.plain_forward import with_threads
 from gemsc.compilation import Followed, Traced
 from gemsc.costs.hardware import Hardware, read_hardware
 from gemsc.costs.signature import alike_ranks
+from gemsc.errors import GemscError
 from gemsc.ir.program import Program
 from gemsc.ir.shards import Placed
 from gemsc.options import CompileOptions, choose
@@ -69,10 +70,9 @@ def schedule_stages(
     and all where they share branches. Where "none" is, see `schedule_at_best`. Stages
     are those of a graph that this one is `like`.
     """
-    choose("schedule", options.schedule, SCHEDULES)
+    _check(traced, options)
     hardware = hardware or read_hardware(options.hardware)
     chosen = stage_layout(options)
-    check_whole(options.whole, traced.program.module)
     balance = _balance(traced, options, chosen, hardware)
     again = make_again(traced, hardware, chosen)
     if like is None:
@@ -129,6 +129,18 @@ def schedule_stages(
     done = done or schedule(program, tiles, task, chosen, options, hardware)
     check_in_flight(program, _crowded(done))
     return done
+
+
+def _check(traced: Traced, options: CompileOptions) -> None:
+    """Refuse options that do not go with the model."""
+    choose("schedule", options.schedule, SCHEDULES)
+    check_whole(options.whole, traced.program.module)
+    if traced.is_phase and options.shard in ("gradients", "weights"):
+        raise GemscError(
+            f"--shard {options.shard} does not go with phases: each of them trains "
+            "some of what a stage holds",
+            help="use --shard optimizer",
+        )
 
 
 def _balance(

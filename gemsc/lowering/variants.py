@@ -44,7 +44,7 @@ def trace_phase(
     program, evaluation = (
         with_target(each, inputs) for each in (traced.program, traced.evaluation)
     )
-    return replace(traced, program=program, evaluation=evaluation)
+    return replace(traced, program=program, evaluation=evaluation, is_phase=True)
 
 
 def trace_all(
@@ -89,12 +89,14 @@ def trace_all(
 
 
 def find_largest(graphs: Mapping[str, Traced]) -> str:
-    """Return the name of the graph that costs most, the first of equal ones."""
+    """Return the name of the graph that costs most: seconds, of equal ones bytes."""
 
-    def seconds(name: str) -> float:
-        return sum(b.busy_seconds for b in graphs[name].program.blocks or ())
+    def cost(name: str) -> tuple[float, int]:
+        blocks = graphs[name].program.blocks or ()
+        seconds = sum(block.busy_seconds for block in blocks)
+        return seconds, sum(block.total("output_bytes") for block in blocks)
 
-    return max(graphs, key=seconds)
+    return max(graphs, key=cost)
 
 
 def knowing_all(graphs: Mapping[str, Traced]) -> dict[str, Traced]:
@@ -146,12 +148,6 @@ def options_of(
     is_trained = graphs[name].program.loss is not None or len(graphs) == 1
     if is_trained:
         return options
-    if options.shard in ("gradients", "weights"):
-        raise GemscError(
-            f"--shard {options.shard} does not go with phases: each of them trains "
-            "some of what a stage holds",
-            help="use --shard optimizer",
-        )
     return replace(options, shard_optimizer=False, shard="off")
 
 
@@ -199,19 +195,23 @@ def as_family(lowered: Mapping[str, Compilation], largest: str) -> Compilation:
             model=lowered[""].plan.model,
             phases=phases,
             notes=[about, *notes],
-            **_memory([each.plan for each in variants.values()]),
+            **_memory([each.plan for each in variants.values()], one_optimizer=False),
         )
     return replace(lowered[""], plan=plan, variants=variants, largest=largest)
 
 
-def planned_shapes(family: Compilation, examples: Examples) -> list[PlannedShape]:
-    """Return what the plan says of each shape that batches may have, if several."""
+def of_shapes(family: Compilation, examples: Examples) -> dict[str, Any]:
+    """Return the entries of a plan for the shapes that batches may have, if several.
+
+    One says what each of them costs; what ranks need is what they need in any.
+    """
     if len(examples.inputs) == 1:
-        return []
-    found = []
+        return {}
+    shapes, plans = [], []
     for number, name in enumerate(examples.names):
         plan = family.variants[name].plan if name in family.variants else family.plan
-        found.append(
+        plans.append(plan)
+        shapes.append(
             PlannedShape(
                 name=name,
                 variant=name if name in family.variants else "",
@@ -221,17 +221,18 @@ def planned_shapes(family: Compilation, examples: Examples) -> list[PlannedShape
                 peak_bytes=plan.peak_bytes,
             )
         )
-    return found
+    return {"shapes": shapes, **_memory(plans, one_optimizer=True)}
 
 
-def _memory(plans: Sequence[Plan]) -> dict[str, Any]:
-    """Return the entries of a plan that say what ranks need in the fullest phase.
+def _memory(plans: Sequence[Plan], *, one_optimizer: bool) -> dict[str, Any]:
+    """Return the entries of a plan that say what ranks need in the fullest graph.
 
-    Each rank keeps the states of all optimizers in all of them.
+    Phases have an optimizer each, and each rank keeps the states of all in all of them.
     """
     peaks, memory = [], []
     for rank in range(len(plans[0].peak_bytes)):
-        kept = sum(plan.memory[rank]["optimizer"] for plan in plans)
+        states = [plan.memory[rank]["optimizer"] for plan in plans]
+        kept = max(states) if one_optimizer else sum(states)
         others = [kept - plan.memory[rank]["optimizer"] for plan in plans]
         each = [
             plan.peak_bytes[rank] + n for plan, n in zip(plans, others, strict=True)

@@ -29,7 +29,10 @@ from gemsc.planner.layout import StageLayout
 from gemsc.planner.predict import schedule_task
 from gemsc.schedules import Task
 
-OF_WEIGHTS = ("resident_bytes", "gradient_bytes", "waiting_gradient_bytes")
+OF_WEIGHTS = (
+    *("resident_bytes", "gradient_bytes", "summed_bytes"),
+    *("waiting_gradient_bytes", "gathered_bytes"),
+)
 LEAST = 0.9  # of its even share of what is saved: an operator for parts may save less
 
 
@@ -95,7 +98,7 @@ def held_at_best(task: Task, groups: Sequence[GridShape]) -> list[list[Held]]:
             for group in own
             for rank in range(first[group], first[group + 1], groups[group].beside)
         }
-        found.append([(tuple(sorted(alike)), cost.gradient_bytes)])
+        found.append([(tuple(sorted(alike)), cost.summed_bytes)])
     return found
 
 

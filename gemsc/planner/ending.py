@@ -126,7 +126,7 @@ def held_gradients(program: Program, task: Task) -> list[list[Held]]:
         grids = [row[stage] for row in placement.ranks]
         whole = weights.gradients - weights.part_gradients
         held = [(tuple(sorted({rank for grid in grids for rank in grid})), whole)]
-        parts = task.stages[stage].gradient_bytes - whole  # where they are largest
+        parts = task.stages[stage].summed_bytes - whole  # where they are largest
         if parts:
             count = placement.grid(stage).beside
             alike = [

@@ -16,18 +16,26 @@ from gemsc.base.grid_shape import SPLITS
 from gemsc.base.units import show_bytes, show_enough_bytes
 from gemsc.costs.hardware import Hardware, read_hardware
 from gemsc.errors import GemscError
-from gemsc.options import CompileOptions, typed
+from gemsc.options import SHARD, CompileOptions, typed
 from gemsc.planner.at_best import held_at_best
 from gemsc.planner.ending import after_backward, end_of, reduced_bytes
 from gemsc.planner.fitting import Scheduled
 from gemsc.planner.predict import micro_batch_size, talking
 from gemsc.planner.traffic import step_traffic
-from gemsc.search.candidates import Candidate, alternatives, is_open, ranked
+from gemsc.search.candidates import (
+    Candidate,
+    alternatives,
+    in_parts,
+    is_open,
+    placement_of,
+    ranked,
+)
 
 SLACK = 0.1  # by which stages that are cut elsewhere may take less work
 
 ROUNDING = 0.02  # an order of which the text is short may be slower
 FACTORS = (2, 4, 8)  # how many times more ranks are tried where nothing fits
+MANY = 8  # stages of one rank, of which the weights of one at a time are whole
 SAVINGS = (("recompute",), ("offload",), ("recompute", "offload"))
 
 Stage = Callable[..., Scheduled]  # of options, and how many ranks are `lowered`
@@ -68,13 +76,14 @@ def search(
 
     What does not fit the memory cap, or only in a slower order, is tried again with the
     optimizer's state shared out over replicas, with some blocks recomputed, and with
-    both. What cannot be faster than something that fits is left out. `tell` is told how
-    far this is.
+    both; what does not fit then, with weights in parts. What cannot be faster than
+    something that fits is left out. `tell` is told how far this is.
 
     Raises:
         GemscError: nothing fits; says what would.
     """
-    compared = _Comparison(stage, tell)
+    may_loop = options.schedule == "auto" and options.placement in ("auto", "natural")
+    compared = _Comparison(stage, tell, may_loop)
     compared.add(alternatives(options, sizes, most_branches))
     found = compared.ranked()
     while options.open_splits and found[0].fits():
@@ -95,11 +104,13 @@ class _Comparison:
 
     `too_large` are splits that would not fit if their ranks shared all evenly, `places`
     all that was to be looked at, `changes` what of it is tried again for its memory,
-    and `speeds` how fast that may be.
+    and `speeds` how fast that may be. A rank that has all of the model has several
+    stages of it if it `may_loop`.
     """
 
     stage: Stage
     tell: Tell
+    may_loop: bool
     found: list[Candidate] = field(default_factory=list)
     too_large: list[Candidate] = field(default_factory=list)
     places: dict[CompileOptions, int] = field(default_factory=dict)
@@ -138,12 +149,23 @@ class _Comparison:
         changes = []
         if found.lacks_memory() and not options.shard_optimizer:
             changes.append(replace(options, shard_optimizer=True))
+        elif found.is_too_large():
+            changes += self._with_weights_in_parts(options)
         if found.may_recompute():
             changes.append(replace(options, recompute=("auto",)))
         for changed in changes:
             if changed not in self.places:
                 self.changes.add(changed)
                 self._wait(changed)
+
+    def _with_weights_in_parts(self, options: CompileOptions) -> list[CompileOptions]:
+        """Return a choice with weights in parts, if ranks have several stages each."""
+        several: dict[str, Any] = {}
+        if options.copy_ranks == 1 and self.may_loop:
+            several = {"schedule": "interleaved", "placement": "looped", "chunks": MANY}
+        elif placement_of(options) not in ("looped", "folded"):
+            return []
+        return [replace(options, shard="weights", **several)]
 
     def _at_best(self, options: CompileOptions) -> tuple[Candidate, float]:
         """Return what a choice comes to at best, and in how many samples per second.
@@ -311,7 +333,7 @@ def what_fits(candidate: Candidate, assess: Assess) -> str:
     ways = [
         *_more_ranks(candidate, assess),
         *_savings(candidate, assess),
-        *_shard_optimizer(candidate, assess),
+        *_in_parts(candidate, assess),
         *_smaller_micro_batches(candidate, candidate.options.rank_memory or 0),
     ]
     return "; or ".join(ways)
@@ -348,13 +370,14 @@ def _savings(lowest: Candidate, assess: Assess) -> list[str]:
     return []
 
 
-def _shard_optimizer(lowest: Candidate, assess: Assess) -> list[str]:
-    if lowest.options.shard_optimizer:
-        return []
-    found = assess(replace(lowest.options, shard_optimizer=True))
-    if not found.fits():
-        return []
-    return [f"add --shard-optimizer ({show_bytes(found.peak_bytes)} then)"]
+def _in_parts(lowest: Candidate, assess: Assess) -> list[str]:
+    """What ranks with the same weights may keep in parts: the first that is enough."""
+    given = in_parts(lowest.options)
+    for shard in SHARD[SHARD.index(given) + 1 :]:
+        found = assess(replace(lowest.options, shard=shard))
+        if found.fits():
+            return [f"add --shard {shard} ({show_bytes(found.peak_bytes)} then)"]
+    return []
 
 
 def _smaller_micro_batches(lowest: Candidate, cap: int) -> list[str]:

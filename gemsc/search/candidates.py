@@ -79,7 +79,7 @@ class Candidate:
             f"M={chosen.micro_batches}",
             "by memory" if chosen.balance == "memory" else "",
             "recompute" if "auto" in chosen.recompute else "",
-            "sharded optimizer" if chosen.shard_optimizer else "",
+            f"sharded {in_parts(chosen)}" if chosen.shard_optimizer else "",
         ]
         return ", ".join(part for part in parts if part)
 
@@ -128,6 +128,18 @@ class Candidate:
         """Whether recomputed blocks may help; nobody has asked for any yet."""
         asked = self.options.recompute or self.options.offload
         return self.lacks_memory() and not asked
+
+
+def in_parts(options: CompileOptions) -> str:
+    """Return what ranks with the same weights keep in parts, a value of `--shard`."""
+    only_optimizer = options.shard_optimizer and options.shard == "off"
+    return "optimizer" if only_optimizer else options.shard
+
+
+def placement_of(options: CompileOptions) -> str:
+    """Return where the stages are."""
+    is_natural = options.placement == "natural"
+    return SCHEDULES[options.schedule].placement if is_natural else options.placement
 
 
 def is_open(options: CompileOptions) -> bool:

@@ -226,7 +226,7 @@ def _list_barriers(plan: Plan, most: int) -> Listing:
         column("line", (b["line"] for b in found), left=True),
         column("why", (b["reason"] for b in found), left=True, shrinks=True),
     )
-    return "values that every tile has to gather", columns
+    return "values that every rank of a stage has to gather", columns
 
 
 def _unfused(stage: PlannedStage) -> str:

@@ -32,6 +32,7 @@ def document(command: Gemsc, *words: object, code: int = 0) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_show_gives_the_plan(loud: Gemsc) -> None:
     found = document(loud, "show", "program")
     assert set(found) == {"why", "speed", "plan", "seconds_here", "cores_here"}
@@ -44,6 +45,7 @@ def test_show_gives_the_plan(loud: Gemsc) -> None:
     assert loud("show", "program", "--html", "--json").out == ""
 
 
+@pytest.mark.slow
 def test_plan_gives_what_was_compared_best_first(loud: Gemsc) -> None:
     done = loud("plan", "model.py", "--json", "-o", "plan.toml")
     assert "a model may print" in done.err
@@ -81,6 +83,7 @@ def test_simulate_gives_its_points(loud: Gemsc) -> None:
     assert max(found["peak_bytes"]) <= found["memory_bytes"]
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_verify_gives_the_errors_of_each_dtype(loud: Gemsc) -> None:
     found = document(loud, "verify", "program", "--steps", 1, "--dtype", "float64")
@@ -130,6 +133,7 @@ def test_compare_gives_last_figures_and_what_differs(
     assert found["options"] == {"seed": [1, "default"]}
 
 
+@pytest.mark.slow
 def test_doctor_gives_what_is_there(command: Gemsc) -> None:
     found = document(command, "doctor", "--no-trial")
     rows = {row["name"]: row for row in found["machine"]}
@@ -138,6 +142,7 @@ def test_doctor_gives_what_is_there(command: Gemsc) -> None:
     assert found["trial"] is None
 
 
+@pytest.mark.slow
 def test_an_error_leaves_stdout_empty_and_tables_come_back(command: Gemsc) -> None:
     done = command("show", "nowhere", "--json")
     assert (done.code, done.out) == (1, "")

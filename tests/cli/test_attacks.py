@@ -203,6 +203,7 @@ def changed(text: str, draw: random.Random) -> str:
     return "\n".join(lines)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "seeds", [range(200), pytest.param(range(200, 1000), marks=pytest.mark.nightly)]
 )

@@ -477,6 +477,7 @@ def test_a_command_line_without_words_shows_the_help(gemsc: Gemsc) -> None:
     assert "compile" in outcome.out
 
 
+@pytest.mark.slow
 def test_mistakes_look_the_same_in_a_process_of_their_own(tmp_path: Path) -> None:
     mistake = FILES["branch on data"]
     prepare(tmp_path, mistake.text)

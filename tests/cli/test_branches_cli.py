@@ -70,6 +70,7 @@ def recompiled(command: Gemsc, text: str) -> tuple[str, Plan]:
     return outcome.err, Plan.read(Path(found) / "plan.toml")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("first")
 def test_a_plan_says_which_rank_has_which_branch_and_its_weights(
     command: Gemsc,
@@ -102,6 +103,7 @@ def test_the_blocks_of_the_inception_example_are_shared_out(command: Gemsc) -> N
     assert all(len(fork.branches) == 4 for fork in stage.forks)
 
 
+@pytest.mark.slow
 def test_auto_compares_branches(command: Gemsc) -> None:
     flags = ("--ranks", "2", "--branches", "auto", "--shards", "auto")
     outcome = command("compile", "model.py", *flags)
@@ -117,6 +119,7 @@ def test_an_unchanged_plan_places_branches_alike(command: Gemsc, first: str) -> 
     assert second.stages == Plan.read(Path("first/plan.toml")).stages
 
 
+@pytest.mark.slow
 def test_a_branch_moves_with_its_line(command: Gemsc, first: str) -> None:
     a, b, _ = MOVED
     error, plan = recompiled(command, first.replace(a, "").replace(b, a + b))
@@ -130,6 +133,7 @@ def test_a_branch_moves_with_its_line(command: Gemsc, first: str) -> None:
     assert "self.0.a" not in Path("second/rank1.py").read_text()
 
 
+@pytest.mark.slow
 def test_weights_of_branches_are_neither_cut_nor_whole(command: Gemsc) -> None:
     words = ("compile", "model.py", *GIVEN, "--shards", "2", "-o", "first")
     assert command(*words).code == 0
@@ -145,6 +149,7 @@ def test_weights_of_branches_are_neither_cut_nor_whole(command: Gemsc) -> None:
     assert plan.options["whole"] == []
 
 
+@pytest.mark.slow
 def test_a_fork_that_is_taken_out_is_computed_by_all(
     command: Gemsc, first: str
 ) -> None:
@@ -161,6 +166,7 @@ def test_a_fork_that_is_taken_out_is_computed_by_all(
     assert "the plan places" in shown
 
 
+@pytest.mark.slow
 def test_a_stage_without_any_fork_left_is_refused(command: Gemsc, first: str) -> None:
     before, *_ = first.split("[[stages.forks]]")
     _, after = first.split("[traffic]", 1)
@@ -176,6 +182,7 @@ def test_a_wrong_name_is_refused_at_its_line(command: Gemsc, first: str) -> None
     assert "place each of 0.a, 0.b, 0.c once" in error
 
 
+@pytest.mark.slow
 def test_a_stage_without_branches_says_so_and_what_would_work(command: Gemsc) -> None:
     Path("model.py").write_text(
         MODEL.replace("[self.a(x), self.b(x), self.c(x)]", "[self.b(x).repeat(1, 2)]")
@@ -188,6 +195,7 @@ def test_a_stage_without_branches_says_so_and_what_would_work(command: Gemsc) ->
     assert command("compile", "model.py", *advice).code == 0
 
 
+@pytest.mark.slow
 def test_branches_that_gain_nothing_say_why(command: Gemsc) -> None:
     two = MODEL.replace("self.b(x), self.c(x)]", "self.b(x)]")
     light = two.replace("a = nn.Linear(64, 16)", "a = nn.Linear(64, 1)")
@@ -198,6 +206,7 @@ def test_branches_that_gain_nothing_say_why(command: Gemsc) -> None:
     assert "b alone takes 95 % of" in refused.err
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize(
     ("flags", "says"),
     [

@@ -49,6 +49,7 @@ def test_run_lists_the_options_of_ranks_and_launcher_without_a_program(
         assert f"  {name} " in outcome.out
 
 
+@pytest.mark.slow(3)
 @pytest.mark.parametrize("words", [(), ("--help",), ("--version",), ("complie",)])
 def test_no_command_is_imported_to_list_them(words: tuple[str, ...]) -> None:
     text = (
@@ -134,10 +135,12 @@ def test_what_is_timed_begins_anew_with_the_ranks_setting_of_malloc(
     assert begun == [([sys.executable, "gemsc", *words], MALLOC_SETTING)]
 
 
+@pytest.mark.slow
 def test_tiles_can_be_off(gemsc: Gemsc) -> None:
     assert gemsc("compile", "model.py", "--tiles", "off", "-o", "p").code == 0
 
 
+@pytest.mark.slow
 def test_a_program_of_another_model_is_replaced_only_if_asked(
     gemsc: Gemsc, tmp_path: Path
 ) -> None:
@@ -162,6 +165,7 @@ def test_a_program_of_another_model_is_replaced_only_if_asked(
     assert gemsc("compile", "model.py", *words).code == 0
 
 
+@pytest.mark.slow
 def test_compile_says_what_it_chose_and_writes_a_program(
     gemsc: Gemsc, tmp_path: Path
 ) -> None:
@@ -178,6 +182,7 @@ def test_compile_says_what_it_chose_and_writes_a_program(
     assert not [name for name in found if name.startswith(".")]
 
 
+@pytest.mark.slow
 def test_passes_can_be_watched(gemsc: Gemsc) -> None:
     words = ("compile", "model.py", "--print-after", "balance-stages", "--time-passes")
     outcome = gemsc(*words)
@@ -186,6 +191,7 @@ def test_passes_can_be_watched(gemsc: Gemsc) -> None:
     assert re.search(r"ms  canonicalize\n", outcome.err)
 
 
+@pytest.mark.slow
 def test_show_prints_every_decision(gemsc: Gemsc) -> None:
     gemsc("compile", "model.py", "-o", "program")
     outcome = gemsc("show", "program")
@@ -194,6 +200,7 @@ def test_show_prints_every_decision(gemsc: Gemsc) -> None:
         assert part in outcome.out
 
 
+@pytest.mark.slow
 def test_the_report_is_written_by_compile_and_anew_by_show(
     gemsc: Gemsc, tmp_path: Path
 ) -> None:
@@ -206,6 +213,7 @@ def test_the_report_is_written_by_compile_and_anew_by_show(
     assert "Why this split" in path.read_text()
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("target", ["model.py", "program"])
 def test_graph_draws_a_model_or_a_program(
     target: str, gemsc: Gemsc, tmp_path: Path
@@ -237,6 +245,7 @@ def test_a_file_in_a_folder_with_spaces_and_its_sibling(
     assert "nn.Linear(8, 16)" in text
 
 
+@pytest.mark.slow
 def test_a_name_in_a_module_of_a_package_with_relative_imports(
     gemsc: Gemsc, tmp_path: Path
 ) -> None:
@@ -255,6 +264,7 @@ def test_a_name_in_a_module_of_a_package_with_relative_imports(
         assert 'spec = "../package_of_models/nets.py:small"' in plan
 
 
+@pytest.mark.slow
 def test_a_model_may_be_an_object(gemsc: Gemsc, tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(
         MODEL.replace("def model():\n    return Net()", "model = Net()")

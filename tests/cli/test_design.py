@@ -252,6 +252,7 @@ document.getElementById("said").textContent = said.join("\\n");
 """
 
 
+@pytest.mark.slow(1)
 @needs_browser
 @both
 def test_no_text_is_cut_off_or_lies_over_another(

@@ -21,6 +21,7 @@ def row(out: str, name: str) -> str:
     return next(line for line in out.splitlines() if line.startswith(name))
 
 
+@pytest.mark.slow
 def test_it_says_what_is_there(gemsc: Gemsc) -> None:
     outcome = gemsc("doctor", "--no-trial")
     assert outcome.code == 0, outcome.err
@@ -53,6 +54,7 @@ def test_two_ranks_train(gemsc: Gemsc) -> None:
     assert "2 ranks train a small network exactly" in outcome.out
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize(
     ("typed", "wanted"),
     [

@@ -178,6 +178,7 @@ def test_many_micro_batches_are_not_drawn_one_by_one(tmp_path: Path) -> None:
 # in a browser
 
 
+@pytest.mark.slow
 @needs_browser
 def test_the_browser_reports_errors(tmp_path: Path) -> None:
     """If this fails, the tests below would pass whatever a page does."""
@@ -186,6 +187,7 @@ def test_the_browser_reports_errors(tmp_path: Path) -> None:
     assert console_lines(look(page, "--dump-dom").stderr)
 
 
+@pytest.mark.slow
 @needs_browser
 @pytest.mark.parametrize("num_ranks", [3, *at_night(1000)])
 def test_the_page_opens_without_errors_and_its_script_runs(
@@ -197,6 +199,7 @@ def test_the_page_opens_without_errors_and_its_script_runs(
     assert '<th scope="col" class="number">' in seen.stdout
 
 
+@pytest.mark.slow
 @needs_browser
 def test_the_page_can_be_photographed(program: Path, tmp_path: Path) -> None:
     page = shutil.copy(program / "report.html", tmp_path)

@@ -125,6 +125,7 @@ def test_a_log_is_followed_as_it_grows_and_is_cut(tmp_path: Path) -> None:
     assert growing.log.steps == 0
 
 
+@pytest.mark.slow
 def test_the_page_shows_the_report_and_the_last_run(
     program: Path, serve: Callable[[Path], Server]
 ) -> None:
@@ -152,6 +153,7 @@ def test_the_page_shows_the_report_and_the_last_run(
     assert '"event": "failure"' in fetch(server.address + "run/log.jsonl")[1]
 
 
+@pytest.mark.slow
 def test_a_run_elsewhere_is_shown_with_its_program(
     program: Path, tmp_path: Path, serve: Callable[[Path], Server]
 ) -> None:
@@ -167,6 +169,7 @@ def test_a_run_elsewhere_is_shown_with_its_program(
     assert fetch(server.address + "rank0.py")[0] == 404
 
 
+@pytest.mark.slow
 def test_nothing_else_is_served(
     program: Path, tmp_path: Path, serve: Callable[[Path], Server]
 ) -> None:
@@ -186,6 +189,7 @@ def test_nothing_else_is_served(
         assert raw(server, method, "/", here) == 501
 
 
+@pytest.mark.slow
 def test_only_this_machine_is_answered(
     program: Path, serve: Callable[[Path], Server]
 ) -> None:
@@ -223,6 +227,7 @@ def test_a_port_that_is_taken_is_refused(program: Path, command: Gemsc) -> None:
     assert command("show", program.parent, "--open").code == 1
 
 
+@pytest.mark.slow
 @needs_browser
 def test_the_browser_follows_the_run(
     program: Path, tmp_path: Path, serve: Callable[[Path], Server]
@@ -276,6 +281,7 @@ def watched(tmp_path: Path) -> Iterator[Callable[[Path], str]]:
             process.wait()
 
 
+@pytest.mark.slow
 def test_the_command_serves_until_ctrl_c(
     program: Path, watched: Callable[[Path], str]
 ) -> None:

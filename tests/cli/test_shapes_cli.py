@@ -87,6 +87,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "x"
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_a_run_that_stops_within_an_epoch_goes_on_bit_for_bit(
     program: Path, tmp_path: Path
@@ -112,6 +113,7 @@ def logged(folder: Path) -> list[dict[str, object]]:
     return [line for line in lines if line["event"] == "step"]
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.parametrize(
     ("words", "said"),
@@ -130,11 +132,13 @@ def test_ranks_do_what_one_process_does(program: Path, words: str, said: str) ->
     assert "exact" in done.out
 
 
+@pytest.mark.slow
 def test_each_shape_is_proved_for_all_inputs(program: Path) -> None:
     done = start("verify", program, "--all-inputs")
     assert done.code == 0, done.out + done.err
 
 
+@pytest.mark.slow
 def test_the_shapes_are_listed(program: Path) -> None:
     done = start("show", program)
     rows = [line.split("│")[1:4] for line in done.out.splitlines() if "│" in line]
@@ -147,6 +151,7 @@ def test_the_shapes_are_listed(program: Path) -> None:
     assert "a step of each" in (program / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_an_edited_plan_has_all_shapes_again(program: Path, tmp_path: Path) -> None:
     text = (program / "plan.toml").read_text().replace('"1f1b"', '"gpipe"')
     (program.parent / "edited.toml").write_text(text)

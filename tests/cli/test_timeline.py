@@ -83,6 +83,7 @@ def scheduled(name: str, seed: int = 0) -> tuple[Task, Timeline]:
 # from the plan alone
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("name", CHOICES)
 def test_the_plan_alone_gives_the_predicted_times(name, tmp_path):
     plan = plan_from_file(name, tmp_path)
@@ -157,6 +158,7 @@ def test_messages_go_from_their_maker_to_their_user():
     assert len(elements(draw_timeline("", [panel]), "path", "arrow")) == len(pairs)
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("name", ["1f1b", "chimera"])
 def test_a_large_picture_has_no_arrows_and_no_labels_in_narrow_boxes(name):
     task = equal_task(SCHEDULES[name], 64, 64)
@@ -342,6 +344,7 @@ def loss(output, target):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_a_measured_step_is_drawn_below_the_predicted_one(tmp_path, gemsc):
     (tmp_path / "model.py").write_text(MODEL)
@@ -390,6 +393,7 @@ def test_each_panel_has_its_own_time_axis(tmp_path):
     assert "5 times the predicted step (each half has its own time axis)" in text
 
 
+@pytest.mark.slow
 def test_a_program_without_a_loss_is_drawn_but_not_measured(tmp_path, gemsc):
     case = MODELS["mlp"]
     program = compile(case.build(), case.example_inputs, ranks=2)

@@ -59,6 +59,7 @@ def edit(path: Path, old: str, new: str) -> None:
     os.utime(path, (later, later))
 
 
+@pytest.mark.slow
 def test_an_edited_model_makes_its_program_stale(gemsc: Gemsc, program: Path) -> None:
     edit(program.parent / "model.py", "nn.Dropout(0.1)", "nn.Dropout(0.2)")
     for words in (["run", "program"], ["verify", "program"]):
@@ -70,6 +71,7 @@ def test_an_edited_model_makes_its_program_stale(gemsc: Gemsc, program: Path) ->
         )
 
 
+@pytest.mark.slow
 def test_what_is_not_compiled_in_may_change(program: Path) -> None:
     file = program.parent / "model.py"
     edit(file, "class Net", "# a comment\nclass Net")
@@ -78,6 +80,7 @@ def test_what_is_not_compiled_in_may_change(program: Path) -> None:
     assert check_program(program, 2).ranks == 2
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -94,6 +97,7 @@ def test_what_is_compiled_in_is_named(
         check_program(program, 2)
 
 
+@pytest.mark.slow
 def test_a_program_without_its_model_says_which_file_is_gone(
     gemsc: Gemsc, program: Path
 ) -> None:
@@ -120,6 +124,7 @@ def test_a_program_of_a_script_says_to_run_it_again(
     assert "run your script again that compiles Net into" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_plan_of_brackets_is_refused(gemsc: Gemsc, program: Path) -> None:
     (program / "plan.toml").write_text("x = " + "[" * 3000)
     for command in ("run", "show"):
@@ -131,6 +136,7 @@ def test_a_plan_of_brackets_is_refused(gemsc: Gemsc, program: Path) -> None:
         assert "help: compile again" in outcome.err
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
@@ -152,6 +158,7 @@ def test_a_damaged_plan_is_refused(
         assert "\nhelp: " in outcome.err
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
@@ -170,6 +177,7 @@ def test_a_plan_with_an_incomplete_list_is_refused(
     assert outcome.err.startswith(f"program/plan.toml:{line}: error: {says}")
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("number", ["inf", "nan"])
 def test_a_number_in_a_plan_is_finite(number: str, gemsc: Gemsc, program: Path) -> None:
     text = (program / "plan.toml").read_text()
@@ -182,6 +190,7 @@ def test_a_number_in_a_plan_is_finite(number: str, gemsc: Gemsc, program: Path) 
     assert "help: give a finite number" in outcome.err
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("name", ["rank1.py", "weights/stage1.safetensors"])
 def test_a_missing_file_is_found_before_ranks_start(
     name: str, gemsc: Gemsc, program: Path
@@ -192,6 +201,7 @@ def test_a_missing_file_is_found_before_ranks_start(
     assert outcome.err.startswith(f"error: program has no {name}\nhelp: compile again")
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -224,6 +234,7 @@ def test_a_wrong_option_of_a_program_starts_no_ranks(
     assert "\nhelp: " in outcome.err
 
 
+@pytest.mark.slow
 def test_without_mpirun_the_message_says_how_to_get_it(
     gemsc: Gemsc, program: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -257,6 +268,7 @@ def test_a_program_without_loss_cannot_be_verified(
     assert "help: add loss(output, target)" in outcome.err
 
 
+@pytest.mark.slow
 def test_a_failed_compilation_leaves_the_program_that_was_there(
     gemsc: Gemsc, program: Path
 ) -> None:
@@ -279,6 +291,7 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
         fill(layer, read, torch.device("cpu"))
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize(
     ("input", "target", "says"),
     [
@@ -323,6 +336,7 @@ def run_ranks(program: Path, num_ranks: int, folder: Path) -> Outcome:
     return Outcome(code, (folder / "out").read_text(), (folder / "err").read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.parametrize("started", [1, *at_night(3)])
 def test_a_wrong_number_of_ranks_is_told_once(
@@ -353,6 +367,7 @@ RUN_MISTAKES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.parametrize(
     "name", ["samples of another shape", *at_night("no dataset", "small dataset")]
@@ -378,6 +393,7 @@ def test_a_mistake_that_only_a_rank_can_find_is_told_once(
     assert "Traceback" not in outcome.err
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_damaged_weights_are_told_once(program: Path, gemsc: Gemsc) -> None:
     (program / "weights" / "stage1.safetensors").write_bytes(b"damaged")

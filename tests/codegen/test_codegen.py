@@ -30,6 +30,7 @@ def files_of(name: str, **options: Any) -> dict[str, str]:
 # Whole files
 
 
+@pytest.mark.slow
 def test_the_files_of_a_unet(golden: Callable[[str, str], None]) -> None:
     program = compile(
         networks.FlatUNet(), (networks.PICTURE,), loss=mse,
@@ -51,6 +52,7 @@ def test_the_files_of_a_unet_whose_blocks_keep_nothing(
     golden(text, "keeps_nothing.py")
 
 
+@pytest.mark.slow
 def test_messages_between_grids_are_as_ruff_formats_them(tmp_path: Path) -> None:
     program = compile(
         networks.FlatUNet(), (networks.PICTURE,), loss=mse,
@@ -59,6 +61,7 @@ def test_messages_between_grids_are_as_ruff_formats_them(tmp_path: Path) -> None
     assert_formatted(tmp_path, program.rank_modules())
 
 
+@pytest.mark.slow
 def test_the_files_of_a_picture_in_tiles(
     golden: Callable[[str, str], None], tmp_path: Path
 ) -> None:
@@ -71,6 +74,7 @@ def test_the_files_of_a_picture_in_tiles(
     assert_formatted(tmp_path, files)
 
 
+@pytest.mark.slow
 @pytest.mark.by_day(2)
 @pytest.mark.parametrize("kind", ["recompute", "offload"])
 @pytest.mark.parametrize("name", ["unet", "densecnn", "encoder", "resnet50"])
@@ -83,6 +87,7 @@ def test_files_with_segments_are_formatted(
     assert_formatted(tmp_path, files)
 
 
+@pytest.mark.slow
 def test_the_files_of_an_encoder_with_tied_weights(
     golden: Callable[[str, str], None],
 ) -> None:
@@ -97,6 +102,7 @@ def test_the_files_of_an_encoder_with_tied_weights(
 LEFT_OUT = ("resnet110v2", "tiled")  # one takes long, the other has too few blocks
 
 
+@pytest.mark.slow(1)
 @pytest.mark.by_day(2)
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in LEFT_OUT])
 def test_the_text_does_not_grow_with_the_micro_batches(
@@ -112,6 +118,7 @@ def test_the_text_does_not_grow_with_the_micro_batches(
     assert_formatted(tmp_path, fewest)
 
 
+@pytest.mark.slow(1)
 @pytest.mark.by_day(6)
 @pytest.mark.parametrize(
     "schedule", ["basic", "gpipe", "mast", "chimera", "interleaved", "zb-h1"]
@@ -124,6 +131,7 @@ def test_files_of_every_schedule_are_formatted(
     assert_formatted(tmp_path, files)
 
 
+@pytest.mark.slow
 def test_the_files_of_the_unet_example_have_less_than_200_lines() -> None:
     unet = sys.modules["unet_histology.model"]
     inputs = unet.example_inputs()
@@ -136,6 +144,7 @@ def test_the_files_of_the_unet_example_have_less_than_200_lines() -> None:
         assert text.count("\n") < 200
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("name", ["unet", "encoder"])
 def test_the_same_model_gives_the_same_bytes(name: str) -> None:
     first = files_of(name, ranks=3)
@@ -143,6 +152,7 @@ def test_the_same_model_gives_the_same_bytes(name: str) -> None:
     assert files_of(name, ranks=3) == first
 
 
+@pytest.mark.slow
 def test_the_users_line_stands_above_what_it_became() -> None:
     text = files_of("unet", ranks=2)["rank1.py"]
     assert "# model.py:" in text

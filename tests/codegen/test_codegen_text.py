@@ -57,6 +57,7 @@ trees = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(trees.filter(lambda tree: isinstance(tree, tuple)), st.integers(-3, 3))
 @settings(deadline=None, max_examples=150)
 def test_nested_operators_mean_what_the_graph_means(tree: Any, x: int) -> None:
@@ -231,6 +232,7 @@ def test_names_are_valid_and_unique() -> None:
     assert names.unique("x") == "x"
 
 
+@pytest.mark.slow
 @given(st.text(max_size=200), st.integers(20, 88))
 @settings(deadline=None)
 def test_a_comment_is_one_line_of_the_width(text: str, room: int) -> None:

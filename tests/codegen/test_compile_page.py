@@ -35,6 +35,7 @@ def fresh(traced: Traced) -> Traced:
     return replace(traced, facts={})
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("tiles", ["2x2", "auto"])
 def test_the_hook_sees_every_pass_that_runs(
     traced: Traced, tiles: str, monkeypatch: pytest.MonkeyPatch
@@ -66,6 +67,7 @@ def test_a_pass_that_ran_on_a_program_does_not_run_again(traced: Traced) -> None
     assert seen == ["annotate"]
 
 
+@pytest.mark.slow
 def test_tiles_that_are_alike_are_annotated_once(
     traced: Traced, monkeypatch: pytest.MonkeyPatch
 ) -> None:

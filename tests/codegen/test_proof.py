@@ -428,6 +428,7 @@ def statements(tree: ast.AST) -> Iterator[ast.stmt]:
                     yield each
 
 
+@pytest.mark.slow(1)
 @pytest.mark.by_day(2)
 @pytest.mark.parametrize("name", DAMAGES)
 def test_nothing_that_ranks_say_can_be_left_out(name: str) -> None:

@@ -159,6 +159,7 @@ def first_of_stage(program: Path) -> dict[str, Tensor]:
 # ------------------------------------------------------------- in the user's files
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.parametrize("options", [("--shards", "2"), *at_night(())], ids=str)
 def test_it_trains_as_if_its_weights_had_been_loaded(
@@ -179,6 +180,7 @@ def test_it_trains_as_if_its_weights_had_been_loaded(
     assert equal(found, trained(gemsc, whole))
 
 
+@pytest.mark.slow
 def test_all_inputs_take_what_ranks_take(gemsc: Gemsc) -> None:
     write_weights()
     write(NAMED)
@@ -195,6 +197,7 @@ def test_verify_takes_what_ranks_take(gemsc: Gemsc) -> None:
     good(gemsc("verify", str(program), "--steps", "1"))
 
 
+@pytest.mark.slow
 def test_files_of_another_dtype_are_converted(gemsc: Gemsc) -> None:
     state = write_weights()
     shutil.rmtree("w")
@@ -206,6 +209,7 @@ def test_files_of_another_dtype_are_converted(gemsc: Gemsc) -> None:
     assert all(torch.equal(found[n], low[n].to(t.dtype)) for n, t in state.items())
 
 
+@pytest.mark.slow
 def test_a_tied_weight_may_have_either_name(gemsc: Gemsc) -> None:
     state = write_weights()
     other = state | {"head.weight": state["embed.weight"]}
@@ -230,6 +234,7 @@ def test_program_and_files_may_be_moved_together(
     assert all(torch.equal(found[name], state[name]) for name in state)
 
 
+@pytest.mark.slow
 def test_files_that_changed_are_refused_before_ranks_start(gemsc: Gemsc) -> None:
     state = write_weights()
     write(NAMED)
@@ -259,6 +264,7 @@ def test_files_of_another_model_are_refused_at_once(check: str, gemsc: Gemsc) ->
     assert f"model.py:{line}: error" in outcome.err
 
 
+@pytest.mark.slow
 def test_files_have_what_the_model_has_too(gemsc: Gemsc) -> None:
     """Persistent buffers that are not on the meta device: the files' count."""
     state = write_weights()
@@ -277,6 +283,7 @@ def test_files_have_what_the_model_has_too(gemsc: Gemsc) -> None:
     assert torch.equal(first_of(program)["scale.running_mean"], mean)
 
 
+@pytest.mark.slow
 def test_a_program_that_has_its_weights_takes_the_place_of_one_that_has_not(
     gemsc: Gemsc,
 ) -> None:
@@ -293,6 +300,7 @@ def test_a_program_that_has_its_weights_takes_the_place_of_one_that_has_not(
     assert not torch.equal(first_of(Path("out"))["embed.weight"], state["embed.weight"])
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("device", ["meta", "cpu"])
 def test_a_graph_is_compared_where_that_does_not_take_long(
     device: str, gemsc: Gemsc, monkeypatch: pytest.MonkeyPatch
@@ -314,6 +322,7 @@ def test_a_graph_is_compared_where_that_does_not_take_long(
 # ------------------------------------------------------------------- none at first
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_a_program_without_weights(gemsc: Gemsc) -> None:
     state = write_weights()
@@ -367,6 +376,7 @@ def made(ranks: str, gemsc: Gemsc, *more: str) -> dict[str, Tensor]:
     return first_of(Path(f"out{ranks}{len(more)}"))
 
 
+@pytest.mark.slow
 def test_what_init_makes_does_not_depend_on_ranks(gemsc: Gemsc) -> None:
     write(INIT)
     one = made("2", gemsc)
@@ -377,6 +387,7 @@ def test_what_init_makes_does_not_depend_on_ranks(gemsc: Gemsc) -> None:
     assert not torch.equal(one["blocks.0.up.weight"], one["blocks.1.up.weight"])
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_ranks_make_what_one_process_makes(gemsc: Gemsc) -> None:
     """In float64 as well, where ranks have another default dtype."""
@@ -430,6 +441,7 @@ def test_what_is_drawn_at_random_is_refused(gemsc: Gemsc) -> None:
 # --------------------------------------------------------------------------- export
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("most", ["1KiB", "1GiB"])
 def test_export_writes_shards_with_an_index(most: str, gemsc: Gemsc) -> None:
     state = write_weights()

@@ -88,6 +88,7 @@ def arrays_in(path: Path) -> dict[str, np.ndarray]:
     return dict(np.load(path))
 
 
+@pytest.mark.slow
 def test_trained_weights_are_in_the_places_of_the_file(
     program: Path, gemsc: Gemsc, tmp_path: Path
 ) -> None:
@@ -113,6 +114,7 @@ def test_trained_weights_are_in_the_places_of_the_file(
             assert not np.array_equal(after[name], before[name])
 
 
+@pytest.mark.slow
 def test_no_file_is_written_that_is_not_named(
     program: Path, gemsc: Gemsc, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,6 +127,7 @@ def test_no_file_is_written_that_is_not_named(
     assert [*files(tmp_path / "here")] == ["model.safetensors"]
 
 
+@pytest.mark.slow
 def test_without_training_each_bit_is_as_it_was(
     program: Path, gemsc: Gemsc, tmp_path: Path
 ) -> None:
@@ -145,6 +148,7 @@ def test_without_training_each_bit_is_as_it_was(
     assert all(torch.equal(plain[name], state[name]) for name in plain)
 
 
+@pytest.mark.slow
 def test_a_run_elsewhere_knows_its_program(
     program: Path, gemsc: Gemsc, tmp_path: Path
 ) -> None:
@@ -159,6 +163,7 @@ def test_a_run_elsewhere_knows_its_program(
     assert out.is_file()
 
 
+@pytest.mark.slow
 def test_averages_are_exported_too(program: Path, gemsc: Gemsc, tmp_path: Path) -> None:
     run = program / "runs" / "1"
     train(program, run, partial(Ema, 0.5))
@@ -169,6 +174,7 @@ def test_averages_are_exported_too(program: Path, gemsc: Gemsc, tmp_path: Path) 
     assert not np.array_equal(plain["stem/kernel"], mean["stem/kernel"])
 
 
+@pytest.mark.slow
 def test_what_was_changed_in_model_py(
     program: Path, gemsc: Gemsc, tmp_path: Path
 ) -> None:
@@ -211,6 +217,7 @@ def test_a_folder_that_lost_a_file_is_told(
     assert not out.exists()
 
 
+@pytest.mark.slow
 def test_a_kind_that_cannot_be_written_is_told(
     program: Path, gemsc: Gemsc, tmp_path: Path
 ) -> None:
@@ -302,6 +309,7 @@ def moves(draw: st.DrawFn) -> tuple[dict[str, tuple[int, ...]], Weight]:
     return shapes, Weight(tuple(shapes), move)
 
 
+@pytest.mark.slow
 @given(moves())
 @settings(max_examples=100, deadline=None)
 def test_places_say_where_each_element_of_a_source_is(

@@ -78,6 +78,7 @@ def grey(*shape: int) -> NDArray[np.int16]:
     return DRAWN.integers(-90, 90, shape).astype(np.int16)
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("version", [2, 3])
 @pytest.mark.parametrize("axes", ["zyx", "tczyx"])
 def test_a_volume_has_the_order_and_the_spacing_of_the_file(
@@ -114,6 +115,7 @@ def test_a_volume_without_units_and_one_that_is_long(tmp_path: Path) -> None:
     assert np.array_equal(nibabel.load(tmp_path / "x.nii.gz").get_fdata(), data)
 
 
+@pytest.mark.slow
 def test_a_volume_is_predicted_as_by_plain_pytorch_in_windows(
     tmp_path: Path, command: Gemsc, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -91,6 +91,7 @@ print([float(file.mapped(name)[-1]) for name in sorted(file.table)])
 """
 
 
+@pytest.mark.slow
 def test_a_file_may_be_larger_than_what_may_be_mapped(tmp_path: Path) -> None:
     """One tensor is mapped at a time; safetensors maps all, and is refused."""
     names, size = "abcdefgh", 2**26

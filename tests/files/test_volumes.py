@@ -175,6 +175,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_volume_is_predicted_as_by_plain_pytorch_in_windows(
     layout: str, tmp_path: Path
@@ -274,6 +275,7 @@ def test_a_model_gets_voxels_of_its_size_and_the_mask_lies_over_the_file(
     assert np.array_equal(mask.get_fdata(), again.get_fdata())
 
 
+@pytest.mark.slow
 def test_functions_of_the_file_take_and_give_the_whole_volume(tmp_path: Path) -> None:
     model = program(tmp_path, ranks=2, tiles=("2x1x1",))
     voxels = write_case(tmp_path / "case.nii.gz", 10, 13, 9, channels=2)
@@ -544,6 +546,7 @@ def cases() -> list[Any]:
     return [Cases()[index] for index in range(3)]
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_whole_cases_are_scored_on_every_layout_as_in_one_process(
     layout: str, expected: dict[str, float], tmp_path: Path
@@ -587,6 +590,7 @@ class Parts(Pieces):
         return self[index]
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize(
     ("names", "message"),
     [

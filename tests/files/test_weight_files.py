@@ -127,6 +127,7 @@ def equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
 # -------------------------------------------------- models on the meta device
 
 
+@pytest.mark.slow
 def test_a_meta_model_starts_from_its_shards(here: Path, gemsc: Gemsc) -> None:
     assert equal(weights_of(compiled(gemsc)), state())
 
@@ -176,6 +177,7 @@ def test_the_files_of_a_model_stay_as_they_are(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- gemsc import
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("kind", ["one", "shards", "folder of one", "torch", "nested"])
 def test_a_program_starts_from_imported_weights(
@@ -211,6 +213,7 @@ def test_a_program_starts_from_imported_weights(
     assert all((size > 200) is (device == "cpu") for size in held), held
 
 
+@pytest.mark.slow
 def test_an_import_that_fails_leaves_the_program(
     here: Path, gemsc: Gemsc, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,6 +228,7 @@ def test_an_import_that_fails_leaves_the_program(
     assert files(program) == before
 
 
+@pytest.mark.slow
 def test_an_import_says_what_it_converts(here: Path, gemsc: Gemsc) -> None:
     compiled(gemsc)
     write_shards(here / "half", state(dtype=torch.bfloat16))

@@ -208,6 +208,7 @@ FORWARDS: dict[str, Callable[..., Any]] = {
 CLASH = "clash"
 
 
+@pytest.mark.slow(1)
 @pytest.mark.by_day(6)
 @pytest.mark.parametrize("name", [*FORWARDS, CLASH])
 def test_the_files_compute_what_the_user_wrote(name: str, tmp_path: Path) -> None:

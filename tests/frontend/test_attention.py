@@ -116,6 +116,7 @@ LAYERS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow(1)
 @pytest.mark.by_day(5)
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
 @pytest.mark.parametrize("inputs", [(X,), (X, MEMORY), (X, MEMORY, X)])
@@ -191,6 +192,7 @@ class Translator(nn.Module):
         return result
 
 
+@pytest.mark.slow(1)
 @pytest.mark.by_day(2)
 @pytest.mark.parametrize("norm_first", [True, False])
 @pytest.mark.parametrize("batch_first", [True, False])
@@ -239,6 +241,7 @@ def test_evaluation_takes_no_fast_path() -> None:
     assert torch.backends.mha.get_fastpath_enabled()
 
 
+@pytest.mark.slow
 def test_what_is_changed_for_a_trace_is_put_back() -> None:
     before = F.multi_head_attention_forward, nn.modules.transformer.__dict__.copy()
     checked(Encoder(), with_padding())
@@ -248,6 +251,7 @@ def test_what_is_changed_for_a_trace_is_put_back() -> None:
     assert after == before
 
 
+@pytest.mark.slow
 def test_two_ranks_draw_what_the_model_draws(tmp_path: Path) -> None:
     model = Encoder(dropout=0.3)
     x = with_padding().float()

@@ -72,6 +72,7 @@ CASES: dict[str, tuple[Callable[..., Tensor], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow(3)
 @pytest.mark.parametrize("name", CASES)
 def test_a_program_in_float64_is_the_model_in_float64(
     name: str, tmp_path: Path
@@ -81,6 +82,7 @@ def test_a_program_in_float64_is_the_model_in_float64(
     assert found.equal == found.total
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("data", [1, 2])
 def test_complex_parameters_stay_complex(data: int, tmp_path: Path) -> None:
     values = torch.randn(4, dtype=torch.complex64)
@@ -104,6 +106,7 @@ def test_clipping_counts_both_parts_of_a_complex_gradient() -> None:
     torch.testing.assert_close(parameter.grad.abs(), torch.ones(1))
 
 
+@pytest.mark.slow
 def test_messages_have_the_dtype_of_what_is_sent(tmp_path: Path) -> None:
     written(tmp_path, Net(fixed_on_purpose), ranks=3, micro_batches=2)
     text = "".join(path.read_text() for path in tmp_path.glob("rank*.py"))
@@ -116,6 +119,7 @@ def test_messages_have_the_dtype_of_what_is_sent(tmp_path: Path) -> None:
         assert found.equal == found.total
 
 
+@pytest.mark.slow
 def test_a_model_in_float64_runs_in_float32(tmp_path: Path) -> None:
     model = Net(dtype_of_a_tensor).double()
     written(tmp_path, model, (X.double(),), target=X.double(), ranks=2, micro_batches=2)

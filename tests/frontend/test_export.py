@@ -76,6 +76,7 @@ def test_tied_parameters_and_a_loss_that_is_a_module() -> None:
     check_against_eager(program, model, (X,), criterion, target)
 
 
+@pytest.mark.slow
 def test_evaluation_returns_what_an_exported_model_returns(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     criterion = nn.MSELoss()

@@ -56,6 +56,7 @@ def validates(self: Any, x: Tensor) -> Tensor:
 GUARDS = [clamps, clamps_in_training, raises, asserts, validates]
 
 
+@pytest.mark.slow(3)
 @pytest.mark.parametrize("forward", GUARDS)
 def test_a_guard_is_part_of_the_program(
     forward: Callable[..., Tensor], tmp_path: Path
@@ -85,6 +86,7 @@ def test_data_that_take_the_branch_stop_the_run_before_the_update(
         on_ranks(tmp_path, 2, step)
 
 
+@pytest.mark.slow
 def test_a_guard_on_tiles_looks_at_all_of_them(tmp_path: Path) -> None:
     class Picture(nn.Module):
         def __init__(self) -> None:
@@ -186,6 +188,7 @@ def reads_several(self: Any, x: Tensor) -> Tensor:
     )
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("forward", [reads_numbers, pads, reads_several])
 def test_a_whole_number_in_a_buffer_is_known(
     forward: Callable[..., Tensor], tmp_path: Path
@@ -200,6 +203,7 @@ def test_a_size_is_written_as_a_number() -> None:
     assert [type(size) for size in found[0].args[1]] == [int, int]
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("forward", [reads_numbers, pads, reads_several])
 def test_other_weights_with_another_number_stop_the_run(
     forward: Callable[..., Tensor], tmp_path: Path

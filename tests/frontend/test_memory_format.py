@@ -68,6 +68,7 @@ def adam(named: object) -> torch.optim.Optimizer:
     return torch.optim.Adam(named, lr=0.01)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize(
     ("model", "options"),
     [
@@ -95,6 +96,7 @@ def test_ranks_compute_what_one_process_computes_in_the_format(
     assert not exact or found.equal == found.total > 0
 
 
+@pytest.mark.slow
 def test_a_model_that_has_the_format_keeps_it_in_text_and_on_ranks(
     tmp_path: Path,
 ) -> None:

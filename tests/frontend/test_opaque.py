@@ -45,6 +45,7 @@ def line_of(text: str) -> int:
 # ------------------------------------------------------------ exactness
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "mast"])
 def test_modules_that_depend_on_data_are_trained_exactly(
     schedule: str, tmp_path: Path
@@ -53,6 +54,7 @@ def test_modules_that_depend_on_data_are_trained_exactly(
     assert worst(tmp_path / "program", made(Net), **options) <= EXACT
 
 
+@pytest.mark.slow
 def test_copies_agree_on_experts_that_only_some_of_them_used(tmp_path: Path) -> None:
     """Adam moves a parameter whose gradient is zero, and not one that has none."""
     model = made(Net)
@@ -63,6 +65,7 @@ def test_copies_agree_on_experts_that_only_some_of_them_used(tmp_path: Path) -> 
     assert fewer <= EXACT
 
 
+@pytest.mark.slow
 def test_blocks_that_depend_on_data_may_be_recomputed(tmp_path: Path) -> None:
     options = {"recompute": ("gate", "mixture")}
     assert worst(tmp_path / "program", made(Net), **options) <= EXACT
@@ -83,6 +86,7 @@ class Checkpointed(nn.Module):
         return y
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_modules_that_depend_on_data_may_have_checkpoints(
     reentrant: bool, tmp_path: Path
@@ -102,6 +106,7 @@ class Picture(nn.Module):
         return self.last(self.gate(torch.relu(self.first(x)) - 0.25))
 
 
+@pytest.mark.slow
 def test_tiles_gather_what_depends_on_data(tmp_path: Path) -> None:
     model = made(Picture)
     options = {"tiles": ("2x1",), "blocks": (3,), "ranks": 2}
@@ -120,6 +125,7 @@ class Loss(nn.Module):
         return errors[errors > errors.mean()].mean()
 
 
+@pytest.mark.slow
 def test_a_loss_may_depend_on_data(tmp_path: Path) -> None:
     model = Around(made(Expert))
     assert worst(tmp_path / "program", model, loss=Loss()) <= EXACT
@@ -158,6 +164,7 @@ class LossOfTensor(nn.Module):
         return result
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("kind", [Result, Output])
 def test_a_loss_that_takes_an_object_gives_its_tensors_to_what_needs_data(
     kind: type, tmp_path: Path
@@ -188,6 +195,7 @@ class Sometimes(nn.Module):
         return out
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("mode", [True, False])
 def test_what_is_whole_in_one_mode_is_so_in_both(mode: bool, tmp_path: Path) -> None:
     model = Around(made(Sometimes, mode))
@@ -207,6 +215,7 @@ class Severed(Gate):
         return super().forward(x) if x.sum() > 0 else x.detach() * 2
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("sign", [1, -1])
 def test_gradients_flow_though_none_came_out_of_the_example(
     sign: int, tmp_path: Path
@@ -235,6 +244,7 @@ class Long(nn.Module):
         return self.last(self.inner(x))
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -256,12 +266,14 @@ def test_parameters_without_a_gradient_in_a_whole_step_have_none(
     )
 
 
+@pytest.mark.slow
 def test_shared_parameters_without_a_gradient_have_none(tmp_path: Path) -> None:
     model = Long(made(Severed), lambda: nn.Linear(D, D))
     model.second.weight = model.first.weight
     assert worst(tmp_path, model, X.abs(), change=torch.abs, ranks=4) <= EXACT
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("tiles", ["2x1", "2x1,1x1", "1x1,2x1", "2x2,2x1"])
 def test_tiles_agree_on_a_gradient_that_is_absent(tiles: str, tmp_path: Path) -> None:
     model = Long(made(Severed, 16), lambda: nn.Conv2d(3, 3, 3, padding=1))
@@ -295,6 +307,7 @@ class Routed(nn.Module):
         return x * self.scale * self.routers[0](x).float().mean()
 
 
+@pytest.mark.slow
 def test_a_size_that_depends_on_data_moves_outwards(tmp_path: Path) -> None:
     model = Around(made(Routed))
     found = opaques(record(model, (X,)).module)
@@ -353,6 +366,7 @@ class Doubled(nn.Module):
         return doubled(x)
 
 
+@pytest.mark.slow
 def test_what_pytorch_cannot_compute_without_numbers_stays_whole(
     tmp_path: Path,
 ) -> None:
@@ -379,6 +393,7 @@ def test_a_loss_that_fails_is_said_to_fail() -> None:
         record(nn.Linear(D, D), (X,), loss=lambda output: output @ output)
 
 
+@pytest.mark.slow
 def test_only_the_innermost_module_stays_whole() -> None:
     model = nn.Sequential(made(Net), made(Net))
     found = opaques(record(model, (X,)).module)
@@ -399,6 +414,7 @@ class Always(Expert):
         return x
 
 
+@pytest.mark.slow
 def test_bytes_and_operations_are_those_of_the_same_layers_in_the_open() -> None:
     facts = []
     for cls in (Expert, Always):
@@ -503,6 +519,7 @@ class Gate(nn.Module):
 gemsc = pytest.fixture(gemsc_here)
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.usefixtures("engine")
 def test_the_command_reports_and_verifies_them(
@@ -533,6 +550,7 @@ def test_the_command_reports_and_verifies_them(
     assert "parts.py: Gate" in outcome.err
 
 
+@pytest.mark.slow
 def test_the_note_names_all_stages_that_call_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gemsc: Gemsc
 ) -> None:

@@ -89,6 +89,7 @@ class Rich(nn.Module):
         return out
 
 
+@pytest.mark.slow
 def test_all_kinds_of_attributes_are_written(tmp_path: Path) -> None:
     model = Around(made(Rich))
     model.inner.steps[1].eval()
@@ -219,6 +220,7 @@ class Takes(nn.Module):
         return self.last(found.first + found["second"])
 
 
+@pytest.mark.slow
 def test_a_module_may_return_a_class_that_can_be_taken_apart(tmp_path: Path) -> None:
     assert worst(tmp_path / "program", Around(made(Takes))) <= EXACT
     assert [*opaques(record(Around(Takes()), (X,)).module)] == ["inner.gives"]
@@ -258,6 +260,7 @@ class UsesScores(nn.Module):
         return out + found.first
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize(
     "options", [{}, {"recompute": ("all",)}, {"ranks": 4, "data": 2}]
 )
@@ -301,6 +304,7 @@ def test_a_dataclass_with_more_than_its_fields_stays_inside() -> None:
     assert says in str(caught.value.notes_at)
 
 
+@pytest.mark.slow
 def test_a_module_that_changes_its_buffers_is_refused_where_copies_would() -> None:
     model = Around(Growing())
     assert compiled(model).plan.ranks == 2
@@ -336,6 +340,7 @@ class Lends(nn.Module):
         return total
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize(
     "layer",
     [
@@ -369,6 +374,7 @@ def test_a_counter_makes_a_module_unfit() -> None:
         record(Around(Counting()), (X,))
 
 
+@pytest.mark.slow
 def test_nothing_of_the_users_changes() -> None:
     def digest(model: nn.Module) -> str:
         found = hashlib.sha256(torch.get_rng_state().numpy().tobytes())

@@ -117,6 +117,7 @@ def check(model: nn.Module, grid: tuple[int, ...], **options: Any) -> Step:
     return step
 
 
+@pytest.mark.slow(2)
 @pytest.mark.by_day(5)
 @pytest.mark.parametrize("place", ["before", "rows", "behind"])
 @pytest.mark.parametrize("function", [Clipped, Scaled, Averaged])
@@ -130,6 +131,7 @@ def test_a_function_gets_the_gradient_of_one_process(function: Any, place: str) 
         assert bool(step.barriers) == is_gathered
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize(("grid", "ranks"), [("2x1", 2), ("2x2", 4)])
 @pytest.mark.parametrize("model", [lambda: Net(Clipped, "behind"), Pooled])
 def test_a_program_clips_the_true_gradient(

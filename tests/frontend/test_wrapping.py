@@ -55,6 +55,7 @@ STEPS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.slow(3)
 @pytest.mark.by_day(8)
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 @pytest.mark.parametrize("first", [True, False])
@@ -74,6 +75,7 @@ def test_opposite_edges_are_neighbours(
         assert not result.barriers
 
 
+@pytest.mark.slow
 def test_several_circular_convolutions_with_wide_halos() -> None:
     layers = (circular(3, 1) for _ in range(4))
     model = nn.Sequential(*layers, nn.Conv2d(3, 3, 3, padding=1), circular(3, 1))

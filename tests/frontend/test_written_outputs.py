@@ -135,6 +135,7 @@ def error_of(directory: Path, idiom: Forward, layer: str, plan: str) -> float:
     return against_one_process(directory, model, (x,), mse, x, **PLANS[plan]).worst
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("idiom", [boxes, sizes, chunks])
 def test_no_deferred_gradient_of_what_is_written_to_is_lost(
     idiom: Forward, tmp_path: Path
@@ -144,6 +145,7 @@ def test_no_deferred_gradient_of_what_is_written_to_is_lost(
     assert "deferred={" in text
 
 
+@pytest.mark.slow(1)
 @pytest.mark.by_day(8)
 @pytest.mark.parametrize(
     ("idiom", "layer", "plan"), ROWS, ids=lambda v: getattr(v, "__name__", v)

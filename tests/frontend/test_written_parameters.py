@@ -107,6 +107,7 @@ def trained(directory: Path, model: nn.Module, ranks: int = 2, **options: Any) -
     return compare(record, expected).worst
 
 
+@pytest.mark.slow(3)
 @pytest.mark.by_day(8)
 @pytest.mark.parametrize(
     "options",
@@ -120,6 +121,7 @@ def test_rows_are_scaled_on_the_one_rank_that_has_them(
     assert trained(tmp_path, Words(look_up), **options) < EXACT
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("look_up", WRITING)
 def test_replicas_would_scale_other_rows(
     look_up: Callable[..., Tensor], tmp_path: Path
@@ -142,6 +144,7 @@ def test_the_advice_about_rows_works(options: dict[str, Any], tmp_path: Path) ->
     assert trained(tmp_path, Words(by_hand), **options) < EXACT
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("look_up", [by_layer, by_function])
 def test_a_tied_table_that_is_scaled_stays_on_one_rank(
     look_up: Callable[..., Tensor], tmp_path: Path
@@ -154,6 +157,7 @@ def test_a_tied_table_that_is_scaled_stays_on_one_rank(
     assert Path(__file__).name in note
 
 
+@pytest.mark.slow
 def test_what_fills_up_a_batch_scales_no_rows(tmp_path: Path) -> None:
     model = Words(by_layer)
     before = model.table.weight.detach().clone()
@@ -232,6 +236,7 @@ def around(layer: nn.Module) -> nn.Module:
     return nn.Sequential(*trunk(2), layer, nn.Tanh(), *trunk(3), last)
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("write", [scaled_data, scaled_detached, scaled, by_the_input])
 @pytest.mark.parametrize("kind", [Writing, Opaque])
 def test_a_write_that_others_would_see_is_refused(
@@ -258,6 +263,7 @@ def test_a_write_that_autograd_sees_has_another_advice(tmp_path: Path) -> None:
     assert "write to its .data" in str(caught.value.help)
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("write", [clamped, a_row])
 def test_a_write_that_changes_nothing_more_is_exact(
     write: Callable[..., None], tmp_path: Path
@@ -292,6 +298,7 @@ class Spectral(nn.Module):
         return self.layers(x)
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize(
     "options",
     [{"ranks": 3}, {"schedule": "zb-h1"}, {"recompute": ("all",)}],
@@ -305,6 +312,7 @@ def test_a_power_iteration_is_done_once_in_each_micro_batch(
     assert against_one_process(tmp_path, Spectral(kind), **options).worst < EXACT
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("kind", SPECTRAL)
 def test_a_power_iteration_passes_the_step_that_compile_runs(
     kind: Callable[..., nn.Module],
@@ -315,6 +323,7 @@ def test_a_power_iteration_passes_the_step_that_compile_runs(
     assert program.plan.unchecked == ""
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("kind", SPECTRAL)
 def test_evaluation_does_no_power_iteration(
     kind: Callable[..., nn.Module], tmp_path: Path
@@ -338,6 +347,7 @@ def test_evaluation_does_no_power_iteration(
     assert all(found)
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("kind", SPECTRAL)
 def test_replicas_would_iterate_too_seldom(
     kind: Callable[..., nn.Module], tmp_path: Path

@@ -9,6 +9,7 @@ its mark raises it, and its message says why that is worth what all readers pay.
 from __future__ import annotations
 
 import ast
+import functools
 import tokenize
 import tomllib
 from dataclasses import astuple, dataclass
@@ -40,6 +41,7 @@ def room_of(path: Path) -> str:
     return words[0] if len(words) > 1 else "top"
 
 
+@functools.cache
 def sizes() -> dict[str, Size]:
     """Return the size of each room, the largest first."""
     rooms: dict[str, list[Path]] = {}

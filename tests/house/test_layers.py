@@ -277,6 +277,7 @@ def test_a_name_is_one_thing():
     assert not [name for name in twice if name[0] != "_" and name not in MANY]
 
 
+@pytest.mark.slow
 def test_no_two_modules_import_each_other():
     graph = {module: own_imports(module) for module in modules()}
     assert list(graphlib.TopologicalSorter(graph).static_order())
@@ -293,6 +294,7 @@ def test_imports_stand_at_the_top_of_a_file():
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.slow
 def test_no_import_is_relative():
     wrong = [
         module

@@ -62,6 +62,7 @@ def test_the_notebook_holds_a_whole_run():
     assert network > rule
 
 
+@pytest.mark.slow
 def test_its_model_is_still_split_as_it_says(command: Gemsc):
     notebook = read()
     sources = [cell.source for cell in cells(notebook)]

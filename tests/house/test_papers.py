@@ -85,6 +85,7 @@ def paper(folder: Path, text: str, model: str = DEEP) -> Path:
     return folder / "deep.toml"
 
 
+@pytest.mark.slow
 def test_published_figures_are_printed_beside_simulated_ones(
     compare: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -95,6 +96,7 @@ def test_published_figures_are_printed_beside_simulated_ones(
         assert figure in said
 
 
+@pytest.mark.slow
 def test_a_gain_is_over_another_run(
     compare: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -129,6 +131,7 @@ def test_the_table_of_all_has_the_runs_that_say_why_they_differ(
     assert simulated == [(1, 8, (1,)), (1, 8, (1,))]  # "one" and "two", not "three"
 
 
+@pytest.mark.slow
 def test_curves_are_drawn_of_runs_with_several_points(
     compare: ModuleType, tmp_path: Path
 ) -> None:
@@ -138,6 +141,7 @@ def test_curves_are_drawn_of_runs_with_several_points(
     ElementTree.parse(files[0])
 
 
+@pytest.mark.slow
 def test_what_sharing_a_device_gains_is_printed_over_the_batch(
     compare: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

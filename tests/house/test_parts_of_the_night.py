@@ -48,6 +48,8 @@ def collect(pytestconfig: pytest.Config) -> Collect:
     return run
 
 
+@pytest.mark.slow(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_all_parts_are_everything_and_no_test_is_in_two(
     collect: Collect, count: int
@@ -59,11 +61,21 @@ def test_all_parts_are_everything_and_no_test_is_in_two(
     assert sorted(names) == sorted(item.nodeid for item in parts[0].found)
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 def test_what_is_left_out_by_day_is_in_no_part(collect: Collect) -> None:
     whole, first, second = collect(), collect("--part=1/2"), collect("--part=2/2")
     assert len(whole.runs) < len(whole.found)
     parts = sorted(item.nodeid for item in first.runs + second.runs)
     assert parts == sorted(item.nodeid for item in whole.runs)
+
+
+def test_what_is_slow_runs_when_asked_for(collect: Collect) -> None:
+    by_day, slow, night = collect(), collect("--slow"), collect("--nightly")
+    few, more, most = ({i.nodeid for i in c.runs} for c in (by_day, slow, night))
+    assert few < more < most
+    waits = {i.nodeid for i in slow.runs if i.get_closest_marker("slow")}
+    assert more - few <= waits
 
 
 def test_each_part_has_its_share_of_every_table(collect: Collect) -> None:

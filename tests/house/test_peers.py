@@ -96,6 +96,7 @@ def normed(self: Any, x: Tensor) -> Tensor:
 # Row 3
 
 
+@pytest.mark.slow(1)
 @pytest.mark.by_day(4)
 @pytest.mark.parametrize("schedule", RUNNABLE)
 def test_the_loss_is_the_mean_of_the_batch_however_it_is_cut(
@@ -119,6 +120,7 @@ def test_the_loss_is_the_mean_of_the_batch_however_it_is_cut(
 # Row 4
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "chimera"])
 def test_every_checkpoint_has_the_running_statistics_of_one_process(
     schedule: str, tmp_path: Path
@@ -148,6 +150,7 @@ def test_every_checkpoint_has_the_running_statistics_of_one_process(
 # Row 5
 
 
+@pytest.mark.slow
 def test_training_learns(tmp_path: Path) -> None:
     torch.manual_seed(0)
     centres = torch.randn(10, 12) * 2
@@ -174,6 +177,7 @@ def test_training_learns(tmp_path: Path) -> None:
 # Rows 9 and 21
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("name", ["resnet18", "unet"])
 def test_compiling_leaves_the_model_and_the_random_numbers_as_they_are(
     name: str, tmp_path: Path
@@ -207,6 +211,7 @@ def skips(self: Any, x: Tensor) -> Tensor:
     return self.d(self.trunk[5](torch.cat([end, k], 1)[:, 2:6])) * h
 
 
+@pytest.mark.slow(1)
 @pytest.mark.by_day(4)
 @pytest.mark.parametrize("schedule", RUNNABLE)
 def test_a_value_may_skip_stages_and_go_to_several_under_every_schedule(
@@ -229,6 +234,7 @@ def test_a_value_may_skip_stages_and_go_to_several_under_every_schedule(
 # Row 19
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "chimera"])
 def test_tied_parameters_stay_equal_and_the_checkpoint_holds_them_once(
     schedule: str, tmp_path: Path
@@ -313,6 +319,7 @@ def plain(text: str) -> list[tuple[str, ...]]:
 # Row 24
 
 
+@pytest.mark.slow(1)
 @pytest.mark.by_day(12)
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 5])
 @pytest.mark.parametrize("schedule", RUNNABLE)

@@ -70,6 +70,7 @@ def pages(site) -> dict[Path, Links]:
     return {path: Links(path.read_text("utf-8")) for path in site.rglob("*.html")}
 
 
+@pytest.mark.slow
 def test_every_page_is_in_the_menu_of_the_site(site, pages):
     home = {(site / each).resolve() for each in pages[site / "index.html"].links}
     sources = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "docs").rglob("*.ipynb")]
@@ -77,6 +78,7 @@ def test_every_page_is_in_the_menu_of_the_site(site, pages):
     assert not names - {path.relative_to(site) for path in home if path.is_file()}
 
 
+@pytest.mark.slow
 def test_links_lead_to_pages_and_to_places_on_them(site, pages):
     assert not list(broken(site, pages))
 
@@ -94,6 +96,7 @@ def broken(site: Path, pages: dict[Path, Links]) -> Iterator[str]:
                 yield f"{page.relative_to(site)}: {link}"
 
 
+@pytest.mark.slow
 def test_nothing_is_loaded_from_elsewhere(site, pages):
     assert not [a for found in pages.values() for a in found.assets if "//" in a]
     styles = [path.read_text("utf-8") for path in site.rglob("*.css")]
@@ -101,6 +104,7 @@ def test_nothing_is_loaded_from_elsewhere(site, pages):
     assert not [s for s in styles if re.search(r"url\(['\"]?(https?:)?//|@import", s)]
 
 
+@pytest.mark.slow
 def test_the_search_finds_what_pages_say(site):
     text = (site / "search" / "search_index.js").read_text("utf-8")
     docs = json.loads(text.removeprefix("var __index = "))["docs"]
@@ -110,6 +114,7 @@ def test_the_search_finds_what_pages_say(site):
     assert "deconvolution" in about["histology.html#the-models-file"]
 
 
+@pytest.mark.slow
 def test_the_reference_has_every_command_entry_and_name(site, pages):
     folder = site / "reference"
     text = (folder / "commands.html").read_text("utf-8")

@@ -214,6 +214,7 @@ def test_a_shape_that_is_none_is_refused(small: Path, gemsc: Gemsc, text: str) -
     assert f"error: --shape {text} is not the shape of an input" in done.err
 
 
+@pytest.mark.slow
 def test_every_command_takes_the_file_in_the_place_of_a_model(
     small: Path, gemsc: Gemsc
 ) -> None:

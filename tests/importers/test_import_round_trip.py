@@ -91,6 +91,7 @@ def trained_by_keras(model: Any, data: list[tuple[Tensor, Tensor]]) -> list[floa
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_a_keras_network_is_trained_on_two_ranks_and_is_a_keras_network_again(
     tmp_path: Path, gemsc: Gemsc

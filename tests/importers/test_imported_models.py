@@ -113,6 +113,7 @@ def worst_error(path: Path, directory: Path, **options: Any) -> tuple[float, Pla
 EXACT = TOLERANCE[torch.float64]
 
 
+@pytest.mark.slow
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", [*BY_DAY, *at_night(*sorted({*FILES} - {*BY_DAY}))])
 def test_three_ranks_train_what_one_process_does(
@@ -123,6 +124,7 @@ def test_three_ranks_train_what_one_process_does(
     assert len(plan.stages) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("name", "ranks", "tiles"),
@@ -141,6 +143,7 @@ def test_pictures_of_an_import_are_split(
     assert not plan.barriers
 
 
+@pytest.mark.slow
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("name", "units"),

@@ -259,6 +259,7 @@ def export(model: nn.Module, path: Path, **how: Any) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_folded_batchnorm_is_told(tmp_path: Path) -> None:
     """torch.onnx folds it by default, also of a model in training."""
     path = export(Normed(tracks=True).train(), tmp_path / "n.onnx", dynamo=True)

@@ -197,6 +197,7 @@ def test_outputs_gradients_and_statistics_are_those_of_keras(
         torch.testing.assert_close(tensor.grad, own.grad)
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_it_is_traced_in_both_modes(name: str) -> None:
     """The graph is compared with the module as it is traced."""
@@ -229,6 +230,7 @@ def test_names_do_not_depend_on_what_keras_has_made_before() -> None:
     assert [n for n, _ in first.counting.named_buffers()] == ["mean", "count"]
 
 
+@pytest.mark.slow
 def test_programs_train_it_and_give_the_weights_back(
     tmp_path: Path, here: Callable[..., Any]
 ) -> None:

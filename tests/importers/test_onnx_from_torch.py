@@ -29,6 +29,7 @@ def run(path: Path, **inputs: Tensor) -> dict[str, Tensor]:
     return dict(zip(names, map(torch.from_numpy, found), strict=True))
 
 
+@pytest.mark.slow
 def test_a_trained_model_is_the_same_in_onnxruntime(tmp_path: Path) -> None:
     model = NORM_MODELS["normed"].build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -63,6 +64,7 @@ class Named(nn.Module):
         return Found(image * scale, [image.relu(), image])
 
 
+@pytest.mark.slow
 def test_inputs_and_outputs_have_the_users_names(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     given = {"scale": torch.full((4, 1, 1, 1), 2.0), "image": X}
@@ -97,6 +99,7 @@ class OnData(nn.Module):
         return x if x.sum() > 0 else -x
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize(
     ("model", "message", "line"),
     [

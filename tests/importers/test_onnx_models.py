@@ -105,6 +105,7 @@ def test_outputs_are_those_of_the_reference_in_float64(case):
     np.testing.assert_allclose(found, wanted, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow(1)
 def test_the_network_says_what_the_file_gives(case):
     model, _, network, read = case
     x = example(model)
@@ -448,6 +449,7 @@ class Grouped(nn.Module):
         return found.transpose(1, 2).flatten(2)
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("optimize", [False, True])
 def test_heads_that_share_keys_are_read(optimize, tmp_path):
     x = torch.rand(2, 5, 8)

@@ -24,6 +24,7 @@ def part(number: int) -> list[str]:
     return names[number::PARTS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, *at_night(*range(1, PARTS))])
 def test_a_case_of_an_operator_is_right_or_refused(number: int):
     found = {name: outcome(cases()[name]) for name in part(number)}

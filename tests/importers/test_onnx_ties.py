@@ -120,6 +120,7 @@ def check_same(found: nn.Module, wanted: nn.Module) -> None:
                 torch.testing.assert_close(tensor, same, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [Words, Picture])
 def test_a_fresh_network_trains_as_the_one_that_made_the_file(model, tmp_path):
     data = batches(model)
@@ -135,6 +136,7 @@ def test_a_fresh_network_trains_as_the_one_that_made_the_file(model, tmp_path):
     assert ("blocks.0.norm1.weight (of 7)" in note) == (model is Words)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [Words, Picture])
 @pytest.mark.parametrize("outside", [False, True], ids=["inside", "outside"])
 def test_each_of_them_is_written_back_to_a_tensor_of_its_own(model, outside, tmp_path):
@@ -186,6 +188,7 @@ def unnoted(path: Path, keep: str) -> Path:
     return path
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("kind", ["scopes", "older", "nothing"])
 def test_without_notes_modules_part_what_is_one_number(kind, tmp_path):
     path = tmp_path / "a.onnx"
@@ -200,6 +203,7 @@ def test_without_notes_modules_part_what_is_one_number(kind, tmp_path):
     assert "four.bias" in told
 
 
+@pytest.mark.slow
 def test_a_bias_of_zeros_that_the_exporter_left_out_is_told(tmp_path):
     path = tmp_path / "a.onnx"
     exported(made(Twice).eval(), [torch.rand(3, 4).double()], path, **MERGED)
@@ -235,6 +239,7 @@ class Folded(nn.Module):
         return x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2])
 def test_convolutions_that_took_norms_in_are_as_many_as_they_were(count, tmp_path):
     x = torch.rand(2, 4, 6, 6).double()
@@ -258,6 +263,7 @@ class Gates(nn.Module):
         return x
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("optimize", [True, False])
 def test_single_numbers_are_trained_where_the_exporter_says_so(optimize, tmp_path):
     x = torch.rand(3, 2, 4).double()

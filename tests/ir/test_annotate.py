@@ -119,6 +119,7 @@ SAVED: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
 }
 
 
+@pytest.mark.slow(3)
 @pytest.mark.parametrize("name", SAVED)
 def test_saved_bytes_are_those_of_a_real_run(name: str) -> None:
     make, inputs = SAVED[name]

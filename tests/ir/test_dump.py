@@ -30,6 +30,7 @@ def test_a_traced_graph(golden: Callable[[str, str], None]) -> None:
     golden(dump(record(Net(forward), inputs, loss=mean)), "traced.txt")
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("name", ["encoder", "densecnn"])
 def test_the_text_is_the_same_each_time_and_holds_no_address(name: str) -> None:
     case = MODELS[name]

@@ -45,6 +45,7 @@ def every_split(program: Program, num_stages: int) -> list[tuple[int, ...]]:
     ]
 
 
+@pytest.mark.slow
 def test_the_slowest_stage_is_as_fast_as_it_can_be() -> None:
     program = chain(8, 512, 512, 8, 8, 256, 1024, 8)
     found = max(seconds(balanced(program, 3)))
@@ -55,6 +56,7 @@ def test_the_slowest_stage_is_as_fast_as_it_can_be() -> None:
     assert best <= found <= 1.02 * best
 
 
+@pytest.mark.slow
 def test_of_equally_fast_splits_the_one_that_sends_least_is_taken() -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         return self.out(self.small(self.heavy(x)))
@@ -78,6 +80,7 @@ def test_memory_counts_weights_and_what_each_stage_holds_at_once() -> None:
     assert sizes(full)[0] < 4
 
 
+@pytest.mark.slow
 def test_the_fullest_stage_holds_as_little_as_it_can() -> None:
     program = chain(16, 512, 64, 512, 512, 16, 256, 16)
     live = (3, 2, 1)
@@ -182,6 +185,7 @@ def side_by_side(num_stages: int, micro_batches: int, *row: int) -> list[str]:
     return [stage.blocks[0].name for stage in done.require_stages()]
 
 
+@pytest.mark.slow
 def test_few_micro_batches_want_towers_side_by_side_many_want_even_stages() -> None:
     # T a tower: T for each micro-batch, or (2 + micro-batches) 2/3 T
     assert side_by_side(3, 1) == ["left.0", "right.0", "last"]
@@ -189,6 +193,7 @@ def test_few_micro_batches_want_towers_side_by_side_many_want_even_stages() -> N
     assert side_by_side(3, 8) == ["left.0", "left.4", "right.2"]
 
 
+@pytest.mark.slow
 def test_the_join_may_share_a_rank_with_a_tower() -> None:
     assert side_by_side(3, 8, 0, 1, 0) == ["left.0", "right.0", "last"]
 

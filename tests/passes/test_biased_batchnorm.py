@@ -93,6 +93,7 @@ PLANS = (
 )
 
 
+@pytest.mark.slow(1)
 @pytest.mark.by_day(3)
 @pytest.mark.parametrize("plan", PLANS, ids=CompileOptions.command_line)
 def test_every_plan_is_exact(plan: CompileOptions, tmp_path: Path) -> None:
@@ -107,6 +108,7 @@ AVERAGES = (
 )
 
 
+@pytest.mark.slow(3)
 @pytest.mark.parametrize("plan", AVERAGES, ids=CompileOptions.command_line)
 def test_means_of_the_statistics_of_all_batches_are_exact(
     plan: CompileOptions, tmp_path: Path
@@ -122,6 +124,7 @@ MEASURED = (
 )
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("plan", MEASURED, ids=CompileOptions.command_line)
 def test_peaks_are_the_predicted_ones(plan: CompileOptions, tmp_path: Path) -> None:
     record, program = trained("normed", plan, tmp_path / "program", torch.float32)
@@ -133,11 +136,13 @@ def test_peaks_are_the_predicted_ones(plan: CompileOptions, tmp_path: Path) -> N
         assert [*dict.fromkeys(getattr(record, name))] == of_stages
 
 
+@pytest.mark.slow
 def test_statistics_of_each_tile_are_another_model(tmp_path: Path) -> None:
     plan = options(ranks=4, tiles="2x2", micro_batches=1, local_batchnorm=True)
     assert worst_error("normed", plan, tmp_path / "program") > FLOAT64
 
 
+@pytest.mark.slow
 def test_torch_export_sees_the_same_network() -> None:
     case = NORM_MODELS["normed"]
     model, given = case.build(), (case.loss, case.example_target)

@@ -60,6 +60,7 @@ def loss(outputs: tuple[Tensor, ...], target: Tensor) -> Tensor:
     return sum((output.square().mean() for output in outputs), target.sum() * 0)
 
 
+@pytest.mark.slow
 def test_each_rank_computes_what_it_has_the_weights_of(tmp_path: Path) -> None:
     model = OtherGraph()
     program = written(tmp_path, model, (X,), loss, TARGET, **OPTIONS)
@@ -99,6 +100,7 @@ class Masked(nn.Module):
         return (each[0] + each[1] + each[2],)
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("casts", [False, True])
 def test_what_a_rank_without_a_branch_gives_follows_the_dtype_of_the_model(
     *, casts: bool
@@ -130,6 +132,7 @@ class OfParameters(nn.Module):
         return (self.stem(x) @ torch.maximum(rows[0].tanh(), rows[1].tanh()),)
 
 
+@pytest.mark.slow
 def test_a_rank_without_a_branch_has_not_its_parameters() -> None:
     options = {**OPTIONS, "ranks": 3, "branches": ("3",)}
     compiled = compile(

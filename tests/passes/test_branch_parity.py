@@ -136,6 +136,7 @@ def num_shared(name: str, choice: CompileOptions) -> int:
     return sum(not fork.reason for stage in stages for fork in stage.forks)
 
 
+@pytest.mark.slow(1)
 @pytest.mark.by_day(2)
 @pytest.mark.parametrize(("name", "column"), CASES)
 def test_branches_compute_what_one_process_does(
@@ -161,6 +162,7 @@ COUNTED = [
 ]
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize(("name", "column"), COUNTED)
 def test_what_is_sent_is_what_was_predicted(
     name: str, column: Column, planned: Planned, tmp_path: Path

@@ -31,6 +31,7 @@ class Forked(nn.Module):
         return sum(branch(x) for branch in self.branches).tanh()
 
 
+@pytest.mark.slow
 def test_forks_one_after_the_other_take_the_slowest_rank_of_each() -> None:
     """Each rank is the slower one in one of them: 4 + 5 layers, not 8 of 17."""
     model = nn.Sequential(Forked(3, 2, 2, width=512), Forked(5, 1, width=512))
@@ -53,6 +54,7 @@ def test_forks_one_after_the_other_take_the_slowest_rank_of_each() -> None:
     assert program.plan.step_seconds > least > 8.9 / 13 * everything
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("kind", ["compute", "memory"])
 def test_two_ranks_get_more_blocks_only_where_branches_are_even(kind: str) -> None:
     def first_blocks(*layers: int) -> int:

@@ -77,12 +77,14 @@ def bytes_of_a_block(block: type[nn.Module], ranks: int, trunk: str) -> tuple[in
     return messages, sums
 
 
+@pytest.mark.slow
 @RANKS
 def test_branches_side_by_side_send_what_they_give_to_all_others(ranks: int) -> None:
     each_way = (ranks - 1) * JOINED
     assert bytes_of_a_block(Cat, ranks, "whole") == (2 * each_way, 0)
 
 
+@pytest.mark.slow
 @RANKS
 def test_branches_of_samples_gather_their_input_and_scatter_what_they_give(
     ranks: int,
@@ -91,6 +93,7 @@ def test_branches_of_samples_gather_their_input_and_scatter_what_they_give(
     assert bytes_of_a_block(Cat, ranks, "batch") == (2 * each_way, 0)
 
 
+@pytest.mark.slow
 @RANKS
 def test_a_sum_of_branches_sends_an_addend_of_each_rank(ranks: int) -> None:
     each_way = ranks * (ranks - 1) * INPUT

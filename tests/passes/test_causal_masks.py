@@ -83,6 +83,7 @@ def of_booleans(self: Any, x: Tensor) -> Tensor:
     return ~torch.ones(N, N, dtype=torch.bool).triu(1)
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("mask", [places, added, least, of_booleans])
 def test_a_causal_mask_is_not_made(mask: Mask, tmp_path: Path) -> None:
     net = of(mask)
@@ -139,6 +140,7 @@ def of_chance(self: Any, x: Tensor) -> Tensor:
     return (torch.rand(N, N) < 2).tril()
 
 
+@pytest.mark.slow(3)
 @pytest.mark.parametrize(
     "mask",
     [

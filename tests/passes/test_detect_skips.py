@@ -19,6 +19,7 @@ def kinds(program: Program) -> dict[str, bool]:
     return {skip.value.name: skip.long for skip in program.skips or ()}
 
 
+@pytest.mark.slow(1)
 @pytest.mark.by_day(2)
 @pytest.mark.parametrize(
     "block",
@@ -38,6 +39,7 @@ def test_the_skip_of_a_branched_block_is_short(block: torch.nn.Module) -> None:
     assert not any(found.values())
 
 
+@pytest.mark.slow
 def test_the_skips_of_a_unet_are_long_at_every_level() -> None:
     found = kinds(blocks_of(networks.FlatUNet(), PICTURE))
     assert found == {"e1": True, "e2": True, "e3": True}
@@ -50,6 +52,7 @@ def test_the_skips_of_nested_modules_are_long_at_every_level() -> None:
     assert all(found.values())
 
 
+@pytest.mark.slow
 def test_skips_of_dense_connections_are_long_as_they_are_joined_again_and_again() -> (
     None
 ):
@@ -57,12 +60,14 @@ def test_skips_of_dense_connections_are_long_as_they_are_joined_again_and_again(
     assert sum(found.values()) >= 7
 
 
+@pytest.mark.slow
 def test_the_sums_of_a_transformer_are_short_skips() -> None:
     found = kinds(blocks_of(networks.FlatTransformer(), TEXT))
     assert len(found) >= 7
     assert not any(found.values())
 
 
+@pytest.mark.slow
 def test_a_tower_that_waits_for_the_other_is_a_long_skip() -> None:
     program = blocks_of(networks.TwoTowers(), TEXT, TEXT)
     (skip,) = program.skips or ()

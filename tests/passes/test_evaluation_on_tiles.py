@@ -35,6 +35,7 @@ def loss(outputs: tuple[Tensor, ...], target: Tensor) -> Tensor:
     return sum((output.square().mean() for output in outputs), target.sum() * 0)
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("window", [1, 3, 9])
 def test_training_and_evaluation_may_want_other_halos_of_the_input(
     window: int, tmp_path: Path

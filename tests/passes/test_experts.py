@@ -34,6 +34,7 @@ def compare(name: str, whole: Program, ranks: list[Program]) -> None:
     assert_same(ours, eager(build(name), inputs, loss, target))
 
 
+@pytest.mark.slow(1)
 @pytest.mark.filterwarnings("ignore:Full backward hook")
 @pytest.mark.parametrize("trunk", ["whole", "batch", *at_night("sequence")])
 @pytest.mark.parametrize("shards", [2, *at_night(3, 4)])
@@ -58,6 +59,7 @@ def shapes(program: Program, name: str) -> list[tuple[int, ...]]:
     return [tuple(node.meta["val"].shape) for node in found]
 
 
+@pytest.mark.slow
 def test_a_rank_computes_the_places_of_its_own_experts_alone() -> None:
     """Also before and after the experts: a part of the dispatch, not of its result."""
     _, ranks = lowered("switch", 2, "whole")
@@ -68,6 +70,7 @@ def test_a_rank_computes_the_places_of_its_own_experts_alone() -> None:
     assert looked_up[-1] == (EXPERTS // 2, CAPACITY, 8)
 
 
+@pytest.mark.slow
 def test_with_fewer_experts_than_ranks_features_are_cut() -> None:
     whole, ranks = lowered("switch", EXPERTS + 2, "whole")
     cut = {each.name: each for each in whole.shards[0].cut}
@@ -119,6 +122,7 @@ def sum_over_own_experts(program: Program) -> int:
     return made
 
 
+@pytest.mark.slow(1)
 @pytest.mark.filterwarnings("ignore:Full backward hook")
 @pytest.mark.parametrize(
     ("name", "mistake"),
@@ -154,6 +158,7 @@ def example_target():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_the_command_line_compiles_and_verifies(tmp_path: Path, gemsc: Gemsc) -> None:

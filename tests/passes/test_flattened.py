@@ -228,6 +228,7 @@ def test_what_cannot_be_laid_in_rows_is_gathered(
     assert any(reason in barrier.reason for barrier in step.barriers)
 
 
+@pytest.mark.slow
 def test_what_a_tile_keeps_is_predicted_to_the_byte() -> None:
     model = Head(nn.ReLU(), nn.Flatten(), nn.Linear(FEATURES, 5), nn.ReLU())
     step = check(model, torch.randn(2, 3, 7, 10), (2, 2), facts=True)

@@ -66,6 +66,7 @@ def dropout(self: Any, x: Tensor) -> Tensor:
     return self.c(F.dropout(torch.relu(self.b(h)), 0.5, training=self.training))
 
 
+@pytest.mark.slow
 def test_graphs_that_differ_in_constants_share_a_forward(tmp_path: Path) -> None:
     program = compiled(Net(dropout))
     assert program.compilation.twins is not None
@@ -80,6 +81,7 @@ def choose(self: Any, x: Tensor) -> Tensor:
     return self.b(torch.relu(h))
 
 
+@pytest.mark.slow
 def test_numbers_that_differ_are_chosen_when_it_runs(tmp_path: Path) -> None:
     program = compiled(Net(choose))
     assert program.compilation.twins is not None
@@ -104,6 +106,7 @@ def deep_loss(output: Any, target: Tensor) -> Tensor:
     return mse(output, target)
 
 
+@pytest.mark.slow
 def test_deep_supervision_has_a_forward_of_its_own(tmp_path: Path) -> None:
     program = compile(supervised(), (X,), loss=deep_loss, example_target=X, ranks=3)
     assert program.compilation.twins is None
@@ -115,6 +118,7 @@ def test_deep_supervision_has_a_forward_of_its_own(tmp_path: Path) -> None:
     evaluates_as_the_model(tmp_path / "program", supervised(), 3, deep_loss)
 
 
+@pytest.mark.slow
 def test_a_stage_with_nothing_to_do_in_evaluation_does_nothing(tmp_path: Path) -> None:
     def forward(self: Any, x: Tensor) -> Any:
         h = self.b(torch.relu(self.a(x)))
@@ -138,6 +142,7 @@ def test_a_stage_with_nothing_to_do_in_evaluation_does_nothing(tmp_path: Path) -
     evaluates_as_the_model(tmp_path / "program", model, 3, last, **options)
 
 
+@pytest.mark.slow
 def test_stochastic_branches_are_twins_or_apart_but_right(tmp_path: Path) -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         h = self.a(x)
@@ -151,6 +156,7 @@ def test_stochastic_branches_are_twins_or_apart_but_right(tmp_path: Path) -> Non
     evaluates_as_the_model(tmp_path / "program", Net(forward))
 
 
+@pytest.mark.slow
 def test_tied_parameters_run_on_the_first_stage_that_has_them(tmp_path: Path) -> None:
     def forward(self: Any, x: Tensor) -> Any:
         h = F.linear(x, self.tied)
@@ -167,6 +173,7 @@ def test_tied_parameters_run_on_the_first_stage_that_has_them(tmp_path: Path) ->
     evaluates_as_the_model(tmp_path / "program", model, ranks=3)
 
 
+@pytest.mark.slow
 def test_layers_that_only_evaluation_uses_run_where_their_inputs_are(
     tmp_path: Path,
 ) -> None:
@@ -192,6 +199,7 @@ def test_another_order_of_layers_in_evaluation_is_refused() -> None:
     assert caught.value.at is not None
 
 
+@pytest.mark.slow
 def test_tensors_without_use_stay_in_the_graph_for_evaluation() -> None:
     traced = trace(supervised(), (X,), loss=deep_loss, example_target=X, check=False)
     program = compile(supervised(), (X,), loss=deep_loss, example_target=X, check=False)

@@ -65,6 +65,7 @@ def inception() -> Program:
     return traced(case.make(), image)
 
 
+@pytest.mark.slow
 def test_inception_blocks_have_their_branches(inception: Program) -> None:
     forks = shared(inception)
     found = {fork.name: set(names(fork)) for fork in forks}
@@ -78,6 +79,7 @@ def test_inception_blocks_have_their_branches(inception: Program) -> None:
     assert all(node(inception, fork.join).target is torch.cat for fork in forks)
 
 
+@pytest.mark.slow
 def test_of_a_fork_in_branches_of_a_fork_the_better_ones_are_taken() -> None:
     outer = traced(InceptionE(8), PICTURE)
     (fork,) = shared(outer)
@@ -105,6 +107,7 @@ class Cells(nn.Module):
         return last
 
 
+@pytest.mark.slow
 def test_cells_with_two_values_to_begin_with_are_forks() -> None:
     program = traced(Cells(), PICTURE)
     forks = shared(program)
@@ -120,6 +123,7 @@ def node_users(program: Program, name: str) -> Sequence[fx.Node]:
     return tuple(node(program, name).users)
 
 
+@pytest.mark.slow
 def test_attention_beside_the_mlp_is_a_fork_by_a_sum() -> None:
     layer = ParallelLayer(first=True, decodes=False)
     seen = torch.ones(1, 1, 1, 5, dtype=torch.bool)
@@ -167,6 +171,7 @@ def test_a_sum_ends_where_its_value_is_used_twice_or_has_another_shape() -> None
     assert len(fork.added) == 1
 
 
+@pytest.mark.slow
 def test_towers_are_branches_from_the_inputs_on() -> None:
     case = BRANCH_MODELS["towers"]
     inputs, _ = case.sample(4)
@@ -175,6 +180,7 @@ def test_towers_are_branches_from_the_inputs_on() -> None:
     assert [branch.rank for branch in fork.branches] == [0, 1]
 
 
+@pytest.mark.slow
 def test_a_head_whose_output_the_user_gets_is_no_branch() -> None:
     class Heads(nn.Module):
         def __init__(self) -> None:
@@ -325,6 +331,7 @@ def test_the_slowest_branch_is_alone_and_small_ones_share_a_rank() -> None:
     assert max(loads) == slowest
 
 
+@pytest.mark.slow
 def test_where_nothing_is_gained_it_says_why() -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         return torch.cat([self.large(x), self.small(x)], 1)
@@ -491,6 +498,7 @@ class Every:
 SMALL, LARGE = (0, 2, 3, 6, 10), (1, 4, 5, 7, 8, 9, 11, 12, 13)
 
 
+@pytest.mark.slow(1)
 @pytest.mark.by_day(2)
 @pytest.mark.parametrize("seed", [*SMALL, *at_night(*LARGE)])
 def test_no_other_choice_of_forks_saves_more(seed: int) -> None:

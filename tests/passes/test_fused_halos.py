@@ -33,6 +33,7 @@ def exchanges_of(step: Step) -> int:
     return num_exchanges(step.programs[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", seeds(5, 60, 5))
 def test_random_networks_are_the_networks(first: int) -> None:
     for seed in range(first, first + 5):
@@ -49,6 +50,7 @@ def test_random_networks_are_the_networks(first: int) -> None:
             raise
 
 
+@pytest.mark.slow
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("name", "size", "grid", "counts"),
@@ -98,6 +100,7 @@ NORMS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.slow(1)
 @pytest.mark.by_day(8)
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize(("layers", "count"), [(1, 4), (2, 2), (3, 1), (5, 0), (9, 0)])
@@ -125,6 +128,7 @@ def test_rows_computed_twice_have_the_mask_of_their_owner() -> None:
     assert overlaps == 4 * 2
 
 
+@pytest.mark.slow
 def test_what_is_kept_is_predicted_to_the_byte() -> None:
     model, x = stack(lambda: nn.BatchNorm2d(4)), torch.randn(2, 2, 32, 32)
     step = on_tiles(model, (x,), square, None, (2, 2), facts=True, fuse=3)
@@ -135,6 +139,7 @@ def test_what_is_kept_is_predicted_to_the_byte() -> None:
     assert step.saved == predicted
 
 
+@pytest.mark.slow
 def test_values_that_two_layers_want_with_other_halos_travel_once() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:

@@ -89,6 +89,7 @@ def inside(
             yield place, around
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("seeds", [range(i, i + 30) for i in range(0, 120, 30)])
 def test_the_backward_of_an_exchange_is_its_transpose(seeds: range) -> None:
     for seed in seeds:
@@ -153,6 +154,7 @@ def random_sum(seed: int) -> Exchange:
     return Exchange(seed, shape, inside, boxes(), adds=True)
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("seeds", [range(i, i + 40) for i in range(0, 120, 40)])
 def test_an_exchange_that_adds_gives_sums_and_its_backward_is_its_transpose(
     seeds: range,

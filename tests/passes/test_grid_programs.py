@@ -48,6 +48,7 @@ def test_local_batchnorm_fuses_no_halos() -> None:
         assert stage.exchanges == stage.unfused_exchanges == 17
 
 
+@pytest.mark.slow
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     "plan",
@@ -84,6 +85,7 @@ def test_evaluation_gives_the_whole_output_once(
     assert len({value for value, _ in found}) == 1
 
 
+@pytest.mark.slow
 def test_norms_of_gradients_count_each_parameter_once(tmp_path: Path) -> None:
     case = MODELS["unet"]
     ranks = programs("unet", tmp_path, ranks=5, tiles="2x2", micro_batches=2)
@@ -106,6 +108,7 @@ def test_norms_of_gradients_count_each_parameter_once(tmp_path: Path) -> None:
     assert squares[:4] == pytest.approx([squares[0]] * 4)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_tiles_goes_on_where_it_was(tmp_path: Path) -> None:
     case = MODELS["resnet10"]
     ranks = programs("resnet10", tmp_path / "p", ranks=3, tiles="2x1", micro_batches=2)
@@ -125,11 +128,13 @@ def test_a_checkpoint_of_tiles_goes_on_where_it_was(tmp_path: Path) -> None:
     assert on_ranks(tmp_path / "p", ranks, resumed, dtype=torch.float64) == expected
 
 
+@pytest.mark.slow
 def test_local_batchnorm_is_another_model(tmp_path: Path) -> None:
     plan = options(ranks=4, tiles="2x2", micro_batches=1, local_batchnorm=True)
     assert worst_error("resnet10", plan, tmp_path) > 1e-3
 
 
+@pytest.mark.slow
 def test_a_tile_holds_its_part_of_the_activations() -> None:
     whole = lowered("unet", options(ranks=1, micro_batches=1)).plan
     tiles = lowered("unet", options(ranks=4, tiles="2x2", micro_batches=1)).plan
@@ -144,6 +149,7 @@ def written(options: CompileOptions, folder: Path) -> tuple[Plan, Any]:
     return program.plan, MODELS["unet"].inputs(count, torch.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("plan", GRID_PLANS[::4], ids=CompileOptions.command_line)
 def test_peaks_on_tiles_are_the_predicted_ones(
@@ -201,6 +207,7 @@ def test_grids_that_do_not_fit_the_model(
         assert "model.py" in str(caught.value)  # where the picture is used
 
 
+@pytest.mark.slow
 def test_mirrored_grids_stay_and_lone_ranks_change_places() -> None:
     plan = options(ranks=6, tiles="2x2", schedule="mast", micro_batches=2)
     placement = lowered("unet", plan).compilation.program.placement

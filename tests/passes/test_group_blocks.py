@@ -63,6 +63,7 @@ RESIDUAL = {
 }
 
 
+@pytest.mark.slow(1)
 @pytest.mark.by_day(2)
 @pytest.mark.parametrize("kind", RESIDUAL)
 def test_a_cut_never_falls_inside_a_branched_block(kind: str) -> None:
@@ -74,6 +75,7 @@ def test_a_cut_never_falls_inside_a_branched_block(kind: str) -> None:
     assert crossing(program) == [1] * (len(program.blocks or ()) - 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["resnet18", *at_night("resnet110v2")])
 def test_the_blocks_of_a_residual_network_are_its_residual_blocks(name: str) -> None:
     case = MODELS[name]
@@ -93,6 +95,7 @@ def test_the_blocks_of_a_residual_network_are_its_residual_blocks(name: str) -> 
     assert all(len(blocks_with(program, path)) == 1 for path in residual)
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize(
     "model",
     [
@@ -111,6 +114,7 @@ def test_a_level_of_a_unet_is_not_glued_to_its_mirror(model: nn.Module) -> None:
     assert crossing(program) == [2, 3, 4, 3, 2, 1] or max(crossing(program)) == 4
 
 
+@pytest.mark.slow
 def test_the_unet_of_the_examples_has_a_block_for_each_convolution() -> None:
     case = MODELS["unet"]
     loss = lambda output: case.loss(output, case.example_target)  # noqa: E731
@@ -120,17 +124,20 @@ def test_the_unet_of_the_examples_has_a_block_for_each_convolution() -> None:
     assert len({block[n].index for n in heavy}) == len(heavy)
 
 
+@pytest.mark.slow
 def test_densely_connected_layers_can_be_cut() -> None:
     program = blocks_of(networks.Dense(), PICTURE)
     assert len(program.blocks or ()) >= 8
 
 
+@pytest.mark.slow
 def test_a_transformer_without_modules_is_cut_between_its_sums() -> None:
     program = blocks_of(networks.FlatTransformer(), TEXT)
     assert set(crossing(program)) == {1}
     assert len(program.blocks or ()) == 9  # enter, attention and mlp of each layer
 
 
+@pytest.mark.slow
 def test_a_transformer_of_modules_is_cut_between_its_sums() -> None:
     case = MODELS["encoder"]
     loss = lambda output: case.loss(output, case.example_target)  # noqa: E731
@@ -139,6 +146,7 @@ def test_a_transformer_of_modules_is_cut_between_its_sums() -> None:
     assert len(program.blocks or ()) >= 8
 
 
+@pytest.mark.slow
 def test_towers_can_be_cut_anywhere() -> None:
     program = blocks_of(networks.TwoTowers(), TEXT, TEXT)
     assert len(program.blocks or ()) == 13
@@ -166,6 +174,7 @@ def test_a_layer_without_buffers_may_be_called_in_several_blocks() -> None:
     assert len(blocks_with(program, "a")) == 2
 
 
+@pytest.mark.slow
 def test_what_is_no_tensor_is_never_cut() -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         parts = self.a(x).chunk(2, 1)
@@ -244,6 +253,7 @@ class Lookups(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_what_ties_blocks_is_named_and_the_advice_works() -> None:
     given = torch.randn(8, 6), torch.randint(0, 8, (2, 8))
     with pytest.raises(GemscError, match="4 stages need at least 4 blocks") as caught:
@@ -279,6 +289,7 @@ class Deep(nn.Module):
         return out
 
 
+@pytest.mark.slow
 def test_the_line_that_keeps_a_model_whole_is_named_and_the_advice_works() -> None:
     def model(apart: bool) -> Net:
         return Net(lambda self, x: self.net(x) * 2, net=Deep(apart))

@@ -51,6 +51,7 @@ def grouped(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=0.05, weight_decay=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("optimizer", [sgd, adamw])
 @pytest.mark.parametrize("name", ["resnet18", "encoder"])
@@ -131,6 +132,7 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow(1)
 @pytest.mark.by_day(5)
 @pytest.mark.parametrize(
     "options",
@@ -165,6 +167,7 @@ def test_clipping_accumulation_and_learning_rates_are_those_of_one_process(
             torch.testing.assert_close(tensor, expected[key], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_training_reaches_a_lower_loss_than_guessing(tmp_path: Path) -> None:
     plan = compiled("resnet18", tmp_path, ranks=2, schedule="master", times=2)
     inputs, target = MODELS["resnet18"].inputs(plan.micro_batches, DOUBLE)

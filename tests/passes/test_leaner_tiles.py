@@ -43,6 +43,7 @@ def fullest(plan: Plan, measured: Sequence[int]) -> list[int]:
     ]
 
 
+@pytest.mark.slow(1)
 @pytest.mark.by_day(2)
 @pytest.mark.parametrize(
     ("name", "plan"),

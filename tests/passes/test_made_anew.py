@@ -70,6 +70,7 @@ class Positions(Net):
         self.register_buffer("frequencies", TABLE.clone(), persistent=False)
 
 
+@pytest.mark.slow
 def test_a_table_of_a_buffer_is_made_on_each_stage_once() -> None:
     program = compile(
         Positions(), (X,), loss=mse, example_target=X, ranks=4, micro_batches=4
@@ -83,6 +84,7 @@ def test_a_table_of_a_buffer_is_made_on_each_stage_once() -> None:
     assert [made["num_bytes"]] == [X.numel() * 4]
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize(
     "choices",
     [
@@ -152,6 +154,7 @@ STATE = {
 }
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize(
     "forward",
     [
@@ -169,6 +172,7 @@ def test_what_is_drawn_learned_or_changed_is_made_in_one_place(forward: Any) -> 
     assert not any("once(" in text for text in program.compilation.files.values())
 
 
+@pytest.mark.slow
 def test_gradients_of_a_learned_table_are_summed_from_all_stages(
     tmp_path: Path,
 ) -> None:
@@ -176,6 +180,7 @@ def test_gradients_of_a_learned_table_are_summed_from_all_stages(
     assert against_one_process(tmp_path, net, ranks=4).worst < 1e-12
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("recompute", [(), ("all",)])
 def test_memory_is_predicted_to_the_byte(
     recompute: tuple[str, ...], tmp_path: Path
@@ -208,6 +213,7 @@ def test_what_is_made_again_has_memory_of_its_own_on_each_stage() -> None:
     assert saved[1].isdisjoint(saved[2])
 
 
+@pytest.mark.slow
 def test_ranks_of_a_grid_make_it_where_that_is_cheaper_than_the_message() -> None:
     traced = trace(Positions(), (X,), loss=mse, example_target=X, check=False)
     cut = run_passes(traced.program, [BalanceStages(num_stages=2)])
@@ -244,6 +250,7 @@ class Modal(Positions):
         super().__init__(forward)
 
 
+@pytest.mark.slow
 def test_another_graph_in_evaluation_makes_it_too(tmp_path: Path) -> None:
     net = Modal()
     program = written(tmp_path, net, ranks=4, micro_batches=1)
@@ -315,6 +322,7 @@ def test_two_stages_do_not_share_it() -> None:
     assert (one().tolist(), other().tolist()) == ([2.0, 2.0], [1.0, 1.0])
 
 
+@pytest.mark.slow
 def test_a_compiled_forward_makes_it_inside_of_its_graph() -> None:
     stage = Stage()
     forward: Any = torch.compile(stage.forward, fullgraph=True, backend="eager")

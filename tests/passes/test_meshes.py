@@ -71,6 +71,7 @@ def test_random_networks_on_tiles_of_shards_are_the_networks(first: int) -> None
     assert not is_fixed(first) or cut >= PER_TEST
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", seeds(6, 300, PER_TEST))
 def test_random_branches_on_tiles_are_the_networks(first: int) -> None:
     seeds_here = range(first, first + PER_TEST)
@@ -149,6 +150,7 @@ class SameHalo(nn.Module):
         return torch.cat([branch(x) for branch in self.branches], 1)
 
 
+@pytest.mark.slow(3)
 @pytest.mark.parametrize(
     "kind", [Pooled, PooledSum, Written, OwnBackward, Numbers, SameHalo]
 )
@@ -195,6 +197,7 @@ class Rows(nn.Sequential):
         super().__init__(nn.Conv2d(2, 2, 3, padding=1), nn.Linear(8, 32))
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("kind", [Grouped, Kept, Rows])
 @pytest.mark.parametrize("tiles", [(2, 1), (1, 2)])
 def test_what_tiles_and_shards_both_meet(
@@ -215,6 +218,7 @@ def picture() -> nn.Module:
     return nn.Sequential(up, nn.BatchNorm2d(6), nn.ReLU(), down)
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("shares", [False, True])
 def test_who_adds_up_gradients_and_what_a_rank_takes(
     shares: bool, tmp_path: Path
@@ -246,6 +250,7 @@ def test_who_adds_up_gradients_and_what_a_rank_takes(
     assert [max(record.peak_bytes)] == metered_peaks(program.plan)
 
 
+@pytest.mark.slow
 def test_each_rank_drops_its_part_of_one_mask(tmp_path: Path) -> None:
     model, x = picture(), torch.randn(2, 2, 8, 8)
     model.insert(3, nn.Dropout(0.5))

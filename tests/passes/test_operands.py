@@ -273,6 +273,7 @@ def check_on_tiles(name: str, forms: tuple[str, ...]) -> None:
         assert_same(on_tiles(model, images, uneven_loss, None, grid), expected)
 
 
+@pytest.mark.slow(3)
 @pytest.mark.by_day(12)
 @pytest.mark.parametrize(("name", "forms"), cases())
 def test_any_operand_may_be_the_one_that_is_cut(
@@ -281,6 +282,7 @@ def test_any_operand_may_be_the_one_that_is_cut(
     check_on_tiles(name, forms)
 
 
+@pytest.mark.slow(6)
 @pytest.mark.parametrize(
     ("name", "forms"),
     [
@@ -421,6 +423,7 @@ def check_on_shards(name: str, forms: tuple[str, ...], trunk: str) -> None:
     assert_same(on_shards(model, inputs, uneven_loss, None, 2, trunk), expected)
 
 
+@pytest.mark.slow(1)
 @pytest.mark.by_day(8)
 @pytest.mark.parametrize("trunk", ["whole", "batch", "sequence"])
 @pytest.mark.parametrize(("name", "forms"), shard_cases())
@@ -430,6 +433,7 @@ def test_any_operand_may_be_cut_among_shards(
     check_on_shards(name, forms, trunk)
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize(
     ("name", "forms", "trunk"),
     [

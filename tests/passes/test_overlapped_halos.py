@@ -51,6 +51,7 @@ def check(seed: int) -> int:
     return len(overlapped_layers(step.programs[0]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", seeds(10, 60, 10))
 def test_random_networks_are_the_networks(first: int) -> None:
     layers = sum(map(check, range(first, first + 10)))
@@ -126,6 +127,7 @@ def test_a_program_is_exact_and_its_memory_is_predicted(tmp_path: Path) -> None:
     assert measured == pytest.approx(predicted, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_only_convolutions_that_keep_the_size_overlap() -> None:
     torch.set_default_dtype(torch.float32)
     model = nn.Sequential(

@@ -76,6 +76,7 @@ def shown(value: object) -> str:
     return value.command_line() if isinstance(value, CompileOptions) else str(value)
 
 
+@pytest.mark.slow(6)
 @pytest.mark.by_day(20)
 @pytest.mark.parametrize(("name", "case"), CASES, ids=shown)
 def test_ranks_compute_what_one_process_does(
@@ -86,6 +87,7 @@ def test_ranks_compute_what_one_process_does(
     assert worst_error(name, options, tmp_path / "program") <= FLOAT64
 
 
+@pytest.mark.slow(2)
 @pytest.mark.by_day(5)
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", ["mlp", "unet"])
@@ -128,6 +130,7 @@ REPLICATED = [
 ]
 
 
+@pytest.mark.slow(4)
 @pytest.mark.by_day(10)
 @pytest.mark.parametrize(("name", "options"), REPLICATED, ids=shown)
 def test_replicas_copies_and_placements_are_exact(
@@ -136,6 +139,7 @@ def test_replicas_copies_and_placements_are_exact(
     assert worst_error(name, options, tmp_path / "program", num_steps=2) <= FLOAT64
 
 
+@pytest.mark.slow
 @pytest.mark.by_day(2)
 @pytest.mark.parametrize("options", TWO_REPLICAS, ids=CompileOptions.command_line)
 @pytest.mark.parametrize("name", ["unet", *at_night("resnet18", "encoder")])
@@ -162,6 +166,7 @@ def test_peaks_are_the_predicted_ones(
     assert record.peak_bytes == peaks
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize(
     "name",
     ["densecnn", "encoder", *at_night(*OTHERS)],
@@ -172,6 +177,7 @@ def test_float32_and_several_steps(name: str, tmp_path: Path) -> None:
     assert worst_error(name, options, directory, torch.float32, 3) <= FLOAT32
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("name", ["resnet18", "unet", "densecnn"])
 def test_untied_models_are_equal_bit_for_bit(name: str, tmp_path: Path) -> None:
     case = MODELS[name]
@@ -183,6 +189,7 @@ def test_untied_models_are_equal_bit_for_bit(name: str, tmp_path: Path) -> None:
     assert found.equal == found.total
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("kind", ["memory", "explicit"])
 def test_every_balance_is_exact(kind: str, tmp_path: Path) -> None:
     blocks = ()
@@ -193,6 +200,7 @@ def test_every_balance_is_exact(kind: str, tmp_path: Path) -> None:
     assert worst_error("unet", options, tmp_path / "program") <= FLOAT64
 
 
+@pytest.mark.slow
 def test_the_comparison_notices_a_wrong_gradient(tmp_path: Path) -> None:
     case = MODELS["unet"]
     program = lowered("unet", CompileOptions(ranks=2, micro_batches=2))

@@ -117,6 +117,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow(1)
 @pytest.mark.by_day(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_clipped_steps_are_those_of_one_process(layout: str, tmp_path: Path) -> None:
@@ -129,6 +130,7 @@ def test_clipped_steps_are_those_of_one_process(layout: str, tmp_path: Path) -> 
     assert off(model, expected) < 1e-9
 
 
+@pytest.mark.slow
 def test_verify_joins_parts_and_compares_copies(tmp_path: Path) -> None:
     shared = Written((2, 3), replicas=2)
     shared.write(tmp_path)
@@ -162,6 +164,7 @@ NETWORK = read_hardware("").network
 MAST = {"ranks": 4, "shards": ("2",), "schedule": "mast", "micro_batches": 2}
 
 
+@pytest.mark.slow
 def test_a_compiled_program_adds_up_parts_by_their_holders(tmp_path: Path) -> None:
     program = compiled(tied=True, **MAST)
     (first, *_, last) = program.rank_modules().values()
@@ -203,6 +206,7 @@ def test_wrong_sums_of_parts_are_found(old: str, new: str, message: str) -> None
         prove_files(files, program.compilation, task)
 
 
+@pytest.mark.slow
 def test_the_memory_of_parts_is_predicted_to_the_byte(tmp_path: Path) -> None:
     program = compiled(tied=False, ranks=4, shards=("3", "1"), micro_batches=4)
     write_directory(program.compilation, tmp_path)
@@ -215,6 +219,7 @@ def test_the_memory_of_parts_is_predicted_to_the_byte(tmp_path: Path) -> None:
     assert sum(program.plan.memory[0].values()) == program.plan.peak_bytes[0]
 
 
+@pytest.mark.slow
 def test_only_those_who_hold_the_same_add_up_gradients() -> None:
     program = compiled(tied=False, **MAST)
     first, task = program.compilation.tiles[0].program, task_of(program.plan)
@@ -250,6 +255,7 @@ def test_only_those_who_hold_the_same_add_up_gradients() -> None:
 # -- checkpoints -----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_whole_and_loads_at_another_split(tmp_path: Path) -> None:
     three, mirrored = Written((2, 2, 1)), Written((1, 4), replicas=2, micro_batches=1)
     three.write(tmp_path / "three")

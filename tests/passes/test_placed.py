@@ -216,6 +216,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Callable[..., Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "1 rank"])
 def test_clipped_steps_are_those_of_one_process(layout: str, tmp_path: Path) -> None:
@@ -241,6 +242,7 @@ def tensors_of(*paths: str) -> set[str]:
     return {n for n in names for path in paths if f"{n}.".startswith(f"{path}.")}
 
 
+@pytest.mark.slow
 def test_a_rank_has_its_own_branches_and_the_trunk(tmp_path: Path) -> None:
     """What a branch and the trunk use is on all ranks, by both names."""
     program = written("batch", tmp_path)
@@ -261,6 +263,7 @@ def test_a_rank_has_its_own_branches_and_the_trunk(tmp_path: Path) -> None:
         assert file.count('self.tail.weight = self.one.c["0"].weight  # tied') == 1
 
 
+@pytest.mark.slow
 def test_the_memory_of_the_fullest_rank_is_predicted_to_the_byte(
     tmp_path: Path,
 ) -> None:
@@ -273,6 +276,7 @@ def test_the_memory_of_the_fullest_rank_is_predicted_to_the_byte(
     assert min(record.peak_bytes) < max(record.peak_bytes) / 2
 
 
+@pytest.mark.slow
 def test_verify_joins_what_ranks_hold_alone(tmp_path: Path) -> None:
     written("mast", tmp_path)
     found = [((x,), target) for x, target in drawn(SAMPLES * 2, 2)]
@@ -289,6 +293,7 @@ def test_verify_joins_what_ranks_hold_alone(tmp_path: Path) -> None:
     assert found == {"two.e.0.weight", "two.e.0.bias"}
 
 
+@pytest.mark.slow
 def test_all_ranks_evaluate_alike_where_one_draws_a_dropout() -> None:
     model = Forks()
     model.one["a"].append(nn.Dropout(0.1))
@@ -323,6 +328,7 @@ def test_wrong_sums_of_branches_are_found(old: str, new: str, message: str) -> N
         prove_files(files, program.compilation, task)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_whole_and_loads_at_another_split(tmp_path: Path) -> None:
     two, three = tmp_path / "two", tmp_path / "three"
     written("batch", two)

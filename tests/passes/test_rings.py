@@ -106,6 +106,7 @@ def step_of(
     return step, expected
 
 
+@pytest.mark.slow(20)
 @in_double
 @pytest.mark.parametrize("count", [2, 3, 4])
 @pytest.mark.parametrize("kind", KINDS)
@@ -123,6 +124,7 @@ def test_a_ring_attends_as_one_process_does(
     assert not others or kind == "padded"  # a mask is that of all keys
 
 
+@pytest.mark.slow(1)
 @in_double
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_device_without_the_kernel_computes_the_same(
@@ -183,6 +185,7 @@ MUTANTS: dict[str, tuple[ModuleType, str, str, str]] = {
 }
 
 
+@pytest.mark.slow(2)
 @in_double
 @pytest.mark.parametrize("name", MUTANTS)
 def test_whatever_is_wrong_in_a_ring_shows(
@@ -239,6 +242,7 @@ def test_a_ring_gives_a_mask_no_gradient() -> None:
         ring.ring_attention(ShapeGrid(0, 1), q, exchange, q, q, mask)
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("name", ["gpt", "gpt dropout"])
 def test_a_program_trains_as_one_process_does(
@@ -259,6 +263,7 @@ def rings(ranks: int, **more: Any) -> CompileOptions:
     return options(**how)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["off", "all"])
 def test_what_a_ring_keeps_is_predicted(recompute: str, tmp_path: Path) -> None:
     kept = {}
@@ -340,6 +345,7 @@ def test_processes_with_uneven_parts(tmp_path: Path, gemsc: Gemsc) -> None:
     assert "exact" in done.out
 
 
+@pytest.mark.slow
 def test_a_ring_is_proved_for_all_inputs(tmp_path: Path, gemsc: Gemsc) -> None:
     (tmp_path / "net.py").write_text(MODEL)
     words = *CUT, "--attention", "ring", "--no-check"

@@ -34,6 +34,7 @@ def found(forward: Any, *inputs: Tensor, **modules: nn.Module) -> Program:
     return blocks_of(Net(forward, **modules), *(inputs or (ROWS, ROWS)))
 
 
+@pytest.mark.slow(1)
 @pytest.mark.by_day(2)
 @pytest.mark.parametrize("name", TOWER_MODELS)
 def test_a_block_begins_with_each_tower_and_one_behind_it(name: str) -> None:
@@ -46,6 +47,7 @@ def test_a_block_begins_with_each_tower_and_one_behind_it(name: str) -> None:
         assert nodes[nodes.index(tower[-1]) + 1] in firsts
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("name", TOWER_MODELS)
 def test_evaluation_stays_the_twin_of_training(name: str) -> None:
     assert traced(name).twins is not None
@@ -75,6 +77,7 @@ def test_towers_on_ranks_compute_what_one_process_does(
     assert worst_error(name, plan, tmp_path / "program") <= FLOAT64
 
 
+@pytest.mark.slow
 def test_three_towers_are_three_whether_joined_at_once_or_one_by_one() -> None:
     def at_once(self: Any, x: Tensor) -> Tensor:
         return torch.cat([self.one(x), self.two(x), self.three(x)], 1)
@@ -94,6 +97,7 @@ def test_three_towers_are_three_whether_joined_at_once_or_one_by_one() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_parts_of_one_tensor_stay_before_the_towers() -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         a, b = x.chunk(2)
@@ -104,6 +108,7 @@ def test_parts_of_one_tensor_stay_before_the_towers() -> None:
     assert [n.name for n in (program.blocks or ())[0].nodes] == ["chunk", "a", "b"]
 
 
+@pytest.mark.slow
 def test_a_light_branch_and_a_single_layer_are_no_towers() -> None:
     def light(self: Any, x: Tensor) -> Tensor:
         return self.one(x) * x.tanh().relu().sigmoid()
@@ -115,6 +120,7 @@ def test_a_light_branch_and_a_single_layer_are_no_towers() -> None:
     assert not found(single, ROWS, **towers("one"), last=nn.Linear(8, 8)).towers
 
 
+@pytest.mark.slow
 def test_the_keys_that_a_decoder_computes_are_not_the_encoders() -> None:
     def forward(self: Any, x: Tensor, y: Tensor) -> Tensor:
         encoded, own = self.encoder(x), self.decoder(y)
@@ -147,6 +153,7 @@ def test_towers_that_share_a_computed_weight_are_one() -> None:
     assert not program.towers
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("in_turn", [True, False])
 def test_random_numbers_are_drawn_in_the_order_of_the_model(in_turn: bool) -> None:
     def forward(self: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -182,6 +189,7 @@ class Tangle(nn.Module):
         return torch.stack(values[-4:]).sum(0)
 
 
+@pytest.mark.slow
 def test_towers_of_tangled_layers_are_whole_and_wait_for_nothing_inside() -> None:
     count = 0
     for seed in range(5):
@@ -198,6 +206,7 @@ def test_towers_of_tangled_layers_are_whole_and_wait_for_nothing_inside() -> Non
     assert count > 6
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("seed", [3, 4])
 def test_tangled_layers_compute_what_one_process_does(
     seed: int, tmp_path: Path
@@ -224,6 +233,7 @@ class Shifted(nn.Module):
         return encoded * self.decoder(self.words(shifted).sum(1))
 
 
+@pytest.mark.slow
 def test_what_is_written_into_a_slice_is_written_before_it_is_read(
     tmp_path: Path,
 ) -> None:
@@ -276,6 +286,7 @@ class Written(nn.Module):
         return part
 
 
+@pytest.mark.slow(1)
 @pytest.mark.by_day(4)
 @pytest.mark.parametrize("seed", range(12))
 def test_towers_that_write_in_place_compute_what_one_process_does(

@@ -13,6 +13,7 @@ from gemsc.base.rng import same_draws
 WHOLE = tuple(f"blocks.{block}.{name}" for block in (0, 1) for name in ("qkv", "out"))
 
 
+@pytest.mark.slow
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", ["gpt", "gpt dropout"])
 @pytest.mark.parametrize("trunk", ["batch", "sequence"])

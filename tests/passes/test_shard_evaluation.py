@@ -101,11 +101,13 @@ def layers_cut(program: CompiledProgram) -> set[str]:
     return {name.rpartition(".")[0] for name in program.compilation.parts(0)}
 
 
+@pytest.mark.slow
 def test_a_mamba_keeps_whole_what_evaluation_cannot_cut() -> None:
     program = compiled(nn.Sequential(Mamba(), nn.Linear(WIDTH, 32), nn.Linear(32, 8)))
     assert {"1", "2"} <= layers_cut(program)
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize(
     "how", ["unequal parts", "sums along", "other factors", "twice"]
 )
@@ -141,6 +143,7 @@ class Gated(nn.Module):
         return x + torch.einsum("bne,bend->bnd", gates, found)
 
 
+@pytest.mark.slow
 def test_experts_whose_router_only_evaluation_could_cut_are_whole() -> None:
     program = compiled(nn.Sequential(Gated(), nn.Linear(WIDTH, 32), nn.Linear(32, 8)))
     assert layers_cut(program) == {"1", "2"}

@@ -101,6 +101,7 @@ def samples(count: int) -> tuple[tuple[Tensor], Tensor]:
     return (torch.randn(count, 5, 4),), torch.randn(count, 5, 4)
 
 
+@pytest.mark.slow(1)
 @pytest.mark.usefixtures("in_double")
 @pytest.mark.filterwarnings("ignore:Full backward hook")
 @pytest.mark.parametrize(
@@ -130,6 +131,7 @@ def test_a_mistake_in_the_program_is_found(
         compare(model, given, loss, trunk, mistake)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_double")
 @pytest.mark.filterwarnings("ignore:Full backward hook")
 def test_smoothing_over_own_words_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,6 +147,7 @@ def test_smoothing_over_own_words_is_found(monkeypatch: pytest.MonkeyPatch) -> N
         compare(model, batch, loss, "whole", None)
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("divided", [None, 0, SHARDS])
 def test_gradients_of_norms_that_are_not_summed_or_averaged_are_found(
     divided: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -165,6 +165,7 @@ def test_advice_where_shards_do_not_divide_the_ranks_works(
     assert len(groups(ranks=6, tiles=("2x1",), shards=("2",))) == 2
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("balance", ["compute", "memory"])
 def test_a_stage_of_shards_takes_more_of_the_blocks(balance: str) -> None:
     layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)]

@@ -77,6 +77,7 @@ def chosen(name: str) -> list[tuple[str, int, str]]:
 CASES = cells(SHARD_MODELS, columns, chosen)
 
 
+@pytest.mark.slow(1)
 @pytest.mark.by_day(2)
 @pytest.mark.parametrize(("name", "column"), CASES)
 def test_shards_compute_what_one_process_does(
@@ -190,6 +191,7 @@ def test_a_head_that_only_training_has_is_cut() -> None:
     assert part.units < part.shape[part.dim]  # channels, of pixels that are flat
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("trunk", ["whole", "batch"])
 @pytest.mark.parametrize("name", ["flat batch", "flat groups"])
 def test_pixels_that_are_normalized_together_stay_together(

@@ -40,6 +40,7 @@ def of_a_block(shards: int, trunk: str) -> dict[str, int]:
     return {name: two[name] - one[name] for name in one}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shards", [2, *at_night(3)])
 def test_a_block_needs_two_sums_forward_and_two_backward(shards: int) -> None:
     assert of_a_block(shards, "whole") == {
@@ -50,6 +51,7 @@ def test_a_block_needs_two_sums_forward_and_two_backward(shards: int) -> None:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize(("shards", "trunk"), [(2, "batch"), (3, "sequence")])
 def test_a_split_trunk_takes_two_gathers_and_two_reductions_each_way(
@@ -64,6 +66,7 @@ def test_a_split_trunk_takes_two_gathers_and_two_reductions_each_way(
     }
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("shards", [2, 3, 4])
 def test_words_over_ranks_take_a_sum_and_two_numbers_a_token(shards: int) -> None:
     choice = options(ranks=shards, shards=shards, trunk="whole", micro_batches=1)

@@ -103,6 +103,7 @@ def test_reductions(name: str, grid: tuple[int, ...]) -> None:
     assert not [b for b in step.barriers if "sin" not in str(b.node)], step.barriers
 
 
+@pytest.mark.slow(3)
 @pytest.mark.parametrize("value", [0.1, 100.3, 12345.678])
 @pytest.mark.parametrize("norm", [nn.BatchNorm2d(4), nn.GroupNorm(2, 4)], ids=repr)
 def test_norms_of_what_is_constant(norm: nn.Module, value: float) -> None:
@@ -212,6 +213,7 @@ def test_volumes_are_reduced_along_any_axes(grid: tuple[int, ...]) -> None:
     assert not check(Volume(), torch.randn(2, 1, 4, 5, 7), grid).barriers
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("flat", [True, False])
 def test_a_dice_loss_of_flattened_masks(flat: bool) -> None:
     def dice(output: Tensor, target: Tensor) -> Tensor:

@@ -42,6 +42,7 @@ def check(
     return step
 
 
+@pytest.mark.slow
 @pytest.mark.by_day(2)
 @pytest.mark.parametrize(
     ("name", "size", "grid"),
@@ -92,6 +93,7 @@ def test_what_tiles_send_is_kept_right_as_numbers_of_another_kind(
     assert step.barriers
 
 
+@pytest.mark.slow
 def test_a_residual_network_of_version_2() -> None:
     x, target = torch.randn(2, 3, 37, 37), torch.tensor([1, 0])
     step = check(ResNetV2(depth=20, width=4), x, (2, 2), F.cross_entropy, target)
@@ -106,6 +108,7 @@ def test_a_network_of_cells() -> None:
     assert not step.barriers
 
 
+@pytest.mark.slow
 def test_what_a_tile_keeps_is_predicted_to_the_byte_and_a_quarter_of_all() -> None:
     layers = []
     for width in (3, 8, 8, 8):
@@ -183,6 +186,7 @@ class ActivatedInPlace(nn.Module):
         return torch.cat((middle, F.celu_(kept * 2), y.tile((2, 1, 1))), 1)
 
 
+@pytest.mark.slow
 def test_activations_in_place_on_copies_are_not_gathered() -> None:
     net = nn.Sequential(
         nn.Conv2d(3, 3, 3, padding=1), ActivatedInPlace(), nn.Conv2d(21, 1, 3)
@@ -223,11 +227,13 @@ class OfGivenSize(nn.Module):
         return middle[:, :, 1:, 1:] + self.up(self.down(small), small.shape[2:])
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("grid", [(2, 2), (2, 1)])
 def test_a_transposed_convolution_may_be_told_its_size(grid: tuple[int, ...]) -> None:
     assert not check(OfGivenSize(), torch.randn(2, 2, 12, 15), grid).barriers
 
 
+@pytest.mark.slow
 def test_norms_and_poolings_may_be_called_more_than_once() -> None:
     conv = nn.Conv2d(2, 2, 3, padding=1)
     layers = [
@@ -334,6 +340,7 @@ def test_losses_over_pixels(loss: nn.Module) -> None:
     check(nn.Conv2d(3, 3, 3, padding=1), x, (2, 2), loss, target)
 
 
+@pytest.mark.slow
 def test_three_dimensions_and_rows_only() -> None:
     net = nn.Sequential(
         nn.Conv3d(2, 3, 3, padding=1),

@@ -74,6 +74,7 @@ TEXT = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(1))
 GIVEN = (IMAGE, torch.tensor([3, 7]), TEXT)
 
 
+@pytest.mark.slow
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("ranks", "tiles"), [(2, "2x1"), (4, "2x2"), (3, "2x1")], ids=str
@@ -118,6 +119,7 @@ class Heard(nn.Module):
         return self.last(self.attention(heard, text).transpose(1, 2))
 
 
+@pytest.mark.slow
 def test_a_text_is_whole_beside_a_signal_that_is_cut(tmp_path: Path) -> None:
     signal = torch.randn(2, 2, 12)
     given = {"ranks": 2, "tiles": ("2",), "micro_batches": 2}
@@ -128,6 +130,7 @@ def test_a_text_is_whole_beside_a_signal_that_is_cut(tmp_path: Path) -> None:
     assert "(2, 5, 6)" in (tmp_path / "rank0.py").read_text()
 
 
+@pytest.mark.slow
 def test_a_grid_of_another_rank_than_the_image_is_refused_for_the_image(
     tmp_path: Path,
 ) -> None:

@@ -51,6 +51,7 @@ def check(seed: int, make: Callable[[int], TokenCase]) -> Step:
     return step
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("first", seeds(16, 600, PER_TEST))
 def test_random_transformers_of_pictures_are_the_networks(first: int) -> None:
     """None of their tokens is gathered, unless rows are cut unevenly."""
@@ -63,6 +64,7 @@ def test_random_transformers_of_pictures_are_the_networks(first: int) -> None:
     assert not is_fixed(first) or whole >= PER_TEST // 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", seeds(8, 200, PER_TEST))
 def test_random_classifiers_on_tiles_of_shards_are_the_networks(first: int) -> None:
     parts = 0
@@ -197,6 +199,7 @@ class Product(nn.Module):
         return self.function(x.tanh() * self.weight[:6], self.weight)
 
 
+@pytest.mark.slow(18)
 @pytest.mark.parametrize("grid", [(2, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_products_are_what_their_equations_say(

@@ -122,6 +122,7 @@ def test_a_module_that_depends_on_data_is_refused(tmp_path: Path) -> None:
         written(tmp_path, Net(gated, gate=Gate()), torch_compile=True)
 
 
+@pytest.mark.slow
 def test_auto_takes_what_can_be_compiled_and_a_backward_stays_in_one_part(
     tmp_path: Path,
 ) -> None:
@@ -172,6 +173,7 @@ def spied(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", compile)
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("draws", [False, True])
 def test_every_forward_is_compiled_but_draws_that_are_compared(
     draws: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -193,6 +195,7 @@ def test_every_forward_is_compiled_but_draws_that_are_compared(
     assert calls == [0] * (3 if draws else 6)  # one of two stages draws
 
 
+@pytest.mark.slow
 def test_a_forward_has_a_form_for_each_state_of_its_parameters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

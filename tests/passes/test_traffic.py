@@ -92,6 +92,7 @@ def counted(
     return dict(found), {name: size for name, size in plan.traffic.items() if size}
 
 
+@pytest.mark.slow(1)
 @pytest.mark.by_day(3)
 @pytest.mark.parametrize(("name", "choices"), CASES, ids=str)
 def test_what_is_sent_is_what_was_predicted(

@@ -58,6 +58,7 @@ def drawn_alike(monkeypatch: pytest.MonkeyPatch) -> None:
 IN_PLACE = "it shares memory that is changed in place"
 
 
+@pytest.mark.slow(1)
 @pytest.mark.by_day(6)
 @pytest.mark.parametrize("seed", range(12))
 def test_random_networks_on_samples(
@@ -113,6 +114,7 @@ class Attention(nn.Module):
         return x + torch.cat([second, first], -1) @ self.query.weight
 
 
+@pytest.mark.slow(1)
 @pytest.mark.by_day(6)
 @pytest.mark.parametrize("kind", ["written", "masked", "causal"])
 @pytest.mark.parametrize(("dim", "count"), [(0, 2), (0, 3), (1, 2), (1, 4)])
@@ -157,6 +159,7 @@ def test_channels_are_dropped_as_in_one_process(
     assert not step.barriers
 
 
+@pytest.mark.slow
 def test_a_single_sample_of_a_tile_has_the_gradient_of_all(
     cut_along: Callable[[int], None],
 ) -> None:
@@ -175,6 +178,7 @@ def test_a_single_sample_of_a_tile_has_the_gradient_of_all(
     assert not step.barriers
 
 
+@pytest.mark.slow
 def test_cross_entropy_counts_the_words_of_all_samples(
     cut_along: Callable[[int], None],
 ) -> None:
@@ -246,6 +250,7 @@ class Patches(nn.Module):
         return (picture + picture.roll(-1, 1)).flatten(1, 2).sin() * x
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("trunk", ["batch", "sequence"])
 def test_tokens_of_pictures_on_shards(trunk: str) -> None:
     torch.manual_seed(0)

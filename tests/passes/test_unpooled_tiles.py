@@ -37,6 +37,7 @@ def squared(outputs: tuple[Tensor, ...]) -> Tensor:
     return outputs[0].square().mean()
 
 
+@pytest.mark.slow(3)
 @pytest.mark.parametrize(
     ("shape", "grid", "settings"),
     [

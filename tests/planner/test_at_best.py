@@ -44,6 +44,7 @@ SPLITS: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.by_day(6)
 @pytest.mark.parametrize(("name", "given"), SPLITS, ids=str)
 def test_no_split_is_better_than_it_is_at_best(
@@ -67,6 +68,7 @@ def test_no_split_is_better_than_it_is_at_best(
         assert each.backward <= 1.001 * its.backward
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize(
     ("name", "given", "tightest"),
     [
@@ -100,6 +102,7 @@ def test_the_least_of_a_kernel_is_that_of_whatever_form_a_part_may_take() -> Non
     assert least_seconds(read_hardware("a100").device, "convolution-2d") == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.by_day(3)
 @pytest.mark.parametrize(
     ("name", "given"),
@@ -134,6 +137,7 @@ def test_what_is_taken_is_the_best_of_all(
     assert found[0].samples_per_second >= 0.98 * fitting[0].samples_per_second
 
 
+@pytest.mark.slow
 @pytest.mark.by_day(2)
 @pytest.mark.parametrize(
     ("name", "given", "share"),
@@ -181,6 +185,7 @@ def test_the_first_schedule_that_is_tried_need_not_be_the_one() -> None:
     assert found[0].samples_per_second > 1.3 * speeds["basic"]
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize(
     ("name", "first_alike"),
     [
@@ -244,6 +249,7 @@ def layer_bytes(batch: int, length: int, width: int, heads: int) -> Iterator[int
         yield sum(block.total("saved_bytes") for block in program.blocks or ())
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize(
     ("batch", "length", "width", "heads"), [(1, 128, 64, 4), (2, 64, 128, 2)]
 )

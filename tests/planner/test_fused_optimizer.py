@@ -29,6 +29,7 @@ def notes(optimizer: Any, width: int = 512, **options: Any) -> list[str]:
     return [note for note in program.plan.notes if FUSED in note]
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
 def test_adam_is_told_what_fused_would_save(kind: Any) -> None:
     (note,) = notes(kind, ranks=1)
@@ -39,6 +40,7 @@ def test_adam_is_told_what_fused_would_save(kind: Any) -> None:
     assert "save about 2.9 ms of each step" in half
 
 
+@pytest.mark.slow(3)
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -55,9 +57,11 @@ def test_others_are_left_alone(optimizer: Any) -> None:
     assert notes(optimizer) == []
 
 
+@pytest.mark.slow
 def test_a_gpu_needs_no_such_note() -> None:
     assert notes(torch.optim.Adam, hardware="a100") == []
 
 
+@pytest.mark.slow
 def test_what_saves_little_is_not_worth_a_line() -> None:
     assert notes(torch.optim.Adam, width=8) == []

@@ -16,6 +16,7 @@ def _whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gemsc.lowering.stages.SplitTiles", WholeTiles)
 
 
+@pytest.mark.slow
 @pytest.mark.by_day(1)
 @pytest.mark.usefixtures("_whole")
 @pytest.mark.parametrize("plan", GRID_PLANS[::2], ids=CompileOptions.command_line)
@@ -42,6 +43,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow(1)
 @pytest.mark.by_day(4)
 @pytest.mark.parametrize(
     ("name", "plan"),

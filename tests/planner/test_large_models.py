@@ -183,6 +183,7 @@ def planned(folder: Path, device: str, layers: int, width: int) -> tuple[object,
     return json.loads(done.stdout)["candidates"], 1024 * int(done.stderr.split()[-1])
 
 
+@pytest.mark.slow
 def test_a_plan_needs_no_weights(tmp_path: Path) -> None:
     """On the meta device it is the plan of the model with weights, in no memory."""
     layers, width = 8, 4096
@@ -211,6 +212,7 @@ def compiled_llama(folder: Path, *words: str) -> tuple[str, int]:
     return done.stderr, 1024 * int(done.stderr.split()[-1])
 
 
+@pytest.mark.slow
 def test_a_small_llama_is_compared_with_its_model(tmp_path: Path) -> None:
     constants = [w for k, v in SMALL.items() for w in ("--set", f"{k}={v}")]
     said, _ = compiled_llama(tmp_path, "--micro-batches", "2", *constants)

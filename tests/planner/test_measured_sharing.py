@@ -79,6 +79,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int | None]]:
     return seen
 
 
+@pytest.mark.slow
 def test_what_is_measured_decides_the_next_compilation(
     program: Path, tmp_path: Path, gemsc: Gemsc, seen: list[tuple[int, int | None]]
 ) -> None:
@@ -109,6 +110,7 @@ def test_what_is_measured_decides_the_next_compilation(
     assert "note: 8 ranks share each device: predicted" in done.out
 
 
+@pytest.mark.slow
 def test_a_second_program_joins_the_first(
     program: Path, tmp_path: Path, gemsc: Gemsc, seen: list[object]
 ) -> None:

@@ -205,6 +205,7 @@ def test_what_a_rank_holds_over_time() -> None:
     assert timeline.peak_activation_bytes == (25,)
 
 
+@pytest.mark.slow
 def test_the_parts_of_the_peak(tmp_path: Path) -> None:
     case = MODELS["resnet18"]
     graph = traced("resnet18")
@@ -251,6 +252,7 @@ def test_the_cheapest_set() -> None:
     assert cheapest(savings, 0) == ()
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 40), st.integers(1, 20)), min_size=1, max_size=8),
@@ -272,6 +274,7 @@ def test_the_cheapest_set_is_the_best_of_all(pairs, needed) -> None:
         assert sum(saving.freed for saving in found) >= needed
 
 
+@pytest.mark.slow(1)
 @pytest.mark.by_day(2)
 @pytest.mark.parametrize("kind", ["recompute", "offload"])
 @pytest.mark.parametrize(
@@ -297,6 +300,7 @@ def test_auto_stays_under_the_cap(
     assert record.peak_bytes == metered_peaks(program.plan)
 
 
+@pytest.mark.slow
 def test_neighbours_as_one_fit_where_all_blocks_alone_do_not(tmp_path: Path) -> None:
     options = CompileOptions(ranks=2, micro_batches=4)
     alone = lower(traced("unet"), replace(options, recompute=("all",)))
@@ -329,6 +333,7 @@ def test_joined_savings_take_the_place_of_their_blocks() -> None:
     assert cheapest(savings, 181) is None
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("ratio", [0.5, 4.0])
 def test_offloading_costs_what_the_machine_takes(ratio: float, tmp_path: Path) -> None:
     hardware = read_hardware()
@@ -358,6 +363,7 @@ def test_a_cap_that_all_keeps_to_changes_nothing() -> None:
     assert program.compilation.program.segments == ()
 
 
+@pytest.mark.slow
 def test_a_cap_that_nothing_keeps_to_is_refused() -> None:
     options = CompileOptions(device_memory=1000, recompute=("auto",))
     with pytest.raises(GemscError, match="the lowest peak found is") as error:
@@ -365,6 +371,7 @@ def test_a_cap_that_nothing_keeps_to_is_refused() -> None:
     assert "--ranks" in error.value.help
 
 
+@pytest.mark.slow
 def test_just_below_what_1f1b_needs(tmp_path: Path) -> None:
     need = max(lower(traced("unet"), CompileOptions(ranks=2)).plan.peak_bytes)
     options = CompileOptions(
@@ -382,6 +389,7 @@ def test_just_below_what_1f1b_needs(tmp_path: Path) -> None:
     assert max(record.peak_bytes) < need
 
 
+@pytest.mark.slow
 def test_an_open_schedule_recomputes_where_nothing_else_fits() -> None:
     options = CompileOptions(ranks=2, micro_batches=1)
     lean = lower(traced("unet"), replace(options, recompute=("all",)))

@@ -53,6 +53,7 @@ def test_no_other_partition_has_a_smaller_largest_part(rows: Rows) -> None:
     assert largest(rows, found) == min(largest(rows, c) for c in every_partition(rows))
 
 
+@pytest.mark.slow
 @given(rows_of_weights())
 @settings(deadline=None, max_examples=100)
 def test_items_may_weigh_something_else_in_each_part(rows: Rows) -> None:
@@ -60,6 +61,7 @@ def test_items_may_weigh_something_else_in_each_part(rows: Rows) -> None:
     assert largest(rows, partition(rows)) == best
 
 
+@pytest.mark.slow
 @given(rows_of_weights(), st.data(), st.sampled_from([0.0, 0.02, 0.5]))
 @settings(deadline=None, max_examples=100)
 def test_among_the_good_partitions_the_best_in_all_is_taken(

@@ -53,6 +53,7 @@ REST = [
 ]
 
 
+@pytest.mark.slow(1)
 @pytest.mark.by_day(4)
 @pytest.mark.parametrize(("name", "choice"), [*CASES, *REST])
 def test_a_rank_holds_what_is_predicted(name: str, choice: str, tmp_path: Path) -> None:
@@ -68,6 +69,7 @@ LAYERS = {  # that take a copy of their input with its halo, and keep its parts
 }
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("name", LAYERS)
 def test_what_is_put_together_again_in_backward_counts(
     name: str, tmp_path: Path
@@ -115,6 +117,7 @@ def test_what_is_in_parts_is_whole_for_a_while(
     check(program, tmp_path, x, bounds=(0.95, 1.04))
 
 
+@pytest.mark.slow
 def test_phases_have_the_peak_of_the_fullest(tmp_path: Path) -> None:
     class Pair(nn.Module):
         def __init__(self) -> None:

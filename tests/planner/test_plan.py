@@ -28,6 +28,7 @@ def directory(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_plan_is_read_back_as_it_was(directory: Path, tmp_path: Path) -> None:
     plan = Plan.read(directory / "plan.toml")
     assert plan.to_toml(directory) == (directory / "plan.toml").read_text()
@@ -37,6 +38,7 @@ def test_a_plan_is_read_back_as_it_was(directory: Path, tmp_path: Path) -> None:
     assert Plan.read(again) == plan
 
 
+@pytest.mark.slow
 def test_the_plan_says_what_was_decided(directory: Path) -> None:
     plan = Plan.read(directory / "plan.toml")
     assert (plan.ranks, plan.schedule, plan.micro_batches) == (3, "1f1b", 5)
@@ -52,6 +54,7 @@ def test_the_plan_says_what_was_decided(directory: Path) -> None:
     assert len(plan.peak_bytes) == 3
 
 
+@pytest.mark.slow
 def test_the_same_compilation_gives_the_same_plan(
     directory: Path, tmp_path: Path
 ) -> None:
@@ -66,6 +69,7 @@ def test_a_folder_without_a_plan_is_no_program(tmp_path: Path) -> None:
     assert "gemsc compile -o" in str(caught.value)
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
@@ -97,11 +101,13 @@ def test_entries_of_a_later_version_are_left_out(directory: Path) -> None:
     assert Plan.read(path) == replace(before, gemsc="9.9")
 
 
+@pytest.mark.slow
 def test_program_and_model_can_move_together(directory: Path, tmp_path: Path) -> None:
     data = tomllib.loads((directory / "plan.toml").read_text())
     assert not any(Path(file).is_absolute() for file in data["sources"])
 
 
+@pytest.mark.slow
 def test_mse_is_in_the_sources_too(directory: Path) -> None:
     """The loss is compiled in, wherever it is defined."""
     files = {Path(file).name for file in Plan.read(directory / "plan.toml").sources}

@@ -64,6 +64,7 @@ def test_every_alternative_uses_all_ranks_and_the_same_batch() -> None:
         assert "auto" not in (options.schedule, options.placement, options.balance)
 
 
+@pytest.mark.slow
 def test_sums_of_gradients_count_for_schedules_with_two_replicas(
     traced: gemsc.compiler.Traced, tmp_path: Path
 ) -> None:
@@ -113,6 +114,7 @@ def test_pairs_of_runs_are_not_other_micro_batches() -> None:
         stage_layout(replace(options, micro_batches=8))
 
 
+@pytest.mark.slow
 def test_the_first_candidate_is_the_fastest_that_fits(
     traced: gemsc.compiler.Traced,
 ) -> None:
@@ -128,6 +130,7 @@ def test_the_first_candidate_is_the_fastest_that_fits(
     assert "needs" in reason(capped)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", [1, AUTO])
 def test_what_is_left_out_is_slower_than_what_is_taken(
     traced: gemsc.compiler.Traced, data: int
@@ -148,6 +151,7 @@ def test_what_is_left_out_is_slower_than_what_is_taken(
             assert each.samples_per_second <= 1.001 * each.most_samples_per_second
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_the_message_says_what_would(
     traced: gemsc.compiler.Traced,
 ) -> None:
@@ -165,7 +169,7 @@ def test_where_nothing_fits_the_message_says_what_would(
     assert search(traced, CompileOptions(**bigger))[0].fits()
 
 
-def test_the_optimizer_is_shared_out_where_nothing_else_fits() -> None:
+def test_more_is_shared_out_where_nothing_else_fits() -> None:
     layers = [nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(8)]
     heavy = trace(
         nn.Sequential(*layers),
@@ -186,13 +190,25 @@ def test_the_optimizer_is_shared_out_where_nothing_else_fits() -> None:
     assert found.fits()
     assert found.name.endswith(", sharded optimizer")
     assert "--shard-optimizer" in found.options.command_line()
-    tight = replace(plain, device_memory=least.peak_bytes // 2)
-    with pytest.raises(GemscError, match=r"the lowest peak, of .*sharded optimizer"):
+    looped = {"schedule": "interleaved", "placement": "looped", "chunks": 8}
+    in_parts = assess(heavy, replace(plain, shard="weights", **looped))
+    assert in_parts.peak_bytes < 0.6 * least.peak_bytes
+    tight = replace(plain, device_memory=in_parts.peak_bytes)
+    found = search(heavy, tight)[0]
+    assert found.fits()
+    assert found.name == "one rank x4, M=1, sharded weights"
+    assert "--shard weights" in found.options.command_line()
+    closed = replace(tight, schedule="1f1b", placement="looped", chunks=8)
+    with pytest.raises(GemscError) as caught:
+        gemsc.compiler.lower(heavy, closed)
+    assert "add --shard weights (" in (caught.value.help or "")
+    tight = replace(plain, device_memory=in_parts.peak_bytes - 1)
+    with pytest.raises(GemscError, match=r"the lowest peak, of .*sharded weights"):
         search(heavy, tight)
     closed = replace(capped, schedule="1f1b")
     with pytest.raises(GemscError) as caught:
         gemsc.compiler.lower(heavy, closed)
-    assert "add --shard-optimizer (" in (caught.value.help or "")
+    assert "add --shard optimizer (" in (caught.value.help or "")
     gemsc.compiler.lower(heavy, replace(closed, shard_optimizer=True))
 
 
@@ -221,6 +237,7 @@ def example_target():
 """
 
 
+@pytest.mark.slow
 def test_what_would_fit_has_been_tried(command: Gemsc, tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(WIDE)
     words = ("compile", "model.py", "--ranks", 1, "--no-check", "--device-memory")
@@ -245,7 +262,7 @@ def test_what_would_fit_has_been_tried(command: Gemsc, tmp_path: Path) -> None:
         ({"recompute"}, "add --recompute auto ("),
         ({"offload"}, "add --offload auto ("),
         ({"recompute", "offload"}, "add --recompute auto --offload auto ("),
-        ({"shard_optimizer"}, "add --shard-optimizer ("),
+        ({"shard_optimizer"}, "add --shard optimizer ("),
         ({"whatever"}, ""),
     ],
 )
@@ -295,6 +312,7 @@ def test_ranks_are_all_processes_in_python_too() -> None:
     assert "2 replicas of 1 each are --ranks 2" in str(caught.value.help)
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("name", ["compile", "plan"])
 def test_a_plan_counts_the_ranks_of_all_replicas(
     name: str, command: Gemsc, tmp_path: Path
@@ -316,6 +334,7 @@ def test_a_plan_counts_the_ranks_of_all_replicas(
         assert (twin.ranks, twin.data, twin.order) == (4, 2, plan.order)
 
 
+@pytest.mark.slow
 def test_two_ranks_are_the_default_of_each_replica(
     command: Gemsc, tmp_path: Path
 ) -> None:
@@ -323,6 +342,7 @@ def test_two_ranks_are_the_default_of_each_replica(
     assert Plan.read(tmp_path / "out/plan.toml").ranks == 6
 
 
+@pytest.mark.slow
 def test_plan_prints_candidates_and_writes_no_program(
     command: Gemsc, tmp_path: Path
 ) -> None:
@@ -354,6 +374,7 @@ def _compiled(command: Gemsc, tmp_path: Path, *options: str) -> Path:
     return tmp_path / "first" / "plan.toml"
 
 
+@pytest.mark.slow
 def test_an_unchanged_plan_gives_the_same_program(
     command: Gemsc, tmp_path: Path
 ) -> None:
@@ -369,6 +390,7 @@ def test_an_unchanged_plan_gives_the_same_program(
         assert bodies[0] == bodies[1]
 
 
+@pytest.mark.slow
 def test_a_moved_cut_and_a_new_placement_are_compiled(
     command: Gemsc, tmp_path: Path
 ) -> None:

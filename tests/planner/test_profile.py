@@ -106,6 +106,7 @@ def test_profiling_on_a_gpu_that_is_not_there_is_refused(
     assert "--device cuda has no effect without --profile" in done.err
 
 
+@pytest.mark.slow
 def test_measured_seconds_take_the_place_of_predicted_ones() -> None:
     feed = {"loss": mean, "check": False}
     told: list[tuple[str, float]] = []
@@ -132,6 +133,7 @@ def test_measured_seconds_take_the_place_of_predicted_ones() -> None:
     assert total > 0
 
 
+@pytest.mark.slow
 def test_more_work_takes_longer() -> None:
     def seconds(width: int) -> float:
         layers = [nn.Linear(width, width) for _ in range(3)]
@@ -144,6 +146,7 @@ def test_more_work_takes_longer() -> None:
     assert seconds(16) < seconds(1024)
 
 
+@pytest.mark.slow
 def test_a_format_in_which_blocks_take_less_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -235,6 +238,7 @@ def test_the_plan_says_where_seconds_come_from(
     assert f'times = "{text}"' in program.plan.to_toml()
 
 
+@pytest.mark.slow
 def test_a_faster_machine_has_a_shorter_step() -> None:
     model = nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(4)])
     feed = {"loss": mean, "ranks": 2, "check": False}
@@ -280,6 +284,7 @@ def test_what_was_not_measured_stays_as_it_was() -> None:
 # the command
 
 
+@pytest.mark.slow
 def test_a_quick_calibration_writes_a_file_that_compiles(
     tmp_path: Path, gemsc: Gemsc
 ) -> None:

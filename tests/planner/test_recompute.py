@@ -53,6 +53,7 @@ ROWS = [
 ]
 
 
+@pytest.mark.slow(1)
 @pytest.mark.by_day(2)
 @pytest.mark.parametrize(("name", "options"), ROWS)
 def test_it_changes_no_bit_and_frees_what_was_predicted(
@@ -92,6 +93,7 @@ def picture_loss(output: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(output, target)
 
 
+@pytest.mark.slow
 def test_dropout_draws_the_same_again(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, x, target = Dropped(), torch.randn(2, 3, 12, 12), torch.randn(2, 4)
@@ -111,6 +113,7 @@ def test_dropout_draws_the_same_again(tmp_path: Path) -> None:
     assert records[1].activation_bytes[0] < records[0].activation_bytes[0]
 
 
+@pytest.mark.slow
 def test_evaluation_recomputes_nothing(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, x, target = Dropped(), torch.randn(2, 3, 12, 12), torch.randn(2, 4)
@@ -332,6 +335,7 @@ class Counting(nn.Module):
         return self.second(torch.relu(x))
 
 
+@pytest.mark.slow
 def test_a_block_that_writes_cannot_run_twice(tmp_path: Path) -> None:
     x = torch.randn(3, 4)
     arguments = (tmp_path / "program", Counting(), (x,), F.mse_loss, x)
@@ -367,6 +371,7 @@ def test_under_mpirun_with_dropout(tmp_path: Path, gemsc: Gemsc) -> None:
         assert torch.equal(tensor, weights[1][name]), name
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_the_user_updates_statistics_once(tmp_path: Path) -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         x = checkpoint(lambda x: self.norm(self.b(self.a(x))), x, use_reentrant=False)

@@ -48,6 +48,7 @@ def test_what_the_file_says_is_as_if_it_was_typed(command: Gemsc) -> None:
     assert "settings" not in command("show", "program").err
 
 
+@pytest.mark.slow
 def test_the_command_line_wins(command: Gemsc) -> None:
     Path("gemsc.toml").write_text(COMPILE)
     words = ("--ranks", 2, "--blocks", "1,2", "--check", "--set", "WIDTH=6")
@@ -57,6 +58,7 @@ def test_the_command_line_wins(command: Gemsc) -> None:
     assert plan.constants == {"WIDTH": "6"}
 
 
+@pytest.mark.slow
 def test_an_edited_plan_goes_before_the_file(command: Gemsc) -> None:
     compiled(command)
     Path("gemsc.toml").write_text(COMPILE.replace("set = {WIDTH = 8, DEPTH = 2}", ""))
@@ -65,6 +67,7 @@ def test_an_edited_plan_goes_before_the_file(command: Gemsc) -> None:
     assert Plan.read(Path("again/plan.toml")).ranks == 2
 
 
+@pytest.mark.slow
 def test_settings_may_stand_in_pyproject(command: Gemsc) -> None:
     text = '[project]\nname = "x"\n\n[tool.gemsc.compile]\nranks = 1\n'
     Path("pyproject.toml").write_text(text)
@@ -107,6 +110,7 @@ def test_a_wrong_value_is_said_after_the_file_that_has_it(command: Gemsc) -> Non
     assert "settings from gemsc.toml: ranks=two\nerror: --ranks takes" in done.err
 
 
+@pytest.mark.slow
 def test_a_restart_on_fewer_ranks_takes_none(command: Gemsc) -> None:
     """What the program had at its default would have another value then."""
     plan, _ = compiled(command, "--no-check", "--ranks", 3, "--data", 3)
@@ -117,6 +121,7 @@ def test_a_restart_on_fewer_ranks_takes_none(command: Gemsc) -> None:
     assert found.schedule == "1f1b"
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_a_run_takes_its_own(command: Gemsc) -> None:
     compiled(command, "--no-check", "--ranks", 1)

@@ -248,6 +248,7 @@ def program(
     return tmp_path / "program"
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_the_daemon_starts_once_and_outlives_no_launcher(
     program: Path, log: Path
@@ -309,6 +310,7 @@ def test_gemsc_run_refuses_before_anything_starts(
     assert not (program / "runs").exists()
 
 
+@pytest.mark.slow
 def test_on_a_cpu_ranks_that_do_not_divide_are_refused(
     program: Path, gemsc: Gemsc
 ) -> None:
@@ -328,6 +330,7 @@ def test_on_a_cpu_the_run_is_the_same(program: Path) -> None:
     assert losses[0] == losses[1]
 
 
+@pytest.mark.slow
 def test_the_number_that_was_compiled_is_that_of_the_run(
     tmp_path: Path, fake_gpus: list[object], gemsc: Gemsc
 ) -> None:

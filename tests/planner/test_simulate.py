@@ -66,6 +66,7 @@ def gemsc(
 # the command
 
 
+@pytest.mark.slow
 def test_a_model_is_simulated_and_its_curve_drawn(gemsc: Gemsc, tmp_path: Path) -> None:
     words = (
         "--ranks",
@@ -88,6 +89,7 @@ def test_a_model_is_simulated_and_its_curve_drawn(gemsc: Gemsc, tmp_path: Path) 
     ElementTree.parse(tmp_path / "a" / "curve.svg")
 
 
+@pytest.mark.slow
 def test_a_precision_is_simulated_and_a_program_has_its_own(gemsc: Gemsc) -> None:
     def step(*words: str) -> float:
         done = gemsc("simulate", *words, "--hardware", "h100", "--json")
@@ -104,6 +106,7 @@ def test_a_precision_is_simulated_and_a_program_has_its_own(gemsc: Gemsc) -> Non
     assert step("program") != step("program", "--precision", "float32")
 
 
+@pytest.mark.slow
 def test_a_program_keeps_its_ranks_and_its_stages(gemsc: Gemsc) -> None:
     assert gemsc("compile", "deep.py", "--blocks", "2,15", "-o", "program").code == 0
     outcome = gemsc("simulate", "program", "--data", "8", "--curve", "2,8")
@@ -142,6 +145,7 @@ def test_mistakes_are_named(words: tuple[str, ...], message: str, gemsc: Gemsc) 
     assert "help: " in outcome.err
 
 
+@pytest.mark.slow
 def test_the_algorithm_of_the_sums_can_be_chosen(gemsc: Gemsc) -> None:
     for name in ("ring", "tree", "halving-doubling"):
         words = ("--ranks", "32", "--data", "16", "--allreduce", name)
@@ -150,6 +154,7 @@ def test_the_algorithm_of_the_sums_can_be_chosen(gemsc: Gemsc) -> None:
         assert re.search(rf"│ {name} +│", outcome.out)
 
 
+@pytest.mark.slow
 def test_ranks_of_a_replica_can_share_its_layers(gemsc: Gemsc) -> None:
     words = ("--ranks", "4", "--data", "2", "--curve", "2", "--shards", "2")
     found = gemsc("simulate", "model.py", *words, "--trunk", "whole")
@@ -160,6 +165,7 @@ def test_ranks_of_a_replica_can_share_its_layers(gemsc: Gemsc) -> None:
 # from Python
 
 
+@pytest.mark.slow
 def test_every_schedule_can_be_simulated(tmp_path: Path) -> None:
     (tmp_path / "deep.py").write_text(DEEP)
     traced = trace_unfilled(
@@ -173,6 +179,7 @@ def test_every_schedule_can_be_simulated(tmp_path: Path) -> None:
         assert found.fits
 
 
+@pytest.mark.slow
 def test_whole_backwards_keep_the_ranks_before_them_waiting(tmp_path: Path) -> None:
     (tmp_path / "deep.py").write_text(DEEP)
     traced = trace_unfilled(
@@ -185,6 +192,7 @@ def test_whole_backwards_keep_the_ranks_before_them_waiting(tmp_path: Path) -> N
     assert deferred.step_seconds < whole.step_seconds
 
 
+@pytest.mark.slow
 def test_more_weights_than_memory_take_none(tmp_path: Path) -> None:
     (tmp_path / "huge.py").write_text(HUGE)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -242,6 +250,7 @@ def test_a_shared_device_is_bound_by_launches_kernels_or_what_fills_it() -> None
     assert [SHARED.utilisation(k) for k in (1, 2, 4)] == [0.4, 0.8, 1]
 
 
+@pytest.mark.slow
 def test_launches_and_kernels_are_told_apart(tmp_path: Path) -> None:
     (tmp_path / "deep.py").write_text(DEEP)
     machine = read_hardware("a100")
@@ -261,6 +270,7 @@ def test_launches_and_kernels_are_told_apart(tmp_path: Path) -> None:
     assert both.sum_seconds == found.sum_seconds
 
 
+@pytest.mark.slow
 def test_the_command_prints_processes_that_share_a_device(
     tmp_path: Path, gemsc: Gemsc
 ) -> None:

@@ -96,6 +96,7 @@ def test_a_gpu_does_not_time_the_attention_of_a_cpu() -> None:
     assert not [call for _ in range(9) for call in attention(draw)]
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("hardware", shipped_hardware())
 def test_every_sampled_operator_takes_some_time(hardware: str) -> None:
     device = read_hardware(hardware).device
@@ -177,6 +178,7 @@ def seconds_of_a_stage(offload: str = "off", **changes: Any) -> tuple[float, flo
     return done.task.stages[0].forward, done.task.stages[0].backward
 
 
+@pytest.mark.slow
 def test_launches_and_kernels_of_an_asynchronous_device_overlap() -> None:
     slow = {"forward_overhead": 1.0, "backward_overhead": 2.0}
     none = {"forward_overhead": 0.0, "backward_overhead": 0.0}
@@ -191,6 +193,7 @@ def test_launches_and_kernels_of_an_asynchronous_device_overlap() -> None:
         assert seconds_of_a_stage(**few)[way] == pytest.approx(kernels, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_copies_of_an_asynchronous_device_hide_under_what_it_computes() -> None:
     slow, fast = {"host_bandwidth": 1.0}, {"host_bandwidth": 1e15}
     for way in range(2):

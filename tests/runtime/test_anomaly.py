@@ -81,5 +81,6 @@ def test_the_line_is_named(
     assert "rank" in generated
 
 
+@pytest.mark.slow
 def test_infinity_on_purpose_is_none(tmp_path: Path) -> None:
     first_step(masked, tmp_path)

@@ -280,6 +280,7 @@ def run(program: Path, *words: object, cores: Sequence[int]) -> Outcome:
     return run_words(*left_out, *command, *more)
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.parametrize(
     ("words", "is_bound", "spins"),
@@ -315,6 +316,7 @@ def test_a_run_binds_its_ranks(
         assert found["spins"] is spins
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_what_the_launcher_has_bound_stays(program: Path, two: list[int]) -> None:
     """Each rank of this mpirun has a core, the last one first."""
@@ -334,6 +336,7 @@ def test_what_the_launcher_has_bound_stays(program: Path, two: list[int]) -> Non
     assert [found["cores"] for found in told(program)] == [[[first]], [[last]]]
 
 
+@pytest.mark.slow(1)
 @pytest.mark.mpi
 @pytest.mark.parametrize("engine", ["mpi", "torch"])
 def test_too_few_cores_are_refused_before_anything_starts(

@@ -122,6 +122,7 @@ def names_in(folder: Path) -> set[str]:
 # What is there
 
 
+@pytest.mark.slow
 def test_a_folder_holds_checkpoints_and_a_link(program: Path, tmp_path: Path) -> None:
     folder = tmp_path / "saved"
     for step in (1, 2):
@@ -168,6 +169,7 @@ def test_all_is_on_the_disk_before_the_folder_gets_its_name(
     assert "saved" in forced[forced.index("latest!") :]
 
 
+@pytest.mark.slow
 def test_a_run_that_starts_anew_may_save_the_same_step(
     program: Path, tmp_path: Path
 ) -> None:

@@ -30,6 +30,7 @@ def best(folder: Path) -> str:
     return (folder / "best").resolve().name
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize(
     ("words", "steps"),
     [
@@ -50,6 +51,7 @@ def test_when_it_is_saved(words: str, steps: list[int], tmp_path: Path) -> None:
     assert (folder / "model.safetensors").is_file() == bool(steps)
 
 
+@pytest.mark.slow
 def test_what_was_just_saved_is_not_read_to_compare_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,6 +75,7 @@ def test_what_was_just_saved_is_not_read_to_compare_it(
     ]
 
 
+@pytest.mark.slow
 def test_every_ten_minutes_by_the_clock_of_the_first_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,6 +119,7 @@ def evaluated(values: list[float], folder: Path, *words: str) -> int:
     return int(step)
 
 
+@pytest.mark.slow
 def test_the_best_one_is_kept(tmp_path: Path) -> None:
     nan = float("nan")
     values = [nan, 1.0, 3.0, 3.0, 2.0, nan, 0.5]
@@ -127,11 +131,13 @@ def test_the_best_one_is_kept(tmp_path: Path) -> None:
     assert best(tmp_path / "less" / "saved") == "step-000007"
 
 
+@pytest.mark.slow
 def test_it_is_the_least_loss_where_nothing_is_said(tmp_path: Path) -> None:
     evaluated([1.0, 2.0, 3.0], tmp_path)
     assert best(tmp_path / "saved") == "step-000003"
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path) -> None:
     """Three epochs of three steps: at once, and with a stop after four steps."""
     names = at_once, in_two = tmp_path / "at_once", tmp_path / "in_two"
@@ -151,6 +157,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path) -> N
         assert file == files[0] or any("optimizer/exp_avg/" in key for key in one)
 
 
+@pytest.mark.slow
 def test_patience_ends_a_run_and_goes_on_after_a_resume(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -165,6 +172,7 @@ def test_patience_ends_a_run_and_goes_on_after_a_resume(
         evaluated([1.0] * 20, tmp_path, *resumed)
 
 
+@pytest.mark.slow
 def test_a_figure_that_no_evaluation_gives(tmp_path: Path) -> None:
     with pytest.raises(GemscError, match="an evaluation gives loss, score"):
         evaluated([1.0, 2.0], tmp_path, "--best", "dice:max")
@@ -177,6 +185,7 @@ def plateau(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
 
 
+@pytest.mark.slow
 def test_a_learning_rate_that_falls_on_a_plateau(tmp_path: Path) -> None:
     """It is stepped by evaluations, in each phase; without any, that is said."""
     program(tmp_path)
@@ -206,6 +215,7 @@ def dice(output: Tensor, target: Tensor) -> Any:
     return {"dice": output.mean(), "parts": {"left": target.sum()}}
 
 
+@pytest.mark.slow
 def test_a_figure_that_metrics_cannot_give_is_refused_at_the_start(
     tmp_path: Path,
 ) -> None:

@@ -96,6 +96,7 @@ def is_alike(
     assert seen
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -113,6 +114,7 @@ def test_the_mean_is_over_all_terms(tmp_path: Path, options: dict[str, Any]) -> 
     is_alike(on_all(tmp_path, data, plan.ranks), one_process(Net(simple), data))
 
 
+@pytest.mark.slow
 def test_the_steps_of_an_update_are_one_batch(tmp_path: Path) -> None:
     written(tmp_path, Net(simple), (X,), counted, TARGET, ranks=2, micro_batches=2)
     data = batches(4, 4)
@@ -124,6 +126,7 @@ def test_the_steps_of_an_update_are_one_batch(tmp_path: Path) -> None:
     is_alike(found, one_process(Net(simple), data, accumulate=2))
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("spoilt", [False, True])
 def test_an_update_that_has_begun_goes_on_after_a_resume(
     tmp_path: Path, spoilt: bool
@@ -174,6 +177,7 @@ class Segments(nn.Module):
         return self.b(torch.relu(self.a(x)))
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize(
     "options", [{"tiles": "2x1"}, {"shards": 2}, {"tiles": "2x1", "shards": 2}], ids=str
 )
@@ -202,6 +206,7 @@ class Few(Dataset):
         return self.x[index], self.target[index]
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("each", [1, 1e-3])
 def test_held_out_losses_are_means_over_all_terms(tmp_path: Path, each: float) -> None:
     """Also where weights are counted, all of which are less than 1."""
@@ -231,6 +236,7 @@ def test_held_out_losses_are_means_over_all_terms(tmp_path: Path, each: float) -
     assert found == pytest.approx([float(expected)] * 2)
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("mutant", [None, "no division", "a mean of means"])
 def test_it_is_proved_for_all_inputs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mutant: str | None

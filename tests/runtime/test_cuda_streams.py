@@ -46,6 +46,7 @@ FEW = (  # the checks have more
 )
 
 
+@pytest.mark.slow(5)
 @pytest.mark.by_day(20)
 @pytest.mark.parametrize(("schedule", "use"), ALL, ids=map(" ".join, ALL))
 def test_a_device_gives_the_numbers_of_the_cpu(
@@ -67,6 +68,7 @@ def test_a_device_gives_the_numbers_of_the_cpu(
             assert_equal(found, program.on_cpu)
 
 
+@pytest.mark.slow(1)
 @pytest.mark.by_day(4)
 @pytest.mark.parametrize("name", CHECKS)
 def test_what_must_hold_however_far_the_host_is_ahead(name: str) -> None:

@@ -57,6 +57,7 @@ def test_every_rank_reads_the_same_samples_with_the_same_noise() -> None:
     assert epoch() == one
 
 
+@pytest.mark.slow
 def test_workers_give_what_one_process_gives() -> None:
     assert epoch(workers=2) == epoch()
     options = {"seed": 0, "shuffle": True, "part": 1, "num_parts": 2}
@@ -122,6 +123,7 @@ class CountedTensor(Tensor):
         return found
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("part", [0, 1])
 def test_of_the_order_of_an_epoch_each_batch_takes_its_own_samples(
     part: int, monkeypatch: pytest.MonkeyPatch
@@ -280,6 +282,7 @@ OWN = {
 }
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("name", OWN)
 def test_generators_that_a_dataset_holds_are_seeded_for_each_sample(name: str) -> None:
     """So a sample is the same wherever and after whatever it is read."""
@@ -347,6 +350,7 @@ class Faulty:
         return torch.full((size,), float(os.getpid())), index
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize(
     ("fault", "message"),
@@ -385,6 +389,7 @@ except GemscError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_reads_and_ends_is_an_error() -> None:
     # torch raises wherever its signal comes: in pytest, if this were its process
     command = [sys.executable, "-c", READS_AND_ENDS]
@@ -435,6 +440,7 @@ time.sleep(0.1)
 """
 
 
+@pytest.mark.slow
 def test_processes_that_read_end_in_the_middle_of_a_sample() -> None:
     command = [sys.executable, "-c", CLOSES]
     done = subprocess.run(

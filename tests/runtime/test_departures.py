@@ -202,6 +202,7 @@ PLANS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.by_day(2)
 @pytest.mark.parametrize("name", PLANS)
 def test_every_bit_stays(
@@ -242,6 +243,7 @@ def branches() -> Net:
     return model
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize(
     ("model", "plan", "is_early"),
     [

@@ -238,6 +238,7 @@ print(resident() - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for its memory")
 @pytest.mark.parametrize("cap", [None, 2**31])
 def test_on_a_cpu_a_rank_with_a_cap_gives_back_what_it_frees(cap: int | None) -> None:

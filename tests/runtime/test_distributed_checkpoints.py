@@ -97,6 +97,7 @@ def compiled(folder: Path, **layout: Any) -> Path:
     return folder
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_torch_goes_on_from_what_was_exported_and_we_from_what_torch_saves(
     name: str, tmp_path: Path, gemsc: Gemsc
@@ -135,6 +136,7 @@ def test_torch_goes_on_from_what_was_exported_and_we_from_what_torch_saves(
     assert off(fresh, more) > 1e-6
 
 
+@pytest.mark.slow
 def test_flattened_states_of_torchtitan_are_found(tmp_path: Path) -> None:
     model = net().double()
     optimizer = grouped(model.named_parameters())
@@ -154,6 +156,7 @@ def test_flattened_states_of_torchtitan_are_found(tmp_path: Path) -> None:
     assert off(more, in_torch(model, optimizer, BATCHES[:1])) < 1e-9
 
 
+@pytest.mark.slow
 def test_a_model_takes_its_weights_from_there(tmp_path: Path, gemsc: Gemsc) -> None:
     with torch.no_grad():
         expected = {k: v + 1 for k, v in net().state_dict().items()}
@@ -167,6 +170,7 @@ def test_a_model_takes_its_weights_from_there(tmp_path: Path, gemsc: Gemsc) -> N
     assert off(trained(program, 2, []), expected) == 0
 
 
+@pytest.mark.slow
 def test_names_that_do_not_fit_are_told(tmp_path: Path) -> None:
     program = compiled(tmp_path / "program", ranks=2)
     state = net().state_dict()
@@ -252,6 +256,7 @@ def test_the_tensors_of_one_file_are_in_memory_at_a_time(
     assert all(bool(found.read(f"{n}").eq(n).all()) for n in range(20))
 
 
+@pytest.mark.slow
 def test_what_is_there_is_overwritten_only_if_it_is_such_a_folder(
     tmp_path: Path, gemsc: Gemsc
 ) -> None:
@@ -362,6 +367,7 @@ def fsdp(phase: str) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_fsdp_comes_and_goes(
     tmp_path: Path, gemsc: Gemsc, monkeypatch: pytest.MonkeyPatch

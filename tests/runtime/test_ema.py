@@ -26,6 +26,7 @@ def averages(trainer: Trainer) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in ema.average.items()}
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize(
     "options",
     [{}, {"ranks": 4, "data": 2, "shard_optimizer": True}, {"shards": (2,)}],
@@ -59,6 +60,7 @@ def test_they_are_those_of_torch(options: dict[str, Any], tmp_path: Path) -> Non
     on_ranks(tmp_path, options.get("ranks", 2), work)
 
 
+@pytest.mark.slow
 def test_a_run_evaluates_and_resumes_them(tmp_path: Path) -> None:
     losses: list[float] = []
     user = user_of(

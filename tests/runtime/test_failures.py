@@ -211,6 +211,7 @@ def check_report(report: str, error: str = "ValueError: tripped") -> None:
     assert "-----" not in report
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trip", "where"),
     [
@@ -237,6 +238,7 @@ def test_an_exception_in_a_stage_names_rank_stage_micro_batch_and_line(
         assert f"model.py:{number}: x = Trip.apply(self.second(x))\n" in report
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trip", "error"),
     [
@@ -277,6 +279,7 @@ def test_a_killed_rank_is_reported_with_what_it_did(
     assert "Traceback" not in report
 
 
+@pytest.mark.slow
 def test_a_signal_to_gemsc_run_ends_all_ranks(
     program: Path, run: Callable[..., Job]
 ) -> None:
@@ -294,6 +297,7 @@ def test_a_signal_to_gemsc_run_ends_all_ranks(
 LEFT = "error: rank 1 has left its loop, and rank 0 waits for "
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trip", "says"),
     [
@@ -327,6 +331,7 @@ def test_an_own_loop_that_fails_on_one_rank_ends_all(
     assert job.process.returncode == code
 
 
+@pytest.mark.slow
 def test_ranks_that_all_fail_report_once(program: Path, tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(LOOP.replace("100", "no_number"))
     (tmp_path / "trip.py").write_text(TRIP)
@@ -342,6 +347,7 @@ def test_ranks_that_all_fail_report_once(program: Path, tmp_path: Path) -> None:
 # micro-batches an epoch, then two batches of evaluation
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trip", "says", "saved"),
     [
@@ -379,6 +385,7 @@ def test_training_stops_once_it_has_failed_and_the_checkpoint_stays(
         assert manifest.step == saved
 
 
+@pytest.mark.slow
 def test_a_folder_that_another_run_is_in_is_refused(
     program: Path, tmp_path: Path
 ) -> None:
@@ -404,6 +411,7 @@ def scratch_of(rank: int) -> Path:
     return Path(named["GEMSC_STATUS_FOLDER"]).parent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "victims",
     [

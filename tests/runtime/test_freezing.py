@@ -72,6 +72,7 @@ WAYS: dict[str, tuple[nn.Module, tuple[int, ...], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_it_is_as_in_one_process(way: str, tmp_path: Path, in_double: None) -> None:
     model, shape, options = WAYS[way]
@@ -113,6 +114,7 @@ def test_it_is_as_in_one_process(way: str, tmp_path: Path, in_double: None) -> N
     on_ranks(tmp_path, options.get("ranks", 2), compare, optimizer=adam)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_knows_what_is_frozen(tmp_path: Path) -> None:
     def on_epoch(trainer: Trainer, epoch: int, figures: Any) -> None:
         if epoch == 0:

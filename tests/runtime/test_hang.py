@@ -243,6 +243,7 @@ def test_time_in_which_the_process_was_stopped_does_not_count(watched, capfd):
     assert not capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_until_the_first_step_a_job_may_take_longer(watched):
     watched.status.enter("the start")
     watched.look(START_SECONDS - 2)
@@ -339,6 +340,7 @@ def test_times_as_people_say_them():
 # a signal to one rank, on threads
 
 
+@pytest.mark.slow
 def test_all_ranks_leave_after_the_step_in_which_one_was_asked_to(tmp_path, capfd):
     class Asks:
         calls = 0
@@ -361,6 +363,7 @@ def test_all_ranks_leave_after_the_step_in_which_one_was_asked_to(tmp_path, capf
             assert torch.equal(tensor, other[name]), (name, WIDTH)
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("words", [("--epochs", "1"), ("--steps", "2")])
 def test_a_run_that_is_asked_to_leave_in_its_last_step_ends_as_ever(
     words: tuple[str, ...], tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -236,6 +236,7 @@ def check_too_late(text: str) -> None:
     assert count == text.count("at the end: <Handlers.SIG_IGN") >= 2
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_rank_saves_after_the_step_and_leaves_with_75(
     job: Callable[..., Job], tmp_path: Path
 ) -> None:

@@ -235,6 +235,7 @@ def add_to_ranks(text: str) -> None:
         path.write_text(path.read_text() + text)
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_a_job_on_two_hosts(compile_for, tmp_path):
     with two_hosts(tmp_path) as pair:

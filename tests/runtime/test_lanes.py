@@ -108,6 +108,7 @@ def program_target(program: CompiledProgram) -> tuple[int, ...]:
     return tuple(shape[1:])
 
 
+@pytest.mark.slow(2)
 @pytest.mark.by_day(7)
 @pytest.mark.parametrize("use", USES)
 def test_programs_train_without_tags_as_with_them(use: str, tmp_path: Path) -> None:
@@ -120,6 +121,7 @@ def test_programs_train_without_tags_as_with_them(use: str, tmp_path: Path) -> N
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "mast", "chimera", "zb-h1")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_double")
 @pytest.mark.parametrize("first", seeds(3, 120, 3))
 def test_random_networks_train_without_tags(first: int, tmp_path: Path) -> None:
@@ -191,6 +193,7 @@ def with_a_swap(files: dict[str, str], rng: random.Random) -> dict[str, str]:
 STUCK = r"deadlock|it is the turn of|turns have not come| gets send of|does not fit"
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("use", ["interleaved", "tiles", "mast"])
 def test_wrong_orders_are_refused_and_do_not_train(use: str, tmp_path: Path) -> None:
     """And whatever the proof lets pass trains."""
@@ -214,6 +217,7 @@ def test_wrong_orders_are_refused_and_do_not_train(use: str, tmp_path: Path) -> 
     assert passed or use != "tiles"
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("use", ["1f1b", "tiles"])
 def test_the_order_is_what_keeps_ranks_going(
     use: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -225,6 +229,7 @@ def test_the_order_is_what_keeps_ranks_going(
         trained(program, tmp_path, x)
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("use", ["interleaved", "tiles"])
 def test_with_tags_receives_keep_the_order_of_their_source(
     use: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -251,6 +256,7 @@ def test_with_tags_receives_keep_the_order_of_their_source(
     assert all(len(set(tags)) > 1 for tags in posted.values()) or use == "tiles"
 
 
+@pytest.mark.slow(1)
 @pytest.mark.by_day(5)
 @pytest.mark.parametrize("use", USES)
 def test_connections_are_made_at_the_start_in_one_order(
@@ -294,6 +300,7 @@ def test_connections_are_made_at_the_start_in_one_order(
     assert any(of_tiles) == (use in WITH_SUMS)
 
 
+@pytest.mark.slow
 def test_a_sum_of_tiles_that_is_not_named_is_found(tmp_path: Path) -> None:
     files = made("shards", tmp_path)[0].rank_modules()
     found = [name for name, text in files.items() if ", sums=((0, 1),)" in text]
@@ -363,6 +370,7 @@ def is_within(some: list[str], all_of_it: list[str]) -> bool:
     return all(each in rest for each in some)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_double")
 @pytest.mark.parametrize("first", seeds(6, 120, 6))
 def test_tiles_go_back_in_the_order_that_is_proved(
@@ -389,6 +397,7 @@ def test_tiles_go_back_in_the_order_that_is_proved(
     assert num_back
 
 
+@pytest.mark.slow
 def test_the_way_back_of_tiles_is_recorded(tmp_path: Path) -> None:
     program, _ = made("tiles", tmp_path)
     step = read_ranks(program.rank_modules())[0][0]
@@ -403,6 +412,7 @@ def test_the_way_back_of_tiles_is_recorded(tmp_path: Path) -> None:
 # ------------------------------------------------------------- on a device
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use", ["plain", "data 2", "tiles 2x1"])
 def test_a_simulated_device_trains_without_tags(use: str, tmp_path: Path) -> None:
     program = for_device(tmp_path, "1f1b", use)

@@ -79,6 +79,7 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_what_does_not_count_leaves_no_trace(
     way: str, tmp_path: Path, in_double: None
@@ -121,6 +122,7 @@ def test_how_many_samples_count(samples: int, least: int, counts: list[int]) -> 
     assert real == rows
 
 
+@pytest.mark.slow
 def test_a_run_trains_on_the_rest_of_each_epoch(tmp_path: Path) -> None:
     seen: list[int] = []
     user = user_of(

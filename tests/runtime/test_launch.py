@@ -294,6 +294,7 @@ def killed_job(folder: Path, sweep: str) -> Path:
     return Path(killed.stdout.strip())
 
 
+@pytest.mark.slow
 def test_the_folder_of_a_killed_job_is_removed_at_once(tmp_path):
     left = killed_job(tmp_path, scratch.SWEEP)
     assert left.parent == tmp_path
@@ -393,6 +394,7 @@ def wait(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow(1)
 @pytest.mark.mpi
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", *at_night("SIGHUP", "SIGQUIT")])
 def test_a_signal_ends_all_ranks(name):
@@ -405,6 +407,7 @@ def test_a_signal_ends_all_ranks(name):
     assert not folder.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_ranks_and_mpirun_end_when_the_command_is_killed(tmp_path):
     with sleeping_job() as (process, folder, pids):
@@ -427,6 +430,7 @@ def test_ranks_end_when_mpirun_is_killed():
     assert not folder.exists()
 
 
+@pytest.mark.slow(1)
 @pytest.mark.mpi
 @pytest.mark.parametrize(
     ("act", "code", "how"),

@@ -130,6 +130,7 @@ def test_one_process_speaks_for_all(started):
     assert not is_first_started()
 
 
+@pytest.mark.slow
 def test_ranks_started_by_hand_say_so_and_leave_nothing(command):
     Path("model.py").write_text(MODEL)
     assert command("compile", "model.py", "-o", "program").code == 0
@@ -141,6 +142,7 @@ def test_ranks_started_by_hand_say_so_and_leave_nothing(command):
     assert set(memory.glob("sm_segment.*")) <= before
 
 
+@pytest.mark.slow
 def test_an_engine_that_the_launcher_does_not_start_is_refused_once(command):
     Path("model.py").write_text(MODEL)
     assert command("compile", "model.py", "-o", "program").code == 0

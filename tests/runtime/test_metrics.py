@@ -176,6 +176,7 @@ def of_one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_gives_the_metrics_of_one_process(
     layout: str, of_one_rank: dict[str, float], tmp_path: Path
@@ -187,6 +188,7 @@ def test_every_layout_gives_the_metrics_of_one_process(
     assert found == pytest.approx(of_one_rank, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_only_the_rank_that_scores_goes_on_reading_whole_targets(
     tmp_path: Path,
 ) -> None:
@@ -204,6 +206,7 @@ def test_only_the_rank_that_scores_goes_on_reading_whole_targets(
     assert boxes.count(whole_box) == 4 + 2 * 8  # the last sample twice
 
 
+@pytest.mark.slow
 def test_the_loss_on_tiles_is_of_all_samples_without_metrics(tmp_path: Path) -> None:
     expected = float(loss(*whole(Pictures(7))))
     found = evaluated(tmp_path, Slides, None, **TILED)
@@ -260,6 +263,7 @@ def evaluate_one(given: Any) -> list[str]:
     return [*metrics.figures()]
 
 
+@pytest.mark.slow
 def test_metrics_that_fail_are_named_with_their_line(tmp_path: Path) -> None:
     def fails(output: Any, target: Any) -> Any:
         return {"right": output[10**9]}

@@ -58,12 +58,13 @@ def by_mpirun(processes: int, words: list[str]) -> int:
     return launch(processes, [sys.executable, *words], timeout=240, engine="mpi")
 
 
+@pytest.mark.slow(1)
 @pytest.mark.mpi
 @pytest.mark.parametrize(
     ("start", "sample"),
     [
-        pytest.param(by_mpirun, BY_DAY, id="by day"),
         pytest.param(by_torchrun, UNDER_TORCHRUN, id="by day, torchrun"),
+        pytest.param(by_mpirun, BY_DAY, id="by day"),
         *(
             pytest.param(
                 *(start, sample),

@@ -69,6 +69,7 @@ def is_same(before: dict[str, Tensor], after: dict[str, Tensor]) -> bool:
     )
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -125,6 +126,7 @@ def spoils(x: Tensor) -> Tensor:
     return result
 
 
+@pytest.mark.slow
 def test_a_step_that_is_skipped_leaves_nothing_behind(tmp_path: Path) -> None:
     program(tmp_path)
 
@@ -143,6 +145,7 @@ def test_a_step_that_is_skipped_leaves_nothing_behind(tmp_path: Path) -> None:
         assert is_same(state, right)
 
 
+@pytest.mark.slow
 def test_of_accumulated_steps_a_bad_one_takes_all(tmp_path: Path) -> None:
     program(tmp_path)
 

@@ -28,6 +28,7 @@ CASES = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.by_day(2)
 @pytest.mark.parametrize(("name", "blocks", "options"), CASES)
 def test_it_changes_no_bit_and_frees_what_was_predicted(
@@ -140,6 +141,7 @@ def test_room_in_the_file_is_used_again() -> None:
     assert kept[2].fetch().take().unique().tolist() == [2]
 
 
+@pytest.mark.slow
 def test_room_is_free_once_the_backward_is_done() -> None:
     store = CountingStore()
     x = torch.randn(4096, requires_grad=True)

@@ -148,6 +148,7 @@ def batched(sample: Any) -> Any:
     return {name: tensor[None] for name, tensor in inputs.items()}, target[None]
 
 
+@pytest.mark.slow(3)
 @pytest.mark.parametrize("name", CASES)
 def test_a_padded_batch_has_the_loss_of_its_samples(
     name: str, tmp_path: Path, in_double: None

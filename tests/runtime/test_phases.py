@@ -180,6 +180,7 @@ def assert_same(found: tuple[Any, Any], expected: tuple[Any, Any]) -> None:
     torch.testing.assert_close(found[1], expected[1], rtol=1e-7, atol=1e-9)
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -221,6 +222,7 @@ def written(folder: Path, phases: tuple[Phase, ...] = PHASES, **options: Any) ->
     return model
 
 
+@pytest.mark.slow
 def test_a_phase_that_is_seldom_due(tmp_path: Path) -> None:
     phases = replace(PHASES[0], every=2), PHASES[1]
     model = written(tmp_path, phases)
@@ -230,6 +232,7 @@ def test_a_phase_that_is_seldom_due(tmp_path: Path) -> None:
     assert_same(found, in_one_process(model, data, phases))
 
 
+@pytest.mark.slow
 def test_averages_follow_the_updates_of_all_phases(tmp_path: Path) -> None:
     phases = PHASES[0], replace(PHASES[1], every=2)
     written(tmp_path, phases)
@@ -283,6 +286,7 @@ class Reports(Callback):
         self.problems.append(report.problem)
 
 
+@pytest.mark.slow
 def test_each_phase_draws_its_own_numbers(tmp_path: Path) -> None:
     def noise(model: Any, grey: Tensor, colour: Tensor) -> Tensor:
         made = model(grey)
@@ -316,6 +320,7 @@ def weighed(model: Any, grey: Tensor, colour: Tensor) -> Tensor:
     return g_loss(model, grey, colour) * torch.exp(-model.time).sum()
 
 
+@pytest.mark.slow
 def test_what_one_phase_changes_is_no_constant_of_another(tmp_path: Path) -> None:
     phases = replace(PHASES[0], loss=counting), replace(PHASES[1], loss=weighed)
     model = Clock()
@@ -353,6 +358,7 @@ def test_a_first_step_in_which_phases_are_wrong_is_not_written(
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*at_night("1f1b"), "mast"])
 def test_a_run_goes_on_bit_for_bit(kind: str, tmp_path: Path) -> None:
     written(tmp_path / "p", schedule=kind)
@@ -388,6 +394,7 @@ def test_a_run_goes_on_bit_for_bit(kind: str, tmp_path: Path) -> None:
         on_ranks(tmp_path / "r", 2, rest, phases=other, dtype=torch.float64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tiles", [(), *at_night(("2x1",))])
 def test_the_example_with_spectral_normalization(tiles: tuple[str, ...]) -> None:
     example = pix2pix.example_inputs(), pix2pix.example_target()
@@ -458,6 +465,7 @@ def with_judges(phases: tuple[Phase, ...] = BOTH, **options: Any) -> Any:
     return compile(Judges(), INPUTS, **given, ranks=2, **options)
 
 
+@pytest.mark.slow
 def test_what_another_phase_uses_as_a_whole_is_whole() -> None:
     program = with_judges(shards=("2",))
     assert program.plan.unchecked == ""
@@ -470,6 +478,7 @@ def test_what_another_phase_uses_as_a_whole_is_whole() -> None:
     assert reasons["make.0.weight"] == "Judges, phase g uses it as a whole"
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_looks_across_is_found_in_each_phase() -> None:
     class Normed(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:
@@ -495,6 +504,7 @@ def judged_apart(model: Any, grey: Tensor, colour: Tensor) -> Tensor:
     return judges_loss(model, grey, colour) - real.mean()
 
 
+@pytest.mark.slow
 def test_branches_of_one_phase_are_on_the_same_ranks_in_another() -> None:
     program = with_judges(branches=("2",))
     assert program.plan.unchecked == ""
@@ -565,6 +575,7 @@ phases = [
 """
 
 
+@pytest.mark.slow
 def test_a_run_from_the_command_line_equals_a_plain_loop(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -644,6 +655,7 @@ def test_wrong_phases_are_refused(change: dict[str, Any], message: str) -> None:
         compiled(replace(PHASES[0], **change), PHASES[1])
 
 
+@pytest.mark.slow
 def test_what_no_phase_can_have_is_refused(tmp_path: Path) -> None:
     with pytest.raises(GemscError, match="some steps have none of them"):
         compiled(*(replace(phase, every=2) for phase in PHASES))

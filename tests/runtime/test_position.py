@@ -36,6 +36,7 @@ def samples(directory: Path, *words: str) -> list[int]:
     return [index for index, _ in groupby(seen)]  # some are read twice
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_at_its_sample_with_larger_batches(tmp_path: Path) -> None:
     small, large = (
         program(tmp_path / str(n), ranks=1, micro_batches=n) for n in (1, 3)
@@ -58,6 +59,7 @@ def test_other_data_and_another_seed_are_refused(tmp_path: Path) -> None:
         run(directory, user_of(), "--epochs", "1", "--resume", saved, seed=5)
 
 
+@pytest.mark.slow
 def test_the_state_of_the_loop_is_that_of_the_step(tmp_path: Path) -> None:
     directory, saved = program(tmp_path / "program"), str(tmp_path / "saved")
     torch.manual_seed(3)

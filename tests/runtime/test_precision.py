@@ -74,6 +74,7 @@ def distance(one: StepRecord, other: StepRecord) -> float:
     return square**0.5
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize(
     ("precision", "options"),
     [
@@ -94,6 +95,7 @@ def test_stages_compute_what_one_process_computes_within_autocast(
     assert f"torch.{precision}, gradient=True" in text  # so it travels
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("options", [{"tiles": "2x1"}, {"shards": "2"}])
 def test_grids_are_as_near_to_float64_as_one_process(
     options: dict[str, object], tmp_path: Path

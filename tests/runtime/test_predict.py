@@ -99,6 +99,7 @@ def whole(model: nn.Module, picture: NDArray[Any]) -> NDArray[Any]:
         return model(x[None])[0].movedim(0, -1).numpy()
 
 
+@pytest.mark.slow(1)
 @pytest.mark.by_day(2)
 @pytest.mark.parametrize(
     ("ranks", "options"),
@@ -122,6 +123,7 @@ def test_windows_give_what_the_whole_slide_gives_at_once(
     assert abs(seamed - whole(model, picture)).max() > 1e-4
 
 
+@pytest.mark.slow
 def test_a_slide_smaller_than_a_window_is_mirrored(tmp_path: Path) -> None:
     model = program(tmp_path, ranks=4, tiles=("2x2",))
     picture = colours(20, 12)
@@ -131,6 +133,7 @@ def test_a_slide_smaller_than_a_window_is_mirrored(tmp_path: Path) -> None:
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-13)
 
 
+@pytest.mark.slow
 def test_kinds_of_output(tmp_path: Path) -> None:
     picture = colours(40, 34)
     model = program(tmp_path / "two", ranks=2)
@@ -149,6 +152,7 @@ def test_kinds_of_output(tmp_path: Path) -> None:
     np.testing.assert_allclose(found, scores.sigmoid(), rtol=0, atol=1e-13)
 
 
+@pytest.mark.slow
 def test_functions_of_the_models_file_say_what_goes_in_and_comes_out(
     tmp_path: Path,
 ) -> None:
@@ -239,6 +243,7 @@ def test_a_mask_has_the_resolution_of_the_level_that_is_predicted(
     assert Slide(tmp_path / "mask.tiff").pixel == pytest.approx((2.0, 1.0))
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_slide(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,6 +267,7 @@ def test_memory_does_not_grow_with_the_slide(
     assert peaks[1] < 25e6
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_the_example_learns_from_a_slide_and_predicts_it(
     tmp_path: Path, command: Gemsc, monkeypatch: pytest.MonkeyPatch

@@ -47,6 +47,7 @@ def program(gemsc: Gemsc, tmp_path: Path) -> Path:
 # writing
 
 
+@pytest.mark.slow
 def test_compiling_again_gives_the_same_bytes(program: Path) -> None:
     first = files(program)
     words = ("compile", "model.py", "--cuts", "third", "-o", "build/program")
@@ -54,6 +55,7 @@ def test_compiling_again_gives_the_same_bytes(program: Path) -> None:
     assert files(program) == first
 
 
+@pytest.mark.slow
 def test_a_program_of_fewer_ranks_replaces_one_of_more(
     gemsc: Gemsc, program: Path
 ) -> None:
@@ -67,6 +69,7 @@ def test_a_program_of_fewer_ranks_replaces_one_of_more(
     assert (program / "notes.txt").read_text() == "precious"
 
 
+@pytest.mark.slow
 def test_a_program_stays_whole_when_its_successor_cannot_be_written(
     gemsc: Gemsc, program: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,12 +97,14 @@ def test_a_program_and_its_model_move_together(program: Path, tmp_path: Path) ->
         Plan.read(program / "plan.toml")
 
 
+@pytest.mark.slow
 def test_a_program_without_its_model_is_refused(program: Path, tmp_path: Path) -> None:
     program.rename(tmp_path / "program")
     with pytest.raises(GemscError, match=r"model\.py no longer exists"):
         check_program(tmp_path / "program", 2)
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_plain_mpirun_starts_a_moved_program_from_anywhere(
     gemsc: Gemsc, tmp_path: Path

@@ -73,6 +73,7 @@ def second_step(
     return run_local(program.ranks, rank)
 
 
+@pytest.mark.slow
 def test_who_records_does_not_wait_for_the_device(program: Program) -> None:
     found = second_step(program, is_recorded=True)
     plain = second_step(program, is_recorded=False)
@@ -114,6 +115,7 @@ def test_the_host_is_seen_while_the_device_is_idle(
     assert list(parts) == [("wait", -1, -1, -1, *each) for each in left]
 
 
+@pytest.mark.slow
 def test_steps_are_timed_on_the_device_of_the_rank(
     tmp_path: Path, gemsc: Gemsc, monkeypatch: pytest.MonkeyPatch
 ) -> None:

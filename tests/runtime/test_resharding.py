@@ -148,6 +148,7 @@ PATHS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
 def test_a_run_goes_on_in_another_layout_as_if_nothing_had_been(
     path: tuple[str, ...], programs: Callable[[str], tuple[Path, int]], tmp_path: Path
@@ -185,6 +186,7 @@ NETS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 def test_groups_schedulers_and_waiting_gradients_go_along(tmp_path: Path) -> None:
     """Of three steps that make one update together, the run stops after each."""
     torch.set_default_dtype(torch.float64)

@@ -79,6 +79,7 @@ def endings(command, monkeypatch):
     return endings, started
 
 
+@pytest.mark.slow
 def test_it_goes_on_from_the_last_checkpoint_as_often_as_asked(endings, command):
     endings, started = endings
     endings += [replace(KILLED, step=0), KILLED, Ending(1, step=9)]
@@ -93,6 +94,7 @@ def test_it_goes_on_from_the_last_checkpoint_as_often_as_asked(endings, command)
     assert started == [(2, given, ()), *[(2, [*given, "--resume"], ())] * 2]
 
 
+@pytest.mark.slow
 def test_it_goes_on_in_the_folder_that_the_run_got(endings, command):
     endings, started = endings
     endings += [KILLED, Ending(0, step=9)]
@@ -104,6 +106,7 @@ def test_it_goes_on_in_the_folder_that_the_run_got(endings, command):
 # on fewer ranks
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize(
     ("options", "ranks", "slots", "fewer"),
     [
@@ -142,6 +145,7 @@ def test_a_host_that_is_lost_is_left_out(endings, command, monkeypatch):
     assert fewer.batch_size == Plan.read(Path("program/plan.toml")).batch_size
 
 
+@pytest.mark.slow
 def test_why_a_program_cannot_have_fewer_ranks_is_told(endings, command, monkeypatch):
     endings, started = endings
     endings += [KILLED]
@@ -159,6 +163,7 @@ def test_why_a_program_cannot_have_fewer_ranks_is_told(endings, command, monkeyp
 # real ranks
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_a_rank_that_is_killed_once_does_not_end_the_training(command):
     Path("model.py").write_text(MODEL + DIES)

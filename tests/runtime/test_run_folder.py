@@ -82,6 +82,7 @@ def test_a_run_is_never_overwritten_by_mistake(tmp_path: Path, file: str) -> Non
     assert choose(tmp_path, *words, "--resume", step) == (folder, step)
 
 
+@pytest.mark.slow
 def test_an_attempt_without_a_step_does_not_block_its_folder(tmp_path: Path) -> None:
     Logged(tmp_path).train(0)
     assert (tmp_path / "run" / "log.jsonl").is_file()
@@ -241,6 +242,7 @@ def test_a_norm_is_logged_where_there_was_an_update(logged: Logged) -> None:
     assert [norm > 0 for norm in norms] == [True, False, True]
 
 
+@pytest.mark.slow
 def test_going_on_drops_what_came_after_the_checkpoint(
     logged: Logged,
 ) -> None:
@@ -263,6 +265,7 @@ def test_going_on_drops_what_came_after_the_checkpoint(
     assert (logged.run / "plan.toml").is_file()
 
 
+@pytest.mark.slow
 def test_a_table_that_is_lost_is_made_of_the_log(logged: Logged) -> None:
     logged.train(2)
     logged.save()
@@ -274,6 +277,7 @@ def test_a_table_that_is_lost_is_made_of_the_log(logged: Logged) -> None:
     assert [row["eval_loss"] for row in logged.table] == ["", "0.5", "0.5"]
 
 
+@pytest.mark.slow
 def test_what_is_not_finite_is_valid_json_too(logged: Logged) -> None:
     logged.train(2, fails=1, on_nonfinite="skip")
     bad = logged.lines[2]
@@ -282,6 +286,7 @@ def test_what_is_not_finite_is_valid_json_too(logged: Logged) -> None:
     assert logged.table[1]["loss"] == ""
 
 
+@pytest.mark.slow
 def test_long_epochs_are_looked_at_in_between(
     logged: Logged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -292,6 +297,7 @@ def test_long_epochs_are_looked_at_in_between(
     assert asked == [2, 4, 4]
 
 
+@pytest.mark.slow
 def test_overwrite_removes_that_run_and_nothing_else(logged: Logged) -> None:
     logged.train(4)
     logged.save()

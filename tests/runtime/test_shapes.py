@@ -22,6 +22,9 @@ from gemsc.base.rng import seed_of
 from gemsc.codegen.package import write_directory
 from gemsc.compiler import CompiledProgram, compile
 from gemsc.errors import GemscError
+from gemsc.ir.meta import facts, set_facts
+from gemsc.lowering.tracing import trace
+from gemsc.lowering.variants import find_largest
 from gemsc.plan import Plan, PlannedShape
 from gemsc.runtime.data.batches import Batches
 from gemsc.runtime.data.order import BatchOrder
@@ -394,6 +397,7 @@ def run_of(folder: Path, data: list[Any], options: dict[str, Any], *words: str) 
     return losses, states
 
 
+@pytest.mark.slow
 @pytest.mark.by_day(4)
 @pytest.mark.parametrize("way", OPTIONS)
 def test_a_padded_run_is_that_of_the_samples_themselves(
@@ -432,6 +436,7 @@ def test_a_padded_run_is_that_of_the_samples_themselves(
     assert set(state) - set().union(*states) <= {"out.weight"}
 
 
+@pytest.mark.slow
 def test_each_shape_has_its_own_constants(tmp_path: Path, in_double: None) -> None:
     """A tensor of no module is another one for each length."""
     compiled(tmp_path, Scaled().double())
@@ -463,6 +468,7 @@ class Switching(Words):
         return self.out(torch.tanh(self.c(self.attend(self.b, x))))
 
 
+@pytest.mark.slow
 def test_evaluation_has_its_own_constants() -> None:
     (words,) = examples()[0]
     options: dict[str, Any] = {"ranks": 2, "micro_batches": 2}
@@ -482,6 +488,7 @@ class Pixels(nn.Module):
         return self.head(torch.relu(self.norm(self.b(torch.relu(self.a(x))))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{"tiles": ("2x1",)}, {"shards": ("2",)}, {"tiles": ("2x1", "1"), "ranks": 3}],
@@ -495,6 +502,40 @@ def test_stages_are_split_for_each_shape(options: dict[str, Any]) -> None:
     program = compile(Pixels(), shapes, loss=loss, example_target=targets, **options)
     assert [each.name for each in program.plan.shapes] == ["8", "16"]
     assert program.plan.unchecked == ""  # a step of each is that of the model
+
+
+class Deep(nn.Module):
+    """A model that does more with small pictures than with large ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 3, 3, padding=1), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(20 if x.shape[-1] < 16 else 1):
+            x = torch.relu(self.conv(x))
+        return self.head(x.mean((2, 3)))
+
+
+def test_a_plan_has_room_for_whichever_shape_needs_most() -> None:
+    shapes = [(torch.randn(2, 3, size, size),) for size in (8, 64)]
+    given: dict[str, Any] = {"loss": F.cross_entropy, "ranks": 2}
+    target = torch.zeros(2, dtype=torch.int64)
+    plan = compile(Deep(), shapes, example_target=[target, target], **given).plan
+    small, large = plan.shapes
+    assert small.variant == ""
+    assert small.peak_bytes < large.peak_bytes
+    peaks = zip(small.peak_bytes, large.peak_bytes, strict=True)
+    assert plan.peak_bytes == [max(pair) for pair in peaks]
+    assert [sum(row.values()) for row in plan.memory] == plan.peak_bytes
+
+
+def test_of_shapes_that_take_as_long_the_largest_costs_most() -> None:
+    graphs = {str(n): trace(nn.ReLU(), (torch.randn(2, n),)) for n in (2, 4, 3)}
+    same = {"forward_seconds": 1.0, "backward_seconds": 1.0}
+    for node in [node for g in graphs.values() for node in g.program.graph.nodes]:
+        set_facts(node, replace(facts(node), **same))
+    assert find_largest(graphs) == "4"
 
 
 class Branches(nn.Module):
@@ -518,6 +559,7 @@ def convs(count: int) -> list[nn.Module]:
     return [nn.Conv2d(3, 3, 3, padding=1) for _ in range(count)]
 
 
+@pytest.mark.slow
 def test_branches_are_on_the_ranks_that_suit_the_largest_shape() -> None:
     shapes = [(torch.randn(2, 3, size, size),) for size in (8, 128)]
     target = torch.zeros(2, dtype=torch.int64)
@@ -530,6 +572,7 @@ def test_branches_are_on_the_ranks_that_suit_the_largest_shape() -> None:
     assert small.shards[0].placed != alone.compilation.program.shards[0].placed
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_in_the_middle_of_an_epoch(
     tmp_path: Path, in_double: None
 ) -> None:
@@ -546,6 +589,7 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch(
             assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.slow
 def test_other_batches_go_on_where_an_epoch_ends_only(
     tmp_path: Path, in_double: None
 ) -> None:
@@ -562,6 +606,7 @@ def test_other_batches_go_on_where_an_epoch_ends_only(
         run_of(tmp_path / "y", data, other, *words)
 
 
+@pytest.mark.slow
 def test_one_shape_is_padded_where_there_is_a_pad_value(
     tmp_path: Path, in_double: None
 ) -> None:
@@ -588,6 +633,7 @@ def test_one_shape_is_padded_where_there_is_a_pad_value(
     assert seen[::2] == pytest.approx(in_one_process(model, data, pairs)[0], rel=1e-12)
 
 
+@pytest.mark.slow
 def test_held_out_samples_are_scored_once_each(tmp_path: Path, in_double: None) -> None:
     data, held_out = texts(30), texts(23, seed=1)
     model = Words(count=False).double()
@@ -626,6 +672,7 @@ def test_held_out_samples_are_scored_once_each(tmp_path: Path, in_double: None) 
     assert figures[0]["words"] == pytest.approx(count / 23)
 
 
+@pytest.mark.slow
 def test_a_last_batch_of_each_shape_trains(tmp_path: Path, in_double: None) -> None:
     data = texts(41)
     compiled(tmp_path, Words().double())
@@ -646,6 +693,7 @@ def test_a_last_batch_of_each_shape_trains(tmp_path: Path, in_double: None) -> N
 # ------------------------------------------------------------------ own loops, errors
 
 
+@pytest.mark.slow
 def test_a_step_knows_its_shape_by_the_batch(tmp_path: Path) -> None:
     plan = compiled(tmp_path, Words()).plan
     batches = [torch.cat([x, x]) for (x,) in examples()]
@@ -674,6 +722,7 @@ def tensors(stage: nn.Module) -> list[tuple[str, Tensor]]:
     return [*stage.named_parameters(), *stage.named_buffers()]
 
 
+@pytest.mark.slow
 def test_the_weights_of_all_shapes_are_the_same_tensors(tmp_path: Path) -> None:
     compiled(tmp_path, Words())
 
@@ -691,6 +740,7 @@ def test_the_weights_of_all_shapes_are_the_same_tensors(tmp_path: Path) -> None:
     assert min(on_ranks(tmp_path, 2, work)) > 0
 
 
+@pytest.mark.slow
 def test_a_program_of_several_shapes_saves_one_model(tmp_path: Path) -> None:
     compiled(tmp_path, Words())
     batches = [torch.cat([x, x]) for (x,) in examples()]
@@ -802,6 +852,7 @@ def test_two_inputs_of_a_model_are_not_two_shapes(tmp_path: Path) -> None:
         assert [*program.rank_modules()] == ["rank0.py", "rank1.py"]
 
 
+@pytest.mark.slow
 def test_a_plan_keeps_its_shapes(tmp_path: Path) -> None:
     program = compiled(tmp_path, Words())
     plan = Plan.read(tmp_path / "plan.toml")

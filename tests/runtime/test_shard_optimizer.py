@@ -148,6 +148,7 @@ def changes(one: list[Result], other: list[Result]) -> dict[str, float]:
     }
 
 
+@pytest.mark.slow(1)
 @pytest.mark.by_day(3)
 @pytest.mark.parametrize("name", PLANS)
 def test_every_bit_of_the_model_stays(name: str, tmp_path: Path) -> None:
@@ -169,6 +170,7 @@ def test_every_bit_of_the_model_stays(name: str, tmp_path: Path) -> None:
     assert after == total < before
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize(
     "more",
     [
@@ -200,6 +202,7 @@ def test_it_works_with_all_that_belongs_to_an_update(
     assert "clip_norm" in more or not changes(*both)
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "mast"])
 def test_gradients_that_are_absent_stay_so(schedule: str, tmp_path: Path) -> None:
     with torch.random.fork_rng(devices=[]):
@@ -235,6 +238,7 @@ def test_whole_weights_of_tiles_are_shared_out(tmp_path: Path) -> None:
     assert found.worst < 1e-12
 
 
+@pytest.mark.slow
 def test_what_an_optimizer_updates_as_a_whole_is_left_to_one_rank(
     tmp_path: Path,
 ) -> None:
@@ -257,6 +261,7 @@ def test_what_an_optimizer_updates_as_a_whole_is_left_to_one_rank(
     assert max(shares) < 2 * min(shares)
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("name", ["master", "data of three", "chimera and data"])
 def test_predicted_state_is_that_of_the_fullest_rank(name: str, tmp_path: Path) -> None:
     found, plan = trained(
@@ -266,6 +271,7 @@ def test_predicted_state_is_that_of_the_fullest_rank(name: str, tmp_path: Path) 
     assert max(kept) == max(part["optimizer"] for part in plan.memory)
 
 
+@pytest.mark.slow
 def test_predicted_state_of_whole_weights_is_enough(tmp_path: Path) -> None:
     found, plan = trained(
         tmp_path, net(), lambda named: torch.optim.Adafactor(named), shard=True,
@@ -275,6 +281,7 @@ def test_predicted_state_of_whole_weights_is_enough(tmp_path: Path) -> None:
     assert max(kept) <= plan.memory[0]["optimizer"] < sum(kept)
 
 
+@pytest.mark.slow
 def test_predicted_memory_is_measured(tmp_path: Path) -> None:
     model = nn.Sequential(*(nn.Linear(24, 24) for _ in range(6)))
     x = torch.randn(2, 24)
@@ -294,6 +301,7 @@ def test_predicted_memory_is_measured(tmp_path: Path) -> None:
     assert peaks[0] - peaks[1] == trained_bytes  # two states of half of the rows
 
 
+@pytest.mark.slow
 def test_verify_sees_whole_gradients(tmp_path: Path) -> None:
     found = against_one_process(
         tmp_path, net(), optimizer=adamw, micro_batches=4, schedule="chimera",
@@ -302,6 +310,7 @@ def test_verify_sees_whole_gradients(tmp_path: Path) -> None:
     assert found.worst < 1e-12
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_rows_goes_on_with_them_and_without(tmp_path: Path) -> None:
     given = {"optimizer": adamw, **PLANS["mast"]}
     for name in ("with", "without"):
@@ -335,6 +344,7 @@ def test_a_checkpoint_of_rows_goes_on_with_them_and_without(tmp_path: Path) -> N
 # ---------------------------------------------------------------- at compile time
 
 
+@pytest.mark.slow
 def test_where_it_has_no_effect_it_is_refused(tmp_path: Path) -> None:
     plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     with pytest.raises(GemscError, match="each weight is on one rank") as error:
@@ -345,6 +355,7 @@ def test_where_it_has_no_effect_it_is_refused(tmp_path: Path) -> None:
         written(tmp_path, plain, loss=None, shard_optimizer=True, data=2)
 
 
+@pytest.mark.slow
 def test_show_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from rich.console import Console
 

@@ -79,6 +79,7 @@ PLANS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow(1)
 @pytest.mark.by_day(3)
 @pytest.mark.parametrize("shard", LEVELS)
 @pytest.mark.parametrize("name", PLANS)
@@ -94,6 +95,7 @@ def test_the_model_is_that_of_data_parallelism(
     assert worst(*both) <= limit
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("shard", LEVELS)
 @pytest.mark.parametrize(
     "more",
@@ -116,6 +118,7 @@ def test_it_works_with_all_that_belongs_to_an_update(
     assert worst(*both) < 1e-12
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("shard", LEVELS)
 def test_gradients_that_are_absent_stay_so(shard: str, tmp_path: Path) -> None:
     with torch.random.fork_rng(devices=[]):
@@ -133,6 +136,7 @@ def test_gradients_that_are_absent_stay_so(shard: str, tmp_path: Path) -> None:
     assert not torch.equal(held["gate.up.weight"], start["gate.up.weight"].to(DOUBLE))
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("shard", LEVELS)
 @pytest.mark.parametrize(
     "given",
@@ -154,6 +158,7 @@ def test_weights_of_tiles_and_shards(
     assert found.worst < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shard", LEVELS)
 @pytest.mark.parametrize("after", [2, 3], ids=["between updates", "after an update"])
 def test_a_checkpoint_goes_on_in_parts_and_without(
@@ -193,6 +198,7 @@ def by_sign(self: Any, x: Tensor) -> Tensor:
     return self.d(self.gate(x) + self.b(x))
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("shard", LEVELS)
 def test_a_checkpoint_knows_which_gradients_there_are(
     shard: str, tmp_path: Path
@@ -233,6 +239,7 @@ def test_a_checkpoint_knows_which_gradients_there_are(
     assert max(worst(found[0], other) for other in found[1:]) < 1e-9
 
 
+@pytest.mark.slow
 def test_averages_of_weights_are_of_rows(tmp_path: Path) -> None:
     given = {"optimizer": by_name, **PLANS["data"]}
     found = []
@@ -270,6 +277,21 @@ def test_a_file_gathers_before_each_action(tmp_path: Path) -> None:
                 assert lines[number - 1].strip() == f"worker.gather_weights({stage})"
 
 
+def test_what_is_added_up_is_predicted(tmp_path: Path) -> None:
+    def ending(shard: str, **options: Any) -> float:
+        given = {"ranks": 2, "data": 2, "micro_batches": 1, **looped, **options}
+        folder = tmp_path / f"{shard}{len(options)}"
+        return written(folder, net(), shard=shard, **given).plan.ending_seconds
+
+    looped = {"schedule": "interleaved", "placement": "looped", "chunks": 3}
+    once = ending("optimizer")
+    assert ending("gradients") == once
+    assert ending("weights", device_memory=2**30) == once  # all stay whole
+    gather = ending("weights") - once
+    assert gather > 0  # of all but the last stage, before their backwards
+    assert ending("gradients", micro_batches=2) > once + gather
+
+
 def test_the_proof_misses_a_gather(tmp_path: Path) -> None:
     given = {"optimizer": by_name, **PLANS["stages of one rank"]}
     program = written(tmp_path, net(), shard="weights", **given)
@@ -286,6 +308,7 @@ def test_the_proof_misses_a_gather(tmp_path: Path) -> None:
             prove_files(files, program.compilation, task)
 
 
+@pytest.mark.slow
 def test_mirrored_replicas_are_refused(tmp_path: Path) -> None:
     with pytest.raises(GemscError, match="mirrored replicas do not") as error:
         written(tmp_path, net(), optimizer=adamw, shard="weights", schedule="mast",
@@ -302,6 +325,7 @@ def test_mirrored_replicas_are_refused(tmp_path: Path) -> None:
 # ----------------------------------------------------------------- under mpirun
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.usefixtures("engine")
 def test_the_saved_model_is_the_same_bit_for_bit(gemsc: Gemsc, tmp_path: Path) -> None:

@@ -78,6 +78,7 @@ def test_ranks_that_read_the_same_go_on() -> None:
     assert later == [{}, {}]
 
 
+@pytest.mark.slow
 def test_the_sample_and_the_ranks_that_differ_are_named() -> None:
     for changed in range(12):
         with pytest.raises(GemscError) as caught:
@@ -233,6 +234,7 @@ def test_a_dataset_is_made_under_the_seed(tmp_path: Path) -> None:
 NAMES = ("dataset", "eval_dataset")
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.parametrize("name", ["dataset", *at_night("eval_dataset")])
 def test_a_generator_that_takes_no_seed_stops_the_run(

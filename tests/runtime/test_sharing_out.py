@@ -123,6 +123,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_all_that_share_a_tensor_write_and_any_layout_reads(
     name: str, tmp_path: Path
@@ -152,6 +153,7 @@ def test_all_that_share_a_tensor_write_and_any_layout_reads(
     assert all(torch.equal(tensor, again[name]) for name, tensor in model.items())
 
 
+@pytest.mark.slow
 def test_a_thread_copies_only_what_it_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,6 +178,7 @@ def test_a_thread_copies_only_what_it_writes(
     assert max(copies) < 0.52 * whole + 20_000
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("wrong", ["nobody", "two", "a row less"])
 def test_what_nobody_writes_or_two_is_no_checkpoint(
     wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -238,6 +241,7 @@ def on_step(trainer, report):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.parametrize(
     "layout", [*at_night("--ranks 2 --data 2"), "--ranks 2 --schedule mast"]

@@ -27,6 +27,7 @@ def program(cluster, command) -> Path:
     return Path("program")
 
 
+@pytest.mark.slow
 def test_a_job_trains_under_slurm(cluster, program):
     job = cluster.submit(program / "job.sbatch", "--steps", "2")
     assert cluster.end_of(job) == "COMPLETED", Path(f"out-{job}").read_text()

@@ -73,6 +73,7 @@ def test_an_epoch_is_the_beginning_of_the_stream_in_its_order() -> None:
     assert epoch(1) == epoch(1)
 
 
+@pytest.mark.slow
 def test_random_numbers_of_a_sample_depend_on_nothing_else() -> None:
     found = epoch()
     torch.rand(5), random.random(), np.random.rand()  # another rank drew more
@@ -221,6 +222,7 @@ def test_each_replica_reads_its_part_and_no_more() -> None:
     assert batches.indices(1) == [4, 6, 5, 7]
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("workers", [0, 1])
 def test_all_parts_in_one_process_are_what_replicas_read(workers: int) -> None:
     whole = reading(Shards(), parts=2, copies=1, workers=workers).rows
@@ -329,6 +331,7 @@ def test_what_is_left_is_trained_where_the_number_is_known() -> None:
     assert len(reading(stream).batches) == 2
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("part", [0, 1])
 def test_an_evaluation_takes_all_that_comes(part: int) -> None:
     for count in range(1, 10):
@@ -343,6 +346,7 @@ def test_an_evaluation_takes_all_that_comes(part: int) -> None:
         assert [batch.ends for batch in found.batches][-1]
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("parts", [1, 2])
 def test_a_stream_goes_on_by_its_state(workers: int, parts: int) -> None:
@@ -541,6 +545,7 @@ def unknown() -> Pairs:
     return Pairs(27)
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize(
     ("data", "copies", "steps", "said"),
     [
@@ -583,6 +588,7 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch(
     assert bool(said) == ("were read again" in text)
 
 
+@pytest.mark.slow
 def test_an_end_is_one_for_all_ranks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -602,6 +608,7 @@ def test_an_end_is_one_for_all_ranks(
     assert saved == ["step-000005", "step-000010", "step-000012"]
 
 
+@pytest.mark.slow
 def test_steps_go_over_as_many_epochs_as_they_take(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -619,6 +626,7 @@ def test_steps_go_over_as_many_epochs_as_they_take(
         run(directory, user, "--epochs", "1", "--resume", save)
 
 
+@pytest.mark.slow
 def test_replicas_go_on_with_the_parts_of_others(tmp_path: Path) -> None:
     """Two replicas, then one: it reads both of their parts."""
     two, one = (
@@ -640,6 +648,7 @@ def test_replicas_go_on_with_the_parts_of_others(tmp_path: Path) -> None:
             torch.testing.assert_close(state[name], other[name], **close)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_twice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -659,6 +668,7 @@ def test_a_run_goes_on_twice(
     assert "warning" not in said
 
 
+@pytest.mark.slow
 def test_what_needs_the_end_says_so(tmp_path: Path) -> None:
     directory = program(tmp_path / "program")
     with pytest.raises(GemscError) as caught:
@@ -685,6 +695,7 @@ class Torn(Pairs):
         self.epoch = epoch if epoch < self.since else self.order
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize(("split", "since"), [(True, 0), (False, 0), (False, 1)])
 def test_replicas_that_read_another_order_are_stopped(
     split: bool, since: int, tmp_path: Path

@@ -239,6 +239,7 @@ def compiled(kind: str, say: Say) -> str:
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["plain", *at_night("hugging face", "loader", "tars", "monai")]
 )

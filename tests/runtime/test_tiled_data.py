@@ -43,6 +43,7 @@ class Parts:
         return self.inputs[index][place], target[place] if target.dim() > 2 else target
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["densecnn", *at_night("unet")])
 def test_ranks_that_read_their_parts_train_like_those_that_read_all(
     name: str, tmp_path: Path

@@ -50,6 +50,7 @@ def curve(folder: Path) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in lines if "loss" in line]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "at_night", [False, pytest.param(True, marks=pytest.mark.nightly)]
 )
@@ -86,6 +87,7 @@ def ours(report: str) -> list[str]:
     return re.findall(r"^(?:\S+:\d+: )?error: .*", report, re.MULTILINE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "says"),
     [
@@ -107,6 +109,7 @@ def test_a_rank_that_fails_under_torchrun_is_reported_once(
     assert says in line, report
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("starter", ["gemsc", "torchrun"])
 def test_a_signal_saves_a_checkpoint_and_leaves_nothing(
     starter: str, tmp_path: Path

@@ -73,6 +73,7 @@ STRUCTURES: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
 }
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("kind", STRUCTURES)
 def test_outputs_of_any_structure_and_stage_come_to_the_rank_of_the_loss(
     kind: str, tmp_path: Path
@@ -162,12 +163,14 @@ FEED = {
 }
 
 
+@pytest.mark.slow
 def test_keywords_nests_masks_and_integers_are_inputs_of_any_stage(
     tmp_path: Path,
 ) -> None:
     assert is_exact(against_one_process(tmp_path, Fed(), FEED, ranks=4))
 
 
+@pytest.mark.slow
 def test_a_raw_input_may_cross_every_stage(tmp_path: Path) -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         return torch.cat([simple(self, x), x], 1)[:, 1:5] * x
@@ -175,6 +178,7 @@ def test_a_raw_input_may_cross_every_stage(tmp_path: Path) -> None:
     assert is_exact(against_one_process(tmp_path, Net(forward), ranks=3))
 
 
+@pytest.mark.slow
 def test_a_target_may_be_a_nest(tmp_path: Path) -> None:
     def loss(output: Tensor, target: dict[str, Any]) -> Tensor:
         return mse(output, target["values"]) + F.cross_entropy(output, target["c"][0])
@@ -184,6 +188,7 @@ def test_a_target_may_be_a_nest(tmp_path: Path) -> None:
     assert is_exact(found)
 
 
+@pytest.mark.slow
 def test_an_input_that_is_not_batched_is_whole_in_every_micro_batch(
     tmp_path: Path,
 ) -> None:
@@ -195,6 +200,7 @@ def test_an_input_that_is_not_batched_is_whole_in_every_micro_batch(
     assert is_exact(found)
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("size", [1, 4, 7, 12])
 def test_a_batch_of_another_size_is_refused_by_name(size: int, tmp_path: Path) -> None:
     written(tmp_path, Net(simple), micro_batches=3)
@@ -229,6 +235,7 @@ def frozen_statistics() -> nn.Module:
     return model.train()
 
 
+@pytest.mark.slow
 def test_layers_that_the_model_keeps_in_eval_mode_stay_in_it(tmp_path: Path) -> None:
     """From the first step on, and after an evaluation."""
     model = frozen_statistics()
@@ -254,6 +261,7 @@ def test_layers_that_the_model_keeps_in_eval_mode_stay_in_it(tmp_path: Path) -> 
         assert torch.equal(first["before"][name], first["after"][name])
 
 
+@pytest.mark.slow
 def test_a_module_may_be_called_frozen(tmp_path: Path) -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         return self.b(self.frozen(self.a(x)))
@@ -274,6 +282,7 @@ def test_parameters_that_do_not_train_stay_as_they_are(tmp_path: Path) -> None:
     assert is_exact(against_one_process(tmp_path, model))
 
 
+@pytest.mark.slow
 def test_parameters_and_buffers_without_use_stay_in_checkpoints(tmp_path: Path) -> None:
     model = Net(simple, spare=nn.Parameter(torch.rand(3)), list=nn.ParameterList([X]))
     model.register_buffer("idle", torch.rand(2))
@@ -283,6 +292,7 @@ def test_parameters_and_buffers_without_use_stay_in_checkpoints(tmp_path: Path) 
     model.load_state_dict(weights_in(tmp_path))
 
 
+@pytest.mark.slow
 def test_gradients_stop_where_a_consumer_detaches(tmp_path: Path) -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         h = self.a(x)
@@ -292,6 +302,7 @@ def test_gradients_stop_where_a_consumer_detaches(tmp_path: Path) -> None:
     assert is_exact(against_one_process(tmp_path, Net(forward, trunk=trunk()), ranks=4))
 
 
+@pytest.mark.slow
 def test_a_stage_that_only_moves_values_hands_them_on(tmp_path: Path) -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         h = self.a(x).view(-1) + self.bias.view(-1)
@@ -322,6 +333,7 @@ def normed(self: Any, x: Tensor) -> Tensor:
     return self.c(torch.tanh(self.norm(self.b(torch.tanh(self.a(x))))))
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("optimizer", [adamw, momentum, grouped])
 def test_any_optimizer_with_any_groups(optimizer: Any, tmp_path: Path) -> None:
     model = Net(normed, norm=nn.BatchNorm1d(4))
@@ -329,6 +341,7 @@ def test_any_optimizer_with_any_groups(optimizer: Any, tmp_path: Path) -> None:
     assert is_exact(found)
 
 
+@pytest.mark.slow
 def test_dropout_is_the_same_whenever_the_seed_is(tmp_path: Path) -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         return self.b(torch.tanh(F.dropout(self.a(x), 0.5, self.training)))
@@ -364,6 +377,7 @@ def steps(
     return found[0][0], {n: t for _, state in found for n, t in state.items()}
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_where_it_was_saved(tmp_path: Path) -> None:
     model = Net(normed, norm=nn.BatchNorm1d(4))
     written(tmp_path / "program", model, micro_batches=2)
@@ -376,6 +390,7 @@ def test_a_run_goes_on_where_it_was_saved(tmp_path: Path) -> None:
     assert all(torch.equal(resumed[name], tensor) for name, tensor in state.items())
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_that_of_the_users_model(tmp_path: Path) -> None:
     model = Net(normed, norm=nn.BatchNorm1d(4))
     written(tmp_path / "program", model, micro_batches=2)
@@ -385,6 +400,7 @@ def test_a_checkpoint_is_that_of_the_users_model(tmp_path: Path) -> None:
     assert state.keys() == model.state_dict().keys()
 
 
+@pytest.mark.slow
 def test_a_tied_model_takes_its_checkpoint(tmp_path: Path) -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         return self.c(self.trunk(self.a(x)))
@@ -398,6 +414,7 @@ def test_a_tied_model_takes_its_checkpoint(tmp_path: Path) -> None:
     assert torch.equal(saved["a.weight"], saved["c.weight"])
 
 
+@pytest.mark.slow
 def test_tensors_of_the_loss_are_not_in_the_models_checkpoint(tmp_path: Path) -> None:
     model = Net(simple)
     loss = nn.CrossEntropyLoss(weight=torch.rand(4))
@@ -407,6 +424,7 @@ def test_tensors_of_the_loss_are_not_in_the_models_checkpoint(tmp_path: Path) ->
     model.load_state_dict(weights_in(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     written(tmp_path / "a", Net(simple), micro_batches=1)
     written(tmp_path / "b", Net(simple, d=nn.Linear(3, 3)), micro_batches=1)
@@ -425,6 +443,7 @@ def test_weights_of_the_same_names_and_another_shape_are_refused(
         on_ranks(tmp_path, 2, lambda t: t.device)
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize(
     ("old", "new", "error", "says"),
     [

@@ -22,6 +22,7 @@ def steps(trainer: Trainer) -> int:
     return trainer.step_number
 
 
+@pytest.mark.slow
 def test_hooks_are_called_on_all_ranks_with_what_happened(tmp_path: Path) -> None:
     seen: list[Any] = []
 
@@ -48,6 +49,7 @@ def test_hooks_are_called_on_all_ranks_with_what_happened(tmp_path: Path) -> Non
         ]
 
 
+@pytest.mark.slow
 def test_a_run_ends_the_processes_that_read_for_it(tmp_path: Path) -> None:
     """Asked to leave, each would outlast that for half a minute."""
     readers: set[Any] = set()
@@ -60,6 +62,7 @@ def test_a_run_ends_the_processes_that_read_for_it(tmp_path: Path) -> None:
     assert [reader.exitcode for reader in readers] == [-9] * 4  # of two datasets
 
 
+@pytest.mark.slow
 def test_an_optimizer_may_take_parameters_of_some_ranks_only(tmp_path: Path) -> None:
     def of(name: str) -> Any:
         return lambda pairs: torch.optim.Adam(
@@ -78,6 +81,7 @@ def test_an_optimizer_may_take_parameters_of_some_ranks_only(tmp_path: Path) -> 
         run(tmp_path, user_of(optimizer=of("nothing")), "--steps", "1")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_rank_may_stop_all(
     rank: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -98,6 +102,7 @@ def test_one_rank_may_stop_all(
     assert "stopped after step 6: it is late" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_hook_that_fails_is_named_with_its_line(tmp_path: Path) -> None:
     def on_step(trainer: Trainer, report: StepReport) -> None:
         raise KeyError("nothing")

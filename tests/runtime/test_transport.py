@@ -197,6 +197,7 @@ def test_ranks_end_after_they_closed_the_transport(engine, num_ranks, mpi_output
     assert "\nexit code 0\n" in mpi_output(num_ranks, engine)
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_a_rank_that_raises_ends_the_job_in_seconds(tmp_path):
     started = time.monotonic()
@@ -207,6 +208,7 @@ def test_a_rank_that_raises_ends_the_job_in_seconds(tmp_path):
     assert output.rstrip("\0 \n").endswith("ValueError: an error on rank 1"), output
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.parametrize("engine", ["torch", *at_night("mpi")])
 def test_a_message_that_is_too_short_is_an_error(engine, tmp_path):

@@ -34,6 +34,7 @@ def alone(work: Callable[[Worker], T], stage: nn.Module, **options: Any) -> T:
 # Messages
 
 
+@pytest.mark.slow
 @given(
     st.lists(
         st.tuples(
@@ -214,6 +215,7 @@ def test_a_stage_that_nothing_flows_back_into_gives_zeros() -> None:
     alone(work, nn.Tanh())
 
 
+@pytest.mark.slow
 def test_nothing_of_a_micro_batch_is_kept_after_its_backward() -> None:
     import gc
     import weakref

@@ -133,6 +133,7 @@ def test_the_plan_knows_which_part_of_the_backward_can_wait() -> None:
     assert any("W" in row for row in program.plan.order)
 
 
+@pytest.mark.slow
 def test_it_fills_idle_time_of_the_model() -> None:
     options = CompileOptions(ranks=4, micro_batches=8, schedule="zb-h1")
     split = lower(traced("unet"), options).plan
@@ -406,6 +407,7 @@ class Given(nn.Module):
         return F.linear(self.trunk(self.source(x)), weight, bias)
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize("given", ["weight", "bias"])
 def test_the_gradient_of_a_weight_that_came_from_another_stage_does_not_wait(

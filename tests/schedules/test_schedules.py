@@ -139,6 +139,7 @@ def test_the_page_of_schedules_has_these_figures() -> None:
 # -- properties ------------------------------------------------------------------------
 
 
+@pytest.mark.slow(2)
 @pytest.mark.by_day(6)
 @pytest.mark.parametrize("name", NAMES)
 @given(seed=st.integers(0, 2**32), kind=st.sampled_from([None, *PLACEMENTS]))
@@ -150,6 +151,7 @@ def test_any_task_gets_a_correct_schedule(
     proved(task, run(task, SCHEDULES[name].policy))
 
 
+@pytest.mark.slow(1)
 @pytest.mark.by_day(6)
 @pytest.mark.parametrize("name", NAMES)
 @given(seed=st.integers(0, 2**32), kind=st.sampled_from([None, *PLACEMENTS]))
@@ -221,6 +223,7 @@ def test_every_schedule_fits_into_the_memory_of_one_micro_batch(name: str) -> No
     assert max(run(task, entry.policy).peak_live) == 1
 
 
+@pytest.mark.slow
 def test_512_micro_batches_on_8_ranks_take_seconds_at_most() -> None:
     task = Task.chain((StageCost(1.0, 2.0),) * 8, (512,))
     timeline = run(task, SCHEDULES["1f1b"].policy)

@@ -53,6 +53,7 @@ def found(name: str, options: CompileOptions, directory: Path) -> AllInputs:
     return check_all_inputs(directory, case.build(), case.loss, *batch, draws=1)
 
 
+@pytest.mark.slow(1)
 @pytest.mark.by_day(3)
 @pytest.mark.parametrize(("name", "how"), PROVED, ids=[name for name, _ in PROVED])
 def test_a_right_program_is_proved(
@@ -78,6 +79,7 @@ BY_DAY = (
 )
 
 
+@pytest.mark.slow(1)
 @pytest.mark.by_day(5)
 @pytest.mark.parametrize(
     "mutant",
@@ -245,6 +247,7 @@ CHANGES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], tuple[str, ...]]]
 }
 
 
+@pytest.mark.slow
 @pytest.mark.by_day(2)
 @pytest.mark.parametrize(
     ("change", "program"),
@@ -292,6 +295,7 @@ loss = nn.CrossEntropyLoss()
 """
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize(
     ("text", "says", "runs"),
     [

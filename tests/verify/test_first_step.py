@@ -82,6 +82,7 @@ def changed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return change
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("options", [TILES, STAGES, {**STAGES, "ranks": 4, "data": 2}])
 def test_a_right_program_is_not_refused(options: dict[str, Any]) -> None:
     assert compiled(**options).plan.unchecked == ""
@@ -98,6 +99,7 @@ class GivesResult(Picture):
         return Result(super().forward(x))
 
 
+@pytest.mark.slow
 def test_what_a_dataclass_holds_is_compared_too(changed: Callable[..., None]) -> None:
     def loss(result: Result) -> Tensor:
         return squares(result.picture)
@@ -126,6 +128,7 @@ class CountsInOutput(Picture):
         return x
 
 
+@pytest.mark.slow
 def test_a_buffer_that_is_called_output_is_compared_too(
     changed: Callable[..., None],
 ) -> None:
@@ -137,6 +140,7 @@ def test_a_buffer_that_is_called_output_is_compared_too(
         compile(*given, loss=squares, **options)
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize(
     ("options", "old", "new", "wrong"),
     [
@@ -164,6 +168,7 @@ def test_a_wrong_program_is_refused(
     assert compiled(**options, check=False).plan.unchecked == "--no-check"
 
 
+@pytest.mark.slow
 def test_what_replicas_add_up_is_compared_too(monkeypatch: pytest.MonkeyPatch) -> None:
     start = LocalGroup.all_reduce
 
@@ -208,6 +213,7 @@ def test_replicas_that_drift_apart_are_told(tmp_path: Path) -> None:
     assert read_record(tmp_path, 2).unequal == set()
 
 
+@pytest.mark.slow
 def test_nothing_of_the_process_changes() -> None:
     model = Picture()
     before = {name: t.clone() for name, t in model.state_dict().items()}
@@ -225,6 +231,7 @@ def test_nothing_of_the_process_changes() -> None:
     assert model.training
 
 
+@pytest.mark.slow
 def test_each_rank_has_one_thread_and_so_has_the_model() -> None:
     seen = set()
 
@@ -241,6 +248,7 @@ def test_each_rank_has_one_thread_and_so_has_the_model() -> None:
         assert pool.submit(torch.get_num_threads).result() == 1
 
 
+@pytest.mark.slow
 def test_what_is_too_large_is_left_out_with_the_reason() -> None:
     plan = compiled(**STAGES).plan
     assert first_step.too_much(plan, Picture()) == ""
@@ -264,6 +272,7 @@ def test_a_model_that_runs_in_float32_only_is_left_out_or_run_in_it() -> None:
     assert compiled(Single(), **STAGES).plan.unchecked == ""
 
 
+@pytest.mark.slow
 def test_what_is_computed_in_float32_inside_is_judged_by_float32(
     changed: Callable[..., None],
 ) -> None:
@@ -290,6 +299,7 @@ def test_what_rounding_alone_changes_too_much_is_not_called_checked(
     assert plan.unchecked == "rounding alone changes loss by 5e-01"
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_run_says_so_until_verify_has_found_it_exact(
     command: Gemsc, tmp_path: Path

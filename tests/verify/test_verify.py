@@ -170,6 +170,7 @@ class Narrow(nn.Module):
         return self.last(self.norms[1](x))
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.usefixtures("engine")
 @pytest.mark.parametrize(
@@ -198,6 +199,7 @@ def test_what_a_model_computes_in_float32_is_judged_by_float32(
         gemsc.verify_compiled(tmp_path, model, (x,), **given)
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_a_dataset_may_give_the_tensors_of_a_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -253,6 +255,7 @@ def without_rounding(errors: dict[str, float]) -> dict[str, float]:
     return {name: error for name, error in errors.items() if error > 1e-9}
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_steps_that_an_optimizer_makes_of_rounding_alone_are_no_error(
     tmp_path: Path,

@@ -196,6 +196,7 @@ def test_a_run_is_a_plain_loop(
     assert f"plain loop in {dtype} 5/5  loss " in outcome.out
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.usefixtures("engine")
 def test_what_only_runs_do_wrong_is_found(
@@ -312,6 +313,7 @@ def test_the_plain_loop_reads_what_ranks_read(user: UserModel) -> None:
     assert theirs == {key[1]: {found} for key, found in run.eval_samples.seen.items()}
 
 
+@pytest.mark.slow
 def test_the_plain_loop_learns_and_leaves_modes_as_they_were(user: UserModel) -> None:
     run = plain_run(user, replace(SETTINGS, steps=30, accumulate=1, clip_norm=None))
     assert run.losses[-1] < run.losses[0]
@@ -319,6 +321,7 @@ def test_the_plain_loop_learns_and_leaves_modes_as_they_were(user: UserModel) ->
     assert len(run.evaluations) == 10
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize(
     "change",
     [
@@ -335,6 +338,7 @@ def test_every_setting_changes_a_run(change: dict[str, int], user: UserModel) ->
     assert compared(run, record_of(run), **saved).model[0] > 1e-4
 
 
+@pytest.mark.slow
 def test_a_scheduler_is_stepped_by_evaluations_if_it_waits_for_them(
     user: UserModel,
 ) -> None:
@@ -347,6 +351,7 @@ def test_a_scheduler_is_stepped_by_evaluations_if_it_waits_for_them(
     assert update.optimizer.param_groups[0]["lr"] == pytest.approx(2e-4)
 
 
+@pytest.mark.slow
 def test_terms_of_a_loss_may_be_fractions(user: UserModel) -> None:
     def figures(each: float) -> list[dict[str, float]]:
         def weighed(output: torch.Tensor, target: torch.Tensor) -> Any:
@@ -440,6 +445,7 @@ TILED = MODEL.replace(
 )
 
 
+@pytest.mark.slow
 def test_images_that_are_read_in_parts(user: UserModel, tmp_path: Path) -> None:
     (tmp_path / "tiled_net.py").write_text(TILED)
     tiled = load_user_model(str(tmp_path / "tiled_net.py"))
