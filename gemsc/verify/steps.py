@@ -31,7 +31,7 @@ from gemsc.base.dtypes import (
 )
 from gemsc.base.nests import Mean, as_loss, call_model, on_device
 from gemsc.base.phase import Phase
-from gemsc.base.plain_forward import plain_forward, with_threads
+from gemsc.base.plain_forward import enter_training, plain_forward, with_threads
 from gemsc.base.process import num_cores
 from gemsc.base.rng import same_draws
 from gemsc.errors import GemscError
@@ -203,8 +203,7 @@ def plain_updates(
         if isinstance(module, nn.Module):
             cast_module(module, dtype)
             module.to(device)
-    if not model.training:
-        model.train()
+    enter_training(model)
 
     def whole(model: nn.Module, given: Any, wanted: Any) -> Any:
         assert loss is not None

@@ -21,6 +21,7 @@ from gemsc.runtime.training.verification import RunRecord
 from gemsc.user_model import UserModel, load_user_model
 from gemsc.verify.plain_run import PlainRun, RunSettings
 from gemsc.verify.runs import RunComparison, RunResult, check_data, compare_runs
+from gemsc.weights.read import read_tensors
 
 # Data drawn at random, noise and flips of each sample, buffers, dropout, a schedule of
 # the learning rate, metrics that are no means over samples.
@@ -281,6 +282,42 @@ def test_training_on_rounding_alone_is_no_error(gemsc: Gemsc, tmp_path: Path) ->
         outcome = gemsc(*verify)
         assert outcome.code == 1, (name, outcome.out)
         assert re.search(r"float64: 3 steps, .*: NOT EXACT\n", outcome.out), outcome
+
+
+FREEZES = BIASED.replace(
+    "\n\nmodel = Net\n",
+    """
+    def train(self, mode=True):
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+
+model = Net
+""",
+)
+
+
+@pytest.mark.mpi
+def test_a_model_that_freezes_its_norms_in_train_trains_without_them(
+    gemsc: Gemsc, tmp_path: Path
+) -> None:
+    """A loop calls `model.train()`, which is what says so; nobody has called it yet."""
+    assert FREEZES != BIASED
+    (tmp_path / "model.py").write_text(FREEZES)
+    program = tmp_path / "x"
+    assert gemsc("compile", tmp_path / "model.py", "-o", program).code == 0
+    steps = ("--steps", 2, "--save", tmp_path / "run", "--dtype", "float64")
+    assert gemsc("run", program, *steps).code == 0
+    saved = read_tensors(tmp_path / "run" / "model.safetensors")
+    assert saved["norm.num_batches_tracked"] == 0
+    assert torch.equal(saved["norm.running_var"], torch.ones(4, dtype=torch.float64))
+    user = load_user_model(str(tmp_path / "model.py"))
+    settings = replace(SETTINGS, steps=2, replicas=1, accumulate=1, clip_norm=None)
+    run = PlainRun(user, user.make_model(), replace(settings, micro_batches=4))
+    run.train()
+    for name, tensor in run.model.state_dict().items():
+        assert torch.allclose(saved[name], tensor, rtol=1e-9, atol=1e-12), name
 
 
 def test_the_plain_loop_reads_what_ranks_read(user: UserModel) -> None:
