@@ -248,6 +248,18 @@ def test_a_layer_that_unflattens_has_the_sizes_of_a_part(command: Gemsc) -> None
     assert not Plan.read(Path("flat/plan.toml")).unchecked  # a step was compared
 
 
+def test_group_norm_without_weights_normalizes_a_ranks_groups(command: Gemsc) -> None:
+    layers = "nn.Linear(8, 12), nn.GroupNorm(4, 12, affine=False), nn.Linear(12, 8)"
+    Path("model.py").write_text(MODEL.replace("Block(), Block()", layers))
+    flags = ("--ranks", "2", "--shards", "2", "-o", "groups")
+    done = command("compile", "model.py", *flags)
+    assert done.code == 0, done.err
+    text = Path("groups/rank0.py").read_text()
+    assert "F.group_norm(" in text
+    assert "nn.Linear(8, 6)" in text
+    assert not Plan.read(Path("groups/plan.toml")).unchecked  # a step was compared
+
+
 def test_a_module_that_depends_on_data_is_named_with_what_helps(
     command: Gemsc,
 ) -> None:

@@ -199,9 +199,13 @@ def _convolution(x: Inside) -> Local | None:
 
 def _of_groups(x: Inside, setting: str) -> Local | None:
     """Call a function that is told the number of groups, of which the rank has some."""
-    if x.call.layer is not None or not x.letter("g"):
-        return None
+    layer = x.call.layer
+    if not x.letter("g") or getattr(layer, "weight", None) is not None:
+        return None  # a layer is smaller as its weight is
     own = x.local_call[setting]
+    if layer is not None:  # a GroupNorm without weights
+        given = x.input(x.call.input), own, None, None, layer.eps
+        return x.create("call_function", F.group_norm, given, {})
     args = list(fx.node.map_arg(x.node.args, x.input))
     kwargs = dict(fx.node.map_arg(x.node.kwargs, x.input))
     place = x.call.names.index(setting)
