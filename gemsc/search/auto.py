@@ -220,7 +220,7 @@ def _unchanged(options: CompileOptions) -> CompileOptions:
 
 def _same_work(one: CompileOptions, other: CompileOptions) -> bool:
     """Whether ranks share the work of a sample alike, whatever the schedule is."""
-    names = (*SPLITS, "data", "micro_batches")
+    names = (*SPLITS, "data", "micro_batches", "attention")
     return all(getattr(one, name) == getattr(other, name) for name in names)
 
 

@@ -79,6 +79,7 @@ class Candidate:
             f"M={chosen.micro_batches}",
             "by memory" if chosen.balance == "memory" else "",
             "recompute" if "auto" in chosen.recompute else "",
+            "ring" if chosen.attention == "ring" else "",
             f"sharded {in_parts(chosen)}" if chosen.shard_optimizer else "",
         ]
         return ", ".join(part for part in parts if part)
@@ -144,7 +145,7 @@ def placement_of(options: CompileOptions) -> str:
 
 def is_open(options: CompileOptions) -> bool:
     """Whether anything is left to the compiler."""
-    names = (options.schedule, options.placement, options.balance)
+    names = options.schedule, options.placement, options.balance, options.attention
     numbers = (options.data, options.micro_batches)
     return bool(options.open_splits) or "auto" in names or AUTO in numbers
 
@@ -176,10 +177,11 @@ def alternatives(
         balances = ("compute",) if options.device_memory is None else BOTH
     first = *pairs[0], balances[0]
     found = [
-        replace(each, schedule=schedule, placement=placement, balance=balance)
+        replace(each, schedule=s, placement=placement, balance=balance, attention=how)
         for each in _shared(options, sizes, most_branches)
-        for (schedule, placement), balance in product(pairs, balances)
-        if _has_stages(each) or (schedule, placement, balance) == first
+        for (s, placement), balance in product(pairs, balances)
+        if _has_stages(each) or (s, placement, balance) == first
+        for how in _attentions(each)
     ]
     if not found:
         _ = options.groups  # says so where no number of copies fits tiles and shards
@@ -194,6 +196,12 @@ def alternatives(
 def _has_stages(options: CompileOptions) -> bool:
     """Whether more than one stage is left to schedule."""
     return len(options.groups) > 1
+
+
+def _attentions(options: CompileOptions) -> tuple[str, ...]:
+    """Return the ways to try in which attention to cut tokens gets its keys."""
+    is_open = options.attention == "auto"
+    return ("gather", "ring") if is_open else (options.attention,)
 
 
 def _shared(

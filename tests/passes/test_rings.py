@@ -12,8 +12,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from command_line import Gemsc, gemsc_here
-from parity_support import FLOAT64, draws_of, lowered, options, trained, worst_error
-from plan_support import metered_peaks
+from parity_support import (
+    FLOAT64,
+    draws_of,
+    lowered,
+    options,
+    traced,
+    trained,
+    worst_error,
+)
+from plan_support import metered_peaks, search
 from test_trunk import cut_along, drawn_alike
 from tile_support import Step, assert_same, eager, on_tiles
 from torch import Tensor, nn
@@ -352,6 +360,15 @@ def test_a_ring_is_proved_for_all_inputs(tmp_path: Path, gemsc: Gemsc) -> None:
     done = gemsc("compile", tmp_path / "net.py", "-o", tmp_path / "p", *words)
     assert done.code == 0, done.err
     assert "proved" in gemsc("verify", tmp_path / "p", "--all-inputs").out
+
+
+def test_a_ring_is_taken_where_it_saves_memory() -> None:
+    ring, gather = search(traced("gpt"), rings(3, attention="auto"))
+    assert (ring.options.attention, gather.options.attention) == ("ring", "gather")
+    assert ring.name == f"{gather.name}, ring"
+    assert ring.peak_bytes < gather.peak_bytes
+    no_tokens = rings(2, attention="auto", trunk="whole", whole=())
+    assert search(traced("gpt"), no_tokens)[0].options.attention == "gather"
 
 
 @pytest.mark.parametrize(
