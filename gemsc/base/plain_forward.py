@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.modules import transformer
 from torch.utils import checkpoint
 
@@ -83,3 +84,15 @@ def with_threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def enter_training(model: nn.Module) -> None:
+    """Put a model into training, as a loop does; layers that are frozen stay so.
+
+    A class with a `train` of its own may freeze others there, such as its norms.
+    """
+    if not model.training:
+        model.train()
+    for module in [*model.modules()]:
+        if module.training and type(module).train is not nn.Module.train:
+            module.train()

@@ -13,6 +13,7 @@ Options that are always the same stand in gemsc.toml, or in pyproject.toml:
 from __future__ import annotations
 
 import ast
+import errno
 import logging
 import os
 import sys
@@ -31,6 +32,7 @@ from gemsc.base.toml_file import TomlFile
 from gemsc.cli.terminal import say
 from gemsc.errors import GemscError, InternalError, UsageError, one_of
 
+FULL = (errno.ENOSPC, errno.EDQUOT)
 INTERRUPTED = 130  # exit code, as after any SIGINT
 # typer keeps click to itself: the base class of all errors in a command line
 Unreadable = cast(type[Exception], typer.BadParameter.__base__)
@@ -167,10 +169,13 @@ def main(*, settings: bool = True) -> None:
     except GemscError as error:
         _fail(error)
     except OSError as error:
-        if error.filename is None:
+        why, path = (error.strerror or type(error).__name__).lower(), error.filename
+        why = why if path is None else f"{path}: {why}"
+        if error.errno in FULL:
+            _fail(GemscError(why, help="free space there, or name another folder"))
+        if path is None:
             raise
-        path, why = error.filename, (error.strerror or type(error).__name__).lower()
-        _fail(GemscError(f"{path}: {why}", help="give a path that can be used"))
+        _fail(GemscError(why, help="give a path that can be used"))
     except InternalError as error:
         notes = "".join(f"\nnote: {note}" for note in getattr(error, "__notes__", ()))
         say(f"internal error: {error}{notes}")

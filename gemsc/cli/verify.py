@@ -197,6 +197,7 @@ def _verify_run(
         tell(
             f"{name}: {num_steps} steps, {found.num_evaluations} evaluations, worst "
             f"{found.worst:.1e}{rounding}: {WORDS[verdicts[name]]}"
+            + _about_noise(name, found.settled)
         )
     code = _exit_code(list(verdicts.values()))
     compared = {
@@ -231,17 +232,23 @@ def _verdict(
         )
     elif kind == "wrong":
         line += f"\n{dtype}: that is {tensor}"
-    if found.settled:
-        names = ", ".join(sorted(found.settled)[:MOST_NAMED])
-        names += ", ..." * (len(found.settled) > MOST_NAMED)
-        line += (
-            f"\n{dtype}: gradients of {names} are zero but for rounding, of which the "
-            "optimizer makes steps; what it does without that noise was compared"
-        )
+    line += _about_noise(dtype, found.settled)
     if found.inside is not None:
         kind = str(found.inside.dtype).removeprefix("torch.")
         line += f"\n{dtype}: the model computes in {kind} inside: {found.inside.call}"
     return line
+
+
+def _about_noise(dtype: str, settled: frozenset[str]) -> str:
+    """Return a line about parameters that were compared without noise, if any."""
+    if not settled:
+        return ""
+    names = ", ".join(sorted(settled)[:MOST_NAMED])
+    names += ", ..." * (len(settled) > MOST_NAMED)
+    return (
+        f"\n{dtype}: gradients of {names} are zero but for rounding, of which the "
+        "optimizer makes steps; what it does without that noise was compared"
+    )
 
 
 def _row(

@@ -16,6 +16,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from gemsc.base.dtypes import Autocast, is_real
 from gemsc.base.nests import map_tensors
+from gemsc.base.plain_forward import enter_training
 from gemsc.errors import GemscError
 from gemsc.frontend.user_code import failing_line
 
@@ -29,8 +30,8 @@ def set_training(model: nn.Module, loss: Any, training: bool) -> None:
     """Set the mode of a model and a loss; layers that the user froze stay frozen."""
     if not training:
         model.eval()
-    elif not model.training:
-        model.train()
+    else:
+        enter_training(model)
     if isinstance(loss, nn.Module):
         loss.train(training)
 

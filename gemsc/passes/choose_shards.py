@@ -18,6 +18,7 @@ from gemsc.base.grid_shape import BESIDE, GridShape
 from gemsc.costs.hardware import LinkSpeed
 from gemsc.errors import GemscError
 from gemsc.ir.flow import owned_tensors
+from gemsc.ir.opaque import opaques
 from gemsc.ir.program import Program, Stage
 from gemsc.ir.shards import Placed, StageShards
 from gemsc.passes.base import Pass
@@ -102,7 +103,7 @@ class ChooseShards(Pass):
         if grid.shards > 1:
             found = choose_cuts(analysis, count, self.link, keep_whole, found.forks)
         if not found.cut and not found.rank_of:
-            raise self._nothing(stage.index, found)
+            raise _with_opaques(self._nothing(stage.index, found), program, stage)
         others = _elsewhere(program, stage)
         placed = placed_tensors(program, stage, found.rank_of, others)
         found = replace(found, placed=placed)
@@ -185,6 +186,19 @@ class ChooseShards(Pass):
         given = [n for n in BESIDE if any(getattr(g, n) > 1 for g in self.grids)]
         given += ["trunk"] * (self.trunk != "auto") + ["whole"] * bool(self.keep_whole)
         return f"{ranks} without {' and '.join(f'--{name}' for name in given)}"
+
+
+def _with_opaques(error: GemscError, program: Program, stage: Stage) -> GemscError:
+    """Let an error say which modules depend on data: nothing in them is cut."""
+    targets = {node.target for node in stage.nodes}
+    for path, known in opaques(program.module).items():
+        if path in targets:
+            error.add_note(f"'{path}' stays whole, for {known.at}: {known.why}")
+            error.help = (
+                f"{error.help}, or keep all sizes in '{path}' fixed, as experts that "
+                "have a fixed number of places do"
+            )
+    return error
 
 
 def _elsewhere(program: Program, stage: Stage) -> set[str]:

@@ -24,7 +24,7 @@ from gemsc.base.dtypes import (
 from gemsc.base.elementwise import OptimizerFactory
 from gemsc.base.nests import Mean, as_loss, call_model, on_device
 from gemsc.base.phase import Phase
-from gemsc.base.plain_forward import plain_forward
+from gemsc.base.plain_forward import enter_training, plain_forward
 from gemsc.runtime.training.verification import without_noise
 from gemsc.verify.compare import (
     StepRecord,
@@ -80,9 +80,7 @@ def reference_steps(
             update.end_sums()
             if step == 0:
                 gradients |= update.gradients()
-            if near_zero:
-                without_noise((p.grad for _, p in update.pairs), near_zero)
-            update.apply()
+            update.apply(near_zero)
     state = dict([*model.named_parameters(), *model.named_buffers()])
     state = {n: as_real(t.detach()).cpu() for n, t in state.items()}
     return StepRecord(losses, gradients, state, terms=terms)
@@ -138,11 +136,16 @@ class PlainUpdate:
         present = {n: p.grad for n, p in named if p.grad is not None}
         return {n: as_real(g).cpu().clone() for n, g in present.items()}
 
-    def apply(self, clip_norm: float | None = None) -> None:
-        """Make the update and drop the gradients."""
+    def clip(self, norm: float | None) -> None:
+        """Bound the norm of all gradients."""
+        if norm is not None:
+            nn.utils.clip_grad_norm_([p for _, p in self.pairs], norm)
+
+    def apply(self, near_zero: float = 0.0) -> None:
+        """Make the update and drop the gradients; what is `near_zero` in one is 0."""
         parameters = [parameter for _, parameter in self.pairs]
-        if clip_norm is not None:
-            nn.utils.clip_grad_norm_(parameters, clip_norm)
+        if near_zero:
+            without_noise((parameter.grad for parameter in parameters), near_zero)
         before = self.scaler.get_scale()
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -171,8 +174,7 @@ def plain_updates(
         if isinstance(module, nn.Module):
             cast_module(module, dtype)
             module.to(device)
-    if not model.training:
-        model.train()
+    enter_training(model)
 
     def whole(model: nn.Module, given: Any, wanted: Any) -> Any:
         assert loss is not None

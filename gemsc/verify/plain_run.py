@@ -6,6 +6,7 @@ It follows docs/models.md; of the runtime it uses what seeds samples, and metric
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -53,6 +54,7 @@ class RunSettings:
     precision: Precision = FULL
     memory_format: str = "as-given"
     trains_rest: bool = False
+    near_zero: float = 0.0  # what in a gradient is zero for the optimizer
     device: torch.device = HOST
     shapes: ShapeClasses | None = None
 
@@ -144,6 +146,8 @@ class PlainRun:
     epochs: list[int] = field(default_factory=list)
     evaluations: list[Scores] = field(default_factory=list)
     shape: int = 0  # of the batch at hand
+    largest: float = 0.0  # of all gradients, at the optimizer's steps
+    smallest: dict[str, float] = field(default_factory=dict)  # that are not 0, of each
 
     def __post_init__(self) -> None:
         seed, dtype = self.settings.seed, self.settings.dtype
@@ -234,7 +238,9 @@ class PlainRun:
                     loss = self._step(update, samples)
                     if (step + 1) % settings.accumulate == 0:
                         update.end_sums()
-                        update.apply(settings.clip_norm)
+                        update.clip(settings.clip_norm)
+                        self._note_gradients()
+                        update.apply(settings.near_zero)
             self.losses.append(loss)
             if told is not None:
                 told(self.losses[-1], len(rows))
@@ -246,6 +252,17 @@ class PlainRun:
             if not samples and not is_last:
                 epoch, number = epoch + 1, 0
                 rows, samples = self._read(epoch, number)
+
+    def _note_gradients(self) -> None:
+        """Note how large those are that the optimizer is about to see."""
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is None:
+                continue
+            sizes = parameter.grad.abs()
+            if len(sizes := sizes[sizes > 0]):
+                smallest = self.smallest.get(name, math.inf)
+                self.smallest[name] = min(float(sizes.min()), smallest)
+                self.largest = max(float(sizes.max()), self.largest)
 
     def _read(self, epoch: int, number: int) -> tuple[list[int], list[Any]]:
         """Return a batch of an epoch, none after its last one, and its samples."""

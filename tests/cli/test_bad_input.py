@@ -502,6 +502,23 @@ def test_a_fault_of_ours_is_not_the_users(
     assert outcome.err.endswith("help: this is a bug in gemsc; please report it\n")
 
 
+def test_a_full_disk_is_no_fault_of_ours(
+    gemsc: Gemsc, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill(*arguments: object, **options: object) -> None:
+        Path("/dev/full").write_text("all of it")  # its error names no file
+
+    prepare(tmp_path)
+    monkeypatch.setattr("gemsc.result.write_directory", fill)
+    outcome = gemsc("compile", "model.py")
+    assert outcome.code == 1
+    assert outcome.err.endswith(
+        "error: no space left on device\n"
+        "help: free space there, or name another folder\n"
+    )
+    assert "Traceback" not in outcome.err
+
+
 def test_an_interruption_says_nothing(
     gemsc: Gemsc, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

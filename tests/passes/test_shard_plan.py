@@ -223,3 +223,76 @@ def test_plan_compares_shards_with_stages_and_replicas(command: Gemsc) -> None:
 def test_a_simulation_counts_the_ranks_of_a_stage(command: Gemsc) -> None:
     compiled(command)
     assert "on 8 ranks of" in command("simulate", "first", "--data", "2").out
+
+
+def test_batch_norm_without_statistics_is_cut_by_channels(command: Gemsc) -> None:
+    layers = "nn.Linear(8, 12), nn.BatchNorm1d(12, track_running_stats=False), "
+    text = MODEL.replace("Block(), Block()", f"{layers}nn.Linear(12, 8)")
+    Path("model.py").write_text(text)
+    flags = ("--ranks", "2", "--shards", "2", "-o", "norms")
+    done = command("compile", "model.py", *flags)
+    assert done.code == 0, done.err
+    text = Path("norms/rank0.py").read_text()
+    assert "nn.BatchNorm1d(6, track_running_stats=False)" in text
+    assert not Plan.read(Path("norms/plan.toml")).unchecked  # a step was compared
+
+
+def test_a_layer_that_unflattens_has_the_sizes_of_a_part(command: Gemsc) -> None:
+    layers = "nn.Linear(8, 12), nn.Unflatten(-1, (6, 2)), nn.GELU(), "
+    layers += "nn.Flatten(-2), nn.Linear(12, 8)"
+    Path("model.py").write_text(MODEL.replace("Block(), Block()", layers))
+    flags = ("--ranks", "2", "--shards", "2", "-o", "flat")
+    done = command("compile", "model.py", *flags)
+    assert done.code == 0, done.err
+    assert ".unflatten(1, (3, 2))" in Path("flat/rank0.py").read_text()
+    assert not Plan.read(Path("flat/plan.toml")).unchecked  # a step was compared
+
+
+def test_group_norm_without_weights_normalizes_a_ranks_groups(command: Gemsc) -> None:
+    layers = "nn.Linear(8, 12), nn.GroupNorm(4, 12, affine=False), nn.Linear(12, 8)"
+    Path("model.py").write_text(MODEL.replace("Block(), Block()", layers))
+    flags = ("--ranks", "2", "--shards", "2", "-o", "groups")
+    done = command("compile", "model.py", *flags)
+    assert done.code == 0, done.err
+    text = Path("groups/rank0.py").read_text()
+    assert "F.group_norm(" in text
+    assert "nn.Linear(8, 6)" in text
+    assert not Plan.read(Path("groups/plan.toml")).unchecked  # a step was compared
+
+
+def test_a_module_that_depends_on_data_is_named_with_what_helps(
+    command: Gemsc,
+) -> None:
+    text = Path("model.py").read_text()
+    text += """
+
+class Mixture(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x):
+        found = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            (rows,) = torch.where(x[:, 0] * (2 * i - 1) > 0)  # <-- here
+            found = found.index_add(0, rows, expert(x[rows]))
+        return found
+
+
+def model():
+    return nn.Sequential(Mixture())
+
+
+def example_inputs():
+    return (torch.randn(6, 8),)
+
+
+def example_target():
+    return torch.randn(6, 8)
+"""
+    Path("model.py").write_text(text)
+    refused = command("compile", "model.py", "--ranks", "2", "--shards", "2")
+    assert refused.code == 1
+    line = 1 + text[: text.index("<-- here")].count("\n")
+    assert f"note: '0' stays whole, for model.py:{line}: " in refused.err
+    assert "--ranks 1 without --shards, or keep all sizes in '0' fixed" in refused.err

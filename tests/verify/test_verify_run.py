@@ -21,6 +21,7 @@ from gemsc.runtime.training.verification import RunRecord
 from gemsc.user_model import UserModel, load_user_model
 from gemsc.verify.plain_run import PlainRun, RunSettings
 from gemsc.verify.runs import RunComparison, RunResult, check_data, compare_runs
+from gemsc.weights.read import read_tensors
 
 # Data drawn at random, noise and flips of each sample, buffers, dropout, a schedule of
 # the learning rate, metrics that are no means over samples.
@@ -211,6 +212,112 @@ def test_what_only_runs_do_wrong_is_found(
     outcome = gemsc("verify", program, "--dtype", "float64", "--run", 4)
     assert outcome.code == 1
     assert re.search(r"float64: 4 steps, .*: NOT EXACT\n", outcome.out), outcome
+
+
+# Adam makes steps of what rounding leaves of the gradient of `a.bias`
+BIASED = """\
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.norm = nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.c = nn.Conv2d(4, 1, 3)
+
+    def forward(self, x):
+        return self.c(torch.relu(self.norm(self.a(x))))
+
+
+model = Net
+
+
+def loss(output, target):
+    return 1e5 * (output - target - 1).square().mean()
+
+
+def example_inputs():
+    return (torch.randn(2, 1, 8, 8),)
+
+
+def dataset():
+    images = torch.randn(16, 1, 8, 8, dtype=torch.float32)
+    return torch.utils.data.TensorDataset(images, images[..., 1:-1, 1:-1])
+
+
+eval_dataset = dataset
+
+
+def optimizer(params):
+    return torch.optim.Adam(params, lr=0.01)
+"""
+
+
+@pytest.mark.mpi
+def test_training_on_rounding_alone_is_no_error(gemsc: Gemsc, tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(BIASED)
+    program = tmp_path / "x"
+    words = ("--ranks", 2, "--tiles", "2x1", "--micro-batches", 2, "-o", program)
+    assert gemsc("compile", tmp_path / "model.py", *words).code == 0
+    verify = ("verify", program, "--dtype", "float64", "--run", 3, "--clip-norm", 1e4)
+    outcome = gemsc(*verify)
+    assert outcome.code == 0, outcome.out + outcome.err
+    assert re.search(r"float64: 3 steps, .*: exact\n", outcome.out)
+    assert "gradients of a.bias are zero but for rounding" in outcome.out
+    # what is no rounding is an error, in these parameters and in others
+    texts = {path: path.read_text() for path in program.glob("rank*.py")}
+    for name, addend in (("a.bias", 1e-5), ("c.bias", -1e9)):
+        for path, text in texts.items():
+            wrong = (
+                "    if worker.steps.done == 1:\n"
+                f'        own = worker.stages.parameters["{name}"]\n'
+                f'        own.grad += float("{addend}")\n'
+            )
+            changed = text.replace(
+                "    worker.update()\n", f"{wrong}    worker.update()\n"
+            )
+            assert changed != text
+            path.write_text(changed)
+        outcome = gemsc(*verify)
+        assert outcome.code == 1, (name, outcome.out)
+        assert re.search(r"float64: 3 steps, .*: NOT EXACT\n", outcome.out), outcome
+
+
+FREEZES = BIASED.replace(
+    "\n\nmodel = Net\n",
+    """
+    def train(self, mode=True):
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+
+model = Net
+""",
+)
+
+
+@pytest.mark.mpi
+def test_a_model_that_freezes_its_norms_in_train_trains_without_them(
+    gemsc: Gemsc, tmp_path: Path
+) -> None:
+    """A loop calls `model.train()`, which is what says so; nobody has called it yet."""
+    assert FREEZES != BIASED
+    (tmp_path / "model.py").write_text(FREEZES)
+    program = tmp_path / "x"
+    assert gemsc("compile", tmp_path / "model.py", "-o", program).code == 0
+    steps = ("--steps", 2, "--save", tmp_path / "run", "--dtype", "float64")
+    assert gemsc("run", program, *steps).code == 0
+    saved = read_tensors(tmp_path / "run" / "model.safetensors")
+    assert saved["norm.num_batches_tracked"] == 0
+    assert torch.equal(saved["norm.running_var"], torch.ones(4, dtype=torch.float64))
+    user = load_user_model(str(tmp_path / "model.py"))
+    settings = replace(SETTINGS, steps=2, replicas=1, accumulate=1, clip_norm=None)
+    run = PlainRun(user, user.make_model(), replace(settings, micro_batches=4))
+    run.train()
+    for name, tensor in run.model.state_dict().items():
+        assert torch.allclose(saved[name], tensor, rtol=1e-9, atol=1e-12), name
 
 
 def test_the_plain_loop_reads_what_ranks_read(user: UserModel) -> None:

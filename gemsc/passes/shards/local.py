@@ -11,13 +11,13 @@ from torch import Tensor, fx, nn
 from gemsc.base.parts import Part
 from gemsc.ir.holder import attribute, put_layer, shallow_copy
 
-# the settings that say how large a layer's tensors are: (tensor, dimension)
-_SIZES: dict[str, tuple[str, int]] = {
+# the settings that say how large a layer's tensors are: (tensors, dimension)
+_SIZES = {
     "out_features": ("weight", 0),
     "in_features": ("weight", 1),
     "num_embeddings": ("weight", 0),
     "embedding_dim": ("weight", 1),
-    "num_features": ("running_mean", 0),
+    "num_features": ("running_mean weight", 0),
     "num_channels": ("weight", 0),
     "num_parameters": ("weight", 0),
 }
@@ -66,9 +66,10 @@ def _resize(layer: Any, parts: Mapping[str, Part]) -> None:
     if isinstance(layer, nn.modules.conv._ConvNd):
         _resize_convolution(layer, parts.get("weight"))
         return
-    for setting, (name, dim) in _SIZES.items():
-        tensor = getattr(layer, name, None)
-        if hasattr(layer, setting) and isinstance(tensor, Tensor):
+    for setting, (names, dim) in _SIZES.items():
+        found = (getattr(layer, name, None) for name in names.split())
+        tensor = next((t for t in found if isinstance(t, Tensor)), None)
+        if hasattr(layer, setting) and tensor is not None:
             if setting == "num_channels":  # of a GroupNorm: whole groups
                 groups = layer.num_groups * tensor.shape[0]
                 layer.num_groups = groups // layer.num_channels

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import fx
+from torch import fx, nn
 
 from gemsc.base.boxes import Interval
 from gemsc.ir import meta
@@ -50,9 +50,17 @@ def _same_call(x: Inside) -> Local:
     args = fx.node.map_arg(x.node.args, x.input)
     kwargs = fx.node.map_arg(x.node.kwargs, x.input)
     name = str(getattr(x.node.target, "__name__", x.node.target))
+    name = "unflatten" if isinstance(_layer(x), nn.Unflatten) else name
     if name in _SIZED:
         return _SIZED[name](x, args, kwargs)
     return x.create(x.node.op, x.node.target, args, kwargs)
+
+
+def _layer(x: Inside) -> nn.Module | None:
+    """Return the layer that a node calls, if it does."""
+    if x.node.op != "call_module":
+        return None
+    return x.analysis.program.module.get_submodule(str(x.node.target))
 
 
 # --------------------------------------------------- parts of a tile's part
@@ -116,6 +124,7 @@ def _unflattened(x: Inside, args: Any, kwargs: Any) -> Local:
     source = x.node.all_input_nodes[0]
     count = len(whole_shape(x.node)) - len(whole_shape(source)) + 1
     given: Any = x.node.kwargs.get("dim", x.node.args[1:2])
+    given = getattr(_layer(x), "dim", given)
     dim = int(given[0] if isinstance(given, tuple) else given)
     dim %= len(whole_shape(source))
     sizes = x.own.local_shape[dim : dim + count]
@@ -190,9 +199,13 @@ def _convolution(x: Inside) -> Local | None:
 
 def _of_groups(x: Inside, setting: str) -> Local | None:
     """Call a function that is told the number of groups, of which the rank has some."""
-    if x.call.layer is not None or not x.letter("g"):
-        return None
+    layer = x.call.layer
+    if not x.letter("g") or getattr(layer, "weight", None) is not None:
+        return None  # a layer is smaller as its weight is
     own = x.local_call[setting]
+    if layer is not None:  # a GroupNorm without weights
+        given = x.input(x.call.input), own, None, None, layer.eps
+        return x.create("call_function", F.group_norm, given, {})
     args = list(fx.node.map_arg(x.node.args, x.input))
     kwargs = dict(fx.node.map_arg(x.node.kwargs, x.input))
     place = x.call.names.index(setting)

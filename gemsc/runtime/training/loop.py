@@ -89,7 +89,7 @@ class Training:
 
     def __post_init__(self) -> None:
         self.plan, self.transport = self.trainer.plan, self.trainer.transport
-        self.record = RunRecord(is_kept=self.options.record_run is not None)
+        self.record = RunRecord.begin(self.trainer.worker, self.options.record_run)
         seed = self.trainer.worker.seed
         self._notes: list[str] = []
         self.data = self._data("dataset", seed, shuffle=True)

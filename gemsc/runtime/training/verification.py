@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,13 @@ def without_noise(gradients: Iterable[Tensor | None], near_zero: float) -> None:
             gradient.masked_fill_(gradient.abs() <= near_zero, 0.0)
 
 
+def drop_noise(worker: Worker, near_zero: float) -> None:
+    """Set to zero what is `near_zero` in the gradients of the update that comes."""
+    if near_zero:
+        own = worker.updates.parameters.values()
+        without_noise((parameter.grad for parameter in own), near_zero)
+
+
 def recorded(
     trainer: Trainer,
     folder: Path,
@@ -120,13 +128,8 @@ def recorded(
         write_tensors(folder / f"gradients{rank}.safetensors", of_phases | found)
         if trainer.phases:
             of_phases.update({name: grad.clone() for name, grad in found.items()})
-        updates.before = settle
-        settle()
-
-    def settle() -> None:
-        if near_zero:
-            own = trainer.worker.updates.parameters.values()
-            without_noise((parameter.grad for parameter in own), near_zero)
+        updates.before = partial(drop_noise, trainer.worker, near_zero)
+        updates.before()
 
     for variant in trainer.worker.variants.values():
         variant.updates.before = write_gradients
@@ -224,6 +227,18 @@ class RunRecord:
     samples: list[Digests] = field(default_factory=list)
     figures: list[Figures] = field(default_factory=list)
     eval_samples: list[Digests] = field(default_factory=list)
+
+    @classmethod
+    def begin(cls, worker: Worker, folder: Path | None) -> RunRecord:
+        """Return that of a run which is about to begin, if there is a folder for it.
+
+        What a limit there calls near zero in a gradient is zero for the optimizer.
+        """
+        if folder is not None and (limit := folder / NEAR_ZERO).exists():
+            near_zero = float(limit.read_text())
+            for variant in worker.variants.values():
+                variant.updates.before = partial(drop_noise, worker, near_zero)
+        return cls(is_kept=folder is not None)
 
     def draws(self) -> AbstractContextManager[None]:
         """Let a run that is verified draw the numbers that the plain loop draws."""
