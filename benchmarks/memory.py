@@ -28,8 +28,8 @@ from resnet import BasicBlock, ResNet
 from torch import Tensor, nn
 from unet_histology import model as unet
 
+from gemsc.base.elementwise import OptimizerFactory
 from gemsc.compiler import Traced, lower, trace
-from gemsc.costs.optimizer_state import Factory
 from gemsc.options import CompileOptions
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.runtime.transport.local import run_local
@@ -47,7 +47,7 @@ class Model:
     make: Callable[[], nn.Module]
     sample: Callable[[int], tuple[tuple[Tensor, ...], Tensor]]
     loss: Callable[[Tensor, Tensor], Tensor]
-    optimizer: Factory
+    optimizer: OptimizerFactory
     size: int = 2
 
 

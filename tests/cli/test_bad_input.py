@@ -509,7 +509,7 @@ def test_a_full_disk_is_no_fault_of_ours(
         Path("/dev/full").write_text("all of it")  # its error names no file
 
     prepare(tmp_path)
-    monkeypatch.setattr("gemsc.result.write_directory", fill)
+    monkeypatch.setattr("gemsc.compiler.write_directory", fill)
     outcome = gemsc("compile", "model.py")
     assert outcome.code == 1
     assert outcome.err.endswith(
