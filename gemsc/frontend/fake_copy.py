@@ -16,7 +16,7 @@ from gemsc.base.nests import Path, tensor_leaves
 from gemsc.errors import GemscError
 from gemsc.frontend.eager import deep_copy
 from gemsc.ir.fake import fake_parameters
-from gemsc.ir.layers import layer_source
+from gemsc.ir.layers import as_of_torch, layer_source
 
 _MOST_NUMBERS = 64  # of a buffer that forward may ask for them
 LOSS = "_loss"  # the path of a loss that is a module
@@ -110,7 +110,7 @@ def _name_modules(
 ) -> None:
     copies = dict(copied.named_modules(prefix=prefix, remove_duplicate=False))
     for path, module in real.named_modules(prefix=prefix, remove_duplicate=False):
-        is_leaf = path != "" and layer_source(module) is not None
+        is_leaf = path != "" and layer_source(as_of_torch(module)) is not None
         names = result.leaves if is_leaf else result.modules
         for each in (module, copies[path]):
             names.setdefault(id(each), path)

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from gemsc.base.dtypes import (
     Autocast,
@@ -49,7 +50,8 @@ from gemsc.frontend.user_code import is_user_file
 from gemsc.frontend.values import Returned, input_names, output_notes, returned
 from gemsc.frontend.writer import GraphWriter, make_root
 from gemsc.ir.holder import put_layer
-from gemsc.ir.meta import TensorSpec, location
+from gemsc.ir.layers import as_of_torch
+from gemsc.ir.meta import TensorSpec, location, set_value, tensors, value
 from gemsc.ir.opaque import Opaque, OpaqueLeaf
 from gemsc.ir.program import GraphInput, Program
 
@@ -363,6 +365,11 @@ def _program(request: _Request, trace: _Trace, name: str) -> Program:
     module.graph = writer.graph
     for path, opaque in request.opaque.items():
         put_layer(module, path, OpaqueLeaf(opaque))
+    for path in {str(n.target) for n in writer.graph.nodes if n.op == "call_module"}:
+        layer = module.get_submodule(path)
+        if (plain := as_of_torch(layer)) is not layer:
+            put_layer(module, path, plain)
+    _forget_numbers(writer.graph)
     lines = (location(node) for node in writer.graph.nodes)
     files = {line.file for line in lines if line is not None}
     files.update(_class_files(request.opaque.values()))
@@ -378,6 +385,21 @@ def _program(request: _Request, trace: _Trace, name: str) -> Program:
         autocast=request.autocast,
         aliases=aliases,
     )
+
+
+def _forget_numbers(graph: fx.Graph) -> None:
+    """Let values that are tensors of the user's file be fakes, as all others are."""
+    known = [node for node in graph.nodes if "val" in node.meta]
+    found = [tensor for node in known for tensor in tensors(node)]
+    modes = [each.fake_mode for each in found if isinstance(each, FakeTensor)]
+
+    def fake(_: Any, tensor: Tensor) -> Tensor:
+        is_fake = isinstance(tensor, FakeTensor)
+        return tensor if is_fake else modes[0].from_tensor(tensor)
+
+    for node in known if modes else ():
+        if any(not isinstance(each, FakeTensor) for each in tensors(node)):
+            set_value(node, map_tensors(value(node), fake))
 
 
 def _checkpoint_notes(lines: list[SourceLocation]) -> Iterator[str]:

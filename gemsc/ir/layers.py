@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import numbers
 import re
@@ -27,6 +28,7 @@ _HOOKS = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
+_ABOUT = {"__init__", "reset_parameters", "extra_repr", "__repr__", "__constants__"}
 _CONTAINERS = tuple(getattr(container, name) for name in container.__all__)
 _MAX_POSITIONAL = 2  # nn.Conv2d(32, 64, kernel_size=3)
 _MISSING = object()
@@ -54,6 +56,33 @@ def layer_source(module: nn.Module) -> str | None:
         if _gives_same(_call(module, positional, keywords), module):
             return _shortest(module, positional, keywords)
     return None
+
+
+def as_of_torch(module: nn.Module) -> nn.Module:
+    """Return a layer as one of torch's own, if its class changes nothing of that.
+
+    Example: `class Norm(nn.BatchNorm2d)` with an `__init__` that sets `eps`. The layer
+    that is returned shares its tensors; any other one is returned as it is.
+    """
+    for cls in type(module).__mro__:
+        if any(_is_of(space, cls) for space in _SPACES):
+            break
+        own = {name for name in vars(cls) if name not in vars(_Empty)}
+        if not own <= _ABOUT:
+            return module
+    else:
+        return module
+    if cls is type(module) or cls in _CONTAINERS or cls is nn.Module:
+        return module
+    plain = copy.copy(module)
+    plain.__class__ = cls
+    return plain if layer_source(plain) is not None else module
+
+
+class _Empty:
+    """What any class has: its module, its text, its annotations."""
+
+    field: int
 
 
 def _shortest(module: nn.Module, positional: list[str], keywords: list[str]) -> str:

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import gemsc.nn
-from gemsc.ir.layers import layer_source
+from gemsc.compiler import compile
+from gemsc.ir.layers import as_of_torch, layer_source
 
 SOURCES = [
     "nn.Conv2d(3, 4, kernel_size=3, padding=1)",
@@ -87,6 +88,52 @@ def test_eval_mode_and_further_attributes_do_not_matter() -> None:
 
 class Own(nn.Linear):
     pass
+
+
+class Thin(nn.BatchNorm2d):
+    """A layer whose class gives some settings, and changes nothing else."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels, eps=1e-3)
+
+
+class Doubled(nn.BatchNorm2d):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+class Faster(nn.BatchNorm2d):
+    momentum: Any = 0.5
+
+    def train(self, mode: bool = True) -> Faster:  # noqa: ARG002
+        return super().train(mode=False)
+
+
+def test_a_class_that_changes_nothing_is_torchs_own() -> None:
+    thin = Thin(3)
+    plain = as_of_torch(thin)
+    assert type(plain) is nn.BatchNorm2d
+    assert layer_source(plain) == "nn.BatchNorm2d(3, eps=0.001)"
+    assert plain.weight is thin.weight
+    assert type(thin) is Thin
+    unlike = [Doubled(3), Faster(3), nn.BatchNorm2d(3), nn.Sequential(nn.Linear(2, 2))]
+    holding = Thin(3)
+    holding.inner = nn.Linear(2, 2)
+    for layer in [*unlike, holding]:
+        assert as_of_torch(layer) is layer
+
+
+def test_a_model_of_such_layers_has_running_statistics_of_all_micro_batches() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 3, 3), Thin(3), nn.Conv2d(3, 2, 3))
+    given = torch.randn(2, 1, 8, 8), torch.randn(2, 2, 4, 4)
+    options: dict[str, Any] = {"ranks": 2, "micro_batches": 3}
+    example: dict[str, Any] = {"example_target": given[1]}
+    loss = nn.functional.mse_loss
+    program = compile(model, given[:1], loss=loss, **example, **options)
+    assert program.plan.unchecked == ""  # a step was compared
+    files = program.rank_modules().values()
+    assert any("nn.BatchNorm2d(3, eps=0.001)" in text for text in files)
+    assert type(model[1]) is Thin
 
 
 def with_hook() -> nn.Module:

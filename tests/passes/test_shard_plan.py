@@ -296,3 +296,19 @@ def example_target():
     line = 1 + text[: text.index("<-- here")].count("\n")
     assert f"note: '0' stays whole, for model.py:{line}: " in refused.err
     assert "--ranks 1 without --shards, or keep all sizes in '0' fixed" in refused.err
+
+
+def test_a_weight_of_classes_may_be_a_tensor_of_the_file(command: Gemsc) -> None:
+    text = MODEL.replace("Block(), Block()", "nn.Linear(8, 6), nn.Linear(6, 4)")
+    text = text.replace(
+        "loss = nn.MSELoss()",
+        "WEIGHT = torch.linspace(0.5, 2, 4)\n\n\ndef loss(output, target):\n"
+        "    weight = WEIGHT.to(output.dtype)\n"
+        "    return nn.functional.cross_entropy(output, target, weight)",
+    ).replace("return torch.randn(4, 8)", "return torch.tensor([0, 3, 1, 2])")
+    Path("model.py").write_text(text)
+    flags = ("--ranks", "2", "--shards", "2", "-o", "classes")
+    done = command("compile", "model.py", *flags)
+    assert done.code == 0, done.err
+    assert "parallel_cross_entropy(" in Path("classes/rank0.py").read_text()
+    assert not Plan.read(Path("classes/plan.toml")).unchecked  # a step was compared
