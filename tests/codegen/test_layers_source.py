@@ -105,7 +105,7 @@ class Doubled(nn.BatchNorm2d):
 class Faster(nn.BatchNorm2d):
     momentum: Any = 0.5
 
-    def train(self, mode: bool = True) -> Faster:  # noqa: ARG002
+    def train(self, mode: bool = True) -> Faster:
         return super().train(mode=False)
 
 
