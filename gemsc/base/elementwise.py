@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from gemsc.base.rng import generator_lock
+from gemsc.base.rng import fork_torch, generator_lock
 from gemsc.errors import GemscError
 
 STEPS = 2  # one uses what the one before has left
@@ -30,7 +30,7 @@ def updated_whole(
     trained = {name: p for name, p in parameters.items() if p.requires_grad}
     if factory is None or not trained:
         return {}
-    with generator_lock, torch.random.fork_rng(devices=[]):
+    with generator_lock, fork_torch():
         torch.manual_seed(0)
         drawn = [{n: _small(p) for n, p in trained.items()} for _ in range(1 + STEPS)]
         try:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import random
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -27,17 +28,48 @@ _DRAWS = (
 )
 
 
+def torch_state() -> Tensor:
+    """Return the state of torch's generator for the CPU; no garbage is collected.
+
+    torch locks the generator while it makes the tensor. A collection then may let
+    another thread run, which waits for the generator and lets no other one run: ranks
+    that are threads would wait for each other for ever.
+    """
+    with generator_lock:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return torch.get_rng_state()
+        finally:
+            if collects:
+                gc.enable()
+
+
+@contextmanager
+def fork_torch(devices: Iterable[torch.device] = ()) -> Iterator[None]:
+    """Put torch's generators for the CPU and some GPUs back as they were."""
+    devices = list(devices)
+    before = torch_state()
+    states = [torch.cuda.get_rng_state(device) for device in devices]
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before)
+        for device, state in zip(devices, states, strict=True):
+            torch.cuda.set_rng_state(state, device)
+
+
 @contextmanager
 def preserve_rng() -> Iterator[None]:
     """Put the generators of torch, Python and NumPy back as they were."""
-    torch_state = torch.get_rng_state()
+    before = torch_state()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda._initialized else None
     python_state = random.getstate()
     numpy_state = np.random.get_state()
     try:
         yield
     finally:
-        torch.set_rng_state(torch_state)
+        torch.set_rng_state(before)
         if cuda is not None:
             torch.cuda.set_rng_state_all(cuda)
         random.setstate(python_state)
@@ -65,7 +97,7 @@ def torch_seeded(seed: int, device: torch.device) -> Iterator[None]:
 
     Ranks that draw and ranks that do not would choose different batches otherwise.
     """
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with fork_torch([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield
 

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gemsc.base.nests import dense_leaves, map_tensors, named_tuple, tensor_leaves
+from gemsc.base.rng import torch_state
 from gemsc.costs.operators import draws, runs_a_kernel, work_of
 from gemsc.frontend.eager import detached, numbers_in
 from gemsc.ir.meta import TensorSpec
@@ -68,7 +69,7 @@ class Watch:
     @contextmanager
     def _put_back(self) -> Iterator[None]:
         """Put tensors and the generator back; note which tensors have changed."""
-        state = torch.get_rng_state()
+        state = torch_state()
         tensors = [
             (path, module, own, name, tensor, tensor.detach().clone())
             for path, module in self.module.named_modules()

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gemsc.base.nests import dense_leaves
+from gemsc.base.rng import fork_torch
 from gemsc.base.weighted import WeightedCall, WeightedCalls
 from gemsc.costs.gradients import GradientFlow
 from gemsc.costs.hardware import Device, read_hardware
@@ -123,7 +124,7 @@ def annotate(
         ledger,
         told_of_sums(ledger.book_tiles),
         told_of_calls(ledger.book_call),
-        torch.random.fork_rng(devices=[]),
+        fork_torch(),
     ):
         with WeightedCalls(ledger.note_weights), torch.set_grad_enabled(training):
             run_nodes(program.graph.nodes, values, fake, observe=ledger.observe)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from program_support import Net, X, batch_of, mse, written
 from threads import run_on_threads
 from torch import Tensor, nn
 
-from gemsc.base.rng import same_draws
+from gemsc.base.rng import fork_torch, preserve_rng, same_draws, torch_state
 from gemsc.verify.compare import compare
 from gemsc.verify.one_process import reference_steps
 
@@ -86,3 +87,21 @@ def test_what_a_draw_keeps_for_the_backward_is_there() -> None:
     result.sum().backward()
     assert x.grad is not None
     torch.testing.assert_close(x.grad, result.detach() / x.detach())
+
+
+def test_no_garbage_is_collected_while_torch_locks_its_generator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may wait for a thread that waits for the generator."""
+    real, collects = torch.get_rng_state, []
+
+    def state() -> Tensor:
+        collects.append(gc.isenabled())
+        return real()
+
+    monkeypatch.setattr("torch.get_rng_state", state)
+    with preserve_rng(), fork_torch():
+        torch.manual_seed(1)
+    assert torch.equal(torch_state(), real())
+    assert collects == [False] * 3
+    assert gc.isenabled()

@@ -172,3 +172,15 @@ def assert_formatted(folder: Path, files: dict[str, str] | None = None) -> None:
         command = [find_ruff_bin(), *words, "--isolated", "--no-cache", *paths]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
+
+
+def adding(text: str, name: str, addend: float) -> str:
+    """Return a rank's file that adds to a gradient before its second update."""
+    wrong = (
+        "    if worker.steps.done == 1:\n"
+        f'        own = worker.stages.parameters["{name}"]\n'
+        f'        own.grad += float("{addend}")\n'
+    )
+    changed = text.replace("    worker.update()\n", f"{wrong}    worker.update()\n")
+    assert changed != text
+    return changed

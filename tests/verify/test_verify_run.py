@@ -13,6 +13,7 @@ import pytest
 import torch
 from command_line import Gemsc, gemsc_here
 from nightly import at_night
+from program_support import adding
 
 from gemsc.base.rng import seed_of
 from gemsc.errors import GemscError
@@ -269,16 +270,7 @@ def test_training_on_rounding_alone_is_no_error(gemsc: Gemsc, tmp_path: Path) ->
     texts = {path: path.read_text() for path in program.glob("rank*.py")}
     for name, addend in (("a.bias", 1e-5), ("c.bias", -1e9)):
         for path, text in texts.items():
-            wrong = (
-                "    if worker.steps.done == 1:\n"
-                f'        own = worker.stages.parameters["{name}"]\n'
-                f'        own.grad += float("{addend}")\n'
-            )
-            changed = text.replace(
-                "    worker.update()\n", f"{wrong}    worker.update()\n"
-            )
-            assert changed != text
-            path.write_text(changed)
+            path.write_text(adding(text, name, addend))
         outcome = gemsc(*verify)
         assert outcome.code == 1, (name, outcome.out)
         assert re.search(r"float64: 3 steps, .*: NOT EXACT\n", outcome.out), outcome

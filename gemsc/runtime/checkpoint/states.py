@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gemsc.base.rng import torch_state
 from gemsc.errors import GemscError
 from gemsc.weights.write import DTYPES as STORED_DTYPES
 
@@ -149,7 +150,7 @@ def generator_states(device: torch.device) -> dict[str, Any]:
     version, words, gauss = random.getstate()
     kind, numbers, *rest = cast("tuple[Any, ...]", np.random.get_state())
     states = {
-        "torch": torch.get_rng_state(),
+        "torch": torch_state(),
         "python": [version, torch.tensor(words), gauss],
         "numpy": [kind, torch.from_numpy(numbers.astype(np.int64)), *rest],
     }

@@ -29,7 +29,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves
 
 from gemsc.base.dtypes import autocasting, current_autocast
-from gemsc.base.rng import are_draws_same
+from gemsc.base.rng import are_draws_same, fork_torch, torch_state
 from gemsc.errors import InternalError
 from gemsc.runtime.memory.meter import active_meter
 from gemsc.runtime.tiles.saving import Decomposed, decomposed, forget, saved_parts
@@ -181,14 +181,14 @@ class _Run:
         if are_draws_same() or not getattr(stage, "draws_random_numbers", False):
             return []
         states = [torch.cuda.get_rng_state(device) for device in self._devices]
-        return [torch.get_rng_state(), *states]
+        return [torch_state(), *states]
 
     @contextmanager
     def _same_random_numbers(self) -> Iterator[None]:
         if not self._random:
             yield
             return
-        with torch.random.fork_rng(list(self._devices)):
+        with fork_torch(self._devices):
             torch.set_rng_state(self._random[0])
             for device, state in zip(self._devices, self._random[1:], strict=True):
                 torch.cuda.set_rng_state(state, device)
