@@ -258,6 +258,7 @@ ODD = [
 ]
 
 
+@pytest.mark.slow(2)
 @pytest.mark.by_day(8)
 @pytest.mark.parametrize("name", ODD)
 def test_modules_may_have_any_name(name: str, tmp_path: Path) -> None:
@@ -303,6 +304,7 @@ def test_a_layer_with_the_name_of_what_a_stage_says_of_itself_is_refused(
         written(tmp_path, model, inputs, target=inputs[0], ranks=1)
 
 
+@pytest.mark.slow(4)
 @pytest.mark.parametrize("name", ODD)
 def test_parameters_may_have_any_name(name: str, tmp_path: Path) -> None:
     class Model(nn.Module):
@@ -415,6 +417,7 @@ def test_names_of_our_own_are_refused_by_name(name: str) -> None:
         blocks_of(model, X)
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize(
     "name", ['M"""', "M\nimport os", "M\\", "class", "größe", "M" * 200, 'a"b', "%s{0}"]
 )

@@ -97,6 +97,7 @@ MASKS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow(4)
 @pytest.mark.by_day(12)
 @pytest.mark.parametrize("options", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("more", [FUSED, *WEIGHTS.values()], ids=["fused", *WEIGHTS])

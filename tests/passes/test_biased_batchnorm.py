@@ -93,7 +93,7 @@ PLANS = (
 )
 
 
-@pytest.mark.slow(1)
+@pytest.mark.slow
 @pytest.mark.by_day(3)
 @pytest.mark.parametrize("plan", PLANS, ids=CompileOptions.command_line)
 def test_every_plan_is_exact(plan: CompileOptions, tmp_path: Path) -> None:

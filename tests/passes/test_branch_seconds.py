@@ -54,7 +54,7 @@ def test_forks_one_after_the_other_take_the_slowest_rank_of_each() -> None:
     assert program.plan.step_seconds > least > 8.9 / 13 * everything
 
 
-@pytest.mark.slow(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["compute", "memory"])
 def test_two_ranks_get_more_blocks_only_where_branches_are_even(kind: str) -> None:
     def first_blocks(*layers: int) -> int:

@@ -121,6 +121,7 @@ def largest_sum(step: Step) -> int:
     return max(sizes)
 
 
+@pytest.mark.slow(5)
 @pytest.mark.by_day(16)
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 @pytest.mark.parametrize("name", HEADS)

@@ -349,6 +349,7 @@ def test_where_nothing_is_gained_it_says_why() -> None:
     assert fork.reason == "its messages take longer than what is saved"
 
 
+@pytest.mark.slow
 def test_the_choice_is_the_same_each_time(inception: Program) -> None:
     assert forks_of(inception, 3) == forks_of(inception, 3)
 

@@ -132,7 +132,7 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.slow(1)
+@pytest.mark.slow
 @pytest.mark.by_day(5)
 @pytest.mark.parametrize(
     "options",

@@ -58,6 +58,7 @@ def test_random_networks_are_the_networks(first: int) -> None:
     assert not is_fixed(first) or layers > 1
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("grid", [(2, 2), (1, 4), (3, 2)])
 @pytest.mark.parametrize("needs_gradient", [True, False])
 def test_layers_of_all_strides_are_the_layers(

@@ -76,7 +76,7 @@ def shown(value: object) -> str:
     return value.command_line() if isinstance(value, CompileOptions) else str(value)
 
 
-@pytest.mark.slow(6)
+@pytest.mark.slow(4)
 @pytest.mark.by_day(20)
 @pytest.mark.parametrize(("name", "case"), CASES, ids=shown)
 def test_ranks_compute_what_one_process_does(

@@ -25,6 +25,7 @@ CASES = sorted((GOLDEN / "passes").glob("*/*.txt"))
 BEFORE, AFTER = "---- before\n", "---- after\n"
 
 
+@pytest.mark.slow(5)
 @pytest.mark.parametrize("path", CASES, ids=lambda p: f"{p.parent.name}-{p.stem}")
 def test_a_pass(
     path: Path, golden: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

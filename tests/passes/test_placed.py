@@ -304,6 +304,7 @@ def test_all_ranks_evaluate_alike_where_one_draws_a_dropout() -> None:
     assert len(verbs) == 1
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [

@@ -114,7 +114,7 @@ def step_of(
     return step, expected
 
 
-@pytest.mark.slow(20)
+@pytest.mark.slow(3)
 @in_double
 @pytest.mark.parametrize("count", [2, 3, 4])
 @pytest.mark.parametrize("kind", KINDS)

@@ -53,6 +53,7 @@ def test_evaluation_stays_the_twin_of_training(name: str) -> None:
     assert traced(name).twins is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["clip", "siamese", "two encoders"])
 def test_neither_tower_waits_for_the_other(name: str) -> None:
     program = lowered(name, options(ranks=3, micro_batches=1)).compilation.program
@@ -68,6 +69,7 @@ PLANS = (
 )
 
 
+@pytest.mark.slow(2)
 @pytest.mark.by_day(7)
 @pytest.mark.parametrize("plan", PLANS, ids=CompileOptions.command_line)
 @pytest.mark.parametrize("name", TOWER_MODELS)

@@ -125,6 +125,7 @@ def test_what_all_backwards_split_is_left_as_it_is() -> None:
 # ------------------------------------------------------------------ in a program
 
 
+@pytest.mark.slow
 @pytest.mark.by_day(7)
 @pytest.mark.parametrize("micro_batches", [1, 2, 4])
 @pytest.mark.parametrize("name", ["resnet18", "unet", "encoder", "densecnn", "mlp"])

@@ -96,6 +96,7 @@ ON_GRIDS = [
 ]
 
 
+@pytest.mark.slow(7)
 @pytest.mark.by_day(20)
 @pytest.mark.parametrize(("name", "grid"), ON_GRIDS, ids=str)
 def test_reductions(name: str, grid: tuple[int, ...]) -> None:
@@ -162,6 +163,7 @@ class Bare(nn.Module):
         return self.function(x) * self.weight
 
 
+@pytest.mark.slow(4)
 @pytest.mark.by_day(14)
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 @pytest.mark.parametrize(

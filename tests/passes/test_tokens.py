@@ -51,7 +51,7 @@ def check(seed: int, make: Callable[[int], TokenCase]) -> Step:
     return step
 
 
-@pytest.mark.slow(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("first", seeds(16, 600, PER_TEST))
 def test_random_transformers_of_pictures_are_the_networks(first: int) -> None:
     """None of their tokens is gathered, unless rows are cut unevenly."""
@@ -199,7 +199,7 @@ class Product(nn.Module):
         return self.function(x.tanh() * self.weight[:6], self.weight)
 
 
-@pytest.mark.slow(18)
+@pytest.mark.slow(15)
 @pytest.mark.parametrize("grid", [(2, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_products_are_what_their_equations_say(
@@ -225,6 +225,7 @@ INDICES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.slow(6)
 @pytest.mark.parametrize("grid", [(2, 1), (1, 2), (2, 2), (3, 1)])
 @pytest.mark.parametrize("name", INDICES)
 def test_single_rows_few_rows_and_none(name: str, grid: tuple[int, ...]) -> None:

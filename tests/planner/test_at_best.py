@@ -68,7 +68,7 @@ def test_no_split_is_better_than_it_is_at_best(
         assert each.backward <= 1.001 * its.backward
 
 
-@pytest.mark.slow(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "given", "tightest"),
     [

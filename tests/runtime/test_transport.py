@@ -78,6 +78,7 @@ def test_threads(case, num_ranks):
     run_local(num_ranks, case, timeout=20)
 
 
+@pytest.mark.slow(14)
 @pytest.mark.mpi
 @pytest.mark.parametrize("num_ranks", [2, *at_night(4)])
 @pytest.mark.parametrize("engine", ["mpi", "torch"])

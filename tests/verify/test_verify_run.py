@@ -255,6 +255,7 @@ def optimizer(params):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_training_on_rounding_alone_is_no_error(gemsc: Gemsc, tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(BIASED)
@@ -290,6 +291,7 @@ model = Net
 )
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_a_model_that_freezes_its_norms_in_train_trains_without_them(
     gemsc: Gemsc, tmp_path: Path
