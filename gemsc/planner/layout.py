@@ -163,9 +163,12 @@ def _mirror(groups: tuple[GridShape, ...]) -> tuple[int, ...]:
     alike: dict[GridShape, list[int]] = {}
     for group, grid in enumerate(groups):
         alike.setdefault(grid, []).append(group)
-    return tuple(
-        alike[grid][-1 - alike[grid].index(group)] for group, grid in enumerate(groups)
-    )
+    other = {
+        one: two
+        for each in alike.values()
+        for one, two in zip(each, reversed(each), strict=True)
+    }
+    return tuple(other[group] for group in range(len(groups)))
 
 
 def _explicit(options: CompileOptions, num_groups: int) -> tuple[int, ...]:
