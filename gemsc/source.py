@@ -219,9 +219,11 @@ class ConstantsLoader(SourceFileLoader):
         self.constants = constants
 
     def get_code(self, fullname: str) -> CodeType | None:
-        """Return the code, never a cached one of other constants."""
-        if not self.constants:
-            return super().get_code(fullname)
+        """Return the code, never a cached one: of other constants, or an older file.
+
+        Python takes what it has cached of a file that is as long, and as old to the
+        second.
+        """
         tree = ast.parse(Path(self.path).read_bytes(), self.path)
         assigned = _assigned(tree)
         for name, text in self.constants.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from gemsc.errors import GemscError
+from gemsc.runtime.training.program_directory import load_rank_module
 from gemsc.user_model import UserModel, load_user_model
 
 HEAD = "import torch\nfrom torch import nn\n"
@@ -61,6 +63,22 @@ def test_the_same_seed_gives_the_same_model_and_inputs(tmp_path: Path) -> None:
     assert torch.equal(user.make_inputs()[0], user.make_inputs()[0])
     assert torch.equal(state[0], torch.get_rng_state())
     assert state[1] == random.getstate()
+
+
+def test_a_file_that_has_changed_within_a_second_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python would take the code that it has cached of the file before."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    path, rank = tmp_path / "model.py", tmp_path / "rank0.py"
+    for layer in (nn.ReLU, nn.GELU):
+        name = f"nn.{layer.__name__}()"
+        path.write_text(f"{HEAD}model = {name}\n{INPUTS}")
+        rank.write_text(f"WHAT = '{name}'\n")
+        for each in (path, rank):
+            os.utime(each, (10**9, 10**9))
+        assert type(load_user_model(str(path)).make_model()) is layer
+        assert name == load_rank_module(tmp_path, 0).WHAT
 
 
 def test_another_name_and_modules_beside_the_file(tmp_path: Path) -> None:

@@ -49,7 +49,6 @@ def collect(pytestconfig: pytest.Config) -> Collect:
 
 
 @pytest.mark.slow(1)
-@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_all_parts_are_everything_and_no_test_is_in_two(
     collect: Collect, count: int
@@ -61,7 +60,6 @@ def test_all_parts_are_everything_and_no_test_is_in_two(
     assert sorted(names) == sorted(item.nodeid for item in parts[0].found)
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_what_is_left_out_by_day_is_in_no_part(collect: Collect) -> None:
     whole, first, second = collect(), collect("--part=1/2"), collect("--part=2/2")

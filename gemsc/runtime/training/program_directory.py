@@ -18,6 +18,7 @@ from gemsc.base.phase import Phase
 from gemsc.base.process import is_started_by_torch
 from gemsc.errors import GemscError
 from gemsc.plan import Plan, rank_file
+from gemsc.source import ConstantsLoader
 
 if TYPE_CHECKING:  # what starts ranks loads no PyTorch
     import torch
@@ -161,7 +162,8 @@ def load_rank_module(directory: Path, rank: int, name: str = "") -> ModuleType:
             help="start as many ranks as the program has: `gemsc run` does",
         )
     module_name = f"gemsc_program_{abs(hash(str(directory)))}_{path.stem}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
+    loader = ConstantsLoader(module_name, path, {})
+    spec = importlib.util.spec_from_file_location(module_name, path, loader=loader)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
