@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import fx
 
@@ -14,7 +13,6 @@ from gemsc.ir.flow import external_inputs, flow, inner_flow, made_once, segments
 from gemsc.ir.program import Program
 
 Storages = Mapping[int, int]  # storage -> bytes
-Known = dict[tuple[Hashable, ...], Any]  # what was found of a graph's stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,56 +84,33 @@ class _Moment:
         return self.held + _size(self.needs) + _size(self.waiting)
 
 
-def activations(
-    program: Program, *, split: bool = False, known: Known | None = None
-) -> list[Activations]:
+def activations(program: Program, *, split: bool = False) -> list[Activations]:
     """Return what each stage keeps of a micro-batch.
 
-    With `split`, weight gradients come in a second part of the backward. What `known`
-    has of programs that differ in their segments alone is taken from there, and what
-    is found is added.
+    With `split`, weight gradients come in a second part of the backward.
+
+    What an earlier stage on the same rank keeps already, longer, counts there only, and
+    waits there for the weight gradients of both; but each stage has a copy of its own
+    of what it reads of the batch.
     """
-    known = {} if known is None else known
-    placement, segments = program.require_placement(), program.segments or ()
-    stages = program.require_stages()
-    by_rank: dict[tuple[int, ...], list[int]] = {}
-    for stage in stages:
-        by_rank.setdefault(placement.ranks[0][stage.index], []).append(stage.index)
-    found: dict[int, Activations] = {}
-    for here in by_rank.values():
-        blocks = {block.index for index in here for block in stages[index].blocks}
-        own = tuple(each for each in segments if not blocks.isdisjoint(each.blocks))
-        key = id(program.graph), split, tuple(here), own
-        if key not in known:
-            known[key] = _of_rank(program, here, split=split)
-        found.update(zip(here, known[key], strict=True))
-    return [found[stage.index] for stage in stages]
-
-
-def _of_rank(
-    program: Program, here: Sequence[int], *, split: bool
-) -> list[Activations]:
-    """Return what each of the stages of a rank keeps.
-
-    What an earlier one keeps already, longer, counts there only, and waits there for
-    the weight gradients of both; but each stage has a copy of its own of what it reads
-    of the batch.
-    """
+    placement = program.require_placement()
+    row = placement.ranks[0]
     inputs = [node for node in program.graph.nodes if node.op == "placeholder"]
     batch = _union(dict(meta.facts(node).storages) for node in inputs)
     found: list[Activations] = []
-    held: Storages = {}
-    parts_of = [_parts(program, index, split=split) for index in here]
+    held: list[Storages] = []
+    stages = range(len(program.require_stages()))
+    parts_of = [_parts(program, index, split=split) for index in stages]
     left = [_left_behind(parts)[0] for _, parts in parts_of]
-    for place, (index, (received, parts)) in enumerate(
-        zip(here, parts_of, strict=True)
-    ):
-        known = _union([held, made_once_storages(program, index)])
-        later = _union(left[place + 1 :])
+    for index, (received, parts) in enumerate(parts_of):
+        here = [other for other in stages if row[other] == row[index]]
+        known = _union(held[other] for other in here if other < index)
+        known = _union([known, made_once_storages(program, index)])
+        later = _union(left[other] for other in here if other > index)
         ends = _ends(program, index)
         found.append(_measure(received, parts, known, later, ends))
         stays = _union([received, *(part.stays for part in parts)])
-        held = _union([held, _without(stays, batch)])
+        held.append(_without(stays, batch))
     return found
 
 

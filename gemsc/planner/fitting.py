@@ -19,7 +19,7 @@ from gemsc.ir.flow import external_inputs, owned_tensors
 from gemsc.ir.program import Block, Program, Segment, Stage
 from gemsc.ir.segments import frees_anything, may_recompute, segment_name
 from gemsc.options import CompileOptions
-from gemsc.planner.activations import Known, seconds_again
+from gemsc.planner.activations import seconds_again
 from gemsc.planner.layout import StageLayout
 from gemsc.planner.predict import schedule_task
 from gemsc.schedules import SCHEDULES, Policy, Task, Timeline, run, split_last_backwards
@@ -106,15 +106,14 @@ class Scheduling:
             k for k in ("recompute", "offload") if "auto" in getattr(self.options, k)
         ]
 
-        owning = _changed(tiles, lambda tile: replace(tile, owned=owned_tensors(tile)))
-        known: Known = {}
+        known = _changed(tiles, lambda tile: replace(tile, owned=owned_tensors(tile)))
 
         def alike(fitted: Program, tiles: Sequence[Program]) -> tuple[Program, ...]:
             return _changed(tiles, lambda tile: replace(tile, segments=fitted.segments))
 
         def simulate(fitted: Program) -> Timeline:
-            whole = alike(fitted, owning)
-            task = schedule_task(whole, self.chosen, None, self.hardware, known)
+            whole = alike(fitted, known)
+            task = schedule_task(whole, self.chosen, None, self.hardware)
             return run(task, policy)
 
         ways = []

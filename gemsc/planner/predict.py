@@ -14,12 +14,7 @@ from gemsc.ir.opaque import opaque_of
 from gemsc.ir.program import Program, Stage, Transfer, busy_seconds
 from gemsc.ir.segments import recomputed_nodes
 from gemsc.messages.exchange import Exchange
-from gemsc.planner.activations import (
-    Known,
-    activations,
-    again_seconds,
-    made_once_storages,
-)
+from gemsc.planner.activations import activations, again_seconds, made_once_storages
 from gemsc.planner.layout import StageLayout
 from gemsc.planner.memory import StageWeights, stage_weights
 from gemsc.planner.traffic import (
@@ -36,20 +31,18 @@ def schedule_task(
     chosen: StageLayout,
     memory_cap: int | None,
     hardware: Hardware,
-    known: Known | None = None,
 ) -> Task:
     """Return what the schedule engine needs to know of the program.
 
     `tiles` are what the tiles of the largest grid run. The ranks of a grid go in step:
     a stage takes the time and the memory of its peak-memory tile. Ranks that share
-    branches wait for each other at each exchange. `known` are activations, as for
-    `activations`.
+    branches wait for each other at each exchange.
     """
     first = tiles[0]
     placement = first.require_placement()
     unlike = {id(tile): tile for tile in tiles}
-    of_tiles = {key: _stage_costs(t, hardware, known) for key, t in unlike.items()}
-    costs = [of_tiles[id(tile)] for tile in tiles]
+    known = {key: _stage_costs(tile, hardware) for key, tile in unlike.items()}
+    costs = [known[id(tile)] for tile in tiles]
     stages = []
     for index in range(len(first.require_stages())):
         size = len(placement.ranks[0][index])
@@ -71,12 +64,10 @@ def schedule_task(
     )
 
 
-def _stage_costs(
-    program: Program, hardware: Hardware, known: Known | None
-) -> list[StageCost]:
+def _stage_costs(program: Program, hardware: Hardware) -> list[StageCost]:
     """Return what each stage costs on the rank that runs this program."""
-    saved = activations(program, known=known)
-    split = activations(program, split=True, known=known)
+    saved = activations(program)
+    split = activations(program, split=True)
     weights = stage_weights(program)
     by_stage = []
     for stage in program.require_stages():
