@@ -17,7 +17,14 @@ from torch import nn
 
 from gemsc.base.files import write_text
 from gemsc.base.fingerprint import source_fingerprints
-from gemsc.cli.options import DEFAULTS, OF_A_PLAN, Model, takes_options, typed_flags
+from gemsc.cli.options import (
+    DEFAULTS,
+    OF_A_PLAN,
+    Model,
+    is_typed,
+    takes_options,
+    typed_flags,
+)
 from gemsc.cli.terminal import (
     Answer,
     console,
@@ -75,12 +82,6 @@ COMPARED = (
 )
 
 
-def _sets_constants(context: typer.Context) -> bool:
-    """Whether `--set` stands on the command line."""
-    source = context.get_parameter_source("constants")
-    return source is not None and source.name == "COMMANDLINE"
-
-
 @takes_options()
 def compile_command(
     context: typer.Context,
@@ -119,10 +120,8 @@ def compile_command(
     edited = _read_edited(plan, typed_flags(context)) if plan is not None else None
     values = split_constants(constants or [])
     if edited is not None:  # goes before the settings of a project
-        values = {
-            **edited.plan.constants,
-            **(values if _sets_constants(context) else {}),
-        }
+        own = values if is_typed(context, "constants") else {}
+        values = {**edited.plan.constants, **own}
     user = load_user_model(model, constants=values)
     if not overwrite:
         _check_same(output, user)

@@ -165,13 +165,14 @@ def _read(field: Field[Any], value: Any) -> Any:
 
 def typed_flags(context: typer.Context) -> list[str]:
     """Return the flags that the user gave to the running command, as typed."""
-    words = []
-    for name in FIELDS:
-        source = context.get_parameter_source(name)
-        if source is None or source.name != "COMMANDLINE":
-            continue
-        words.append(typed(name, context.params[name]))
-    return words
+    names = (name for name in FIELDS if is_typed(context, name))
+    return [typed(name, context.params[name]) for name in names]
+
+
+def is_typed(context: typer.Context, name: str) -> bool:
+    """Whether a parameter of the running command stands on the command line."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def _count(text: str, flag: str) -> int:
