@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from threading import Lock
 from types import CodeType, ModuleType
 from typing import Any
 
@@ -27,6 +28,8 @@ from gemsc.errors import GemscError, SourceLocation
 # before the name of a user's file whose own is that of an imported module
 RENAMED = "gemsc_user_"
 KINDS = (int, float, str, bool, tuple)
+# CPython 3.11 counts the depth of the tree that it makes once for all threads
+_PARSING = Lock()
 
 
 def import_source(
@@ -224,14 +227,21 @@ class ConstantsLoader(SourceFileLoader):
         Python takes what it has cached of a file that is as long, and as old to the
         second.
         """
-        tree = ast.parse(Path(self.path).read_bytes(), self.path)
+        text = Path(self.path).read_bytes()
+        if not self.constants:
+            return self.source_to_code(text, self.path)
+        with _PARSING:
+            return self.source_to_code(self._tree(text), self.path)
+
+    def _tree(self, text: bytes) -> ast.Module:
+        tree = ast.parse(text, self.path)
         assigned = _assigned(tree)
-        for name, text in self.constants.items():
+        for name, value in self.constants.items():
             if name not in assigned:
                 raise _unknown(Path(self.path), name, assigned)
             for statement in assigned[name]:
-                statement.value = _new_value(Path(self.path), name, text, statement)
-        return compile(ast.fix_missing_locations(tree), self.path, "exec")
+                statement.value = _new_value(Path(self.path), name, value, statement)
+        return ast.fix_missing_locations(tree)
 
 
 def split_constants(texts: list[str]) -> dict[str, str]:
