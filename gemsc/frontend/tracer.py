@@ -19,13 +19,12 @@ from torch._subclasses.fake_tensor import (
 from torch.autograd.function import BackwardCFunction
 from torch.jit._fuser import optimized_execution
 from torch.overrides import TorchFunctionMode
-from torch.utils._mode_utils import no_dispatch
 
 from gemsc.base.nests import call_model, tensor_leaves
 from gemsc.base.plain_forward import plain_forward
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.frontend.attention import attention_of
-from gemsc.frontend.fake_copy import FakeCopy
+from gemsc.frontend.fake_copy import FakeCopy, in_one_memory
 from gemsc.frontend.opaque import (
     DATA_ERRORS,
     DependsOnDataError,
@@ -75,33 +74,12 @@ class TracerFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
                 self.fake_tensor_converter.invalidate_constant_aliases(number.constant)
         record = not self.tracer.paused
         with self.tracer.pause(), _unknown(numbers if asks else []):
-            result = self._computed(func, types, args, kwargs or {})
+            compute = super().__torch_dispatch__
+            result = in_one_memory(self, compute, func, types, args, kwargs or {})
         for _, tensor in tensor_leaves(result) if numbers else ():
             vars(tensor)["of_buffer"] = True
         if record:
             self.tracer.record_dispatch(func, args, kwargs or {}, result)
-        return result
-
-    def _computed(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Compute on fakes. A view of a known number is known, and in its memory.
-
-        PyTorch gives it memory of its own: what is written there would be lost.
-        """
-        number: Any = args[0] if args else None
-        known = getattr(number, "constant", None)
-        if known is None or not getattr(func, "is_view", False):
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        number.constant = None
-        try:
-            result = super().__torch_dispatch__(func, types, args, kwargs)
-            with no_dispatch():
-                constants = func(known, *args[1:], **kwargs)
-        finally:
-            number.constant = known
-        pairs = zip(tensor_leaves(result), tensor_leaves(constants), strict=True)
-        for (_, view), (_, constant) in pairs:
-            view.constant = constant
-            self.fake_tensor_converter.add_constant_storage_mapping(view)
         return result
 
 
