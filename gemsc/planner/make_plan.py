@@ -158,10 +158,10 @@ def _optimizer_note(program: Program) -> list[str]:
     if not (difference := program.updated_together()):
         return []
     return [
-        "optimizer() looks at several parameters at once (without others they step "
-        f"differently, by {difference:.0e}), and gets only those of its rank: weights "
-        "will not be those of one process. To clip by the norm of all gradients leave "
-        "that out of optimizer() and use `gemsc run --clip-norm`"
+        "optimizer() looks at several parameters at once, or counts them: without "
+        f"others they step differently, by {difference:.0e}. It gets those of its rank "
+        "only, so weights will not be those of one process. Clip by the norm of all "
+        "gradients with `gemsc run --clip-norm`, and choose rates by names, not numbers"
     ]
 
 

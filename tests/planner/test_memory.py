@@ -165,10 +165,16 @@ def test_optimizers_that_look_across_a_tensor_are_found(optimizer, wanted) -> No
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def deeper_is_faster(parameters):
+    groups = enumerate(parameter for _, parameter in parameters)
+    return torch.optim.SGD([{"params": [p], "lr": 0.1 * 2**i} for i, p in groups])
+
+
 @pytest.mark.parametrize(
     ("optimizer", "options", "count"),
     [
         (clipped, {"ranks": 2}, 1),
+        (deeper_is_faster, {"ranks": 2}, 1),
         (clipped, {"ranks": 1}, 0),
         (clipped, {"ranks": 2, "data": 2}, 0),
         (clipped, {"ranks": 2, "schedule": "mast", "micro_batches": 2}, 0),
