@@ -28,8 +28,6 @@ from gemsc.errors import GemscError, SourceLocation
 # before the name of a user's file whose own is that of an imported module
 RENAMED = "gemsc_user_"
 KINDS = (int, float, str, bool, tuple)
-# CPython 3.11 counts the depth of the tree that it makes once for all threads
-_PARSING = Lock()
 
 
 def import_source(
@@ -213,6 +211,9 @@ def _on_path(folder: Path) -> Iterator[None]:
         sys.path.remove(entry)
 
 
+_one_tree = Lock()  # for ranks that are threads: Python 3.11 parses one at a time
+
+
 class ConstantsLoader(SourceFileLoader):
     """Loads a Python file with other values for some of its constants."""
 
@@ -227,21 +228,21 @@ class ConstantsLoader(SourceFileLoader):
         Python takes what it has cached of a file that is as long, and as old to the
         second.
         """
-        text = Path(self.path).read_bytes()
+        source = Path(self.path).read_bytes()
         if not self.constants:
-            return self.source_to_code(text, self.path)
-        with _PARSING:
-            return self.source_to_code(self._tree(text), self.path)
+            return self.source_to_code(source, self.path)
+        with _one_tree:
+            return self._changed(source)
 
-    def _tree(self, text: bytes) -> ast.Module:
-        tree = ast.parse(text, self.path)
+    def _changed(self, source: bytes) -> CodeType:
+        tree = ast.parse(source, self.path)
         assigned = _assigned(tree)
-        for name, value in self.constants.items():
+        for name, text in self.constants.items():
             if name not in assigned:
                 raise _unknown(Path(self.path), name, assigned)
             for statement in assigned[name]:
-                statement.value = _new_value(Path(self.path), name, value, statement)
-        return ast.fix_missing_locations(tree)
+                statement.value = _new_value(Path(self.path), name, text, statement)
+        return self.source_to_code(ast.fix_missing_locations(tree), self.path)
 
 
 def split_constants(texts: list[str]) -> dict[str, str]:

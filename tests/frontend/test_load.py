@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import random
 import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,7 @@ from torch import nn
 
 from gemsc.errors import GemscError
 from gemsc.runtime.training.program_directory import load_rank_module
-from gemsc.source import ConstantsLoader, split_constants
+from gemsc.source import split_constants
 from gemsc.user_model import UserModel, load_user_model
 
 HEAD = "import torch\nfrom torch import nn\n"
@@ -96,42 +93,6 @@ def test_annotations_are_what_they_are_in_python(tmp_path: Path) -> None:
         given = split_constants([*constants])
         model = load_user_model(str(path), constants=given).make_model()
         assert (model.in_features, model.out_features) == (3, width)
-
-
-@pytest.mark.parametrize(("constants", "parses"), [({}, 0), ({"A": "2"}, 4)])
-def test_ranks_that_are_threads_import_at_the_same_time(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    constants: dict[str, str],
-    parses: int,
-) -> None:
-    """CPython 3.11 may fail where a thread makes a tree while another one does."""
-    path = tmp_path / "rank0.py"
-    path.write_text("A = 1\n")
-    inside, most = [], []
-    parse = ast.parse
-
-    def slow(text: bytes | str, *args: Any, **kwargs: Any) -> ast.Module:
-        if isinstance(text, bytes):
-            inside.append(text)
-            time.sleep(0.05)
-            most.append(len(inside))
-            inside.pop()
-        return parse(text, *args, **kwargs)
-
-    monkeypatch.setattr(ast, "parse", slow)
-
-    def load(_: int) -> dict[str, int]:
-        code = ConstantsLoader("rank0", path, constants).get_code("rank0")
-        found: dict[str, int] = {}
-        assert code is not None
-        exec(code, found)
-        return found
-
-    with ThreadPoolExecutor(4) as threads:
-        values = [found["A"] for found in threads.map(load, range(4))]
-    assert values == [int(constants.get("A", 1))] * 4
-    assert most == [1] * parses
 
 
 def test_another_name_and_modules_beside_the_file(tmp_path: Path) -> None:
