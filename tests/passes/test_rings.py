@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
+from itertools import combinations
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -14,6 +16,7 @@ import torch.nn.functional as F
 from command_line import Gemsc, gemsc_here
 from parity_support import (
     FLOAT64,
+    NETWORKS,
     draws_of,
     lowered,
     options,
@@ -23,10 +26,13 @@ from parity_support import (
 )
 from plan_support import metered_peaks, search
 from test_trunk import cut_along, drawn_alike
+from threads import run_on_threads
 from tile_support import Step, assert_same, eager, on_tiles
 from torch import Tensor, nn
 
+from gemsc.base.boxes import everything
 from gemsc.base.rng import same_draws
+from gemsc.codegen.package import write_directory
 from gemsc.errors import GemscError, InternalError
 from gemsc.ir.flow import exchange_of, is_exchange, is_ring
 from gemsc.ir.shape_grid import ShapeGrid
@@ -34,6 +40,8 @@ from gemsc.messages.exchange import Exchange
 from gemsc.options import CompileOptions
 from gemsc.passes.spatial.rules import attention
 from gemsc.runtime.tiles import ring
+from gemsc.runtime.tiles.dropout import PairMask
+from gemsc.verify.compare import compare
 
 __all__ = ["cut_along"]  # a fixture
 in_double = pytest.mark.usefixtures("in_double")
@@ -97,7 +105,15 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "truth": lambda: Mixed(mask=distances(allowed=2)[0].isfinite()),
     "blind rows": lambda: Mixed(mask=torch.ones(TOKENS, TOKENS).tril(-3).bool()),
     "a column for all": lambda: Mixed(mask=torch.randn(TOKENS, 1)),
+    "dropout": lambda: Mixed(dropout_p=0.4),
+    "dropout, causal": lambda: Mixed(dropout_p=0.4, is_causal=True),
+    "dropout, heads that share keys": lambda: Mixed(
+        2, enable_gqa=True, scale=0.3, dropout_p=0.4
+    ),
+    "dropout, local": lambda: Mixed(mask=distances(allowed=1), dropout_p=0.4),
+    "all dropped": lambda: Mixed(dropout_p=1.0),
 }
+dropout = sys.modules[PairMask.__module__]  # the package's name is the function's
 
 
 def step_of(
@@ -107,9 +123,11 @@ def step_of(
     model = build()
     x, target = torch.randn(3, TOKENS, 12), torch.randn(3, TOKENS, 12)
     given = model, (x,), F.mse_loss, target
-    expected = eager(*given)
+    with pytest.MonkeyPatch.context() as patch, same_draws():
+        drawn_alike(patch)
+        expected = eager(*given)
+        step = on_tiles(*given, (count,), rings=True, facts=facts)
     expected.buffers.pop("mask", None)
-    step = on_tiles(*given, (count,), rings=True, facts=facts)
     step.buffers.pop("mask", None)  # it has infinite numbers
     return step, expected
 
@@ -140,7 +158,62 @@ def test_a_device_without_the_kernel_computes_the_same(
 ) -> None:
     cut_along(1)
     monkeypatch.setattr(ring, "_has_kernel", lambda tensor: False)
+    monkeypatch.setattr(dropout, "ROWS", 2)  # queries meet keys in strips
     assert_same(*step_of(KINDS[kind], 3))
+
+
+@in_double
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("count", [2, 3])
+def test_all_tiles_drop_by_one_mask(
+    count: int,
+    is_causal: bool,
+    cut_along: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Training, tiles draw cells of a mask, forward and again in the backward."""
+    cut_along(1)
+    monkeypatch.setattr(dropout, "ROWS", 3)
+    torch.manual_seed(5)
+    model = Mixed(dropout_p=0.4, is_causal=is_causal)
+    x, target = torch.randn(3, TOKENS, 12), torch.randn(3, TOKENS, 12)
+    step = on_tiles(model, (x,), F.mse_loss, target, (count,), rings=True)
+    (node,) = filter(is_ring, step.programs[0].graph.nodes)
+    shape = node.kwargs["shape"]
+    assert shape == (3, 4, TOKENS, TOKENS)
+    whole = PairMask(0.4, shape, node.kwargs["draw"]).part(x, everything(shape))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+        scores = q @ k.mT / 2
+        if is_causal:
+            scores = scores + torch.full(shape, -torch.inf).triu(1)
+        return (scores.softmax(-1) * whole) @ v
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
+    assert_same(step, eager(model, (x,), F.mse_loss, target))
+
+
+def test_cells_of_a_mask_are_drawn_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dropout, "ROWS", 8)
+    like, shape = torch.zeros(()), (2, 3, 40, 44)
+    mask = PairMask(0.25, shape, draw=1, seed=7)
+    whole = mask.part(like, everything(shape))
+    assert whole.unique().tolist() == [0, torch.tensor(1 / 0.75)]
+    assert (whole > 0).double().mean() == pytest.approx(0.75, abs=0.02)
+    cells = [whole[..., r : r + 8, c : c + 8] for r in (0, 8) for c in (0, 8, 16)]
+    other = [
+        PairMask(0.25, shape, *of).part(like, everything(shape))
+        for of in ((1, 8), (2, 7))
+    ]
+    cells += [each[..., :8, :8] for each in other]
+    pairs = combinations(cells, 2)
+    assert not any(torch.equal(a, b) for a, b in pairs)
+    box = ((1, 2), (0, 2), (5, 23), (7, 40))
+    assert torch.equal(mask.part(like, box), whole[tuple(slice(*s) for s in box)])
+    widest = PairMask(0.25, (1, 1, 8, 8 * 1024), draw=1, seed=7)
+    assert (
+        widest.part(like, ((0, 1), (0, 1), (0, 8), (0, 8 * 1024))).size(-1) == 8 * 1024
+    )
 
 
 # what is changed, into what, and a kind of attention that must not bear it
@@ -153,8 +226,8 @@ MUTANTS: dict[str, tuple[ModuleType, str, str, str]] = {
         "self.exchange.rounds[1:],",
         "plain",
     ),
-    "each part causal": (ring, " and part.is_own", "", "causal"),
-    "none causal": (ring, "self.is_causal and part.is_own", "False", "causal"),
+    "each part causal": (ring, "(seen, False)", "(seen, True)", "causal"),
+    "none causal": (ring, "(own, True)", "(own, False)", "causal"),
     "later keys": (
         attention,
         "box[-2][1] if is_causal else tokens",
@@ -168,11 +241,11 @@ MUTANTS: dict[str, tuple[ModuleType, str, str, str]] = {
         "causal",
     ),
     "no gradient home": (ring, "own.add_(came)", "came", "plain"),
-    "own gradient alone": (ring, "of_query.add_(more)", "more", "plain"),
+    "the last gradient alone": (ring, "rows] += more", "rows] = more", "plain"),
     "first columns": (
         ring,
-        "slice(*part.columns)",
-        "slice(part.columns[1] - part.columns[0])",
+        "slice(*block.columns)",
+        "slice(block.columns[1] - block.columns[0])",
         "one bias",
     ),
     "blind parts count": (ring, "where(blind, -math.inf, sums)", "abs(sums)", "local"),
@@ -189,6 +262,24 @@ MUTANTS: dict[str, tuple[ModuleType, str, str, str]] = {
         "causal, heads that share keys",
     ),
     "the gradient of one head": (ring, ".sum(2)", "[:, :, 0]", "heads that share keys"),
+    "the gradient of what is dropped": (
+        ring,
+        "of_weights * kept, weights * kept",
+        "of_weights, weights * kept",
+        "dropout",
+    ),
+    "values get the gradient of all": (
+        ring,
+        "of_weights * kept, weights * kept",
+        "of_weights * kept, weights",
+        "dropout",
+    ),
+    "the mask of all heads' first rows": (
+        ring,
+        "*self.box[:2], block.rows, block.columns",
+        "*self.box[:2], (block.here.start, block.here.stop), block.columns",
+        "dropout",
+    ),
     "no scale": (ring, "scale = 1 / math.sqrt(query.size(-1))", "scale = 1.0", "plain"),
 }
 
@@ -218,7 +309,6 @@ def test_whatever_is_wrong_in_a_ring_shows(
 
 
 REASONS: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "dropout": (lambda: Mixed(dropout_p=0.4), "dropout draws its mask"),
     "a mask that learns": (lambda: Mixed(learns=True), "its mask has a gradient"),
     "wide values": (lambda: Mixed(wide=True), "of one size"),
     "three dimensions": (lambda: Mixed(flat=True), "batch x heads x tokens x features"),
@@ -228,13 +318,11 @@ REASONS: dict[str, tuple[Callable[[], nn.Module], str]] = {
 @in_double
 @pytest.mark.parametrize("kind", REASONS)
 def test_where_no_ring_can_be_keys_are_gathered_and_it_says_why(
-    kind: str, cut_along: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+    kind: str, cut_along: Callable[[int], None]
 ) -> None:
     cut_along(1)
-    drawn_alike(monkeypatch)
     build, reason = REASONS[kind]
-    with same_draws():
-        step, expected = step_of(build, 3)
+    step, expected = step_of(build, 3)
     assert_same(step, expected)
     (barrier,) = step.barriers
     assert barrier.reason.startswith("no ring: ")
@@ -258,11 +346,38 @@ def test_a_program_trains_as_one_process_does(
 ) -> None:
     choice = rings(ranks)
     program = lowered(name, choice)
-    # without dropout, as in evaluation, keys come part by part
-    assert "tiles.ring_attention(" in program.compilation.files["rank1.py"]
-    assert bool(program.plan.barriers) == ("dropout" in name)
+    text = program.compilation.files["rank1.py"]
+    assert "tiles.ring_attention(" in text
+    assert ("dropout_p=0.1" in text) == ("dropout" in name)
+    assert not program.plan.barriers
     error = worst_error(name, choice, tmp_path / "p", draws=draws_of(name))
     assert error <= FLOAT64
+
+
+STAGES = {"ranks": 4, "shards": "2", "schedule": "1f1b", "micro_batches": 3}
+AGAIN = {"recompute": ("all",)}
+TWINS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "ranks": ({}, {"ranks": 3, "shards": "3"}),
+    "recomputation": ({}, AGAIN),
+    "recomputation in two stages": (STAGES, STAGES | AGAIN),
+}
+
+
+@pytest.mark.parametrize("kind", TWINS)
+def test_dropout_is_the_same_in_programs_that_compute_the_same(
+    kind: str, tmp_path: Path
+) -> None:
+    """Training, nothing is drawn as one process would."""
+    records = []
+    for number, more in enumerate(TWINS[kind]):
+        choice = rings(**{"ranks": 2} | more)
+        write_directory(
+            lowered("gpt dropout", choice).compilation, tmp_path / str(number)
+        )
+        batches = [NETWORKS["gpt dropout"].inputs(choice.micro_batches, torch.float64)]
+        given = tmp_path / str(number), choice.ranks, batches * 2
+        records.append(run_on_threads(*given, measure=False))
+    assert compare(*records).worst <= FLOAT64
 
 
 def rings(ranks: int, **more: Any) -> CompileOptions:
@@ -272,12 +387,15 @@ def rings(ranks: int, **more: Any) -> CompileOptions:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt", "gpt dropout"])
 @pytest.mark.parametrize("recompute", ["off", "all"])
-def test_what_a_ring_keeps_is_predicted(recompute: str, tmp_path: Path) -> None:
+def test_what_a_ring_keeps_is_predicted(
+    name: str, recompute: str, tmp_path: Path
+) -> None:
     kept = {}
     for how in ("gather", "ring"):
         choice = rings(3, attention=how, recompute=(recompute,))
-        record, program = trained("gpt", choice, tmp_path / how, torch.float32)
+        record, program = trained(name, choice, tmp_path / how, torch.float32)
         (activations,) = program.plan.activation_bytes
         assert max(record.activation_bytes) == pytest.approx(activations, 0.01)
         kept[how] = max(record.peak_bytes)

@@ -70,15 +70,20 @@ def _gathered(low: Lowering, call: Call, axes: Axes) -> Local:
         settings["is_causal"] = True
     function: Any = F.scaled_dot_product_attention
     if call.get("dropout_p") is not None:
-        keys = low.shape(key)[-2]
-        shape = (*low.shape(query)[:-1], keys)
-        box = (*low.box(call.node, axes)[:-1], (0, keys))
-        settings |= {"dropout_p": call["dropout_p"], "shape": shape, "box": box}
-        settings["draw"] = low.draw(call.node)
+        settings |= _dropout(low, call, axes)
         function = tiles.scaled_dot_product_attention
     return low.create(
         call.node, "call_function", function, tuple(given), settings, axes
     )
+
+
+def _dropout(low: Lowering, call: Call, axes: Axes) -> dict[str, Any]:
+    """Return which part of the mask of all weights the rank takes."""
+    keys = low.shape(call["key"])[-2]
+    shape = (*low.shape(call["query"])[:-1], keys)
+    box = (*low.box(call.node, axes)[:-1], (0, keys))
+    given = {"dropout_p": call["dropout_p"], "shape": shape, "box": box}
+    return given | {"draw": low.draw(call.node)}
 
 
 def _why_gathered(low: Lowering, call: Call, axes: Axes, keys: Axes) -> str | None:
@@ -86,8 +91,6 @@ def _why_gathered(low: Lowering, call: Call, axes: Axes, keys: Axes) -> str | No
     query, key, value = (call[name] for name in ("query", "key", "value"))
     shape, mask = low.shape(key), call.get("attn_mask")
     parts = low.local(key).held_parts
-    if call.get("dropout_p") not in (None, 0.0):
-        return "dropout draws its mask of all keys at once"
     if len(low.shape(query)) != 4 or low.shape(value) != shape:
         return "keys and values are not batch x heads x tokens x features of one size"
     if keys != axes or low.axes(value) != keys:
@@ -131,6 +134,8 @@ def _around(low: Lowering, call: Call, axes: Axes) -> Local:
         args = (*args, _mask(low, call, (*axes[:-1], None)))
     names = ("is_causal", "scale", "enable_gqa")
     settings = {n: call[n] for n in names if call.get(n) not in (None, False)}
+    if call.get("dropout_p"):
+        settings |= _dropout(low, call, axes)
     function: Any = tiles.ring_attention
     return low.create(call.node, "call_function", function, args, settings, axes)
 
