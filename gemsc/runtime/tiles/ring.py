@@ -28,7 +28,6 @@ from torch.autograd.function import once_differentiable
 
 from gemsc.base.boxes import Box, Interval
 from gemsc.base.dtypes import lowered
-from gemsc.errors import InternalError
 from gemsc.messages.exchange import Exchange
 from gemsc.runtime.tiles.collectives import InFlight, TileGrid
 from gemsc.runtime.tiles.dropout import PairMask, strips
@@ -60,13 +59,8 @@ def ring_attention(
     of keys and values side by side. A mask has the rows of the tile's queries, and the
     columns of all keys or one for all. With `is_causal` queries are cut as keys are.
     Dropout takes `box` of a mask of `shape`, those of batch x heads x queries x keys.
-
-    Raises:
-        InternalError: the mask has a gradient.
     """
     if attn_mask is not None:
-        if attn_mask.requires_grad:
-            raise InternalError("ring attention gives its mask no gradient")
         attn_mask = lowered(attn_mask)[(None,) * (4 - attn_mask.dim())]
     if scale is None:
         scale = 1 / math.sqrt(query.size(-1))
@@ -74,7 +68,8 @@ def ring_attention(
     drops = PairMask(dropout_p, shape, draw) if dropout_p else None
     columns = exchange.held[grid.tile][-2]
     rows = box[-2] if box else columns if is_causal else (0, query.size(2))
-    in_kernel = _has_kernel(query) and drops is None
+    learns = attn_mask is not None and attn_mask.requires_grad
+    in_kernel = _has_kernel(query) and drops is None and not learns
     pieces = (rows,) if in_kernel else tuple(strips(rows))
     how = is_causal, scale, heads, pieces, drops, box, in_kernel
     ring = _Ring(grid, exchange, *how)
@@ -192,22 +187,25 @@ class _Ring:
         out: Tensor,
         sums: Tensor,
         mask: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return what a block adds to the gradients of queries, and of the part."""
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return a block's gradients: of queries, keys and values, and of the bias.
+
+        PyTorch's kernel finds none of a bias.
+        """
         how = self._settings(part, block, mask)
         own = (each[:, :, block.here] for each in (gradient, query, out, sums))
         gradient, queries, out, sums = own
         keys = self._for_each_head(part, block)
-        given = _dense(gradient), _dense(queries), *keys, out, sums
+        given, of_bias = (_dense(gradient), _dense(queries), *keys, out, sums), None
         if self.in_kernel:
             kernel = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward
             of_query, *others = kernel(*given, 0.0, how.pop("is_causal"), **how)
         else:
             kept = self._kept(query, block)
-            of_query, *others = _attention_backward(*given, kept, **how)
+            of_bias, of_query, *others = _attention_backward(*given, kept, **how)
         if self.heads > 1:
             others = [t.unflatten(1, (-1, self.heads)).sum(2) for t in others]
-        return of_query, torch.cat(others, -1)
+        return of_query, torch.cat(others, -1), of_bias
 
     def _settings(
         self, part: _Part, block: _Block, mask: Tensor | None
@@ -285,10 +283,16 @@ class _RingAttention(torch.autograd.Function):
         learns = any(ctx.needs_input_grad[:2])
         own: Any = None
         of_query: Any = None
+        of_mask = _wide(torch.zeros_like(mask)) if ctx.needs_input_grad[3] else None
         for part in ring.parts(key, value, home if learns else None):
             of_part: Any = None
             for block in ring.blocks(part):
-                more, of_block = ring.gradients(gradient, query, part, block, *kept)
+                more, of_block, of_bias = ring.gradients(
+                    gradient, query, part, block, *kept
+                )
+                if of_mask is not None and of_bias is not None:
+                    own_bias = of_mask[_within(of_mask, block)]
+                    own_bias += of_bias.sum_to_size(own_bias.shape)
                 of_query = _added(of_query, more, block.here, query)
                 of_part = _added(of_part, of_block, block.there, part.key)
             if own is None:
@@ -298,7 +302,8 @@ class _RingAttention(torch.autograd.Function):
         if ring.drops is not None:
             ring.drops.forget()
         of_key, of_value = own.to(key.dtype).chunk(2, -1)
-        return of_key, of_value, of_query.to(query.dtype), None, None
+        of_mask = None if of_mask is None else of_mask.to(mask.dtype)
+        return of_key, of_value, of_query.to(query.dtype), of_mask, None
 
 
 def _added(found: Tensor | None, more: Tensor, rows: slice, like: Tensor) -> Tensor:
@@ -343,7 +348,7 @@ def _attention(
     query: Tensor, key: Tensor, value: Tensor, kept: Tensor | None, **how: Any
 ) -> tuple[Tensor, Tensor]:
     """Do what the kernel for CPUs does, and drop weights that are not kept."""
-    scores = _scores(query, key, **how)
+    scores = _scores(*_scaled(query, key, how.pop("scale")), **how)
     sums = torch.logsumexp(scores, -1)
     weights = _ATEN._safe_softmax(scores, -1)
     if kept is not None:
@@ -361,16 +366,24 @@ def _attention_backward(
     kept: Tensor | None,
     **how: Any,
 ) -> tuple[Tensor, ...]:
-    """Do what the backward of the kernel does, with weights that were dropped."""
+    """Return the gradients of scores, queries, keys and values, as the kernel does."""
+    query, key = _scaled(query, key, scale := how.pop("scale"))
     scores = _scores(query, key, **how)
-    gradient, query, key, value, out = map(_wide, (gradient, query, key, value, out))
+    gradient, value, out = map(_wide, (gradient, value, out))
     weights = (scores - sums.unsqueeze(-1)).exp()
     of_weights, used = gradient @ value.mT, weights
     if kept is not None:
         of_weights, used = of_weights * kept, weights * kept
     of_weights = of_weights - (gradient * out).sum(-1, keepdim=True)
-    of_scores = weights * of_weights * how["scale"]
-    return of_scores @ key, of_scores.mT @ query, used.mT @ gradient
+    of_bias = weights * of_weights
+    of_query, of_key = _scaled(of_bias @ key, of_bias.mT @ query, scale)
+    return of_bias, of_query, of_key, used.mT @ gradient
+
+
+def _scaled(query: Tensor, key: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Return both multiplied by a root of the scale, as PyTorch does without kernel."""
+    root = math.sqrt(abs(scale))
+    return _wide(query) * math.copysign(root, scale), _wide(key) * root
 
 
 def _scores(
@@ -379,9 +392,8 @@ def _scores(
     *,
     is_causal: bool,
     attn_mask: Tensor | None,
-    scale: float,
 ) -> Tensor:
-    scores = _wide(query) @ _wide(key).mT * scale
+    scores = query @ key.mT
     if is_causal:
         later = torch.ones_like(scores, dtype=torch.bool).triu(1)
         scores = scores.masked_fill(later, -math.inf)

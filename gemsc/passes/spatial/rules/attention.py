@@ -22,7 +22,6 @@ import torch.nn.functional as F
 from torch import fx
 
 from gemsc.ir import meta
-from gemsc.ir.holder import attribute
 from gemsc.ir.operators.calls import Call
 from gemsc.ir.program import Barrier
 from gemsc.passes.spatial.cuts import Axes
@@ -102,18 +101,9 @@ def _why_gathered(low: Lowering, call: Call, axes: Axes, keys: Axes) -> str | No
         return "some queries share keys without enable_gqa"
     if call.get("is_causal") and low.shape(query)[-2] != shape[-2]:
         return "there are not as many queries as keys, and the mask is causal"
-    if mask is not None and _learns(low, mask):
-        return "its mask has a gradient"
     if mask is not None and len(low.shape(mask)) > 4:
         return "its mask has more than four dimensions"
     return None
-
-
-def _learns(low: Lowering, node: fx.Node) -> bool:
-    """Whether a value has a gradient; a parameter has."""
-    if node.op == "get_attr":
-        return bool(attribute(low.program.module, str(node.target)).requires_grad)
-    return meta.needs_gradient(node) or bool(meta.value(node).requires_grad)
 
 
 def _around(low: Lowering, call: Call, axes: Axes) -> Local:
