@@ -151,7 +151,11 @@ def test_a_ring_attends_as_one_process_does(
     (found,) = filter(is_ring, nodes)
     assert len(exchange_of(found).rounds) == count - 1
     others = [n for n in nodes if n is not found and not exchange_of(n).is_local]
-    assert not others or kind == "padded"  # a mask is that of all keys
+    if "causal" in kind:  # queries are dealt out, and what they find comes home
+        assert len(others) == 2
+        assert len(found.kwargs["rows"]) == 2
+    else:
+        assert not others or kind == "padded"  # a mask is that of all keys
 
 
 @pytest.mark.slow(1)
@@ -232,10 +236,11 @@ MUTANTS: dict[str, tuple[ModuleType, str, str, str]] = {
     ),
     "each part causal": (ring, "(seen, False)", "(seen, True)", "causal"),
     "none causal": (ring, "(own, True)", "(own, False)", "causal"),
-    "no earlier keys": (
+    "fewer keys": (attention, "max(own[-2][1], other[-2][1])", "own[-2][1]", "causal"),
+    "halves in another order": (
         attention,
-        "box[-2][1] if is_causal else tokens",
-        "0 if is_causal else tokens",
+        "(first, back), 2",
+        "(back, first), 2",
         "causal",
     ),
     "earlier keys": (
@@ -322,6 +327,25 @@ def test_whatever_is_wrong_in_a_ring_shows(
     step, expected = step_of(KINDS[kind], 3)
     with pytest.raises(AssertionError):
         assert_same(step, expected)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_have_as_much_to_do_under_a_causal_mask(
+    ranks: int, cut_along: Callable[[int], None]
+) -> None:
+    cut_along(1)
+    model = Mixed(is_causal=True)
+    x, target = torch.randn(2, 12, 12), torch.randn(2, 12, 12)
+    step = on_tiles(model, (x,), F.mse_loss, target, (ranks,), rings=True)
+    nodes = [next(filter(is_ring, p.graph.nodes)) for p in step.programs]
+    seen = [
+        sum(row + 1 for rows in node.kwargs["rows"] for row in range(*rows))
+        for node in nodes
+    ]
+    assert seen == [12 * 13 // 2 // ranks] * ranks
+    wanted = exchange_of(nodes[0]).wanted  # no later keys are sent
+    ends = [max(rows[1] for rows in node.kwargs["rows"]) for node in nodes]
+    assert [box[-2] for box in wanted[:-1]] == [(0, end) for end in ends[:-1]]
 
 
 REASONS: dict[str, tuple[Callable[[], nn.Module], str]] = {
@@ -446,7 +470,7 @@ def test_processes_with_uneven_parts(tmp_path: Path, gemsc: Gemsc) -> None:
     assert done.code == 0, done.err
     text = (path / "rank1.py").read_text()
     assert text.count("tiles.ring_attention(") == 6  # those of evaluation, too
-    assert text.count("dropout_p=0.3, shape=") == 1
+    assert text.count("dropout_p=0.3,") == 1
     assert "keys of 1 other shard, one after the other" in text
     done = gemsc("show", path)
     assert "no ring" not in done.out

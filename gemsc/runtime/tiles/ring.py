@@ -6,6 +6,7 @@
                      their way          their way
     causal           half of them       all of them        none: nothing is sent
 
+Under a causal mask a tile's queries may be those of tokens in two places (`rows`).
 What a part gives is joined to what those before gave by the logarithms of the sums of
 their weights. The backward goes round once more: it fetches each part again, and sends
 its gradient home.
@@ -48,6 +49,7 @@ def ring_attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    rows: tuple[Interval, ...] = (),
     dropout_p: float = 0.0,
     shape: tuple[int, ...] = (),
     box: Box = (),
@@ -57,7 +59,8 @@ def ring_attention(
 
     All are batch x heads x tokens x features, and cut by tokens; the exchange is that
     of keys and values side by side. A mask has the rows of the tile's queries, and the
-    columns of all keys or one for all. With `is_causal` queries are cut as keys are.
+    columns of all keys or one for all. With `is_causal` queries are cut as keys are, or
+    are those of the tokens in `rows`, of which each interval is within one part.
     Dropout takes `box` of a mask of `shape`, those of batch x heads x queries x keys.
     """
     if attn_mask is not None:
@@ -67,10 +70,11 @@ def ring_attention(
     heads = query.size(1) // key.size(1) if enable_gqa else 1
     drops = PairMask(dropout_p, shape, draw) if dropout_p else None
     columns = exchange.held[grid.tile][-2]
-    rows = box[-2] if box else columns if is_causal else (0, query.size(2))
+    own = box[-2] if box else columns if is_causal else (0, query.size(2))
+    rows = rows or (own,)
     learns = attn_mask is not None and attn_mask.requires_grad
     in_kernel = _has_kernel(query) and drops is None and not learns
-    pieces = (rows,) if in_kernel else tuple(strips(rows))
+    pieces = rows if in_kernel else tuple(s for each in rows for s in strips(each))
     how = is_causal, scale, heads, pieces, drops, box, in_kernel
     ring = _Ring(grid, exchange, *how)
     given = map(lowered, (key, value, query))
