@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from threading import Lock
 from types import CodeType, ModuleType
 from typing import Any
 
@@ -210,6 +211,9 @@ def _on_path(folder: Path) -> Iterator[None]:
         sys.path.remove(entry)
 
 
+_one_tree = Lock()  # for ranks that are threads: Python 3.11 parses one at a time
+
+
 class ConstantsLoader(SourceFileLoader):
     """Loads a Python file with other values for some of its constants."""
 
@@ -224,7 +228,14 @@ class ConstantsLoader(SourceFileLoader):
         Python takes what it has cached of a file that is as long, and as old to the
         second.
         """
-        tree = ast.parse(Path(self.path).read_bytes(), self.path)
+        source = Path(self.path).read_bytes()
+        if not self.constants:
+            return compile(source, self.path, "exec")
+        with _one_tree:
+            return self._changed(source)
+
+    def _changed(self, source: bytes) -> CodeType:
+        tree = ast.parse(source, self.path)
         assigned = _assigned(tree)
         for name, text in self.constants.items():
             if name not in assigned:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules import transformer
 from torch.utils import checkpoint
 
@@ -45,6 +46,7 @@ def plain_forward(seen: Callable[[], None] = lambda: None) -> Iterator[None]:
     def told(mask: object, is_causal: bool | None = None, *_: object) -> bool:
         return is_causal is True
 
+    mend_torch()
     changed: Any = checkpoint.CheckpointFunction
     changed.apply = reentrant
     fast = torch.backends.mha.get_fastpath_enabled()
@@ -70,6 +72,29 @@ def _replaced(
         yield
     finally:
         vars(module).update(before)
+
+
+_instance_norm = torch.instance_norm
+
+
+def mend_torch() -> None:
+    """Let torch.instance_norm give right gradients, from now on in this process.
+
+    Of a single sample they are wrong where the gradient that comes to it is in
+    `channels_last` (torch 2.13 on a CPU), and large pictures and volumes come one at a
+    time. Made contiguous, it is the same numbers.
+    """
+    torch.instance_norm = _mended_instance_norm
+
+
+@wraps(_instance_norm)
+def _mended_instance_norm(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    result = _instance_norm(input, *args, **kwargs)
+    compiles = torch.compiler.is_compiling()
+    if input.shape[0] == 1 and result.requires_grad and not compiles:
+        with torch._C.DisableTorchFunction():
+            result.register_hook(Tensor.contiguous)  # type: ignore[no-untyped-call]
+    return result
 
 
 @contextmanager

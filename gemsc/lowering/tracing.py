@@ -16,7 +16,7 @@ from gemsc.base.nests import normalize_inputs
 from gemsc.base.plain_forward import with_threads
 from gemsc.compilation import Traced
 from gemsc.costs.hardware import Hardware
-from gemsc.costs.optimizer_state import optimizer_bytes
+from gemsc.costs.optimizer_memory import optimizer_bytes
 from gemsc.costs.profile import Progress
 from gemsc.errors import GemscError, choose
 from gemsc.frontend import FRONTENDS

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -68,3 +70,39 @@ def test_a_run_sets_what_the_model_does_not_use(tmp_path: Path) -> None:
     with pytest.raises(GemscError, match="WIDTH may be part of what was compiled") as e:
         check_run_constants(path, {"WIDTH": "8"})
     assert e.value.help == "compile again with --set WIDTH=8"
+
+
+READERS = """import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from gemsc.source import ConstantsLoader, split_constants
+
+
+class Garbage:  # while Python collects it, other threads run
+    def __init__(self):
+        self.cycle = self
+
+    def __del__(self):
+        sum(range(2000))
+
+
+def read(_):
+    for _ in range(20):
+        Garbage()
+        ConstantsLoader("own", path, constants).get_code("own")
+
+
+path, constants = Path(sys.argv[1]), split_constants(sys.argv[2:])
+with ThreadPoolExecutor(4) as pool:
+    list(pool.map(read, range(4)))
+"""
+
+
+@pytest.mark.parametrize("constants", [[], ["WIDTH=8"]])
+def test_threads_read_files_at_once(constants: list[str], tmp_path: Path) -> None:
+    """As ranks that are threads do: Python 3.11 makes one tree of a file at a time."""
+    path = tmp_path / "own.py"
+    path.write_text(TEXT + "numbers = [" + "(1, 2, [3, 4], {5: 6}), " * 400 + "]\n")
+    words = [sys.executable, "-c", READERS, path, *constants]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr

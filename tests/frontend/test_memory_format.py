@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from command_line import Gemsc
 from program_support import assert_formatted, batch_of, on_ranks, written
+from safetensors.torch import load_file
 from threads import run_on_threads
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from gemsc.base.dtypes import convert, converted, format_of, like_examples
 from gemsc.errors import GemscError
@@ -131,6 +136,62 @@ def test_a_model_that_has_the_format_keeps_it_in_text_and_on_ranks(
     for pair in found:
         empty = torch.empty(pair[0].shape, memory_format=LAST)
         assert all(tensor.stride() == empty.stride() for tensor in pair)
+
+
+MODEL = """import torch
+from torch import nn
+
+
+def model():
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.InstanceNorm2d(8, affine=True),
+        nn.SiLU(),
+        nn.Conv2d(8, 4, 3, padding=1),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+    )
+
+
+def loss(output, target):
+    return 100 * nn.functional.cross_entropy(output, target)
+
+
+def optimizer(params):
+    return torch.optim.SGD(params, lr=0.01)
+
+
+def example_inputs():
+    return (torch.randn(1, 3, 16, 16),)
+
+
+def example_target():
+    return torch.tensor([0])
+
+
+def dataset():
+    inputs = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    return torch.utils.data.TensorDataset(inputs, torch.tensor([0, 1]))
+"""
+
+
+def test_a_single_samples_instance_norm_has_right_gradients(command: Gemsc) -> None:
+    """PyTorch's own are wrong there; those of two samples at once are right."""
+    flags = "--ranks 1 --micro-batches 2 --memory-format channels_last -o program"
+    assert command("compile", "model.py", *flags.split()).code == 0
+    done = command("verify", "program")
+    assert done.code == 0, done.out
+    done = command("run", "program", "--steps", 1, "--save", "run")
+    assert done.code == 0, done.err
+    names: dict[str, Any] = runpy.run_path("model.py")
+    torch.manual_seed(0)
+    model = names["model"]()
+    ((inputs, target),) = DataLoader(names["dataset"](), batch_size=2)
+    names["loss"](model(inputs), target).backward()
+    names["optimizer"](model.parameters()).step()
+    trained = load_file("run/model.safetensors")
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(trained[name], parameter.detach())
 
 
 def test_a_layer_in_another_format_keeps_that(tmp_path: Path) -> None:

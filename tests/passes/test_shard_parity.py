@@ -31,7 +31,7 @@ from gemsc.verify.compare import compare, read_record
 
 gemsc = pytest.fixture(gemsc_here)
 
-PICTURES = ("vit", "resnet", "resnext", "convnext", "groups")
+PICTURES = ("vit", "resnet", "resnext", "convnext", "groups", "channels dropout")
 TEXTS = tuple(name for name in SHARD_MODELS if name not in (*PICTURES, "features"))
 
 
@@ -88,6 +88,13 @@ def test_shards_compute_what_one_process_does(
     assert any(parts(rank) for rank in range(choice.ranks))
     error = worst_error(name, choice, tmp_path / "p", draws=draws_of(name))
     assert error <= FLOAT64
+
+
+def test_what_treats_channels_alike_leaves_them_in_parts() -> None:
+    made = lowered("channels dropout", plan("one stage", 2, "whole"))
+    shards = made.compilation.program.shards[0]
+    assert {"first.0.weight", "second.0.weight"} <= {each.name for each in shards.cut}
+    assert {each.reason for each in shards.whole} == {"what it meets saves more"}
 
 
 JOB = Path(__file__).parents[1] / "support" / "mpi_parity_program.py"

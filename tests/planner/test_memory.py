@@ -22,7 +22,7 @@ from gemsc.base.elementwise import check_elementwise, updated_whole
 from gemsc.codegen.package import write_directory
 from gemsc.compiler import lower
 from gemsc.costs.hardware import read_hardware
-from gemsc.costs.optimizer_state import optimizer_bytes
+from gemsc.costs.optimizer_memory import optimizer_bytes
 from gemsc.errors import GemscError
 from gemsc.options import CompileOptions
 from gemsc.planner.explain import task_of, timeline_of

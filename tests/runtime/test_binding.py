@@ -20,8 +20,8 @@ from gemsc.base.cores import Cores, Topology, bind, parse_cores, share_of
 from gemsc.base.process import STORE_VARIABLE, TORCHRUN, usable_cores
 from gemsc.errors import GemscError
 from gemsc.launch.mpirun import find_mpirun, mpirun_command
-from gemsc.runtime.process import cores as process_cores
-from gemsc.runtime.process.cores import share_cores
+from gemsc.runtime.process import binding
+from gemsc.runtime.process.binding import share_cores
 from gemsc.runtime.transport import waiting
 from gemsc.runtime.transport.local import LocalTransport, run_local
 from gemsc.runtime.transport.waiting import check_in_waits, check_no_more, wait, wait_of
@@ -171,10 +171,10 @@ def test_ranks_share_the_cores_of_their_machine(
         own.rank = transport.rank
         share_cores(transport, how, num_helpers=helpers)
 
-    monkeypatch.setattr(process_cores, "_machine", lambda: ranks[own.rank][0])
-    monkeypatch.setattr(process_cores, "usable_cores", lambda: of(ranks[own.rank][1]))
-    monkeypatch.setattr(process_cores, "Topology", SimpleNamespace(read=Topology))
-    monkeypatch.setattr(process_cores, "spin", lambda: note(1, True))
+    monkeypatch.setattr(binding, "_machine", lambda: ranks[own.rank][0])
+    monkeypatch.setattr(binding, "usable_cores", lambda: of(ranks[own.rank][1]))
+    monkeypatch.setattr(binding, "Topology", SimpleNamespace(read=Topology))
+    monkeypatch.setattr(binding, "spin", lambda: note(1, True))
     monkeypatch.setattr(torch, "set_num_threads", partial(note, 0))
     for name in ("OMP_NUM_THREADS", "GEMSC_NUM_THREADS", *OF_TORCH):
         monkeypatch.delenv(name, raising=False)
@@ -187,10 +187,10 @@ def test_what_the_system_forbids_is_told_unless_nobody_asked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     halves = Topology(domains=(of("0"), of("1")))
-    monkeypatch.setattr(process_cores, "Topology", SimpleNamespace(read=lambda: halves))
-    monkeypatch.setattr(process_cores, "usable_cores", lambda: of("0-1"))
+    monkeypatch.setattr(binding, "Topology", SimpleNamespace(read=lambda: halves))
+    monkeypatch.setattr(binding, "usable_cores", lambda: of("0-1"))
     monkeypatch.setattr(os, "sched_setaffinity", lambda thread, cores: None)
-    monkeypatch.setattr(process_cores, "spin", pytest.fail)
+    monkeypatch.setattr(binding, "spin", pytest.fail)
     run_local(2, partial(share_cores, how="auto"))
     with pytest.raises(GemscError, match=r"--bind core: .* use the cores [01]\n"):
         run_local(2, partial(share_cores, how="core"))

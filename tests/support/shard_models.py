@@ -394,6 +394,32 @@ class Words(nn.Module):
         return self.head(self.words(tokens).tanh())
 
 
+class Channels(nn.Module):
+    """What treats each channel alike: of it a rank needs its own channels alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slopes = nn.Parameter(torch.linspace(0.1, 0.5, 12))
+        self.first = nn.Sequential(
+            nn.Conv2d(3, 12, 3, padding=1),
+            nn.InstanceNorm2d(12, affine=True),
+            nn.PReLU(),
+            nn.Conv2d(12, 12, 3, padding=1),
+        )
+        self.second = nn.Sequential(
+            nn.Conv2d(12, 12, 3), nn.InstanceNorm2d(12), nn.ReplicationPad2d(1)
+        )
+        self.third = nn.Sequential(
+            nn.Conv2d(12, 12, 1), nn.Dropout2d(0.3), nn.PReLU(12), nn.Conv2d(12, 12, 1)
+        )
+        self.pool, self.head = nn.AdaptiveMaxPool2d(2), nn.Linear(48, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.prelu(F.instance_norm(self.first(x)), self.slopes)
+        x = F.dropout2d(F.pad(self.second(x), (0, 1), value=0.5), 0.3, self.training)
+        return self.head(self.pool(self.third(x)).flatten(1))
+
+
 def texts(batch: int) -> Sample:
     return words(batch, LENGTH, VOCABULARY)
 
@@ -483,5 +509,6 @@ CASES = (
     case("words smoothed", Words, texts, smoothed),
     case("one head dropout", OneHead, texts),
     case("translator dropout", partial(TorchTransformer, 0.1), pairs_of_texts),
+    case("channels dropout", Channels, images, F.cross_entropy),
 )
 SHARD_MODELS = {each.name: each for each in CASES}

@@ -138,6 +138,11 @@ def _batched(call: Call, equation: Equation) -> Equation | None:
     return None if alone else equation
 
 
+def _of_channels(call: Call, equation: Equation) -> Equation | None:
+    """See that whole channels are dropped, and nothing is put in their place."""
+    return _batched(call, equation) if call.detail else None
+
+
 def _convolution(call: Call, equation: Equation) -> Equation | None:
     differs = call.get("padding_mode", "zeros") != "zeros"
     if _rank_of(call.input) != call.rank + 2:
@@ -146,8 +151,33 @@ def _convolution(call: Call, equation: Equation) -> Equation | None:
     return replace(equation, sizes={"g": int(call.get("groups", 1))}, whole=whole)
 
 
-def _frozen_batch_norm(call: Call, equation: Equation) -> Equation | None:
-    return equation if isinstance(call.layer, FrozenBatchNorm) else None
+def _by_channels(call: Call, equation: Equation) -> Equation | None:
+    """Return the equation of a frozen BatchNorm or of PReLU; others mix channels."""
+    if isinstance(call.layer, FrozenBatchNorm):
+        return equation
+    weight = getattr(call.layer, "weight", call.arguments.get("weight"))
+    if weight is None:
+        return None
+    slopes = weight if isinstance(weight, Tensor) else _tensor(weight)
+    text = "n c *x, c -> n c *x" if slopes.numel() > 1 else "*d, s! -> *d"
+    return Equation(text, ("input", "weight")) if slopes.dim() else None
+
+
+def _padded(call: Call, equation: Equation) -> Equation | None:
+    pad = call.get("pad", call.get("padding"))
+    if not isinstance(pad, tuple | list):
+        return None
+    rank, count = _rank_of(call.input), len(pad) // 2
+    kept = [f"k{place}" for place in range(rank - count)]
+    source = [*kept, *(f"x{place}!" for place in range(count))]
+    result = [*kept, *(f"y{place}" for place in range(count))]
+    return replace(equation, text=f"{' '.join(source)} -> {' '.join(result)}")
+
+
+def _instance_norm(call: Call, equation: Equation) -> Equation | None:
+    tracks = call.get("track_running_stats", False) or call.get("running_mean")
+    alone = _rank_of(call.input) == getattr(call.layer, "_get_no_batch_dim", int)()
+    return None if tracks or alone else equation
 
 
 def _group_norm(call: Call, equation: Equation) -> Equation:
@@ -291,11 +321,16 @@ OPERATORS: dict[str, Operator] = {
     ),
     "lp_pool": replace(_WINDOW, wide=True),
     "adaptive_avg_pool": _POOL,
-    "adaptive_max_pool": _WINDOW,
+    "adaptive_max_pool": _POOL,
     "interpolate": replace(_POOL, does="resize", wide=True),
     "pixel_shuffle": Operator(does="resize", how="own", by_sample=True, wide=True),
     "pixel_unshuffle": Operator(does="resize", how="own", by_sample=True, wide=True),
-    "pad": Operator(how="halo", by_sample=True),
+    "pad": Operator(
+        Equation("the dimensions that are padded differ", _ONE),
+        _padded,
+        how="halo",
+        by_sample=True,
+    ),
     "batch_norm": Operator(
         Equation("n! c *x!, c, c, c, c -> n c *x", _NORM),
         how="sums",
@@ -309,7 +344,13 @@ OPERATORS: dict[str, Operator] = {
         by_sample=True,
         wide=True,
     ),
-    "instance_norm": Operator(how="sums", wide=True, writes=_statistics),
+    "instance_norm": Operator(
+        Equation("n c *x!, c, c -> n c *x", ("input", "weight", "bias")),
+        _instance_norm,
+        how="sums",
+        wide=True,
+        writes=_statistics,
+    ),
     "layer_norm": Operator(
         Equation("*b h!, h!, h! -> *b h!"), _last_normalized, how="sums"
     ),
@@ -317,10 +358,12 @@ OPERATORS: dict[str, Operator] = {
         Equation("*b h!, h!, h! -> *b h!"), _last_normalized, how="sums"
     ),
     "dropout": Operator(Equation("*d -> *d", _ONE), how="mask", wide=True),
-    "channel_dropout": Operator(how="mask", wide=True),
+    "channel_dropout": Operator(
+        Equation("n c *x -> n c *x", _ONE), _of_channels, how="mask", wide=True
+    ),
     "channels": Operator(
         Equation("n c *x, c, c, c, c -> n c *x", _NORM),
-        _frozen_batch_norm,
+        _by_channels,
         how="own",
         by_sample=True,
         wide=True,

@@ -216,6 +216,15 @@ def _of_groups(x: Inside, setting: str) -> Local | None:
     return x.create(x.node.op, x.node.target, tuple(args), kwargs)
 
 
+def _instance_norm(x: Inside) -> Local | None:
+    """Normalize as many channels as come: a layer without weights knows how many."""
+    layer = x.call.layer
+    if layer is None or getattr(layer, "weight", None) is not None:
+        return None
+    args, settings = (x.input(x.call.input),), {"eps": layer.eps}
+    return x.create("call_function", F.instance_norm, args, settings)
+
+
 def _addmm(x: Inside) -> Local | None:
     """Multiply; what is added to the product is added once, to the sum."""
     if not x.is_summed:
@@ -353,11 +362,15 @@ def _reduced(x: Inside) -> Local | None:
 
 
 def _dropout(x: Inside) -> Local:
-    """Multiply by the rank's part of the mask of the whole value."""
+    """Multiply by the rank's part of the mask: of the whole value, or of channels."""
     if x.own.outer > 1:
         raise Refused("its mask is drawn for the whole value")
-    source, box = x.input(x.call.input), layout_of(x.parts()).boxes[x.low.place]
-    return masked(x.low, x.call, source, whole_shape(x.node), box, None, x.parts())
+    shape, box = whole_shape(x.node), layout_of(x.parts()).boxes[x.low.place]
+    if x.call.kind == "channel_dropout":
+        rest = len(shape) - 2
+        shape, box = (*shape[:2], *(1,) * rest), (*box[:2], *((0, 1),) * rest)
+    source = x.input(x.call.input)
+    return masked(x.low, x.call, source, shape, box, None, x.parts())
 
 
 OPERATIONS: dict[str, Callable[[Inside], Local | None]] = {
@@ -365,6 +378,7 @@ OPERATIONS: dict[str, Callable[[Inside], Local | None]] = {
     "conv": _convolution,
     "conv_transpose": _convolution,
     "group_norm": partial(_of_groups, setting="num_groups"),
+    "instance_norm": _instance_norm,
     "addmm": _addmm,
     "embedding": _embedding,
     "index_add": _index_add,
@@ -374,4 +388,5 @@ OPERATIONS: dict[str, Callable[[Inside], Local | None]] = {
     "sum": _reduced,
     "loss": _reduced,
     "dropout": _dropout,
+    "channel_dropout": _dropout,
 }

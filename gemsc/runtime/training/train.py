@@ -17,7 +17,7 @@ from gemsc.base.units import parse_seconds
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
 from gemsc.runtime.checkpoint.folder import saved_seed
-from gemsc.runtime.process.cores import share_cores
+from gemsc.runtime.process.binding import share_cores
 from gemsc.runtime.process.device import claim_device, exact_arithmetic, num_gpus
 from gemsc.runtime.process.failure import install_hooks, is_first, stop_all, watch_exit
 from gemsc.runtime.process.status import REPORTED, Status

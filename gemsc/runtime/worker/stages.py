@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gemsc.base.dtypes import cast_module
+from gemsc.base.plain_forward import mend_torch
 from gemsc.base.rng import are_draws_same, outside_draws
 from gemsc.errors import GemscError
 from gemsc.runtime.memory.once import made_tensors
@@ -134,6 +135,7 @@ class Stages(dict[Run, nn.Module]):
         `read(name)` returns a tensor in memory of its own. Tied are parameters that the
         model shares, and two replicas of a stage.
         """
+        mend_torch()
         known = {n: p for each in self.values() for n, p in each.named_parameters()}
         with torch.device("meta"):
             stage = kind()

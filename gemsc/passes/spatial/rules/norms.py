@@ -6,6 +6,7 @@ from typing import Any
 
 import torch.nn.functional as F
 
+from gemsc.base.boxes import everything
 from gemsc.ir.operators.calls import Call
 from gemsc.passes.spatial.cuts import Axes, are_samples
 from gemsc.passes.spatial.emit import alike, call_again, masked, on_tiles
@@ -101,16 +102,15 @@ def dropout(low: Lowering, call: Call) -> Local:
 def channel_dropout(low: Lowering, call: Call) -> Local:
     """Draw one number per channel: the same on all tiles, which have the same seed.
 
-    Where samples are cut each tile takes those of its own of the numbers of all.
+    Where samples or channels are cut each rank takes its own of the numbers of all.
     """
-    axes = _axes(low, call)
-    if axes[0] is None:
-        _channels_whole(low, call)
-        inputs = {call.input: alike(low, call, call.input, axes)}
-        return call_again(low, call, axes, inputs)
-    shape = low.shape(call.input)
-    if not are_samples(axes) or call.detail != str(len(shape) - 2):
-        raise Refused("it draws numbers for all samples")
-    mask = (*shape[:2], *(1,) * (len(shape) - 2))
-    box = low.owned(mask, axes)[low.place]
-    return masked(low, call, alike(low, call, call.input, axes), mask, box, axes)
+    axes, shape = _axes(low, call), low.shape(call.input)
+    rest = len(shape) - 2
+    box = *low.box(call.node, axes)[:2], *((0, 1),) * rest
+    mask = (*shape[:2], *(1,) * rest)
+    source = alike(low, call, call.input, axes)
+    if box == everything(mask):
+        return call_again(low, call, axes, {call.input: source})
+    if axes[1] is not None or call.detail != str(rest):
+        raise Refused("it draws numbers for all channels")
+    return masked(low, call, source, mask, box, axes)
