@@ -21,7 +21,7 @@ from gemsc.ir.operators.table import operator_of
 from gemsc.ir.shards import StageShards
 from gemsc.passes.shards.analysis import Analysis, place_of, split_dim
 from gemsc.passes.shards.choice import chosen_factors
-from gemsc.passes.shards.factors import Factor, leaves
+from gemsc.passes.shards.factors import Dims, Factor, leaves
 
 PRODUCTS = ("matmul", "einsum")
 GAIN = 0.05  # of a stage's seconds on a rank: what a split must save to be worth it
@@ -115,13 +115,11 @@ class _Product:
 
     @property
     def may_be_split(self) -> bool:
-        """Whether it has the trunk's factor as a dimension, and no weights are cut."""
-        given = [n for n in self.node.all_input_nodes if n.op == "get_attr"]
-        dims = [self.analysis.dims(node) for node in given]
-        own = self.analysis.dims(self.node)
-        return split_dim(own, self.trunk, self.shards.count) is not None and not any(
-            place_of(each, self.cut) for each in dims
-        )
+        """Whether the trunk splits it, and all of its inputs that know what is cut."""
+        own = [self.analysis.dims(self.node), *map(self._dims, self._inputs)]
+        own[1:] = [dims for dims in own[1:] if place_of(dims, self.cut)]
+        count = self.shards.count
+        return all(split_dim(dims, self.trunk, count) is not None for dims in own)
 
     @property
     def sent_split(self) -> float:
@@ -134,7 +132,9 @@ class _Product:
     def sent_cut(self) -> float:
         """What is sent if each rank computes its part of what is cut."""
         split = [n for n in self._inputs if self._is_split(n)]
-        sent = [_bytes(n) / (self.shards.count if self._knows(n) else 1) for n in split]
+        here = [place_of(self._dims(n), self.cut) for n in split]
+        shares = [self.shards.count if place else 1 for place in here]
+        sent = [_bytes(n) / share for n, share in zip(split, shares, strict=True)]
         is_summed = self.analysis.is_summed(self.node, self.cut)
         return sum(sent) + (_bytes(self.node) if is_summed else 0)
 
@@ -142,6 +142,10 @@ class _Product:
     def _inputs(self) -> list[fx.Node]:
         inputs = elements(self.node)
         return [n for n in inputs if isinstance(meta.value(n), Tensor)]
+
+    def _dims(self, source: fx.Node) -> Dims:
+        """Return the dimensions of an input as the product has it."""
+        return self.analysis.dims_at(self.node, source)
 
     def _knows(self, node: fx.Node) -> bool:
         return place_of(self.analysis.dims(node), self.cut) is not None
