@@ -1,11 +1,11 @@
 """A block of a transformer whose tokens four ranks share: keys gathered, or in a ring.
 
 python benchmarks/rings.py [--quick] [--tokens 16384] [--width 256] [--heads 4]
-                           [--causal] [--how gather,ring]
+                           [--causal] [--dropout 0.1] [--how gather,ring]
 
 A row gives the predicted peak of the fullest rank; what its tensors take at most in a
 step of real processes; that of the whole process; and the seconds of a step, with one
-thread for each rank, and of the CPU of all of them.
+thread for each rank, those of the CPU of all of them, and of the busiest one.
 """
 
 from __future__ import annotations
@@ -34,20 +34,21 @@ RANKS, FEATURES = 4, 8
 class Block(nn.Module):
     """Attention whose heads stay whole, and an MLP whose features are cut."""
 
-    def __init__(self, width: int, heads: int, causal: bool) -> None:
+    def __init__(self, width: int, heads: int, causal: bool, p: float) -> None:
         super().__init__()
         self.enter, self.leave = nn.Linear(FEATURES, width), nn.Linear(width, FEATURES)
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.heads, self.causal = heads, causal
+        self.heads, self.causal, self.p = heads, causal, p
 
     def forward(self, x: Tensor) -> Tensor:
         """Return as many tokens, each changed by those that it sees."""
         x = self.enter(x)
         heads = self.qkv(self.norm1(x)).unflatten(2, (3, self.heads, -1))
         query, key, value = heads.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
+        how = {"is_causal": self.causal, "dropout_p": self.p if self.training else 0.0}
+        mixed = F.scaled_dot_product_attention(query, key, value, **how)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         return self.leave(x + self.down(F.gelu(self.up(self.norm2(x)))))
 
@@ -56,7 +57,7 @@ def compiled(options: argparse.Namespace, how: str, folder: str) -> int:
     """Write the program; return the predicted peak."""
     torch.manual_seed(0)
     program = gemsc.compile(
-        Block(options.width, options.heads, options.causal),
+        Block(options.width, options.heads, options.causal, options.dropout),
         (torch.randn(1, options.tokens, FEATURES),),
         loss=F.mse_loss,
         example_target=torch.randn(1, options.tokens, FEATURES),
@@ -119,7 +120,7 @@ def row(options: argparse.Namespace, how: str) -> str:
     sizes = [size / 2**20 for size in (predicted, most["tensors"], most["resident"])]
     numbers = f"{sizes[0]:>10.1f}{sizes[1]:>10.1f}{error:>+8.2f}%{sizes[2]:>10.0f}"
     cpu = sum(each["cpu"] for each in found)
-    return f"{how:<8}{numbers}{most['seconds']:>9.2f}{cpu:>9.2f}"
+    return f"{how:<8}{numbers}{most['seconds']:>9.2f}{cpu:>9.2f}{most['cpu']:>9.2f}"
 
 
 def main() -> None:
@@ -130,6 +131,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--causal", action="store_true")
+    parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--how", default="gather,ring")
     parser.add_argument("--timeout", type=float, default=1200)
     parser.add_argument("--rank", default="", help=argparse.SUPPRESS)
@@ -140,7 +142,7 @@ def main() -> None:
     if options.quick:
         options.tokens, options.width = 256, 32
     sizes = f"{'MiB':<8}{'predicted':>10}{'tensors':>10}{'error':>9}{'process':>10}"
-    print(f"{sizes}{'seconds':>9}{'CPU':>9}")
+    print(f"{sizes}{'seconds':>9}{'CPU':>9}{'busiest':>9}")
     for how in options.how.split(","):
         print(row(options, how), flush=True)
 

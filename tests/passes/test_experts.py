@@ -16,6 +16,7 @@ from tile_support import assert_same, eager, on_ranks
 from torch import fx, nn
 from torch.nn import functional as F
 
+from gemsc.ir.flow import exchange_of, is_exchange
 from gemsc.ir.program import Program
 
 gemsc = pytest.fixture(gemsc_here)
@@ -68,6 +69,33 @@ def test_a_rank_computes_the_places_of_its_own_experts_alone() -> None:
     _, ranks = lowered("choice", 2, "whole")
     looked_up = [s for s in shapes(ranks[0], "getitem") if s[1:2] == (CAPACITY,)]
     assert looked_up[-1] == (EXPERTS // 2, CAPACITY, 8)
+
+
+GIVEN, TOKENS = (4, EXPERTS, 2, 8), (4, 6, 8)
+
+
+@pytest.mark.parametrize("shards", [2, 3])
+def test_of_groups_that_are_split_what_experts_are_given_is_exchanged(
+    shards: int,
+) -> None:
+    """And what they find: no tokens are gathered, and no sums scattered."""
+    whole, ranks = lowered("groups", shards, "batch")
+    sent = [exchange_of(n) for n in filter(is_exchange, ranks[0].graph.nodes)]
+    sent = [each for each in sent if not each.is_local]
+    assert [each.shape for each in sent if len(each.shape) == 4] == [GIVEN] * 4
+    assert not any(each.shape == TOKENS or each.adds for each in sent)
+    groups = [each.held[0][0] != (0, 4) for each in sent if each.shape == GIVEN]
+    assert groups == [True, False] * 2  # from groups to experts, and back
+    compare("groups", whole, ranks)
+
+
+@pytest.mark.parametrize(("shards", "gathers"), [(2, True), (4, False)])
+def test_what_sends_less_is_chosen(shards: int, gathers: bool) -> None:
+    """Experts with places for more than three times as many tokens as there are."""
+    _, ranks = lowered("roomy groups", shards, "batch")
+    sent = [exchange_of(n) for n in filter(is_exchange, ranks[0].graph.nodes)]
+    shapes = {each.shape for each in sent if not each.is_local}
+    assert (TOKENS in shapes) == gathers
 
 
 @pytest.mark.slow

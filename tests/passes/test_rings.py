@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
+from itertools import combinations
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -22,18 +24,19 @@ from parity_support import (
     worst_error,
 )
 from plan_support import metered_peaks, search
+from safetensors.torch import load_file
 from test_trunk import cut_along, drawn_alike
 from tile_support import Step, assert_same, eager, on_tiles
 from torch import Tensor, nn
 
+from gemsc.base.boxes import everything
 from gemsc.base.rng import same_draws
-from gemsc.errors import GemscError, InternalError
+from gemsc.errors import GemscError
 from gemsc.ir.flow import exchange_of, is_exchange, is_ring
-from gemsc.ir.shape_grid import ShapeGrid
-from gemsc.messages.exchange import Exchange
 from gemsc.options import CompileOptions
 from gemsc.passes.spatial.rules import attention
 from gemsc.runtime.tiles import ring
+from gemsc.runtime.tiles.dropout import PairMask
 
 __all__ = ["cut_along"]  # a fixture
 in_double = pytest.mark.usefixtures("in_double")
@@ -51,8 +54,8 @@ class Mixed(nn.Module):
         self.query, self.out = nn.Linear(12, 16), nn.Linear(16, 12)
         self.key, self.value = (nn.Linear(12, 16 // shared) for _ in range(2))
         self.register_buffer("mask", how.pop("mask", None))
-        if how.pop("learns", False):
-            self.mask = nn.Parameter(torch.randn(TOKENS, TOKENS))
+        if shape := how.pop("learns", ()):
+            self.mask = nn.Parameter(torch.randn(shape))
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (
@@ -97,7 +100,24 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "truth": lambda: Mixed(mask=distances(allowed=2)[0].isfinite()),
     "blind rows": lambda: Mixed(mask=torch.ones(TOKENS, TOKENS).tril(-3).bool()),
     "a column for all": lambda: Mixed(mask=torch.randn(TOKENS, 1)),
+    "dropout": lambda: Mixed(dropout_p=0.4),
+    "dropout, causal": lambda: Mixed(dropout_p=0.4, is_causal=True),
+    "dropout, heads that share keys": lambda: Mixed(
+        2, enable_gqa=True, scale=0.3, dropout_p=0.4
+    ),
+    "dropout, local": lambda: Mixed(mask=distances(allowed=1), dropout_p=0.4),
+    "a bias that learns": lambda: Mixed(learns=(TOKENS, TOKENS)),
+    "a bias of heads that learns, dropout": lambda: Mixed(
+        learns=(4, TOKENS, TOKENS), dropout_p=0.4
+    ),
+    "a bias of samples that learns": lambda: Mixed(learns=(3, 1, 1, TOKENS)),
+    "a bias of queries that learns": lambda: Mixed(learns=(TOKENS, 1)),
+    "heads that share keys, and learn": lambda: Mixed(
+        2, enable_gqa=True, learns=(4, TOKENS, TOKENS)
+    ),
+    "all dropped": lambda: Mixed(dropout_p=1.0),
 }
+dropout = sys.modules[PairMask.__module__]  # the package's name is the function's
 
 
 def step_of(
@@ -107,9 +127,11 @@ def step_of(
     model = build()
     x, target = torch.randn(3, TOKENS, 12), torch.randn(3, TOKENS, 12)
     given = model, (x,), F.mse_loss, target
-    expected = eager(*given)
+    with pytest.MonkeyPatch.context() as patch, same_draws():
+        drawn_alike(patch)
+        expected = eager(*given)
+        step = on_tiles(*given, (count,), rings=True, facts=facts)
     expected.buffers.pop("mask", None)
-    step = on_tiles(*given, (count,), rings=True, facts=facts)
     step.buffers.pop("mask", None)  # it has infinite numbers
     return step, expected
 
@@ -129,7 +151,11 @@ def test_a_ring_attends_as_one_process_does(
     (found,) = filter(is_ring, nodes)
     assert len(exchange_of(found).rounds) == count - 1
     others = [n for n in nodes if n is not found and not exchange_of(n).is_local]
-    assert not others or kind == "padded"  # a mask is that of all keys
+    if "causal" in kind:  # queries are dealt out, and what they find comes home
+        assert len(others) == 2
+        assert len(found.kwargs["rows"]) == 2
+    else:
+        assert not others or kind == "padded"  # a mask is that of all keys
 
 
 @pytest.mark.slow(1)
@@ -140,7 +166,62 @@ def test_a_device_without_the_kernel_computes_the_same(
 ) -> None:
     cut_along(1)
     monkeypatch.setattr(ring, "_has_kernel", lambda tensor: False)
+    monkeypatch.setattr(dropout, "ROWS", 2)  # queries meet keys in strips
     assert_same(*step_of(KINDS[kind], 3))
+
+
+@in_double
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("count", [2, 3])
+def test_all_tiles_drop_by_one_mask(
+    count: int,
+    is_causal: bool,
+    cut_along: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Training, tiles draw cells of a mask, forward and again in the backward."""
+    cut_along(1)
+    monkeypatch.setattr(dropout, "ROWS", 3)
+    torch.manual_seed(5)
+    model = Mixed(dropout_p=0.4, is_causal=is_causal)
+    x, target = torch.randn(3, TOKENS, 12), torch.randn(3, TOKENS, 12)
+    step = on_tiles(model, (x,), F.mse_loss, target, (count,), rings=True)
+    (node,) = filter(is_ring, step.programs[0].graph.nodes)
+    shape = node.kwargs["shape"]
+    assert shape == (3, 4, TOKENS, TOKENS)
+    whole = PairMask(0.4, shape, node.kwargs["draw"]).part(x, everything(shape))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+        scores = q @ k.mT / 2
+        if is_causal:
+            scores = scores + torch.full(shape, -torch.inf).triu(1)
+        return (scores.softmax(-1) * whole) @ v
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
+    assert_same(step, eager(model, (x,), F.mse_loss, target))
+
+
+def test_cells_of_a_mask_are_drawn_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dropout, "ROWS", 8)
+    like, shape = torch.zeros(()), (2, 3, 40, 44)
+    mask = PairMask(0.25, shape, draw=1, seed=7)
+    whole = mask.part(like, everything(shape))
+    assert whole.unique().tolist() == [0, torch.tensor(1 / 0.75)]
+    assert (whole > 0).double().mean() == pytest.approx(0.75, abs=0.02)
+    cells = [whole[..., r : r + 8, c : c + 8] for r in (0, 8) for c in (0, 8, 16)]
+    other = [
+        PairMask(0.25, shape, *of).part(like, everything(shape))
+        for of in ((1, 8), (2, 7))
+    ]
+    cells += [each[..., :8, :8] for each in other]
+    pairs = combinations(cells, 2)
+    assert not any(torch.equal(a, b) for a, b in pairs)
+    box = ((1, 2), (0, 2), (5, 23), (7, 40))
+    assert torch.equal(mask.part(like, box), whole[tuple(slice(*s) for s in box)])
+    widest = PairMask(0.25, (1, 1, 8, 8 * 1024), draw=1, seed=7)
+    assert (
+        widest.part(like, ((0, 1), (0, 1), (0, 8), (0, 8 * 1024))).size(-1) == 8 * 1024
+    )
 
 
 # what is changed, into what, and a kind of attention that must not bear it
@@ -153,12 +234,13 @@ MUTANTS: dict[str, tuple[ModuleType, str, str, str]] = {
         "self.exchange.rounds[1:],",
         "plain",
     ),
-    "each part causal": (ring, " and part.is_own", "", "causal"),
-    "none causal": (ring, "self.is_causal and part.is_own", "False", "causal"),
-    "later keys": (
+    "each part causal": (ring, "(seen, False)", "(seen, True)", "causal"),
+    "none causal": (ring, "(own, True)", "(own, False)", "causal"),
+    "fewer keys": (attention, "max(own[-2][1], other[-2][1])", "own[-2][1]", "causal"),
+    "halves in another order": (
         attention,
-        "box[-2][1] if is_causal else tokens",
-        "tokens",
+        "(first, back), 2",
+        "(back, first), 2",
         "causal",
     ),
     "earlier keys": (
@@ -168,11 +250,11 @@ MUTANTS: dict[str, tuple[ModuleType, str, str, str]] = {
         "causal",
     ),
     "no gradient home": (ring, "own.add_(came)", "came", "plain"),
-    "own gradient alone": (ring, "of_query.add_(more)", "more", "plain"),
+    "the last gradient alone": (ring, "rows] += more", "rows] = more", "plain"),
     "first columns": (
         ring,
-        "slice(*part.columns)",
-        "slice(part.columns[1] - part.columns[0])",
+        "slice(*block.columns)",
+        "slice(block.columns[1] - block.columns[0])",
         "one bias",
     ),
     "blind parts count": (ring, "where(blind, -math.inf, sums)", "abs(sums)", "local"),
@@ -189,6 +271,36 @@ MUTANTS: dict[str, tuple[ModuleType, str, str, str]] = {
         "causal, heads that share keys",
     ),
     "the gradient of one head": (ring, ".sum(2)", "[:, :, 0]", "heads that share keys"),
+    "the gradient of what is dropped": (
+        ring,
+        "of_weights * kept, weights * kept",
+        "of_weights, weights * kept",
+        "dropout",
+    ),
+    "values get the gradient of all": (
+        ring,
+        "of_weights * kept, weights * kept",
+        "of_weights * kept, weights",
+        "dropout",
+    ),
+    "the mask of all heads' first rows": (
+        ring,
+        "*self.box[:2], block.rows, block.columns",
+        "*self.box[:2], (block.here.start, block.here.stop), block.columns",
+        "dropout",
+    ),
+    "a bias learns of the last part": (
+        ring,
+        "own_bias += ",
+        "own_bias[:] = ",
+        "a bias of queries that learns",
+    ),
+    "a bias learns twice as much": (
+        ring,
+        "return of_bias, of_query",
+        "return 2 * of_bias, of_query",
+        "a bias that learns",
+    ),
     "no scale": (ring, "scale = 1 / math.sqrt(query.size(-1))", "scale = 1.0", "plain"),
 }
 
@@ -217,9 +329,26 @@ def test_whatever_is_wrong_in_a_ring_shows(
         assert_same(step, expected)
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_have_as_much_to_do_under_a_causal_mask(
+    ranks: int, cut_along: Callable[[int], None]
+) -> None:
+    cut_along(1)
+    model = Mixed(is_causal=True)
+    x, target = torch.randn(2, 12, 12), torch.randn(2, 12, 12)
+    step = on_tiles(model, (x,), F.mse_loss, target, (ranks,), rings=True)
+    nodes = [next(filter(is_ring, p.graph.nodes)) for p in step.programs]
+    seen = [
+        sum(row + 1 for rows in node.kwargs["rows"] for row in range(*rows))
+        for node in nodes
+    ]
+    assert seen == [12 * 13 // 2 // ranks] * ranks
+    wanted = exchange_of(nodes[0]).wanted  # no later keys are sent
+    ends = [max(rows[1] for rows in node.kwargs["rows"]) for node in nodes]
+    assert [box[-2] for box in wanted[:-1]] == [(0, end) for end in ends[:-1]]
+
+
 REASONS: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "dropout": (lambda: Mixed(dropout_p=0.4), "dropout draws its mask"),
-    "a mask that learns": (lambda: Mixed(learns=True), "its mask has a gradient"),
     "wide values": (lambda: Mixed(wide=True), "of one size"),
     "three dimensions": (lambda: Mixed(flat=True), "batch x heads x tokens x features"),
 }
@@ -228,26 +357,16 @@ REASONS: dict[str, tuple[Callable[[], nn.Module], str]] = {
 @in_double
 @pytest.mark.parametrize("kind", REASONS)
 def test_where_no_ring_can_be_keys_are_gathered_and_it_says_why(
-    kind: str, cut_along: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+    kind: str, cut_along: Callable[[int], None]
 ) -> None:
     cut_along(1)
-    drawn_alike(monkeypatch)
     build, reason = REASONS[kind]
-    with same_draws():
-        step, expected = step_of(build, 3)
+    step, expected = step_of(build, 3)
     assert_same(step, expected)
     (barrier,) = step.barriers
     assert barrier.reason.startswith("no ring: ")
     assert reason in barrier.reason
     assert not any(map(is_ring, step.programs[0].graph.nodes))
-
-
-def test_a_ring_gives_a_mask_no_gradient() -> None:
-    boxes = (((0, 1), (0, 1), (0, 2), (0, 4)),)
-    exchange = Exchange(0, (1, 1, 2, 4), boxes, boxes)
-    q, mask = torch.randn(1, 1, 2, 2), torch.randn(2, 2, requires_grad=True)
-    with pytest.raises(InternalError, match="no gradient"):
-        ring.ring_attention(ShapeGrid(0, 1), q, exchange, q, q, mask)
 
 
 @pytest.mark.slow(1)
@@ -258,9 +377,10 @@ def test_a_program_trains_as_one_process_does(
 ) -> None:
     choice = rings(ranks)
     program = lowered(name, choice)
-    # without dropout, as in evaluation, keys come part by part
-    assert "tiles.ring_attention(" in program.compilation.files["rank1.py"]
-    assert bool(program.plan.barriers) == ("dropout" in name)
+    text = program.compilation.files["rank1.py"]
+    assert "tiles.ring_attention(" in text
+    assert ("dropout_p=0.1" in text) == ("dropout" in name)
+    assert not program.plan.barriers
     error = worst_error(name, choice, tmp_path / "p", draws=draws_of(name))
     assert error <= FLOAT64
 
@@ -272,12 +392,15 @@ def rings(ranks: int, **more: Any) -> CompileOptions:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt", "gpt dropout"])
 @pytest.mark.parametrize("recompute", ["off", "all"])
-def test_what_a_ring_keeps_is_predicted(recompute: str, tmp_path: Path) -> None:
+def test_what_a_ring_keeps_is_predicted(
+    name: str, recompute: str, tmp_path: Path
+) -> None:
     kept = {}
     for how in ("gather", "ring"):
         choice = rings(3, attention=how, recompute=(recompute,))
-        record, program = trained("gpt", choice, tmp_path / how, torch.float32)
+        record, program = trained(name, choice, tmp_path / how, torch.float32)
         (activations,) = program.plan.activation_bytes
         assert max(record.activation_bytes) == pytest.approx(activations, 0.01)
         kept[how] = max(record.peak_bytes)
@@ -338,19 +461,56 @@ CUT = [
 @pytest.mark.nightly
 @pytest.mark.usefixtures("engine")
 def test_processes_with_uneven_parts(tmp_path: Path, gemsc: Gemsc) -> None:
-    (tmp_path / "net.py").write_text(MODEL)
+    causal = "is_causal=True"
+    model = MODEL.replace(causal, f"{causal}, dropout_p=0.3 * self.training")
+    (tmp_path / "net.py").write_text(model)
     path = tmp_path / "p"
     words = *CUT, "--attention", "ring", "--no-check"
     done = gemsc("compile", tmp_path / "net.py", "-o", path, *words)
     assert done.code == 0, done.err
     text = (path / "rank1.py").read_text()
-    assert text.count("tiles.ring_attention(") == 2
+    assert text.count("tiles.ring_attention(") == 6  # those of evaluation, too
+    assert text.count("dropout_p=0.3,") == 1
     assert "keys of 1 other shard, one after the other" in text
     done = gemsc("show", path)
-    assert "no ring: its mask has a gradient" in " ".join(done.out.split())
+    assert "no ring" not in done.out
     done = gemsc("verify", path, "--steps", "2", "--dtype", "float64")
     assert done.code == 0, done.out + done.err
     assert "exact" in done.out
+
+
+DATA = """
+def dataset():
+    x, y = torch.randn(2, 12, 7, 8, generator=torch.Generator().manual_seed(3))
+    return torch.utils.data.TensorDataset(x, y)
+
+def optimizer(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+"""
+TWINS = {"two": ("2", "off"), "three": ("3", "off"), "recomputed": ("2", "all")}
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+def test_dropout_is_the_same_on_any_number_of_ranks_and_when_recomputed(
+    tmp_path: Path, gemsc: Gemsc
+) -> None:
+    """Training, nothing is drawn as one process would."""
+    drops = "is_causal=True, dropout_p=0.3 * self.training"
+    (tmp_path / "net.py").write_text(MODEL.replace("is_causal=True", drops) + DATA)
+    weights = {}
+    for name, (ranks, recompute) in TWINS.items():
+        words = ["--ranks", ranks, "--shards", ranks, *CUT[4:], "--attention", "ring"]
+        words += ["--recompute", recompute, "--no-check"]
+        done = gemsc("compile", tmp_path / "net.py", "-o", tmp_path / name, *words)
+        assert done.code == 0, done.err
+        saved = tmp_path / f"{name}-trained"
+        done = gemsc("run", tmp_path / name, "--epochs", "1", "--save", saved)
+        assert done.code == 0, done.out + done.err
+        weights[name] = load_file(saved / "model.safetensors")
+    for other in ("three", "recomputed"):
+        for name, found in weights["two"].items():
+            torch.testing.assert_close(weights[other][name], found, atol=1e-5, rtol=0)
 
 
 @pytest.mark.slow

@@ -75,6 +75,33 @@ class TopTwo(Experts):
         return y, balance
 
 
+class Groups(Experts):
+    """Tokens are in groups, a sample each; an expert has places for each (GShard)."""
+
+    places = 2
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        probs = self.router(x).softmax(-1)
+        gate, index = probs.max(-1)
+        chosen = F.one_hot(index, EXPERTS)
+        place = (chosen.cumsum(1) - 1) * chosen
+        kept = chosen * (place < self.places)
+        places = F.one_hot(place.sum(-1).clamp(max=self.places - 1), self.places)
+        dispatch = (kept[..., None] * places[:, :, None]).to(x.dtype)
+        combine = dispatch * gate[..., None, None]
+        inside = torch.einsum("gtec,gtd->gecd", dispatch, x)
+        hidden = F.gelu(torch.einsum("gecd,edf->gecf", inside, self.up))
+        out = torch.einsum("gecf,efd->gecd", hidden, self.down)
+        y = torch.einsum("gtec,gecd->gtd", combine, out)
+        return y, (probs.mean(1) * chosen.to(x.dtype).mean(1)).sum()
+
+
+class Roomy(Groups):
+    """An expert has places for nearly all tokens of a group."""
+
+    places = 5
+
+
 class EveryToken(Experts):
     """Every expert sees every token, and zeros count for others (Llama 4, GPT-OSS)."""
 
@@ -110,6 +137,8 @@ class Choice(Experts):
 MIXTURES: dict[str, type[Experts]] = {
     "switch": Switch,
     "top two": TopTwo,
+    "groups": Groups,
+    "roomy groups": Roomy,
     "every token": EveryToken,
     "choice": Choice,
 }

@@ -37,6 +37,7 @@ class Analysis:
     `calls` and `roles` are those of each node. What goes from stage to stage is frozen.
     `chosen` are the factors that were last asked for, those which these shards cut.
     `takers` are the letters of products by which a rank takes its part of whole values.
+    `kept_split` are products that know what is cut, and are split as the trunk is.
     """
 
     program: Program
@@ -47,6 +48,7 @@ class Analysis:
     values: dict[fx.Node, Dims] = field(default_factory=dict)
     chosen: tuple[StageShards, dict[Factor, str]] | None = None
     takers: dict[fx.Node, set[str]] = field(default_factory=dict)
+    kept_split: tuple[StageShards, frozenset[fx.Node]] | None = None
 
     def __post_init__(self) -> None:
         self._solve()

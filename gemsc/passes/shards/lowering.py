@@ -23,9 +23,10 @@ from gemsc.ir import meta
 from gemsc.ir.mutation import elements
 from gemsc.passes.shards.analysis import Analysis, analysis_of, split_dim
 from gemsc.passes.shards.choice import chosen_factors
-from gemsc.passes.shards.factors import Dims, Factor, leaves
+from gemsc.passes.shards.factors import Dims, Factor
 from gemsc.passes.shards.inside import Inside
 from gemsc.passes.shards.operations import compute
+from gemsc.passes.shards.trunk import kept_split, trunk_factor
 from gemsc.passes.spatial.cuts import Axes
 from gemsc.passes.spatial.lowering import Lowering
 from gemsc.passes.spatial.rules.lower_call import lower_call
@@ -37,7 +38,8 @@ def trunk_axes(low: Lowering, node: fx.Node) -> Axes | None:
     if low.shards is None or not low.shards.split:
         return None
     analysis = analysis_of(low.program, low.stage)
-    return _axes(analysis.dims(node), _trunk(low, analysis), low.shards.count)
+    trunk = trunk_factor(analysis, low.shards)
+    return _axes(analysis.dims(node), trunk, low.shards.count)
 
 
 def lower_on_shards(low: Lowering, node: fx.Node) -> Local:
@@ -50,7 +52,8 @@ def lower_on_shards(low: Lowering, node: fx.Node) -> Local:
         return lower_call(low, node)
     analysis = analysis_of(low.program, low.stage)
     known = analysis.roots(node)
-    for factor in chosen_factors(analysis, low.shards):
+    stays_split = node in kept_split(analysis, low.shards)
+    for factor in () if stays_split else chosen_factors(analysis, low.shards):
         if factor in known:  # no two that are cut meet
             return compute(Inside(low, analysis, factor, node))
     return _outside(low, analysis, node)
@@ -60,10 +63,10 @@ def _outside(low: Lowering, analysis: Analysis, node: fx.Node) -> Local:
     """Lower a node outside of the regions: of split values where the trunk is split."""
     assert low.shards is not None
     split = low.shards.split_dims
-    is_split = node.name in split
+    is_split = node.name in split or node in kept_split(analysis, low.shards)
     if not isinstance(meta.value(node), Tensor):  # parts of a value that is split
         is_split = any(source.name in split for source in node.all_input_nodes)
-    trunk = _trunk(low, analysis) if is_split else None
+    trunk = trunk_factor(analysis, low.shards) if is_split else None
     given: dict[fx.Node, Local] = {}
     for source in elements(node):
         if low.flattened(source) is not None:
@@ -75,17 +78,9 @@ def _outside(low: Lowering, analysis: Analysis, node: fx.Node) -> Local:
                 continue
             axes = _axes(analysis.dims(source), trunk, low.shards.count)
             if local.axes != axes or local.parts:
-                given[source] = Local(low.spread(source, axes), axes)
+                given[source] = low.split_again(source, axes)
     with low.instead(given):
         return lower_call(low, node)
-
-
-def _trunk(low: Lowering, analysis: Analysis) -> Factor:
-    """Return the factor by which values outside of the regions are split."""
-    assert low.shards is not None
-    split = low.shards.split_dims
-    first = next(n for n in analysis.values if split.get(n.name, -1) >= 0)
-    return leaves(analysis.dims(first)[split[first.name]])[0]
 
 
 def _axes(dims: Dims, trunk: Factor | None, count: int) -> Axes | None:

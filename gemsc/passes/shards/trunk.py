@@ -10,17 +10,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from torch import Tensor, fx
 
 from gemsc.errors import GemscError
 from gemsc.ir import meta
+from gemsc.ir.mutation import elements
 from gemsc.ir.operators.table import operator_of
 from gemsc.ir.shards import StageShards
 from gemsc.passes.shards.analysis import Analysis, place_of, split_dim
 from gemsc.passes.shards.choice import chosen_factors
-from gemsc.passes.shards.factors import Factor, leaves
+from gemsc.passes.shards.factors import Dims, Factor, leaves
 
+PRODUCTS = ("matmul", "einsum")
 GAIN = 0.05  # of a stage's seconds on a rank: what a split must save to be worth it
 DIMS = {"batch": 0, "sequence": 1}
 
@@ -58,6 +61,105 @@ def choose_trunk(
             if saved > GAIN * everything:
                 return kind, split
     return "whole", ()
+
+
+def trunk_factor(analysis: Analysis, shards: StageShards) -> Factor | None:
+    """Return the factor by which values outside of the regions are split, if any."""
+    split = shards.split_dims
+    for node in analysis.values:
+        if (dim := split.get(node.name, -1)) >= 0:
+            return leaves(analysis.dims(node)[dim])[0]
+    return None
+
+
+def kept_split(analysis: Analysis, shards: StageShards) -> frozenset[fx.Node]:
+    """Return products that know what is cut, but are split as the trunk is.
+
+    Of each, less is sent so. Experts get tokens, and the groups of these are split:
+
+        given = torch.einsum("gtec,gtd->gecd", to, x)
+
+    With its experts' part of `to`, a rank would need all of `x`. Of its own groups it
+    computes what all experts are given: that is exchanged (all-to-all), and what they
+    found comes back likewise.
+    """
+    if analysis.kept_split is None or analysis.kept_split[0] is not shards:
+        found: set[fx.Node] = set()
+        trunk, cut = trunk_factor(analysis, shards), chosen_factors(analysis, shards)
+        for node in analysis.stage.nodes if trunk is not None else ():
+            known = analysis.roots(node)
+            met = [factor for factor in cut if factor in known]
+            call = analysis.calls.get(node)
+            if met and trunk in known and call and call.kind in PRODUCTS:
+                product = _Product(analysis, shards, node, met[0], trunk, found)
+                if product.may_be_split and product.sent_split < product.sent_cut:
+                    found.add(node)
+        analysis.kept_split = shards, frozenset(found)
+    return analysis.kept_split[1]
+
+
+@dataclass(frozen=True)
+class _Product:
+    """A product that knows a factor that is cut and that of the trunk.
+
+    `others` are products before it that are split. What is sent is told in bytes that
+    all ranks receive, less the share that they all have in common.
+    """
+
+    analysis: Analysis
+    shards: StageShards
+    node: fx.Node
+    cut: Factor
+    trunk: Factor
+    others: set[fx.Node]
+
+    @property
+    def may_be_split(self) -> bool:
+        """Whether the trunk splits it, and all of its inputs that know what is cut."""
+        own = [self.analysis.dims(self.node), *map(self._dims, self._inputs)]
+        own[1:] = [dims for dims in own[1:] if place_of(dims, self.cut)]
+        count = self.shards.count
+        return all(split_dim(dims, self.trunk, count) is not None for dims in own)
+
+    @property
+    def sent_split(self) -> float:
+        """What is sent if each rank computes it of its samples, or tokens."""
+        given = [n for n in self._inputs if self._is_cut(n)]
+        given += [self.node] if self._knows(self.node) else []
+        return sum(map(_bytes, given)) / self.shards.count
+
+    @property
+    def sent_cut(self) -> float:
+        """What is sent if each rank computes its part of what is cut."""
+        split = [n for n in self._inputs if self._is_split(n)]
+        here = [place_of(self._dims(n), self.cut) for n in split]
+        shares = [self.shards.count if place else 1 for place in here]
+        sent = [_bytes(n) / share for n, share in zip(split, shares, strict=True)]
+        is_summed = self.analysis.is_summed(self.node, self.cut)
+        return sum(sent) + (_bytes(self.node) if is_summed else 0)
+
+    @property
+    def _inputs(self) -> list[fx.Node]:
+        inputs = elements(self.node)
+        return [n for n in inputs if isinstance(meta.value(n), Tensor)]
+
+    def _dims(self, source: fx.Node) -> Dims:
+        """Return the dimensions of an input as the product has it."""
+        return self.analysis.dims_at(self.node, source)
+
+    def _knows(self, node: fx.Node) -> bool:
+        return place_of(self.analysis.dims(node), self.cut) is not None
+
+    def _is_split(self, node: fx.Node) -> bool:
+        return self.shards.split_dims.get(node.name, -1) >= 0 or node in self.others
+
+    def _is_cut(self, node: fx.Node) -> bool:
+        inside = node in self.analysis.roles and self.cut in self.analysis.roots(node)
+        return inside and self._knows(node) and node not in self.others
+
+
+def _bytes(node: fx.Node) -> int:
+    return meta.spec(node).num_bytes
 
 
 def _factor(

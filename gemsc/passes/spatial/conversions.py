@@ -366,6 +366,17 @@ class Conversions(Pieces):
         with self.instead({node: Local(self.whole(node), None)}):
             return self.shared(node, parts).node
 
+    def split_again(self, node: fx.Node, axes: Axes | None) -> Local:
+        """Return a value cut as the trunk is, of which shards may have their parts."""
+        local = self.local(node)
+        parts = local.held_parts
+        if not parts or axes is None or any(part.outer > 1 for part in parts):
+            return Local(self.spread(node, axes), axes)
+        shape = self.shape(node)
+        held = refined((everything(shape),) * self.tiles, parts)  # all-to-all
+        found = self._part_of(local.node, shape, held, self.owned(shape, axes), 0.0)
+        return Local(found, axes)
+
     def _beside(
         self, node: fx.Node, local: Local, parts: tuple[Part, ...], *, gathers: bool
     ) -> fx.Node:

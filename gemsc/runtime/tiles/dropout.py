@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 from math import prod
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gemsc.base.boxes import Box, everything, intersection, shape_of
+from gemsc.base.boxes import Box, Interval, everything, intersection, shape_of
 from gemsc.base.dtypes import lowered
-from gemsc.base.rng import are_draws_same, seed_of
+from gemsc.base.rng import are_draws_same, same_draws, seed_of
+from gemsc.messages.exchange import index_of
 
 __all__ = ["dropout", "scaled_dot_product_attention"]
 
 STRIPS = 16
 LARGE = 2**18  # elements: a mask that it takes longer to draw than to seed its strips
+ROWS = 256  # queries that meet keys at once where their scores are in memory
 
 
 def dropout(
@@ -115,3 +118,75 @@ def scaled_dot_product_attention(
         weights = weights + attn_mask
     weights = torch.ops.aten._safe_softmax(weights, -1)
     return dropout(weights, dropout_p, shape=shape, box=box, draw=draw) @ value
+
+
+@dataclass
+class PairMask:
+    """A dropout mask of attention's weights of which nobody needs all at once.
+
+    It is drawn in cells of `ROWS` queries and some keys, each with a seed of its own:
+    whoever asks for a box, and however often, gets the same numbers. In `same_draws` it
+    is the part of the mask that one process draws. The seed is that of where the mask
+    is made: a backward asks for boxes, too, and has another one.
+    """
+
+    p: float
+    shape: tuple[int, ...]  # of all weights: batch x heads x queries x keys
+    draw: int
+    seed: int = field(default_factory=torch.initial_seed)
+    alike: bool = field(default_factory=are_draws_same)
+    _whole: Tensor | None = None
+
+    def part(self, like: Tensor, box: Box) -> Tensor:
+        """Return a box of the mask, of 0 and 1 / (1 - p), in the dtype of `like`."""
+        if self.alike:
+            return self._all(like)[tuple(slice(*sides) for sides in box)]
+        width = max(ROWS, -(-self.shape[-1] // 64))
+        rows = [
+            torch.cat(
+                [self._cell(like, box, r, c, width) for c in _met(box[-1], width)], -1
+            )
+            for r in _met(box[-2], ROWS)
+        ]
+        found = torch.cat(rows, -2)
+        return found.div_(1 - self.p) if self.p < 1 else found
+
+    def forget(self) -> None:
+        """Keep no mask that was drawn as a whole."""
+        self._whole = None
+
+    def _all(self, like: Tensor) -> Tensor:
+        if self._whole is None:
+            ones = torch.ones(self.shape, dtype=like.dtype, device=like.device)
+            if are_draws_same():
+                self._whole = F.dropout(ones, self.p)
+            else:  # a backward in a thread of its own
+                with same_draws():
+                    self._whole = F.dropout(ones, self.p)
+        return self._whole
+
+    def _cell(
+        self, like: Tensor, box: Box, row: int, column: int, width: int
+    ) -> Tensor:
+        """Return what a box has of a cell."""
+        whole = everything(self.shape)
+        sides = (row * ROWS, (row + 1) * ROWS), (column * width, (column + 1) * width)
+        cell = intersection((*whole[:-2], *sides), whole)
+        generator = torch.Generator(like.device)
+        generator.manual_seed(seed_of(self.seed, self.draw, row, column))
+        drawn = like.new_empty(shape_of(cell)).bernoulli_(
+            1 - self.p, generator=generator
+        )
+        return drawn[index_of(intersection(box, cell), cell)]
+
+
+def strips(rows: Interval) -> list[Interval]:
+    """Return rows in strips that no cell of a mask reaches beyond."""
+    return [
+        (max(rows[0], r * ROWS), min(rows[1], (r + 1) * ROWS)) for r in _met(rows, ROWS)
+    ]
+
+
+def _met(sides: Interval, size: int) -> range:
+    """Return the numbers of the pieces of a size that an interval meets."""
+    return range(sides[0] // size, -(-sides[1] // size))

@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from gemsc.base.boxes import Box, Interval
 from gemsc.ir import meta
-from gemsc.ir.holder import attribute
 from gemsc.ir.operators.calls import Call
 from gemsc.ir.program import Barrier
 from gemsc.passes.spatial.cuts import Axes
@@ -70,15 +70,20 @@ def _gathered(low: Lowering, call: Call, axes: Axes) -> Local:
         settings["is_causal"] = True
     function: Any = F.scaled_dot_product_attention
     if call.get("dropout_p") is not None:
-        keys = low.shape(key)[-2]
-        shape = (*low.shape(query)[:-1], keys)
-        box = (*low.box(call.node, axes)[:-1], (0, keys))
-        settings |= {"dropout_p": call["dropout_p"], "shape": shape, "box": box}
-        settings["draw"] = low.draw(call.node)
+        settings |= _dropout(low, call, axes)
         function = tiles.scaled_dot_product_attention
     return low.create(
         call.node, "call_function", function, tuple(given), settings, axes
     )
+
+
+def _dropout(low: Lowering, call: Call, axes: Axes) -> dict[str, Any]:
+    """Return which part of the mask of all weights the rank takes."""
+    keys = low.shape(call["key"])[-2]
+    shape = (*low.shape(call["query"])[:-1], keys)
+    box = (*low.box(call.node, axes)[:-1], (0, keys))
+    given = {"dropout_p": call["dropout_p"], "shape": shape, "box": box}
+    return given | {"draw": low.draw(call.node)}
 
 
 def _why_gathered(low: Lowering, call: Call, axes: Axes, keys: Axes) -> str | None:
@@ -86,8 +91,6 @@ def _why_gathered(low: Lowering, call: Call, axes: Axes, keys: Axes) -> str | No
     query, key, value = (call[name] for name in ("query", "key", "value"))
     shape, mask = low.shape(key), call.get("attn_mask")
     parts = low.local(key).held_parts
-    if call.get("dropout_p") not in (None, 0.0):
-        return "dropout draws its mask of all keys at once"
     if len(low.shape(query)) != 4 or low.shape(value) != shape:
         return "keys and values are not batch x heads x tokens x features of one size"
     if keys != axes or low.axes(value) != keys:
@@ -99,18 +102,9 @@ def _why_gathered(low: Lowering, call: Call, axes: Axes, keys: Axes) -> str | No
         return "some queries share keys without enable_gqa"
     if call.get("is_causal") and low.shape(query)[-2] != shape[-2]:
         return "there are not as many queries as keys, and the mask is causal"
-    if mask is not None and _learns(low, mask):
-        return "its mask has a gradient"
     if mask is not None and len(low.shape(mask)) > 4:
         return "its mask has more than four dimensions"
     return None
-
-
-def _learns(low: Lowering, node: fx.Node) -> bool:
-    """Whether a value has a gradient; a parameter has."""
-    if node.op == "get_attr":
-        return bool(attribute(low.program.module, str(node.target)).requires_grad)
-    return meta.needs_gradient(node) or bool(meta.value(node).requires_grad)
 
 
 def _around(low: Lowering, call: Call, axes: Axes) -> Local:
@@ -119,20 +113,107 @@ def _around(low: Lowering, call: Call, axes: Axes) -> Local:
     *outer, tokens, features = low.shape(key)
     shape, is_causal = (*outer, tokens, 2 * features), bool(call.get("is_causal"))
     held = low.owned(shape, axes)
+    cut = len({box[-2] for box in held})
+    turns = is_causal and tokens >= 2 * cut  # a half of one token is nothing
+    halves = _Halves(low, call, axes) if turns else None
     ends = [box[-2][1] if is_causal else tokens for box in held]
+    ends = halves.ends if halves else ends
     wanted = [
         (*box[:-2], (0, end), box[-1]) for box, end in zip(held, ends, strict=True)
     ]
     parts = low.local(key).held_parts
     exchange = low.exchange(shape, refined(held, parts), refined(tuple(wanted), parts))
-    others = tuple(low.get(node).node for node in (value, query))
-    args = (low.here, low.get(key).node, exchange, *others)
+    queries = halves.dealt() if halves else low.get(query).node
+    args: tuple[Any, ...] = (low.here, low.get(key).node, exchange)
+    args = (*args, low.get(value).node, queries)
     if call.get("attn_mask") is not None:
         args = (*args, _mask(low, call, (*axes[:-1], None)))
     names = ("is_causal", "scale", "enable_gqa")
     settings = {n: call[n] for n in names if call.get(n) not in (None, False)}
+    if halves:
+        settings["rows"] = halves.rows
+    if call.get("dropout_p"):
+        settings |= _dropout(low, call, axes)
     function: Any = tiles.ring_attention
-    return low.create(call.node, "call_function", function, args, settings, axes)
+    given = call.node, "call_function", function, args, settings, axes
+    if halves is None:
+        return low.create(*given)
+    return halves.home(low.create(*given, partial=True).node)
+
+
+class _Halves:
+    """Queries under a causal mask, dealt out so that all ranks have as much to do.
+
+        tokens of 3 ranks   0 1     2 3     4 5
+        sees so many        1 2     3 4     5 6
+        attends for         0 5     2 3     4 1     seven each
+
+    The second half of what a rank holds goes to the rank that is as far from the other
+    end, and what comes of it goes back.
+
+    Source: Megatron-LM's context parallelism, which cuts the sequence so.
+    """
+
+    def __init__(self, low: Lowering, call: Call, axes: Axes) -> None:
+        self.low, self.call, self.axes = low, call, axes
+        self.shape = low.shape(call["query"])
+        self.held = low.owned(self.shape, axes)
+        cuts = sorted({box[-2] for box in self.held})
+        other = dict(zip(cuts, reversed(cuts), strict=True))
+        self.own = tuple(_second(box, box[-2]) for box in self.held)
+        self.dealt_out = tuple(_second(box, other[box[-2]]) for box in self.held)
+
+    @property
+    def ends(self) -> list[int]:
+        """Where the keys end that each rank's queries see."""
+        boxes = zip(self.held, self.dealt_out, strict=True)
+        return [max(own[-2][1], other[-2][1]) for own, other in boxes]
+
+    @property
+    def rows(self) -> tuple[Interval, Interval]:
+        """The tokens whose queries the rank has."""
+        here = self.low.place
+        return (
+            (self.held[here][-2][0], self.own[here][-2][0]),
+            self.dealt_out[here][-2],
+        )
+
+    def dealt(self) -> fx.Node:
+        """Return the node of the queries that the rank attends for."""
+        local = self.low.get(self.call["query"])
+        other = self._moved(local.node, self.held, self.dealt_out)
+        (start, stop), _ = self.rows
+        first = self._made("call_method", "narrow", local.node, 2, 0, stop - start)
+        return self._made("call_function", torch.cat, (first, other), 2)
+
+    def home(self, attended: fx.Node) -> Local:
+        """Return what was found of the rank's own queries."""
+        (start, stop), (begin, end) = self.rows
+        size = stop - start
+        first = self._made("call_method", "narrow", attended, 2, 0, size)
+        other = self._made("call_method", "narrow", attended, 2, size, end - begin)
+        back = self._moved(other, self.dealt_out, self.own)
+        both, make = ((first, back), 2), self.low.create
+        return make(self.call.node, "call_function", torch.cat, both, {}, self.axes)
+
+    def _moved(
+        self, node: fx.Node, held: tuple[Box, ...], wanted: tuple[Box, ...]
+    ) -> fx.Node:
+        parts = self.low.local(self.call["query"]).held_parts
+        held, wanted = refined(held, parts), refined(wanted, parts)
+        exchange = self.low.exchange(self.shape, held, wanted)
+        args = self.low.here, node, exchange
+        return self._made("call_function", tiles.redistribute, *args)
+
+    def _made(self, op: str, target: Any, *args: Any) -> fx.Node:
+        made = self.low.create(self.call.node, op, target, args, {}, None, partial=True)
+        return made.node
+
+
+def _second(box: Box, rows: Interval) -> Box:
+    """Return the box of the second half of some rows."""
+    start, stop = rows
+    return (*box[:-2], (start + (stop - start + 1) // 2, stop), box[-1])
 
 
 def _mask(low: Lowering, call: Call, axes: Axes) -> fx.Node | None:
