@@ -209,8 +209,8 @@ class Program:
     `updated_whole()` it does not update element by element, which is tried when it is
     first asked for. Where ranks that hold the same parameters share the update,
     `updated` says how many elements of each one the rank that updates most has.
-    `shard` says what they keep their rows of only, if that is not "off"; of weights,
-    those of `whole_stages` stages are whole at a time.
+    `shard` says what they keep their rows of only, if that is not "off", and `kept` how
+    many elements; of weights, those of `whole_stages` stages are whole at a time.
     `unfused_optimizer` is the name of one that would be faster with `fused=True`.
     `shards` says, by stage, how ranks share its channels, heads, features or words;
     `parts` are the parameters and buffers of which the rank at hand has a part only, or
@@ -247,6 +247,7 @@ class Program:
     optimizer_bytes: dict[str, StateBytes] = field(default_factory=dict)
     updated_whole: Callable[[], Mapping[str, float]] = dict
     updated: dict[str, int] | None = None
+    kept: dict[str, int] = field(default_factory=dict)
     shard: str = "off"
     whole_stages: int = 0
     unfused_optimizer: str = ""
