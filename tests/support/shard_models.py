@@ -412,12 +412,14 @@ class Channels(nn.Module):
         self.third = nn.Sequential(
             nn.Conv2d(12, 12, 1), nn.Dropout2d(0.3), nn.PReLU(12), nn.Conv2d(12, 12, 1)
         )
-        self.pool, self.head = nn.AdaptiveMaxPool2d(2), nn.Linear(48, 10)
+        self.larger = nn.Sequential(nn.Conv2d(12, 24, 1), nn.PixelShuffle(2))
+        self.last = nn.Sequential(nn.Conv2d(6, 12, 1), nn.AdaptiveMaxPool2d(2))
+        self.head = nn.Linear(48, 10)
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.prelu(F.instance_norm(self.first(x)), self.slopes)
         x = F.dropout2d(F.pad(self.second(x), (0, 1), value=0.5), 0.3, self.training)
-        return self.head(self.pool(self.third(x)).flatten(1))
+        return self.head(self.last(self.larger(self.third(x))).flatten(1))
 
 
 def texts(batch: int) -> Sample:

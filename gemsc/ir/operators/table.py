@@ -2,7 +2,8 @@
 
 One row for each kind of `calls`. Its equation says which dimensions of its operands and
 its result are the same, which are summed over, and which must stay whole: shards follow
-from it (`passes.shards`). The rest says what tiles, branches and writes must know. Code
+from it (`passes.shards`); where it depends on a call's arguments, `FORMS` has a function
+that makes it of them. The rest says what tiles, branches and writes must know. Code
 that computes a part in a way of its own stands behind a row: under the same kind in
 `passes.spatial.rules.RULES` and in `passes.shards.operations.OPERATIONS`.
 
@@ -11,15 +12,14 @@ Element by element, and views: what PyTorch itself tells to be such needs no row
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, fx
 
 from gemsc.ir.operators.calls import ALONG, Call
-from gemsc.nn import FrozenBatchNorm
+from gemsc.ir.operators.forms import FORMS, Equation, tensor_of
 
 # how a tile computes its part of pictures
 HOW = {
@@ -31,22 +31,6 @@ HOW = {
     "rows": "with rows of other tiles, where it moves them",
     "keys": "of its own queries, and all keys and values",
 }
-
-
-@dataclass(frozen=True)
-class Equation:
-    """An equation, and its operands' names among a call's arguments and parameters.
-
-    `sizes` are those of the letters of products. What `whole` says why is not cut.
-    """
-
-    text: str
-    operands: tuple[str, ...] = ("input", "weight", "bias")
-    sizes: Mapping[str, int] = field(default_factory=dict)
-    whole: str = ""
-
-
-Form = Callable[[Call, Equation], Equation | None]  # of one call; None: it has none
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +51,6 @@ class Operator:
     """
 
     equation: Equation | None = None
-    form: Form | None = None
     does: str = ""
     how: str = ""
     cuts_again: bool = False
@@ -87,9 +70,9 @@ class Operator:
 
     def equation_of(self, call: Call) -> Equation | None:
         """Return the equation of one call, None if there is none for it."""
-        if self.equation is None or self.form is None:
+        if self.equation is None or call.kind not in FORMS:
             return self.equation
-        return self.form(call, self.equation)
+        return FORMS[call.kind](call, self.equation)
 
 
 def operator_of(call: Call) -> Operator:
@@ -110,159 +93,13 @@ def operands_of(call: Call, equation: Equation) -> list[fx.Node | str | None]:
             if isinstance(tensors[0], list | tuple):  # torch.einsum("ij,jk", [a, b])
                 (tensors,) = tensors
             value = tensors[int(name.removeprefix("operand"))]
-        if isinstance(value, fx.Node) and isinstance(_tensor(value), Tensor):
+        if isinstance(value, fx.Node) and isinstance(tensor_of(value), Tensor):
             operands.append(value)
         elif isinstance(getattr(call.layer, name, None), Tensor):
             operands.append(f"{call.node.target}.{name}")
         else:
             operands.append(None)
     return operands
-
-
-# ------------------------------------------------------------- forms of equations
-
-
-def _tensor(node: fx.Node) -> Tensor:
-    """Return what stands for a node's value; the rest of `ir` is above this room."""
-    found: Tensor = node.meta["val"]
-    return found
-
-
-def _rank_of(node: fx.Node) -> int:
-    return _tensor(node).dim()
-
-
-def _batched(call: Call, equation: Equation) -> Equation | None:
-    """See that there are samples; a layer of no rank takes any."""
-    alone = call.detail and _rank_of(call.input) != call.rank + 2
-    return None if alone else equation
-
-
-def _of_channels(call: Call, equation: Equation) -> Equation | None:
-    """See that whole channels are dropped, and nothing is put in their place."""
-    return _batched(call, equation) if call.detail else None
-
-
-def _convolution(call: Call, equation: Equation) -> Equation | None:
-    differs = call.get("padding_mode", "zeros") != "zeros"
-    if _rank_of(call.input) != call.rank + 2:
-        return None
-    whole = "only zeros are padded in parts" if differs else ""
-    return replace(equation, sizes={"g": int(call.get("groups", 1))}, whole=whole)
-
-
-def _by_channels(call: Call, equation: Equation) -> Equation | None:
-    """Return the equation of a frozen BatchNorm or of PReLU; others mix channels."""
-    if isinstance(call.layer, FrozenBatchNorm):
-        return equation
-    weight = getattr(call.layer, "weight", call.arguments.get("weight"))
-    if weight is None:
-        return None
-    slopes = weight if isinstance(weight, Tensor) else _tensor(weight)
-    text = "n c *x, c -> n c *x" if slopes.numel() > 1 else "*d, s! -> *d"
-    return Equation(text, ("input", "weight")) if slopes.dim() else None
-
-
-def _padded(call: Call, equation: Equation) -> Equation | None:
-    pad = call.get("pad", call.get("padding"))
-    if not isinstance(pad, tuple | list):
-        return None
-    rank, count = _rank_of(call.input), len(pad) // 2
-    kept = [f"k{place}" for place in range(rank - count)]
-    source = [*kept, *(f"x{place}!" for place in range(count))]
-    result = [*kept, *(f"y{place}" for place in range(count))]
-    return replace(equation, text=f"{' '.join(source)} -> {' '.join(result)}")
-
-
-def _instance_norm(call: Call, equation: Equation) -> Equation | None:
-    tracks = call.get("track_running_stats", False) or call.get("running_mean")
-    alone = _rank_of(call.input) == getattr(call.layer, "_get_no_batch_dim", int)()
-    return None if tracks or alone else equation
-
-
-def _group_norm(call: Call, equation: Equation) -> Equation:
-    return replace(equation, sizes={"g": int(call["num_groups"])})
-
-
-def _last_normalized(call: Call, equation: Equation) -> Equation:
-    shape = call["normalized_shape"]
-    count = 1 if isinstance(shape, int) else len(tuple(shape))
-    last = " ".join(f"h{place}!" for place in range(count))
-    return replace(equation, text=f"*b {last}, {last}, {last} -> *b {last}")
-
-
-def _matmul(call: Call, equation: Equation) -> Equation:
-    names = ("input", "mat2" if "mat2" in call.arguments else "other")
-    left, right = (_rank_of(call[name]) for name in names)
-    first = "*b m k+" if left > 1 else "k+"
-    second = "*b k n" if right > 1 else "k"
-    rest = ("m " if left > 1 else "") + ("n" if right > 1 else "")
-    batch = "*b " if max(left, right) > 1 else ""
-    return Equation(f"{first}, {second} -> {batch}{rest}", names)
-
-
-def _addmm(call: Call, equation: Equation) -> Equation:
-    scaled = call.get("beta", 1) != 1 or call.get("alpha", 1) != 1
-    names = ("mat1", "mat2", "input")
-    if "batch1" in call.arguments:
-        names = ("batch1", "batch2", "input")
-    k = "k!" if scaled else "k+"
-    text = f"*b m {k}, *b k n, *b m n -> *b m n"
-    if _rank_of(call["input"]) == 1:
-        text = f"m {k}, k n, n -> m n"
-    return Equation(text, names)
-
-
-def _attention(call: Call, equation: Equation) -> Equation:
-    if not call.get("enable_gqa", False):
-        return equation
-    heads = int(_tensor(call["key"]).shape[-3])
-    mask = call.arguments.get("attn_mask")
-    lower = isinstance(mask, fx.Node) and _rank_of(mask) == 2
-    heads_of = "" if lower else "*b (h r) "
-    text = f"*b (h r) q d!, *b h k! d, *b h k e, {heads_of}q k -> *b (h r) q e"
-    return replace(equation, text=text, sizes={"h": heads})
-
-
-def _embedding(call: Call, equation: Equation) -> Equation:
-    whole = call.get("max_norm") is not None or any(
-        call.get(name, False) for name in ("sparse", "scale_grad_by_freq")
-    )
-    return replace(equation, whole="it looks at all words" if whole else "")
-
-
-def _cross_entropy(call: Call, equation: Equation) -> Equation:
-    target = _tensor(call["target"])
-    if target.is_floating_point() or _rank_of(call.input) < 2:
-        return replace(equation, text="*x!, *y! -> ")
-    result = "n *x" if call.get("reduction", "mean") == "none" else ""
-    return replace(equation, text=f"n c *x, n *x -> {result}")
-
-
-def _einsum(call: Call, equation: Equation) -> Equation | None:
-    text = call.node.args[0]
-    if not isinstance(text, str) or "->" not in text:
-        return None
-    left, right = text.replace(" ", "").split("->")
-    summed = set(left) - set(right) - set(",.")
-
-    def spaced(side: str) -> str:
-        words = re.findall(r"\.\.\.|\w", side)
-        marked = [f"{w}+" if w in summed else w for w in words]
-        return " ".join("*B" if word == "..." else word for word in marked)
-
-    sides = left.split(",")
-    diagonal = any(len(set(side)) < len(side.replace("...", ".")) for side in sides)
-    return Equation(
-        f"{', '.join(map(spaced, sides))} -> {spaced(right)}",
-        tuple(f"operand{place}" for place in range(len(sides))),
-        whole="it takes a diagonal" if diagonal else "",
-    )
-
-
-def _index_add(call: Call, equation: Equation) -> Equation | None:
-    plain = call.get("alpha", 1) == 1 and call.get("dim") in (0, -_rank_of(call.input))
-    return equation if plain else None
 
 
 # ------------------------------------------------------------------------ writes
@@ -286,13 +123,13 @@ def _normalized_weight(call: Call) -> tuple[str, ...]:
 _ONE = ("input",)
 _NORM = ("input", "running_mean", "running_var", "weight", "bias")
 _WINDOW = Operator(does="window", how="halo", by_sample=True)
-_POOL = replace(_WINDOW, equation=Equation("n c *x! -> n c *y", _ONE), form=_batched)
+_POOL = replace(_WINDOW, equation=Equation("n c *x! -> n c *y", _ONE))
 _OWN_POOL = replace(_POOL, cuts_again=True, any_operand=True, wide=True)
 _OF_POOL = ("kernel_size", "stride", "padding")
+_PIXELS = Operator(does="resize", how="own", by_sample=True, wide=True)
 _REDUCES = Operator(does="reduction", how="sums")
 _CONVOLUTION = replace(
     _WINDOW,
-    form=_convolution,
     cuts_again=True,
     any_operand=True,
     wide=True,
@@ -323,11 +160,13 @@ OPERATORS: dict[str, Operator] = {
     "adaptive_avg_pool": _POOL,
     "adaptive_max_pool": _POOL,
     "interpolate": replace(_POOL, does="resize", wide=True),
-    "pixel_shuffle": Operator(does="resize", how="own", by_sample=True, wide=True),
-    "pixel_unshuffle": Operator(does="resize", how="own", by_sample=True, wide=True),
+    "pixel_shuffle": replace(
+        _PIXELS,
+        equation=Equation("n (c r! s!) x! y! -> n c h w", _ONE),
+    ),
+    "pixel_unshuffle": _PIXELS,
     "pad": Operator(
         Equation("the dimensions that are padded differ", _ONE),
-        _padded,
         how="halo",
         by_sample=True,
     ),
@@ -339,31 +178,24 @@ OPERATORS: dict[str, Operator] = {
     ),
     "group_norm": Operator(
         Equation("n (g c!) *x!, (g c), (g c) -> n (g c) *x"),
-        _group_norm,
         how="sums",
         by_sample=True,
         wide=True,
     ),
     "instance_norm": Operator(
         Equation("n c *x!, c, c -> n c *x", ("input", "weight", "bias")),
-        _instance_norm,
         how="sums",
         wide=True,
         writes=_statistics,
     ),
-    "layer_norm": Operator(
-        Equation("*b h!, h!, h! -> *b h!"), _last_normalized, how="sums"
-    ),
-    "rms_norm": Operator(
-        Equation("*b h!, h!, h! -> *b h!"), _last_normalized, how="sums"
-    ),
+    "layer_norm": Operator(Equation("*b h!, h!, h! -> *b h!"), how="sums"),
+    "rms_norm": Operator(Equation("*b h!, h!, h! -> *b h!"), how="sums"),
     "dropout": Operator(Equation("*d -> *d", _ONE), how="mask", wide=True),
     "channel_dropout": Operator(
-        Equation("n c *x -> n c *x", _ONE), _of_channels, how="mask", wide=True
+        Equation("n c *x -> n c *x", _ONE), how="mask", wide=True
     ),
     "channels": Operator(
         Equation("n c *x, c, c, c, c -> n c *x", _NORM),
-        _by_channels,
         how="own",
         by_sample=True,
         wide=True,
@@ -376,7 +208,6 @@ OPERATORS: dict[str, Operator] = {
     ),
     "matmul": Operator(
         Equation("*b m k+, *b k n -> *b m n", ("input", "other")),
-        _matmul,
         does="product",
         how="own",
         any_operand=True,
@@ -384,14 +215,12 @@ OPERATORS: dict[str, Operator] = {
     ),
     "addmm": Operator(
         Equation("*b m k+, *b k n, *b m n -> *b m n", ("mat1", "mat2", "input")),
-        _addmm,
         does="product",
         how="own",
         any_operand=True,
     ),
     "einsum": Operator(
         Equation("as it is written"),
-        _einsum,
         does="product",
         how="own",
         any_operand=True,
@@ -399,7 +228,6 @@ OPERATORS: dict[str, Operator] = {
     ),
     "embedding": Operator(
         Equation("*b, v+ h -> *b h", ("input", "weight")),
-        _embedding,
         does="product",
         how="own",
         words="v",
@@ -412,7 +240,6 @@ OPERATORS: dict[str, Operator] = {
             "*b q d!, *b k! d, *b k e, *b q k -> *b q e",
             ("query", "key", "value", "attn_mask"),
         ),
-        _attention,
         does="product",
         how="keys",
         any_operand=True,
@@ -423,7 +250,6 @@ OPERATORS: dict[str, Operator] = {
     **dict.fromkeys(ALONG, Operator(how="along")),
     "index_add": Operator(
         Equation("n! *d, r+, r *d -> n *d", ("input", "index", "source")),
-        _index_add,
     ),
     "narrow": Operator(how="rows"),
     "repeat": Operator(how="rows"),
@@ -436,7 +262,6 @@ OPERATORS: dict[str, Operator] = {
     "loss": Operator(does="loss", how="sums", any_operand=True),
     "cross_entropy": Operator(
         Equation("n c *x, n *x -> ", ("input", "target")),
-        _cross_entropy,
         does="loss",
         how="sums",
         any_operand=True,
