@@ -194,10 +194,10 @@ def test_a_rank_reads_its_rows_only(shard: str, tmp_path: Path) -> None:
 
     one = 512 * 512 * 4
     for most in run_local(2, peak):
-        if shard == "weights":  # half of each, and one that is mapped
-            assert 4 * one < most < 5.5 * one
+        if shard == "weights":  # half of each, and one without memory yet
+            assert 4 * one <= most < 5.5 * one
         else:
-            assert most > 8 * one
+            assert most >= 8 * one
 
 
 class Adapted(nn.Module):
