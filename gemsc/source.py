@@ -230,7 +230,7 @@ class ConstantsLoader(SourceFileLoader):
         """
         source = Path(self.path).read_bytes()
         if not self.constants:
-            return compile(source, self.path, "exec")
+            return self.source_to_code(source, self.path)
         with _one_tree:
             return self._changed(source)
 
@@ -242,7 +242,7 @@ class ConstantsLoader(SourceFileLoader):
                 raise _unknown(Path(self.path), name, assigned)
             for statement in assigned[name]:
                 statement.value = _new_value(Path(self.path), name, text, statement)
-        return compile(ast.fix_missing_locations(tree), self.path, "exec")
+        return self.source_to_code(ast.fix_missing_locations(tree), self.path)
 
 
 def split_constants(texts: list[str]) -> dict[str, str]:

@@ -39,6 +39,36 @@ def updated_whole(
             return dict.fromkeys(trained, math.inf)
 
 
+def updated_together(
+    parameters: Mapping[str, nn.Parameter], factory: OptimizerFactory | None
+) -> float:
+    """Return by how much parameters step otherwise without half of the others.
+
+    Relative to the largest step, 0 if they do not; tried as `updated_whole` is. So it
+    is where an optimizer clips by the norm of all gradients, or has one trust for all.
+    """
+    trained = {name: p for name, p in parameters.items() if p.requires_grad}
+    if factory is None or len(trained) < 2:
+        return 0.0
+    names = [*trained]
+    halves = names[: len(names) // 2], names[len(names) // 2 :]
+    with generator_lock, fork_torch():
+        torch.manual_seed(0)
+        drawn = [{n: _small(p) for n, p in trained.items()} for _ in range(1 + STEPS)]
+        try:
+            whole = _after_steps(drawn, factory)
+            parts = [
+                _after_steps([{n: each[n] for n in half} for each in drawn], factory)
+                for half in halves
+            ]
+        except Exception:  # it may want a parameter that is in the other half
+            return 0.0
+    apart = {**parts[0], **parts[1]}
+    step = max(float((whole[n] - drawn[0][n]).abs().max()) for n in names)
+    error = max(float((whole[n] - apart[n]).abs().max()) for n in names)
+    return 0.0 if error <= ROUNDING * step else error / step
+
+
 def check_elementwise(differences: Mapping[str, float], names: Iterable[str]) -> None:
     """Make sure that parameters may be cut; `differences` are from `updated_whole`.
 

@@ -30,6 +30,7 @@ from gemsc.errors import GemscError, InternalError, SourceLocation
 from gemsc.frontend.eager import deep_copy, detached, failures, in_mode, set_training
 from gemsc.frontend.fake_copy import LOSS
 from gemsc.frontend.gradients import Gradients, difference_of, gradients_differ
+from gemsc.frontend.halves import loss_of_halves
 from gemsc.frontend.user_code import user_line
 from gemsc.frontend.values import returned
 from gemsc.ir.holder import attribute
@@ -54,6 +55,7 @@ class _Results:
     locations: dict[str, SourceLocation | None] = field(default_factory=dict)
     owners: dict[str, nn.Module] = field(default_factory=dict)
     gradients: Gradients = field(default_factory=Gradients)
+    halves: tuple[float, float] | None = None
 
     def watch(self, prefix: str, owner: nn.Module) -> None:
         """Take the gradients of a module from now on."""
@@ -82,8 +84,10 @@ def check_against_eager(
     target: Any = None,
     *,
     training: bool = True,
-) -> None:
+) -> tuple[float, float] | None:
     """Run one step of the graph and one of the model, on copies, and compare.
+
+    Return the loss and the mean of those of its halves, where they are known to differ.
 
     Outputs, loss, the gradient of each parameter and each buffer after the step must
     be equal, bit for bit or within the rounding of the dtype. Activation checkpoints
@@ -128,6 +132,7 @@ def check_against_eager(
             at=location(node) or error.at,
             help=error.help,
         ) from None
+    return expected.halves
 
 
 def _copies(
@@ -238,6 +243,10 @@ def _run_eager(
         results.watch(LOSS, loss)
     output, value = _forward(model, inputs, loss, target, autocast)
     _finish(results, tuple(returned(output).tensors), value)
+    if loss is not None:
+        size = next((len(x) for _, x in tensor_leaves(inputs) if x.shape), 1)
+        with autocasting(autocast):
+            results.halves = loss_of_halves(loss, output, target, size)
     return results
 
 

@@ -30,7 +30,13 @@ from gemsc.errors import GemscError
 from gemsc.frontend.eager import set_training
 from gemsc.frontend.fake_copy import LOSS, fake_input, reject_unsupported
 from gemsc.frontend.user_code import failing_line, printed_line
-from gemsc.frontend.values import Returned, input_names, output_notes, returned
+from gemsc.frontend.values import (
+    Returned,
+    input_names,
+    output_notes,
+    returned,
+    transformed,
+)
 from gemsc.frontend.writer import CONSTANTS, make_root
 from gemsc.ir import meta
 from gemsc.ir.fake import fake_copy
@@ -282,6 +288,8 @@ def _attach_values(root: fx.GraphModule, inputs: tuple[torch.Tensor, ...]) -> No
     values: dict[fx.Node, Any] = {}
     with mode:
         for node in root.graph.nodes:
+            if "_functorch" in str(getattr(node.target, "__module__", "")):
+                raise transformed(meta.location(node))
             if node.op == "placeholder":
                 values[node] = fake_input(next(given), mode, (node.name,))
             elif node.op != "output":

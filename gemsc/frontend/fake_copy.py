@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.nn.parameter import is_lazy
+from torch.utils._mode_utils import no_dispatch
 
 from gemsc.base.dtypes import within
 from gemsc.base.nests import Path, tensor_leaves
@@ -87,6 +88,36 @@ def _give_numbers(real: nn.Module, copied: Any, fake: FakeTensorMode) -> None:
         if is_small and not (dtype.is_floating_point or dtype.is_complex):
             number.constant, number.of_buffer = tensor.detach().clone(), True
             fake.fake_tensor_converter.add_constant_storage_mapping(number)
+
+
+def in_one_memory(
+    fake: FakeTensorMode,
+    compute: Callable[..., Any],
+    func: Any,
+    types: Any,
+    args: Any,
+    kwargs: Any,
+) -> Any:
+    """Call `compute`; a view of a known number is known, and in the number's memory.
+
+    PyTorch gives it memory of its own: what is written there would be lost.
+    """
+    number: Any = args[0] if args else None
+    known = getattr(number, "constant", None)
+    if known is None or not getattr(func, "is_view", False):
+        return compute(func, types, args, kwargs)
+    number.constant = None
+    try:
+        result = compute(func, types, args, kwargs)
+        with no_dispatch():
+            constants = func(known, *args[1:], **kwargs)
+    finally:
+        number.constant = known
+    pairs = zip(tensor_leaves(result), tensor_leaves(constants), strict=True)
+    for (_, view), (_, constant) in pairs:
+        view.constant = constant
+        fake.fake_tensor_converter.add_constant_storage_mapping(view)
+    return result
 
 
 def _in_dtype(

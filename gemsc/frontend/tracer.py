@@ -24,7 +24,7 @@ from gemsc.base.nests import call_model, tensor_leaves
 from gemsc.base.plain_forward import plain_forward
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.frontend.attention import attention_of
-from gemsc.frontend.fake_copy import FakeCopy
+from gemsc.frontend.fake_copy import FakeCopy, in_one_memory
 from gemsc.frontend.opaque import (
     DATA_ERRORS,
     DependsOnDataError,
@@ -74,7 +74,8 @@ class TracerFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
                 self.fake_tensor_converter.invalidate_constant_aliases(number.constant)
         record = not self.tracer.paused
         with self.tracer.pause(), _unknown(numbers if asks else []):
-            result = super().__torch_dispatch__(func, types, args, kwargs or {})
+            compute = super().__torch_dispatch__
+            result = in_one_memory(self, compute, func, types, args, kwargs or {})
         for _, tensor in tensor_leaves(result) if numbers else ():
             vars(tensor)["of_buffer"] = True
         if record:

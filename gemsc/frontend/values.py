@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from gemsc.base.nests import Inputs, Path, named_tuple
-from gemsc.errors import GemscError
+from gemsc.errors import GemscError, SourceLocation
 from gemsc.ir.program import DataclassValue, Slot
 
 # what is no tensor
@@ -93,6 +93,17 @@ def returned(output: object) -> Returned:
             help="return tensors in tuples, lists, dicts or dataclasses",
         )
     return result
+
+
+def transformed(at: SourceLocation | None = None) -> GemscError:
+    """Return the error of a forward that calls a transform of torch.func."""
+    return GemscError(
+        "forward calls torch.vmap, or another transform of torch.func, which has no "
+        "place in a graph",
+        at=at,
+        help="write the further dimension yourself: torch.einsum, torch.bmm, "
+        "x.unsqueeze(0)",
+    )
 
 
 def output_notes(output: Returned) -> tuple[str, ...]:

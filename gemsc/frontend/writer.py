@@ -20,7 +20,7 @@ from gemsc.errors import GemscError
 from gemsc.frontend.fake_copy import LOSS, FakeCopy
 from gemsc.frontend.targets import TargetCall
 from gemsc.frontend.user_code import UserLine
-from gemsc.frontend.values import PLAIN
+from gemsc.frontend.values import PLAIN, transformed
 from gemsc.ir import meta
 from gemsc.ir.holder import with_graph
 from gemsc.ir.meta import Region
@@ -193,6 +193,8 @@ class GraphWriter:
         """Return a node for what forward computed in the earlier run and kept."""
         earlier = self._earlier
         if earlier is None or not earlier.knows(tensor):
+            if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+                raise transformed()
             raise GemscError(
                 "forward uses a tensor whose origin gemsc cannot see",
                 help="make it from the inputs, or keep it with register_buffer",

@@ -207,11 +207,14 @@ class Program:
     can run in others. `autocast` is what it runs within, where precision is mixed.
     `optimizer_bytes` is the state that the optimizer keeps of each parameter; those in
     `updated_whole()` it does not update element by element, which is tried when it is
-    first asked for. Where ranks that hold the same parameters share the update,
-    `updated` says how many elements of each one the rank that updates most has.
+    first asked for, as `updated_together()` is: by how much parameters step otherwise
+    where others are not there. Where ranks that hold the same parameters share the
+    update, `updated` says how many elements of each one the rank has that updates most.
     `shard` says what they keep their rows of only, if that is not "off", and `kept` how
     many elements; of weights, those of `whole_stages` stages are whole at a time.
     `unfused_optimizer` is the name of one that would be faster with `fused=True`.
+    `halves` are the loss of a micro-batch and the mean of those of its halves, where
+    they are known to differ.
     `shards` says, by stage, how ranks share its channels, heads, features or words;
     `parts` are the parameters and buffers of which the rank at hand has a part only, or
     nothing; `owned` are those that it has of each stage, where it runs a part of it.
@@ -246,11 +249,13 @@ class Program:
     shards: dict[int, StageShards] = field(default_factory=dict)
     optimizer_bytes: dict[str, StateBytes] = field(default_factory=dict)
     updated_whole: Callable[[], Mapping[str, float]] = dict
+    updated_together: Callable[[], float] = float
     updated: dict[str, int] | None = None
     kept: dict[str, int] = field(default_factory=dict)
     shard: str = "off"
     whole_stages: int = 0
     unfused_optimizer: str = ""
+    halves: tuple[float, float] | None = None
     tile: int = 0
     parts: dict[str, Part] = field(default_factory=dict)
     owned: tuple[tuple[str, ...], ...] | None = None

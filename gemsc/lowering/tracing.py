@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from gemsc.base.dtypes import convert, converted
-from gemsc.base.elementwise import OptimizerFactory, updated_whole
+from gemsc.base.elementwise import OptimizerFactory, updated_together, updated_whole
 from gemsc.base.nests import normalize_inputs
 from gemsc.base.plain_forward import with_threads
 from gemsc.compilation import Traced
@@ -97,10 +97,11 @@ def trace(
             program,
             optimizer_bytes=optimizer_bytes(parameters, factory),
             updated_whole=cache(partial(updated_whole, parameters, factory)),
+            updated_together=cache(partial(updated_together, parameters, factory)),
             unfused_optimizer=unfused,
         )
         if check:
-            compare(program)
+            program = replace(program, halves=compare(program))
         if profile:
             given = example_inputs, example_target
             timed = TimeBlocks(*given, device=device, progress=progress)
@@ -123,10 +124,11 @@ def trace(
 
 def _compare(
     checked: tuple[nn.Module, Any, dict[str, Any]], is_limited: bool, program: Program
-) -> None:
+) -> tuple[float, float] | None:
     model, example_inputs, how = checked
-    if not (is_limited and _is_long(program)):
-        check_against_eager(program, model, example_inputs, **how)
+    if is_limited and _is_long(program):
+        return None
+    return check_against_eager(program, model, example_inputs, **how)
 
 
 def _is_long(program: Program) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import version
@@ -102,7 +102,12 @@ def make_plan(
         groups=[list(ranks) for ranks in placement.groups if placement.grids],
         barriers=_barriers(tiles),
         opaque=_opaque(program),
-        notes=[*program.notes, *_loss_note(program, task, options), *unfused],
+        notes=[
+            *program.notes,
+            *_loss_notes(program, task, options),
+            *_optimizer_note(program),
+            *unfused,
+        ],
         dtype=dtype,
         tokens=_tokens(program),
         peak_flops=peak,
@@ -116,14 +121,47 @@ def make_plan(
     )
 
 
-def _loss_note(program: Program, task: Task, options: CompileOptions) -> list[str]:
-    """Say what evaluation asks for if the model itself computes the loss."""
+def _loss_notes(program: Program, task: Task, options: CompileOptions) -> list[str]:
+    """Say what evaluation asks for if the model itself computes the loss.
+
+    And of a loss that is no mean over samples, what a step makes of it.
+    """
+    count = options.data * sum(task.micro_batches)
+    size = count * micro_batch_size(program)
+    if program.halves is not None and count > 1:
+        together, apart = program.halves
+        return [
+            f"the loss is no mean over samples: {together:.4g} of example_inputs, "
+            f"{apart:.4g} as the mean of its halves. A step takes the mean of the "
+            f"losses of its {count} micro-batches, which is not the loss of its {size} "
+            "samples together. If it should be that, return a sum and a count, or let "
+            "example_inputs() have all samples of a step, with --micro-batches 1"
+        ]
     if program.loss is None or program.loss not in program.outputs:
         return []
-    size = options.data * sum(task.micro_batches) * micro_batch_size(program)
     return [
         f"{OWN_LOSS}, of whole micro-batches: the length of "
         f"eval_dataset must be a multiple of {size}"
+    ]
+
+
+def _optimizer_note(program: Program) -> list[str]:
+    """Say that an optimizer would need all parameters, where no rank has them."""
+    replicas = program.require_placement().ranks
+    stages_of = Counter(
+        rank
+        for stage in program.require_stages()
+        for rank in {rank for ranks in replicas for rank in ranks[stage.index]}
+    )
+    if not program.shards and min(stages_of.values()) == len(program.require_stages()):
+        return []
+    if not (difference := program.updated_together()):
+        return []
+    return [
+        "optimizer() looks at several parameters at once, or counts them: without "
+        f"others they step differently, by {difference:.0e}. It gets those of its rank "
+        "only, so weights will not be those of one process. Clip by the norm of all "
+        "gradients with `gemsc run --clip-norm`, and choose rates by names, not numbers"
     ]
 
 

@@ -101,5 +101,22 @@ def test_a_branch_on_data_is_refused() -> None:
     assert caught.value.at.file == __file__
 
 
+class Mapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2, 4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.vmap(lambda weight: x @ weight)(self.weight).sum(0)
+
+
+def test_a_transform_of_functions_is_refused() -> None:
+    with pytest.raises(GemscError, match=r"torch\.vmap") as caught:
+        export(Mapped(), (torch.zeros(3, 4),))
+    assert caught.value.at is not None
+    assert caught.value.at.file == __file__
+    assert "torch.einsum" in caught.value.help
+
+
 def test_both_frontends_are_registered() -> None:
     assert list(FRONTENDS) == ["record", "export"]

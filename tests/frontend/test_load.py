@@ -14,6 +14,7 @@ from torch import nn
 
 from gemsc.errors import GemscError
 from gemsc.runtime.training.program_directory import load_rank_module
+from gemsc.source import split_constants
 from gemsc.user_model import UserModel, load_user_model
 
 HEAD = "import torch\nfrom torch import nn\n"
@@ -79,6 +80,19 @@ def test_a_file_that_has_changed_within_a_second_is_read_again(
             os.utime(each, (10**9, 10**9))
         assert type(load_user_model(str(path)).make_model()) is layer
         assert name == load_rank_module(tmp_path, 0).WHAT
+
+
+def test_annotations_are_what_they_are_in_python(tmp_path: Path) -> None:
+    """A file without `from __future__ import annotations` has types there, no texts."""
+    text = "from dataclasses import dataclass, fields\nWIDTH = 4\n"
+    text += "@dataclass\nclass Config:\n    width: int = 3\n"
+    text += HEAD + INPUTS + "width, = [f.type('3') for f in fields(Config)]\n"
+    path = tmp_path / "typed.py"
+    path.write_text(text + "model = nn.Linear(width, WIDTH)\n")
+    for constants, width in (((), 4), (("WIDTH=5",), 5)):
+        given = split_constants([*constants])
+        model = load_user_model(str(path), constants=given).make_model()
+        assert (model.in_features, model.out_features) == (3, width)
 
 
 def test_another_name_and_modules_beside_the_file(tmp_path: Path) -> None:

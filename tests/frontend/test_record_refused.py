@@ -237,6 +237,11 @@ def picks(self: Any, x: Any) -> Any:
     return self.fc(x)[x > 0]  # a size from data
 
 
+def maps(self: Any, x: Any) -> Any:
+    each = torch.vmap(lambda row: self.fc.weight @ row)(x)  # over rows
+    return each + self.fc(x)
+
+
 def misfits(self: Any, x: Any) -> Any:
     return self.fc(torch.cat([x, x], 1))  # wrong shapes
 
@@ -270,6 +275,7 @@ def remembers(self: Any, x: Any) -> Any:
         (branches, "needs the value of a tensor", "# a branch on data"),
         (swallows, "needs the value of a tensor", "# an error that is caught"),
         (picks, "size of this tensor depends", "# a size from data"),
+        (maps, r"torch\.vmap", "# over rows"),
         (misfits, "the model fails on example_inputs", "# wrong shapes"),
         (hooks, "register_hook", "# a gradient hook"),
         (draws, "not deterministic: it draws", "# python random"),

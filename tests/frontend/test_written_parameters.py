@@ -361,3 +361,38 @@ def test_replicas_would_iterate_too_seldom(
         error = caught.value
         assert error.at is not None
         assert error.help == "use a schedule with one replica and --data 1"
+
+
+# ------------------------------------------------------- a place in a row of memory
+
+
+class Queue(nn.Module):
+    """Knows where it writes next, as MoCo does, in a buffer of one whole number."""
+
+    def __init__(self, move: Callable[[Tensor], object], *shape: int) -> None:
+        super().__init__()
+        self.fc, self.fc2, self.move = nn.Linear(4, 4), nn.Linear(4, 4), move
+        self.register_buffer("place", torch.zeros(shape, dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.fc2(self.fc(x).relu())
+        self.move(self.place)
+        return x
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (2,)], ids=str)
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda place: place.add_(2).remainder_(3),
+        lambda place: place.view(-1).add_(2).remainder_(3),
+        lambda place: place.flatten()[:1].add_(2).neg_().remainder_(3),
+        lambda place: place.unsqueeze(0).fill_(4).sub_(1),
+    ],
+    ids=["itself", "view", "part", "filled"],
+)
+def test_a_number_that_is_changed_twice(
+    move: Callable[[Tensor], object], shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    """The second change was lost; one step of two micro-batches need not show it."""
+    assert against_one_process(tmp_path, Queue(move, *shape)).worst < EXACT

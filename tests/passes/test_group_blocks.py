@@ -268,6 +268,23 @@ def test_what_ties_blocks_is_named_and_the_advice_works() -> None:
     assert compile(Lookups(once=False), given, ranks=4).plan.ranks == 4
 
 
+class Drawn(Lookups):
+    """Layers that look up neighbours which are drawn."""
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        return super().forward(x, torch.randint(0, 8, edges.shape))
+
+
+@pytest.mark.slow
+def test_what_is_drawn_is_not_to_be_drawn_again() -> None:
+    given = torch.randn(8, 6), torch.randint(0, 8, (2, 8))
+    with pytest.raises(GemscError, match="4 stages need at least 4 blocks") as caught:
+        compile(Drawn(once=True), given, ranks=4)
+    assert str(caught.value.help).endswith(
+        "draw 'near' in the dataset, and pass it as an input"
+    )
+
+
 class Picks(nn.Module):
     """Picks by data, within a module of its own or of all layers."""
 

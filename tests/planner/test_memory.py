@@ -165,6 +165,41 @@ def test_optimizers_that_look_across_a_tensor_are_found(optimizer, wanted) -> No
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def deeper_is_faster(parameters):
+    groups = enumerate(parameter for _, parameter in parameters)
+    return torch.optim.SGD([{"params": [p], "lr": 0.1 * 2**i} for i, p in groups])
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options", "count"),
+    [
+        (clipped, {"ranks": 2}, 1),
+        (deeper_is_faster, {"ranks": 2}, 1),
+        (clipped, {"ranks": 1}, 0),
+        (clipped, {"ranks": 2, "data": 2}, 0),
+        (clipped, {"ranks": 2, "schedule": "mast", "micro_batches": 2}, 0),
+        (clipped, {"ranks": 2, "tiles": "2x1", "micro_batches": 2}, 0),
+        (lambda p: torch.optim.Adafactor(p), {"ranks": 2}, 0),
+        (
+            lambda p: torch.optim.SGD([q for n, q in p if n == "2.bias"]),
+            {"ranks": 2},
+            0,
+        ),
+        (None, {"ranks": 2}, 0),
+    ],
+)
+def test_an_optimizer_that_needs_parameters_of_other_ranks_is_told(
+    optimizer, options, count
+) -> None:
+    model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 1, 3))
+    x = torch.zeros(2, 1, 8, 8)
+    feed = {"loss": nn.MSELoss(), "example_target": torch.zeros(2, 1, 6, 6)}
+    program = gemsc.compile(model, (x,), **feed, optimizer=optimizer, **options)
+    told = [note for note in program.plan.notes if "several parameters at once" in note]
+    assert len(told) == count
+    assert all("--clip-norm" in note for note in told)
+
+
 def test_what_looks_across_a_tensor_is_not_cut() -> None:
     differences = {"layers.0.up.weight": 0.03, "layers.1.up.weight": 0.5}
     check_elementwise(differences, ["layers.0.up.bias"])

@@ -2,10 +2,10 @@
 
 One row for each kind of `calls`. Its equation says which dimensions of its operands and
 its result are the same, which are summed over, and which must stay whole: shards follow
-from it (`passes.shards`); where it depends on a call's arguments, `FORMS` has a function
-that makes it of them. The rest says what tiles, branches and writes must know. Code
-that computes a part in a way of its own stands behind a row: under the same kind in
-`passes.spatial.rules.RULES` and in `passes.shards.operations.OPERATIONS`.
+from it (`passes.shards`); where it depends on a call's arguments, `FORMS` has a
+function that makes it of them. The rest says what tiles, branches and writes must know.
+Code that computes a part in a way of its own stands behind a row: under the same kind
+in `passes.spatial.rules.RULES` and in `passes.shards.operations.OPERATIONS`.
 
 Element by element, and views: what PyTorch itself tells to be such needs no row.
 """

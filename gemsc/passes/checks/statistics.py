@@ -131,10 +131,24 @@ def telling_what_ties(program: Program) -> Iterator[None]:
                 f"'{name}' of {at} is used until {meta.location(tie.last_use)}: the "
                 "layers in between stay together"
             )
-            error.help = (
-                f"{error.help}; or compute '{name}' anew for each layer that uses it"
-            )
+            other = f"compute '{name}' anew for each layer that uses it"
+            if _is_drawn(tie.value):  # anew, it would be other numbers
+                other = f"draw '{name}' in the dataset, and pass it as an input"
+            error.help = f"{error.help}; or {other}"
         raise
+
+
+def _is_drawn(value: fx.Node) -> bool:
+    """Whether a value depends on random numbers."""
+    seen, way = {value}, [value]
+    while way:
+        node = way.pop()
+        if meta.facts(node).random:
+            return True
+        new = [each for each in node.all_input_nodes if each not in seen]
+        seen.update(new)
+        way += new
+    return False
 
 
 def _tie(program: Program) -> Skip | None:
