@@ -62,7 +62,9 @@ class PeakTensors(TorchDispatchMode):
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    """Return the tensors in a value that take memory."""
+    found = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    return [tensor for tensor in found if not tensor.is_meta]
 
 
 def peak_of_steps(trainer: Trainer, inputs: Any, target: Any, steps: int = 2) -> int:

@@ -29,6 +29,10 @@ class StageCost:
     """Gradients of all of its weights: what ranks that hold the same add up."""
     gathered_bytes: int = 0
     """Weights of which the rank keeps rows only, whole while an action uses them."""
+    frozen_bytes: int = 0
+    """Of these, what has no gradient."""
+    packed_bytes: int = 0
+    """On top, while they are gathered: small ones travel together."""
     scatter_bytes: int = 0
     """At the end of a backward whose gradients are added up at once, in parts."""
     waiting_bytes: int = 1

@@ -113,6 +113,12 @@ class Part:
         return self.shape or (1,)
 
 
+def rows_of(tensor: Tensor, rows: Interval) -> Tensor:
+    """Return some rows of a tensor as a view; a number is one row."""
+    start, stop = rows
+    return (tensor if tensor.dim() else tensor.view(1))[start:stop]
+
+
 def make_whole(parts: Collection[Part]) -> bool:
     """Whether parts of a tensor are all of it, and no element is in two of them."""
     forms = {(part.shape, part.dim, part.outer, part.units) for part in parts}

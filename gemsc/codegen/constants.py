@@ -25,6 +25,7 @@ from gemsc.ir.program import GraphInput, Program, Transfer
 from gemsc.messages.exchange import Exchange
 from gemsc.planner.traffic import ends
 from gemsc.schedules.action import Action
+from gemsc.schedules.loops import expand
 from gemsc.schedules.rank_step import AllReduce, Event
 
 
@@ -212,7 +213,22 @@ class Constants:
             line("shard_gradients=True,  # between backwards rows only")
         if program.whole_stages:
             line(f"whole_stages={program.whole_stages},  # at a time; else rows only")
+        if turns := self._gathers():
+            line("# Whose weights are gathered: the next while one computes.")
+            self.writer.argument(f"gather_order={turns_text(turns)}")
         self._write_updated_whole()
+
+    def _gathers(self) -> list[str]:
+        """Return whose weights a step gathers ahead, action after action."""
+        if self.text.program.whole_stages < 2:
+            return []
+        names = {
+            (run.replica, run.stage.flow.index): self.runs[run.key]
+            for run in self.text.runs
+            if self.text.sums_of(run.stage.flow.index)
+        }
+        places = ((a.replica, a.stage) for a in expand(self.text.steps))
+        return [names[place] for place in places if place in names]
 
     def _write_updated_whole(self) -> None:
         """Write what of this rank's parameters is not cut into rows."""

@@ -107,6 +107,7 @@ class StepRecorder:
         self.work = _Work()
         self.num_gradients: dict[Run, int] = {}  # that a backward gives
         self.whole: Run | None = None  # whose weights have been gathered for an action
+        self.gathered: list[Run] = []
 
     def __getattr__(self, name: str) -> NoReturn:
         raise self.file.wrong(UNKNOWN)
@@ -173,6 +174,7 @@ class StepRecorder:
         if self.work.action is not None:
             self.finish()
         self.whole = run
+        self.gathered.append(run)
 
     def weights(self, run: Run, m: int) -> None:
         """Take down the sums of weight gradients."""
@@ -208,6 +210,9 @@ class StepRecorder:
     def update(self) -> None:
         """Take down the optimizer's step."""
         self.finish()
+        ahead = self.file.program.gather_turns
+        if ahead and [*ahead] != self.gathered:
+            raise self.file.wrong("gathers weights in another order than it says")
         self.steps.append(End.UPDATED)
 
     # -------------------------------------------------- what is a unit

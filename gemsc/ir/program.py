@@ -210,8 +210,8 @@ class Program:
     first asked for, as `updated_together()` is: by how much parameters step otherwise
     where others are not there. Where ranks that hold the same parameters share the
     update, `updated` says how many elements of each one the rank has that updates most.
-    `shard` says what they keep their rows of only, if that is not "off"; of weights,
-    those of `whole_stages` stages are whole at a time.
+    `shard` says what they keep their rows of only, if that is not "off", and `kept` how
+    many elements; of weights, those of `whole_stages` stages are whole at a time.
     `unfused_optimizer` is the name of one that would be faster with `fused=True`.
     `halves` are the loss of a micro-batch and the mean of those of its halves, where
     they are known to differ.
@@ -251,6 +251,7 @@ class Program:
     updated_whole: Callable[[], Mapping[str, float]] = dict
     updated_together: Callable[[], float] = float
     updated: dict[str, int] | None = None
+    kept: dict[str, int] = field(default_factory=dict)
     shard: str = "off"
     whole_stages: int = 0
     unfused_optimizer: str = ""

@@ -15,6 +15,7 @@ from math import prod
 from gemsc.base.boxes import Interval
 
 Rows = tuple[Interval, ...]  # by holder
+ALONE_BYTES = 256 * 1024  # a weight as large is gathered alone, into its own memory
 
 
 def rows_of_holders(
@@ -39,3 +40,9 @@ def rows_of_holders(
         edges = [0] * (owner + 1) + [found[name][-1][1]] * (holders - owner)
         found[name] = tuple(pairwise(edges))
     return found
+
+
+def in_pairs(rows: Rows) -> Rows:
+    """Return the rows of the first and second holder together, and so on."""
+    pairs = zip(rows[::2], rows[1::2], strict=True)
+    return tuple((start, stop) for (start, _), (_, stop) in pairs)

@@ -31,7 +31,7 @@ from gemsc.schedules import Task
 
 OF_WEIGHTS = (
     *("resident_bytes", "gradient_bytes", "summed_bytes"),
-    *("waiting_gradient_bytes", "gathered_bytes"),
+    *("waiting_gradient_bytes", "gathered_bytes", "frozen_bytes", "packed_bytes"),
 )
 LEAST = 0.9  # of its even share of what is saved: an operator for parts may save less
 
@@ -51,7 +51,7 @@ def schedule_at_best(
     blocks may be recomputed or offloaded, nothing is kept.
     """
     if options.shard_optimizer:
-        shared = "at best", id(program), options.data
+        shared = "at best", id(program), options.data, options.shard
         program = once(shared, _updates_shared, program, options)
     key = id(program), replace(chosen, groups=(), micro_batches=())
     task = once(key, schedule_task, (program,), chosen, None, hardware)
@@ -92,7 +92,8 @@ def held_at_best(task: Task, groups: Sequence[GridShape]) -> list[list[Held]]:
     first = list(accumulate((group.size for group in groups), initial=0))
     found: list[list[Held]] = []
     for stage, cost in enumerate(task.stages):
-        own = {row[stage] for row in task.placement}
+        rows = task.placement[:1] if cost.scatter_bytes else task.placement
+        own = {row[stage] for row in rows}
         alike = {
             rank
             for group in own

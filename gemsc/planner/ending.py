@@ -18,10 +18,10 @@ from gemsc.errors import GemscError
 from gemsc.ir.flow import owned_tensors, shared_parameters
 from gemsc.ir.opaque import opaques
 from gemsc.ir.program import Program
-from gemsc.messages.rows import rows_of_holders
-from gemsc.planner.memory import stage_weights
-from gemsc.schedules import Action, Kind, Task, Timeline
-from gemsc.schedules.held import num_gathers
+from gemsc.messages.rows import Rows, in_pairs, rows_of_holders
+from gemsc.planner.memory import frozen_parts, stage_weights
+from gemsc.schedules import Kind, Task, Timed, Timeline
+from gemsc.schedules.held import are_gathered
 
 # Bytes read and written for each byte of gradients: packed for the sum and unpacked;
 # in the update of SGD with momentum (weight, gradient, momentum; weight, momentum).
@@ -85,21 +85,19 @@ def end_of(
     """
     if not task.has_backward:
         return StepEnd()
-    sums = gradient_sums(
-        hardware.network,
-        held,
-        *sizes,
-        shares_update=program.updated is not None,
-    )
+    shares_update = program.updated is not None
+    sums = gradient_sums(hardware.network, held, *sizes, shares_update=shares_update)
     early = start_early(program)
     times = times_of_sums(task, [timeline], sums, hardware.device, early=early)
     ends = ends_of_sums(task, times)
+    gathers = _gathers(hardware.network, task, held, sizes, sums)
     done = max(
         max((*(timed.end for timed in actions), ends[rank]), default=0.0)
         + update_seconds(task, rank, sums, hardware.device)
-        + (_of_parts(task, timeline.order(rank), sums) if program.adds_at_once else 0.0)
+        + _of_parts(task, actions, sums, gathers) * program.adds_at_once
         for rank, actions in enumerate(timeline.ranks)
     )
+    done += _of_pairs(program, held, sizes, hardware.network)
     return StepEnd(done - timeline.makespan, times)
 
 
@@ -118,12 +116,13 @@ def held_gradients(program: Program, task: Task) -> list[list[Held]]:
 
     `program` is what the first rank of each grid runs. All ranks of a stage hold the
     gradients of whole weights, those of the same shard the same parts, or the same
-    weights of branches.
+    weights of branches. Where they are in parts, those count that run alike.
     """
     placement = program.require_placement()
+    rows = placement.ranks[:1] if program.adds_at_once else placement.ranks
     held_by_stage = []
     for stage, weights in enumerate(stage_weights(program)):
-        grids = [row[stage] for row in placement.ranks]
+        grids = [row[stage] for row in rows]
         whole = weights.gradients - weights.part_gradients
         held = [(tuple(sorted({rank for grid in grids for rank in grid})), whole)]
         parts = task.stages[stage].summed_bytes - whole  # where they are largest
@@ -256,16 +255,81 @@ def update_seconds(
     return total
 
 
-def _of_parts(task: Task, actions: Sequence[Action], sums: Sequence[StageSum]) -> float:
+def _gathers(
+    network: Network,
+    task: Task,
+    held: Sequence[Sequence[Held]],
+    sizes: tuple[int, int],
+    sums: Sequence[StageSum],
+) -> list[float]:
+    """Return the seconds in which a stage's weights are gathered, frozen ones too.
+
+    Where ranks hold parts of a stage, its frozen weights are taken for parts.
+    """
+    frozen = [stage.frozen_bytes for stage in task.stages]
+    if not any(frozen):
+        return [each.gather for each in sums]
+    weights = [
+        [
+            (ranks, size + frozen[stage] * (index > 0 or len(groups) == 1))
+            for index, (ranks, size) in enumerate(groups)
+        ]
+        for stage, groups in enumerate(held)
+    ]
+    found = gradient_sums(network, weights, *sizes, shares_update=True)
+    return [each.gather for each in found]
+
+
+def _of_parts(
+    task: Task,
+    actions: Sequence[Timed],
+    sums: Sequence[StageSum],
+    gathers: Sequence[float],
+) -> float:
     """Return the seconds of a rank's sums and gathers beyond one of each stage.
 
     Gradients that are kept in parts are added up after each backward, and weights that
-    are gathered before actions.
+    are gathered before actions: where two stages may be whole, while the action before
+    runs. What was updated is counted as one gather already.
     """
-    gathers = num_gathers(task, actions)
-    backwards = Counter(a.stage for a in actions if a.kind is Kind.BACKWARD)
+    order = [timed.action for timed in actions]
+    backwards = Counter(a.stage for a in order if a.kind is Kind.BACKWARD)
     seconds = sum((n - 1) * sums[stage].seconds for stage, n in backwards.items())
-    return seconds + sum((n - 1) * sums[s].gather for s, n in gathers.items() if n)
+    hidden, counted = 0.0, set[int]()
+    for timed, is_gathered in zip(actions, are_gathered(task, order), strict=True):
+        stage = timed.action.stage
+        if is_gathered:
+            seconds += max(0.0, gathers[stage] - hidden)
+            seconds -= sums[stage].gather if stage not in counted else 0.0
+            counted.add(stage)
+        hidden = timed.end - timed.start if task.whole_stages > 1 else 0.0
+    return seconds
+
+
+def _of_pairs(
+    program: Program,
+    held: Sequence[Sequence[Held]],
+    sizes: tuple[int, int],
+    network: Network,
+) -> float:
+    """Return the seconds in which mirrored ranks add up what both keep, and gather it.
+
+    `held` is what those hold that run alike: see `held_gradients`.
+    """
+    first, *others = program.require_placement().ranks
+    if not program.adds_at_once or not others:
+        return 0.0
+    seconds = [0.0] * sizes[0]
+    for stage, groups in enumerate(held):
+        pair = sorted({row[stage][0] for row in (first, *others)})
+        rows = sum(-(-size // (len(ranks) * sizes[1])) for ranks, size in groups[:2])
+        if len(pair) > 1:
+            (found,) = gradient_sums(
+                network, [[(tuple(pair), rows)]], sizes[0], 1, shares_update=True
+            )
+            for rank in pair:
+                seconds[rank] += found.seconds + found.gather
+    return max(seconds)
 
 
 def share_updates(program: Program, copies: int, shard: str) -> Program:
@@ -280,12 +344,6 @@ def share_updates(program: Program, copies: int, shard: str) -> Program:
     """
     flag = "--shard-optimizer" if shard == "off" else f"--shard {shard}"
     shard = "optimizer" if shard == "off" else shard
-    if shard != "optimizer" and program.require_placement().num_replicas > 1:
-        raise GemscError(
-            f"{flag} needs ranks that run the same stages in one order, and "
-            "mirrored replicas do not",
-            help="use --shard optimizer, or another schedule with --data 2",
-        )
     if program.loss is None:
         raise GemscError(
             f"{flag} has no effect on a program that cannot train",
@@ -296,9 +354,12 @@ def share_updates(program: Program, copies: int, shard: str) -> Program:
     holders: dict[tuple[str, bool], int] = {}
     owned = owned_tensors(program)
     tied = shared_parameters(program, owned)
+    whole_stages = int(shard == "weights")
+    program = replace(program, shard=shard, whole_stages=whole_stages)
+    frozen = frozen_parts(program, owned)
     for stage, of_stage in enumerate(owned):
         for name in of_stage:
-            if name in named and named[name].requires_grad:
+            if name in frozen[stage] or (name in named and named[name].requires_grad):
                 key = (name if name in tied else f"stage{stage}", name in program.parts)
                 groups[key].append(name)
                 holders[key] = copies * _holders(program, tied.get(name, (stage,)), key)
@@ -307,12 +368,29 @@ def share_updates(program: Program, copies: int, shard: str) -> Program:
             f"{flag} has no effect: each weight is on one rank",
             help="use --data 2 or --schedule mast, or leave it out",
         )
-    updated: dict[str, int] = {}
+    updated, kept = dict[str, int](), dict[str, int]()
+    stages = range(len(owned))
+    mirrored = {f"stage{stage}" for stage in stages if _is_mirrored(program, stage)}
+    if mirrored and program.adds_at_once and max(holders.values()) == 2:
+        raise GemscError(
+            f"{flag} keeps parts among ranks that run the same stages in one order, "
+            "and the two mirrored replicas do not",
+            help="use --shard optimizer: a rank has two stages here, and one that is "
+            "whole and half of each are no less than these; or add --data 3",
+        )
     for key, names in groups.items():
         shapes = {name: tuple(named[name].shape) for name in names}
-        updated |= _most_updated(program, shapes, holders[key])
-    whole_stages = int(shard == "weights")
-    return replace(program, updated=updated, shard=shard, whole_stages=whole_stages)
+        rows = rows_of_holders(shapes, holders[key], program.updated_whole())
+        updated |= _most(program, shapes, rows)
+        if key[0] in mirrored:
+            rows = {name: in_pairs(each) for name, each in rows.items()}
+        kept |= _most(program, shapes, rows)
+    return replace(program, updated=updated, kept=kept)
+
+
+def _is_mirrored(program: Program, stage: int) -> bool:
+    """Whether the replicas of a stage are on different ranks."""
+    return len({row[stage] for row in program.require_placement().ranks}) > 1
 
 
 def _holders(program: Program, stages: tuple[int, ...], key: tuple[str, bool]) -> int:
@@ -322,22 +400,21 @@ def _holders(program: Program, stages: tuple[int, ...], key: tuple[str, bool]) -
     return len(ranks) // placement.grid(stages[0]).beside if is_part else len(ranks)
 
 
-def _most_updated(
-    program: Program, shapes: dict[str, tuple[int, ...]], holders: int
+def _most(
+    program: Program, shapes: Mapping[str, tuple[int, ...]], rows: Mapping[str, Rows]
 ) -> dict[str, int]:
-    """Return how many elements of each the holder updates that keeps most state."""
+    """Return how many elements of each that holder has who keeps most state."""
 
     def kept(elements: dict[str, int]) -> int:
         state = program.optimizer_bytes
         names = state.keys() & elements.keys()
         return sum(state[n].of(elements[n], prod(shapes[n])) for n in names)
 
-    rows = rows_of_holders(shapes, holders, program.updated_whole())
     found = [
         {
             name: prod(shape[1:]) * (rows[name][holder][1] - rows[name][holder][0])
             for name, shape in shapes.items()
         }
-        for holder in range(holders)
+        for holder in range(len(next(iter(rows.values()))))
     ]
     return max(found, key=lambda each: (kept(each), sum(each.values())))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from math import prod
@@ -11,6 +12,7 @@ from torch import Tensor
 from gemsc.costs.collectives import BUCKET_BYTES
 from gemsc.ir.flow import owned_tensors, shared_parameters
 from gemsc.ir.program import Program
+from gemsc.messages.rows import ALONE_BYTES
 from gemsc.schedules import Task, Timeline, held_bytes
 
 
@@ -27,6 +29,8 @@ class StageWeights:
     optimizer: int
     part_gradients: int  # those of the gradients that are of parts
     gathered: int = 0  # weights that are whole only for the actions that use them
+    frozen: int = 0  # of these, what has no gradient
+    packed: int = 0  # small ones of these on their way, with their rows
     rows: int = 0  # gradients that are kept between backwards, where those are rows
     scatter: int = 0  # to add up all: those of this rank, others' of its rows, a sum
 
@@ -93,24 +97,63 @@ def stage_weights(program: Program) -> list[StageWeights]:
         if program.adds_at_once:
             tied = shared_parameters(program, names_of)
             cut = {n: t for n, t in trained.items() if n not in tied}
-            weights[-1] = _in_parts(program, weights[-1], cut)
+            frozen = {n: owned[n] for n in frozen_parts(program, names_of)[index]}
+            weights[-1] = _in_parts(program, weights[-1], cut, frozen)
     return weights
 
 
+def frozen_parts(
+    program: Program, names_of: Sequence[Sequence[str]]
+) -> list[list[str]]:
+    """Return of which frozen parameters of each stage ranks keep rows only.
+
+    They do where weights are in parts, but for what different stages of a rank share.
+    """
+    if program.shard != "weights":
+        return [[] for _ in names_of]
+    frozen = {n for n, p in program.module.named_parameters() if not p.requires_grad}
+    held = Counter[tuple[int, str]]()
+    ranks = [
+        {rank for row in stage for rank in row}
+        for stage in zip(*program.require_placement().ranks, strict=True)
+    ]
+    for stage, names in enumerate(names_of):
+        held.update((rank, name) for rank in ranks[stage] for name in names)
+    return [
+        [n for n in names if n in frozen and all(held[r, n] == 1 for r in ranks[stage])]
+        for stage, names in enumerate(names_of)
+    ]
+
+
 def _in_parts(
-    program: Program, weights: StageWeights, cut: Mapping[str, Tensor]
+    program: Program,
+    weights: StageWeights,
+    cut: Mapping[str, Tensor],
+    frozen: Mapping[str, Tensor],
 ) -> StageWeights:
     """Return what a rank owns where it keeps rows of gradients, perhaps of weights."""
-    assert program.updated is not None
-    whole = sum(tensor.nbytes for tensor in cut.values())
-    rows = sum(program.updated[n] * t.element_size() for n, t in cut.items())
+    whole, rows = _whole_and_rows(program, cut)
     kept = weights.gradients - whole + rows
     scatter = 2 * whole - rows + min(rows, BUCKET_BYTES)
     weights = replace(weights, rows=kept, scatter=scatter)
     if not program.whole_stages:
         return weights
-    parameters = weights.parameters - whole + rows
-    return replace(weights, parameters=parameters, gathered=whole)
+    gathered, rows = _whole_and_rows(program, {**cut, **frozen})
+    both = {**cut, **frozen}.items()
+    small = {name: tensor for name, tensor in both if tensor.nbytes < ALONE_BYTES}
+    return replace(
+        weights,
+        parameters=weights.parameters - gathered + rows,
+        gathered=gathered,
+        frozen=gathered - whole,
+        packed=sum(_whole_and_rows(program, small)),
+    )
+
+
+def _whole_and_rows(program: Program, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
+    """Return the bytes of tensors, and of the rows that the fullest rank keeps."""
+    rows = sum(program.kept[n] * t.element_size() for n, t in tensors.items())
+    return sum(tensor.nbytes for tensor in tensors.values()), rows
 
 
 def largest_weights(tiles: Sequence[Program]) -> list[StageWeights]:

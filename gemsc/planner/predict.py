@@ -117,6 +117,8 @@ def _in_parts(cost: StageCost, owned: StageWeights) -> StageCost:
         cost,
         gradient_bytes=owned.rows,
         gathered_bytes=owned.gathered,
+        frozen_bytes=owned.frozen,
+        packed_bytes=owned.packed,
         scatter_bytes=owned.scatter,
         transient_bytes=cost.first_transient_bytes,
         working_bytes=cost.first_working_bytes,

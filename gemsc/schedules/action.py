@@ -190,6 +190,7 @@ class Task:
         """
         stages = self.stages_on(rank)
         whole = sorted(stage.gathered_bytes for stage in stages)[-self.whole_stages :]
+        whole.append(max((stage.packed_bytes for stage in stages), default=0))
         return (
             self.resident_bytes(rank)
             + (sum(whole) if self.whole_stages else 0)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 from gemsc.schedules.action import Action, Kind, Task, Timed, split_backwards
 
@@ -50,8 +50,8 @@ def held_bytes(task: Task, rank: int, actions: Sequence[Timed]) -> Iterator[Held
     """
     split = split_backwards([[timed.action for timed in actions]])
     account = _Account(task, split)
-    for timed in actions:
-        yield account.begin(timed)
+    for timed, after in zip_longest(actions, actions[1:]):
+        yield from account.begin(timed, after)
         if timed.action.kind is not Kind.FORWARD or not task.has_backward:
             yield account.end(timed)
 
@@ -66,11 +66,11 @@ def whole_with(stage: int, whole: Sequence[int], most: int) -> list[int]:
     return [*kept, stage][-most:] if most else []
 
 
-def num_gathers(task: Task, actions: Sequence[Action]) -> Counter[int]:
-    """Return how often the weights of each stage are gathered in a rank's actions."""
-    found, whole = Counter[int](), list[int]()
+def are_gathered(task: Task, actions: Sequence[Action]) -> list[bool]:
+    """Return for each of a rank's actions whether its stage's weights are gathered."""
+    found, whole = list[bool](), list[int]()
     for action in actions:
-        found[action.stage] += task.whole_stages > 0 and action.stage not in whole
+        found.append(task.whole_stages > 0 and action.stage not in whole)
         whole = whole_with(action.stage, whole, task.whole_stages)
     return found
 
@@ -88,12 +88,26 @@ class _Account:
     posted: dict[tuple[Kind, int, int], int] = field(default_factory=dict)
     ready: dict[int, int] = field(default_factory=dict)
     whole: list[int] = field(default_factory=list)  # stages, used longest ago first
+    coming: int = 0  # in which weights that are on their way are packed
 
-    def begin(self, timed: Timed) -> Held:
-        """Return what is held while an action runs."""
+    def begin(self, timed: Timed, after: Timed | None) -> Iterator[Held]:
+        """Yield what is held while an action runs, and while its weights are gathered.
+
+        Where two stages may be whole, those of the action `after` it come meanwhile.
+        """
         action, stage = timed.action, self.task.stages[timed.action.stage]
         self._post(action)
-        self.whole = whole_with(action.stage, self.whole, self.task.whole_stages)
+        most = self.task.whole_stages
+        self.coming = stage.packed_bytes * (action.stage not in self.whole)
+        self.whole = whole_with(action.stage, self.whole, most)
+        if self.coming:
+            yield self._held(timed.start, action)
+        self.coming = 0
+        if after is not None and most > 1:
+            following = after.action.stage
+            if following not in self.whole:
+                self.coming = self.task.stages[following].packed_bytes
+            self.whole = whole_with(following, self.whole, most)
         made = transient = working = 0
         if action.kind is Kind.FORWARD:
             self.saved, self.live = self.saved + stage.saved_bytes, self.live + 1
@@ -106,7 +120,7 @@ class _Account:
             working = stage.working(split=split, is_first=is_first)
             if is_first:
                 made = stage.on_top(split=split, is_first=True) - transient
-        return self._held(timed.start, action, transient, made, working)
+        yield self._held(timed.start, action, transient, made, working)
 
     def end(self, timed: Timed) -> Held:
         """Return what is held after a backward, or a forward without one."""
@@ -157,5 +171,5 @@ class _Account:
             self.messages,
             self.live,
             working,
-            sum(self.task.stages[stage].gathered_bytes for stage in self.whole),
+            sum(self.task.stages[s].gathered_bytes for s in self.whole) + self.coming,
         )

@@ -199,7 +199,9 @@ def _options(plan: Plan) -> Iterator[str]:
     if shard == "weights":
         count = plan.whole_stages
         stages = "one stage" if count == 1 else f"{count} stages"
-        yield f"weights in parts: those of {stages} of a rank at a time are whole"
+        ahead = "" if count == 1 else ", the next are on their way"
+        at_once = f"those of {stages} of a rank at a time are whole{ahead}"
+        yield f"weights in parts: {at_once}"
 
 
 def _deferred(plan: Plan) -> Iterator[str]:

@@ -14,8 +14,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from gemsc.base.boxes import Interval
 from gemsc.base.dtypes import default_dtype
-from gemsc.base.parts import Part
+from gemsc.base.parts import Part, rows_of
 from gemsc.errors import GemscError
 from gemsc.weights.elsewhere import Elsewhere
 from gemsc.weights.initialize import Initialized
@@ -73,8 +74,16 @@ class FirstWeights:
         absent = {name: there.tensors[name].entry for name in names} if there else {}
         return {**own.table, **absent}
 
-    def read(self, stage: int, name: str, part: Part | None = None) -> Tensor:
+    def read(
+        self,
+        stage: int,
+        name: str,
+        part: Part | None = None,
+        rows: Interval | None = None,
+    ) -> Tensor:
         """Return a tensor of a stage, or a part of it, in memory of its own.
+
+        With `rows` it is these of the tensor or of its part. No more of a file is read.
 
         Raises:
             GemscError: it is not there, or has another shape.
@@ -84,25 +93,48 @@ class FirstWeights:
             files, stored = self._files, self._found[name]
             assert files is not None
             assert self.elsewhere is not None
-            found = own_part(files.mapped(stored), part, f"{files.path}: '{stored}'")
+            what = f"{files.path}: '{stored}'"
+            found = own_part(files.mapped(stored), part, what, rows)
             return found.to(self.elsewhere.tensors[name].entry.dtype)
         if name in own.table:
-            return own_part(own.mapped(name), part, f"{own.path}: '{name}'")
+            return own_part(own.mapped(name), part, f"{own.path}: '{name}'", rows)
         if self.elsewhere is None or name not in self.elsewhere.absent:
             raise GemscError(f"{own.path} has no '{name}'", help=AGAIN)
         if self._made is None:
             raise self.nowhere()
-        return own_part(self._made.tensor(name), part, f"init() of '{name}'")
+        return own_part(self._made.tensor(name), part, f"init() of '{name}'", rows)
 
-    def blank(self, stage: int, name: str, part: Part | None = None) -> Tensor:
+    def blank(
+        self,
+        stage: int,
+        name: str,
+        part: Part | None = None,
+        rows: Interval | None = None,
+    ) -> Tensor:
         """Return the same where it is there, else what is not a number."""
         there = self.elsewhere
         if self.are_there or there is None or name not in there.absent:
-            return self.read(stage, name, part)
-        entry = there.tensors[name].entry
-        shape = entry.shape if part is None else part.local_shape
-        found = torch.zeros(shape, dtype=entry.dtype)
-        return found.fill_(torch.nan) if entry.dtype.is_floating_point else found
+            return self.read(stage, name, part, rows)
+        like = self.like(stage, name, part)
+        found = torch.zeros(like.shape, dtype=like.dtype)
+        found = found if rows is None else rows_of(found, rows).clone()
+        return found.fill_(torch.nan) if found.dtype.is_floating_point else found
+
+    def like(self, stage: int, name: str, part: Part | None = None) -> Tensor:
+        """Return a tensor on the meta device with the shape and dtype of what is read.
+
+        Raises:
+            GemscError: it is not there.
+        """
+        own, there = self._stage(stage), self.elsewhere
+        entry = own.table.get(name)
+        if there is not None and name in there.absent:
+            entry = there.tensors[name].entry
+        if entry is None:
+            raise GemscError(f"{own.path} has no '{name}'", help=AGAIN)
+        cut = part is not None and part.shape == entry.shape
+        shape = part.local_shape if cut and part is not None else entry.shape
+        return torch.empty(shape, dtype=entry.dtype, device="meta")
 
     @cached_property
     def elsewhere(self) -> Elsewhere | None:

@@ -88,6 +88,8 @@ def model_state(stage: nn.Module) -> dict[str, Tensor]:
 def fill(stage: nn.Module, read: Callable[[str], Tensor], device: torch.device) -> None:
     """Give a stage that was built without memory its tensors, one after the other.
 
+    What is read as a tensor on the meta device stays there.
+
     Raises:
         GemscError: a tensor is missing or has another shape.
     """
@@ -100,7 +102,7 @@ def fill(stage: nn.Module, read: Callable[[str], Tensor], device: torch.device) 
                 f"{list(empty.shape)}",
                 help="use weights of this model, or compile again",
             )
-        tensor = tensor.to(device)
+        tensor = tensor if tensor.is_meta else tensor.to(device)
         if is_laid_out(empty) and not is_laid_out(tensor):
             tensor = to_format(tensor)
         values[name] = tensor

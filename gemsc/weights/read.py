@@ -9,7 +9,8 @@ from pathlib import Path
 from safetensors import SafetensorError
 from torch import Tensor
 
-from gemsc.base.parts import Part, make_whole
+from gemsc.base.boxes import Interval
+from gemsc.base.parts import Part, make_whole, rows_of
 from gemsc.errors import GemscError, InternalError
 from gemsc.weights.tensor_file import TensorFile
 
@@ -55,20 +56,23 @@ def open_tensors(path: Path) -> TensorFile:
         raise GemscError(f"{path} is damaged: {error}", help=AGAIN) from None
 
 
-def own_part(mapped: Tensor, part: Part | None, what: str) -> Tensor:
-    """Return a tensor, or a part of it, in memory of its own.
+def own_part(
+    mapped: Tensor, part: Part | None, what: str, rows: Interval | None = None
+) -> Tensor:
+    """Return a tensor, or a part of it, or some `rows` of that, in own memory.
 
     Raises:
         GemscError: the part is one of a tensor of another shape.
     """
     if part is None:
-        return mapped.clone()
+        return (mapped if rows is None else rows_of(mapped, rows)).clone()
     if (shape := tuple(mapped.shape)) != part.shape:
         raise GemscError(
             f"{what} has shape {list(shape)}, the program needs {list(part.shape)}",
             help="use weights of this model, or compile again",
         )
-    return part.of(mapped)
+    found = part.of(mapped)
+    return found if rows is None else rows_of(found, rows).clone()
 
 
 def pasted(

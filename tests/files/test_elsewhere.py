@@ -161,7 +161,11 @@ def first_of_stage(program: Path) -> dict[str, Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.mpi
-@pytest.mark.parametrize("options", [("--shards", "2"), *at_night(())], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [("--shards", "2"), ("--data", "2", "--shard", "weights"), *at_night(())],
+    ids=str,
+)
 def test_it_trains_as_if_its_weights_had_been_loaded(
     options: tuple[str, ...], gemsc: Gemsc
 ) -> None:
@@ -389,10 +393,15 @@ def test_what_init_makes_does_not_depend_on_ranks(gemsc: Gemsc) -> None:
 
 @pytest.mark.slow
 @pytest.mark.mpi
-def test_ranks_make_what_one_process_makes(gemsc: Gemsc) -> None:
+@pytest.mark.parametrize(
+    "options", [("--shards", "2"), ("--data", "2", "--shard", "weights")], ids=str
+)
+def test_ranks_make_what_one_process_makes(
+    options: tuple[str, ...], gemsc: Gemsc
+) -> None:
     """In float64 as well, where ranks have another default dtype."""
     write(INIT)
-    program = compiled(gemsc, "--shards", "2")
+    program = compiled(gemsc, *options)
     good(gemsc("verify", str(program), "--steps", "1", "--dtype", "float64"))
 
 

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from command_line import MODEL, Gemsc, gemsc_here
 from program_support import Net, X, against_one_process, batch_of, on_ranks, written
 from safetensors.torch import load_file
 from test_shard_optimizer import Gate, adamw, by_name, gated, net
 from torch import Tensor, nn
 
-from gemsc.compiler import prove_files
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+from peak_tensors import PeakTensors
+
+from gemsc.compiler import CompiledProgram, prove_files
 from gemsc.errors import GemscError, InternalError
 from gemsc.planner.explain import task_of
 from gemsc.runtime.training.callbacks import Ema
 from gemsc.runtime.training.trainer import Trainer
+from gemsc.runtime.transport.local import run_local
+from gemsc.runtime.transport.transport import Transport
+from gemsc.runtime.worker.program import Run
 
 gemsc = pytest.fixture(gemsc_here)
 
@@ -74,6 +85,9 @@ PLANS: dict[str, dict[str, Any]] = {
         "chunks": 2, "micro_batches": 2,
     },
     "deferred": {"ranks": 4, "schedule": "zb-h1", "data": 2, "micro_batches": 3},
+    "mirrored": {"ranks": 4, "data": 2, "schedule": "chimera", "micro_batches": 4},
+    "mast of three": {"ranks": 6, "data": 2, "schedule": "mast", "micro_batches": 2},
+    "masters": {"ranks": 4, "data": 2, "schedule": "master", "times": 2},
     "recomputed": {"ranks": 4, "data": 2, "recompute": ("all",)},
     "offloaded": {"ranks": 4, "data": 2, "offload": ("all",)},
 }  # fmt: skip
@@ -97,6 +111,7 @@ def test_the_model_is_that_of_data_parallelism(
 
 @pytest.mark.slow(1)
 @pytest.mark.parametrize("shard", LEVELS)
+@pytest.mark.parametrize("name", ["interleaved", "mirrored"])
 @pytest.mark.parametrize(
     "more",
     [
@@ -109,10 +124,10 @@ def test_the_model_is_that_of_data_parallelism(
     ids=["clip", "accumulate"],
 )
 def test_it_works_with_all_that_belongs_to_an_update(
-    more: dict[str, Any], shard: str, tmp_path: Path
+    more: dict[str, Any], name: str, shard: str, tmp_path: Path
 ) -> None:
     both = [
-        trained(tmp_path / each, net(), by_name, each, more, **PLANS["interleaved"])
+        trained(tmp_path / each, net(), by_name, each, more, **PLANS[name])
         for each in ("off", shard)
     ]
     assert worst(*both) < 1e-12
@@ -120,11 +135,15 @@ def test_it_works_with_all_that_belongs_to_an_update(
 
 @pytest.mark.slow(1)
 @pytest.mark.parametrize("shard", LEVELS)
-def test_gradients_that_are_absent_stay_so(shard: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("schedule", ["1f1b", "mast"])
+def test_gradients_that_are_absent_stay_so(
+    schedule: str, shard: str, tmp_path: Path
+) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         gate = Gate()
-    given: dict[str, Any] = {"ranks": 4, "data": 2}
+    given: dict[str, Any] = {"ranks": 4, "data": 2, "schedule": schedule}
+    given["micro_batches"] = 2
     both = [
         trained(tmp_path / each, Net(gated, gate=gate), adamw, each, **given)
         for each in ("off", shard)
@@ -144,13 +163,16 @@ def test_gradients_that_are_absent_stay_so(shard: str, tmp_path: Path) -> None:
         {"ranks": 2, "tiles": "2x1"},
         {"ranks": 4, "tiles": "2x1", "data": 2, "micro_batches": 2},
         {"ranks": 4, "shards": "2", "data": 2},
+        {"ranks": 4, "tiles": "2x1,2x1", "schedule": "mast", "micro_batches": 2},
+        {"ranks": 8, "shards": "2", "data": 2, "schedule": "mast", "micro_batches": 2},
     ],
-    ids=["tiles", "tiles and data", "shards and data"],
+    ids=["tiles", "tiles and data", "shards and data", "mast of tiles", "and shards"],
 )
 def test_weights_of_tiles_and_shards(
     given: dict[str, Any], shard: str, tmp_path: Path
 ) -> None:
-    model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 1, 3, padding=1))
+    sizes = pairwise((1, 4, 4, 4, 1))
+    model = nn.Sequential(*(nn.Conv2d(*size, 3, padding=1) for size in sizes))
     images = torch.randn(len(X), 1, 8, 6)
     found = against_one_process(
         tmp_path, model, (images,), target=images, shard=shard, optimizer=adamw, **given
@@ -158,13 +180,98 @@ def test_weights_of_tiles_and_shards(
     assert found.worst < 1e-12
 
 
+@pytest.mark.parametrize("shard", LEVELS)
+def test_a_rank_reads_its_rows_only(shard: str, tmp_path: Path) -> None:
+    layers = [nn.Linear(512, 512, bias=False) for _ in range(8)]
+    plan: dict[str, Any] = {"ranks": 2, "data": 2, "micro_batches": 1}
+    x = torch.randn(2, 512)
+    written(tmp_path, nn.Sequential(*layers), (x,), target=x, shard=shard, **plan)
+
+    def peak(transport: Transport) -> int:
+        with PeakTensors(own=()) as tensors:
+            Trainer(tmp_path, transport, device=torch.device("cpu"))
+        return tensors.peak
+
+    one = 512 * 512 * 4
+    for most in run_local(2, peak):
+        if shard == "weights":  # half of each, and one without memory yet
+            assert 4 * one <= most < 5.5 * one
+        else:
+            assert most >= 8 * one
+
+
+class Adapted(nn.Module):
+    """A frozen layer, and a small one that is trained beside it."""
+
+    def __init__(self, size: int, *, fixed: bool, frozen: bool) -> None:
+        super().__init__()
+        self.base = nn.Linear(size, size)
+        self.base.requires_grad_(requires_grad=not frozen)
+        self.more = nn.Linear(size, size, bias=False)
+        self.more.requires_grad_(not fixed)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.base(x) + self.more(x))
+
+
+class Tuned(nn.Module):
+    """Layers of which most are frozen: all of the first, one of two others."""
+
+    def __init__(self, size: int = 4, *, frozen: bool = True) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(4)
+            fixed = [frozen and index == 0 for index in range(6)]
+            layers = (Adapted(size, fixed=each, frozen=frozen) for each in fixed)
+            self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers(x)
+        return F.linear(x, self.layers[0].base.weight)  # of the first stage, too
+
+
+@pytest.mark.slow(1)
+@pytest.mark.parametrize(
+    "name", ["data of three", "stages of one rank", "interleaved", "three pairs"]
+)
+def test_frozen_weights_are_in_parts(name: str, tmp_path: Path) -> None:
+    pairs = {"ranks": 6, "data": 3, "schedule": "mast", "micro_batches": 2}
+    plan, both = {**PLANS, "three pairs": pairs}[name], []
+    for shard in ("off", "weights"):
+        program = written(tmp_path / shard, Tuned(), optimizer=adamw, shard=shard,
+                          **plan)  # fmt: skip
+        batch = batch_of((X, X), program.plan.batch_size // len(X))
+
+        def work(own: Trainer, batch: Any = batch) -> tuple[dict[str, Tensor], Any]:
+            for _ in range(STEPS):
+                own.step(*batch)
+            sizes = {n: p.untyped_storage().nbytes() for n, p in
+                     own.stages.parameters.items()}  # fmt: skip
+            return own.state_dict(), sizes
+
+        both.append(on_ranks(tmp_path / shard, program.plan.ranks, work,
+                             optimizer=adamw))  # fmt: skip
+    states = [[state for state, _ in found] for found in both]
+    assert worst(*states) < (1e-12 if plan.get("micro_batches") == 1 else 1e-6)
+    held = {name: tensor for state in states[1] for name, tensor in state.items()}
+    for path, tensor in Tuned().state_dict().items():
+        assert torch.equal(held[path], tensor) == (
+            "base" in path or path == "layers.0.more.weight"
+        )
+    is_shared = name in ("stages of one rank", "three pairs")  # by stages of a rank
+    shared = {"layers.0.base.weight"} if is_shared else set()
+    for _, sizes in both[1]:  # after an update there are rows only
+        assert {path for path, size in sizes.items() if size} == shared
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("shard", LEVELS)
 @pytest.mark.parametrize("after", [2, 3], ids=["between updates", "after an update"])
+@pytest.mark.parametrize("plan", ["data", "mirrored"])
 def test_a_checkpoint_goes_on_in_parts_and_without(
-    shard: str, after: int, tmp_path: Path
+    plan: str, shard: str, after: int, tmp_path: Path
 ) -> None:
-    given = {"optimizer": by_name, **PLANS["data"]}
+    given = {"optimizer": by_name, **PLANS[plan]}
     levels = {"off": "off", "optimizer": "optimizer", "here": shard}
     for name, level in levels.items():
         program = written(tmp_path / name, net(), shard=level, **given)
@@ -286,10 +393,22 @@ def test_what_is_added_up_is_predicted(tmp_path: Path) -> None:
     looped = {"schedule": "interleaved", "placement": "looped", "chunks": 3}
     once = ending("optimizer")
     assert ending("gradients") == once
-    assert ending("weights", device_memory=2**30) == once  # all stay whole
+    assert 0 < ending("weights", device_memory=2**30) < once  # all stay whole
     gather = ending("weights") - once
     assert gather > 0  # of all but the last stage, before their backwards
     assert ending("gradients", micro_batches=2) > once + gather
+
+    def gathers(**which: bool) -> float:
+        found = []
+        for shard in LEVELS:
+            given = {"ranks": 2, "data": 2, "micro_batches": 1, **looped}
+            folder = tmp_path / f"{shard} {which}"
+            model, x = Tuned(32, **which), torch.randn(2, 32)
+            done = written(folder, model, (x,), target=x, shard=shard, **given)
+            found.append(done.plan.ending_seconds)
+        return found[1] - found[0]
+
+    assert gathers(frozen=True) > gathers(frozen=False) > 0  # nor are these updated
 
 
 def test_the_proof_misses_a_gather(tmp_path: Path) -> None:
@@ -308,12 +427,95 @@ def test_the_proof_misses_a_gather(tmp_path: Path) -> None:
             prove_files(files, program.compilation, task)
 
 
+def four_stages(folder: Path, **options: Any) -> CompiledProgram:
+    """Write a program of layers with four stages on each of two ranks."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)]
+        x = torch.randn(2, 64)
+    plan = {"ranks": 2, "data": 2, "micro_batches": 2, "chunks": 4}
+    kind = {"schedule": "interleaved", "placement": "looped", "optimizer": adamw}
+    return written(folder, nn.Sequential(*layers), (x,), target=x, **plan, **kind,
+                   **options)  # fmt: skip
+
+
+def two_whole(folder: Path) -> CompiledProgram:
+    """Write one with room for the weights of two stages at a time."""
+    for room in range(200, 500, 10):  # KiB
+        with suppress(GemscError):
+            given = {"shard": "weights", "device_memory": room * 2**10}
+            found = four_stages(folder, **given)
+            if found.plan.whole_stages == 2:
+                return found
+    raise AssertionError("no memory has room for two stages")
+
+
+def test_the_next_weights_come_while_others_are_used(tmp_path: Path) -> None:
+    two_whole(tmp_path)
+    batch = torch.randn(8, 64), torch.randn(8, 64)
+
+    def work(trainer: Trainer) -> list[tuple[int, set[int]]]:
+        worker, found = trainer.worker, list[tuple[int, set[int]]]()
+
+        def note(run: Run) -> None:
+            held = {
+                stage.stage
+                for stage, module in trainer.stages.items()
+                if all(p.untyped_storage().nbytes() for p in module.parameters())
+            }
+            found.append((run.stage, held))
+
+        def noting(do: Any) -> Any:
+            return lambda run, *given: (note(run), do(run, *given))[1]
+
+        for name in ("run", "backward"):
+            setattr(worker, name, noting(getattr(worker, name)))
+        trainer.step(*batch)
+        return found
+
+    for found in on_ranks(tmp_path, 2, work, optimizer=adamw):
+        assert len(found) == 16
+        for (now, whole), (after, _) in pairwise(found):
+            assert whole >= {now, after}
+            assert len(whole) <= 2
+
+
+def test_the_order_of_gathers_is_proved(tmp_path: Path) -> None:
+    program = two_whole(tmp_path)
+    task, files = task_of(program.plan), program.rank_modules()
+    prove_files(files, program.compilation, task)
+    head, name, order = files["rank0.py"].partition("gather_order=(")
+    assert name
+    for old, new in (("STAGE0", "STAGE1"), ("STAGE3", "STAGE2")):
+        damaged = {"rank0.py": head + name + order.replace(old, new, 1)}
+        with pytest.raises(InternalError, match="another order than it says"):
+            prove_files({**files, **damaged}, program.compilation, task)
+
+
+def test_the_model_is_the_same_where_gathers_are_ahead(tmp_path: Path) -> None:
+    two_whole(tmp_path / "weights")
+    four_stages(tmp_path / "gradients", shard="gradients")
+    batches = [(torch.randn(8, 64), torch.randn(8, 64)) for _ in range(3)]
+
+    def work(trainer: Trainer) -> list[Any]:
+        losses: list[Any] = [trainer.step(*batch) for batch in batches]
+        losses.append(trainer.evaluate(*batches[0]).loss)
+        return [losses, trainer.state_dict()]
+
+    one, other = (
+        on_ranks(tmp_path / shard, 2, work, optimizer=adamw) for shard in LEVELS
+    )
+    assert [losses for losses, _ in one] == [losses for losses, _ in other]
+    assert worst([state for _, state in one], [state for _, state in other]) == 0
+
+
 @pytest.mark.slow
-def test_mirrored_replicas_are_refused(tmp_path: Path) -> None:
+def test_what_cannot_be_in_parts_is_refused(tmp_path: Path) -> None:
     with pytest.raises(GemscError, match="mirrored replicas do not") as error:
         written(tmp_path, net(), optimizer=adamw, shard="weights", schedule="mast",
-                micro_batches=2)  # fmt: skip
+                ranks=2, micro_batches=2)  # fmt: skip
     assert "--shard optimizer" in (error.value.help or "")
+    assert "--data 3" in (error.value.help or "")
     with pytest.raises(GemscError, match="a compiled stage keeps its weights"):
         written(tmp_path, net(), optimizer=adamw, shard="weights", data=2,
                 torch_compile=True)  # fmt: skip

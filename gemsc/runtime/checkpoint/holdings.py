@@ -86,7 +86,7 @@ class Holdings:
             piece = self.piece(name, tensor.shape)
             if (own := updates.weights_in_parts.get(name)) is not None:
                 piece = self.piece(name, stages.parameters[name].shape)
-                piece = piece.rows(*updates.own_rows[name])
+                piece = piece.rows(*updates.kept_rows[name])
                 tensor = tensor if key.startswith(EMA_KEY) else own
             yield HeldTensor(key, tensor.detach(), piece)
 
@@ -103,7 +103,7 @@ class Holdings:
         updates = self.worker.updates
         piece = self.piece(name, self.worker.stages.parameters[name].shape)
         if name in updates.gradients_in_parts:
-            piece = piece.rows(*updates.own_rows[name])
+            piece = piece.rows(*updates.kept_rows[name])
         return piece
 
     def aliases(self) -> dict[str, str]:

@@ -272,14 +272,17 @@ class _Reader:
         """Give parameters their gradients: the same ranks take their own.
 
         Otherwise the first rank that holds a parameter takes the sum of all. So does
-        each of its rows, where it keeps the sums of these alone.
+        each of its rows, where it keeps the sums of these alone; of two that keep the
+        same the first does.
         """
         transport, updates = self.worker.transport.host, self.worker.updates
         rows = updates.gradients_in_parts
         for name, parameter, piece in gradients:
             if name in rows:
-                into = updates.parts.take(rows[name][0], name)
-                stored.add(gradient_key(name), piece, into, None)
+                key, _ = rows[name]
+                into = updates.parts.take(key, name)
+                if updates.parts.is_first(key):
+                    stored.add(gradient_key(name), piece, into, None)
             elif same or self.holdings.is_first(name):
                 parameter.grad = torch.zeros_like(parameter)
                 file = f"rank{transport.rank}.safetensors" if same else None

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from gemsc.base.boxes import Interval
 from gemsc.base.parts import Part
 from gemsc.plan import Plan
 from gemsc.runtime.training.program_directory import load_program
@@ -43,13 +44,22 @@ class RankFiles:
     def load(
         self, name: str = "", known: Stages | None = None
     ) -> tuple[RankProgram, Stages]:
-        """Return what a file says, and its stages; they read what is not `known`."""
+        """Return what a file says, and its stages; they read what is not `known`.
+
+        Where weights are kept in parts, it is known later which rows they read.
+        """
         program, stages = load_program(self.directory, self.rank, name), Stages()
         for run, kind in program.stages.items():
             held = stage_tensors(known[run]) if known is not None else {}
             read = partial(self._read, held, run.stage, program.parts)
-            stages.add(run, kind, read, self.device, self.dtype)
+            like = None
+            if program.whole_stages and known is None:
+                like = partial(self._like, run.stage, program.parts)
+            stages.add(run, kind, read, self.device, self.dtype, like)
         return program, stages
+
+    def _like(self, stage: int, parts: Mapping[str, Part], name: str) -> Tensor:
+        return self.first.like(stage, name, parts.get(name))
 
     def _read(
         self,
@@ -57,8 +67,9 @@ class RankFiles:
         stage: int,
         parts: Mapping[str, Part],
         name: str,
+        rows: Interval | None = None,
     ) -> Tensor:
         """Return a tensor that is held, or what this rank has of it at first."""
         if name in held:
             return held[name].detach()
-        return self.first.blank(stage, name, parts.get(name))
+        return self.first.blank(stage, name, parts.get(name), rows)

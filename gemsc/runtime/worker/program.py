@@ -65,6 +65,8 @@ class RankProgram:
     shard_gradients: whether each keeps its rows of gradients only, between backwards.
     whole_stages: how many stages' weights may be whole at a time, where each keeps its
         rows only; 0: all are, always.
+    gather_order: in which order a training step uses stages whose weights are in parts,
+        written as `train_order` is: while one computes, the next is gathered.
     updated_whole: parameters that one of these ranks updates, all rows of them.
     deferred: of which micro-batches a backward leaves the weight gradients for later.
     tiles: the grid of which the rank computes a tile.
@@ -91,6 +93,7 @@ class RankProgram:
     shard_optimizer: bool = False
     shard_gradients: bool = False
     whole_stages: int = 0
+    gather_order: Sequence[Run | tuple[Run | int, ...]] = ()
     updated_whole: Collection[str] = ()
     deferred: Mapping[Run, Collection[int]] = field(default_factory=dict)
     tiles: Tiles | None = None
@@ -112,6 +115,11 @@ class RankProgram:
         """What begins in an evaluation step."""
         return tuple(_repeated(self.eval_order))
 
+    @cached_property
+    def gather_turns(self) -> tuple[Run, ...]:
+        """Whose weights a training step gathers, action after action."""
+        return cast("tuple[Run, ...]", tuple(_repeated(self.gather_order)))
+
     @property
     def copy_micro_batches(self) -> int:
         """The micro-batches of all replicas in one step."""
@@ -123,6 +131,18 @@ class RankProgram:
             return name
         stage = run.stage_name
         return parts_of(stage) if name in self.parts or self.is_placed(name) else stage
+
+    def alike_and_others(
+        self, key: str, rank: int
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return who runs what a sum is of as this rank does, and who mirrored.
+
+        Both are ranks of one copy; those of a grid do the same in the same order.
+        """
+        grid = self.tiles.ranks if self.tiles is not None else (rank,)
+        holders = sorted(self.reductions[key])
+        alike = tuple(each for each in holders if each in grid)
+        return alike, tuple(each for each in holders if each not in grid)
 
     def is_placed(self, name: str) -> bool:
         """Whether one rank of the grid alone holds a tensor."""
@@ -182,6 +202,10 @@ class RankPlace:
         """Return the ranks with these numbers in all copies."""
         copies, ranks = range(self.num_copies), tuple(ranks)
         return tuple(copy * self.copy_ranks + rank for copy in copies for rank in ranks)
+
+    def in_copy(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """Return the ranks with these numbers in this copy."""
+        return tuple(self.first_rank + rank for rank in ranks)
 
     def number_of(self, run: Run, num_replicas: int) -> int:
         """Return the number of a run among those of its stage in all copies."""

@@ -14,7 +14,7 @@ parameter models, 2020.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from gemsc.base.boxes import Interval
-from gemsc.messages.rows import Rows, rows_of_holders
+from gemsc.base.parts import rows_of
+from gemsc.messages.rows import Rows
 from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.transport import Group
 from gemsc.runtime.transport.waiting import Request
@@ -86,12 +86,6 @@ def _is_dense(tensor: Tensor) -> bool:
             return False
         size *= length
     return True
-
-
-def rows_of(tensor: Tensor, rows: Interval) -> Tensor:
-    """Return some rows of a tensor as a view; a number is one row."""
-    start, stop = rows
-    return (tensor if tensor.dim() else tensor.view(1))[start:stop]
 
 
 def shares(tensors: Sequence[Tensor], rows: Sequence[Rows]) -> list[list[Tensor]]:
@@ -290,90 +284,3 @@ def tracking(module: nn.Module) -> Iterator[tuple[str, _NormBase]]:
 def _statistics(layer: _NormBase) -> dict[str, Tensor]:
     names = ("running_mean", "running_var", "num_batches_tracked")
     return {name: cast("Tensor", getattr(layer, name)) for name in names}
-
-
-@dataclass(frozen=True)
-class ShardedSum:
-    """Parameters that a group of ranks holds, and this rank's rows of each.
-
-    `rows` are those of all ranks of the group, `mine` this rank's. `own` has these as
-    parameters, which keep the gradients. With weights in parts they have memory of
-    their own, and there is no other between actions.
-    """
-
-    group: Group
-    parameters: Mapping[str, nn.Parameter]
-    rows: Mapping[str, Rows]
-    mine: Mapping[str, Interval]
-    own: Mapping[str, nn.Parameter]
-
-
-class OwnRows:
-    """The rows that this rank updates of the parameters that it holds with others.
-
-    `sums` has them by the keys of sums, `rows` this rank's by name.
-    """
-
-    def __init__(self, transport: DeviceTransport) -> None:
-        self.sums: dict[str, ShardedSum] = {}
-        self.rows: dict[str, Interval] = {}
-        self._transport = transport
-
-    def share(
-        self,
-        key: str,
-        group: Group,
-        parameters: Mapping[str, nn.Parameter],
-        whole: Collection[str],
-        *,
-        copied: bool,
-    ) -> None:
-        """Share out what the ranks of a group hold; what is `whole` goes to one.
-
-        If they are `copied`, the rows have memory of their own.
-        """
-        trained = {name: p for name, p in parameters.items() if p.requires_grad}
-        shapes = {name: parameter.shape for name, parameter in trained.items()}
-        rows = rows_of_holders(shapes, len(group.ranks), whole)
-        member = group.ranks.index(self._transport.host.rank)
-        own: dict[str, nn.Parameter] = {}
-        for name, parameter in trained.items():
-            self.rows[name] = rows[name][member]
-            view = rows_of(parameter.detach(), self.rows[name])
-            own[name] = nn.Parameter(view.clone() if copied else view)
-        self.sums[key] = ShardedSum(group, trained, rows, self.rows, own)
-
-    def parameters(self, held: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-        """Return what this rank updates of the parameters that it holds."""
-        own = {n: p for found in self.sums.values() for n, p in found.own.items()}
-        updated = {**held, **own}
-        return {n: p for n, p in updated.items() if p.numel() or n not in own}
-
-    def drop_gradients(self) -> None:
-        """Take the gradients from the rows."""
-        for found in self.sums.values():
-            for own in found.own.values():
-                own.grad = None
-
-    def gather(
-        self,
-        of: Callable[[nn.Parameter], Tensor | None],
-        without: Collection[str] = (),
-    ) -> None:
-        """Bring together all ranks' rows of a tensor of each shared parameter.
-
-        Those are left out that are shared under the keys in `without`.
-        """
-        waiting: list[Bucket] = []
-        for key, shared in self.sums.items():
-            if key in without:
-                continue
-            found = [(of(p), shared.rows[n]) for n, p in shared.parameters.items()]
-            pairs = [(tensor, rows) for tensor, rows in found if tensor is not None]
-            for numbers in buckets([tensor for tensor, _ in pairs]):
-                by_rank = shares(*zip(*(pairs[n] for n in numbers), strict=True))
-                own = by_rank[shared.group.ranks.index(self._transport.host.rank)]
-                waiting.append(gather_rows(self._transport, shared.group, own, by_rank))
-        self._transport.wait(*(bucket.request for bucket in waiting))
-        for bucket in waiting:
-            bucket.unpack()

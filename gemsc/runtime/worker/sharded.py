@@ -3,13 +3,17 @@
 With --shard gradients and --shard weights (ZeRO, stages 2 and 3):
 
     before an action    all-gather: the stage's weights are whole on each rank
-    the action          forward, backward or weight gradients
+    the action          forward, backward or weight gradients; meanwhile what the
+                        next one uses is gathered, where two stages may be whole
     after a backward    reduce-scatter: each rank adds up the sums of its rows
     before another      the weights of the stage used longest ago go
     update              the optimizer has the rank's rows as its parameters
 
 Ranks that hold the same stage run the same actions in the same order, so they begin
-these collectives in one order. What stages of several ranks share stays whole.
+these collectives in one order. Of mirrored replicas that is so within each: rows are
+shared out among its ranks, and at the end of a step each adds its sums to those of the
+rank that has the same rows in the other replica. What stages of several ranks share
+stays whole.
 
 Source: Rajbhandari and others, ZeRO: Memory optimizations toward training trillion
 parameter models, 2020.
@@ -17,8 +21,15 @@ parameter models, 2020.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,15 +38,16 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from gemsc.base.parts import sums_in_order
+from gemsc.base.parts import rows_of, sums_in_order
+from gemsc.errors import InternalError
+from gemsc.messages.rows import ALONE_BYTES
 from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.waiting import Request
+from gemsc.runtime.worker.own_rows import OwnRows, ShardedSum
 from gemsc.runtime.worker.reduction import (
-    ShardedSum,
     buckets,
     flat,
     gather_rows,
-    rows_of,
     shares,
 )
 
@@ -53,11 +65,10 @@ class _Scattered:
 class GradientParts:
     """Sums of gradients of which each rank gets its rows, and keeps no others."""
 
-    def __init__(
-        self, transport: DeviceTransport, sums: Mapping[str, ShardedSum]
-    ) -> None:
+    def __init__(self, transport: DeviceTransport, rows: OwnRows) -> None:
         self._transport = transport
-        self._sums = sums
+        self._rows = rows
+        self._sums = rows.kept
         self._on_way: list[tuple[ShardedSum, _Scattered]] = []
         self._seen: dict[str, set[str]] = defaultdict(set)  # gradients of this rank
         self._counted: dict[str, None] = {}  # keys of which other ranks have others
@@ -129,17 +140,32 @@ class GradientParts:
         """End a step's sums: what no rank has had a gradient of ends without."""
         self.settle()
         device = self._transport.streams.device
-        for key in self._counted:
+        for key in sorted(self._counted):
             found, seen = self._sums[key], self._seen[key]
             names = [n for n, p in found.parameters.items() if p.requires_grad]
             counts = torch.tensor([float(n in seen) for n in names], device=device)
-            self._transport.wait(self._transport.all_reduce(found.group, counts))
+            everyone = self._rows.sums[key].group
+            self._transport.wait(self._transport.all_reduce(everyone, counts))
             for name, count in zip(names, counts.tolist(), strict=True):
                 if not count:
                     found.own[name].grad = None
         self._counted.clear()
         if is_update:
             self._seen.clear()
+            self._add_mirrored()
+
+    def _add_mirrored(self) -> None:
+        """Add up what both ranks of a pair keep; each gets the half that it updates."""
+        for key in sorted(self._rows.pairs):
+            pair, kept = self._rows.pairs[key], self._sums[key]
+            terms = kept.gradients
+            for name in terms:
+                kept.own[name].grad = None
+            for numbers in buckets([*terms.values()]):
+                names = [[*terms][number] for number in numbers]
+                tensors = [terms[name] for name in names]
+                self._on_way.append((pair, self._start(pair, names, tensors)))
+        self.settle()
 
     def take(self, key: str, name: str) -> Tensor:
         """Return the gradient of this rank's rows, zeros, for what a checkpoint has."""
@@ -148,13 +174,18 @@ class GradientParts:
         own.grad = torch.zeros_like(own)
         return own.grad
 
+    def is_first(self, key: str) -> bool:
+        """Whether no rank before this one keeps the same rows: see `OwnRows.pairs`."""
+        pair = self._rows.pairs.get(key)
+        return pair is None or pair.group.ranks[0] == self._transport.host.rank
+
     def _note(self, key: str) -> None:
         found = self._sums[key].parameters.items()
         self._seen[key] |= {n for n, p in found if p.grad is not None}
 
     def whole(self) -> None:
         """Give the parameters the rows of gradients that this rank has, and zeros."""
-        for found in self._sums.values():
+        for found in self._rows.sums.values():
             for name, parameter in found.parameters.items():
                 if (own := found.own[name].grad) is not None:
                     parameter.grad = torch.zeros_like(parameter)
@@ -164,7 +195,8 @@ class GradientParts:
 class WeightParts:
     """The weights of sharded stages: rows, and whole for the actions that use them.
 
-    Those of `most` stages at most are whole at a time.
+    Those of `most` stages at most are whole at a time. Where it is known what the next
+    action uses, that is on its way while one computes.
     """
 
     def __init__(
@@ -176,24 +208,43 @@ class WeightParts:
         self._transport = transport
         self._sums = sums
         self._most = most
-        self._whole: dict[int, None] = {}  # stages, the one used longest ago first
+        self._to_come: deque[int] = deque()  # stages, action after action
+        # stages, the one used longest ago first, with what waits for their weights
+        self._whole: dict[int, deque[Callable[[], None]]] = {}
         self.own = {n: p for each in sums.values() for n, p in each.own.items()}
         self._sizes: dict[str, int] = {}  # in bytes, of what has memory of its own
         for found in sums.values():
             for name, parameter in found.parameters.items():
                 self._sizes[name] = _give_up(parameter)
 
+    def begin(self, to_come: Iterable[int]) -> None:
+        """Expect a step whose actions use these stages, in this order."""
+        self._to_come = deque(to_come)
+
     def gather(self, stage: int) -> None:
         """Make the weights of a stage whole, if they are not; all its ranks do."""
+        if self._to_come and (turn := self._to_come.popleft()) != stage:
+            raise InternalError(f"stage {stage} is used where stage {turn} would be")
+        self._begin(stage)
+        waiting = self._whole[stage]
+        while waiting:
+            waiting.popleft()()
+        if self._to_come:
+            self._begin(self._to_come[0], ahead=True)
+
+    def _begin(self, stage: int, *, ahead: bool = False) -> None:
+        """Start to gather a stage that is not whole; all of it at once, if `ahead`."""
         if stage in self._whole:
             self._whole[stage] = self._whole.pop(stage)
             return
         while len(self._whole) >= self._most:
             self._free(next(iter(self._whole)))
+        waiting = self._whole[stage] = deque()
         for key in sums_in_order([stage]):
-            if key in self._sums:
-                self._gather(self._sums[key])
-        self._whole[stage] = None
+            for start in self._starts(self._sums[key]) if key in self._sums else ():
+                waiting.append(start())
+                if len(waiting) > 1 and not ahead:
+                    waiting.popleft()()
 
     def free(self) -> None:
         """Keep the rows alone, of all stages."""
@@ -223,22 +274,17 @@ class WeightParts:
                 for parameter in self._sums[key].parameters.values():
                     _give_up(parameter)
 
-    def _gather(self, found: ShardedSum) -> None:
-        """Fill the memory of parameters, a bucket behind the next one."""
+    def _starts(self, found: ShardedSum) -> Iterator[Callable[[], Callable[[], None]]]:
+        """Yield what starts to fill the memory of parameters, bucket by bucket."""
         names = [*found.parameters]
         for name in names:
             storage = found.parameters[name].untyped_storage()
             storage.resize_(self._sizes[name])
-        waiting: list[Callable[[], None]] = []
         tensors = [found.parameters[name].data for name in names]  # no new version
-        for numbers in buckets(tensors):
+        for numbers in weight_buckets(tensors):
             inside = [names[number] for number in numbers]
             into = [tensors[number] for number in numbers]
-            waiting.append(self._start(found, inside, into))
-            if len(waiting) > 1:
-                waiting.pop(0)()
-        for finish in waiting:
-            finish()
+            yield partial(self._start, found, inside, into)
 
     def _start(
         self, found: ShardedSum, names: Sequence[str], into: list[Tensor]
@@ -250,7 +296,7 @@ class WeightParts:
             sizes = [sum(part.numel() for part in parts) for parts in by_rank]
             values = into[0].view(-1)
             gather = self._transport.all_gather
-            request = gather(found.group, flat(own), sizes, values)
+            request = gather(found.group, own[0].reshape(-1), sizes, values)
             return partial(self._transport.wait, request)
         bucket = gather_rows(self._transport, found.group, own, by_rank)
 
@@ -259,6 +305,14 @@ class WeightParts:
             bucket.unpack()
 
         return finish
+
+
+def weight_buckets(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Group the numbers of tensors: large ones are alone, and need no other memory."""
+    large = [n for n, tensor in enumerate(tensors) if tensor.nbytes >= ALONE_BYTES]
+    small = [n for n, tensor in enumerate(tensors) if tensor.nbytes < ALONE_BYTES]
+    packed = buckets([tensors[number] for number in small])
+    return [*([n] for n in large), *([small[n] for n in each] for each in packed)]
 
 
 def _give_up(parameter: nn.Parameter) -> int:

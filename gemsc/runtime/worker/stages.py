@@ -6,6 +6,7 @@ Gradients flow through its stage to those before it as ever: no message changes.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -16,18 +17,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gemsc.base.boxes import Interval
 from gemsc.base.dtypes import cast_module
+from gemsc.base.parts import rows_of
 from gemsc.base.plain_forward import mend_torch
 from gemsc.base.rng import are_draws_same, outside_draws
 from gemsc.errors import GemscError
 from gemsc.runtime.memory.once import made_tensors
 from gemsc.runtime.transport.transport import Transport
 from gemsc.runtime.worker.program import RankProgram, Run
-from gemsc.weights.load import fill, model_state, stage_tensors, swap
+from gemsc.weights.load import fill, model_state, put, stage_tensors, swap
+
+Read = Callable[..., Tensor]  # of a tensor by its name, or of these rows of it
 
 # of one forward that is compiled: for training and evaluation, for each replica on this
 # rank, for sizes of batches, for what is frozen
 MOST_FORMS = 256
+
+
+def without_memory(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the same shape and format whose memory is to come."""
+    found = torch.empty_like(tensor, device=device)
+    found.untyped_storage().resize_(0)
+    return found
 
 
 @contextmanager
@@ -64,6 +76,14 @@ class Stages(dict[Run, nn.Module]):
     def parameters(self) -> dict[str, nn.Parameter]:
         """The parameters, those that replicas share once."""
         return {n: p for each in self.values() for n, p in each.named_parameters()}
+
+    @cached_property
+    def in_several(self) -> set[str]:
+        """The names of parameters that different stages of this rank share."""
+        pairs = {
+            (n, run.stage) for run, s in self.items() for n, _ in s.named_parameters()
+        }
+        return {n for n, count in Counter(n for n, _ in pairs).items() if count > 1}
 
     def compiled(self) -> dict[Run, Callable[..., Any]]:
         """Return the forwards, each through torch.compile (Inductor) at its first call.
@@ -126,24 +146,56 @@ class Stages(dict[Run, nn.Module]):
         self,
         run: Run,
         kind: type[nn.Module],
-        read: Callable[[str], Tensor],
+        read: Read,
         device: torch.device,
         dtype: torch.dtype | None,
+        like: Callable[[str], Tensor] | None = None,
     ) -> None:
         """Build a stage, give it its weights, and tie it to the other ones.
 
         `read(name)` returns a tensor in memory of its own. Tied are parameters that the
-        model shares, and two replicas of a stage.
+        model shares, and two replicas of a stage. With `like(name)`, which gives a
+        tensor on the meta device, parameters are not read yet: see `rows`.
         """
         mend_torch()
         known = {n: p for each in self.values() for n, p in each.named_parameters()}
         with torch.device("meta"):
             stage = kind()
-        fill(stage, read, device)
+        later = {n for n, _ in stage.named_parameters()} if like is not None else ()
+        first = {name: like for name in later} if like is not None else {}
+        fill(stage, lambda name: first.get(name, read)(name), device)
         if dtype is not None:
             cast_module(stage, dtype, getattr(kind, "keeps_dtype", ()))
+        put(
+            stage,
+            {name: without_memory(stage.get_parameter(name), device) for name in later},
+        )
+        self._unread.update(dict.fromkeys(later, read))
         swap(stage, {id(p): known.get(n, p) for n, p in stage.named_parameters()})
         self[run] = stage
+
+    @cached_property
+    def _unread(self) -> dict[str, Read]:
+        """What reads the parameters that have no memory yet."""
+        return {}
+
+    def rows(self, name: str, rows: Interval) -> Tensor:
+        """Return some rows of a parameter in memory of their own.
+
+        Of one that has not been read nothing else is.
+        """
+        parameter, read = self.parameters[name].detach(), self._unread.pop(name, None)
+        if read is None:
+            return rows_of(parameter, rows).clone()
+        return read(name, rows).to(parameter.device, parameter.dtype)
+
+    def read_rest(self) -> None:
+        """Read the parameters that have no memory, but for those given by `rows`."""
+        while self._unread:
+            name, read = self._unread.popitem()
+            parameter = self.parameters[name]
+            parameter.untyped_storage().resize_(parameter.nbytes)
+            parameter.data.copy_(read(name))
 
     def share(self, others: Stages) -> frozenset[str]:
         """Take the tensors that other files' stages of the same runs have.

@@ -22,10 +22,10 @@ from gemsc.runtime.transport.transport import Group
 from gemsc.runtime.worker.departures import Departures, leaving_early
 from gemsc.runtime.worker.finite import LossScale, all_finite
 from gemsc.runtime.worker.optimizer import optimizer_of
+from gemsc.runtime.worker.own_rows import OwnRows, mirrored_of
 from gemsc.runtime.worker.program import RankPlace, RankProgram, Run
 from gemsc.runtime.worker.reduction import (
     GradientSums,
-    OwnRows,
     RunningStatistics,
     tracking,
 )
@@ -88,16 +88,15 @@ class Updates:
             self._norm_group = transport.group(self._ranks_of_norm(), "norm")
         self._own = OwnRows(transport)
         stages_alone = self._sums_of_stages()
-        for key, group in self._groups.items() if program.shard_optimizer else ():
-            copied = program.whole_stages > 0 and key in stages_alone
-            named, whole = self._summed[key], program.updated_whole
-            self._own.share(key, group, named, whole, copied=copied)
-        self.parts = GradientParts(transport, self._own.sums)
         self._at_once = stages_alone if program.shard_gradients else []
+        if program.shard_optimizer:
+            self._share_out(stages_alone if program.whole_stages else ())
+        stages.read_rest()
+        self.parts = GradientParts(transport, self._own)
         self.weight_parts: WeightParts | None = None
         if program.whole_stages:
-            sums = {key: self._own.sums[key] for key in stages_alone}
-            self.weight_parts = WeightParts(transport, sums, program.whole_stages)
+            kept = {key: self._own.kept[key] for key in stages_alone}
+            self.weight_parts = WeightParts(transport, kept, program.whole_stages)
         own = {
             name: parameter
             for name, parameter in stages.parameters.items()
@@ -155,6 +154,8 @@ class Updates:
         keys = self._sums_of_stages()
         self._to_start = [key for key in keys if key not in self._at_once]
         self._to_come.clear()
+        if self.weight_parts is not None:
+            self.weight_parts.begin(run.stage for run in program.gather_turns)
         for run in program.stages:
             deferred = len(program.deferred.get(run, ()))
             self._to_come[run.stage_name] += program.num_micro_batches + deferred
@@ -294,18 +295,43 @@ class Updates:
     @property
     def gradients_in_parts(self) -> Mapping[str, tuple[str, nn.Parameter]]:
         """Return the rows of this rank, and of which sum, that keep gradients alone."""
-        sums = {key: self._own.sums[key].own for key in self._at_once}
-        return {n: (key, p) for key, own in sums.items() for n, p in own.items()}
+        sums = {key: self._own.kept[key].own for key in self._at_once}
+        named = [(key, *each) for key, own in sums.items() for each in own.items()]
+        return {n: (key, p) for key, n, p in named if p.requires_grad}
 
     @property
     def own_rows(self) -> dict[str, Interval]:
         """The rows that this rank updates of what it holds with others, by name."""
         return self._own.rows
 
+    @property
+    def kept_rows(self) -> dict[str, Interval]:
+        """The rows that this rank keeps of what is in parts between actions."""
+        return self._own.kept_rows
+
     def gather_gradients(self) -> None:
         """Give all ranks the complete gradients; all call this, in `before`."""
         self.parts.whole()
         self._own.gather(lambda parameter: parameter.grad)
+
+    def _share_out(self, copied: Collection[str]) -> None:
+        """Find the rows of this rank; those of some sums get memory of their own.
+
+        Of these no more is read.
+        """
+        program, stages = self._program, self._stages
+        for key in (*copied, *(key for key in self._groups if key not in copied)):
+            named, take, mirrored = self._summed[key], None, None
+            if key in copied:  # frozen ones are in the sums of all their stages
+                shared = stages.in_several
+                named = {n: p for n, p in named.items() if n not in shared}
+                take = stages.rows
+            else:
+                stages.read_rest()
+            if key in self._at_once:
+                mirrored = mirrored_of(program, self._place, self._transport, key)
+            whole = program.updated_whole
+            self._own.share(key, self._groups[key], named, whole, take, mirrored)
 
     def _sums_of_stages(self) -> list[str]:
         """Return the keys of sums of whole stages, and of their parts, in order."""

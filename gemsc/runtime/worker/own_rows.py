@@ -1,0 +1,201 @@
+"""Which rows of the parameters that ranks hold together this rank keeps and updates."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from gemsc.base.boxes import Interval
+from gemsc.base.parts import rows_of
+from gemsc.messages.rows import Rows, in_pairs, rows_of_holders
+from gemsc.runtime.transport.device_transport import DeviceTransport
+from gemsc.runtime.transport.transport import Group
+from gemsc.runtime.worker.program import RankPlace, RankProgram
+from gemsc.runtime.worker.reduction import Bucket, buckets, gather_rows, shares
+
+
+@dataclass(frozen=True)
+class ShardedSum:
+    """Parameters that a group of ranks holds, and this rank's rows of each.
+
+    `rows` are those of all ranks of the group, `mine` this rank's. `own` has these as
+    parameters, which keep the gradients. With weights in parts they have memory of
+    their own, and there is no other between actions.
+    """
+
+    group: Group
+    parameters: Mapping[str, nn.Parameter]
+    rows: Mapping[str, Rows]
+    mine: Mapping[str, Interval]
+    own: Mapping[str, nn.Parameter]
+
+    @property
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradients of the rows, where there are any."""
+        return {n: p.grad for n, p in self.own.items() if p.grad is not None}
+
+
+@dataclass(frozen=True)
+class Mirrored:
+    """The ranks that hold a stage of mirrored replicas, by what they do.
+
+    Those that are `alike` run it in one replica, and so all in one order; this rank's
+    `pair` runs it in both. `holders` are all of them, pair after pair.
+    """
+
+    alike: Group
+    pair: Group
+    holders: tuple[int, ...]
+
+
+def mirrored_of(
+    program: RankProgram, place: RankPlace, transport: DeviceTransport, key: str
+) -> Mirrored | None:
+    """Return how the holders of a sum are in pairs, if replicas are mirrored.
+
+    All holders call this, in the same order of their sums.
+    """
+    alike, others = program.alike_and_others(key, place.rank)
+    if not others:
+        return None
+    pairs = [tuple(sorted(pair)) for pair in zip(alike, others, strict=True)]
+    pair = place.in_copy(pairs[alike.index(place.rank)])
+    return Mirrored(
+        transport.group(place.everywhere(alike), f"{key} alike"),
+        transport.group(pair, f"{key} pair"),
+        place.everywhere(rank for pair in pairs for rank in pair),
+    )
+
+
+class OwnRows:
+    """The rows of this rank of the parameters that it holds with others.
+
+    By the keys of sums: `sums` has those that it updates, of what all holders add up;
+    `kept` those that it keeps between actions, of what those add up that run alike, and
+    of frozen parameters where these have memory of their own. They are the same but for
+    mirrored replicas: there two ranks keep the same, each updates a half of it, and
+    `pairs` has these. `rows` are those that are updated, `kept_rows` those kept, by
+    name.
+    """
+
+    def __init__(self, transport: DeviceTransport) -> None:
+        self.sums: dict[str, ShardedSum] = {}
+        self.kept: dict[str, ShardedSum] = {}
+        self.pairs: dict[str, ShardedSum] = {}
+        self.rows: dict[str, Interval] = {}
+        self.kept_rows: dict[str, Interval] = {}
+        self._transport = transport
+
+    def share(
+        self,
+        key: str,
+        group: Group,
+        parameters: Mapping[str, nn.Parameter],
+        whole: Collection[str],
+        take: Callable[[str, Interval], Tensor] | None = None,
+        mirrored: Mirrored | None = None,
+    ) -> None:
+        """Share out what the ranks of a group hold; what is `whole` goes to one.
+
+        `take(name, rows)` gives the rows in memory of their own, those of frozen
+        parameters, too; without it they are in that of the whole.
+        """
+        trained = {name: p for name, p in parameters.items() if p.requires_grad}
+        held = parameters if take is not None else trained
+        shapes = {name: parameter.shape for name, parameter in held.items()}
+        holders = group.ranks if mirrored is None else mirrored.holders
+        found = rows_of_holders(shapes, len(holders), whole)
+        alike, kept = group, found
+        if mirrored is not None:
+            alike = mirrored.alike
+            kept = {name: in_pairs(rows) for name, rows in found.items()}
+        member = alike.ranks.index(self._transport.host.rank)
+        own: dict[str, nn.Parameter] = {}
+        for name, parameter in held.items():
+            self.kept_rows[name] = kept[name][member]
+            if take is None:
+                part = rows_of(parameter.detach(), kept[name][member])
+            else:
+                part = take(name, kept[name][member])
+            own[name] = nn.Parameter(part, requires_grad=parameter.requires_grad)
+        self.kept[key] = ShardedSum(alike, held, kept, self.kept_rows, own)
+        self.rows |= {name: kept[name][member] for name in held}
+        own = {name: own[name] for name in trained}
+        if mirrored is not None:
+            own = self._halves(key, mirrored, found, own)
+        places = [holders.index(rank) for rank in group.ranks]
+        of_all = {n: tuple(found[n][place] for place in places) for n in trained}
+        self.sums[key] = ShardedSum(group, trained, of_all, self.rows, own)
+
+    def _halves(
+        self,
+        key: str,
+        mirrored: Mirrored,
+        found: Mapping[str, Rows],
+        kept: Mapping[str, nn.Parameter],
+    ) -> dict[str, nn.Parameter]:
+        """Share out what a pair keeps; return the rows of this rank."""
+        number = mirrored.holders.index(self._transport.host.rank)
+        first = number - number % 2
+        rows, own = dict[str, Rows](), dict[str, nn.Parameter]()
+        for name, parameter in kept.items():
+            begin = found[name][first][0]
+            of_pair = found[name][first : first + 2]
+            rows[name] = tuple((start - begin, stop - begin) for start, stop in of_pair)
+            part = rows_of(parameter.detach(), rows[name][number - first])
+            own[name] = nn.Parameter(part)
+            self.rows[name] = found[name][number]
+        mine = {name: each[number - first] for name, each in rows.items()}
+        self.pairs[key] = ShardedSum(mirrored.pair, kept, rows, mine, own)
+        return own
+
+    def parameters(self, held: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+        """Return what this rank updates of the parameters that it holds."""
+        everything = [*self.kept.values(), *self.sums.values()]
+        own = {n: p for found in everything for n, p in found.own.items()}
+        updated = {**held, **own}
+        return {n: p for n, p in updated.items() if p.numel() or n not in own}
+
+    def drop_gradients(self) -> None:
+        """Take the gradients from the rows."""
+        for found in (*self.kept.values(), *self.sums.values()):
+            for own in found.own.values():
+                own.grad = None
+
+    def gather(
+        self,
+        of: Callable[[nn.Parameter], Tensor | None],
+        without: Collection[str] = (),
+    ) -> None:
+        """Bring together all ranks' rows of a tensor of each shared parameter.
+
+        Of what is shared under the keys in `without` pairs bring their halves together.
+        """
+        waiting: deque[Bucket] = deque()
+        for key, shared in self.sums.items():
+            if key in without and key not in self.pairs:
+                continue
+            found = shared if key not in without else self.pairs[key]
+            for bucket in self._gathered(found, of):
+                waiting.append(bucket)
+                if len(waiting) > 1:  # two at most are in memory
+                    self._unpack(waiting.popleft())
+        for bucket in waiting:
+            self._unpack(bucket)
+
+    def _unpack(self, bucket: Bucket) -> None:
+        self._transport.wait(bucket.request)
+        bucket.unpack()
+
+    def _gathered(
+        self, shared: ShardedSum, of: Callable[[nn.Parameter], Tensor | None]
+    ) -> Iterator[Bucket]:
+        found = [(of(p), shared.rows[n]) for n, p in shared.parameters.items()]
+        pairs = [(tensor, rows) for tensor, rows in found if tensor is not None]
+        for numbers in buckets([tensor for tensor, _ in pairs]):
+            by_rank = shares(*zip(*(pairs[n] for n in numbers), strict=True))
+            own = by_rank[shared.group.ranks.index(self._transport.host.rank)]
+            yield gather_rows(self._transport, shared.group, own, by_rank)
