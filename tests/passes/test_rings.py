@@ -522,10 +522,12 @@ def test_a_ring_is_proved_for_all_inputs(tmp_path: Path, gemsc: Gemsc) -> None:
     assert "proved" in gemsc("verify", tmp_path / "p", "--all-inputs").out
 
 
-def test_a_ring_is_taken_where_it_saves_memory() -> None:
-    ring, gather = search(traced("gpt"), rings(3, attention="auto"))
+def test_the_faster_way_is_taken_and_a_ring_where_it_saves_memory() -> None:
+    """Of few tokens, to deal out the queries takes longer than it saves."""
+    gather, ring = search(traced("gpt"), rings(3, attention="auto"))
     assert (ring.options.attention, gather.options.attention) == ("ring", "gather")
     assert ring.name == f"{gather.name}, ring"
+    assert gather.seconds < ring.seconds
     assert ring.peak_bytes < gather.peak_bytes
     no_tokens = rings(2, attention="auto", trunk="whole", whole=())
     assert search(traced("gpt"), no_tokens)[0].options.attention == "gather"

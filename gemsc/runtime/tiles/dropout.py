@@ -180,7 +180,7 @@ class PairMask:
         return drawn[index_of(intersection(box, cell), cell)]
 
 
-def strips(rows: Interval) -> list[Interval]:
+def query_strips(rows: Interval) -> list[Interval]:
     """Return rows in strips that no cell of a mask reaches beyond."""
     return [
         (max(rows[0], r * ROWS), min(rows[1], (r + 1) * ROWS)) for r in _met(rows, ROWS)

@@ -31,7 +31,7 @@ from gemsc.base.boxes import Box, Interval
 from gemsc.base.dtypes import lowered
 from gemsc.messages.exchange import Exchange
 from gemsc.runtime.tiles.collectives import InFlight, TileGrid
-from gemsc.runtime.tiles.dropout import PairMask, strips
+from gemsc.runtime.tiles.dropout import PairMask, query_strips
 
 __all__ = ["ring_attention"]
 
@@ -74,7 +74,9 @@ def ring_attention(
     rows = rows or (own,)
     learns = attn_mask is not None and attn_mask.requires_grad
     in_kernel = _has_kernel(query) and drops is None and not learns
-    pieces = rows if in_kernel else tuple(s for each in rows for s in strips(each))
+    pieces = (
+        rows if in_kernel else tuple(s for each in rows for s in query_strips(each))
+    )
     how = is_causal, scale, heads, pieces, drops, box, in_kernel
     ring = _Ring(grid, exchange, *how)
     given = map(lowered, (key, value, query))
