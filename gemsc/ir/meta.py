@@ -99,7 +99,8 @@ class Facts:
     those of `saved` that no earlier node keeps already. `storages` are the (storage,
     bytes) of the node's own value. `heavy` nodes multiply matrices, convolve or own a
     weight: what a stage is made of. `random` nodes draw random numbers. `sums` are
-    those over the tiles of a grid, forward and backward.
+    those over the tiles of a grid, forward and backward. Of the `parameter_bytes` those
+    that are `trained_bytes` have gradients.
 
     `weight_seconds` are the part of the backward's that gives weight gradients and can
     wait, `weight_bytes` the bytes of these gradients (see gemsc.base.weighted). `casts`
@@ -115,6 +116,7 @@ class Facts:
     moved_bytes: int = 0
     output_bytes: int = 0
     parameter_bytes: int = 0
+    trained_bytes: int = 0
     saved_bytes: int = 0
     saved: tuple[tuple[int, int], ...] = ()
     saved_state: tuple[str, ...] = ()

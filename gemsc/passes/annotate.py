@@ -340,7 +340,7 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, node: fx.Node, value: Any, module: nn.Module, seen: set[int]
     ) -> meta.Facts:
         count, flow = self.counts[node], self.gradients.by_node[node]
-        outputs = dense_leaves(value)
+        outputs, parameters = dense_leaves(value), _parameters(node, module)
         fresh = {key: size for key, size in count.saved.items() if key not in seen}
         seen.update(fresh)
         forward = count.forward_operators * self.device.forward_overhead
@@ -350,13 +350,13 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             flops=count.flops,
             moved_bytes=count.moved_bytes,
             output_bytes=sum(t.nbytes for t in outputs),
-            parameter_bytes=sum(p.nbytes for p in _parameters(node, module)),
+            parameter_bytes=sum(p.nbytes for p in parameters),
+            trained_bytes=sum(p.nbytes for p in parameters if p.requires_grad),
             saved_bytes=sum(fresh.values()),
             saved=tuple(count.saved.items()),
             saved_state=tuple(count.saved_state),
             storages=_storage_sizes(outputs),
-            heavy=count.flops > 0
-            or any(p.dim() > 1 for p in _parameters(node, module)),
+            heavy=count.flops > 0 or any(p.dim() > 1 for p in parameters),
             random=count.random,
             forward_seconds=forward + count.forward_seconds,
             backward_seconds=backward + count.backward_seconds,

@@ -55,7 +55,7 @@ class _SavedPart:
     @property
     def gradients(self) -> int:
         """The bytes of its parameters' gradients, as far as they come with it."""
-        made = sum(meta.facts(node).parameter_bytes for node in self.nodes)
+        made = sum(meta.facts(node).trained_bytes for node in self.nodes)
         return made - self.deferred
 
     @property
@@ -201,7 +201,7 @@ def _under_way(moments: Sequence[_Moment], ends: _Ends) -> tuple[int, int]:
                 more = max(more, _size(dict(facts.made)) + ends.copied[node])
             highest = max(highest, alive + more)
             first_highest = max(first_highest, alive + more + gradients)
-            gradients += facts.parameter_bytes - part.deferred
+            gradients += facts.trained_bytes - part.deferred
             uses.subtract(_saved([node]).keys())
             departing += ends.departing[node]
             for key in ends.freed[node]:

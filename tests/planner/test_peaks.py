@@ -120,6 +120,30 @@ def test_what_is_in_parts_is_whole_for_a_while(
     check(program, tmp_path, x, bounds=(0.95, 1.04))
 
 
+class Adapted(nn.Module):
+    """A frozen layer with a small one beside it, which is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.more = nn.Linear(256, 256), nn.Linear(256, 4, bias=False)
+        self.back = nn.Linear(4, 256, bias=False)
+        self.base.requires_grad_(requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.base(x) + self.back(self.more(x)))
+
+
+@pytest.mark.parametrize("shard", ["off", "weights"])
+def test_frozen_weights_have_no_gradients(shard: str, tmp_path: Path) -> None:
+    x = torch.randn(16, 256)
+    program = compile(
+        nn.Sequential(*(Adapted() for _ in range(8))), (x[:4],), loss=mean, ranks=2,
+        data=2, micro_batches=2, schedule="interleaved", placement="looped", chunks=4,
+        shard=shard,
+    )  # fmt: skip
+    check(program, tmp_path, x, bounds=(0.97, 1.03))
+
+
 @pytest.mark.parametrize("shard", ["gradients", "weights"])
 @pytest.mark.parametrize("schedule", ["mast", "chimera"])
 def test_mirrored_ranks_keep_parts_of_their_replica(
