@@ -84,9 +84,10 @@ def _scatter_sums(values: dict[int, object]) -> None:
 def _gather(values: dict[int, object]) -> None:
     shares = _shares(values)
     with torch.no_grad():
-        whole = torch.cat([tensor for tensor, _, _ in shares])
-        for _, _, result in shares:
-            result.copy_(whole)
+        for _, sizes, result in shares:
+            parts = torch.split(result, sizes)
+            for part, (tensor, _, _) in zip(parts, shares, strict=True):
+                part.copy_(tensor)
 
 
 def _hand_out(values: dict[int, object]) -> None:
