@@ -101,7 +101,8 @@ def check_in_flight(program: Program, crowded: Collection[int]) -> None:
                     at=meta.location(node),
                     help=f"use --micro-batches 1, or {other}",
                 )
-                error.add_note(f"it is used at {meta.location(reader)}")
+                if at := meta.location(reader):
+                    error.add_note(f"it is used at {at}")
                 raise error
 
 
