@@ -131,6 +131,7 @@ class World:
             del self.collectives[key]
             if combine is not None:
                 combine({rank: operation.values[rank] for rank in ranks})
+            operation.values.clear()  # what others go on with is theirs alone
             for member in operation.requests:
                 member.complete = True
             self.moved()
