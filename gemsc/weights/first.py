@@ -132,8 +132,9 @@ class FirstWeights:
             entry = there.tensors[name].entry
         if entry is None:
             raise GemscError(f"{own.path} has no '{name}'", help=AGAIN)
-        cut = part is not None and part.shape == entry.shape
-        shape = part.local_shape if cut and part is not None else entry.shape
+        shape = entry.shape
+        if part is not None and part.shape == shape:
+            shape = part.local_shape
         return torch.empty(shape, dtype=entry.dtype, device="meta")
 
     @cached_property

@@ -365,12 +365,8 @@ def _dropout(x: Inside) -> Local:
     """Multiply by the rank's part of the mask: of the whole value, or of channels."""
     if x.own.outer > 1:
         raise Refused("its mask is drawn for the whole value")
-    shape, box = whole_shape(x.node), layout_of(x.parts()).boxes[x.low.place]
-    if x.call.kind == "channel_dropout":
-        rest = len(shape) - 2
-        shape, box = (*shape[:2], *(1,) * rest), (*box[:2], *((0, 1),) * rest)
-    source = x.input(x.call.input)
-    return masked(x.low, x.call, source, shape, box, None, x.parts())
+    source, box = x.input(x.call.input), layout_of(x.parts()).boxes[x.low.place]
+    return masked(x.low, x.call, source, whole_shape(x.node), box, None, x.parts())
 
 
 OPERATIONS: dict[str, Callable[[Inside], Local | None]] = {

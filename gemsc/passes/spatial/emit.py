@@ -151,7 +151,10 @@ def masked(
     axes: Axes | None,
     parts: tuple[Part, ...] = (),
 ) -> Local:
-    """Multiply by `box` of a dropout mask of a shape."""
+    """Multiply by `box` of a dropout mask of a shape, or of its channels."""
+    if call.kind == "channel_dropout":
+        rest = len(shape) - 2
+        shape, box = (*shape[:2], *(1,) * rest), (*box[:2], *((0, 1),) * rest)
     settings: dict[str, Any] = {"shape": shape, "box": box, "draw": low.draw(call.node)}
     if call.layer is not None:
         settings["training"] = low.trains(call.node)

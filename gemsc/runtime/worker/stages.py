@@ -7,7 +7,7 @@ Gradients flow through its stage to those before it as ever: no message changes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import cached_property
@@ -65,6 +65,10 @@ def without_trace(stage: nn.Module) -> Iterator[None]:
 
 class Stages(dict[Run, nn.Module]):
     """The module of each run; stages that hold the same parameter share it."""
+
+    def __init__(self, stages: Mapping[Run, nn.Module] | None = None) -> None:
+        super().__init__(stages or {})
+        self._unread: dict[str, Read] = {}  # parameters that have no memory yet
 
     @cached_property
     def drawing(self) -> set[Run]:
@@ -173,11 +177,6 @@ class Stages(dict[Run, nn.Module]):
         self._unread.update(dict.fromkeys(later, read))
         swap(stage, {id(p): known.get(n, p) for n, p in stage.named_parameters()})
         self[run] = stage
-
-    @cached_property
-    def _unread(self) -> dict[str, Read]:
-        """What reads the parameters that have no memory yet."""
-        return {}
 
     def rows(self, name: str, rows: Interval) -> Tensor:
         """Return some rows of a parameter in memory of their own.

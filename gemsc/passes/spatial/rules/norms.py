@@ -105,12 +105,9 @@ def channel_dropout(low: Lowering, call: Call) -> Local:
     Where samples or channels are cut each rank takes its own of the numbers of all.
     """
     axes, shape = _axes(low, call), low.shape(call.input)
-    rest = len(shape) - 2
-    box = *low.box(call.node, axes)[:2], *((0, 1),) * rest
-    mask = (*shape[:2], *(1,) * rest)
-    source = alike(low, call, call.input, axes)
-    if box == everything(mask):
+    box, source = low.box(call.node, axes), alike(low, call, call.input, axes)
+    if box[:2] == everything(shape)[:2]:
         return call_again(low, call, axes, {call.input: source})
-    if axes[1] is not None or call.detail != str(rest):
+    if axes[1] is not None or call.detail != str(len(shape) - 2):
         raise Refused("it draws numbers for all channels")
-    return masked(low, call, source, mask, box, axes)
+    return masked(low, call, source, shape, box, axes)
