@@ -31,9 +31,12 @@ from cases import CASES
 from jobs import Job
 
 import gemsc
+from gemsc.launch.hosts import Host
 from gemsc.launch.launch import launch, mpirun_command
 
 __all__ = [
+    "ADDRESSES",
+    "SPACE",
     "Contender",
     "Job",
     "Memory",
@@ -48,6 +51,8 @@ __all__ = [
 QUIET = 0.08  # of the machine, used by others during a turn
 ANSWER_SECONDS = 240.0  # longest wait for a group
 GROUP_SECONDS = 3600.0  # longest life of one
+# set where two hosts train: this one's address and the other's; the other's namespace
+ADDRESSES, SPACE = "BENCH_ADDRESSES", "BENCH_SPACE"
 
 
 @dataclass(frozen=True)
@@ -221,7 +226,7 @@ def contenders(jobs: dict[str, tuple[str, Job]]) -> Iterator[list[Contender]]:
     """
     environment = {
         "GLIBC_TUNABLES": mpirun_command(1, [])[1]["GLIBC_TUNABLES"],
-        "GLOO_SOCKET_IFNAME": "lo",
+        "GLOO_SOCKET_IFNAME": "wire" if SPACE in os.environ else "lo",
     }
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
@@ -254,7 +259,9 @@ def _start(
     program = contender_process.__file__
     command = [sys.executable, program, kind, str(place), json.dumps(asdict(job))]
     if kind == "gemsc":
-        words = {"env": environment, "timeout": GROUP_SECONDS}
+        addresses = os.environ.get(ADDRESSES, "").split()
+        hosts = [Host(address, 1) for address in addresses]
+        words = {"env": environment, "timeout": GROUP_SECONDS, "hosts": hosts}
         thread = threading.Thread(
             target=launch, args=(num_ranks, command), kwargs=words, daemon=True
         )
@@ -263,7 +270,9 @@ def _start(
     else:
         for rank in range(num_ranks):
             own = os.environ | environment | {"RANK": str(rank)}
-            process = subprocess.Popen(command, env=own)
+            other = ["ip", "netns", "exec", os.environ.get(SPACE, "")]
+            where = other if rank and SPACE in os.environ else []
+            process = subprocess.Popen([*where, *command], env=own)
             stack.callback(_end, process)
     connections = []
     for _ in range(num_ranks):

@@ -1,24 +1,32 @@
 """Train on two ranks: one process, gemsc and torch.distributed.pipelining, in turn.
 
 python benchmarks/pipeline.py [--quick] [--models unet,...] [--micro-batches 1,4,8]
-                              [--busy 1]
+                              [--busy 1] [--hosts 2]
 
 Both pipelines run the same generated stages, cut in the same place, on the same data,
 in the same order of work, with one thread for each rank; only the runtime differs. A
 fourth contender is gemsc with the schedule zb-h1, where weight gradients wait. With
 `--busy` other processes compute all the time, as on a machine that is not one's own.
+With `--hosts 2` (for root) the ranks are in two network namespaces, with a wire of
+1 GB/s and, if the kernel has netem, 0.2 ms between them; gemsc starts them by ssh.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
+import subprocess
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 from cases import CASES
 from contenders import (
+    ADDRESSES,
+    SPACE,
     Memory,
     Round,
     busy_processes,
@@ -26,6 +34,7 @@ from contenders import (
     contenders,
     quiet_rounds,
 )
+from host_pair import two_hosts
 from jobs import Job
 
 HEADER = (
@@ -100,6 +109,18 @@ def spread(rounds: list[Round]) -> float:
     return worst
 
 
+def run_on_two_hosts() -> int:
+    """Run this command on the first of two hosts; return its exit code."""
+    with (
+        tempfile.TemporaryDirectory(prefix="hosts-") as folder,
+        two_hosts(Path(folder)) as pair,
+    ):
+        print("two hosts,", pair.slow_down("8gbit", "0.2ms"), flush=True)
+        command, environment = pair.command(0, sys.executable, *sys.argv)
+        environment |= {ADDRESSES: " ".join(pair.addresses), SPACE: pair.spaces[1]}
+        return subprocess.run(command, env=environment).returncode
+
+
 def main() -> None:
     """Compile, measure, print."""
     parser = argparse.ArgumentParser(description="gemsc against torch.pipelining")
@@ -112,7 +133,13 @@ def main() -> None:
         "--patience", type=float, default=120, help="seconds to wait for quiet rounds"
     )
     parser.add_argument("--busy", type=int, default=0, help="others that compute")
+    parser.add_argument("--hosts", type=int, choices=(1, 2), default=1)
     options = parser.parse_args()
+    if options.hosts == 2 and SPACE not in os.environ:
+        try:
+            sys.exit(run_on_two_hosts())
+        except pytest.skip.Exception as why:
+            sys.exit(str(why))
     if options.busy:
         options.patience = 0  # no round is quiet
     if options.quick:

@@ -28,6 +28,8 @@ PORT = 7723
 TOOLS = ("ip", "unshare", "ssh", "ssh-keygen", "sshd")
 PLACES = os.environ["PATH"] + ":/usr/sbin:/sbin"
 
+QDISC = ("qdisc", "replace", "dev", "wire", "root")
+
 SSHD = """\
 Port {port}
 HostKey {folder}/host
@@ -55,12 +57,17 @@ class Pair:
     addresses: tuple[str, str]
     servers: list[subprocess.Popen[bytes]]
 
+    def command(self, index: int, *words: object) -> tuple[list[str], dict[str, str]]:
+        """Return what runs a command on a host, with its environment's gemsc and ssh."""
+        path = f"{self.folder}:{Path(sys.executable).parent}:{PLACES}"
+        return _on(self.spaces[index], map(str, words)), os.environ | {"PATH": path}
+
     def popen(self, index: int, *words: object) -> subprocess.Popen[str]:
         """Start a command on a host, with the gemsc of this environment."""
-        path = f"{self.folder}:{Path(sys.executable).parent}:{PLACES}"
+        command, environment = self.command(index, *words)
         return subprocess.Popen(
-            _on(self.spaces[index], map(str, words)),
-            env=os.environ | {"PATH": path},
+            command,
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -76,6 +83,22 @@ class Pair:
     def memory(self, index: int) -> Path:
         """Return the /dev/shm of what ssh starts on a host."""
         return Path(f"/proc/{self.servers[index].pid}/root/dev/shm")
+
+    def slow_down(self, rate: str, delay: str) -> str:
+        """Limit the wire to `rate`, with `delay` each way; return what the kernel can.
+
+        Both are in the words of tc; a kernel without netem has no delays.
+        """
+        delayed = ["netem", "delay", delay, "rate", rate, "limit", "100000"]
+        limited = ["tbf", "rate", rate, "burst", "1m", "latency", "50ms"]
+        for how, words in ((f"{rate}, {delay}", delayed), (rate, limited)):
+            try:
+                for space in self.spaces:
+                    _run("tc", "-n", space, *QDISC, *words)
+            except subprocess.CalledProcessError:
+                continue
+            return how
+        return "as fast as the kernel"
 
     def lose(self, index: int) -> None:
         """Cut a host off: ssh finds nobody, and no message arrives any more."""
@@ -97,8 +120,12 @@ def _on(space: str, words: Iterator[str]) -> list[str]:
     return ["ip", "netns", "exec", space, *separate, *words]
 
 
+def _run(*words: str) -> None:
+    subprocess.run(words, check=True, capture_output=True)
+
+
 def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
+    _run("ip", *words)
 
 
 @contextmanager
