@@ -29,7 +29,7 @@ def averages(trainer: Trainer) -> dict[str, Tensor]:
 @pytest.mark.slow(2)
 @pytest.mark.parametrize(
     "options",
-    [{}, {"ranks": 4, "data": 2, "shard_optimizer": True}, {"shards": (2,)}],
+    [{}, {"ranks": 4, "data": 2, "shard": "optimizer"}, {"shards": (2,)}],
     ids=["stages", "shard-optimizer", "shards"],
 )
 def test_they_are_those_of_torch(options: dict[str, Any], tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ LAYERS = Net(simple), (SIZE, WIDTH)
 WAYS: dict[str, tuple[nn.Module, tuple[int, ...], dict[str, Any]]] = {
     "deferred": (*LAYERS, {"schedule": "zb-h1"}),
     "mirrored": (*LAYERS, {"schedule": "bidirectional", "recompute": ("all",)}),
-    "optimizer": (*LAYERS, {"ranks": 4, "data": 2, "shard_optimizer": True}),
+    "optimizer": (*LAYERS, {"ranks": 4, "data": 2, "shard": "optimizer"}),
     "shards": (*LAYERS, {"shards": (2,)}),
     "tiles": (Pictures(), (SIZE, 2, 8, 8), {"tiles": ("2x1",)}),
 }

@@ -72,7 +72,7 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "mirrored": ({"schedule": "bidirectional"}, {}),
     "deferred": ({"schedule": "zb-h1"}, {"accumulate": 2}),
     "data": (
-        {"ranks": 4, "data": 2, "micro_batches": 2, "shard_optimizer": True},
+        {"ranks": 4, "data": 2, "micro_batches": 2, "shard": "optimizer"},
         {},
     ),
     "shards": ({"shards": (2,), "ranks": 2}, {}),
