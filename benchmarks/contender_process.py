@@ -17,7 +17,6 @@ import json
 import socket
 import sys
 import time
-from functools import partial
 from itertools import islice
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -40,7 +39,7 @@ from gemsc.messages.message import Input, Message
 from gemsc.runtime import RankProgram, Run
 from gemsc.runtime.training.program_directory import load_rank_module
 from gemsc.weights.load import fill
-from gemsc.weights.read import read_tensor
+from gemsc.weights.read import read_tensors
 
 TORCH_SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
@@ -128,7 +127,7 @@ class StageOnTorch(nn.Module):
         with torch.device("meta"):
             self.stage = module.PROGRAM.stages[Run(rank)]()
         weights = directory / "weights" / f"stage{rank}.safetensors"
-        fill(self.stage, partial(read_tensor, weights, {}), torch.device("cpu"))
+        fill(self.stage, read_tensors(weights).__getitem__, torch.device("cpu"))
 
     def forward(self, *arguments: Tensor, **inputs: Tensor) -> Any:
         """Return what the next stage needs, or the loss."""

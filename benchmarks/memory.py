@@ -192,7 +192,7 @@ def main() -> None:
                 schedule=schedule,
                 micro_batches=MICRO_BATCHES,
                 recompute=recompute,
-                shard_optimizer=options.shard_optimizer,
+                shard="optimizer" if options.shard_optimizer else "off",
             )
             with tempfile.TemporaryDirectory(prefix="bench-") as folder:
                 program = lower(graph, choice)

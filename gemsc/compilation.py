@@ -127,11 +127,6 @@ class Compilation:
         """The program for evaluation, no stage split."""
         return self.whole.evaluation
 
-    @property
-    def twins(self) -> dict[fx.Node, fx.Node] | None:
-        """The nodes of the two, if they differ in constants only."""
-        return self.whole.twins
-
     @cached_property
     def owned(self) -> tuple[tuple[str, ...], ...]:
         """The parameters and buffers of each stage."""

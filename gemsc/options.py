@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import InitVar, dataclass, field, fields
 from typing import Any, cast
 
 from gemsc.base.grid_shape import ALONE, BESIDE, GRID, SPLITS, GridShape
@@ -49,7 +49,7 @@ class CompileOptions:
     where that frees anything.
     `shard` "optimizer", "gradients" or "weights" says what ranks that hold the same
     weights keep their rows of only, each with what stands before it (ZeRO, stages 1 to
-    3); `shard_optimizer` is the first.
+    3); `shard_optimizer=True` is another name of the first.
     `precision` "bfloat16" or "float16" computes within `torch.autocast`; weights and
     their gradients stay in float32. `memory_format` "channels_last" gives weights and
     inputs of images and volumes that format, in place; their values stay. With
@@ -127,12 +127,14 @@ class CompileOptions:
     whole: tuple[str, ...] = option(
         (), "modules that every rank computes in full: head,layers.0"
     )
-    shard_optimizer: bool = option(False, "the same as --shard optimizer")
     shard: str = option(
         "off", "what ranks with the same weights keep their rows of only (ZeRO 1 to 3)"
     )
+    shard_optimizer: InitVar[bool] = option(  # noqa: RUF009, for it is no field
+        False, "the same as --shard optimizer"
+    )
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, shard_optimizer: bool) -> None:
         """Refuse values that no model could be compiled with.
 
         Raises:
@@ -143,7 +145,14 @@ class CompileOptions:
         self._check_counts()
         self._check_tiles()
         self._check_shards()
-        self._check_parts()
+        if shard_optimizer and self.shard == "off":
+            object.__setattr__(self, "shard", "optimizer")
+        if self.shard == "weights" and self.torch_compile:
+            raise GemscError(
+                "--shard weights does not go with --torch-compile: a compiled stage "
+                "keeps its weights",
+                help="leave one of them out, or use --shard gradients",
+            )
         if self.data != AUTO:
             _ = self.groups
         if self.times is not None and self.schedule != "master":
@@ -317,17 +326,6 @@ class CompileOptions:
                 help="leave it out, or split images with --tiles 2x2",
             )
 
-    def _check_parts(self) -> None:
-        """Let `shard_optimizer` say whether anything is in parts."""
-        if self.shard != "off":
-            object.__setattr__(self, "shard_optimizer", True)
-        if self.shard == "weights" and self.torch_compile:
-            raise GemscError(
-                "--shard weights does not go with --torch-compile: a compiled stage "
-                "keeps its weights",
-                help="leave one of them out, or use --shard gradients",
-            )
-
     def _check_shards(self) -> None:
         """Bring what is beside tiles into its form: ("2", "1") for "2,1" and 2,1."""
         for name in (*BESIDE, "whole", "cuts"):
@@ -409,8 +407,6 @@ class CompileOptions:
     def flags(self) -> list[str]:
         """Return the flags that differ from the defaults, as a user would type them."""
         values = [(each, getattr(self, each.name)) for each in fields(self)]
-        if self.shard != "off":  # says as much
-            values = [pair for pair in values if pair[0].name != "shard_optimizer"]
         return [typed(e.name, value) for e, value in values if value != e.default]
 
     def command_line(self) -> str:

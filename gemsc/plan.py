@@ -267,6 +267,9 @@ class Plan:
         folder = file.path.parent.resolve()
         same = file.entries.get("gemsc") == version("gemsc")
         plan = file.build(cls, _check, strict=same)
+        if plan.options.pop("shard_optimizer", False):  # an option of its own, once
+            kept = plan.options.get("shard", "off")
+            plan.options["shard"] = "optimizer" if kept == "off" else kept
         for keys, message, help in _wrong_rows(plan, file.advice):
             raise file.error(keys, message, help=help)
         return _map_files(plan, lambda found: os.path.normpath(folder / found))

@@ -92,22 +92,8 @@ class UserModel:
         """What `load_user_model` takes to find the same again."""
         return str(self.path) if self.name == "model" else f"{self.path}:{self.name}"
 
-    def make_model(self, *, seed: int = 0) -> nn.Module:
-        """Return the model, made with all random generators seeded.
-
-        If the file names `weights`, it is on the memory of these files.
-
-        Raises:
-            GemscError: the user's function fails or gives something else, or the
-                weights are not those of the model.
-        """
-        made = self.make_unfilled(seed=seed)
-        if self.weights is not None:
-            self.fill(made)
-        return made
-
     def make_unfilled(self, *, seed: int = 0) -> nn.Module:
-        """Return the model without the weights that the file names.
+        """Return the model, made with all generators seeded, without its `weights`.
 
         On the meta device its parameters have no data; its tables have.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import Field, fields
+from dataclasses import Field
 from functools import partial
 from typing import Annotated, Any, get_type_hints
 
@@ -28,8 +28,8 @@ from gemsc.planner.layout import PLACEMENTS
 from gemsc.schedules import SCHEDULES
 
 DEFAULTS = CompileOptions()
-FIELDS = {field.name: field for field in fields(CompileOptions)}
-HINTS = get_type_hints(CompileOptions)
+FIELDS = CompileOptions.__dataclass_fields__
+HINTS = {**get_type_hints(CompileOptions), "shard_optimizer": bool}
 KNOWN: dict[str, tuple[str, ...]] = {
     **CHOICES,
     "schedule": ("auto", *SCHEDULES),

@@ -208,9 +208,8 @@ class Constants:
         """Write what the ranks that hold the same parameters keep rows of only."""
         program, line = self.text.program, self.writer.line
         line("# Each updates its rows of them and gets the others'.")
-        line("shard_optimizer=True,")
-        if program.shard != "optimizer":
-            line("shard_gradients=True,  # between backwards rows only")
+        kept = "  # gradients: between backwards" if program.adds_at_once else ""
+        line(f"shard={quoted(program.shard)},{kept}")
         if program.whole_stages:
             line(f"whole_stages={program.whole_stages},  # at a time; else rows only")
         if turns := self._gathers():

@@ -130,7 +130,7 @@ class _Groups:
         """Return what a stage receives and sends."""
         if kind is Kind.WEIGHT:
             return StageRun()
-        back = kind is Kind.BACKWARD
+        back, both = kind is Kind.BACKWARD, (self.own.program, self.own.evaluation)
 
         def ends(found: Sequence[Transfer], *, at_source: bool) -> Iterator[MessageEnd]:
             for each in found:
@@ -138,7 +138,9 @@ class _Groups:
                     replica, each.dest if at_source else each.source
                 )
                 if not back or any(map(meta.needs_gradient, each.values)):
-                    yield MessageEnd(peer, self.tag(replica, each) + back)
+                    yield MessageEnd(
+                        peer, message_tag(replica, each.index, *both) + back
+                    )
 
         transfers = program.transfers or ()
         incoming = [each for each in transfers if each.dest == stage]
@@ -148,9 +150,3 @@ class _Groups:
         above, below = ends(incoming, at_source=False), ends(outgoing, at_source=True)
         taken, given = (below, above) if back else (above, below)
         return StageRun(tuple(taken), tuple(given))
-
-    def tag(self, replica: int, transfer: Transfer) -> int:
-        """Return the tag of a transfer's values."""
-        return message_tag(
-            replica, transfer.index, self.own.program, self.own.evaluation
-        )

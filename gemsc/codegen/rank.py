@@ -285,7 +285,7 @@ class _RankWriter:
         about = f"Run stage {flow.index} on micro-batch m, without gradients."
         with self._function(f"evaluate_{run.key}", about, MICRO_BATCH):
             local = self._write_takes(run, flow)
-            verb = "evaluate" if self.text.twin else "evaluate_apart"
+            verb = "evaluate_apart" if run.stage.apart else "evaluate"
             self._write_run(run, flow, local, verb)
             if flow.index == program.home:  # what tiles gather is a part of the action
                 self._write_results(run, local)

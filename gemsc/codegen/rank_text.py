@@ -95,7 +95,6 @@ class RankText:
     docstring: Sequence[str]
     program: Program
     evaluation: Program
-    twin: bool
     runs: tuple[RunText, ...]
     steps: tuple[Step, ...]
     num_micro_batches: int
@@ -180,7 +179,6 @@ def rank_text(
         docstring=_docstring(compilation, rank, runs, tile),
         program=program,
         evaluation=own.evaluation,
-        twin=own.twins is not None,
         runs=runs,
         steps=compilation.steps[group],
         num_micro_batches=plan.micro_batches // plan.replicas,

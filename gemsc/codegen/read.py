@@ -66,12 +66,13 @@ def read_ranks(files: Mapping[str, str]) -> tuple[list[RankStep], list[RankStep]
     names: dict[str, Any] = {each.__name__: each for each in PLAIN}
     names |= {each.__name__: cache(each) for each in OF_MANY}
     names |= {"torch": torch, "user_object": lambda *_: None}
-    read = [_File(rank, files[f"rank{rank}.py"], names) for rank in range(len(files))]
+    texts = (files[f"rank{rank}.py"] for rank in range(len(files)))
+    read = [RankFile(rank, text, names) for rank, text in enumerate(texts)]
     training = [f.step(f.program.train_step, "train_turns") for f in read]
     return training, [f.step(f.program.eval_step, "eval_turns") for f in read]
 
 
-class _File:
+class RankFile:
     """One rank's file; it imports nothing, but is given the `names` that it needs."""
 
     def __init__(self, rank: int, text: str, names: Mapping[str, Any]) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from gemsc.base.parts import parts_of, sums_in_order
 from gemsc.errors import InternalError
@@ -12,7 +12,6 @@ from gemsc.runtime import (
     Exchange,
     GridMessage,
     Message,
-    RankProgram,
     Run,
 )
 from gemsc.schedules.action import Action, Kind
@@ -24,6 +23,9 @@ from gemsc.schedules.rank_step import (
     StageRun,
     Step,
 )
+
+if TYPE_CHECKING:
+    from gemsc.codegen.read import RankFile
 
 UNKNOWN = "does something that the proof does not know"
 
@@ -56,35 +58,6 @@ class StageMethod:
     lines: str
 
 
-class ReadFile(Protocol):
-    """What a recorder asks of the file whose steps it takes down."""
-
-    rank: int
-    program: RankProgram
-
-    @property
-    def ends(self) -> Callable[..., tuple[MessageEnd, ...]]:
-        """What returns the ends of a message at this rank."""
-        ...
-
-    @property
-    def tensors(self) -> Callable[..., tuple[Recorded, ...]]:
-        """What returns the tensors that arrive with a message."""
-        ...
-
-    def method(self, run: Run, name: str = "forward") -> StageMethod:
-        """Return a method of a stage."""
-        ...
-
-    def exchanges(self, method: str, exchange: Exchange, line: str) -> GridCall:
-        """Return what an exchange of tiles is."""
-        ...
-
-    def wrong(self, text: str) -> InternalError:
-        """Return the error, with the line that does it."""
-        ...
-
-
 @dataclass
 class _Work:
     """What a rank does with a micro-batch: receive, one action, send."""
@@ -100,7 +73,7 @@ class _Work:
 class StepRecorder:
     """Stands for the worker of a rank: takes down what it is told, computes nothing."""
 
-    def __init__(self, file: ReadFile) -> None:
+    def __init__(self, file: RankFile) -> None:
         self.file = file
         self.steps: list[Step] = []
         self.runs: dict[tuple[Kind, int, int], StageRun] = {}

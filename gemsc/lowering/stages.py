@@ -111,7 +111,7 @@ def schedule_stages(
             return run(cut, *split, annotate, InsertComms(), place)
 
         tiles = _tiles(tile, chosen, lowered)
-    if options.shard_optimizer:
+    if options.shard != "off":
         program, *split = (
             run.once(
                 (id(each), options.data, options.shard),

@@ -149,7 +149,7 @@ def options_of(
     is_trained = graphs[name].program.loss is not None or len(graphs) == 1
     if is_trained:
         return options
-    return replace(options, shard_optimizer=False, shard="off")
+    return replace(options, shard="off")
 
 
 def with_one_ownership(

@@ -50,7 +50,7 @@ def schedule_at_best(
     `shares` are the part of each block's seconds that a rank of each grid takes. Where
     blocks may be recomputed or offloaded, nothing is kept.
     """
-    if options.shard_optimizer:
+    if options.shard != "off":
         shared = "at best", id(program), options.data, options.shard
         program = once(shared, _updates_shared, program, options)
     key = id(program), replace(chosen, groups=(), micro_batches=())

@@ -342,8 +342,7 @@ def share_updates(program: Program, copies: int, shard: str) -> Program:
         GemscError: each parameter is on one rank, or nothing is trained; ranks that
             keep gradients in parts would do so in different orders.
     """
-    flag = "--shard-optimizer" if shard == "off" else f"--shard {shard}"
-    shard = "optimizer" if shard == "off" else shard
+    flag = f"--shard {shard}"
     if program.loss is None:
         raise GemscError(
             f"{flag} has no effect on a program that cannot train",

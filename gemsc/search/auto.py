@@ -25,7 +25,6 @@ from gemsc.planner.traffic import step_traffic
 from gemsc.search.candidates import (
     Candidate,
     alternatives,
-    in_parts,
     is_open,
     placement_of,
     ranked,
@@ -147,8 +146,8 @@ class _Comparison:
         """Let what lacks memory be tried again."""
         options = found.options
         changes = []
-        if found.lacks_memory() and not options.shard_optimizer:
-            changes.append(replace(options, shard_optimizer=True))
+        if found.lacks_memory() and options.shard == "off":
+            changes.append(replace(options, shard="optimizer"))
         elif found.is_too_large():
             changes += self._with_weights_in_parts(options)
         if found.may_recompute():
@@ -215,7 +214,7 @@ class _Comparison:
 
 def _unchanged(options: CompileOptions) -> CompileOptions:
     """Return the options of what is not tried again: no change makes it faster."""
-    return replace(options, recompute=(), shard_optimizer=False, shard="off")
+    return replace(options, recompute=(), shard="off")
 
 
 def _same_work(one: CompileOptions, other: CompileOptions) -> bool:
@@ -372,9 +371,8 @@ def _savings(lowest: Candidate, assess: Assess) -> list[str]:
 
 def _in_parts(lowest: Candidate, assess: Assess) -> list[str]:
     """What ranks with the same weights may keep in parts: the first that is enough."""
-    given = in_parts(lowest.options)
     known = CHOICES["shard"]
-    for shard in known[known.index(given) + 1 :]:
+    for shard in known[known.index(lowest.options.shard) + 1 :]:
         found = assess(replace(lowest.options, shard=shard))
         if found.fits():
             return [f"add --shard {shard} ({show_bytes(found.peak_bytes)} then)"]

@@ -80,7 +80,7 @@ class Candidate:
             "by memory" if chosen.balance == "memory" else "",
             "recompute" if "auto" in chosen.recompute else "",
             "ring" if chosen.attention == "ring" else "",
-            f"sharded {in_parts(chosen)}" if chosen.shard_optimizer else "",
+            f"sharded {chosen.shard}" if chosen.shard != "off" else "",
         ]
         return ", ".join(part for part in parts if part)
 
@@ -129,12 +129,6 @@ class Candidate:
         """Whether recomputed blocks may help; nobody has asked for any yet."""
         asked = self.options.recompute or self.options.offload
         return self.lacks_memory() and not asked
-
-
-def in_parts(options: CompileOptions) -> str:
-    """Return what ranks with the same weights keep in parts, a value of `--shard`."""
-    only_optimizer = options.shard_optimizer and options.shard == "off"
-    return "optimizer" if only_optimizer else options.shard
 
 
 def placement_of(options: CompileOptions) -> str:

@@ -101,7 +101,7 @@ def simulate(
         hardware=hardware,
         gradients=held_gradients(done.tiles[0], task),
         samples=micro_batch_size(program) * sum(task.micro_batches),
-        shares_update=options.shard_optimizer,
+        shares_update=options.shard != "off",
         groups=program.require_placement().groups,
         defers=defers and not options.torch_compile,
         sums_early=start_early(done.tiles[0]),

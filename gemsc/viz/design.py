@@ -171,10 +171,10 @@ def variables(*, dark: bool) -> str:
     return " ".join(f"--{name}: {both[dark]};" for name, both in COLOURS.items())
 
 
-def width_of(words: str, size: float, *, bold: bool = False) -> float:
+def width_of(words: str, size: float) -> float:
     """Return the width of a line of text, in the unit of its size."""
     thousandths = sum(WIDTHS.get(letter, USUAL) for letter in words)
-    return thousandths / 1000 * size * (1.08 if bold else 1.0)
+    return thousandths / 1000 * size
 
 
 def _filled(rule: str, *, dark: bool) -> str:

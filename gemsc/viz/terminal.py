@@ -187,13 +187,13 @@ def _options(plan: Plan) -> Iterator[str]:
         yield f"memory format: {plan.memory_format}; {known}"
     if plan.torch_compile:
         yield "torch.compile: predicted times and memory are those without it"
-    if plan.options.get("shard_optimizer"):
+    shard = plan.options.get("shard", "off")
+    if shard != "off":
         most = max(part["optimizer"] for part in plan.memory)
         yield (
             "optimizer state in parts: ranks that hold the same weights each update "
             f"some rows, with at most {show_bytes(most)} of state on a rank"
         )
-    shard = plan.options.get("shard")
     if shard in ("gradients", "weights"):
         yield "gradients in parts: they are added up after each backward"
     if shard == "weights":

@@ -27,21 +27,6 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     return {name: file.mapped(name) for name in file.table}
 
 
-def read_tensor(path: Path, parts: Mapping[str, Part], name: str) -> Tensor:
-    """Read one tensor, or the part of it that there is in `parts`, into own memory.
-
-    Of a part the whole is never in memory.
-
-    Raises:
-        GemscError: the file is missing or damaged, or has no such tensor, or one of
-            another shape.
-    """
-    file = open_tensors(path)
-    if name not in file.table:
-        raise GemscError(f"{path} has no '{name}'", help=AGAIN)
-    return own_part(file.mapped(name), parts.get(name), f"{path}: '{name}'")
-
-
 def open_tensors(path: Path) -> TensorFile:
     """Open a file of a program.
 

@@ -291,7 +291,7 @@ def test_run_trains_and_prints_loss_and_metrics(gemsc: Gemsc, tmp_path: Path) ->
     assert (first, second) == ("1", "2")
     assert outcome.out.endswith("saved checkpoint/model.safetensors\n")
     user = load_user_model("model.py")
-    net = user.make_model().eval()
+    net = user.make_unfilled().eval()
     net.load_state_dict(load_file(tmp_path / "checkpoint" / "model.safetensors"))
     data = [user.eval_dataset()[index] for index in range(13)]  # a batch has 8
     output = net(torch.stack([x for x, _ in data]))

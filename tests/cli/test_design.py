@@ -296,4 +296,3 @@ def pictures() -> list[str]:
 
 def test_text_is_as_wide_as_it_is_taken_to_be() -> None:
     assert width_of("Hi", 1000) == 722 + 222  # Helvetica's own figures
-    assert width_of("Hi", 10, bold=True) > width_of("Hi", 10)

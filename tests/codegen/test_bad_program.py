@@ -6,7 +6,6 @@ import os
 import re
 import runpy
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -30,8 +29,9 @@ from gemsc.runtime.data.batches import Batches
 from gemsc.runtime.training.program_directory import check_program
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.runtime.transport.local import LocalTransport, run_local
+from gemsc.weights.first import FirstWeights
 from gemsc.weights.load import fill
-from gemsc.weights.read import read_tensor
+from gemsc.weights.read import read_tensors
 from gemsc.weights.write import write_tensors
 
 
@@ -279,14 +279,16 @@ def test_a_failed_compilation_leaves_the_program_that_was_there(
 
 
 def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
+    write_tensors(tmp_path / "stage0.safetensors", {"other": torch.zeros(1)})
+    first = FirstWeights(tmp_path)
+    for asked in (first.read, first.like):
+        with pytest.raises(GemscError, match="has no 'weight'"):
+            asked(0, "weight")
     with torch.device("meta"):
         layer = nn.Linear(2, 3)
-    read = partial(read_tensor, tmp_path / "a.safetensors", {})
-    write_tensors(tmp_path / "a.safetensors", {"other": torch.zeros(1)})
-    with pytest.raises(GemscError, match="has no 'weight'"):
-        fill(layer, read, torch.device("cpu"))
     tensors = {"weight": torch.zeros(3, 3), "bias": torch.zeros(3)}
     write_tensors(tmp_path / "a.safetensors", tensors)
+    read = read_tensors(tmp_path / "a.safetensors").__getitem__
     with pytest.raises(GemscError, match=r"'weight' have shape \[3, 3\]"):
         fill(layer, read, torch.device("cpu"))
 

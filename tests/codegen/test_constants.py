@@ -39,7 +39,7 @@ def test_everything_sees_the_new_values(tmp_path: Path) -> None:
     assert (module.WIDTH, module.DOUBLE, module.KIND) == (8, 16, "tanh")
     assert (module.RATE, module.NOISE, module.SIZES) == (1.0, 0.5, (3,))
     assert type(module.RATE) is float
-    assert found.make_model().weight.shape == (16, 8)
+    assert found.make_unfilled().weight.shape == (16, 8)
     assert found.constants == split_constants([*given])
     assert load(tmp_path).module.WIDTH == 4
 

@@ -44,7 +44,7 @@ def test_functions_classes_and_objects_are_models(tmp_path: Path) -> None:
         ]
     ):
         user = load(tmp_path, HEAD + INPUTS + model, f"file{index}.py")
-        made = user.make_model()
+        made = user.make_unfilled()
         assert isinstance(made, nn.Linear)
         assert user.make_inputs()[0].shape == (3, 4)
         assert user.loss is None
@@ -55,7 +55,7 @@ def test_the_same_seed_gives_the_same_model_and_inputs(tmp_path: Path) -> None:
     torch.manual_seed(5)
     user = load(tmp_path, HEAD + INPUTS + MODEL)
     state = torch.get_rng_state(), random.getstate()
-    first, second, other = (user.make_model(seed=seed) for seed in (0, 0, 1))
+    first, second, other = (user.make_unfilled(seed=seed) for seed in (0, 0, 1))
     assert isinstance(first, nn.Linear)
     assert isinstance(second, nn.Linear)
     assert isinstance(other, nn.Linear)
@@ -78,7 +78,7 @@ def test_a_file_that_has_changed_within_a_second_is_read_again(
         rank.write_text(f"WHAT = '{name}'\n")
         for each in (path, rank):
             os.utime(each, (10**9, 10**9))
-        assert type(load_user_model(str(path)).make_model()) is layer
+        assert type(load_user_model(str(path)).make_unfilled()) is layer
         assert name == load_rank_module(tmp_path, 0).WHAT
 
 
@@ -91,7 +91,7 @@ def test_annotations_are_what_they_are_in_python(tmp_path: Path) -> None:
     path.write_text(text + "model = nn.Linear(width, WIDTH)\n")
     for constants, width in (((), 4), (("WIDTH=5",), 5)):
         given = split_constants([*constants])
-        model = load_user_model(str(path), constants=given).make_model()
+        model = load_user_model(str(path), constants=given).make_unfilled()
         assert (model.in_features, model.out_features) == (3, width)
 
 
@@ -100,7 +100,7 @@ def test_another_name_and_modules_beside_the_file(tmp_path: Path) -> None:
     text = "from beside_the_file import WIDTH\n" + HEAD + INPUTS
     (tmp_path / "named.py").write_text(text + "class Net(nn.Identity):\n    pass\n")
     user = load_user_model(f"{tmp_path / 'named.py'}:Net")
-    assert type(user.make_model()).__name__ == "Net"
+    assert type(user.make_unfilled()).__name__ == "Net"
     assert str(tmp_path) not in sys.path
 
 
@@ -111,7 +111,7 @@ def test_a_module_of_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (package / "net.py").write_text(HEAD + INPUTS + MODEL)
     monkeypatch.chdir(tmp_path)
     user = load_user_model("user_package.net:model")
-    assert isinstance(user.make_model(), nn.Linear)
+    assert isinstance(user.make_unfilled(), nn.Linear)
     with pytest.raises(GemscError, match=r"no module user_package\.other"):
         load_user_model("user_package.other:model")
 
@@ -225,7 +225,7 @@ def test_wrong_example_inputs(tmp_path: Path, inputs: str, message: str) -> None
 def test_wrong_models(tmp_path: Path, model: str, message: str) -> None:
     user: Any = load(tmp_path, HEAD + INPUTS + model)
     with pytest.raises(GemscError) as caught:
-        user.make_model()
+        user.make_unfilled()
     assert message in caught.value.message
     assert caught.value.at is not None
     assert caught.value.at.line in (5, 6)

@@ -194,7 +194,7 @@ def compile_file(path: Path, **options) -> Shown:
 
     inputs = user.make_inputs()
     program = compile(
-        user.make_model(),
+        user.make_unfilled(),
         inputs,
         loss=user.make_loss(),
         example_target=user.make_target(inputs),

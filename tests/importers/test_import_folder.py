@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from command_line import Gemsc, files, gemsc_here
-from import_support import read_npz, take_npz, write_npz
+from import_support import filled, read_npz, take_npz, write_npz
 from safetensors.torch import load_file
 
 from gemsc.errors import GemscError
@@ -50,7 +50,7 @@ def test_the_folder_holds_the_model_its_weights_and_the_file(small: Path) -> Non
     assert names_in(small.parent) == {"net", "small.npz"}  # nothing is left beside
     assert (net / "original" / "small.npz").read_bytes() == small.read_bytes()
     user = load_user_model(str(net / "model.py"))
-    model, (image,) = user.make_model(), user.make_inputs()
+    model, (image,) = filled(user), user.make_inputs()
     assert image.shape == (2, 2, 6, 6)
     assert model(image).shape == (2, 3)
     arrays = dict(np.load(small))

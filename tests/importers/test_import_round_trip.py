@@ -14,6 +14,7 @@ import onnxruntime
 import pytest
 import torch
 from command_line import Gemsc, gemsc_here, start
+from import_support import filled
 from imported_keras import unet
 from imported_onnx import EVALUATION, ONNX_FILES
 from keras_support import floatx, keras
@@ -72,7 +73,7 @@ def batches_of(user: UserModel, size: int) -> list[tuple[Tensor, Tensor]]:
 
 def trained_by_pytorch(user: UserModel, data: list[tuple[Tensor, Tensor]]) -> Any:
     """Return the model after a plain loop in one process, and its losses."""
-    model, loss, losses = user.make_model().double().train(), user.make_loss(), []
+    model, loss, losses = filled(user).double().train(), user.make_loss(), []
     optimizer = user.optimizer(model.named_parameters())
     for x, target in data:
         optimizer.zero_grad()

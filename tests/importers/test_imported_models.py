@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from import_support import filled
 from imported_keras import KERAS_MODELS
 from imported_onnx import ONNX_FILES
 from keras_support import keras
@@ -85,7 +86,7 @@ def train_py(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def compiled(user: UserModel, **options: Any) -> CompiledProgram:
     inputs = user.make_inputs()
     return compile(
-        user.make_model(),
+        filled(user),
         inputs,
         loss=user.make_loss(),
         example_target=user.make_target(inputs),
@@ -105,7 +106,7 @@ def worst_error(path: Path, directory: Path, **options: Any) -> tuple[float, Pla
     plan = program.plan
     record = run_on_threads(directory, plan.ranks, [batch] * 2, dtype=torch.float64)
     expected = reference_steps(
-        user.make_model(), user.make_loss(), [batch] * 2, MICRO_BATCHES, torch.float64
+        filled(user), user.make_loss(), [batch] * 2, MICRO_BATCHES, torch.float64
     )
     return compare(record, expected).worst, plan
 

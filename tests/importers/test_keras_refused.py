@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from import_support import filled
 from keras_support import assert_same, imported, keras
 
 from gemsc.errors import GemscError
@@ -313,5 +314,5 @@ def test_a_train_py_imports_a_model_with_layers_of_ones_own(tmp_path: Path) -> N
     import_file(tmp_path / "m.keras", tmp_path / "own_net", options)
     train = tmp_path / "train.py"
     train.write_text("from own_net.model import example_inputs, model")
-    model = load_user_model(str(train)).make_model()
+    model = filled(load_user_model(str(train)))
     assert [*model.scale.state_dict()]

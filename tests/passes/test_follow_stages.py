@@ -69,7 +69,7 @@ def dropout(self: Any, x: Tensor) -> Tensor:
 @pytest.mark.slow
 def test_graphs_that_differ_in_constants_share_a_forward(tmp_path: Path) -> None:
     program = compiled(Net(dropout))
-    assert program.compilation.twins is not None
+    assert program.compilation.whole.twins is not None
     text = "\n".join(program.rank_modules().values())
     assert "forward_eval" not in text
     assert "F.dropout(h, 0.5, self.training)" in text or "self.training)" in text
@@ -84,7 +84,7 @@ def choose(self: Any, x: Tensor) -> Tensor:
 @pytest.mark.slow
 def test_numbers_that_differ_are_chosen_when_it_runs(tmp_path: Path) -> None:
     program = compiled(Net(choose))
-    assert program.compilation.twins is not None
+    assert program.compilation.whole.twins is not None
     assert "(2.0 if self.training else 3.0)" in program.rank_modules()["rank0.py"]
     evaluates_as_the_model(tmp_path / "program", Net(choose))
 
@@ -109,7 +109,7 @@ def deep_loss(output: Any, target: Tensor) -> Tensor:
 @pytest.mark.slow
 def test_deep_supervision_has_a_forward_of_its_own(tmp_path: Path) -> None:
     program = compile(supervised(), (X,), loss=deep_loss, example_target=X, ranks=3)
-    assert program.compilation.twins is None
+    assert program.compilation.whole.twins is None
     assert "def forward_eval" in program.rank_modules()["rank0.py"]
     training = stage_of(program.compilation.program)
     evaluation = stage_of(program.compilation.evaluation)
@@ -152,7 +152,7 @@ def test_stochastic_branches_are_twins_or_apart_but_right(tmp_path: Path) -> Non
         return self.b(h + self.c(h))
 
     program = compiled(Net(forward))
-    assert program.compilation.twins is None
+    assert program.compilation.whole.twins is None
     evaluates_as_the_model(tmp_path / "program", Net(forward))
 
 
@@ -166,7 +166,7 @@ def test_tied_parameters_run_on_the_first_stage_that_has_them(tmp_path: Path) ->
 
     model = Net(forward, tied=nn.Parameter(torch.randn(4, 4)))
     program = compiled(model, ranks=3)
-    assert program.compilation.twins is None
+    assert program.compilation.whole.twins is None
     assert len(program.compilation.shared["tied"]) == 2
     first_use = program.compilation.evaluation.compute_nodes[0]
     assert first_use in program.compilation.evaluation.require_stages()[0].nodes

@@ -254,7 +254,7 @@ class Modal(Positions):
 def test_another_graph_in_evaluation_makes_it_too(tmp_path: Path) -> None:
     net = Modal()
     program = written(tmp_path, net, ranks=4, micro_batches=1)
-    assert program.compilation.twins is None
+    assert program.compilation.whole.twins is None
     assert sent(program.compilation.evaluation) == []
     output = on_ranks(tmp_path, 4, lambda t: t.evaluate(X, X))[3].output
     torch.testing.assert_close(output, net.eval()(X))

@@ -219,9 +219,9 @@ def picture() -> nn.Module:
 
 
 @pytest.mark.slow(1)
-@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("shard", ["off", "optimizer"])
 def test_who_adds_up_gradients_and_what_a_rank_takes(
-    shares: bool, tmp_path: Path
+    shard: str, tmp_path: Path
 ) -> None:
     torch.set_default_dtype(torch.float32)
     x, options = torch.randn(2, 2, 8, 8), {"tiles": ("2x1",), "shards": ("2",)}
@@ -235,7 +235,7 @@ def test_who_adds_up_gradients_and_what_a_rank_takes(
         ranks=4,
         micro_batches=2,
         optimizer=adam,
-        shard_optimizer=shares,
+        shard=shard,
         **options,
     )
     first, task = program.compilation.tiles[0].program, task_of(program.plan)

@@ -201,7 +201,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Callable[..., Any]]] = {
         ADAMW,
     ),
     "1f1b": ({**TWO, **CUT, "ranks": 4, "trunk": "whole"}, MOMENTUM),
-    "data": ({**TWO, "ranks": 4, "data": 2, "shard_optimizer": True}, ADAMW),
+    "data": ({**TWO, "ranks": 4, "data": 2, "shard": "optimizer"}, ADAMW),
     "mast": (
         {
             **TWO,
@@ -209,7 +209,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Callable[..., Any]]] = {
             "ranks": 4,
             "schedule": "mast",
             "micro_batches": 2,
-            "shard_optimizer": True,
+            "shard": "optimizer",
         },
         MOMENTUM,
     ),

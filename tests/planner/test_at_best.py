@@ -28,7 +28,7 @@ from gemsc.weights.load import blank
 SPLITS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("gpt", {"ranks": 2, "shards": "2"}),
     ("gpt", {"ranks": 4, "shards": "2", "schedule": "chimera"}),
-    ("gpt", {"ranks": 8, "shards": "2", "data": 2, "shard_optimizer": True}),
+    ("gpt", {"ranks": 8, "shards": "2", "data": 2, "shard": "optimizer"}),
     ("features", {"ranks": 3, "shards": "3", "micro_batches": 1}),
     ("unet", {"ranks": 4, "tiles": "2x2"}),
     ("unet", {"ranks": 4, "tiles": "2x1", "micro_batches": 2}),
@@ -160,9 +160,9 @@ def test_what_is_taken_is_the_best_of_all_that_is_tried_again(
     capped = options(**every, device_memory=cap)
     stage = partial(schedule_stages, program, run=Runs())
     changes: list[dict[str, Any]] = [
-        {"recompute": recompute, "shard_optimizer": shared}
+        {"recompute": recompute, "shard": shared}
         for recompute in ((), ("auto",))
-        for shared in (False, True)
+        for shared in ("off", "optimizer")
     ]
     tried = [
         auto.assess(replace(each, **change), stage)

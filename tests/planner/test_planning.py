@@ -180,16 +180,16 @@ def test_more_is_shared_out_where_nothing_else_fits() -> None:
         check=False,
     )
     plain = CompileOptions(ranks=4, data=4, schedule="auto", micro_batches=1)
-    shared = replace(plain, shard_optimizer=True)
+    shared = replace(plain, shard="optimizer")
     most, least = (assess(heavy, replace(o, schedule="basic")) for o in (plain, shared))
     assert least.peak_bytes < most.peak_bytes
-    assert not search(heavy, plain)[0].options.shard_optimizer
+    assert search(heavy, plain)[0].options.shard == "off"
     capped = replace(plain, device_memory=most.peak_bytes - 1)
     found = search(heavy, capped)[0]
-    assert found.options.shard_optimizer
+    assert found.options.shard == "optimizer"
     assert found.fits()
     assert found.name.endswith(", sharded optimizer")
-    assert "--shard-optimizer" in found.options.command_line()
+    assert "--shard optimizer" in found.options.command_line()
     looped = {"schedule": "interleaved", "placement": "looped", "chunks": 8}
     in_parts = assess(heavy, replace(plain, shard="weights", **looped))
     assert in_parts.peak_bytes < 0.6 * least.peak_bytes
@@ -209,7 +209,7 @@ def test_more_is_shared_out_where_nothing_else_fits() -> None:
     with pytest.raises(GemscError) as caught:
         gemsc.compiler.lower(heavy, closed)
     assert "add --shard optimizer (" in (caught.value.help or "")
-    gemsc.compiler.lower(heavy, replace(closed, shard_optimizer=True))
+    gemsc.compiler.lower(heavy, replace(closed, shard="optimizer"))
 
 
 WIDE = """
@@ -262,13 +262,13 @@ def test_what_would_fit_has_been_tried(command: Gemsc, tmp_path: Path) -> None:
         ({"recompute"}, "add --recompute auto ("),
         ({"offload"}, "add --offload auto ("),
         ({"recompute", "offload"}, "add --recompute auto --offload auto ("),
-        ({"shard_optimizer"}, "add --shard optimizer ("),
+        ({"shard"}, "add --shard optimizer ("),
         ({"whatever"}, ""),
     ],
 )
 def test_the_least_that_fits_is_named(needs: set[str], said: str) -> None:
     def peak(options: CompileOptions) -> Candidate:
-        fits = all(getattr(options, name, False) for name in needs)
+        fits = all(getattr(options, name, "off") not in ((), "off") for name in needs)
         return Candidate(options, seconds=1.0, peak_bytes=10 if fits else 1000)
 
     options = CompileOptions(ranks=1, device_memory=100)

@@ -102,7 +102,7 @@ def is_alike(
     [
         pytest.param({"ranks": 2}, id="1f1b"),
         pytest.param({"ranks": 2, "data": 2}, id="data"),
-        pytest.param({"ranks": 2, "data": 2, "shard_optimizer": True}, id="zero"),
+        pytest.param({"ranks": 2, "data": 2, "shard": "optimizer"}, id="zero"),
         pytest.param({"ranks": 2, "schedule": "mast"}, id="mast"),
         pytest.param({"ranks": 2, "schedule": "zb-h1"}, id="zb-h1"),
     ],

@@ -196,7 +196,7 @@ PLANS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "mast": ({"ranks": 2, "schedule": "mast", "micro_batches": 2}, {"clip_norm": 0.05}),
     "chimera and data": ({"ranks": 4, "schedule": "chimera", "data": 2}, {}),
     "deferred": ({"ranks": 4, "schedule": "zb-h1", "data": 2}, {"accumulate": 2}),
-    "shares": ({"ranks": 4, "data": 2, "shard_optimizer": True}, {"freeze": True}),
+    "shares": ({"ranks": 4, "data": 2, "shard": "optimizer"}, {"freeze": True}),
     "recomputed": ({"ranks": 2, "data": 2, "recompute": ("all",)}, {}),
     "shards": ({"ranks": 4, "data": 2, "shards": ("2",)}, {}),
 }

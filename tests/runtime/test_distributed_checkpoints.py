@@ -86,7 +86,7 @@ def off(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
 LAYOUTS: dict[str, dict[str, Any]] = {
     "stages": {"ranks": 2},
     "a mirrored pair with rows": {
-        **{"ranks": 2, "schedule": "mast", "shard_optimizer": True},
+        **{"ranks": 2, "schedule": "mast", "shard": "optimizer"},
     },
 }
 

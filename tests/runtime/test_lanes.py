@@ -69,7 +69,7 @@ USES: dict[str, dict[str, Any]] = {
     "mirrored tiles": {"ranks": 4, "tiles": ("2x1", "2x1"), "schedule": "mast"},
     "shards": {"ranks": 4, "shards": ("2", "2")},
     "branches": {"ranks": 2, "branches": ("2",)},
-    "data": {"ranks": 4, "data": 2, "shard_optimizer": True},
+    "data": {"ranks": 4, "data": 2, "shard": "optimizer"},
 }
 
 # the others exchange only, or are alone

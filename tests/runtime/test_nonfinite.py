@@ -75,7 +75,7 @@ def is_same(before: dict[str, Tensor], after: dict[str, Tensor]) -> bool:
     [
         {},
         {"schedule": "master"},
-        {"shard_optimizer": True, "schedule": "master"},
+        {"shard": "optimizer", "schedule": "master"},
         {"ranks": 4, "data": 2},
     ],
 )

@@ -191,7 +191,7 @@ def assert_same(found: tuple[Any, Any], expected: tuple[Any, Any]) -> None:
         {"ranks": 2, "schedule": "interleaved", "recompute": ("all",)},
         {"ranks": 2, "tiles": ("2x1",)},
         {"ranks": 3, "tiles": ("2x1", "1"), "cuts": ("judge.0",), "schedule": "gpipe"},
-        {"ranks": 4, "data": 2, "shard_optimizer": True, "clip_norm": 0.05},
+        {"ranks": 4, "data": 2, "shard": "optimizer", "clip_norm": 0.05},
         {"ranks": 2, "shards": ("2",)},
         {"ranks": 3, "shards": ("2", "1"), "cuts": ("judge.0",), "clip_norm": 0.05},
         {"ranks": 4, "tiles": ("2x1",), "shards": ("2",)},

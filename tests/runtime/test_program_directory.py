@@ -155,7 +155,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
         assert stored[0].keys() == stored[1].keys()
         assert all(torch.equal(stored[0][key], stored[1][key]) for key in stored[0])
 
-    model = load_user_model("model.py").make_model()
+    model = load_user_model("model.py").make_unfilled()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     model.load_state_dict(at_once)
     assert not any(torch.equal(before[name], at_once[name]) for name in before)

@@ -110,11 +110,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "8 ranks, tiles": {"ranks": 8, "tiles": ("2x2",), "micro_batches": 4},
     "2 replicas, gpipe": {
         **{"ranks": 8, "data": 2, "schedule": "gpipe"},
-        **{"micro_batches": 4, "shard_optimizer": True},
+        **{"micro_batches": 4, "shard": "optimizer"},
     },
     "4 ranks, chimera": {
         **{"ranks": 4, "schedule": "chimera", "micro_batches": 4},
-        "shard_optimizer": True,
+        "shard": "optimizer",
     },
     "2 ranks, rows": {"ranks": 2, "tiles": ("2x1",), "micro_batches": 4},
     "1 rank": {"ranks": 1, "micro_batches": 4},
@@ -182,7 +182,7 @@ def simple(self: Any, x: Tensor) -> Tensor:
 NETS: dict[str, dict[str, Any]] = {
     "four": {"ranks": 4},
     "two": {"ranks": 2},
-    "rows": {"ranks": 2, "schedule": "chimera", "shard_optimizer": True},
+    "rows": {"ranks": 2, "schedule": "chimera", "shard": "optimizer"},
 }
 
 

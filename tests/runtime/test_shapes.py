@@ -369,7 +369,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "ranks": 2,
         "data": 2,
         "micro_batches": 1,
-        "shard_optimizer": True,
+        "shard": "optimizer",
     },
     "mirrored": {"schedule": "bidirectional"},
     "deferred": {"schedule": "zb-h1", "micro_batches": 3},

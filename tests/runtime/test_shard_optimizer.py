@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,10 @@ from gemsc.costs.collectives import exchange, reduce_scatter
 from gemsc.costs.hardware import LinkSpeed, Network
 from gemsc.errors import GemscError
 from gemsc.messages.rows import rows_of_holders
+from gemsc.options import CompileOptions
+from gemsc.plan import Plan
+from gemsc.planner.edited import EditedPlan
+from gemsc.runtime.training.program_directory import load_rank_module
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.viz.terminal import show
 
@@ -105,9 +110,8 @@ def trained(
     **options: Any,
 ) -> tuple[list[Result], Any]:
     """Return what each rank has after some steps, and the plan."""
-    program = written(
-        folder, model, optimizer=optimizer, shard_optimizer=shard, **options
-    )
+    kept = "optimizer" if shard else "off"
+    program = written(folder, model, optimizer=optimizer, shard=kept, **options)
     plan = program.plan
     batches = [
         tuple(t.to(DOUBLE) for t in batch_of((X + step, X), plan.batch_size // len(X)))
@@ -233,7 +237,7 @@ def test_whole_weights_of_tiles_are_shared_out(tmp_path: Path) -> None:
     images = torch.randn(len(X), 1, 8, 6)
     given: dict[str, Any] = {"ranks": 2, "tiles": "2x1", "optimizer": adamw}
     found = against_one_process(
-        tmp_path, model, (images,), target=images, shard_optimizer=True, **given
+        tmp_path, model, (images,), target=images, shard="optimizer", **given
     )
     assert found.worst < 1e-12
 
@@ -286,10 +290,10 @@ def test_predicted_memory_is_measured(tmp_path: Path) -> None:
     model = nn.Sequential(*(nn.Linear(24, 24) for _ in range(6)))
     x = torch.randn(2, 24)
     peaks = []
-    for shard in (False, True):
+    for shard in ("off", "optimizer"):
         program = written(
             tmp_path, model, (x,), target=x, ranks=2, schedule="master", times=2,
-            optimizer=adamw, shard_optimizer=shard,
+            optimizer=adamw, shard=shard,
         )  # fmt: skip
         batch = batch_of(((x,), x), program.plan.micro_batches)
         record = run_on_threads(
@@ -305,7 +309,7 @@ def test_predicted_memory_is_measured(tmp_path: Path) -> None:
 def test_verify_sees_whole_gradients(tmp_path: Path) -> None:
     found = against_one_process(
         tmp_path, net(), optimizer=adamw, micro_batches=4, schedule="chimera",
-        shard_optimizer=True,
+        shard="optimizer",
     )  # fmt: skip
     assert found.worst < 1e-12
 
@@ -313,8 +317,8 @@ def test_verify_sees_whole_gradients(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_checkpoint_of_rows_goes_on_with_them_and_without(tmp_path: Path) -> None:
     given = {"optimizer": adamw, **PLANS["mast"]}
-    for name in ("with", "without"):
-        written(tmp_path / name, net(), shard_optimizer=name == "with", **given)
+    for name, kept in (("with", "optimizer"), ("without", "off")):
+        written(tmp_path / name, net(), shard=kept, **given)
     batch = batch_of((X, X), 2)
 
     def train(steps: int, *, resume: bool = False) -> Callable[[Trainer], Any]:
@@ -348,11 +352,45 @@ def test_a_checkpoint_of_rows_goes_on_with_them_and_without(tmp_path: Path) -> N
 def test_where_it_has_no_effect_it_is_refused(tmp_path: Path) -> None:
     plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     with pytest.raises(GemscError, match="each weight is on one rank") as error:
-        written(tmp_path, plain, shard_optimizer=True)
+        written(tmp_path, plain, shard="optimizer")
     assert error.value.help == "use --data 2 or --schedule mast, or leave it out"
-    written(tmp_path, plain, shard_optimizer=True, data=2)
+    written(tmp_path, plain, shard="optimizer", data=2)
     with pytest.raises(GemscError, match="a program that cannot train"):
-        written(tmp_path, plain, loss=None, shard_optimizer=True, data=2)
+        written(tmp_path, plain, loss=None, shard="optimizer", data=2)
+
+
+@pytest.mark.parametrize("level", ["off", "optimizer", "gradients", "weights"])
+def test_older_plans_and_files_said_it_in_other_words(
+    level: str, tmp_path: Path
+) -> None:
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    plan = written(tmp_path, plain, shard=level, data=2).plan
+    assert ("shard=" in (tmp_path / "rank0.py").read_text()) == (level != "off")
+    words = "shard_optimizer=True,"
+    if level in ("gradients", "weights"):
+        words += " shard_gradients=True,"
+    replaced(tmp_path / "rank0.py", f'shard="{level}",', words)
+    older = f"shard_optimizer = {str(level != 'off').lower()}\n"
+    if level != "optimizer":
+        older += f'shard = "{level}"\n'
+    replaced(tmp_path / "plan.toml", f'shard = "{level}"\n', older)
+    read = Plan.read(tmp_path / "plan.toml")
+    assert read == plan
+    assert CompileOptions(**read.choices).shard == level
+    assert EditedPlan.read(tmp_path / "plan.toml").options().shard == level
+    assert load_rank_module(tmp_path, 0).PROGRAM.shard == level
+
+
+def replaced(path: Path, old: str, new: str) -> None:
+    path.write_text(path.read_text().replace(old, new))
+
+
+def test_the_first_level_has_another_name() -> None:
+    options = CompileOptions(data=2, shard_optimizer=True)
+    assert options == CompileOptions(data=2, shard="optimizer")
+    assert options.command_line() == "--ranks 4 --data 2 --shard optimizer"
+    more = CompileOptions(data=2, shard_optimizer=True, shard="weights")
+    assert more == replace(options, shard="weights")
 
 
 @pytest.mark.slow
@@ -360,7 +398,7 @@ def test_show_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     from rich.console import Console
 
     plan = written(
-        tmp_path, net(), optimizer=adamw, shard_optimizer=True, **PLANS["master"]
+        tmp_path, net(), optimizer=adamw, shard="optimizer", **PLANS["master"]
     ).plan
     show(plan, Console(width=200))
     assert "optimizer state in parts: ranks that hold" in capsys.readouterr().out

@@ -117,7 +117,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "replicas of stages": {"ranks": 4, "data": 2},
     "a mirrored pair": {"ranks": 2, "schedule": "mast"},
     "replicas with rows of the optimizer": {
-        **{"ranks": 2, "data": 2, "shard_optimizer": True},
+        **{"ranks": 2, "data": 2, "shard": "optimizer"},
     },
     "shards in replicas": {"ranks": 4, "data": 2, "shards": ("2",)},
 }

@@ -27,7 +27,7 @@ USES: dict[str, dict[str, Any]] = {
     "recompute": {"ranks": 2, "recompute": ("all",)},
     "dropout": {"ranks": 2, "recompute": ("all",)},
     "data 2": {"ranks": 4, "data": 2},
-    "state in parts": {"ranks": 4, "data": 2, "shard_optimizer": True},
+    "state in parts": {"ranks": 4, "data": 2, "shard": "optimizer"},
     "one rank": {"ranks": 1, "offload": ("all",)},
     "one block": {"ranks": 1, "offload": ("b",)},
     "tiles 2x1": {"ranks": 4, "tiles": "2x1,2x1"},

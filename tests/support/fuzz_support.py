@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from import_support import filled
 
 from gemsc.errors import GemscError
 from gemsc.importers.folder import import_file
@@ -383,7 +384,7 @@ def _problem(path: Path) -> str:
         return traceback.format_exc()
     try:
         user = load_user_model(str(net / "model.py"))
-        model, inputs = user.make_model(), user.make_inputs()
+        model, inputs = filled(user), user.make_inputs()
         if sum(tensor.numel() for tensor in inputs) <= LARGEST_RUN:
             with torch.no_grad():
                 model(*inputs)

@@ -15,8 +15,9 @@ from gemsc.base.files import replaced
 from gemsc.importers.network import READERS, ImportedNetwork, ImportOptions
 from gemsc.importers.sheet import Sheet
 from gemsc.importers.weight import Array, FileTensor, Weight, same
+from gemsc.user_model import UserModel
 
-__all__ = ["NpzTensors", "read_npz", "take_npz", "write_npz"]
+__all__ = ["NpzTensors", "filled", "read_npz", "take_npz", "write_npz"]
 
 
 class NpzTensors:
@@ -109,3 +110,10 @@ def read_npz(path: Path, options: ImportOptions) -> ImportedNetwork:
 def take_npz(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let .npz be a kind of file that gemsc imports."""
     monkeypatch.setitem(READERS, ".npz", (__name__, "read_npz", "numpy"))
+
+
+def filled(user: UserModel) -> nn.Module:
+    """Return the model of a file, with the weights that the file names."""
+    model = user.make_unfilled()
+    user.fill(model)
+    return model

@@ -130,7 +130,7 @@ def user(path: Path, in_double: None) -> UserModel:
 
 
 def plain_run(user: UserModel, settings: RunSettings = SETTINGS) -> PlainRun:
-    run = PlainRun(user, user.make_model(), settings)
+    run = PlainRun(user, user.make_unfilled(), settings)
     run.train()
     return run
 
@@ -308,7 +308,7 @@ def test_a_model_that_freezes_its_norms_in_train_trains_without_them(
     assert torch.equal(saved["norm.running_var"], torch.ones(4, dtype=torch.float64))
     user = load_user_model(str(tmp_path / "model.py"))
     settings = replace(SETTINGS, steps=2, replicas=1, accumulate=1, clip_norm=None)
-    run = PlainRun(user, user.make_model(), replace(settings, micro_batches=4))
+    run = PlainRun(user, user.make_unfilled(), replace(settings, micro_batches=4))
     run.train()
     for name, tensor in run.model.state_dict().items():
         assert torch.allclose(saved[name], tensor, rtol=1e-9, atol=1e-12), name

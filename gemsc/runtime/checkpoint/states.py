@@ -1,4 +1,4 @@
-"""The state of optimizers, schedulers and generators as JSON: nothing is executed.
+"""The state of optimizers, schedulers, callbacks, ... as JSON: nothing is executed.
 
     {"lr": inf, "betas": (0.9, 0.999)}
     {"lr": {"$": "float", "of": "inf"}, "betas": {"$": "tuple", "of": [0.9, 0.999]}}
@@ -18,7 +18,7 @@ import copy
 import math
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Number
 from typing import Any, cast
 
@@ -290,3 +290,33 @@ def _blank(key: str, value: Any, parameter: Tensor) -> Any:
         return copy.deepcopy(value)
     is_number = key == "step" or value.shape != parameter.shape
     return value.detach().clone() if is_number else value.to("meta")
+
+
+def saved_states(callbacks: Sequence[Any]) -> dict[str, Any]:
+    """Return the states of those callbacks that have any, by their names."""
+    states = {n: callback.state_dict() for n, callback in _named(callbacks).items()}
+    return {name: state for name, state in states.items() if state}
+
+
+def load_states(callbacks: Sequence[Any], states: Mapping[str, Any]) -> None:
+    """Give each callback the state that was saved under its name, if there is one."""
+    for name, callback in _named(callbacks).items():
+        if (state := states.get(name)) is not None:
+            callback.load_state_dict(state)
+
+
+def tensors_of(callbacks: Sequence[Any]) -> dict[str, Mapping[str, Tensor]]:
+    """Return what callbacks keep of each parameter, by its kind."""
+    return {
+        kind: named
+        for callback in callbacks
+        for kind, named in callback.tensors().items()
+    }
+
+
+def _named(callbacks: Sequence[Any]) -> dict[str, Any]:
+    """The callbacks, each with a name of its own."""
+    kinds = [type(callback).__name__ for callback in callbacks]
+    numbers = [kinds[:i].count(kind) for i, kind in enumerate(kinds)]
+    names = [f"{k} {n}" if n else k for k, n in zip(kinds, numbers, strict=True)]
+    return dict(zip(names, callbacks, strict=True))

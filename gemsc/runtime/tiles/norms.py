@@ -16,6 +16,9 @@ where the statistics came from: on the tile's own elements.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import EllipsisType
 from typing import Any
 
@@ -28,7 +31,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from gemsc.base.boxes import Box, Interval, shape_of
 from gemsc.nn import BiasedBatchNorm
 from gemsc.runtime.tiles.collectives import TileGrid, rows
-from gemsc.runtime.tiles.rounding import not_negative
 
 __all__ = [
     "batch_norm",
@@ -344,7 +346,7 @@ def _moments(value: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     off = value - mean
     more = off.mean(dims, keepdim=True)
     variance = off.mul_(off).mean(dims, keepdim=True) - more.square()
-    return mean + more, not_negative(variance)
+    return mean + more, _not_negative(variance)
 
 
 def _merge(
@@ -372,3 +374,21 @@ def _row(mean: Tensor, variance: Tensor, count: int) -> Tensor:
     """Return (count, mean ..., variance ...) in one row."""
     number = mean.new_full((1,), count, dtype=torch.float64)
     return torch.cat([number, mean.reshape(-1), variance.reshape(-1)])
+
+
+_here = threading.local()
+
+
+@contextmanager
+def nothing_rounds() -> Iterator[None]:
+    """Let this thread compute over a finite field, where no number is negative."""
+    _here.exact = True
+    try:
+        yield
+    finally:
+        _here.exact = False
+
+
+def _not_negative(value: Tensor) -> Tensor:
+    """Return what only rounding can make negative, in place, with 0 there."""
+    return value if getattr(_here, "exact", False) else value.clamp_(min=0)

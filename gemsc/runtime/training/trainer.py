@@ -17,12 +17,12 @@ from gemsc.base.phase import Phase
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
 from gemsc.runtime.checkpoint.read import resume
+from gemsc.runtime.checkpoint.states import load_states, saved_states, tensors_of
 from gemsc.runtime.checkpoint.write import PendingSave, save
 from gemsc.runtime.data.shapes import shape_of_batch
 from gemsc.runtime.data.tiled import Window
 from gemsc.runtime.process.device import cap_memory, choose_device
 from gemsc.runtime.process.stop import StopSignal
-from gemsc.runtime.training.callback_states import load_states, saved_states, tensors_of
 from gemsc.runtime.training.program_directory import check_dtype, check_planned_phases
 from gemsc.runtime.training.starting import RankFiles, first_weights
 from gemsc.runtime.training.step_report import (

@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -61,8 +61,7 @@ class RankProgram:
         path, those of a branch.
     branches: whether branches of some stage are on different ranks: a rank may lack
         gradients that others have, of what leads to their branches.
-    shard_optimizer: whether each of the ranks in a reduction updates its rows only.
-    shard_gradients: whether each keeps its rows of gradients only, between backwards.
+    shard: what each of the ranks in a reduction keeps its rows of only, as `--shard`.
     whole_stages: how many stages' weights may be whole at a time, where each keeps its
         rows only; 0: all are, always.
     gather_order: in which order a training step uses stages whose weights are in parts,
@@ -90,8 +89,9 @@ class RankProgram:
     parts: Mapping[str, Part] = field(default_factory=dict)
     placed: Mapping[str, int] = field(default_factory=dict)
     branches: bool = False
-    shard_optimizer: bool = False
-    shard_gradients: bool = False
+    shard: str = "off"
+    shard_optimizer: InitVar[bool] = False  # as older files say it
+    shard_gradients: InitVar[bool] = False
     whole_stages: int = 0
     gather_order: Sequence[Run | tuple[Run | int, ...]] = ()
     updated_whole: Collection[str] = ()
@@ -104,6 +104,11 @@ class RankProgram:
     eval_order: Order = ()
     train_step: StepFunction | None
     eval_step: StepFunction
+
+    def __post_init__(self, shard_optimizer: bool, shard_gradients: bool) -> None:
+        if shard_optimizer:
+            parts = "gradients" if shard_gradients else "optimizer"
+            object.__setattr__(self, "shard", "weights" if self.whole_stages else parts)
 
     @cached_property
     def train_turns(self) -> tuple[Turn, ...]:

@@ -88,8 +88,10 @@ class Updates:
             self._norm_group = transport.group(self._ranks_of_norm(), "norm")
         self._own = OwnRows(transport)
         stages_alone = self._sums_of_stages()
-        self._at_once = stages_alone if program.shard_gradients else []
-        if program.shard_optimizer:
+        self._at_once = (
+            stages_alone if program.shard in ("gradients", "weights") else []
+        )
+        if program.shard != "off":
             self._share_out(stages_alone if program.whole_stages else ())
         stages.read_rest()
         self.parts = GradientParts(transport, self._own)
@@ -108,7 +110,7 @@ class Updates:
             key: Departures(
                 self._summed[key],
                 partial(self.parts.start, key)
-                if program.shard_optimizer
+                if program.shard != "off"
                 else partial(self._sums.start, group),
             )
             for key, group in self._groups.items()
@@ -380,7 +382,7 @@ class Updates:
     def _clip(self, limit: float) -> float:
         """Scale all gradients so that their norm over all ranks is at most `limit`."""
         own = self.parameters
-        if not self._program.shard_optimizer:
+        if self._program.shard == "off":
             own = {}  # each part of each counts once
             for key, parameters in self._summed.items():
                 if self._program.is_first(key, self._place.rank):
@@ -396,7 +398,7 @@ class Updates:
 
     def _ranks_of_norm(self) -> tuple[int, ...]:
         """Return the ranks that together hold each gradient once."""
-        if self._program.shard_optimizer:
+        if self._program.shard != "off":
             return tuple(range(self._transport.host.size))
         first = self._place.first_rank
         return tuple(range(first, first + self._place.copy_ranks))

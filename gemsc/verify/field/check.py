@@ -26,7 +26,7 @@ from gemsc.base.rng import preserve_rng, same_draws
 from gemsc.errors import GemscError
 from gemsc.plan import Plan, rank_file
 from gemsc.runtime.data.batches import repeated
-from gemsc.runtime.tiles.rounding import nothing_rounds
+from gemsc.runtime.tiles.norms import nothing_rounds
 from gemsc.runtime.tiles.windows import taps
 from gemsc.runtime.training.program_directory import check_program
 from gemsc.runtime.training.step_report import Evaluation
