@@ -58,7 +58,7 @@ class Pair:
     servers: list[subprocess.Popen[bytes]]
 
     def command(self, index: int, *words: object) -> tuple[list[str], dict[str, str]]:
-        """Return what runs a command on a host, with its environment's gemsc and ssh."""
+        """Return what runs a command on a host, and in which environment."""
         path = f"{self.folder}:{Path(sys.executable).parent}:{PLACES}"
         return _on(self.spaces[index], map(str, words)), os.environ | {"PATH": path}
 
