@@ -26,9 +26,9 @@ from gemsc.plan import Plan
 from gemsc.runtime.checkpoint.files import OptimizerState, saved_model
 from gemsc.runtime.checkpoint.folder import LATEST, MODEL
 from gemsc.runtime.training.run_folder import ABOUT, RUNS
-from gemsc.runtime.training.starting import first_weights
+from gemsc.runtime.training.starting import first_weights, tensors_of_program
 from gemsc.user_model import UserModel, load_user_model
-from gemsc.weights.load import NOT_OF_THE_MODEL, put, stage_tensors
+from gemsc.weights.load import put, stage_tensors
 from gemsc.weights.write import INDEX, Entry, write_shards, write_stream
 
 FOR_TORCH = ".dcp"
@@ -321,11 +321,14 @@ def _initial(program: Path) -> Trained:
     plan = Plan.read(program / "plan.toml")
     first = first_weights(program, plan)
     first.check()
-    stages: dict[str, int] = {}
+    tables = [first.table(stage.index) for stage in plan.stages]
     table: dict[str, Entry] = {}
-    for stage in plan.stages:
-        for name, entry in first.table(stage.index).items():
-            if not name.startswith(NOT_OF_THE_MODEL):
-                table[name], stages[name] = entry, stage.index
+    sources: dict[str, tuple[int, str]] = {}
+    for each in tensors_of_program(program, plan, first):
+        own, names = each.names[0], each.names if each.required else ()
+        stage = next((n for n, found in enumerate(tables) if own in found), None)
+        if stage is not None:
+            table |= dict.fromkeys(names, tables[stage][own])
+            sources |= dict.fromkeys(names, (stage, own))
     what = f"the model that {program} starts from"
-    return Trained(what, table, lambda name: first.read(stages[name], name))
+    return Trained(what, table, lambda name: first.read(*sources[name]))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import Gemsc, files, gemsc_here
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import gemsc as api
@@ -363,3 +363,24 @@ def test_a_name_in_two_files_is_refused(tmp_path: Path) -> None:
         WeightFiles.open(tmp_path)
     with pytest.raises(GemscError, match="there is no file or folder"):
         WeightFiles.open(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_program_that_has_not_run_gives_a_state_dict(
+    device: str, here: Path, gemsc: Gemsc
+) -> None:
+    """With each name of tied weights, and without what a state_dict leaves out."""
+    text = (here / "model.py").read_text().replace('"meta"', f'"{device}"')
+    gain = 'torch.ones(1, device="cpu")'
+    own = f'self.register_buffer("gain", {gain}, persistent=False)'
+    text = text.replace("        self.embed =", f"        {own}\n        self.embed =")
+    text = text.replace("self.norm(self", "self.norm(self.gain * self")
+    (here / "model.py").write_text(text)
+    program = compiled(gemsc)
+    done = gemsc("export", str(program), "-o", "first.safetensors")
+    assert done.code == 0, done.err
+    found, net = load_file("first.safetensors"), Net()
+    net.load_state_dict(found)
+    assert torch.equal(found["head.weight"], found["embed.weight"])
+    if device == "meta":
+        assert torch.equal(net.embed.weight, state()["embed.weight"])
