@@ -30,7 +30,7 @@ def optimizer_of(
     optimizer, wrong = None, None
     if parameters:
         without_dynamo()
-        Optimizer.add_param_group = _add_group  # type: ignore[method-assign]
+        Optimizer.add_param_group = _add_group  # type: ignore[assignment,method-assign]
         try:
             optimizer = make(parameters.items())
         except ValueError as error:
