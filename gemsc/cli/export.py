@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,9 +26,9 @@ from gemsc.plan import Plan
 from gemsc.runtime.checkpoint.files import OptimizerState, saved_model
 from gemsc.runtime.checkpoint.folder import LATEST, MODEL
 from gemsc.runtime.training.run_folder import ABOUT, RUNS
-from gemsc.runtime.training.starting import first_weights
+from gemsc.runtime.training.starting import first_weights, tensors_of_program
 from gemsc.user_model import UserModel, load_user_model
-from gemsc.weights.load import NOT_OF_THE_MODEL, put, stage_tensors
+from gemsc.weights.load import LOSS, put, stage_tensors
 from gemsc.weights.write import INDEX, Entry, write_shards, write_stream
 
 FOR_TORCH = ".dcp"
@@ -60,6 +60,13 @@ def export_command(
         bool,
         typer.Option(help="export the averaged weights of a run with --ema"),
     ] = False,
+    loss: Annotated[
+        Path | None,
+        typer.Option(
+            help="also write what the loss has learned: a .safetensors file of its "
+            "own tensors"
+        ),
+    ] = None,
 ) -> None:
     """Write the trained weights: as .safetensors, .onnx, Keras, or .dcp for FSDP."""
     if output is None:
@@ -72,10 +79,11 @@ def export_command(
     most = _most_bytes(max_shard_size, output)
     with trained_model(run, averages=ema) as trained:
         try:
+            notes = _write_loss(run, loss, trained)
             if most is not None:
-                notes = _write_shards(output, trained, most)
+                notes += _write_shards(output, trained, most)
             else:
-                notes = _write(run, output, trained)
+                notes += _write(run, output, trained)
         except OSError as error:
             raise GemscError(
                 f"{output} cannot be written: {error.strerror}",
@@ -85,6 +93,40 @@ def export_command(
         tell(f"note: {note}")
     line = f"wrote {output}: {trained.what}"
     tell(line)
+
+
+def _write_loss(run: Path, output: Path | None, trained: Trained) -> list[str]:
+    """Write the tensors of the loss as its state_dict has them; return notes.
+
+    Raises:
+        GemscError: it has none.
+    """
+    names = [name.removeprefix(LOSS) for name in trained.loss]
+    if output is None and names:
+        what = f"the loss has tensors of its own ({', '.join(names[:3])}"
+        more = ", ..." if len(names) > 3 else ""
+        return [f"{what}{more}), which are not in it: --loss FILE writes them"]
+    if output is None:
+        return []
+    if not names:
+        raise GemscError(
+            f"{trained.what}: its loss has no tensors of its own",
+            help="leave out --loss",
+        )
+    plan = Plan.read((program := program_of(run)) / "plan.toml")
+    keys = {name: f"{LOSS}{name}" for name in names}
+    if plan.spec:
+        made = load_user_model(plan.spec, constants=plan.constants).make_loss()
+        state = made.state_dict(keep_vars=True)
+        held = {id(state[name]): keys[name] for name in names if name in state}
+        keys = {name: held.get(id(tensor), "") for name, tensor in state.items()}
+    if absent := next((name for name, key in keys.items() if not key), None):
+        raise GemscError(
+            f"{program} does not use '{absent}' of the loss", help="leave out --loss"
+        )
+    table = {name: trained.loss[key] for name, key in keys.items()}
+    write_stream(output, table, lambda name: trained.read(keys[name]))
+    return [f"{output} has the tensors of the loss: loss.load_state_dict() takes it"]
 
 
 def _most_bytes(size: str | None, output: Path) -> int | None:
@@ -204,12 +246,15 @@ def _has_content(place: Path) -> bool:
 class Trained:
     """The tensors of a model under the user's names; `what` says which they are.
 
+    `loss` has those of the loss, with LOSS before their names.
+
     `optimizer` gives the state of the optimizer that goes with them, if there is one.
     """
 
     what: str
     table: Mapping[str, Entry]
     read: Callable[[str], Tensor]
+    loss: Mapping[str, Entry] = field(default_factory=dict)
     optimizer: Callable[[], OptimizerState | None] = lambda: None
 
 
@@ -230,7 +275,7 @@ def trained_model(place: Path, *, averages: bool) -> Iterator[Trained]:
         place = run or place
     with saved_model(place, averages=averages) as saved:
         what = f"the model of step {saved.step} of {place}"
-        yield Trained(what, saved.table, saved.read, saved.optimizer)
+        yield Trained(what, saved.table, saved.read, saved.loss, saved.optimizer)
 
 
 def program_of(place: Path) -> Path:
@@ -321,11 +366,14 @@ def _initial(program: Path) -> Trained:
     plan = Plan.read(program / "plan.toml")
     first = first_weights(program, plan)
     first.check()
-    stages: dict[str, int] = {}
+    tables = [first.table(stage.index) for stage in plan.stages]
     table: dict[str, Entry] = {}
-    for stage in plan.stages:
-        for name, entry in first.table(stage.index).items():
-            if not name.startswith(NOT_OF_THE_MODEL):
-                table[name], stages[name] = entry, stage.index
+    sources: dict[str, tuple[int, str]] = {}
+    for each in tensors_of_program(program, plan, first):
+        own, names = each.names[0], each.names if each.required else ()
+        stage = next((n for n, found in enumerate(tables) if own in found), None)
+        if stage is not None:
+            table |= dict.fromkeys(names, tables[stage][own])
+            sources |= dict.fromkeys(names, (stage, own))
     what = f"the model that {program} starts from"
-    return Trained(what, table, lambda name: first.read(stages[name], name))
+    return Trained(what, table, lambda name: first.read(*sources[name]))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -22,11 +21,9 @@ from gemsc.importers.network import READERS, ImportedNetwork, ImportOptions
 from gemsc.importers.origin import MODEL_FILE
 from gemsc.importers.write import counts
 from gemsc.plan import Plan
-from gemsc.runtime.training.program_directory import load_program
-from gemsc.runtime.training.starting import first_weights
-from gemsc.weights.load import NOT_OF_THE_MODEL
-from gemsc.weights.source import Wanted, WeightFiles, conversions, matched
-from gemsc.weights.write import Entry, write_stream
+from gemsc.runtime.training.starting import first_weights, tensors_of_program
+from gemsc.weights.source import WeightFiles, conversions, matched
+from gemsc.weights.write import write_stream
 
 
 def import_command(
@@ -141,10 +138,7 @@ def import_weights(directory: Path, path: Path) -> list[str]:
     first, stages = first_weights(directory, plan), range(len(plan.stages))
     tables = [first.table(stage) for stage in stages]
     there, files = first.elsewhere, WeightFiles.open(path)
-    if there is not None:
-        wanted = [*there.tensors.values()]
-    else:
-        wanted = _wanted(directory, plan, {n: e for t in tables for n, e in t.items()})
+    wanted = tensors_of_program(directory, plan, first)
     found = matched(files, wanted)
     number = int(plan.weights.partition("-")[2] or 1) + 1
     new = directory / f"weights-{number}"
@@ -172,26 +166,6 @@ def import_weights(directory: Path, path: Path) -> list[str]:
         if other != new:
             shutil.rmtree(other)
     return conversions(files, wanted)
-
-
-def _wanted(directory: Path, plan: Plan, table: Mapping[str, Entry]) -> list[Wanted]:
-    """Return the model's tensors: under which names, and which a state_dict has."""
-    names: dict[str, list[str]] = defaultdict(list)
-    persistent: set[str] = set()
-    for rank in range(plan.copy_ranks):
-        for kind in load_program(directory, rank).stages.values():
-            with torch.device("meta"):
-                stage = kind()
-            first: dict[int, str] = {}
-            for tensors in (stage.named_parameters, stage.named_buffers):
-                for name, tensor in tensors(remove_duplicate=False):
-                    names[first.setdefault(id(tensor), name)].append(name)
-            persistent |= stage.state_dict().keys()
-    return [
-        Wanted(tuple(dict.fromkeys([name, *names[name]])), entry, name in persistent)
-        for name, entry in table.items()
-        if not name.startswith(NOT_OF_THE_MODEL)
-    ]
 
 
 SHOWN = 5  # names in a line

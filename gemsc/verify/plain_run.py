@@ -217,11 +217,6 @@ class PlainRun:
         for first in range(0, len(mine), size[shape]):
             yield mine[first : first + size[shape]]
 
-    @property
-    def may_leave_out(self) -> bool:
-        """Whether an evaluation may leave out samples: a loss that is trained does."""
-        return isinstance(self.loss, nn.Module) and bool(self.loss.state_dict())
-
     def train(self, told: Callable[[float, int], None] | None = None) -> None:
         """Make all steps; evaluate after each epoch and at the end.
 

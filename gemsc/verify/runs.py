@@ -298,12 +298,12 @@ class RunResult:
     def of_plain(cls, plain: PlainRun, record: RunRecord) -> RunResult:
         """Return that of the plain loop, for what the ranks have noted."""
         pairs = zip(plain.evaluations, record.figures, strict=True)
-        means = [_means(parts, figures, plain) for parts, figures in pairs]
+        means = [_means(parts, figures) for parts, figures in pairs]
         return cls(plain.losses, means, plain.model.state_dict())
 
 
 def _means(
-    parts: Sequence[tuple[float, Mapping[str, float]]], wanted: Figures, plain: PlainRun
+    parts: Sequence[tuple[float, Mapping[str, float]]], wanted: Figures
 ) -> dict[str, float]:
     """Return the means over the samples that the run had to take for each figure.
 
@@ -316,8 +316,6 @@ def _means(
     counts = {name: 0.0 for name in names}
     for count, figures in parts:
         for name, value in figures.items():
-            if plain.may_leave_out and counts[name] >= number[name]:
-                continue  # docs/models.md says where
             sums[name] += value * count
             counts[name] += count
     return {

@@ -68,7 +68,8 @@ def _converted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 CONSTANTS = "_constants."  # of the program itself
-NOT_OF_THE_MODEL = ("_loss.", CONSTANTS)  # names that only a stage has
+LOSS = "_loss."  # tensors of the loss
+NOT_OF_THE_MODEL = (LOSS, CONSTANTS)  # names that only a stage has
 
 
 def stage_tensors(stage: nn.Module) -> dict[str, Tensor]:

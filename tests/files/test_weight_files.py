@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from command_line import Gemsc, files, gemsc_here
-from safetensors.torch import save_file
+from program_support import on_ranks
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import gemsc as api
 from gemsc.cli import import_
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
+from gemsc.runtime.training.trainer import Trainer
 from gemsc.weights.first import FirstWeights
 from gemsc.weights.source import WeightFiles
 
@@ -363,3 +367,93 @@ def test_a_name_in_two_files_is_refused(tmp_path: Path) -> None:
         WeightFiles.open(tmp_path)
     with pytest.raises(GemscError, match="there is no file or folder"):
         WeightFiles.open(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_program_that_has_not_run_gives_a_state_dict(
+    device: str, here: Path, gemsc: Gemsc
+) -> None:
+    """With each name of tied weights, and without what a state_dict leaves out."""
+    text = (here / "model.py").read_text().replace('"meta"', f'"{device}"')
+    gain = 'torch.ones(1, device="cpu")'
+    own = f'self.register_buffer("gain", {gain}, persistent=False)'
+    text = text.replace("        self.embed =", f"        {own}\n        self.embed =")
+    text = text.replace("self.norm(self", "self.norm(self.gain * self")
+    (here / "model.py").write_text(text)
+    program = compiled(gemsc)
+    done = gemsc("export", str(program), "-o", "first.safetensors")
+    assert done.code == 0, done.err
+    found, net = load_file("first.safetensors"), Net()
+    net.load_state_dict(found)
+    assert torch.equal(found["head.weight"], found["embed.weight"])
+    if device == "meta":
+        assert torch.equal(net.embed.weight, state()["embed.weight"])
+
+
+LEARNS = """
+    class Loss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(16))
+            self.also = self.scale
+            self.register_buffer("count", torch.zeros(()))
+            self.register_buffer("one", torch.ones(()), persistent=False)
+
+        def forward(self, output, target):
+            self.count += self.one
+            scaled = output * self.scale + self.also
+            return nn.functional.cross_entropy(scaled, target)
+
+    loss = Loss
+"""
+
+
+def test_what_the_loss_has_learned_is_exported(here: Path, gemsc: Gemsc) -> None:
+    text = (here / "model.py").read_text().replace("nn.CrossEntropyLoss()", "None")
+    text = text.replace('"meta"', '"cpu"').replace('weights = "folder"', "")
+    (here / "model.py").write_text(text + textwrap.dedent(LEARNS))
+    program = compiled(gemsc, "--micro-batches", "1")
+    run = here / program / "runs" / "1"
+
+    def work(trainer: Trainer) -> dict[str, Tensor]:
+        ema = api.Ema(0.5)
+        trainer.add_callbacks([ema])
+        for _ in range(2):
+            trainer.step(torch.arange(4), torch.arange(4))
+        trainer.save(run)
+        tensors = {n: t.clone() for n, t in trainer.stages.parameters.items()}
+        return {f"ema {n}": t.clone() for n, t in ema.average.items()} | tensors
+
+    def adam(pairs: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adam(pairs, lr=0.1)
+
+    found: dict[str, Tensor] = {}
+    for of_rank in on_ranks(program, 2, work, optimizer=adam):
+        found |= of_rank
+    for more, before in ((), ""), (("--ema",), "ema "):
+        words = "export", str(run), "-o", "x.safetensors", *more
+        done = gemsc(*words)
+        assert done.code == 0, done.err
+        says = "the loss has tensors of its own (scale, count, one)"
+        assert f"note: {says}, which are not in it: --loss FILE writes" in done.out
+        Net().load_state_dict(load_file("x.safetensors"))
+        done = gemsc(*words, "--loss", "loss.safetensors")
+        assert done.code == 0, done.err
+        assert "which are not in it" not in done.out
+        state = load_file("loss.safetensors")
+        assert state.keys() == {"scale", "also", "count"}
+        assert torch.equal(state["scale"], found[f"{before}_loss.scale"])
+        assert torch.equal(state["also"], state["scale"])
+        assert state["count"] == 2
+    assert not torch.equal(found["_loss.scale"], found["ema _loss.scale"])
+    assert gemsc("export", str(run), "-o", "x.dcp").code == 0
+    names = dcp.FileSystemReader("x.dcp").read_metadata().state_dict_metadata
+    assert "optimizer.state.embed.weight.exp_avg" in names
+    assert not [name for name in names if "_loss" in name]
+
+
+def test_a_loss_without_tensors_has_none_to_export(here: Path, gemsc: Gemsc) -> None:
+    done = gemsc("export", str(compiled(gemsc)), "-o", "x.safetensors", "--loss", "y")
+    assert done.code == 1
+    assert "its loss has no tensors of its own\nhelp: leave out --loss" in done.err
+    assert not Path("x.safetensors").exists()

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from program_support import Net, X, batch_of, mse, on_ranks
+from program_support import Net, X, batch_of, mse, on_ranks, written
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from training_support import pairs, program, run, simple, user_of
 
@@ -57,6 +57,31 @@ def test_they_are_those_of_torch(options: dict[str, Any], tmp_path: Path) -> Non
             torch.testing.assert_close(tensor, wanted)
 
     on_ranks(tmp_path, options.get("ranks", 2), work)
+
+
+def turned(self: Any, x: Tensor) -> Tensor:
+    turns = torch.fft.ifft(torch.fft.fft(self.a(x)) * self.turns).real
+    return self.b(torch.tanh(turns))
+
+
+def test_complex_weights_are_averaged_too(tmp_path: Path) -> None:
+    turns = torch.randn(X.shape[1], dtype=torch.complex64)
+    written(tmp_path, Net(turned, turns=nn.Parameter(turns)), micro_batches=2)
+    x, target = batch_of((X, X), 2)
+
+    def work(trainer: Trainer) -> list[Tensor]:
+        trainer.add_callbacks([gemsc.Ema(0.9)])
+        found = []
+        for _ in range(2):
+            trainer.step(x, target)
+            found += [p.detach().clone() for p in trainer.stages.parameters.values()]
+            found = [each for each in found if each.is_complex()]
+        return [*found, averages(trainer)["turns"]] if found else []
+
+    (found,) = filter(None, on_ranks(tmp_path, 2, work))
+    first, second, average = found
+    assert not torch.equal(first, second)
+    torch.testing.assert_close(average, 0.9 * first + 0.1 * second)
 
 
 @pytest.mark.slow

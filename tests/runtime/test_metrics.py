@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from gemsc.errors import GemscError, SourceLocation
 from gemsc.plan import Plan
 from gemsc.runtime.data.metrics import Metrics
 from gemsc.runtime.training.trainer import Trainer
+from gemsc.verify.plain_run import PlainRun, RunSettings
 
 SIZE = 8
 
@@ -360,3 +361,53 @@ def test_a_loss_that_the_model_computes_cannot_leave_samples_out(
     assert "a multiple of 4 samples" in str(caught.value.help)
     (note,) = Plan.read(tmp_path / "plan.toml").notes
     assert "eval_dataset must be a multiple of 4" in note
+
+
+class Learning(nn.Module):
+    """A loss with a weight for each column, one that is trained, and a count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.register_buffer("columns", torch.arange(1.0, SIZE + 1))
+        self.register_buffer("lowest", torch.zeros(()), persistent=False)
+
+    def forward(self, output: Tensor, target: dict[str, Any]) -> Tensor:
+        error = (output - target["mask"].to(output)) ** 2 * self.columns
+        if self.training:
+            return self.scale * error.mean() - self.scale.log()
+        return self.scale * error.mean() + self.lowest
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, "rows of weights"])
+def test_a_loss_with_tensors_of_its_own_scores_all_samples(
+    layout: str, tmp_path: Path
+) -> None:
+    rows = {"ranks": 2, "data": 2, "micro_batches": 2, "shard": "weights"}
+    options = {**LAYOUTS, "rows of weights": rows}[layout]
+    names: dict[str, Any] = {
+        "dataset": lambda: Pictures(8),
+        "eval_dataset": lambda: Pictures(7),
+        "loss": Learning,
+        "optimizer": lambda pairs: torch.optim.SGD([p for _, p in pairs], lr=0.02),
+    }
+    example = torch.zeros(1, 1, SIZE, SIZE)
+    mask = {"mask": example > 0}
+    written(tmp_path, Convolutions(), (example,), Learning(), mask, **options)
+    settings = RunSettings(
+        steps=4, dtype=torch.float64, micro_batch_size=1, micro_batches=4
+    )
+    user = replace(user_of(**names), example_inputs=(example,))
+    plain = PlainRun(user, Convolutions().double(), settings)
+    plain.train()
+    found: list[float] = []
+
+    def on_epoch(trainer: Trainer, epoch: int, figures: dict[str, float]) -> None:
+        if trainer.transport.rank == 0:
+            found.append(figures["loss"])
+
+    user, ranks = user_of(**names, on_epoch=on_epoch), options["ranks"]
+    run(tmp_path, user, "--epochs", "2", ranks=ranks, dtype=torch.float64)
+    sums = [sum(n * each["loss"] for n, each in found) for found in plain.evaluations]
+    assert len({*sums}) == 2
+    assert found == pytest.approx([total / 7 for total in sums], rel=1e-9)

@@ -329,12 +329,19 @@ def grouped(named: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam([g for g in groups if g["params"]], lr=0.01)
 
 
+def by_layer(named: Any) -> torch.optim.Optimizer:
+    """Groups of pairs: each rank has parameters of some of them only."""
+    pairs = [*named]
+    groups = [{"params": [p for p in pairs if p[0][0] == layer]} for layer in "cab"]
+    return torch.optim.Adam([{**g, "lr": 0.1 / (i + 1)} for i, g in enumerate(groups)])
+
+
 def normed(self: Any, x: Tensor) -> Tensor:
     return self.c(torch.tanh(self.norm(self.b(torch.tanh(self.a(x))))))
 
 
 @pytest.mark.slow(1)
-@pytest.mark.parametrize("optimizer", [adamw, momentum, grouped])
+@pytest.mark.parametrize("optimizer", [adamw, momentum, grouped, by_layer])
 def test_any_optimizer_with_any_groups(optimizer: Any, tmp_path: Path) -> None:
     model = Net(normed, norm=nn.BatchNorm1d(4))
     found = against_one_process(tmp_path, model, steps=4, optimizer=optimizer)

@@ -22,7 +22,12 @@ from gemsc.runtime.checkpoint.folder import (
     check_digests,
     damage_named,
 )
-from gemsc.runtime.checkpoint.holdings import EMA_KEY, MODEL_KEY
+from gemsc.runtime.checkpoint.holdings import (
+    BESIDE_KEY,
+    EMA_KEY,
+    LOSS_KEY,
+    MODEL_KEY,
+)
 from gemsc.runtime.checkpoint.manifest import Manifest, Stored, damaged
 from gemsc.runtime.checkpoint.optimizer_state import (
     SavedOptimizer,
@@ -31,6 +36,7 @@ from gemsc.runtime.checkpoint.optimizer_state import (
 )
 from gemsc.runtime.checkpoint.pieces import TensorPiece, make_up
 from gemsc.runtime.checkpoint.states import DTYPES, decode, dtype_name
+from gemsc.weights.load import LOSS
 from gemsc.weights.tensor_file import TensorFile
 from gemsc.weights.write import DTYPES as STORED_DTYPES
 from gemsc.weights.write import Entry, write_stream
@@ -185,11 +191,13 @@ class StoredTensors:
 class SavedModel:
     """The model of a checkpoint: `read` gives a tensor under the user's own name.
 
+    `loss` has the tensors of the loss, under their names there with LOSS before them.
     `optimizer` gives the state of the optimizer, if that goes with the model.
     """
 
     step: int
     table: Mapping[str, Entry]
+    loss: Mapping[str, Entry]
     read: Callable[[str], Tensor]
     optimizer: Callable[[], OptimizerState | None]
 
@@ -237,13 +245,15 @@ def saved_model(
     with damage_named(found.place):
         if not is_new:
             check_digests(found.place, manifest, 0, 1)
-        table = {}
+        table, loss = dict[str, Entry](), dict[str, Entry]()
         for name, key in keys.items():
             stored.check(key, TensorPiece.whole(stored.shape(key)))
-            table[name] = stored.entry(key)
+            found_in = loss if name.startswith(LOSS) else table
+            found_in[name] = stored.entry(key)
         yield SavedModel(
             manifest.step,
             table,
+            loss,
             lambda name: stored.whole(keys[name]),
             lambda: None if averages else _optimizer(stored, manifest),
         )
@@ -275,7 +285,10 @@ def _optimizer(stored: StoredTensors, manifest: Manifest) -> OptimizerState | No
     saved = SavedOptimizer(
         ranks, states_of(manifest), partial(decode, get=stored.whole)
     )
-    groups = saved.merged_groups()
+    groups = [
+        ([name for name in names if not name.startswith(LOSS)], values)
+        for names, values in saved.merged_groups()
+    ]
     names = [name for names, _ in groups for name in names]
     if not names or "phases" in ranks[0]:  # with an optimizer for each
         return None
@@ -293,11 +306,14 @@ def _optimizer(stored: StoredTensors, manifest: Manifest) -> OptimizerState | No
 
 
 def _keys(manifest: Manifest, directory: Path, *, averages: bool) -> dict[str, str]:
-    """Return which tensor of a checkpoint has which name in the user's model."""
+    """Return which tensor of a checkpoint has which name in the user's model, or loss.
+
+    Those of the loss have LOSS before their names.
+    """
     keys = {
-        key.removeprefix(MODEL_KEY): key
+        key.removeprefix(MODEL_KEY).removeprefix(BESIDE_KEY): key
         for key in manifest.tensors
-        if key.startswith(MODEL_KEY)
+        if key.startswith((MODEL_KEY, LOSS_KEY))
     }
     if averages:
         own = {name: f"{EMA_KEY}{name}" for name in keys}

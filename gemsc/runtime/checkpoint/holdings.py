@@ -14,6 +14,7 @@ from gemsc.runtime.worker.updates import Updates
 from gemsc.runtime.worker.worker import Worker
 from gemsc.weights.load import (
     CONSTANTS,
+    LOSS,
     NOT_OF_THE_MODEL,
     model_state,
     stage_tensors,
@@ -22,6 +23,7 @@ from gemsc.weights.load import (
 MODEL_KEY = "model/"  # before the user's names
 EMA_KEY = "ema/"  # of the averages of `--ema`
 BESIDE_KEY = "beside/"  # what a state_dict leaves out, and tensors of the loss
+LOSS_KEY = f"{BESIDE_KEY}{LOSS}"
 
 Extra = Mapping[str, Mapping[str, Tensor]]
 

@@ -305,7 +305,7 @@ class Ema(Callback):
         """Make room for the averages."""
         self._updates = trainer.worker.updates
         named = {**trainer.stages.parameters, **self._updates.weights_in_parts}.items()
-        self._weights = {n: p for n, p in named if p.is_floating_point()}
+        self._weights = dict(named)
         self.average = {n: p.detach().clone() for n, p in self._weights.items()}
 
     def on_start(self, trainer: Trainer) -> None:

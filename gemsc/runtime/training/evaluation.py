@@ -13,12 +13,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from gemsc.base.dtypes import cast
 from gemsc.base.nests import Mean, as_loss
 from gemsc.errors import GemscError
+from gemsc.runtime.checkpoint.holdings import LOSS_KEY, Holdings
+from gemsc.runtime.checkpoint.pieces import TensorPiece
 from gemsc.runtime.data.batches import Batch
 from gemsc.runtime.data.metrics import Metrics, first_samples, is_texts
 from gemsc.runtime.data.shared import SharedData
@@ -28,6 +30,7 @@ from gemsc.runtime.training.verification import Figures, RunRecord
 from gemsc.runtime.transport.transport import LARGEST_TAG, Transport
 from gemsc.slides.windows import Case, Picture, SlidingWindows
 from gemsc.user_model import UserModel
+from gemsc.weights.load import stage_tensors
 
 
 @dataclass
@@ -42,8 +45,6 @@ class Evaluator:
     def __post_init__(self) -> None:
         self.metrics = Metrics(self.user.make_metrics(), self.user.line_of("metrics"))
         self.loss = self.user.make_loss()
-        if isinstance(self.loss, torch.nn.Module) and self.loss.state_dict():
-            self.loss = None  # it is trained: only the ranks that do know its weights
         self.holders = Holders(self.trainer.transport)
         self.windows = self.user.make_windows()
         if self.windows is not None:
@@ -70,12 +71,6 @@ class Evaluator:
                 at=at,
                 help="give an eval_dataset with [index], or leave eval_windows out",
             )
-        if self.loss is None and self.trainer.program.train_step is not None:
-            raise GemscError(
-                "eval_windows cannot score whole cases with a loss that is trained",
-                at=at,
-                help="leave it out, or let the model compute what the loss learns",
-            )
         try:
             windows.steps(found.size)
         except GemscError as error:
@@ -87,6 +82,8 @@ class Evaluator:
         """Return the figures of all samples, the same on every rank."""
         mean_loss = Mean()
         self.metrics.reset()
+        if isinstance(self.loss, nn.Module):
+            bring_up_to_date(self.loss, self.trainer)
         if self.windows is None:
             self._score_batches(mean_loss)
         else:
@@ -194,6 +191,29 @@ class Evaluator:
         """Return a target in the dtype that the program runs in, as in training."""
         dtype = self.trainer.worker.float_dtype
         return cast(target, dtype) if dtype is not None else target
+
+
+def bring_up_to_date(loss: nn.Module, trainer: Trainer) -> None:
+    """Give a loss, in evaluation, its tensors as the ranks have them; all call it."""
+    loss.eval()
+    if not (own := stage_tensors(loss)):
+        return
+    tensors = Holdings(trainer.worker).tensors({})
+    mine = {h.key: h for h in tensors if h.key.startswith(LOSS_KEY)}
+    gather, rank = trainer.transport.all_gather_object, trainer.transport.rank
+    pieces = [*gather({key: held.piece for key, held in mine.items()})][:rank]
+    sent = [
+        (key, held.piece, held.tensor.cpu())
+        for key, held in mine.items()
+        if all(before.get(key) != held.piece for before in pieces)
+    ]
+    for key, piece, values in (each for of_rank in gather(sent) for each in of_rank):
+        tensor = own[key.removeprefix(LOSS_KEY)]
+        if tensor.dtype != values.dtype:
+            tensor.data = tensor.data.to(values.dtype)
+        whole = tensor.data if tensor.dim() else tensor.data.view(1)
+        for place, part in TensorPiece.whole(piece.shape).overlap(piece):
+            whole[place] = values.view(piece.sizes)[part]
 
 
 def picture_of_all(trainer: Trainer) -> Picture | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +19,8 @@ from gemsc.runtime.worker.program import RankProgram
 from gemsc.runtime.worker.stages import Stages
 from gemsc.user_model import load_user_model
 from gemsc.weights.first import FirstWeights
-from gemsc.weights.load import stage_tensors
+from gemsc.weights.load import NOT_OF_THE_MODEL, stage_tensors
+from gemsc.weights.source import Wanted
 
 
 def first_weights(directory: Path, plan: Plan) -> FirstWeights:
@@ -29,6 +31,31 @@ def first_weights(directory: Path, plan: Plan) -> FirstWeights:
 
     dtype = torch.float64 if plan.dtype == "float64" else torch.float32
     return FirstWeights(directory / plan.weights, make, dtype)
+
+
+def tensors_of_program(
+    directory: Path, plan: Plan, first: FirstWeights
+) -> list[Wanted]:
+    """Return the tensors of a program's model; `required` is what a state_dict has."""
+    if (there := first.elsewhere) is not None:
+        return [*there.tensors.values()]
+    table = {n: e for s in plan.stages for n, e in first.table(s.index).items()}
+    names: dict[str, list[str]] = defaultdict(list)
+    persistent: set[str] = set()
+    for rank in range(plan.copy_ranks):
+        for kind in load_program(directory, rank).stages.values():
+            with torch.device("meta"):
+                stage = kind()
+            own: dict[int, str] = {}
+            for tensors in (stage.named_parameters, stage.named_buffers):
+                for name, tensor in tensors(remove_duplicate=False):
+                    names[own.setdefault(id(tensor), name)].append(name)
+            persistent |= stage.state_dict().keys()
+    return [
+        Wanted(tuple(dict.fromkeys([name, *names[name]])), entry, name in persistent)
+        for name, entry in table.items()
+        if not name.startswith(NOT_OF_THE_MODEL)
+    ]
 
 
 @dataclass(frozen=True)

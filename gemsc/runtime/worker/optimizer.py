@@ -7,8 +7,8 @@ from functools import wraps
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch import _compile as compile_hooks
-from torch import nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as of_torch
 
@@ -30,6 +30,7 @@ def optimizer_of(
     optimizer, wrong = None, None
     if parameters:
         without_dynamo()
+        Optimizer.add_param_group = _add_group  # type: ignore[assignment,method-assign]
         try:
             optimizer = make(parameters.items())
         except ValueError as error:
@@ -46,6 +47,26 @@ def optimizer_of(
     if not any(has_one) and (first := next(filter(None, errors), None)):
         raise first
     return optimizer
+
+
+_add_group_of_torch = Optimizer.add_param_group
+
+
+@wraps(_add_group_of_torch)
+def _add_group(self: Optimizer, group: dict[str, Any]) -> None:
+    """Let a group that is empty on this rank stand beside one of (name, parameter).
+
+    PyTorch refuses that: all groups must have names, or none.
+    """
+    if not isinstance(group["params"], Tensor | set):
+        group["params"] = [*group["params"]]
+        groups = [*self.param_groups, group]
+        pairs = any(isinstance(each, tuple) for each in group["params"])
+        if pairs or any("param_names" in each for each in groups):
+            for each in groups:
+                if not each["params"]:
+                    each.setdefault("param_names", [])
+    _add_group_of_torch(self, group)
 
 
 def without_dynamo() -> None:
