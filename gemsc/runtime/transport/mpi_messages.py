@@ -39,6 +39,11 @@ class InSteps:
         """Let this one take turns until it is done."""
         self._open.append(chain)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no operation is open."""
+        return not self._open
+
     def take(self) -> None:
         """Start what can be started."""
         if self._open and (begin := time.perf_counter()) >= self._next:
@@ -94,6 +99,11 @@ class TestRequest:
         self._request = request
         self.need = need
 
+    @property
+    def is_lone(self) -> bool:
+        """Whether no operation in steps is open, which waits for turns as well."""
+        return self._turns.is_idle
+
     def done(self) -> bool:
         """Give the library a turn; True once complete, and from then on."""
         self._turns.take()
@@ -120,6 +130,11 @@ class MessageRequest:
         self._status = status
         self._tensor: Tensor | None = tensor
         self.need = need
+
+    @property
+    def is_lone(self) -> bool:
+        """Whether no operation in steps is open, which waits for turns as well."""
+        return self._turns.is_idle
 
     def done(self) -> bool:
         """Give the library a turn; True once complete, and from then on."""

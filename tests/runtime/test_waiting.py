@@ -1,0 +1,112 @@
+"""How often a rank asks for what it waits for, by a clock that only sleeps move."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from gemsc.runtime.transport import waiting
+from gemsc.runtime.transport.waiting import Awaited, wait
+
+TURN = 1e-6  # seconds that a question takes
+
+
+class Clock:
+    """The time as `waiting` sees it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.sleeps: list[float] = []
+
+    def perf_counter(self) -> float:
+        self.now += TURN
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.sleeps.append(seconds)
+        self.now += seconds
+
+
+class Message:
+    """What comes after some seconds; counts how often it is asked for."""
+
+    def __init__(self, clock: Clock, seconds: float, *, is_lone: bool = True) -> None:
+        self.need = Awaited("message 3 from rank 1 to rank 0", (1,))
+        self.is_lone = is_lone
+        self.asked = 0
+        self._clock, self._due = clock, clock.now + seconds
+
+    def done(self) -> bool:
+        self.asked += 1
+        return self._clock.now >= self._due
+
+    @property
+    def late(self) -> float:
+        """The seconds since it has come."""
+        return self._clock.now - self._due
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    own = Clock()
+    time = SimpleNamespace(perf_counter=own.perf_counter, sleep=own.sleep)
+    monkeypatch.setattr(waiting, "time", time)
+    monkeypatch.setattr(waiting, "_lasted", {})
+    return own
+
+
+def waited(clock, seconds, **how):
+    message = Message(clock, seconds, **how)
+    wait(message)
+    return message
+
+
+def test_the_first_wait_sleeps_an_eighth_of_what_it_has_lasted(clock):
+    message = waited(clock, 0.15)
+    assert message.late <= waiting.LONGEST_SLEEP + 10 * TURN
+    assert max(clock.sleeps) == waiting.LONGEST_SLEEP
+
+
+def test_a_wait_like_an_earlier_one_asks_half_as_often_and_is_not_later(clock):
+    waited(clock, 0.15)
+    first = len(clock.sleeps)
+    second = waited(clock, 0.15)
+    assert 2 * (len(clock.sleeps) - first) < first
+    assert second.late <= waiting.LONGEST_SLEEP + 10 * TURN
+    assert max(clock.sleeps) == pytest.approx(waiting.KNOWN_SLEEP)
+
+
+def test_what_comes_early_is_seen_after_one_sleep_and_expected_early_from_then(clock):
+    waited(clock, 0.15)
+    assert waited(clock, 0.05).late <= waiting.KNOWN_SLEEP + 10 * TURN
+    assert waited(clock, 0.05).late <= waiting.LONGEST_SLEEP + 10 * TURN
+
+
+def test_one_long_wait_is_not_expected_again(clock):
+    for seconds in (0.05, 5.0, 0.05):
+        message = waited(clock, seconds)
+    assert message.late <= waiting.LONGEST_SLEEP + 10 * TURN
+
+
+def test_waits_that_get_longer_are_expected_longer(clock):
+    waited(clock, 0.01)
+    for _ in range(20):
+        waited(clock, 0.15)
+    first = len(clock.sleeps)
+    waited(clock, 0.15)
+    assert len(clock.sleeps) - first < 60
+
+
+def test_no_long_sleep_where_other_operations_need_its_turns(clock):
+    first, second = (waited(clock, 0.15, is_lone=False) for _ in range(2))
+    assert second.asked == first.asked
+    assert max(clock.sleeps) == waiting.LONGEST_SLEEP
+
+
+def test_other_waits_are_not_like_it(clock):
+    waited(clock, 0.15)
+    other = Message(clock, 0.01)
+    other.need = Awaited("message 4 from rank 1 to rank 0", (1,))
+    wait(other)
+    assert other.late <= waiting.LONGEST_SLEEP + 10 * TURN
