@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
+import torch
 import typer
 from torch import Tensor, nn
 
@@ -153,7 +154,7 @@ def _write_shards(output: Path, trained: Trained, most_bytes: int) -> list[str]:
     with _replaced_folder(output) as new:
         new.mkdir()
         count = write_shards(new, trained.table, trained.read, most_bytes)
-    return [f"{count} file{'s' * (count > 1)}, and {INDEX}"]
+    return [f"{count} file{'s' * (count > 1)}, and {INDEX}", *_pairs(trained)]
 
 
 @contextmanager
@@ -173,7 +174,7 @@ def _write(run: Path, output: Path, trained: Trained) -> list[str]:
         return _write_for_torch(output, trained)
     if output.suffix not in READERS:
         write_stream(output, trained.table, trained.read)
-        return []
+        return _pairs(trained)
     program = program_of(run)
     folder = import_folder(program)
     if folder is not None and Origin.read(folder).file.endswith(output.suffix):
@@ -188,6 +189,18 @@ def _write(run: Path, output: Path, trained: Trained) -> list[str]:
         help="give a name that ends in .safetensors or .onnx; if it was imported, "
         "the folder of its model.py has lost its import.toml",
     )
+
+
+def _pairs(trained: Trained) -> list[str]:
+    """Return a note of tensors that a safetensors file has as pairs of numbers."""
+    wide = [n for n, entry in trained.table.items() if entry.dtype is torch.complex128]
+    if not wide:
+        return []
+    what = f"'{wide[0]}'" + (f" and {len(wide) - 1} others" if len(wide) > 1 else "")
+    return [
+        f"safetensors has no complex128: {what} is there as pairs of float64, which "
+        "torch.view_as_complex takes"
+    ]
 
 
 def _write_for_torch(output: Path, trained: Trained) -> list[str]:

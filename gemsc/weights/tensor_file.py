@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from gemsc.weights.write import DTYPES, Entry, stored_name
+from gemsc.weights.write import DTYPES, PAIRS, Entry, stored_name
 
 LENGTH = 8  # bytes, of the number that a file begins with
 
@@ -44,11 +44,13 @@ class TensorFile:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(LENGTH), "little")
             header = json.loads(file.read(length))
-        header.pop("__metadata__", None)
+        metadata = header.pop("__metadata__", {})
         table = {
             name: Entry(DTYPES[found["dtype"]], tuple(found["shape"]))
             for name, found in header.items()
         }
+        for name in json.loads(metadata.get(PAIRS, "[]")):
+            table[name] = Entry(torch.complex128, table[name].shape[:-1])
         start = LENGTH + length
         places = {n: start + found["data_offsets"][0] for n, found in header.items()}
         return TensorFile(path, table, places)

@@ -23,6 +23,7 @@ from gemsc.errors import GemscError, InternalError
 
 ALIGNMENT = 8  # bytes, of what follows the table of a file
 METADATA = {"format": "pt"}  # Hugging Face's loaders look for it
+PAIRS = "complex128"  # metadata: which tensors of pairs of F64 are C128, no name there
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -33,6 +34,7 @@ DTYPES = {
     "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
     "C64": torch.complex64,
+    "C128": torch.complex128,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -89,14 +91,16 @@ def write_stream(
         OSError: it cannot be written.
     """
     order = sorted(table, key=lambda name: (-table[name].dtype.itemsize, name))
-    header: dict[str, object] = {"__metadata__": METADATA}
+    pairs = [name for name in order if table[name].dtype is torch.complex128]
+    metadata = METADATA | ({PAIRS: json.dumps(pairs)} if pairs else {})
+    header: dict[str, object] = {"__metadata__": metadata}
     end = 0
     for name in order:  # large elements first, so that all are aligned
         entry, start = table[name], end
         end += entry.bytes
         header[name] = {
-            "dtype": stored_name(name, entry.dtype),
-            "shape": entry.shape,
+            "dtype": "F64" if name in pairs else stored_name(name, entry.dtype),
+            "shape": (*entry.shape, 2) if name in pairs else entry.shape,
             "data_offsets": [start, end],
         }
     text = json.dumps(header).encode()
@@ -154,7 +158,7 @@ def write_shards(
 
 
 def stored_name(name: str, dtype: torch.dtype) -> str:
-    """Return what a safetensors file calls a dtype.
+    """Return what a safetensors file calls a dtype, or we for it.
 
     Raises:
         GemscError: it has no name; the message says that tensor `name` has it.
@@ -162,7 +166,7 @@ def stored_name(name: str, dtype: torch.dtype) -> str:
     if dtype not in _NAMES:
         raise GemscError(
             f"'{name}' is {dtype}: a safetensors file cannot hold that",
-            help="keep it in another dtype; a complex128 as two float64 numbers",
+            help="keep it in another dtype",
         )
     return _NAMES[dtype]
 
