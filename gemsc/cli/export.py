@@ -196,10 +196,11 @@ def _pairs(trained: Trained) -> list[str]:
     wide = [n for n, entry in trained.table.items() if entry.dtype is torch.complex128]
     if not wide:
         return []
-    what = f"'{wide[0]}'" + (f" and {len(wide) - 1} others" if len(wide) > 1 else "")
+    more = ", ..." if len(wide) > 3 else ""
+    what = ", ".join(f"'{name}'" for name in wide[:3]) + more
     return [
-        f"safetensors has no complex128: {what} is there as pairs of float64, which "
-        "torch.view_as_complex takes"
+        f"safetensors has no complex128: pairs of float64 stand for {what}; "
+        "torch.view_as_complex takes them"
     ]
 
 

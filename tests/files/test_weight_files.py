@@ -390,6 +390,41 @@ def test_a_program_that_has_not_run_gives_a_state_dict(
         assert torch.equal(net.embed.weight, state()["embed.weight"])
 
 
+TURNS = """
+import torch
+from torch import nn
+
+
+class Turn(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.by = nn.Parameter(torch.full((3,), 1 + 2j, dtype=torch.complex128))
+
+    def forward(self, x):
+        return (x * self.by).abs()
+
+
+model, loss = lambda: nn.Sequential(Turn(), Turn()), nn.MSELoss()
+
+
+def example_inputs():
+    return (torch.randn(4, 3, dtype=torch.float64),)
+
+
+def example_target():
+    return torch.zeros(4, 3, dtype=torch.float64)
+"""
+
+
+def test_complex128_is_exported_as_pairs(here: Path, gemsc: Gemsc) -> None:
+    (here / "turns.py").write_text(TURNS)
+    assert gemsc("compile", "turns.py", "--ranks", "1", "-o", "turns").code == 0
+    done = gemsc("export", "turns", "-o", "turns.safetensors")
+    assert "pairs of float64 stand for '0.by', '1.by';" in done.out + done.err
+    pairs = load_file("turns.safetensors")["1.by"]
+    assert torch.view_as_complex(pairs).tolist() == [1 + 2j] * 3
+
+
 LEARNS = """
     class Loss(nn.Module):
         def __init__(self):
