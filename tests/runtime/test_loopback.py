@@ -32,7 +32,7 @@ while os.environ["OMPI_COMM_WORLD_RANK"] == "0" and time.monotonic() < end:
     listed = subprocess.run(["ss", "-ltnpH"], capture_output=True, text=True).stdout
     own = [line for line in listed.splitlines() if f"pid={os.getppid()}," in line]
     addresses = [line.split()[3].rpartition(":")[0] for line in own]
-    if not {"0.0.0.0", "*", "[::]"} & set(addresses):
+    if addresses and not {"0.0.0.0", "*", "[::]"} & set(addresses):
         break
     time.sleep(0.02)
 else:
