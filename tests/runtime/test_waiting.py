@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from gemsc.runtime.transport import waiting
+from gemsc.runtime.transport import mpi_messages, waiting
 from gemsc.runtime.transport.waiting import Awaited, wait
 
 TURN = 1e-6  # seconds that a question takes
@@ -110,3 +110,18 @@ def test_other_waits_are_not_like_it(clock):
     other.need = Awaited("message 4 from rank 1 to rank 0", (1,))
     wait(other)
     assert other.late <= waiting.LONGEST_SLEEP + 10 * TURN
+
+
+def test_a_message_of_mpi_is_alone_until_an_operation_in_steps_is_open(clock):
+    turns, need = mpi_messages.InSteps(), Awaited("the sum 'all'", (0, 1))
+    message = mpi_messages.MessageRequest(None, turns, [], None, None, need)
+    other = mpi_messages.TestRequest(turns, None, need)
+    assert message.is_lone
+    assert other.is_lone
+    part = Message(clock, 1.0)
+    turns.add(mpi_messages.ChainedRequest(turns, need, [part]))
+    assert not message.is_lone
+    assert not other.is_lone
+    clock.now += 2.0
+    turns.take()
+    assert message.is_lone
