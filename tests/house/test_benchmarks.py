@@ -81,8 +81,8 @@ def test_a_ring_takes_less_memory_and_what_was_predicted():
     peaks = []
     for row in rows:
         tensors, error = (float(word.strip("%")) for word in row.split()[2:4])
-        # forward's locals are not predicted: here 12 KiB, the half that was dealt out
-        assert -6 < error < 2
+        # forward's locals are not predicted: here 12 KiB of what was dealt out
+        assert -5 < error < 2
         peaks.append(tensors)
     gathered, ring = peaks
     assert ring < gathered

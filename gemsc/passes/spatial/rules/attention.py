@@ -15,14 +15,13 @@ Source: all-gather attention of Llama Team, The Llama 3 Herd of Models, 2024, se
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import fx
 
-from gemsc.base.boxes import Box, Interval, shape_of
+from gemsc.base.boxes import Box, Interval
 from gemsc.ir import meta
 from gemsc.ir.operators.calls import Call
 from gemsc.ir.program import Barrier
@@ -182,23 +181,20 @@ class _Halves:
     def dealt(self) -> fx.Node:
         """Return the node of the queries that the rank attends for."""
         local = self.low.get(self.call["query"])
-        halves = self.rows[0], self.own[self.low.place][-2]
-        first, second = self._split(local.node, *shape_of(halves))
-        other = self._moved(second, self.own, self.dealt_out)
+        other = self._moved(local.node, self.held, self.dealt_out)
+        (start, stop), _ = self.rows
+        first = self._made("call_method", "narrow", local.node, 2, 0, stop - start)
         return self._made("call_function", torch.cat, (first, other), 2)
 
     def home(self, attended: fx.Node) -> Local:
         """Return what was found of the rank's own queries."""
-        first, other = self._split(attended, *shape_of(self.rows))
+        (start, stop), (begin, end) = self.rows
+        size = stop - start
+        first = self._made("call_method", "narrow", attended, 2, 0, size)
+        other = self._made("call_method", "narrow", attended, 2, size, end - begin)
         back = self._moved(other, self.dealt_out, self.own)
         both, make = ((first, back), 2), self.low.create
         return make(self.call.node, "call_function", torch.cat, both, {}, self.axes)
-
-    def _split(self, node: fx.Node, *sizes: int) -> list[fx.Node]:
-        """Return the nodes of the tokens before and after, of so many each."""
-        both = self._made("call_function", torch.split, node, sizes, 2)
-        get = "call_function", operator.getitem
-        return [self._made(*get, both, index) for index in range(len(sizes))]
 
     def _moved(
         self, node: fx.Node, held: tuple[Box, ...], wanted: tuple[Box, ...]
