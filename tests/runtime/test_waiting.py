@@ -112,6 +112,34 @@ def test_other_waits_are_not_like_it(clock):
     assert other.late <= waiting.LONGEST_SLEEP + 10 * TURN
 
 
+def test_a_wait_for_several_is_known_by_all_of_them(clock):
+    counts = []
+    for _ in range(2):
+        messages = Message(clock, 0.02), Message(clock, 0.15)
+        messages[0].need = Awaited("message 2 from rank 1 to rank 0", (1,))
+        clock.sleeps.clear()
+        wait(*messages)
+        counts.append(len(clock.sleeps))
+    assert 2 * counts[1] < counts[0]
+    assert messages[1].late <= waiting.LONGEST_SLEEP + 10 * TURN
+
+
+def test_no_long_sleep_once_data_has_moved(clock):
+    """A turn that takes longer has moved some: the next ones follow at once."""
+
+    class InPieces(Message):
+        def done(self):
+            if clock.now < 0.01:
+                clock.now += 2 * waiting.COPY_SECONDS
+            return super().done()
+
+    waited(clock, 0.15)
+    clock.now = 0.0
+    clock.sleeps.clear()
+    wait(InPieces(clock, 0.15))
+    assert max(clock.sleeps) == waiting.LONGEST_SLEEP
+
+
 def test_a_message_of_mpi_is_alone_until_an_operation_in_steps_is_open(clock):
     turns, need = mpi_messages.InSteps(), Awaited("the sum 'all'", (0, 1))
     message = mpi_messages.MessageRequest(None, turns, [], None, None, need)

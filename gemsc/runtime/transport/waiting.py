@@ -126,8 +126,10 @@ def wait(*requests: Request) -> None:
             if now - started < SPIN_SECONDS:
                 _yield_core()
             else:
-                if pause is None or len(pending) < len(pause.wait.pending):
+                if pause is None:
                     pause = _Pause(Wait(begin, pending))
+                elif len(pending) < len(pause.wait.pending):
+                    pause.look_at(Wait(begin, pending))
                 if now - checked > CHECK_SECONDS:
                     checked = now
                     for check in (*_checks,):
@@ -151,12 +153,16 @@ def waited_seconds() -> float:
 
 
 class _Pause:
-    """What a thread does between the questions for the same requests."""
+    """What a thread does between the questions for some requests."""
 
     def __init__(self, wait: Wait) -> None:
-        self.wait = wait
         self._thread = threading.get_ident()
-        self._need = (*wait.needs,)
+        self._need = (*wait.needs,)  # of all of them: as the wait is known
+        self.look_at(wait)
+
+    def look_at(self, wait: Wait) -> None:
+        """From now on, let it be for these requests."""
+        self.wait = wait
         self._longest = min(
             getattr(each, "longest_sleep", LONGEST_SLEEP) for each in wait.pending
         )
