@@ -104,9 +104,8 @@ def _write_loss(run: Path, output: Path | None, trained: Trained) -> list[str]:
     """
     names = [name.removeprefix(LOSS) for name in trained.loss]
     if output is None and names:
-        what = f"the loss has tensors of its own ({', '.join(names[:3])}"
-        more = ", ..." if len(names) > 3 else ""
-        return [f"{what}{more}), which are not in it: --loss FILE writes them"]
+        what = f"the loss has tensors of its own ({_first_names(names)})"
+        return [f"{what}, which are not in it: --loss FILE writes them"]
     if output is None:
         return []
     if not names:
@@ -196,12 +195,16 @@ def _pairs(trained: Trained) -> list[str]:
     wide = [n for n, entry in trained.table.items() if entry.dtype is torch.complex128]
     if not wide:
         return []
-    more = ", ..." if len(wide) > 3 else ""
-    what = ", ".join(f"'{name}'" for name in wide[:3]) + more
     return [
-        f"safetensors has no complex128: pairs of float64 stand for {what}; "
-        "torch.view_as_complex takes them"
+        "safetensors has no complex128: pairs of float64 stand for "
+        f"{_first_names(wide)}; torch.view_as_complex takes them"
     ]
+
+
+def _first_names(names: list[str]) -> str:
+    """Return the first names of tensors, for a message."""
+    more = ", ..." if len(names) > 3 else ""
+    return ", ".join(f"'{name}'" for name in names[:3]) + more
 
 
 def _write_for_torch(output: Path, trained: Trained) -> list[str]:

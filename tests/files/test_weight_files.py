@@ -469,7 +469,7 @@ def test_what_the_loss_has_learned_is_exported(here: Path, gemsc: Gemsc) -> None
         words = "export", str(run), "-o", "x.safetensors", *more
         done = gemsc(*words)
         assert done.code == 0, done.err
-        says = "the loss has tensors of its own (scale, count, one)"
+        says = "the loss has tensors of its own ('scale', 'count', 'one')"
         assert f"note: {says}, which are not in it: --loss FILE writes" in done.out
         Net().load_state_dict(load_file("x.safetensors"))
         done = gemsc(*words, "--loss", "loss.safetensors")

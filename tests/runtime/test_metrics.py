@@ -20,6 +20,7 @@ from gemsc.errors import GemscError, SourceLocation
 from gemsc.plan import Plan
 from gemsc.runtime.data.metrics import Metrics
 from gemsc.runtime.training.trainer import Trainer
+from gemsc.runtime.transport.local import LocalTransport
 from gemsc.verify.plain_run import PlainRun, RunSettings
 
 SIZE = 8
@@ -364,16 +365,20 @@ def test_a_loss_that_the_model_computes_cannot_leave_samples_out(
 
 
 class Learning(nn.Module):
-    """A loss with a weight for each column, one that is trained, and a count."""
+    """A loss with a weight for each column, one that is trained, one frozen, and one
+    that only evaluation adds."""
+
+    start = 1.5
 
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(0.5))
+        self.fixed = nn.Parameter(torch.tensor(self.start), requires_grad=False)
         self.register_buffer("columns", torch.arange(1.0, SIZE + 1))
         self.register_buffer("lowest", torch.zeros(()), persistent=False)
 
     def forward(self, output: Tensor, target: dict[str, Any]) -> Tensor:
-        error = (output - target["mask"].to(output)) ** 2 * self.columns
+        error = (output - target["mask"].to(output)) ** 2 * self.columns * self.fixed
         if self.training:
             return self.scale * error.mean() - self.scale.log()
         return self.scale * error.mean() + self.lowest
@@ -381,8 +386,20 @@ class Learning(nn.Module):
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, "rows of weights"])
 def test_a_loss_with_tensors_of_its_own_scores_all_samples(
-    layout: str, tmp_path: Path
+    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """What is not trained is as when it was compiled; the ranks send it once."""
+    sent: list[str] = []
+    gather = LocalTransport.all_gather_object
+
+    def watched(transport: LocalTransport, own: Any, *given: Any) -> Any:
+        if isinstance(own, list) and own and isinstance(own[0], tuple):
+            sent.extend(
+                f"{k} {part}" for k, part, *_ in own if str(k).endswith("fixed")
+            )
+        return gather(transport, own, *given)
+
+    monkeypatch.setattr(LocalTransport, "all_gather_object", watched)
     rows = {"ranks": 2, "data": 2, "micro_batches": 2, "shard": "weights"}
     options = {**LAYOUTS, "rows of weights": rows}[layout]
     names: dict[str, Any] = {
@@ -406,8 +423,13 @@ def test_a_loss_with_tensors_of_its_own_scores_all_samples(
         if trainer.transport.rank == 0:
             found.append(figures["loss"])
 
-    user, ranks = user_of(**names, on_epoch=on_epoch), options["ranks"]
+    class Other(Learning):
+        start = 0.0
+
+    names |= {"loss": Other, "on_epoch": on_epoch}
+    user, ranks = user_of(**names), options["ranks"]
     run(tmp_path, user, "--epochs", "2", ranks=ranks, dtype=torch.float64)
     sums = [sum(n * each["loss"] for n, each in found) for found in plain.evaluations]
     assert len({*sums}) == 2
     assert found == pytest.approx([total / 7 for total in sums], rel=1e-9)
+    assert len({*sent}) == len(sent) > 0

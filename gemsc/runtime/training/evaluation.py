@@ -41,6 +41,7 @@ class Evaluator:
     user: UserModel
     data: SharedData
     record: RunRecord
+    has_frozen: bool = field(default=False, init=False)  # what never changes, in loss
 
     def __post_init__(self) -> None:
         self.metrics = Metrics(self.user.make_metrics(), self.user.line_of("metrics"))
@@ -83,7 +84,8 @@ class Evaluator:
         mean_loss = Mean()
         self.metrics.reset()
         if isinstance(self.loss, nn.Module):
-            bring_up_to_date(self.loss, self.trainer)
+            bring_up_to_date(self.loss, self.trainer, frozen=not self.has_frozen)
+            self.has_frozen = True
         if self.windows is None:
             self._score_batches(mean_loss)
         else:
@@ -193,13 +195,21 @@ class Evaluator:
         return cast(target, dtype) if dtype is not None else target
 
 
-def bring_up_to_date(loss: nn.Module, trainer: Trainer) -> None:
-    """Give a loss, in evaluation, its tensors as the ranks have them; all call it."""
+def bring_up_to_date(loss: nn.Module, trainer: Trainer, *, frozen: bool) -> None:
+    """Give a loss, in evaluation, its tensors as the ranks have them; all call it.
+
+    With `frozen`, also parameters that are not trained.
+    """
     loss.eval()
-    if not (own := stage_tensors(loss)):
+    own = {
+        name: tensor
+        for name, tensor in stage_tensors(loss).items()
+        if frozen or tensor.requires_grad or not isinstance(tensor, nn.Parameter)
+    }
+    if not own:
         return
-    tensors = Holdings(trainer.worker).tensors({})
-    mine = {h.key: h for h in tensors if h.key.startswith(LOSS_KEY)}
+    keys = {f"{LOSS_KEY}{name}" for name in own}
+    mine = {h.key: h for h in Holdings(trainer.worker).tensors({}) if h.key in keys}
     gather, rank = trainer.transport.all_gather_object, trainer.transport.rank
     pieces = [*gather({key: held.piece for key, held in mine.items()})][:rank]
     sent = [
