@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
@@ -51,6 +51,19 @@ class _SavedPart:
     stays: Storages
     needs: Storages
     waits: Storages = field(default_factory=dict)
+
+    def as_sent(self, sent: Storages) -> _SavedPart:
+        """Return it with no more of a storage than is `sent`: of a view, the view."""
+
+        def least(storages: Storages) -> Storages:
+            return {key: min(n, sent.get(key, n)) for key, n in storages.items()}
+
+        return replace(
+            self,
+            stays=least(self.stays),
+            needs=least(self.needs),
+            waits=least(self.waits),
+        )
 
     @property
     def gradients(self) -> int:
@@ -189,7 +202,7 @@ def _under_way(moments: Sequence[_Moment], ends: _Ends) -> tuple[int, int]:
     departing = highest = first_highest = 0
     for moment in reversed(moments):
         part, gradients = moment.part, moment.gradients
-        uses = Counter(key for node in part.nodes for key in _saved([node]))
+        uses = Counter(key for node in part.nodes for key in saved_by([node]))
         for node in reversed(part.nodes):
             facts = meta.facts(node)
             needs = {key: n for key, n in moment.needs.items() if uses[key] > 0}
@@ -202,7 +215,7 @@ def _under_way(moments: Sequence[_Moment], ends: _Ends) -> tuple[int, int]:
             highest = max(highest, alive + more)
             first_highest = max(first_highest, alive + more + gradients)
             gradients += facts.trained_bytes - part.deferred
-            uses.subtract(_saved([node]).keys())
+            uses.subtract(saved_by([node]).keys())
             departing += ends.departing[node]
             for key in ends.freed[node]:
                 flowing.pop(key, None)
@@ -291,6 +304,7 @@ def _parts(
         if meta.needs_gradient(node):
             keys = [storage for storage, _ in facts.storages]
             received.update(dict.fromkeys(keys, facts.output_bytes))
+    sent = _sent(program, index)
     parts: list[_SavedPart] = []
     inside = {
         node: (segment.kind, nodes)
@@ -307,13 +321,27 @@ def _parts(
             continue
         parts += [_plain(each, split=split) for each in plain]
         plain = []
-        stays = _inputs(nodes) if kind == "recompute" else {}
-        parts.append(_SavedPart(kind, tuple(nodes), stays, _saved(nodes)))
-    return received, [*parts, *(_plain(each, split=split) for each in plain)]
+        stays = given_to(nodes) if kind == "recompute" else {}
+        parts.append(_SavedPart(kind, tuple(nodes), stays, saved_by(nodes)))
+    parts += [_plain(each, split=split) for each in plain]
+    return received, [part.as_sent(sent) for part in parts]
+
+
+def _sent(program: Program, index: int) -> Storages:
+    """Return what a stage has of the storages of which other ranks send it views."""
+    stages, row = program.require_stages(), program.require_placement().ranks[0]
+    here = (stage for stage in stages if row[stage.index] == row[index])
+    own = {node for stage in here for node in stage.nodes}
+    found: Counter[int] = Counter()
+    for node in flow(program, index, with_outputs=False).takes:
+        storages = meta.facts(node).storages
+        if len(storages) == 1 and node.op != "placeholder" and node not in own:
+            found[storages[0][0]] += meta.facts(node).output_bytes
+    return found
 
 
 def _plain(node: fx.Node, *, split: bool) -> _SavedPart:
-    saved, facts = _saved([node]), meta.facts(node)
+    saved, facts = saved_by([node]), meta.facts(node)
     waits: dict[int, int] = {}
     if split and facts.weight_bytes and facts.gradients:
         casts = dict.fromkeys(facts.casts, 0)
@@ -321,11 +349,12 @@ def _plain(node: fx.Node, *, split: bool) -> _SavedPart:
     return _SavedPart("plain", (node,), saved, saved, waits)
 
 
-def _saved(nodes: Iterable[fx.Node]) -> Storages:
+def saved_by(nodes: Iterable[fx.Node]) -> Storages:
+    """Return the storages that nodes save for their backward."""
     return {key: size for node in nodes for key, size in meta.facts(node).saved}
 
 
-def _inputs(nodes: Sequence[fx.Node]) -> Storages:
+def given_to(nodes: Sequence[fx.Node]) -> Storages:
     """Return the storages of what comes into a row of nodes."""
     return {
         key: size

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -15,11 +15,11 @@ from gemsc.base.units import show_bytes, show_enough_bytes
 from gemsc.costs.hardware import Device, Hardware
 from gemsc.errors import GemscError
 from gemsc.ir import meta
-from gemsc.ir.flow import external_inputs, owned_tensors
+from gemsc.ir.flow import owned_tensors
 from gemsc.ir.program import Block, Program, Segment, Stage
 from gemsc.ir.segments import frees_anything, may_recompute, segment_name
 from gemsc.options import CompileOptions
-from gemsc.planner.activations import seconds_again
+from gemsc.planner.activations import Storages, given_to, saved_by, seconds_again
 from gemsc.planner.layout import StageLayout
 from gemsc.planner.predict import schedule_task
 from gemsc.schedules import SCHEDULES, Policy, Task, Timeline, run, split_last_backwards
@@ -344,7 +344,7 @@ class MemoryFit:
 
         Those are left out that free no more than their blocks do one by one.
         """
-        saved = {block.index: _saved(block) for block in stage.blocks}
+        saved = {block.index: saved_by(block.nodes) for block in stage.blocks}
         users = Counter(key for storages in saved.values() for key in storages)
         alone: Counter[int] = Counter()  # what recomputing a block frees
         for block in stage.blocks if "offload" in self.kinds else ():
@@ -401,7 +401,7 @@ def _rows(program: Program, stage: Stage, length: int) -> Iterator[Sequence[Bloc
 
 
 def _freed(
-    row: Sequence[Block], saved: dict[int, dict[int, int]], users: Counter[int]
+    row: Sequence[Block], saved: Mapping[int, Storages], users: Counter[int]
 ) -> tuple[int, int]:
     """Return the bytes that only these blocks save, and those that are kept instead.
 
@@ -409,16 +409,8 @@ def _freed(
     """
     own = {key: size for block in row for key, size in saved[block.index].items()}
     uses = Counter(key for block in row for key in saved[block.index])
-    inputs = {
-        key: size
-        for node in external_inputs([n for block in row for n in block.nodes])
-        for key, size in meta.facts(node).storages
-    }
+    inputs = given_to([n for block in row for n in block.nodes])
     freed = sum(
         size for k, size in own.items() if uses[k] == users[k] and k not in inputs
     )
     return freed, sum(size for key, size in inputs.items() if not users[key])
-
-
-def _saved(block: Block) -> dict[int, int]:
-    return {key: size for node in block.nodes for key, size in meta.facts(node).saved}

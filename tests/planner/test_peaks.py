@@ -100,6 +100,25 @@ def test_layers_of_a_sequence_give_their_memory_back(tmp_path: Path) -> None:
     check(program, tmp_path, x)
 
 
+@pytest.mark.parametrize("placement", ["0,1,0", "0,1,1"])
+def test_of_a_view_the_next_rank_has_the_view(placement: str, tmp_path: Path) -> None:
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.enter, self.first = nn.Linear(256, 4), nn.Linear(4, 2048)
+            self.second = nn.Linear(2048, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            last = self.first(self.enter(x))[:, -1]
+            return self.second(last)
+
+    x = torch.randn(8, 64, 256)
+    options: dict[str, Any] = {"ranks": 2, "cuts": ("first", "second")}
+    options |= {"schedule": "gpipe", "placement": placement, "micro_batches": 2}
+    program = compile(Last(), (x[:4],), loss=mean, **options)
+    check(program, tmp_path, x)
+
+
 @pytest.mark.parametrize("given", [{}, {"device_memory": 4 * 2**20}], ids=["", "room"])
 @pytest.mark.parametrize("shard", ["gradients", "weights"])
 @pytest.mark.parametrize("frozen", [0, 6])
