@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from gemsc.base.units import show_bytes, show_enough_bytes
 from gemsc.costs.hardware import Device, Hardware
 from gemsc.errors import GemscError
-from gemsc.ir import meta
 from gemsc.ir.flow import owned_tensors
 from gemsc.ir.program import Block, Program, Segment, Stage
 from gemsc.ir.segments import frees_anything, may_recompute, segment_name
