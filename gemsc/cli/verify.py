@@ -13,9 +13,13 @@ from rich.table import Table
 
 from gemsc.base.files import write_text
 from gemsc.cli.terminal import Answer, Directory, console, gives_json, tell
-from gemsc.errors import GemscError
-from gemsc.plan import Plan
+from gemsc.codegen.read import read_ranks
+from gemsc.errors import GemscError, InternalError
+from gemsc.plan import Plan, rank_file
+from gemsc.planner.explain import task_of
 from gemsc.runtime.process.device import device_named
+from gemsc.runtime.training.program_directory import check_program
+from gemsc.schedules.check import prove
 from gemsc.verify.compare import Comparison
 from gemsc.verify.field.check import check_program_for_all_inputs
 from gemsc.verify.runs import OPTIONS, RunComparison, verify_run
@@ -77,6 +81,7 @@ def verify_command(
     if plan.only_dtype and plan.dtype in names and len(names) > 1:
         names = [plan.dtype]
         tell(f"only in {plan.dtype}: {plan.only_dtype}")
+    _prove(directory, plan)
     for line in _about(plan, names):
         tell(line)
     if run is not None:
@@ -106,6 +111,40 @@ def verify_command(
         _note_compared(directory)
     compared = {n: _as_data(results[n], *verdicts[n], DTYPES[n]) for n in names}
     return {"exact": code == 0, "steps": steps, "dtypes": compared}, code
+
+
+def _prove(directory: Path, plan: Plan) -> None:
+    """Prove that the ranks' files fit each other as they are now, edited or not.
+
+    What they add up is seen in the step that runs; so are variants of a program, and
+    files that do what only a rank can do.
+
+    Raises:
+        GemscError: ranks would wait for each other, or a message for its receive.
+    """
+    check_program(directory, plan.ranks)
+    if plan.variants:
+        return
+    names = [rank_file(rank) for rank in range(plan.copy_ranks)]
+    task = task_of(plan)
+    given: Any = {"groups": plan.members, "copies": plan.data, "sums": False}
+    try:
+        training, evaluation = read_ranks(
+            {name: (directory / name).read_text(encoding="utf-8") for name in names}
+        )
+        prove(evaluation, task.evaluation, **given)
+        if task.has_backward:
+            prove(training, task, **given)
+    except InternalError as error:
+        wrong = str(error).removeprefix("wrong program: ")
+        if error.__cause__ is not None:  # what was added looks at tensors, say
+            tell(f"note: not proved before it runs: {wrong}")
+            return
+        raise GemscError(
+            f"{directory} cannot run as its rank files are: {wrong}",
+            help="take back what was changed in them, or compile again: "
+            f"{plan.command} -o {directory}",
+        ) from None
 
 
 def _shown_steps(plan: Plan, steps: int) -> str:

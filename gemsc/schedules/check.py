@@ -35,6 +35,7 @@ from gemsc.schedules.check_sums import (
     branches_are_on_one_tile,
     each_gradient_is_reduced_once,
     parts_make_whole_weights,
+    steps_end_when_all_is_there,
     sums_are_in_order,
 )
 from gemsc.schedules.held import held_bytes
@@ -53,6 +54,7 @@ def prove(
     weights: Sequence[Collection[str]] = (),
     copies: int = 1,
     ordered: bool = True,
+    sums: bool = True,
 ) -> None:
     """Prove that what the ranks do, together, is one correct step.
 
@@ -64,6 +66,7 @@ def prove(
         weights: the parameters and buffers of each stage, if ranks hold parts of them.
         copies: data-parallel copies of these ranks.
         ordered: whether they say in which order their communication begins.
+        sums: whether it is known what they have to add up; if not, that is not proved.
 
     Raises:
         InternalError: the program is wrong; names stage, micro-batch and user's line.
@@ -84,7 +87,9 @@ def prove(
     handed_over_values_are_there(proof)
     branches_are_on_one_tile(proof)
     parts_make_whole_weights(proof)
-    each_gradient_is_reduced_once(proof)
+    if sums:
+        each_gradient_is_reduced_once(proof)
+    steps_end_when_all_is_there(proof)
     nothing_blocks(proof)
     sums_are_in_order(proof)
     if ordered:

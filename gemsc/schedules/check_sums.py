@@ -92,7 +92,6 @@ def each_gradient_is_reduced_once(proof: Proof) -> None:
                 times = f"{begun.count(group)} times"
                 text = f"rank {rank.rank} all-reduces '{group}' {times}"
                 raise proof.wrong_sum(group, text)
-        _ends(proof, rank, begun)
 
 
 def _reduces(
@@ -115,16 +114,18 @@ def _reduces(
             raise proof.wrong(action, text)
 
 
-def _ends(proof: Proof, rank: RankStep, begun: Sequence[str]) -> None:
-    """Make sure that a step ends when all is there."""
-    wanted = [End.UPDATED] if proof.task.has_backward else []
-    ends = [step for step in rank.steps if isinstance(step, End)]
-    if begun or End.REDUCED in ends:
-        wanted = [End.REDUCED, *wanted]
-    if ends != wanted or [*rank.steps[len(rank.steps) - len(ends) :]] != ends:
-        group = begun[0] if begun else next(iter(proof.shared), "")
-        text = f"rank {rank.rank} does not end its step with {' and '.join(wanted)}"
-        raise proof.wrong_sum(group, text)
+def steps_end_when_all_is_there(proof: Proof) -> None:
+    """Each rank waits for its sums, if it has any, and then updates."""
+    for rank in proof.ranks:
+        begun = [s.group for s in rank.steps if isinstance(s, AllReduce)]
+        wanted = [End.UPDATED] if proof.task.has_backward else []
+        ends = [step for step in rank.steps if isinstance(step, End)]
+        if begun or End.REDUCED in ends:
+            wanted = [End.REDUCED, *wanted]
+        if ends != wanted or [*rank.steps[len(rank.steps) - len(ends) :]] != ends:
+            group = begun[0] if begun else next(iter(proof.shared), "")
+            text = f"rank {rank.rank} does not end its step with {' and '.join(wanted)}"
+            raise proof.wrong_sum(group, text)
 
 
 def sums_are_in_order(proof: Proof) -> None:

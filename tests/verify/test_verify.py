@@ -120,12 +120,54 @@ def test_the_exit_code_asks_float64_to_be_exact(
         ),
     )
     monkeypatch.setattr(cli, "show_activations", lambda *given: None)
+    monkeypatch.setattr(cli, "_prove", lambda *given: None)
     ended = 0
     try:
         cli.verify_command(directory=Path("program"), as_json=False)
     except typer.Exit as raised:
         ended = raised.exit_code
     assert ended == code
+
+
+SEND = "    worker.send(X, m, x_2)  # to rank 1\n"
+FIRST = "    for m in range(NUM_MICRO_BATCHES):\n        forward_stage0(worker, m)\n"
+EDITS = [  # of the first rank's file: what was there, what is there now, what is said
+    (FIRST, "", "error: build cannot run as its rank files are: rank 0 does an"),
+    (SEND, "", "rank 1 receives what rank 0 does not send, x float32[2, 16], tag 0"),
+    ("    worker.update()\n", "", "rank 0 does not end its step with the update"),
+    (
+        SEND,
+        f"    print(x.shape)\n{SEND}",
+        "note: not proved before it runs: rank 0 fai",
+    ),
+    (SEND, f"    m += 0\n{SEND}", "error: it runs"),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "said"), EDITS)
+def test_the_files_are_proved_as_they_are_now(
+    old: str,
+    new: str,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def runs(*given: Any, **named: Any) -> None:
+        raise GemscError("it runs")
+
+    monkeypatch.chdir(tmp_path)
+    Path("model.py").write_text(MODEL)
+    schedule = "--schedule", "gpipe", "--micro-batches", 2, "--no-check"
+    compile_here("model.py", "--ranks", 2, *schedule, "-o", "build")
+    rank0 = Path("build/rank0.py")
+    text = rank0.read_text()
+    assert old in text
+    rank0.write_text(text.replace(old, new, 1))
+    monkeypatch.setattr(cli, "verify_program", runs)
+    outcome = gemsc_here(monkeypatch, capfd)("verify", "build")
+    assert said in outcome.out + outcome.err
+    assert ("it runs" in outcome.err) == ("cannot run" not in outcome.err)
 
 
 @pytest.mark.mpi
