@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from training_support import run, simple, user_of
 from gemsc.base.nests import Mean, as_loss
 from gemsc.errors import GemscError
 from gemsc.runtime.training.trainer import Trainer
+from gemsc.runtime.worker.finite import NotFiniteError
 from gemsc.runtime.worker.steps import Steps
 from gemsc.runtime.worker.updates import Updates
 from gemsc.verify.field.check import check_all_inputs
@@ -261,6 +263,22 @@ def test_a_step_without_terms_is_not_finite(tmp_path: Path) -> None:
     nothing = torch.full((4,), IGNORED)
     with pytest.raises(GemscError, match="the loss is not finite at step 1"):
         on_all(tmp_path, [(torch.randn(4, WIDTH), nothing)], 2)
+
+
+def test_after_a_loss_that_is_not_finite_terms_are_counted_anew(tmp_path: Path) -> None:
+    """A loop of the user's own catches what the step raises, and goes on."""
+    written(tmp_path, Net(simple), (X,), counted, TARGET, ranks=2, micro_batches=2)
+    ((x, target),) = batches(4, 1)
+
+    def work(trainer: Trainer, *inputs: Tensor) -> dict[str, Tensor]:
+        for each in inputs:
+            with suppress(NotFiniteError):
+                trainer.step((each,), target)
+        return {name: tensor.clone() for name, tensor in trainer.state_dict().items()}
+
+    found = on_ranks(tmp_path, 2, lambda trainer: work(trainer, x / 0, x))
+    wanted = on_ranks(tmp_path, 2, lambda trainer: work(trainer, x))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ class Plain:
         self.model = model
 
     def freeze(self, *paths: str, trains: bool = False) -> None:
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
             if any(f"{name}.".startswith(f"{path}.") for path in paths):
                 parameter.requires_grad_(trains)
 
@@ -61,12 +61,20 @@ def adam(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=0.05, weight_decay=0.1)
 
 
+def tied() -> Net:
+    """Return a model whose `c` has the weight of `a`."""
+    model = Net(simple)
+    model.c.weight = model.a.weight
+    return model
+
+
 LAYERS = Net(simple), (SIZE, WIDTH)
 WAYS: dict[str, tuple[nn.Module, tuple[int, ...], dict[str, Any]]] = {
     "deferred": (*LAYERS, {"schedule": "zb-h1"}),
     "mirrored": (*LAYERS, {"schedule": "bidirectional", "recompute": ("all",)}),
     "optimizer": (*LAYERS, {"ranks": 4, "data": 2, "shard": "optimizer"}),
     "shards": (*LAYERS, {"shards": (2,)}),
+    "tied": (tied(), (SIZE, WIDTH), {}),
     "tiles": (Pictures(), (SIZE, 2, 8, 8), {"tiles": ("2x1",)}),
 }
 
@@ -111,6 +119,22 @@ def test_it_is_as_in_one_process(way: str, tmp_path: Path, in_double: None) -> N
         optimizer.zero_grad()
     whole = model.state_dict()
     on_ranks(tmp_path, options.get("ranks", 2), compare, optimizer=adam)
+
+
+def test_what_was_added_up_goes_wherever_it_is_kept(tmp_path: Path) -> None:
+    def work(trainer: Trainer) -> dict[str, Tensor]:
+        trainer.step(x, -x)
+        trainer.freeze("a")
+        trainer.step(x, x)
+        return trainer.state_dict()
+
+    x, model = torch.randn(8, WIDTH), Net(simple)
+    for shard in "off", "gradients":
+        options: dict[str, Any] = {"ranks": 2, "data": 2, "micro_batches": 1}
+        written(tmp_path / shard, model, (x[:4],), target=x[:4], shard=shard, **options)
+        for found in on_ranks(tmp_path / shard, 2, work, optimizer=adam, accumulate=2):
+            assert torch.equal(found["a.weight"], model.a.weight), shard
+            assert not torch.equal(found["b.weight"], model.b.weight), shard
 
 
 @pytest.mark.slow

@@ -163,6 +163,23 @@ def test_of_accumulated_steps_a_bad_one_takes_all(tmp_path: Path) -> None:
     assert on_ranks(tmp_path, 2, work, **options) == [True, True]
 
 
+def test_a_good_step_after_a_bad_one_keeps_its_statistics(tmp_path: Path) -> None:
+    """Nothing is wrong with it, though its update is left out."""
+    program(tmp_path)
+
+    def work(trainer: Trainer, *batches: Any) -> dict[str, Tensor]:
+        for each in batches:
+            trainer.step(*each)
+        assert trainer.worker.problem is None
+        return {n: t.clone() for n, t in trainer.stages.tensors().items()}
+
+    options: Any = {"on_nonfinite": "skip", "optimizer": adam}
+    bad = batch(bad=0), batch()
+    found = on_ranks(tmp_path, 2, lambda t: work(t, *bad), accumulate=2, **options)
+    wanted = on_ranks(tmp_path, 2, lambda t: work(t, batch()), accumulate=2, **options)
+    assert all(map(is_same, found, wanted))
+
+
 def test_with_a_warning_training_goes_on(tmp_path: Path) -> None:
     program(tmp_path)
 

@@ -6,6 +6,7 @@ import gc
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -102,6 +103,31 @@ def test_what_is_written_in_between_is_another_value() -> None:
     (first.sum() + second.sum()).backward()
     value = x.detach()
     assert torch.allclose(x.grad, value + 4 * value)
+
+
+@pytest.mark.parametrize("kind", [nn.GRUCell, nn.LSTMCell])
+def test_parts_that_are_written_apart_are_other_values(kind: Any) -> None:
+    """Gates are parts of one storage; each is written in place, and then saved."""
+    cell = kind(8, 8).double()
+    x = torch.randn(5, 4, 8, dtype=torch.float64, requires_grad=True)
+
+    def compute() -> Tensor:
+        h = x.new_zeros(4, 8)
+        state = (h, h) if kind is nn.LSTMCell else h
+        for part in x:
+            state = cell(part, state)
+        return (state[0] if kind is nn.LSTMCell else state).square().sum()
+
+    store = CountingStore()
+    with OffloadedRun(lambda: store, cell), offloaded():
+        y = compute()
+    leaves = [x, *cell.parameters()]
+    expected = torch.autograd.grad(compute(), leaves)
+    for mine, theirs in zip(torch.autograd.grad(y, leaves), expected, strict=True):
+        assert torch.equal(mine, theirs)
+    gates, gate = cell.bias_hh.numel() * 4 * 8, 4 * 8 * 8
+    assert store.sizes.count(gates) == 5  # of each step once, its other gates alone
+    assert {*store.sizes} == {x.nbytes, gates, gate}
 
 
 def test_lazy_conjugates_and_negatives_come_back_as_they_were() -> None:

@@ -218,6 +218,35 @@ def test_groups_schedulers_and_waiting_gradients_go_along(tmp_path: Path) -> Non
     assert off(weights_in(tmp_path / "stops"), expected) == 0
 
 
+def test_a_scheduler_goes_on_where_a_group_has_no_parameters(tmp_path: Path) -> None:
+    """Of each group it has a first rate; of rates that change, a Counter of steps."""
+
+    def by_layer(named: Any) -> torch.optim.Optimizer:
+        pairs = [*named]
+        first = [pair for pair in pairs if pair[0].startswith("a.")]
+        rest = [pair for pair in pairs if not pair[0].startswith("a.")]
+        groups = [{"params": first, "lr": 0.05}, {"params": rest}]
+        return torch.optim.SGD(groups, lr=0.01)
+
+    def warm(optimizer: torch.optim.Optimizer) -> Any:
+        of_groups = [lambda step: 0.9**step, lambda step: 1.0]
+        rates = torch.optim.lr_scheduler.LambdaLR(optimizer, of_groups)
+        steps = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4], 0.5)
+        return torch.optim.lr_scheduler.ChainedScheduler([rates, steps])
+
+    given = {"optimizer": by_layer, "scheduler": warm, "dtype": None}
+    batches = [batch_of((X + i, X), 4) for i in range(6)]
+    for ranks in 2, 3:
+        written(tmp_path / f"on {ranks}", Net(simple), micro_batches=4, ranks=ranks)
+    for name, count in ("straight", 6), ("saved", 2):
+        for first in range(0, 6, count):
+            ranks = 3 if first == 2 else 2
+            place, part = tmp_path / f"on {ranks}", batches[first : first + count]
+            go_on(place, ranks, tmp_path / name, part, resume=first > 0, **given)
+    found, expected = (weights_in(tmp_path / name) for name in ("saved", "straight"))
+    assert off(found, expected) == 0
+
+
 def test_what_an_optimizer_keeps_of_rows_and_columns_belongs_to_its_ranks(
     tmp_path: Path,
 ) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -58,6 +60,13 @@ def test_a_scheduler_takes_its_own_state(name: str) -> None:
     for group in optimizer.param_groups:
         theirs = {k: v for k, v in group.items() if k != "params"}
         check_alike(None, fresh.param_groups[0], theirs, is_same=True)
+
+
+def test_a_deque_keeps_how_many_it_holds() -> None:
+    losses = deque([0.3, 0.2], maxlen=2)
+    again = decode(json.loads(json.dumps(encode(losses, str, "it"))), torch.tensor)
+    again.append(0.1)
+    assert again == deque([0.2, 0.1])
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,8 @@ class SavedOptimizer:
     ) -> list[Source]:
         """Return from which saved group, of which rank, each group takes its values.
 
-        A group that was saved on the same rank with the same parameters is that one;
+        A group that was saved on the same rank with the same parameters is that one.
+        One without parameters here is that of its number on the first rank that has it.
         None is a group with a first parameter that was not saved.
         """
         own = self.ranks[rank]["groups"] if rank < len(self.ranks) else []
@@ -149,8 +150,12 @@ class SavedOptimizer:
             names = [slot.name for slot in slots if slot.group == number]
             if number < len(own) and own[number]["names"] == names:
                 found.append((rank, number))
+            elif names:
+                found.append(self._group_of.get(names[0]))
             else:
-                found.append(self._group_of.get(names[0]) if names else None)
+                counts = [len(saved["groups"]) for saved in self.ranks]
+                having = (r for r, groups in enumerate(counts) if number < groups)
+                found.append(next(((r, number) for r in having), None))
         return found
 
     def state(
@@ -254,10 +259,11 @@ def _merged(
     """Put together the lists of one value for each of the groups that ranks saved."""
     state = states[base]
     if isinstance(state, dict):
-        return {
+        merged = {
             key: _merged({r: s[key] for r, s in states.items()}, base, places, groups)
             for key in state
         }
+        return type(state)(merged)  # a Counter of MultiStepLR, for example
     if not isinstance(state, list):
         return state
     if any(isinstance(each, dict) for each in state):  # schedulers in a scheduler

@@ -32,6 +32,7 @@ from gemsc.weights.write import DTYPES as STORED_DTYPES
 
 SMALL = 16  # elements of a tensor that stands in the text
 KIND, OF = "$", "of"
+BOUNDED = "bounded deque"
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -51,6 +52,7 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
     "complex": lambda parts: complex(*parts),
     "dtype": DTYPES.__getitem__,
     **LISTS,
+    BOUNDED: lambda pair: deque(*pair),
     "Counter": lambda pairs: Counter(dict(pairs)),
     "OrderedDict": OrderedDict,
     "dict": dict,
@@ -81,7 +83,9 @@ def encode(value: Any, put: Put, what: str) -> Any:
             return [encode(each, put, what) for each in value]
         case tuple() | set() | deque():
             kind = next(k for k, cls in LISTS.items() if isinstance(value, cls))
-            return _kind(kind, [encode(each, put, what) for each in value])
+            of = [encode(each, put, what) for each in value]
+            most = getattr(value, "maxlen", None)
+            return _kind(kind, of) if most is None else _kind(BOUNDED, [of, most])
         case Mapping():
             return _mapping(value, put, what)
     raise GemscError(

@@ -27,7 +27,8 @@ from weakref import ReferenceType, finalize, ref
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.autograd.graph import increment_version, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gemsc.runtime.memory.meter import active_meter
@@ -235,11 +236,11 @@ class _OffloadedPart:
         return self._moved_out(tensor)
 
     def _moved_out(self, tensor: Tensor) -> _Packed | Tensor:
-        moved = self._pack(tensor)
-        if moved is None:
+        if (found := self._pack(tensor)) is None:
             return tensor.detach()
+        moved, view = found
         self._moved.append(ref(moved))
-        return _Packed(self, moved, tensor)
+        return _Packed(self, moved, view)
 
     def fetch(self) -> None:
         """Start to bring all of it back."""
@@ -277,7 +278,7 @@ class OffloadedRun:
         self._make_store = store
         self._stage = stage
         self._staying = staying
-        self._known: dict[tuple[int, int], ReferenceType[_Moved]] = {}
+        self._known: dict[tuple[int, int], tuple[ReferenceType[_Moved], Tensor]] = {}
         self._last: _OffloadedPart | None = None
 
     def __enter__(self) -> OffloadedRun:
@@ -306,22 +307,31 @@ class OffloadedRun:
         self._last = _OffloadedPart(self, self._last)
         return self._last
 
-    def pack(self, tensor: Tensor) -> _Moved | None:
-        """Return the storage of a tensor, moved; None if it must stay.
+    def pack(self, tensor: Tensor) -> tuple[_Moved, Tensor] | None:
+        """Return what has moved for a tensor, and its view there; None if it must stay.
 
         A storage that is saved twice moves once. What has been written in between, as
-        the version tells, is another value.
+        the version tells, is another value. Tensors that share a storage and count
+        their versions apart (`unsafe_chunk`, in a GRU) may have been written one after
+        the other: after the first of them each moves alone.
         """
         storage = tensor.untyped_storage()
         if storage._cdata in self._own:
             return None
         key = (storage._cdata, tensor._version)
-        known = self._known[key]() if key in self._known else None
-        if known is not None and not known.original.expired():  # type: ignore[no-untyped-call]
-            return known
+        if key in self._known:
+            reference, counter = self._known[key]
+            known = reference()
+            if known is not None and not known.original.expired():  # type: ignore[no-untyped-call]
+                if _counts_versions_of(counter, tensor):
+                    return known, tensor
+                alone = tensor.detach().clone()
+                return _Moved(alone.untyped_storage(), self._store), alone
         moved = _Moved(storage, self._store)
-        self._known[key] = ref(moved)
-        return moved
+        counter = tensor.detach()
+        counter.data = tensor.new_empty(0)  # without the memory
+        self._known[key] = ref(moved), counter
+        return moved, tensor
 
     def prefetch(self) -> None:
         """Start to bring the last part back: the backward begins."""
@@ -332,3 +342,11 @@ class OffloadedRun:
 
 def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _counts_versions_of(counter: Tensor, tensor: Tensor) -> bool:
+    """Whether what is written to a tensor gives the other one a new version, too."""
+    with _unsafe_preserve_version_counter(tensor):
+        before = counter._version
+        increment_version(tensor)
+        return counter._version != before

@@ -105,7 +105,8 @@ class Trainer:
             seed=seed,
             float_dtype=dtype,
         )
-        self._freezing = Freezing(self.program, self.stages, transport)
+        in_parts = self.worker.updates.gradients_in_parts
+        self._freezing = Freezing(self.program, self.stages, transport, in_parts)
         self.worker.updates.make_optimizer(optimizer, scheduler)
         check_planned_phases(plan, phases, accumulate)
         self.phases = tuple(phases)

@@ -82,6 +82,13 @@ class Stages(dict[Run, nn.Module]):
         return {n: p for each in self.values() for n, p in each.named_parameters()}
 
     @cached_property
+    def all_names(self) -> dict[str, str]:
+        """The names that parameters have, each with that in `parameters`."""
+        known = {id(p): name for name, p in self.parameters.items()}
+        every = (s.named_parameters(remove_duplicate=False) for s in self.values())
+        return {name: known[id(p)] for named in every for name, p in named}
+
+    @cached_property
     def in_several(self) -> set[str]:
         """The names of parameters that different stages of this rank share."""
         pairs = {
@@ -210,14 +217,23 @@ class Stages(dict[Run, nn.Module]):
 
 
 class Freezing:
-    """Which parameters are frozen at the moment; `names` are those of all ranks."""
+    """Which parameters are frozen at the moment; `names` are those of all ranks.
+
+    Of parameters whose gradients are kept in parts, `in_parts` are this rank's rows.
+    """
 
     def __init__(
-        self, program: RankProgram, stages: Stages, transport: Transport
+        self,
+        program: RankProgram,
+        stages: Stages,
+        transport: Transport,
+        in_parts: Mapping[str, tuple[str, nn.Parameter]],
     ) -> None:
         self._program = program
         self._named = stages.parameters
+        self._all_names = stages.all_names
         self._transport = transport
+        self._in_parts = in_parts
         self._never = {n for n, p in self._named.items() if not p.requires_grad}
         self.names: set[str] = set()
 
@@ -232,13 +248,13 @@ class Freezing:
                 "parameters cannot be frozen in a program with --branches",
                 help="compile without --branches, or with requires_grad=False",
             )
-        mine = [*self._named], [*self._never]
+        mine = self._all_names, [*self._never]
         everyone = self._transport.all_gather_object(mine)
-        names = {name for theirs, _ in everyone for name in theirs}
+        names = {n: name for theirs, _ in everyone for n, name in theirs.items()}
         never = {name for _, theirs in everyone for name in theirs}
         found: set[str] = set()
         for path in paths:
-            under = {n for n in names if n == path or n.startswith(f"{path}.")}
+            under = {names[n] for n in names if n == path or n.startswith(f"{path}.")}
             if not under:
                 raise _unknown(path, names)
             found |= under
@@ -259,6 +275,8 @@ class Freezing:
                 parameter.requires_grad_(name not in self.names)
             if name in self.names:
                 parameter.grad = None
+                if name in self._in_parts:
+                    self._in_parts[name][1].grad = None
 
 
 def _unknown(path: str, names: Iterable[str]) -> GemscError:

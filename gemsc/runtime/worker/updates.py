@@ -288,6 +288,7 @@ class Updates:
         self._own.drop_gradients()
         for parameter in self._stages.parameters.values():
             parameter.grad = None
+        self.is_spoilt, self.terms = False, 0.0
 
     @property
     def weights_in_parts(self) -> Mapping[str, nn.Parameter]:

@@ -341,7 +341,6 @@ class Worker:
         else:
             self.status.enter("optimizer step")
             updates.apply(updates.terms if self.steps.mean.counted else None)
-        updates.is_spoilt, updates.terms = False, 0.0
 
     def sum_up(self, *numbers: float) -> list[float]:
         """Return the sums of some numbers over all ranks.
@@ -376,6 +375,7 @@ class Worker:
     def _look_for_problem(self) -> None:
         """Add up the losses; find out whether they and all gradients are finite."""
         steps, scaler = self.steps, self.updates.scaler
+        was_spoilt = self.updates.is_spoilt  # by the gradients of a step before it
         is_wrong = steps.is_update and not self.updates.is_finite()
         self.status.enter("sum of the losses")
         *sums, num_wrong = self.sum_up(*steps.own_mean().sums, is_wrong)
@@ -385,7 +385,7 @@ class Worker:
         if scaler is not None and steps.is_update and is_finite:
             self.updates.is_spoilt |= bool(num_wrong)
             num_wrong *= not scaler.take(is_overflow=bool(num_wrong))
-        if is_finite and not num_wrong:
+        if is_finite and (was_spoilt or not num_wrong):
             return
         problem = self._problem(is_wrong=is_wrong)
         self.problem = self.problem or problem
