@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 from collections import deque
@@ -11,11 +12,13 @@ from pathlib import Path
 from types import CellType, FunctionType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from gemsc.errors import GemscError, is_users
 
+_WITH_A_STATE = (random.Random, np.random.Generator, np.random.RandomState)
 _WITHOUT_NUMBERS = (str, bytes, torch.Tensor, ModuleType)
 _NO_NUMBERS = frozenset({"training", "_modules", "_parameters", "_buffers"})
 _MOST_ITEMS = 1000  # of a list or a dict: a longer one holds data
@@ -23,11 +26,11 @@ _MOST_ITEMS = 1000  # of a list or a dict: a longer one holds data
 
 def reject_counters(*states: Mapping[str, object]) -> None:
     """Refuse numbers that change at each call; `states` are before, after 1 and 2."""
-    for name, value in states[0].items():
-        values = [state.get(name, value) for state in states]
+    for name in states[-1]:
+        values = [state.get(name) for state in states]  # None: made by a later call
         before, once, twice = values
         if before != once != twice:
-            is_number = isinstance(value, Number)  # or a generator's state
+            is_number = isinstance(twice, Number)  # or a generator's state
             shown = f": {', '.join(map(str, values))}" if is_number else ""
             raise GemscError(
                 f"forward changes {name} at each call{shown}",
@@ -40,7 +43,7 @@ def numbers_in(owner: Any, *kinds: type) -> dict[str, object]:
     """Return the numbers that a module or a loss can see, or what is of other `kinds`.
 
     They may be in lists, dicts, objects and the user's classes, in variables that
-    functions of the user refer to, and in Python's generators of random numbers.
+    functions of the user refer to, and in generators of random numbers.
     """
     is_module = isinstance(owner, nn.Module)
     modules = owner.named_modules() if is_module else [("", owner)]
@@ -51,8 +54,8 @@ def numbers_in(owner: Any, *kinds: type) -> dict[str, object]:
         name, value = way.popleft()
         if isinstance(value, (Number, *kinds)):
             found.setdefault(name, value)  # an object's comes before its class's
-        elif isinstance(value, random.Random):
-            found.setdefault(name, value.getstate())
+        elif isinstance(value, _WITH_A_STATE):
+            found.setdefault(name, pickle.dumps(value))
         elif not isinstance(value, _WITHOUT_NUMBERS) and id(value) not in seen:
             seen.add(id(value))
             way.extend(_items(name, value))

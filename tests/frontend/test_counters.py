@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from record_support import Model, X, checked, mean
 from torch import nn
@@ -45,6 +46,11 @@ def _in_an_object(self: Any) -> int:
 
 def _drawn(self: Any) -> int:
     return int(self.generator.random() > 1)
+
+
+def _in_what_it_makes(self: Any) -> int:
+    self.made = getattr(self, "made", 0) + 1
+    return self.made
 
 
 def _in_a_closure() -> Callable[[Any], int]:
@@ -87,7 +93,9 @@ def _plain(self: Any) -> int:
         (_in_its_class, {}, r"self\.counter"),
         (_in_the_file, {}, r"COUNTED\[0\]"),
         (_in_a_closure(), {}, "count at each call"),
+        (_in_what_it_makes, {}, r"self\.made at each call: None, 1, 2"),
         (_drawn, {"generator": random.Random(0)}, r"self\.generator at each call"),
+        (_drawn, {"generator": np.random.default_rng(0)}, r"self\.generator at"),
     ],
 )
 def test_a_counter_that_the_graph_does_not_show_is_refused(
