@@ -100,14 +100,15 @@ def cast_module(
 ) -> None:
     """Do what `module.to(dtype)` does, but keep complex tensors complex.
 
-    The tensors named in `kept` stay as they are.
+    The tensors named in `kept` stay as they are, and one under two names stays one.
     """
     named = dict([*module.named_parameters(), *module.named_buffers()])
-    staying = {id(named[name]) for name in kept}
+    done = {id(named[name]): named[name] for name in kept}
 
     def convert(tensor: Tensor) -> Tensor:
-        stays = id(tensor) in staying
-        return tensor if stays else tensor.to(within(tensor.dtype, dtype))
+        if id(tensor) not in done:
+            done[id(tensor)] = tensor.to(within(tensor.dtype, dtype))
+        return done[id(tensor)]
 
     module._apply(convert)  # type: ignore[no-untyped-call]
 

@@ -79,16 +79,6 @@ def deep_copy(objects: Any, memo: dict[int, Any] | None = None) -> Any:
         ) from error
 
 
-def numbers_in(model: nn.Module, *kinds: type) -> dict[str, object]:
-    """Return the attributes of modules that are numbers, or of other `kinds`."""
-    return {
-        f"{path}.{name}".lstrip("."): value
-        for path, module in model.named_modules()
-        for name, value in vars(module).items()
-        if isinstance(value, (int, float, complex, *kinds)) and name != "training"
-    }
-
-
 def detached(value: Any) -> Any:
     """Return a nest with tensors of its own that require gradients as these do."""
 

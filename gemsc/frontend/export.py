@@ -25,10 +25,13 @@ from gemsc.base.nests import (
     normalize_inputs,
     tensor_leaves,
 )
+from gemsc.base.plain_forward import plain_forward
 from gemsc.base.rng import preserve_rng
 from gemsc.errors import GemscError
-from gemsc.frontend.eager import set_training
+from gemsc.frontend.counters import numbers_in, reject_counters
+from gemsc.frontend.eager import detached, failures, set_training
 from gemsc.frontend.fake_copy import LOSS, fake_input, reject_unsupported
+from gemsc.frontend.runs import other_generators
 from gemsc.frontend.user_code import failing_line, printed_line
 from gemsc.frontend.values import (
     Returned,
@@ -78,6 +81,7 @@ def export(
     given = normalize_inputs(inputs)
     reject_unsupported(model)
     with preserve_rng():
+        _call_twice(_Wrapper(model, loss, training, given, target))
         wrapper = _Wrapper(model, loss, training, given, target)
         traced = _export(wrapper)
     writer = _Writer(traced, frozenset(_tensor_names(model, loss)))
@@ -132,6 +136,21 @@ class _Wrapper(nn.Module):
             return outputs
         loss = call_loss(self.loss, output, values["target"])
         return (as_loss(loss), *outputs)
+
+
+def _call_twice(wrapper: _Wrapper) -> None:
+    """Refuse a forward that counts its calls, or draws what torch does not know."""
+
+    def seen() -> dict[str, object]:
+        own = numbers_in(wrapper.get_submodule(_MODEL)) | numbers_in(wrapper.loss)
+        return {**own, "the random numbers of Python or NumPy": other_generators()}
+
+    states = [seen()]
+    with failures("the model fails", _call_twice.__code__), plain_forward():
+        for _ in range(2):
+            wrapper(*(detached(tensor) for _, tensor in wrapper.leaves))
+            states.append(seen())
+    reject_counters(*states)
 
 
 def _export(wrapper: _Wrapper) -> fx.GraphModule:

@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gemsc.base.nests import dense_leaves, map_tensors, named_tuple, tensor_leaves
 from gemsc.base.rng import torch_state
 from gemsc.costs.operators import draws, runs_a_kernel, work_of
-from gemsc.frontend.eager import detached, numbers_in
+from gemsc.frontend.counters import numbers_in
+from gemsc.frontend.eager import detached
 from gemsc.ir.meta import TensorSpec
 from gemsc.ir.opaque import Given, OpaqueCall, givens, what_is_taken
 from gemsc.ir.work import Work
@@ -318,7 +319,7 @@ def _refuse_counters(before: dict[str, object], after: dict[str, object]) -> Non
     """Refuse numbers that later calls change, too: each rank would count its own."""
     for name, number in after.items():
         if before.get(name) != number:
-            raise _UnfitError(f"forward changes self.{name} at each call")
+            raise _UnfitError(f"forward changes {name} at each call")
 
 
 def _numbers(module: nn.Module) -> dict[str, object]:

@@ -29,7 +29,8 @@ from gemsc.base.nests import (
 )
 from gemsc.base.rng import preserve_rng
 from gemsc.errors import GemscError, SourceLocation
-from gemsc.frontend.eager import in_mode, numbers_in, set_training
+from gemsc.frontend.counters import numbers_in, reject_counters
+from gemsc.frontend.eager import in_mode, set_training
 from gemsc.frontend.fake_copy import (
     FakeCopy,
     copy_on_fakes,
@@ -43,7 +44,6 @@ from gemsc.frontend.runs import (
     drawn,
     mark_dtypes,
     other_generators,
-    reject_counters,
 )
 from gemsc.frontend.tracer import Tracer, TracerFakeMode
 from gemsc.frontend.user_code import is_user_file
@@ -137,12 +137,12 @@ def record(
 def _trace_twice(request: _Request) -> _Trace:
     fake = TracerFakeMode()
     copied = _copy(request, fake)
-    numbers = [numbers_in(request.model)]
+    numbers = [numbers_in(request.model) | numbers_in(request.loss)]
     with _no_random_numbers(request):
         first = _trace(request, copied, fake)
-    numbers.append(numbers_in(copied.model))
+    numbers.append(numbers_in(copied.model) | numbers_in(copied.loss))
     second = _trace(request, copied, fake, earlier=first.writer)
-    numbers.append(numbers_in(copied.model))
+    numbers.append(numbers_in(copied.model) | numbers_in(copied.loss))
     check_same(first.writer, second.writer, request.training)
     reject_counters(*numbers)
     return first

@@ -80,20 +80,6 @@ def _reject_difference(at: SourceLocation | None) -> None:
     )
 
 
-def reject_counters(*states: dict[str, object]) -> None:
-    """Refuse numbers that change at each call; `states` are before, after 1 and 2."""
-    for name, value in states[0].items():
-        values = [state.get(name, value) for state in states]
-        before, once, twice = values
-        if before != once != twice:
-            raise GemscError(
-                f"forward changes self.{name} at each call: "
-                f"{', '.join(map(str, values))}",
-                help="keep it in a buffer: "
-                f'self.register_buffer("{name.split(".")[-1]}", torch.tensor(...))',
-            )
-
-
 class _DifferentError(Exception):
     """The two graphs differ in more than dtypes."""
 

@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.nn import functional
 
 from gemsc.ir import meta
 from gemsc.ir.operators.calls import call_of
 from gemsc.ir.operators.table import operator_of
+from gemsc.ir.program import Program
 
 _OPERATORS: dict[Any, Any] = {
     operator.iadd: operator.add,
@@ -98,6 +99,24 @@ def mutated_state(node: fx.Node, module: torch.nn.Module) -> tuple[str, ...]:
                 found.append(str(each.target))
             way += [n for n in each.all_input_nodes if owned & memory(n)]
     return tuple(dict.fromkeys(found))
+
+
+def read_statistics(node: fx.Node, program: Program) -> dict[str, str]:
+    """Return the statistics that layers update, and that a node itself reads.
+
+    They are given by the layers.
+    """
+    found: dict[str, str] = {}
+    for source in node.all_input_nodes:
+        path, _, name = str(source.target).rpartition(".")
+        if source.op == "get_attr" and path not in program.frozen:
+            layer = program.module.get_submodule(path)
+            is_norm = isinstance(layer, nn.modules.batchnorm._NormBase)
+            if is_norm and name in layer._buffers:
+                calls = (n for n in program.graph.nodes if n.op == "call_module")
+                if any(call.target == path for call in calls):
+                    found[path] = f"{path}.{name}"
+    return found
 
 
 def elements(node: fx.Node) -> list[fx.Node]:

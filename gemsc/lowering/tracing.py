@@ -28,6 +28,7 @@ from gemsc.ir.opaque import Opaque, opaques
 from gemsc.ir.program import Program
 from gemsc.passes.annotate import Annotate
 from gemsc.passes.canonicalize import Canonicalize
+from gemsc.passes.checks.shared_memory import check_shared_memory
 from gemsc.passes.constants.causal_masks import CausalMasks
 from gemsc.passes.detect_skips import DetectSkips
 from gemsc.passes.follow_stages import (
@@ -144,6 +145,7 @@ def _recorded(
 ) -> Program:
     """Return a graph whose constants have names of their own among these."""
     program = record(*given, **how)
+    check_shared_memory(program)
     if constants is not None:
         name_constants(program.module, constants)
     return program

@@ -18,6 +18,7 @@ from torch import fx
 
 from gemsc.ir import meta
 from gemsc.ir.flow import layer_path, shared_path, unique_names
+from gemsc.ir.mutation import read_statistics
 from gemsc.ir.program import Block, Program, Skip
 from gemsc.passes.base import Pass
 
@@ -27,9 +28,10 @@ class GroupBlocks(Pass):
     """Cut the row of nodes into blocks.
 
     1. A cut may not fall inside a short skip, inside nodes glued by canonicalize,
-       between two calls of a layer with running statistics, or where something that is
-       no tensor would cross. Overlapping short skips share a block only while the block
-       stays short itself, so that densely connected networks can be cut.
+       between two calls of a layer with running statistics, or what reads these, or
+       where something that is no tensor would cross. Overlapping short skips share a
+       block only while the block stays short itself, so that densely connected
+       networks can be cut.
     2. A block begins with each tower, and behind it: no block lies across two towers,
        and what joins them is a block of its own even if nothing in it is heavy.
     3. Between two heavy nodes one cut is enough: where the fewest bytes are sent, the
@@ -128,6 +130,8 @@ def _indivisible(
             layer = program.module.get_submodule(str(node.target))
             if any(True for _ in layer.buffers()):
                 glued.setdefault(("layer", node.target), []).append(index)
+        for path in read_statistics(node, program):
+            glued.setdefault(("layer", path), []).append(index)
         if not isinstance(meta.value(node), torch.Tensor):
             uses = [order[user] for user in node.users if user in order]
             yield index, max(uses, default=index)

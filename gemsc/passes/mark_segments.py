@@ -170,7 +170,8 @@ def _refuse_effects(program: Program, segment: Segment) -> None:
             if runs_once(program, node):
                 raise GemscError(
                     f"--recompute {segment.name}: block '{block.name}' changes a "
-                    "tensor that it does not own, and would do so twice",
+                    "tensor that it does not own, and would do so twice, or reads "
+                    "statistics, which have changed then",
                     at=meta.location(node),
                     help="leave it out, or --offload it",
                 )

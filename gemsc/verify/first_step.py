@@ -112,11 +112,8 @@ class _Step:
                 count = plan.data * plan.micro_batches
                 step = self.model, loss, self.batches, count, dtype
                 record = reference_steps(*step, precision=precision, phases=self.phases)
-            after = self.model, record.state
-            outputs = [
-                evaluated(*after, inputs, plan, dtype, precision)
-                for inputs, _ in self.batches
-            ]
+            given = [inputs for inputs, _ in self.batches]
+            outputs = evaluated(self.model, record.state, given, plan, dtype, precision)
         return replace(record, outputs=self._named(outputs))
 
     def _named(self, outputs: list[list[Any]]) -> dict[str, Tensor]:
@@ -288,12 +285,15 @@ class AnyLoss(nn.Module):
 def evaluated(
     model: nn.Module,
     state: Mapping[str, Tensor],
-    inputs: Any,
+    batches: Sequence[Any],
     plan: Plan,
     dtype: torch.dtype,
     precision: Precision,
-) -> list[Any]:
-    """Return what a model gives for each micro-batch in evaluation, after a step."""
+) -> list[list[Any]]:
+    """Return what a model gives for each micro-batch in evaluation, after a step.
+
+    That is done batch by batch, as what changes in one is there in the next.
+    """
     model = copy.deepcopy(model)
     cast_module(model, dtype)
     own = dict([*model.named_parameters(), *model.named_buffers()])
@@ -301,14 +301,15 @@ def evaluated(
         for name, tensor in state.items():
             as_real(own[name]).copy_(tensor)
     model.eval()
-    outputs = []
-    cpu = torch.device("cpu")
+    outputs: list[list[Any]] = []
+    cpu, count = torch.device("cpu"), plan.data * plan.micro_batches
     with torch.no_grad(), plain_forward(), default_dtype(dtype):
-        count, inputs = plan.data * plan.micro_batches, cast(inputs, dtype)
-        for m in range(count):
-            part = micro_batch_of(inputs, m, count, num_rows(inputs))
-            with precision.autocast(cpu):
-                outputs.append(call_model(model, part))
+        for inputs in cast(batches, dtype):
+            outputs.append([])
+            for m in range(count):
+                part = micro_batch_of(inputs, m, count, num_rows(inputs))
+                with precision.autocast(cpu):
+                    outputs[-1].append(call_model(model, part))
     return outputs
 
 

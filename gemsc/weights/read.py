@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -82,6 +83,10 @@ def _whole(name: str, pieces: Mapping[Part | None, Tensor]) -> Tensor:
     if not make_whole(parts):
         raise InternalError(f"the parts of '{name}' are not all of it: {[*parts]}")
     part, tensor = next(iter(parts.items()))
+    if tensor.shape == (*part.local_shape, 2):  # pairs, of a complex one: see as_real
+        numbers: dict[Part | None, Tensor] = {}
+        numbers |= {part: torch.view_as_complex(pairs) for part, pairs in parts.items()}
+        return torch.view_as_real(_whole(name, numbers))
     whole = tensor.new_empty(part.shape)
     for part, tensor in parts.items():
         part.put(tensor, whole)

@@ -364,17 +364,6 @@ def test_a_draw_that_may_decide_something_is_refused(decides: Any) -> None:
     assert "apply_spec_augment=False" in str(caught.value.help)
 
 
-def test_a_counter_that_the_graph_does_not_show_is_refused() -> None:
-    def forward(self: Any, x: Any) -> Any:
-        self.counter += 1
-        return self.fc(x) if self.counter < 1000 else x
-
-    with pytest.raises(
-        GemscError, match=r"changes self\.counter at each call: 0, 1, 2"
-    ):
-        record(Model(forward, counter=0), (X,), loss=mean)
-
-
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [((), "holds no tensor"), (3, "of type int"), ({}, "holds no tensor")],

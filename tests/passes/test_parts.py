@@ -362,3 +362,25 @@ def test_parts_are_cut_read_and_pasted(
         assert torch.equal(joined[name], tensor)
     with pytest.raises(InternalError, match="the parts of 'w' are not all of it"):
         pasted(zip(held[1:], tables[1:], strict=True))
+
+
+class Spectral(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 16), nn.Linear(32, 5)
+        self.mixing = nn.Parameter(torch.randn(16, 16, dtype=torch.complex64) / 4)
+        self.second = nn.Linear(16, 16, dtype=torch.complex64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.fft.fft(self.first(x), dim=1)
+        z = torch.fft.ifft(self.second(z @ self.mixing), dim=1)
+        return self.last(torch.cat([z.real, z.imag * z.abs()], -1))
+
+
+def test_complex_weights_are_cut_as_others_are() -> None:
+    x = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(0))
+    given = Spectral(), (x,)
+    program = compile(*given, loss=lambda y: y.square().mean(), ranks=2, shards="2")
+    assert program.plan.unchecked == ""  # a step of the ranks was put together
+    parts = program.rank_modules()["rank0.py"].partition("parts=")[2]
+    assert '"mixing"' in parts

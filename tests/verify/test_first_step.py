@@ -313,3 +313,24 @@ def test_run_says_so_until_verify_has_found_it_exact(
     assert told in command(*run).err
     assert command("verify", "build/x", "--dtype", "float64", "--steps", "1").code == 0
     assert "no step" not in command(*run).err
+
+
+class Counting(nn.Module):
+    """It counts what it is given, also in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += x.shape[1]
+        return self.second(self.first(x).relu() + self.seen)
+
+
+def test_what_evaluation_changes_is_there_for_the_next_shape() -> None:
+    inputs = [(torch.randn(2, length, 4),) for length in (3, 5)]
+    program = gemsc.compile(
+        Counting(), inputs, loss=lambda y: y.square().mean(), ranks=1
+    )
+    assert program.plan.unchecked == ""

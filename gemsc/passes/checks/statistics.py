@@ -20,7 +20,7 @@ from torch import fx, nn
 from gemsc.errors import GemscError
 from gemsc.ir import meta
 from gemsc.ir.holder import attribute
-from gemsc.ir.mutation import changed_by_layer, mutated_state
+from gemsc.ir.mutation import changed_by_layer, mutated_state, read_statistics
 from gemsc.ir.opaque import opaque_of, opaques
 from gemsc.ir.program import Program, Skip
 from gemsc.passes.base import Pass
@@ -68,6 +68,15 @@ class CheckStatistics(Pass):
                     help="use a schedule with one replica and --data 1"
                     + _or_without_change(node, program),
                 )
+            for node in program.compute_nodes:
+                for name in read_statistics(node, program).values():
+                    raise GemscError(
+                        f"forward reads '{name}', which each of {self.num_runs} "
+                        "replicas of the model changes apart until a step ends",
+                        at=meta.location(node),
+                        help="use a schedule with one replica and --data 1, or "
+                        "compute with statistics of the micro-batch",
+                    )
         return program
 
 

@@ -269,7 +269,7 @@ def _evaluated(
     plan: Plan,
 ) -> _Evaluated:
     """Return what the model gives in evaluation after the step."""
-    outputs = evaluated(model, state, batch[0], plan, DTYPE, FULL)
+    (outputs,) = evaluated(model, state, [batch[0]], plan, DTYPE, FULL)
     loss = copy.deepcopy(loss).eval()
     cast_module(loss, DTYPE)
     mean, count = Mean(), plan.data * plan.micro_batches

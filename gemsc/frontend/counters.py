@@ -1,0 +1,96 @@
+"""Refuse a forward that counts its calls: a program's ranks would not see it."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import sys
+from collections import deque
+from collections.abc import Iterator, Mapping
+from numbers import Number
+from pathlib import Path
+from types import CellType, FunctionType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from gemsc.errors import GemscError, is_users
+
+_WITH_A_STATE = (random.Random, np.random.Generator, np.random.RandomState)
+_WITHOUT_NUMBERS = (str, bytes, torch.Tensor, ModuleType)
+_NO_NUMBERS = frozenset({"training", "_modules", "_parameters", "_buffers"})
+_MOST_ITEMS = 1000  # of a list or a dict: a longer one holds data
+
+
+def reject_counters(*states: Mapping[str, object]) -> None:
+    """Refuse numbers that change at each call; `states` are before, after 1 and 2."""
+    for name in states[-1]:
+        values = [state.get(name) for state in states]  # None: made by a later call
+        before, once, twice = values
+        if before != once != twice:
+            is_number = isinstance(twice, Number)  # or a generator's state
+            shown = f": {', '.join(map(str, values))}" if is_number else ""
+            raise GemscError(
+                f"forward changes {name} at each call{shown}",
+                help="keep what counts in a buffer, and compute with it: "
+                'self.register_buffer("count", torch.tensor(...)); draw with torch',
+            )
+
+
+def numbers_in(owner: Any, *kinds: type) -> dict[str, object]:
+    """Return the numbers that a module or a loss can see, or what is of other `kinds`.
+
+    They may be in lists, dicts, objects and the user's classes, in variables that
+    functions of the user refer to, and in generators of random numbers.
+    """
+    is_module = isinstance(owner, nn.Module)
+    modules = owner.named_modules() if is_module else [("", owner)]
+    way = deque((f"self.{path}".rstrip("."), module) for path, module in modules)
+    found: dict[str, object] = {}
+    seen: set[int] = set()
+    while way:
+        name, value = way.popleft()
+        if isinstance(value, (Number, *kinds)):
+            found.setdefault(name, value)  # an object's comes before its class's
+        elif isinstance(value, _WITH_A_STATE):
+            found.setdefault(name, pickle.dumps(value))
+        elif not isinstance(value, _WITHOUT_NUMBERS) and id(value) not in seen:
+            seen.add(id(value))
+            way.extend(_items(name, value))
+    return found
+
+
+def _items(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what an object holds, or a function refers to, and what that is called."""
+    if isinstance(value, FunctionType):
+        code, known = value.__code__, value.__globals__
+        if is_users(Path(code.co_filename)):
+            cells = zip(code.co_freevars, value.__closure__ or (), strict=True)
+            yield from ((key, _content(cell)) for key, cell in cells)
+            yield from ((key, known[key]) for key in code.co_names if key in known)
+    elif isinstance(value, (list, tuple, dict)):
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        if len(value) <= _MOST_ITEMS:
+            yield from ((f"{name}[{key!r}]", item) for key, item in pairs)
+    else:
+        is_class = isinstance(value, type)
+        if not is_class or _is_of_the_user(value):
+            for key, item in [*getattr(value, "__dict__", {}).items()]:
+                if key not in _NO_NUMBERS:
+                    yield f"{name}.{key}", item
+        if not is_class:
+            yield from ((name, cls) for cls in type(value).__mro__)
+
+
+def _is_of_the_user(cls: type) -> bool:
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    return file is not None and is_users(Path(file))
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # of a variable that has no value yet, or no more
+        return None

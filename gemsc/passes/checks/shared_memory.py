@@ -1,0 +1,59 @@
+"""Check memory: no tensor that changes is a part of another one.
+
+Example: `head.weight.data = embedding.weight.data` makes two parameters in one memory.
+In one process an update of either changes both; the ranks have copies, which part.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from gemsc.errors import GemscError
+from gemsc.ir.mutation import mutated_state
+from gemsc.ir.opaque import opaque_of
+from gemsc.ir.program import Program
+
+
+def check_shared_memory(program: Program) -> None:
+    """Refuse two tensors of a model in one memory, if one is trained or changes.
+
+    Raises:
+        GemscError: names both.
+    """
+    module, found = program.module, dict[str, Tensor]()
+    for named in (module.named_parameters, module.named_buffers):
+        found |= {n: t for n, t in named() if not t.is_meta and t.numel()}
+    changed = {id(t) for t in found.values() if t.requires_grad}
+    for node in program.compute_nodes:
+        changed |= {id(found[n]) for n in mutated_state(node, module) if n in found}
+        if node.op == "call_module":
+            layer = module.get_submodule(str(node.target))
+            opaque = opaque_of(layer)
+            names = opaque.changes if opaque is not None else _statistics(layer)
+            paths = (f"{node.target}.{name}" for name in names)
+            changed |= {id(found[path]) for path in paths if path in found}
+    spans = {name: _span(tensor) for name, tensor in found.items()}
+    before: list[str] = []
+    for name in sorted(found, key=spans.__getitem__):
+        before = [each for each in before if spans[each][1] > spans[name][0]]
+        for other in before:
+            if {id(found[name]), id(found[other])} & changed:
+                raise GemscError(
+                    f"'{other}' and '{name}' are two tensors in one memory, which "
+                    "changes: ranks would change copies of it",
+                    help="register one tensor under both names (head.weight = "
+                    "embedding.weight), take the part in forward, or .clone() it",
+                )
+        before.append(name)
+
+
+def _statistics(layer: nn.Module) -> tuple[str, ...]:
+    is_norm = isinstance(layer, nn.modules.batchnorm._NormBase)
+    return tuple(layer._buffers) if is_norm and layer.training else ()
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Return where a tensor begins in memory, and where it ends."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    length = sum((size - 1) * stride for size, stride in pairs) + 1
+    return tensor.data_ptr(), tensor.data_ptr() + length * tensor.itemsize

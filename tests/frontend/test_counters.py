@@ -1,0 +1,146 @@
+"""What counts the calls of forward is refused, wherever it counts.
+
+No graph shows it: forward does the same in the first thousand calls.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from record_support import Model, X, checked, mean
+from torch import nn
+
+from gemsc.errors import GemscError
+from gemsc.frontend import FRONTENDS, record
+
+COUNTED = [0]
+
+
+def _in_a_list(self: Any) -> int:
+    self.counts[0] += 1
+    return self.counts[0]
+
+
+def _in_a_dict(self: Any) -> int:
+    self.counts["calls"] += 1
+    return self.counts["calls"]
+
+
+def _in_its_class(self: Any) -> int:
+    type(self).counter += 1
+    return type(self).counter
+
+
+def _in_the_file(self: Any) -> int:
+    COUNTED[0] += 1
+    return COUNTED[0]
+
+
+def _in_an_object(self: Any) -> int:
+    return self.pace.next()
+
+
+def _drawn(self: Any) -> int:
+    return int(self.generator.random() > 1)
+
+
+def _in_what_it_makes(self: Any) -> int:
+    self.made = getattr(self, "made", 0) + 1
+    return self.made
+
+
+def _in_a_closure() -> Callable[[Any], int]:
+    count = 0
+
+    def counts(self: Any) -> int:
+        nonlocal count
+        count += 1
+        return count
+
+    return counts
+
+
+class Pace:
+    def __init__(self) -> None:
+        self.step = 0
+
+    def next(self) -> int:
+        self.step += 1
+        return self.step
+
+
+class Counter(Model):
+    counter = 0
+
+
+def _plain(self: Any) -> int:
+    self.counter += 1
+    return self.counter
+
+
+@pytest.mark.parametrize("frontend", FRONTENDS)
+@pytest.mark.parametrize(
+    ("count", "attributes", "name"),
+    [
+        (_plain, {"counter": 0}, r"self\.counter at each call: 0, 1, 2"),
+        (_in_a_list, {"counts": [0]}, r"self\.counts\[0\] at each call: 0, 1, 2"),
+        (_in_a_dict, {"counts": {"calls": 0}}, r"self\.counts\['calls'\]"),
+        (_in_an_object, {"pace": Pace()}, r"self\.pace\.step"),
+        (_in_its_class, {}, r"self\.counter"),
+        (_in_the_file, {}, r"COUNTED\[0\]"),
+        (_in_a_closure(), {}, "count at each call"),
+        (_in_what_it_makes, {}, r"self\.made at each call: None, 1, 2"),
+        (_drawn, {"generator": random.Random(0)}, r"self\.generator at each call"),
+        (_drawn, {"generator": np.random.default_rng(0)}, r"self\.generator at"),
+    ],
+)
+def test_a_counter_that_the_graph_does_not_show_is_refused(
+    frontend: str, count: Any, attributes: dict[str, Any], name: str
+) -> None:
+    def forward(self: Any, x: Any) -> Any:
+        return self.fc(x) if count(self) < 1000 else x
+
+    model = Counter(forward, **attributes)
+    with pytest.raises(GemscError, match=f"forward changes {name}"):
+        FRONTENDS[frontend](model, (X,), loss=mean)
+
+
+class Warmed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = [0]
+
+    def forward(self, output: Any) -> Any:
+        self.steps[0] += 1
+        return output.mean() * min(self.steps[0], 1)
+
+
+@pytest.mark.parametrize("frontend", FRONTENDS)
+def test_a_loss_that_counts_its_calls_is_refused(frontend: str) -> None:
+    model = Model(lambda self, x: self.fc(x))
+    with pytest.raises(GemscError, match=r"forward changes self\.steps\[0\]"):
+        FRONTENDS[frontend](model, (X,), loss=Warmed())
+    pace = Pace()
+    with pytest.raises(GemscError, match=r"forward changes pace\.step"):
+        FRONTENDS[frontend](model, (X,), loss=lambda y: y.mean() * min(pace.next(), 1))
+
+
+def test_exporting_what_python_draws_is_refused() -> None:
+    model = Model(lambda self, x: self.fc(x) if random.random() < 2 else x)
+    with pytest.raises(GemscError, match="random numbers of Python"):
+        FRONTENDS["export"](model, (X,), loss=mean)
+    record(model, (X,), loss=mean)  # it decides nothing, which `record` can tell
+
+
+def test_what_only_the_first_call_sets_is_no_counter() -> None:
+    def forward(self: Any, x: Any) -> Any:
+        if self.told["first"]:
+            self.told["first"] = False
+        self.sizes.setdefault(x.shape, len(self.sizes))
+        return self.fc(x) * self.scales["x"]
+
+    checked(Model(forward, told={"first": True}, sizes={}, scales={"x": 2}))
