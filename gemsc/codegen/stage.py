@@ -17,7 +17,7 @@ from gemsc.errors import GemscError
 from gemsc.ir import meta
 from gemsc.ir.flow import has_random
 from gemsc.ir.holder import attributes_of
-from gemsc.ir.layers import layer_source
+from gemsc.ir.layers import layer_source, norm_of_torch
 from gemsc.ir.mutation import mutated_state
 from gemsc.ir.opaque import opaque_of
 from gemsc.ir.program import Program
@@ -43,6 +43,7 @@ class _StageWriter:
         self.tensors: dict[str, Tensor] = dict(tensors)
         self.paths = _paths_of(stage)
         self.whole = _whole_modules(stage.program, self.paths)
+        self.norms = dict(self._norms())
         self.containers = self._containers()
 
     def write(self) -> None:
@@ -152,6 +153,21 @@ class _StageWriter:
 
     # --------------------------------------------------------- layers
 
+    def _norms(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield modules of classes that derive from BatchNorm and have their own code.
+
+        As one of torch they hold their tensors, and replicas join their statistics.
+        """
+        paths = self.paths.keys()
+        for owner in dict.fromkeys(path.rpartition(".")[0] for path in paths):
+            layer = norm_of_torch(self.module.get_submodule(owner))
+            inside = (p for p in paths if p.startswith(f"{owner}."))
+            names = (p.removeprefix(f"{owner}.").partition(".")[0] for p in inside)
+            if owner and layer is not None and all(map(is_attribute, names)):
+                own = {f"{owner}.{name}" for name in layer.state_dict()}
+                if own <= paths & self.tensors.keys():
+                    yield owner, layer
+
     def _containers(self) -> dict[str, str]:
         """Return the class of each module that holds others; '' is the stage itself.
 
@@ -197,8 +213,7 @@ class _StageWriter:
                 container = ".".join(parts[:depth])
                 if container not in made:
                     made.add(container)
-                    kind = self.containers[container]
-                    self.writer.line(f"{access('self', container)} = {kind}()")
+                    self._write_container(container)
             if path in self.tensors:
                 self._write_tensor(path, self.tensors[path])
             else:
@@ -207,6 +222,15 @@ class _StageWriter:
             is_held = alias.rpartition(".")[0] in self.paths or self._holder(alias)
             if is_held and first in self.stage.owned:
                 self.writer.line(f"{self._tied(alias, first)}  # tied")
+
+    def _write_container(self, path: str) -> None:
+        place, layer = access("self", path), self.norms.get(path)
+        if layer is None:
+            self.writer.line(f"{place} = {self.containers[path]}()")
+            return
+        names = [f"{path}.{name}" for name in layer.state_dict()]
+        note = self.stage.note_of(*names)
+        self.writer.statement(f"{place} = {layer_source(layer)}", note)
 
     def _tied(self, path: str, first: str) -> str:
         """Return the statement that gives a tensor another name.
@@ -248,6 +272,10 @@ class _StageWriter:
     def _write_tensor(self, path: str, tensor: Tensor) -> None:
         owner, _, name = path.rpartition(".")
         source, note = tensor_source(tensor), self.stage.note_of(path)
+        if owner in self.norms:
+            if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
+                self.writer.line(f"{access('self', path)}.requires_grad_(False)")
+            return
         if isinstance(tensor, nn.Parameter):
             self.writer.statement(f"{access('self', path)} = {source}", note)
             return

@@ -32,6 +32,7 @@ _ABOUT = {"__init__", "reset_parameters", "extra_repr", "__repr__", "__constants
 _CONTAINERS = tuple(getattr(container, name) for name in container.__all__)
 _MAX_POSITIONAL = 2  # nn.Conv2d(32, 64, kernel_size=3)
 _MISSING = object()
+NORM_STATISTICS = "running_mean", "running_var", "num_batches_tracked"
 
 
 class _UnwritableError(Exception):
@@ -77,6 +78,26 @@ def as_of_torch(module: nn.Module) -> nn.Module:
     plain = copy.copy(module)
     plain.__class__ = cls
     return plain if layer_source(plain) is not None else module
+
+
+def norm_of_torch(module: nn.Module) -> nn.Module | None:
+    """Return a BatchNorm of torch with the tensors of a class that derives from it.
+
+    It has none of its values and none of its other attributes, and is None if there is
+    none that has tensors of these names, shapes and dtypes.
+    """
+    plain = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    cls = next((each for each in type(module).__mro__ if each in plain), None)
+    if cls is None or module._non_persistent_buffers_set:
+        return None
+    norm: Any = module
+    layer = cls(norm.num_features, norm.eps, norm.momentum, norm.affine, device="meta")
+
+    def tensors(each: nn.Module) -> dict[str, tuple[torch.Size, torch.dtype]]:
+        own = {**each._parameters, **each._buffers}
+        return {name: (t.shape, t.dtype) for name, t in own.items() if t is not None}
+
+    return layer if tensors(layer) == tensors(module) else None
 
 
 class _Empty:

@@ -11,7 +11,7 @@ from torch import fx, nn
 from torch.nn import functional
 
 from gemsc.ir import meta
-from gemsc.ir.operators.calls import call_of
+from gemsc.ir.operators.calls import Call, call_of
 from gemsc.ir.operators.table import operator_of
 from gemsc.ir.program import Program
 
@@ -63,7 +63,7 @@ def mutated_inputs(node: fx.Node, module: torch.nn.Module) -> tuple[fx.Node, ...
         return _nodes(_first(node)) if changed else ()
     if node.op not in ("call_function", "call_method"):
         return ()
-    call = call_of(node, module, _ALIKE.get(node.target))
+    call = functional_call(node, module)
     writes = operator_of(call).writes
     if writes is not None and (written := writes(call)):
         return _nodes(tuple(call.get(name) for name in written))
@@ -73,6 +73,11 @@ def mutated_inputs(node: fx.Node, module: torch.nn.Module) -> tuple[fx.Node, ...
         return _nodes(node.kwargs["out"])
     changed = call_mutates(node.op, node.target, node.kwargs)
     return _nodes(_first(node)) if changed else ()
+
+
+def functional_call(node: fx.Node, module: nn.Module) -> Call:
+    """Return what a node computes, also where it is torch's operator of a function."""
+    return call_of(node, module, _ALIKE.get(node.target))
 
 
 def changed_by_layer(node: fx.Node, module: torch.nn.Module) -> tuple[str, ...]:

@@ -15,12 +15,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import fx, nn
 
 from gemsc.errors import GemscError
 from gemsc.ir import meta
 from gemsc.ir.holder import attribute
-from gemsc.ir.mutation import changed_by_layer, mutated_state, read_statistics
+from gemsc.ir.layers import NORM_STATISTICS
+from gemsc.ir.mutation import (
+    changed_by_layer,
+    functional_call,
+    mutated_state,
+    read_statistics,
+)
 from gemsc.ir.opaque import opaque_of, opaques
 from gemsc.ir.program import Program, Skip
 from gemsc.passes.base import Pass
@@ -43,9 +50,11 @@ class CheckStatistics(Pass):
     """Refuse tensors that forward changes and that no rule joins, if there are runs.
 
     `num_runs` is replicas times data-parallel copies. The statistics of BatchNorm join
-    (see gemsc.runtime.worker.reduction), and a change that needs no data and leaves
-    what it has changed as it is; nothing else is known to. Nor do the statistics in a
-    module that depends on data, where some runs may update them more often.
+    (see gemsc.runtime.worker.reduction), also where a class that derives from it calls
+    F.batch_norm as it does (BatchNormAct2d of timm), and a change that needs no data
+    and leaves what it has changed as it is; nothing else is known to. Nor do the
+    statistics in a module that depends on data, where some runs may update them more
+    often.
     """
 
     name: ClassVar[str] = "check-statistics"
@@ -92,6 +101,7 @@ def check_in_flight(program: Program, crowded: Collection[int]) -> None:
         id(attribute(program.module, name)): node
         for node in program.compute_nodes
         for name in meta.facts(node).saved_state
+        if not _normalizes_without(name, node, program)
     }
     for stage in program.require_stages():
         for node in stage.nodes if stage.index in crowded else ():
@@ -190,7 +200,10 @@ def _changes(program: Program) -> Iterator[tuple[fx.Node, str]]:
     module = program.module
     states = {n: mutated_state(n, module) for n in program.compute_nodes}
     counts = Counter(name for names in states.values() for name in names)
+    joined = {name for node in states for name in _as_layers_do(node, states, program)}
     for node, names in states.items():
+        if joined.issuperset(names):
+            continue
         if any(counts[name] > 1 or not _is_settled(node) for name in names):
             yield node, names[0]
         elif node.op == "call_module":
@@ -210,6 +223,50 @@ def _changed_and_kept(node: fx.Node, program: Program) -> Iterator[str]:
         if opaque is not None:
             both = {*opaque.changes}.intersection(opaque.keeps)
             yield from (f"{node.target}.{name}" for name in sorted(both))
+
+
+def _as_layers_do(
+    node: fx.Node, states: dict[fx.Node, tuple[str, ...]], program: Program
+) -> tuple[str, ...]:
+    """Return the statistics that a node updates as the layer that has them would.
+
+    Their count of batches, which must be 1 more, is among them.
+    """
+    call = functional_call(node, program.module)
+    if call.kind != "batch_norm" or not states[node]:
+        return ()
+    path = states[node][0].rpartition(".")[0]
+    layer = program.module.get_submodule(path)
+    names = tuple(f"{path}.{n}" for n in NORM_STATISTICS)
+    if not isinstance(layer, nn.modules.batchnorm._BatchNorm):
+        return ()
+    counting = [n for n, changed in states.items() if names[-1] in changed]
+    users = {
+        user
+        for source in program.graph.nodes
+        if source.op == "get_attr" and source.target in names
+        for user in source.users
+    }
+    is_alike = (
+        layer.momentum is not None
+        and call.arguments.get("momentum", 0.1) == layer.momentum
+        and len(counting) == 1
+        and users == {node, *counting}
+        and not counting[0].users
+        and counting[0].target in ("add_", operator.iadd, torch.ops.aten.add_.Tensor)
+        and counting[0].args[1:] == (1,)
+    )
+    return names if is_alike else ()
+
+
+def _normalizes_without(name: str, node: fx.Node, program: Program) -> bool:
+    """Whether a node normalizes by what it sees, and only updates these statistics.
+
+    Autograd keeps them for a backward that does not use them then.
+    """
+    kind = functional_call(node, program.module).kind
+    is_norm = kind in ("batch_norm", "instance_norm")
+    return is_norm and name in mutated_state(node, program.module)
 
 
 def _is_settled(node: fx.Node) -> bool:

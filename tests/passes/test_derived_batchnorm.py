@@ -1,0 +1,115 @@
+"""Classes that derive from BatchNorm and normalize by themselves, as timm's do."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from program_support import mean
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import gemsc
+from gemsc.errors import GemscError
+
+X = torch.randn(4, 3, 12, 12, generator=torch.Generator().manual_seed(0))
+
+
+class Act(nn.BatchNorm2d):
+    """Counts, normalizes and activates; `changes` say what it does otherwise."""
+
+    def __init__(self, channels: int, **changes: Any) -> None:
+        affine = changes.pop("affine", True)
+        super().__init__(channels, affine=affine)
+        self.changes = changes
+        self.act = nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        count, changes = self.num_batches_tracked, self.changes
+        assert count is not None
+        if self.training:
+            count.add_(changes.get("step", 1))
+        momentum = changes.get("momentum", self.momentum)
+        norm = partial(F.batch_norm, momentum=momentum, eps=self.eps)
+        means = self.running_mean, self.running_var
+        x = norm(x, *means, self.weight, self.bias, self.training)
+        if changes.get("again"):
+            x = norm(x, *means, self.weight, self.bias, self.training)
+        return self.act(x) + (count if changes.get("reads") else 0)
+
+
+class Uncounted(Act):
+    def forward(self, x: Tensor) -> Tensor:
+        norm = partial(F.batch_norm, momentum=0.1, eps=self.eps)
+        means = self.running_mean, self.running_var
+        return self.act(norm(x, *means, self.weight, self.bias, self.training))
+
+
+def network(norm: Any = Act, **changes: Any) -> nn.Module:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for channels in (3, 8, 8):
+        convolution = nn.Conv2d(channels, 8, 3, padding=1)
+        layers += [convolution, norm(8, **changes)]
+    return nn.Sequential(*layers, nn.Conv2d(8, 1, 1))
+
+
+def compiled(model: nn.Module, **options: Any) -> gemsc.CompiledProgram:
+    """Return what a step of its files, as `compile` runs it, has found exact."""
+    program = gemsc.compile(model, (X,), loss=mean, **options)
+    assert program.plan.unchecked == ""
+    return program
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "in flight": {"ranks": 2, "micro_batches": 4},
+    "copies": {"ranks": 2, "data": 2, "micro_batches": 2},
+    "copies of stages": {"ranks": 4, "data": 2, "micro_batches": 3},
+    "mirrored": {"ranks": 2, "schedule": "mast", "micro_batches": 4},
+    "tiles": {"ranks": 3, "tiles": ("2x1",), "micro_batches": 3},
+    "copies of tiles": {"ranks": 4, "data": 2, "tiles": ("2x1",), "micro_batches": 2},
+    "shards": {"ranks": 2, "shards": ("2",), "micro_batches": 2},
+    "copies of shards": {"ranks": 4, "data": 2, "shards": ("2",), "micro_batches": 2},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_compute_what_one_process_does(layout: str) -> None:
+    compiled(network(), **LAYOUTS[layout])
+
+
+def test_of_fixed_or_absent_weights(tmp_path: Any) -> None:
+    model = network()
+    model[1].weight.requires_grad_(requires_grad=False)
+    program = compiled(model, ranks=2, data=2, micro_batches=2)
+    program.write(tmp_path)
+    text = (tmp_path / "rank0.py").read_text()
+    assert 'self["1"] = nn.BatchNorm2d(8)\n' in text
+    assert 'self["1"].weight.requires_grad_(False)\n' in text
+    compiled(network(affine=False), ranks=2, data=2, micro_batches=2)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"step": 2}, {"momentum": 0.2}, {"again": True}, {"reads": True}],
+    ids=str,
+)
+def test_what_is_done_otherwise_is_exact_alone_and_refused_with_replicas(
+    changes: dict[str, Any],
+) -> None:
+    model = network(**changes)
+    compiled(model, ranks=2, micro_batches=4)
+    with pytest.raises(GemscError, match="of 2 replicas"):
+        compiled(model, ranks=2, data=2, micro_batches=2)
+
+
+def test_without_a_count_replicas_do_not_join() -> None:
+    with pytest.raises(GemscError, match=r"'1.running_mean', and each of 2 replicas"):
+        compiled(network(Uncounted), ranks=2, data=2, micro_batches=2)
+
+
+@pytest.mark.parametrize("layout", ["in flight", "copies", "mirrored"])
+def test_an_exported_layer_is_such_a_class(layout: str) -> None:
+    compiled(network(nn.BatchNorm2d), frontend="export", **LAYOUTS[layout])
