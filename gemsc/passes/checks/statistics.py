@@ -202,7 +202,7 @@ def _changes(program: Program) -> Iterator[tuple[fx.Node, str]]:
     counts = Counter(name for names in states.values() for name in names)
     joined = {name for node in states for name in _as_layers_do(node, states, program)}
     for node, names in states.items():
-        if joined.issuperset(names):
+        if names and joined.issuperset(names):
             continue
         if any(counts[name] > 1 or not _is_settled(node) for name in names):
             yield node, names[0]
