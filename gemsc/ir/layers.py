@@ -88,9 +88,10 @@ def norm_of_torch(module: nn.Module) -> nn.Module | None:
     """
     plain = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
     cls = next((each for each in type(module).__mro__ if each in plain), None)
-    if cls is None or module._non_persistent_buffers_set:
-        return None
     norm: Any = module
+    # an average of all would be begun anew where nothing is counted
+    if cls is None or norm.momentum is None or module._non_persistent_buffers_set:
+        return None
     layer = cls(norm.num_features, norm.eps, norm.momentum, norm.affine, device="meta")
 
     def tensors(each: nn.Module) -> dict[str, tuple[torch.Size, torch.dtype]]:

@@ -47,6 +47,17 @@ class Uncounted(Act):
         return self.act(norm(x, *means, self.weight, self.bias, self.training))
 
 
+class Fixed(nn.BatchNorm2d):
+    """Has an average of all that it has seen, which is nothing, and uses it."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels, momentum=None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        means = self.running_mean, self.running_var
+        return F.batch_norm(x, *means, self.weight, self.bias)
+
+
 def network(norm: Any = Act, **changes: Any) -> nn.Module:
     torch.manual_seed(0)
     layers: list[nn.Module] = []
@@ -103,6 +114,10 @@ def test_what_is_done_otherwise_is_exact_alone_and_refused_with_replicas(
     compiled(model, ranks=2, micro_batches=4)
     with pytest.raises(GemscError, match="of 2 replicas"):
         compiled(model, ranks=2, data=2, micro_batches=2)
+
+
+def test_statistics_that_are_fixed_stay() -> None:
+    compiled(network(Fixed), ranks=2, data=2, micro_batches=2)
 
 
 def test_without_a_count_replicas_do_not_join() -> None:
