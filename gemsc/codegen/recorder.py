@@ -83,7 +83,7 @@ class StepRecorder:
         self.gathered: list[Run] = []
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise self.file.wrong(UNKNOWN)
+        raise self.file.wrong(UNKNOWN) from AttributeError(name)
 
     # ---------------------------------------- what a rank's file calls
 

@@ -140,6 +140,7 @@ EDITS = [  # of the first rank's file: what was there, what is there now, what i
         f"    print(x.shape)\n{SEND}",
         "note: not proved before it runs: rank 0 fai",
     ),
+    (SEND, f"    worker.status\n{SEND}", "note: not proved before it runs: rank 0"),
     (SEND, f"    m += 0\n{SEND}", "error: it runs"),
 ]
 
