@@ -78,10 +78,9 @@ def preserve_rng() -> Iterator[None]:
 
 def seed_all(seed: int) -> None:
     """Seed the generators of torch, Python and NumPy."""
-    with generator_lock:
-        torch.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
 
 
 @contextmanager

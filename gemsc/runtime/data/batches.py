@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import random
 import signal
 import threading
 from collections.abc import Iterator, Sequence
@@ -20,7 +19,6 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from gemsc.base.examples import num_rows
 from gemsc.base.process import outlast_signals
-from gemsc.base.rng import generator_lock
 from gemsc.datasets.samples import num_samples, pair_error
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
@@ -94,14 +92,10 @@ class _Reproducible(Dataset[Any]):
     def __getitem__(self, key: _Key) -> _Read | GemscError:
         epoch, index, num_digests, is_whole, shape = key
         try:
-            with generator_lock:
-                sample = self._read(epoch, index, self.window)
-                texts = [digest(sample)] if num_digests else []
-                drawn = _next_draws() if num_digests > 1 else None
-                for _ in range(1, num_digests):
-                    text = digest(self._read(epoch, index, self.window))
-                    # what keeps the numbers that it drew gives them, and draws no more
-                    texts.append(text if _next_draws() == drawn else "other draws")
+            sample = self._read(epoch, index, self.window)
+            texts = [digest(sample)] if num_digests else []
+            for _ in range(1, num_digests):
+                texts.append(digest(self._read(epoch, index, self.window)))
             target = None
             if is_whole and self.window is not None and not self.window.is_whole:
                 target = self._read(epoch, index, whole_window(self.window.shape))[1]
@@ -127,11 +121,6 @@ class _Reproducible(Dataset[Any]):
             return self.dataset[index]
 
         return self._reader.read(epoch, index, sample)
-
-
-def _next_draws() -> tuple[float, ...]:
-    """Return what the generators give next: it tells how much was drawn of them."""
-    return random.random(), float(np.random.rand()), torch.rand(()).item()
 
 
 class _Sampler:

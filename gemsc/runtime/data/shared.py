@@ -150,9 +150,8 @@ class SharedData:
     def _warn(self, index: int) -> None:
         """Say that a run does not go on as if it had not been interrupted."""
         place = f"{self.at}: " if self.at else ""
-        text = f"{place}warning: {self.name} returns other data, or draws other random "
-        text += f"numbers, when sample {index} is read again: this run cannot be "
-        text += "resumed, or repeated with other --workers, bit for bit"
+        text = f"{place}warning: {self.name} returns other data when sample {index} is "
+        text += "read again: this run cannot be resumed or repeated bit for bit"
         print(f"{text}\nhelp: {ADVICE}", file=sys.stderr, flush=True)  # noqa: T201
 
     def _differs(self, how: str) -> GemscError:
