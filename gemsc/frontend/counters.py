@@ -39,6 +39,13 @@ def reject_counters(*states: Mapping[str, object]) -> None:
             )
 
 
+def numbers_of(model: nn.Module, loss: Any) -> dict[str, object]:
+    """Return the numbers that a model and its loss can see, of one name both."""
+    own = numbers_in(model)
+    others = numbers_in(loss).items()
+    return own | {f"{n} (of the loss)" if n in own else n: v for n, v in others}
+
+
 def numbers_in(owner: Any, *kinds: type) -> dict[str, object]:
     """Return the numbers that a module or a loss can see, or what is of other `kinds`.
 

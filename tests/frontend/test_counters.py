@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from record_support import Model, X, checked, mean
 from torch import nn
 
@@ -144,3 +145,29 @@ def test_what_only_the_first_call_sets_is_no_counter() -> None:
         return self.fc(x) * self.scales["x"]
 
     checked(Model(forward, told={"first": True}, sizes={}, scales={"x": 2}))
+
+
+class Alike(nn.Module):
+    """A loss with a number of the name that the model's counter has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n = 3
+
+    def forward(self, output: torch.Tensor) -> torch.Tensor:
+        return output.mean() * self.n
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.n = nn.Linear(4, 4), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.n += 1
+        return self.layer(x)
+
+
+def test_a_number_of_the_loss_hides_none_of_the_model() -> None:
+    with pytest.raises(GemscError, match=r"forward changes self\.n at each call: 0, 1"):
+        record(Counts(), torch.zeros(2, 4), loss=Alike())
