@@ -39,7 +39,7 @@ def reject_counters(*states: Mapping[str, object]) -> None:
             )
 
 
-def numbers_of(model: nn.Module, loss: Any) -> dict[str, object]:
+def counters_of(model: nn.Module, loss: Any) -> dict[str, object]:
     """Return the numbers that a model and its loss can see, of one name both."""
     own = numbers_in(model)
     others = numbers_in(loss).items()

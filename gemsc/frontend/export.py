@@ -28,7 +28,7 @@ from gemsc.base.nests import (
 from gemsc.base.plain_forward import plain_forward
 from gemsc.base.rng import preserve_rng
 from gemsc.errors import GemscError
-from gemsc.frontend.counters import numbers_of, reject_counters
+from gemsc.frontend.counters import counters_of, reject_counters
 from gemsc.frontend.eager import detached, failures, set_training
 from gemsc.frontend.fake_copy import LOSS, fake_input, reject_unsupported
 from gemsc.frontend.runs import other_generators
@@ -142,7 +142,7 @@ def _call_twice(wrapper: _Wrapper) -> None:
     """Refuse a forward that counts its calls, or draws what torch does not know."""
 
     def seen() -> dict[str, object]:
-        own = numbers_of(wrapper.get_submodule(_MODEL), wrapper.loss)
+        own = counters_of(wrapper.get_submodule(_MODEL), wrapper.loss)
         return {**own, "the random numbers of Python or NumPy": other_generators()}
 
     states = [seen()]

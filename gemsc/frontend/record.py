@@ -29,7 +29,7 @@ from gemsc.base.nests import (
 )
 from gemsc.base.rng import preserve_rng
 from gemsc.errors import GemscError, SourceLocation
-from gemsc.frontend.counters import numbers_of, reject_counters
+from gemsc.frontend.counters import counters_of, reject_counters
 from gemsc.frontend.eager import in_mode, set_training
 from gemsc.frontend.fake_copy import (
     FakeCopy,
@@ -137,12 +137,12 @@ def record(
 def _trace_twice(request: _Request) -> _Trace:
     fake = TracerFakeMode()
     copied = _copy(request, fake)
-    numbers = [numbers_of(request.model, request.loss)]
+    numbers = [counters_of(request.model, request.loss)]
     with _no_random_numbers(request):
         first = _trace(request, copied, fake)
-    numbers.append(numbers_of(copied.model, copied.loss))
+    numbers.append(counters_of(copied.model, copied.loss))
     second = _trace(request, copied, fake, earlier=first.writer)
-    numbers.append(numbers_of(copied.model, copied.loss))
+    numbers.append(counters_of(copied.model, copied.loss))
     check_same(first.writer, second.writer, request.training)
     reject_counters(*numbers)
     return first
