@@ -331,7 +331,7 @@ def _report(name: str, problem: str | None, actual: _Results) -> None:
         raise GemscError(
             f"the traced graph does not reproduce the model: {name} {problem}",
             at=actual.locations.get(name),
-            help="try --frontend export",
+            help="try the other --frontend: record, the default, or export",
         )
 
 

@@ -59,10 +59,14 @@ def numbers_in(owner: Any, *kinds: type) -> dict[str, object]:
     seen: set[int] = set()
     while way:
         name, value = way.popleft()
+        while name in found:  # a class has what its object has, or another closure
+            name += "'"
         if isinstance(value, (Number, *kinds)):
-            found.setdefault(name, value)  # an object's comes before its class's
+            found[name] = value
         elif isinstance(value, _WITH_A_STATE):
-            found.setdefault(name, pickle.dumps(value))
+            found[name] = pickle.dumps(value)
+        elif isinstance(value, np.ndarray) and value.size <= _MOST_ITEMS:
+            found[name] = value.tolist()
         elif not isinstance(value, _WITHOUT_NUMBERS) and id(value) not in seen:
             seen.add(id(value))
             way.extend(_items(name, value))

@@ -71,10 +71,20 @@ class GraphWriter:
     def assign_buffer(self, name: str, old: torch.Tensor, new: torch.Tensor) -> None:
         """Add `buffer.copy_(new)` for a buffer that forward replaced."""
         source = self.node_of(new)
+        for node in self.graph.find_nodes(op="get_attr", target=name):
+            if _backward_reads(node, old):
+                self._read_a_copy(node)
         target = self._get_attr(name, old)
         old.constant = None  # type: ignore[attr-defined]  # it differs at each step
         node = self.graph.call_method("copy_", (target, source))
         self._finish(node, old, replace(_region(), grad=False))
+
+    def _read_a_copy(self, buffer: fx.Node) -> None:
+        """Let what reads a buffer read a copy, which stays as it was for backward."""
+        with self.graph.inserting_after(buffer):
+            clone = self.graph.call_method("clone", (buffer,))
+        buffer.replace_all_uses_with(clone, lambda user: user is not clone)
+        meta.copy_meta(buffer, clone)
 
     def output(self, loss: torch.Tensor | None, outputs: list[fx.Node]) -> None:
         """End the graph."""
@@ -302,6 +312,17 @@ def _part_name(target: object, key: str | int) -> object:
     if isinstance(target, tuple) and isinstance(key, int) and key < len(target):
         return target[key]
     return None
+
+
+def _backward_reads(node: fx.Node, buffer: torch.Tensor) -> bool:
+    """Return whether backward may need the value of a node: of a buffer or its view."""
+    for user in node.users:
+        tensors = [tensor for _, tensor in tensor_leaves(meta.value(user))]
+        if any(tensor.requires_grad for tensor in tensors):
+            return True
+        if any(t._base is buffer for t in tensors) and _backward_reads(user, buffer):
+            return True
+    return False
 
 
 def _identifier(name: str) -> str:

@@ -36,6 +36,11 @@ def _in_its_class(self: Any) -> int:
     return type(self).counter
 
 
+def _in_an_array(self: Any) -> int:
+    self.array[0] += 1
+    return int(self.array[0])
+
+
 def _in_the_file(self: Any) -> int:
     COUNTED[0] += 1
     return COUNTED[0]
@@ -90,6 +95,7 @@ def _plain(self: Any) -> int:
         (_plain, {"counter": 0}, r"self\.counter at each call: 0, 1, 2"),
         (_in_a_list, {"counts": [0]}, r"self\.counts\[0\] at each call: 0, 1, 2"),
         (_in_a_dict, {"counts": {"calls": 0}}, r"self\.counts\['calls'\]"),
+        (_in_an_array, {"array": np.zeros(2)}, r"self\.array at each call"),
         (_in_an_object, {"pace": Pace()}, r"self\.pace\.step"),
         (_in_its_class, {}, r"self\.counter"),
         (_in_the_file, {}, r"COUNTED\[0\]"),
@@ -145,6 +151,28 @@ def test_what_only_the_first_call_sets_is_no_counter() -> None:
         return self.fc(x) * self.scales["x"]
 
     checked(Model(forward, told={"first": True}, sizes={}, scales={"x": 2}))
+
+
+def _with_a_count(steps: int) -> Callable[[Any], int]:
+    """Return a function that counts by `steps`, in a closure of one name."""
+    count = 0
+
+    def counts(self: Any) -> int:
+        nonlocal count
+        count += steps
+        return count
+
+    return counts
+
+
+def test_a_closure_hides_none_of_the_same_name() -> None:
+    first, second = _with_a_count(0), _with_a_count(1)
+
+    def forward(self: Any, x: Any) -> Any:
+        return self.fc(x) if first(self) + second(self) < 1000 else x
+
+    with pytest.raises(GemscError, match="forward changes count' at each call: 0, 1"):
+        record(Model(forward), (X,), loss=mean)
 
 
 class Alike(nn.Module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import operator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -201,7 +202,22 @@ def test_a_buffer_changed_or_replaced_in_forward() -> None:
     model.register_buffer("average", torch.zeros(4))
     program = checked(model)
     assert "copy_" in targets(program)
+    assert "clone" not in targets(program)  # backward does not need the old average
     assert torch.equal(model.average, torch.zeros(4))
+
+
+@pytest.mark.parametrize("read", [lambda h: h, lambda h: h[None][0]])
+def test_a_state_from_step_to_step(read: Callable[[Any], Any]) -> None:
+    """Backward needs the old state of a recurrent network, which forward replaces."""
+
+    def forward(self: Any, x: Any) -> Any:
+        state = torch.tanh(self.fc(x) + self.fc2(read(self.state)))
+        self.state = state.detach()
+        return state
+
+    model = Model(forward)
+    model.register_buffer("state", torch.rand(X.shape))
+    assert targets(checked(model)).count("clone") == 1
 
 
 def test_lstm_attention_and_transformer() -> None:
