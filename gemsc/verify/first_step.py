@@ -112,9 +112,16 @@ class _Step:
                 count = plan.data * plan.micro_batches
                 step = self.model, loss, self.batches, count, dtype
                 record = reference_steps(*step, precision=precision, phases=self.phases)
-            given = [inputs for inputs, _ in self.batches]
-            outputs = evaluated(self.model, record.state, given, plan, dtype, precision)
-        return replace(record, outputs=self._named(outputs))
+        return replace(record, outputs=self.evaluated(record.state))
+
+    def evaluated(self, state: Mapping[str, Tensor], **how: bool) -> dict[str, Tensor]:
+        """Return the outputs of one process after a step, in evaluation."""
+        plan, dtype = self.plan, self.dtype
+        given = [inputs for inputs, _ in self.batches]
+        precision = Precision.of(plan, dtype)
+        return self._named(
+            evaluated(self.model, state, given, plan, dtype, precision, **how)
+        )
 
     def _named(self, outputs: list[list[Any]]) -> dict[str, Tensor]:
         """Return the outputs of all batches, under names for people."""
@@ -187,6 +194,13 @@ def _compared(compilation: Compilation, step: _Step) -> str:
         return ""
     if kind == "undecided":
         return f"rounding alone changes {wrong} by {found.rounding[wrong]:.0e}"
+    traced = replace(expected, outputs=step.evaluated(expected.state, gradients=True))
+    if compare(actual, traced).judge(dtype)[0] == "exact":
+        raise GemscError(
+            "in evaluation, the model computes something else with gradients on: "
+            "its forward asks torch.is_grad_enabled(), or a tensor's .requires_grad",
+            help="let self.training decide instead",
+        )
     raise InternalError(_what_is_wrong(compilation, found, wrong, dtype))
 
 
@@ -289,10 +303,12 @@ def evaluated(
     plan: Plan,
     dtype: torch.dtype,
     precision: Precision,
+    gradients: bool = False,
 ) -> list[list[Any]]:
     """Return what a model gives for each micro-batch in evaluation, after a step.
 
-    That is done batch by batch, as what changes in one is there in the next.
+    That is done batch by batch, as what changes in one is there in the next. With
+    `gradients` these are on, as they are while it is traced.
     """
     model = copy.deepcopy(model)
     cast_module(model, dtype)
@@ -303,7 +319,8 @@ def evaluated(
     model.eval()
     outputs: list[list[Any]] = []
     cpu, count = torch.device("cpu"), plan.data * plan.micro_batches
-    with torch.no_grad(), plain_forward(), default_dtype(dtype):
+    learns = torch.set_grad_enabled
+    with learns(gradients), plain_forward(), default_dtype(dtype):
         for inputs in cast(batches, dtype):
             outputs.append([])
             for m in range(count):
@@ -316,7 +333,10 @@ def evaluated(
 def named_outputs(outputs: list[Any]) -> dict[str, Tensor]:
     """Return what evaluation gives, all parts joined, under names for people."""
     named = [
-        {f"output {'.'.join(map(str, p))}".strip(): t for p, t in tensor_leaves(part)}
+        {
+            f"output {'.'.join(map(str, path))}".strip(): tensor.detach()
+            for path, tensor in tensor_leaves(part)
+        }
         for part in outputs
     ]
     joined: dict[str, Tensor] = concatenated(named)

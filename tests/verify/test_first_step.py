@@ -21,7 +21,7 @@ from gemsc.base.plain_forward import with_threads
 from gemsc.codegen.package import rank_modules
 from gemsc.compilation import Compilation
 from gemsc.compiler import CompiledProgram, compile
-from gemsc.errors import InternalError
+from gemsc.errors import GemscError, InternalError
 from gemsc.plan import Plan
 from gemsc.runtime.transport.local import LocalGroup
 from gemsc.runtime.transport.transport import Request
@@ -326,6 +326,28 @@ class Counting(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.seen += x.shape[1]
         return self.second(self.first(x).relu() + self.seen)
+
+
+class Gated(Picture):
+    """Asks for the mode of autograd, which is another one while it is traced."""
+
+    def __init__(self, asks: Callable[[Tensor], bool]) -> None:
+        super().__init__()
+        self.asks = asks
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y if self.asks(y) else y * 2
+
+
+@pytest.mark.parametrize(
+    "asks", [lambda y: torch.is_grad_enabled(), lambda y: y.requires_grad]
+)
+def test_a_forward_that_asks_for_the_mode_of_autograd(
+    asks: Callable[[Tensor], bool],
+) -> None:
+    with pytest.raises(GemscError, match=r"in evaluation, .* with gradients on"):
+        compiled(Gated(asks), **STAGES)
 
 
 def test_what_evaluation_changes_is_there_for_the_next_shape() -> None:
