@@ -169,7 +169,14 @@ class Logged:
         self.program, self.run = folder / "program", folder / "run"
         written(self.program, Net(forward), micro_batches=2)
 
-    def train(self, steps: int, *words: object, fails: int = -1, **more: Any) -> None:
+    def train(
+        self,
+        steps: int,
+        *words: object,
+        fails: int = -1,
+        evaluates: bool = False,
+        **more: Any,
+    ) -> None:
         options = options_of("--save", self.run, *words)
 
         def work(trainer: Trainer) -> None:
@@ -180,6 +187,8 @@ class Logged:
             for step in range(trainer.step_number, steps):
                 x, target = batch_of((X, X), 2)
                 trainer.step(x * (math.nan if step == fails else 1.0), target)
+                if evaluates:
+                    trainer.tell("on_evaluation", {"loss": step / 4, "dice": math.inf})
             trainer.tell("on_evaluation", {"loss": 0.5, "dice": math.nan})
             trainer.tell("on_epoch", 0, {})
 
@@ -231,6 +240,31 @@ def test_each_step_is_a_line_and_a_row(logged: Logged) -> None:
     assert float(rows[1]["loss"]) == step["loss"]
     assert [row["eval_loss"] for row in rows] == ["", "", "0.5"]
     assert [row["eval_dice"] for row in rows] == ["", "", ""]
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_an_evaluation_completes_the_last_row(
+    logged: Logged, monkeypatch: pytest.MonkeyPatch, is_lost: bool
+) -> None:
+    """The log, of a million lines, is read at the start and for new columns only."""
+    table, tabulate, count = logged.run / "log.csv", Log._tabulate, 0
+
+    def counted(log: Log) -> None:
+        nonlocal count
+        count += 1
+        tabulate(log)
+        if is_lost and count == 2:
+            table.unlink()
+
+    monkeypatch.setattr(Log, "_tabulate", counted)
+    logged.train(4, evaluates=True)
+    assert count == (4 if is_lost else 2)
+    assert [row["step"] for row in logged.table] == ["1", "2", "3", "4"]
+    assert [row["eval_loss"] for row in logged.table] == ["0.0", "0.25", "0.5", "0.5"]
+    assert {row["eval_dice"] for row in logged.table} == {""}
+    completed = table.read_text()
+    Log(options_of("--save", logged.run))._open(4, [])
+    assert table.read_text() == completed
 
 
 def test_a_norm_is_logged_where_there_was_an_update(logged: Logged) -> None:

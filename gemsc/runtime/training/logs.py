@@ -17,15 +17,17 @@ import argparse
 import csv
 import json
 import math
+import os
 import platform
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 
-from gemsc.base.files import replaced, write_text
+from gemsc.base.files import replaced
 from gemsc.base.phase import LOSS_OF
 from gemsc.runtime.process.device import peak_bytes
 from gemsc.runtime.training.callbacks import Callback
@@ -52,6 +54,8 @@ class Log(Callback):
         self._lines: IO[str] | None = None
         self._of_steps: tuple[str, ...] = COLUMNS
         self._columns: tuple[str, ...] = COLUMNS  # of log.csv
+        # of log.csv: what it says, and where it begins and ends
+        self._last_row: tuple[dict[str, Any], int, int] = {}, 0, 0
         self._last = 0.0  # when the last step ended
         self._steps_seconds = self._waited = 0.0
         self._updates = 0  # before the step
@@ -92,9 +96,7 @@ class Log(Callback):
             more = {} if report.problem is None else {"problem": str(report.problem)}
             if shapes := trainer.plan.shapes:
                 more["shape"] = shapes[report.shape].name
-            row = self._write("step", report.step, **known, **more)
-            with (self.folder / TABLE).open("a", encoding="utf-8", newline="") as file:
-                self._writer(file).writerow(row)
+            self._add_row(self._write("step", report.step, **known, **more))
             self._show(report.step, known)
         if report.step % EACH == 0:
             self._log_ranks(trainer)
@@ -102,9 +104,9 @@ class Log(Callback):
     def on_evaluation(self, trainer: Trainer, figures: Mapping[str, float]) -> None:
         """Log what was found on held-out data."""
         if self._lines is not None:
-            self._write("evaluation", trainer.step_number, figures=dict(figures))
-            self._tabulate()
             named = {f"eval_{name}": value for name, value in figures.items()}
+            self._write("evaluation", trainer.step_number, figures=dict(figures))
+            self._complete_row(trainer.step_number, named)
             self._show(trainer.step_number, named)
 
     def on_epoch(
@@ -137,8 +139,10 @@ class Log(Callback):
         if self._options.overwrite:
             clear(self.folder)
         lines = self.folder / LOG
-        kept = [line for line, record in _records(lines) if record["step"] <= step]
-        write_text(lines, "".join(f"{line}\n" for line in kept))
+        with replaced(lines) as beside, beside.open("w", encoding="utf-8") as file:
+            for line, record in _records(lines):
+                if record["step"] <= step:
+                    file.write(f"{line}\n")
         self._lines = lines.open("a", encoding="utf-8", buffering=1)
         self._of_steps = (*COLUMNS, *phases)
         self._tabulate()
@@ -155,28 +159,65 @@ class Log(Callback):
             self._lines.write(json.dumps(finite, allow_nan=False) + "\n")
         return finite
 
+    def _add_row(self, row: dict[str, Any]) -> None:
+        """Add a row to log.csv, or make that anew where it is lost."""
+        table = self.folder / TABLE
+        if not table.is_file():
+            self._tabulate()
+            return
+        with table.open("a", encoding="utf-8", newline="") as file:
+            begin = file.tell()
+            self._writer(file).writerow(row)
+            self._last_row = row, begin, file.tell()
+
+    def _complete_row(self, step: int, figures: Mapping[str, float]) -> None:
+        """Add to the last row of log.csv what an evaluation after this step found.
+
+        That takes as long after a million steps as after ten: the table is not read.
+        """
+        row, begin, end = self._last_row
+        table = self.folder / TABLE
+        is_last = row.get("step") == step and table.is_file()
+        if (
+            is_last
+            and table.stat().st_size == end
+            and figures.keys() <= {*self._columns}
+        ):
+            os.truncate(table, begin)
+            self._add_row({**row, **_finite(figures)})
+        else:
+            self._tabulate()
+
     def _tabulate(self) -> None:
         """Write log.csv anew: a row for each step, with what was found after it."""
-        rows: dict[int, dict[str, Any]] = {}
-        for _, record in _records(self.folder / LOG):
-            figures = {}
-            if record.get("event") == "step":
-                figures = {name: record.get(name) for name in self._of_steps}
-            elif record.get("event") == "evaluation":
-                figures = {f"eval_{n}": x for n, x in record["figures"].items()}
-            if figures:
-                rows.setdefault(record["step"], {"step": record["step"]}).update(
-                    figures
-                )
-        names = (name for row in rows.values() for name in row)
-        self._columns = (*dict.fromkeys((*self._of_steps, *names)),)
+        columns = dict.fromkeys(self._of_steps)
+        for row in self._rows():
+            columns.update(dict.fromkeys(row))
+        self._columns = (*columns,)
         with (
             replaced(self.folder / TABLE) as beside,
             beside.open("w", encoding="utf-8", newline="") as file,
         ):
             writer = self._writer(file)
             writer.writeheader()
-            writer.writerows(rows.values())
+            writer.writerows(self._rows())
+
+    def _rows(self) -> Iterator[dict[str, Any]]:
+        """Yield what the log says of each step."""
+        row: dict[str, Any] = {}
+        for _, record in _records(self.folder / LOG):
+            figures = {}
+            if record.get("event") == "step":
+                figures = {name: record.get(name) for name in self._of_steps}
+            elif record.get("event") == "evaluation":
+                figures = {f"eval_{n}": x for n, x in record["figures"].items()}
+            if figures and row.get("step") not in (None, record["step"]):
+                yield row
+                row = {}
+            if figures:
+                row = {"step": record["step"], **row, **figures}
+        if row:
+            yield row
 
     def _writer(self, file: IO[str]) -> csv.DictWriter[str]:
         return csv.DictWriter(
@@ -211,14 +252,15 @@ class Log(Callback):
 
 def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the lines of a log, and what they say, less one that a kill has cut."""
-    text = path.read_text("utf-8", "replace") if path.exists() else ""
-    for line in text.splitlines():
-        try:
-            record = json.loads(line)
-            record["step"] = int(record["step"])
-        except (ValueError, KeyError, TypeError):
-            continue
-        yield line, record
+    with suppress(FileNotFoundError), path.open("rb") as lines:
+        for raw in lines:
+            line = raw.decode("utf-8", "replace").rstrip("\n")
+            try:
+                record = json.loads(line)
+                record["step"] = int(record["step"])
+            except (ValueError, KeyError, TypeError):
+                continue
+            yield line, record
 
 
 def _finite(value: Any) -> Any:
