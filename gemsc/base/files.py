@@ -17,7 +17,7 @@ DISTRIBUTED = ".metadata"  # the table of a folder of torch.distributed.checkpoi
 def replaced(path: Path) -> Iterator[Path]:
     """Give an empty file beside `path` to write; if that succeeds, rename it.
 
-    Whoever writes it, it gets the permissions of any new file.
+    Whoever writes it, it gets the permissions of any new file. An OSError names it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
@@ -27,6 +27,9 @@ def replaced(path: Path) -> Iterator[Path]:
         yield beside
         beside.chmod(mode)
         beside.replace(path)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a full disk names none
+        raise
     finally:
         beside.unlink(missing_ok=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -31,3 +32,10 @@ def test_what_fails_half_way_leaves_what_was_there(tmp_path: Path) -> None:
         Path("nowhere").rename(beside)
     assert path.read_text(encoding="utf-8") == "whole"
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_an_error_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "log.csv"
+    with pytest.raises(OSError, match=re.escape(str(path))), replaced(path):
+        Path("/dev/full").write_text("full")
+    assert [*tmp_path.iterdir()] == []

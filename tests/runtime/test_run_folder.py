@@ -267,6 +267,23 @@ def test_an_evaluation_completes_the_last_row(
     assert table.read_text() == completed
 
 
+def test_a_run_goes_on_where_its_log_cannot_be_written(
+    logged: Logged, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = Log._open
+
+    def full(log: Log, step: int, phases: list[str]) -> None:
+        opened(log, step, phases)
+        log._lines = Path("/dev/full").open("w", buffering=1)  # noqa: SIM115
+
+    monkeypatch.setattr(Log, "_open", full)
+    logged.train(3, evaluates=True)
+    text = (
+        f"no more is logged in {logged.run}: No space left on device; the run goes on"
+    )
+    assert capsys.readouterr().err.count(text) == 1
+
+
 def test_a_norm_is_logged_where_there_was_an_update(logged: Logged) -> None:
     logged.train(4, clip_norm=1.0, accumulate=2)
     norms = [line.get("gradient_norm", 0.0) for line in logged.lines[1:5]]

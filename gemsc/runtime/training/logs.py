@@ -9,6 +9,7 @@ Where a step has several phases, "loss" is that of the last one, and "loss_d" th
 The first rank writes each line as soon as it is known; all else is made of these lines.
 A run that goes on continues its log; what was logged after the checkpoint is dropped:
 no step is there twice. A number that is not finite is null, and empty in the table.
+Where no log can be written any more, as on a full disk, the run goes on without it.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ import json
 import math
 import os
 import platform
+import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -96,7 +98,9 @@ class Log(Callback):
             more = {} if report.problem is None else {"problem": str(report.problem)}
             if shapes := trainer.plan.shapes:
                 more["shape"] = shapes[report.shape].name
-            self._add_row(self._write("step", report.step, **known, **more))
+            row = self._write("step", report.step, **known, **more)
+            with self._going_on():
+                self._add_row(row)
             self._show(report.step, known)
         if report.step % EACH == 0:
             self._log_ranks(trainer)
@@ -106,7 +110,8 @@ class Log(Callback):
         if self._lines is not None:
             named = {f"eval_{name}": value for name, value in figures.items()}
             self._write("evaluation", trainer.step_number, figures=dict(figures))
-            self._complete_row(trainer.step_number, named)
+            with self._going_on():
+                self._complete_row(trainer.step_number, named)
             self._show(trainer.step_number, named)
 
     def on_epoch(
@@ -156,8 +161,20 @@ class Log(Callback):
         record = {"event": event, "step": step, "time": round(time.time(), 3), **what}
         finite: dict[str, Any] = _finite(record)
         if self._lines is not None:
-            self._lines.write(json.dumps(finite, allow_nan=False) + "\n")
+            with self._going_on():
+                self._lines.write(json.dumps(finite, allow_nan=False) + "\n")
         return finite
+
+    @contextmanager
+    def _going_on(self) -> Iterator[None]:
+        """Let a run go on without its log where that cannot be written."""
+        try:
+            yield
+        except OSError as error:
+            if self._lines is not None:
+                text = f"warning: no more is logged in {self.folder}: {error.strerror}"
+                print(f"{text}; the run goes on", file=sys.stderr, flush=True)  # noqa: T201
+            self._close()
 
     def _add_row(self, row: dict[str, Any]) -> None:
         """Add a row to log.csv, or make that anew where it is lost."""
@@ -246,7 +263,8 @@ class Log(Callback):
     def _close(self) -> None:
         for file in (self._lines, self._board):
             if file is not None:
-                file.close()
+                with suppress(OSError):  # of what is still to be written
+                    file.close()
         self._lines = self._board = None
 
 
