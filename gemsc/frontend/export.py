@@ -35,6 +35,7 @@ from gemsc.base.nests import (
 from gemsc.base.plain_forward import plain_forward
 from gemsc.base.rng import preserve_rng
 from gemsc.errors import GemscError
+from gemsc.frontend.closures import reject_closures
 from gemsc.frontend.counters import counters_of, reject_counters
 from gemsc.frontend.eager import detached, failures, set_training
 from gemsc.frontend.fake_copy import LOSS, fake_input, reject_unsupported
@@ -87,6 +88,7 @@ def export(
         )
     subject = model, loss, training, normalize_inputs(inputs), target
     reject_unsupported(model)
+    reject_closures(model, loss)
     with preserve_rng():
         _call_twice(_Wrapper(*subject))
         program = _traced(model, loss, _Wrapper(*subject))

@@ -15,7 +15,6 @@ from torch.utils._mode_utils import no_dispatch
 from gemsc.base.dtypes import within
 from gemsc.base.nests import Path, tensor_leaves
 from gemsc.errors import GemscError
-from gemsc.frontend.closures import reject_closures
 from gemsc.frontend.eager import deep_copy
 from gemsc.ir.fake import fake_parameters
 from gemsc.ir.layers import as_of_torch, layer_source
@@ -219,7 +218,6 @@ def reject_unsupported(model: nn.Module) -> None:
                 f"parameter {name} has a gradient hook, which gemsc does not support",
                 help="change gradients in a torch.autograd.Function or the optimizer",
             )
-    reject_closures(model)
 
 
 _Test = Callable[[nn.Module], object]

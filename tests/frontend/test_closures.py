@@ -49,10 +49,10 @@ def with_another_forward() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "name"),
     [
-        (with_a_mode, "self.act is a function that holds 'net'"),
-        (with_a_layer_in_a_list, r"self.acts\[0\] is a function that holds 'layer'"),
-        (with_a_hook, r"self.b._forward_hooks\[\d+\] is a function that holds 'net'"),
-        (with_another_forward, "self.b.forward is a function that holds 'before'"),
+        (with_a_mode, "self.act .* the variable 'net'"),
+        (with_a_layer_in_a_list, r"self.acts\[0\] .* the variable 'layer'"),
+        (with_a_hook, r"self.b._forward_hooks\[\d+\] .* the variable 'net'"),
+        (with_another_forward, "self.b.forward .* the variable 'before'"),
     ],
 )
 def test_a_function_that_holds_the_model_is_refused(
@@ -62,6 +62,57 @@ def test_a_function_that_holds_the_model_is_refused(
         FRONTENDS[frontend](make(), (X,), loss=mse, target=X)
     assert caught.value.at is not None
     assert caught.value.at.file == __file__
+
+
+model = Net(chain, act=nn.Tanh())
+
+
+def decayed(output: Tensor, target: Tensor) -> Tensor:
+    squares = (p.square().sum() for p in model.parameters())
+    return F.mse_loss(output, target) + 0.1 * sum(squares)
+
+
+class ByItsMode(nn.Module):
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, target) * (2 if model.training else 1)
+
+
+@pytest.mark.parametrize("frontend", FRONTENDS)
+@pytest.mark.parametrize(
+    ("loss", "name"),
+    [(decayed, "the loss"), (ByItsMode(), "self.forward")],
+)
+def test_a_loss_that_refers_to_the_model_is_refused(
+    loss: Any, name: str, frontend: str
+) -> None:
+    with pytest.raises(GemscError, match=f"{name} .* the variable 'model'") as caught:
+        FRONTENDS[frontend](model, (X,), loss=loss, target=X)
+    assert caught.value.at is not None
+    assert caught.value.at.file == __file__
+    assert "weight_decay" in caught.value.help
+
+
+class Named(nn.Module):
+    """Its attribute has the name of a global variable, which is another module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x)
+
+
+named = Named()
+
+
+def test_an_attribute_is_not_the_global_variable_of_its_name() -> None:
+    FRONTENDS["record"](named, (X,), loss=mse, target=X)
+    globals()["model"], before = named, model
+    try:
+        FRONTENDS["record"](named, (X,), loss=mse, target=X)
+    finally:
+        globals()["model"] = before
 
 
 class Bound(nn.Module):
