@@ -182,5 +182,32 @@ def test_a_transform_of_functions_is_refused() -> None:
     assert "torch.einsum" in caught.value.help
 
 
+class Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+class Rounds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Backward.apply(self.layer(x))
+
+
+def test_a_backward_of_ones_own_is_lost_which_the_check_says() -> None:
+    model = Rounds()
+    program = export(model, (X,), loss=nn.MSELoss(), target=X)
+    with pytest.raises(GemscError, match="gradient of layer") as caught:
+        check_against_eager(program, model, (X,), nn.MSELoss(), X)
+    assert "--frontend record" in caught.value.help
+
+
 def test_both_frontends_are_registered() -> None:
     assert list(FRONTENDS) == ["record", "export"]
