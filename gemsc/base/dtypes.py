@@ -64,9 +64,9 @@ def as_real(tensor: Tensor) -> Tensor:
 
 
 def other_dtype(tensors: Iterator[Tensor]) -> torch.dtype:
-    """Return float64, or float32 for a model that is in float64 already."""
-    wide = any(tensor.dtype is torch.float64 for tensor in tensors)
-    return torch.float32 if wide else torch.float64
+    """Return float64, or float32 for a model that is all in float64 already."""
+    real = {tensor.dtype for tensor in tensors if tensor.dtype.is_floating_point}
+    return torch.float32 if real == {torch.float64} else torch.float64
 
 
 def model_dtype(parameters: Iterator[Tensor]) -> torch.dtype:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import fx
@@ -172,10 +172,10 @@ class _RankWriter:
             local[node] = names.unique(self.text.names.get(node, wish))
         return local
 
-    def _local_names(self) -> Names:
+    def _local_names(self, taken: Iterable[str] = ()) -> Names:
         """Return names for the variables of a function, apart from the module's."""
         constants = (*self.messages.values(), *self.constants.runs.values())
-        return Names(["worker", "m", *constants])
+        return Names(["worker", "m", *constants, *taken])
 
     def _write_run(
         self, run: RunText, flow: StageFlow, local: dict[fx.Node, str], verb: str
@@ -302,8 +302,9 @@ class _RankWriter:
                 )
             if node not in local:
                 local[node] = f"worker.input({node.name!r}, m)"
+        names = self._local_names(local.values())
         for node, exchange in gathers_of(program, self.text.tile).items():
-            name = f"whole_{base_name(node)}"
+            name = names.unique(f"whole_{base_name(node)}")
             constant = self.constants.exchanges[exchange]
             self.writer.statement(
                 f"{name} = worker.gather({local[node]}, {constant})",

@@ -53,6 +53,7 @@ class _Results:
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     locations: dict[str, SourceLocation | None] = field(default_factory=dict)
+    frontend: str = "record"
     owners: dict[str, nn.Module] = field(default_factory=dict)
     gradients: Gradients = field(default_factory=Gradients)
     halves: tuple[float, float] | None = None
@@ -265,6 +266,9 @@ def _forward(
 def _run_graph(program: Program, module: nn.Module, fed: Any) -> _Results:
     results = _Results()
     results.watch("", module)
+    targets = (node.target for node in program.graph.nodes)
+    if any(isinstance(each, torch._ops.OpOverload) for each in targets):
+        results.frontend = "export"  # its nodes are ATen operators
     torch.manual_seed(_SEED)
     values, kept = _fed(program, fed), {program.loss, *program.outputs}
     last_use = {n: node for node in program.graph.nodes for n in node.all_input_nodes}
@@ -331,7 +335,9 @@ def _report(name: str, problem: str | None, actual: _Results) -> None:
         raise GemscError(
             f"the traced graph does not reproduce the model: {name} {problem}",
             at=actual.locations.get(name),
-            help="try the other --frontend: record, the default, or export",
+            help="try --frontend export"
+            if actual.frontend == "record"
+            else "try --frontend record, which keeps the backward of custom functions",
         )
 
 

@@ -52,13 +52,8 @@ def numbers_in(owner: Any, *kinds: type) -> dict[str, object]:
     They may be in lists, dicts, objects and the user's classes, in variables that
     functions of the user refer to, and in generators of random numbers.
     """
-    is_module = isinstance(owner, nn.Module)
-    modules = owner.named_modules() if is_module else [("", owner)]
-    way = deque((f"self.{path}".rstrip("."), module) for path, module in modules)
     found: dict[str, object] = {}
-    seen: set[int] = set()
-    while way:
-        name, value = way.popleft()
+    for name, value in all_in(owner):
         while name in found:  # a class has what its object has, or another closure
             name += "'"
         if isinstance(value, (Number, *kinds)):
@@ -67,10 +62,22 @@ def numbers_in(owner: Any, *kinds: type) -> dict[str, object]:
             found[name] = pickle.dumps(value)
         elif isinstance(value, np.ndarray) and value.size <= _MOST_ITEMS:
             found[name] = value.tolist()
-        elif not isinstance(value, _WITHOUT_NUMBERS) and id(value) not in seen:
+    return found
+
+
+def all_in(owner: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what a module or a loss can see, with what it is called, nearest first."""
+    is_module = isinstance(owner, nn.Module)
+    modules = owner.named_modules() if is_module else [("", owner)]
+    way = deque((f"self.{path}".rstrip("."), module) for path, module in modules)
+    seen: set[int] = set()
+    while way:
+        name, value = way.popleft()
+        yield name, value
+        is_one = isinstance(value, (Number, *_WITH_A_STATE, *_WITHOUT_NUMBERS))
+        if not is_one and id(value) not in seen:
             seen.add(id(value))
             way.extend(_items(name, value))
-    return found
 
 
 def _items(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -79,7 +86,7 @@ def _items(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         code, known = value.__code__, value.__globals__
         if is_users(Path(code.co_filename)):
             cells = zip(code.co_freevars, value.__closure__ or (), strict=True)
-            yield from ((key, _content(cell)) for key, cell in cells)
+            yield from ((key, content(cell)) for key, cell in cells)
             yield from ((key, known[key]) for key in code.co_names if key in known)
     elif isinstance(value, (list, tuple, dict)):
         pairs = value.items() if isinstance(value, dict) else enumerate(value)
@@ -100,7 +107,8 @@ def _is_of_the_user(cls: type) -> bool:
     return file is not None and is_users(Path(file))
 
 
-def _content(cell: CellType) -> Any:
+def content(cell: CellType) -> Any:
+    """Return what a function holds of a variable around it."""
     try:
         return cell.cell_contents
     except ValueError:  # of a variable that has no value yet, or no more

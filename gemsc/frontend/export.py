@@ -14,7 +14,14 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from gemsc.base.dtypes import Autocast
+from gemsc.base.dtypes import (
+    Autocast,
+    cast_module,
+    default_dtype,
+    is_real,
+    other_dtype,
+)
+from gemsc.base.dtypes import cast as cast_nest
 from gemsc.base.nests import (
     Inputs,
     Path,
@@ -28,10 +35,11 @@ from gemsc.base.nests import (
 from gemsc.base.plain_forward import plain_forward
 from gemsc.base.rng import preserve_rng
 from gemsc.errors import GemscError
+from gemsc.frontend.closures import reject_closures
 from gemsc.frontend.counters import counters_of, reject_counters
 from gemsc.frontend.eager import detached, failures, set_training
 from gemsc.frontend.fake_copy import LOSS, fake_input, reject_unsupported
-from gemsc.frontend.runs import other_generators
+from gemsc.frontend.runs import mark_dtypes, other_generators
 from gemsc.frontend.user_code import failing_line, printed_line
 from gemsc.frontend.values import (
     Returned,
@@ -78,20 +86,26 @@ def export(
             "--frontend export traces in the precision of the weights only",
             help="use --frontend record, or leave out --precision",
         )
-    given = normalize_inputs(inputs)
+    subject = model, loss, training, normalize_inputs(inputs), target
     reject_unsupported(model)
+    reject_closures(model, loss)
     with preserve_rng():
-        _call_twice(_Wrapper(model, loss, training, given, target))
-        wrapper = _Wrapper(model, loss, training, given, target)
-        traced = _export(wrapper)
-    writer = _Writer(traced, frozenset(_tensor_names(model, loss)))
-    writer.run(wrapper, input_names(model, given))
+        _call_twice(_Wrapper(*subject))
+        program = _traced(model, loss, _Wrapper(*subject))
+        if any(_names_a_dtype(node) for node in program.graph.nodes):
+            program = _in_another_dtype(program, subject)
+    return replace(program, name=name or type(model).__name__)
+
+
+def _traced(model: nn.Module, loss: Any, wrapper: _Wrapper) -> Program:
+    writer = _Writer(_export(wrapper), dict(_tensor_names(model, loss)))
+    writer.run(wrapper, input_names(model, wrapper.given["input"]))
     root, aliases = make_root(model, loss, writer.constants)
     root.graph = writer.graph
     _attach_values(root, tuple(tensor for _, tensor in wrapper.leaves))
     lines = (meta.location(node) for node in root.graph.nodes)
     return Program(
-        name=name or type(model).__name__,
+        name="",
         module=root,
         inputs=tuple(writer.inputs),
         structure=wrapper.returned.structure,
@@ -101,25 +115,65 @@ def export(
     )
 
 
-def _tensor_names(model: nn.Module, loss: Any) -> Iterator[str]:
+def _names_a_dtype(node: fx.Node) -> bool:
+    """Whether a real dtype, of the user's or of a tensor, stands in a node."""
+    found: list[Any] = []
+    fx.node.map_aggregate((node.args, node.kwargs), found.append)
+    return any(isinstance(each, torch.dtype) and is_real(each) for each in found)
+
+
+def _in_another_dtype(
+    program: Program, subject: tuple[nn.Module, Any, bool, Inputs, Any]
+) -> Program:
+    """Mark which dtypes follow the model's, or note that it runs in its own only."""
+    dtype = other_dtype(subject[0].parameters())
+    try:
+        with default_dtype(dtype):
+            wrapper = _Wrapper(*subject, dtype=dtype)
+            model = wrapper.get_submodule(_MODEL)
+            other = _traced(model, wrapper.loss, wrapper)
+        mark_dtypes(program.graph, other.graph, dtype)
+    except GemscError as error:
+        at = f"{error.at.short}: " if error.at is not None else ""
+        return replace(program, only_dtype=f"{at}{error.message}")
+    return program
+
+
+def _tensor_names(model: nn.Module, loss: Any) -> Iterator[tuple[str, str]]:
+    """Yield each name of a parameter or buffer, with the first path of its module."""
     owners = [(model, "")] + ([(loss, LOSS)] if isinstance(loss, nn.Module) else [])
     for owner, prefix in owners:
-        for named in (owner.named_parameters, owner.named_buffers):
-            for name, _ in named(prefix=prefix, remove_duplicate=False):
-                yield name
+        first: dict[nn.Module, str] = {}
+        for path, module in owner.named_modules(prefix=prefix, remove_duplicate=False):
+            first.setdefault(module, path)
+            for name in (*module._parameters, *module._buffers):
+                own = f"{first[module]}.{name}".lstrip(".")
+                yield f"{path}.{name}".lstrip("."), own
 
 
 class _Wrapper(nn.Module):
     """Takes the tensors of inputs and target, gives the loss and the outputs."""
 
     def __init__(
-        self, model: nn.Module, loss: Any, training: bool, inputs: Inputs, target: Any
+        self,
+        model: nn.Module,
+        loss: Any,
+        training: bool,
+        inputs: Inputs,
+        target: Any,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         copied, self.loss = copy.deepcopy((model, loss))
+        if dtype is not None:
+            inputs, target = cast_nest((inputs, target), dtype)
+            for module in (copied, self.loss):
+                if isinstance(module, nn.Module):
+                    cast_module(module, dtype)
         self.add_module(_MODEL, copied)
         set_training(copied, self.loss, training)
-        self.given = {"input": inputs, "target": target}
+        # copies: torch.export takes one tensor at two places for one input
+        self.given = detached({"input": inputs, "target": target})
         self.leaves = tuple(tensor_leaves(self.given))
         self.returned = Returned()
 
@@ -182,7 +236,7 @@ class _Writer:
     """
 
     traced: fx.GraphModule
-    names: frozenset[str]
+    names: dict[str, str]
     graph: fx.Graph = field(default_factory=fx.Graph)
     inputs: list[GraphInput] = field(default_factory=list)
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -275,7 +329,9 @@ class _Writer:
         if path not in self.attributes:
             prefix, _, rest = path.partition(".")
             name = {_MODEL: rest, "loss": f"{LOSS}.{rest}"}.get(prefix, path)
-            if name not in self.names:
+            if name in self.names:
+                name = self.names[name]
+            else:
                 constant = re.sub(r"\W", "_", name)
                 self.constants[constant] = operator.attrgetter(path)(self.traced)
                 name = f"{CONSTANTS}.{constant}"

@@ -29,6 +29,7 @@ from gemsc.base.nests import (
 )
 from gemsc.base.rng import preserve_rng
 from gemsc.errors import GemscError, SourceLocation
+from gemsc.frontend.closures import reject_closures
 from gemsc.frontend.counters import counters_of, reject_counters
 from gemsc.frontend.eager import in_mode, set_training
 from gemsc.frontend.fake_copy import (
@@ -120,6 +121,7 @@ def record(
     reject_unsupported(model)
     if isinstance(loss, nn.Module):
         reject_unsupported(loss)
+    reject_closures(model, loss)
     leaves = Leaves(*subject)
     request = _Request(*subject, leaves.found, autocast)
     with preserve_rng(), autocasting(autocast):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 from torch import fx, nn
@@ -65,7 +64,11 @@ def put_layer(module: nn.Module, path: str, layer: nn.Module) -> None:
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:
-    """Return a copy with the same children, parameters and buffers."""
-    copied = copy.copy(module)
-    copied.__dict__["_modules"] = dict(module._modules)
+    """Return a copy with the same children, parameters and buffers.
+
+    `copy.copy` refuses modules with parametrizations.
+    """
+    kind = type(module)
+    copied = kind.__new__(kind)
+    copied.__dict__ |= {**vars(module), "_modules": dict(module._modules)}
     return copied

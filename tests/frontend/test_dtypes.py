@@ -52,6 +52,11 @@ def complex_numbers(self: Any, x: Tensor) -> Tensor:
     return self.d(self.c(h))
 
 
+def a_weight_in_float64(self: Any, x: Tensor) -> Tensor:
+    h = self.b(self.a(x) * self.wide.to(x.dtype))
+    return self.d(self.c(h * self.wide.to(h.dtype)))
+
+
 class Gate(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         h = x * 2 if float(x.detach().sum()) > 0 else x * 3
@@ -68,6 +73,7 @@ CASES: dict[str, tuple[Callable[..., Tensor], dict[str, Any]]] = {
     "dtype of a tensor": (dtype_of_a_tensor, {}),
     "fixed on purpose": (fixed_on_purpose, {}),
     "no buffer": (tensor_that_is_no_buffer, {"table": torch.linspace(0, 1, 4)}),
+    "float64": (a_weight_in_float64, {"wide": nn.Parameter(torch.ones(4).double())}),
     "opaque": (opaque_module, {"gate": Gate()}),
 }
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from program_support import on_ranks, written
+from program_support import against_one_process, on_ranks, written
 from torch import nn
 
 from gemsc.errors import GemscError
@@ -76,6 +76,70 @@ def test_tied_parameters_and_a_loss_that_is_a_module() -> None:
     check_against_eager(program, model, (X,), criterion, target)
 
 
+class TwoPaths(nn.Module):
+    """One module at two paths, called by each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        self.again = self.body
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.again(self.body(x).tanh())
+
+
+def test_a_module_at_two_paths_is_one() -> None:
+    model = TwoPaths()
+    program = export(model, (X,), loss=nn.MSELoss(), target=X)
+    names = {str(n.target) for n in program.graph.nodes if n.op == "get_attr"}
+    assert {name.partition(".")[0] for name in names} == {"body"}
+    check_against_eager(program, model, (X,), nn.MSELoss(), X)
+
+
+class TakesTwo(nn.Module):
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a.exp() - b
+
+
+def test_two_inputs_stay_two_where_the_examples_are_one_tensor() -> None:
+    program = export(TakesTwo(), (X, X), loss=nn.MSELoss(), target=X)
+    inputs = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
+    users = {k: {str(u.target) for u in n.users} for k, n in inputs.items()}
+    assert users["a"] == {"aten.exp.default"}
+    assert users["b"] == {"aten.sub.Tensor"}
+
+
+class TakesDtypes(nn.Module):
+    """Zeros of a tensor's dtype, as the first state of nn.LSTM; and float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.cell, self.last = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h, state = self.first(x), torch.zeros(4, dtype=x.dtype)
+        for _ in range(2):
+            state = torch.tanh(self.cell(h + state))
+        return self.last(state) + state.float().exp()
+
+
+def test_dtypes_that_follow_the_model_follow_it(tmp_path: Path) -> None:
+    how: Any = {"ranks": 2, "frontend": "export"}
+    found = against_one_process(tmp_path, TakesDtypes(), **how)
+    assert found.worst < 1e-12
+
+
+class Asks(TakesDtypes):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = super().forward(x)
+        return h if x.dtype is torch.float64 else h + 1
+
+
+def test_a_model_that_asks_for_its_dtype_runs_in_its_own_only() -> None:
+    assert "differently in float64" in export(Asks(), (X,)).only_dtype
+    assert not export(TakesDtypes(), (X,)).only_dtype
+
+
 @pytest.mark.slow
 def test_evaluation_returns_what_an_exported_model_returns(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
@@ -116,6 +180,33 @@ def test_a_transform_of_functions_is_refused() -> None:
     assert caught.value.at is not None
     assert caught.value.at.file == __file__
     assert "torch.einsum" in caught.value.help
+
+
+class Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+class Rounds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Backward.apply(self.layer(x))
+
+
+def test_a_backward_of_ones_own_is_lost_which_the_check_says() -> None:
+    model = Rounds()
+    program = export(model, (X,), loss=nn.MSELoss(), target=X)
+    with pytest.raises(GemscError, match="gradient of layer") as caught:
+        check_against_eager(program, model, (X,), nn.MSELoss(), X)
+    assert "--frontend record" in caught.value.help
 
 
 def test_both_frontends_are_registered() -> None:

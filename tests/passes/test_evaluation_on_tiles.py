@@ -53,3 +53,33 @@ def test_training_and_evaluation_may_want_other_halos_of_the_input(
     found = on_ranks(tmp_path, 4, work, dtype=torch.float64)
     ((output,),) = (output for output in found if output is not None)
     torch.testing.assert_close(output, expected, rtol=1e-9, atol=1e-12)
+
+
+class TwoHeads(nn.Module):
+    """Two outputs of one list of layers: their nodes have one base name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(1, 4, 3, padding=1)
+        self.heads = nn.ModuleList(nn.Conv2d(4, 2, 1) for _ in range(2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = self.first(x).relu()
+        return tuple(head(y) for head in self.heads)
+
+
+@pytest.mark.parametrize("split", [{"tiles": "2x1"}, {"shards": "2"}], ids=str)
+def test_outputs_of_one_name_are_gathered_apart(
+    split: dict[str, str], tmp_path: Path
+) -> None:
+    model, x = TwoHeads(), torch.randn(2, 1, 12, 12)
+    target = torch.zeros(2)
+    written(tmp_path, model, (x,), loss, target, ranks=2, micro_batches=1, **split)
+    expected = model.eval()(x)
+
+    def work(trainer: Trainer) -> tuple[Tensor, ...] | None:
+        return trainer.evaluate((x,), target).output
+
+    (found, _) = on_ranks(tmp_path, 2, work, dtype=torch.float64)
+    for output, of_model in zip(found or (), expected, strict=True):
+        torch.testing.assert_close(output, of_model, rtol=1e-9, atol=1e-12)

@@ -103,6 +103,22 @@ def test_a_step_is_that_of_one_process(choices: dict[str, Any], tmp_path: Path) 
     assert result.worst < 1e-12
 
 
+def steps(self: Any, x: Tensor) -> Tensor:
+    for layer, factor in zip(
+        (self.a, self.b, self.c, self.d), self.frequencies, strict=True
+    ):
+        x = torch.tanh(layer(x)) * factor
+    return x
+
+
+@pytest.mark.slow(1)
+def test_a_block_is_given_the_items_of_a_table_not_the_tuple(tmp_path: Path) -> None:
+    result = against_one_process(
+        tmp_path, Positions(steps), ranks=2, recompute=("all",)
+    )
+    assert result.worst < 1e-12
+
+
 def kept(self: Any, x: Tensor) -> Tensor:
     drawn = F.dropout(torch.ones(2, 4), 0.5)
     return chain(self, x, drawn)

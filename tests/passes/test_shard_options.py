@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import MODEL, gemsc_here
+from program_support import against_one_process
 from torch import nn
+from torch.nn.utils import parametrize
 
 import gemsc
 from gemsc.base.grid_shape import ALONE, GridShape
@@ -242,3 +244,23 @@ def test_the_command_line_reads_shards(
     assert "error: --shards 2 does not divide --ranks 3" in refused.err
     wrong = ("--shards", "2", "--whole", "thrid", "--ranks", "2")
     assert "no module 'thrid'" in command("compile", "model.py", *wrong).err
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight * 2
+
+
+class Parametrized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+        parametrize.register_parametrization(self.up, "weight", Doubled())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).relu())
+
+
+def test_a_layer_with_a_parametrization_is_cut(tmp_path: Path) -> None:
+    found = against_one_process(tmp_path, Parametrized(), ranks=2, shards="2")
+    assert found.worst < 1e-12

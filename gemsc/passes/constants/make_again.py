@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import ClassVar
 
-from torch import fx
+from torch import Tensor, fx
 
 from gemsc.base.grid_shape import GridShape
 from gemsc.costs.hardware import LinkSpeed
@@ -66,6 +66,7 @@ class MakeAgain(Pass):
         program = _with_copies(program, copies)
         pairs = chain.from_iterable(nodes.items() for nodes in copies.values())
         makers = set(chain.from_iterable(pairs))
+        makers |= {item for node in makers for item in _items(node)}
         for stage in program.require_stages():
             if self._makes_once(program, stage):
                 _mark(node for node in stage.nodes if node in makers)
@@ -130,6 +131,11 @@ def _makers(value: fx.Node) -> set[fx.Node]:
             found.add(node)
             waiting += node.all_input_nodes
     return found
+
+
+def _items(node: fx.Node) -> Iterable[fx.Node]:
+    """Return what takes a value out of a tuple: a block is given tensors only."""
+    return () if isinstance(meta.value(node), Tensor) else node.users
 
 
 def _moved(

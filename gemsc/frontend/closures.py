@@ -1,0 +1,79 @@
+"""Refuse functions that hold the model itself: no copy of the model has another.
+
+Example:
+    self.act = lambda x: F.dropout(x, 0.1, self.training)
+
+In a copy of this module, which evaluates, `self` is still the one that trains. So is a
+global `model` to which a loss refers.
+"""
+
+from __future__ import annotations
+
+import dis
+from collections.abc import Iterator
+from itertools import chain
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+from gemsc.errors import GemscError, SourceLocation
+from gemsc.frontend.counters import all_in, content
+
+_HELP = (
+    "make it a method of the class, as in self.method or "
+    "register_forward_hook(self.method), or give it what it needs by "
+    "functools.partial(function, {0}): copies follow these"
+)
+_HELP_OF_LOSS = (
+    "let the model return what the loss needs of it; what all weights add to the loss "
+    "can be the optimizer's weight_decay"
+)
+
+
+def reject_closures(model: nn.Module, loss: Any = None) -> None:
+    """Refuse a function in a model, a hook or another, that holds a part of the model.
+
+    Or the loss, or a method, that refers to it by a global variable.
+
+    Raises:
+        GemscError: at the function's first line.
+    """
+    own = {id(module) for module in model.modules()}
+    own |= {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    functions = [(*each, _HELP) for each in all_in(model)]
+    functions += [(*each, _HELP_OF_LOSS) for each in all_in(loss)]
+    for name, function, help_text in functions:
+        if not isinstance(function, FunctionType) or "state_dict" in name:
+            continue
+        code = function.__code__
+        is_called = name.partition(".")[0] == "self"
+        for variable, value in chain(_held(function), _named(function, is_called)):
+            if isinstance(value, (nn.Module, torch.Tensor)) and id(value) in own:
+                shown = "the loss" if name == "self" else name
+                raise GemscError(
+                    f"{shown} refers to the model, or a part of it, by the variable "
+                    f"'{variable}': in a copy, on which gemsc works, it is the same",
+                    at=SourceLocation(code.co_filename, code.co_firstlineno),
+                    help=help_text.format(variable),
+                )
+
+
+def _held(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yield the variables around a function, but those of a constructor."""
+    if function.__name__ != "__init__":
+        cells = function.__closure__ or ()
+        for variable, cell in zip(function.__code__.co_freevars, cells, strict=True):
+            value = content(cell)
+            yield variable, getattr(value, "__self__", value)  # of a method
+
+
+def _named(function: FunctionType, is_called: bool) -> Iterator[tuple[str, Any]]:
+    """Yield the global variables that a function names, and functions within it."""
+    codes: list[CodeType] = [function.__code__] if is_called else []
+    for code in codes:
+        codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+        for step in dis.get_instructions(code):
+            if step.opname == "LOAD_GLOBAL":
+                yield step.argval, function.__globals__.get(step.argval)

@@ -1,0 +1,144 @@
+"""Functions that hold the model are refused: its copies would call the original."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch.nn.functional as F
+from program_support import Net, X, mse
+from torch import Tensor, nn
+
+from gemsc.errors import GemscError
+from gemsc.frontend import FRONTENDS
+
+
+def chain(self: Any, x: Tensor) -> Tensor:
+    return self.d(self.c(self.act(self.b(self.a(x)))))
+
+
+def with_a_mode() -> nn.Module:
+    net = Net(chain)
+    net.act = lambda x: F.dropout(x, 0.5, net.training)
+    return net
+
+
+def with_a_layer_in_a_list() -> nn.Module:
+    net = Net(lambda self, x: self.d(self.acts[0](self.a(x))))
+    layer = net.b
+    net.acts = [lambda x: layer(x)]
+    return net
+
+
+def with_a_hook() -> nn.Module:
+    net = Net(chain, act=nn.Tanh())
+    net.b.register_forward_hook(lambda module, args, out: out * net.c.bias)
+    return net
+
+
+def with_another_forward() -> nn.Module:
+    net = Net(chain, act=nn.Tanh())
+    before = net.b.forward
+    net.b.forward = lambda x: before(x) * 2
+    return net
+
+
+@pytest.mark.parametrize("frontend", FRONTENDS)
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (with_a_mode, "self.act .* the variable 'net'"),
+        (with_a_layer_in_a_list, r"self.acts\[0\] .* the variable 'layer'"),
+        (with_a_hook, r"self.b._forward_hooks\[\d+\] .* the variable 'net'"),
+        (with_another_forward, "self.b.forward .* the variable 'before'"),
+    ],
+)
+def test_a_function_that_holds_the_model_is_refused(
+    make: Callable[[], nn.Module], name: str, frontend: str
+) -> None:
+    with pytest.raises(GemscError, match=name) as caught:
+        FRONTENDS[frontend](make(), (X,), loss=mse, target=X)
+    assert caught.value.at is not None
+    assert caught.value.at.file == __file__
+
+
+model = Net(chain, act=nn.Tanh())
+
+
+def decayed(output: Tensor, target: Tensor) -> Tensor:
+    squares = (p.square().sum() for p in model.parameters())
+    return F.mse_loss(output, target) + 0.1 * sum(squares)
+
+
+class ByItsMode(nn.Module):
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, target) * (2 if model.training else 1)
+
+
+@pytest.mark.parametrize("frontend", FRONTENDS)
+@pytest.mark.parametrize(
+    ("loss", "name"),
+    [(decayed, "the loss"), (ByItsMode(), "self.forward")],
+)
+def test_a_loss_that_refers_to_the_model_is_refused(
+    loss: Any, name: str, frontend: str
+) -> None:
+    with pytest.raises(GemscError, match=f"{name} .* the variable 'model'") as caught:
+        FRONTENDS[frontend](model, (X,), loss=loss, target=X)
+    assert caught.value.at is not None
+    assert caught.value.at.file == __file__
+    assert "weight_decay" in caught.value.help
+
+
+class Named(nn.Module):
+    """Its attribute has the name of a global variable, which is another module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x)
+
+
+named = Named()
+
+
+def test_an_attribute_is_not_the_global_variable_of_its_name() -> None:
+    FRONTENDS["record"](named, (X,), loss=mse, target=X)
+    globals()["model"], before = named, model
+    try:
+        FRONTENDS["record"](named, (X,), loss=mse, target=X)
+    finally:
+        globals()["model"] = before
+
+
+class Bound(nn.Module):
+    """What the refusal advises: a method as a hook, and a `partial`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.a.register_forward_hook(self.dropped)
+        self.act = partial(Bound.doubled, self)
+
+    def dropped(self, module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        return F.dropout(out, 0.5, self.training)
+
+    def doubled(self, x: Tensor) -> Tensor:
+        return x * 2 if self.training else x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.act(self.a(x)))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_methods_and_partial_functions_follow_the_copy(training: bool) -> None:
+    program = FRONTENDS["record"](Bound(), (X,), training=training)
+    targets = {str(node.target) for node in program.graph.nodes}
+    assert any("mul" in target for target in targets) == training
+    (drop,) = (n for n in program.graph.nodes if "dropout" in str(n.target))
+    is_off = any(v is False for v in (*drop.args, *drop.kwargs.values()))
+    assert is_off == (not training)
