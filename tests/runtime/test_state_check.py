@@ -38,10 +38,11 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
 
 
 def made(make: Callable[[Any], Any]) -> Any:
-    layer = nn.Linear(3, 2)
-    for parameter in layer.parameters():
+    layer, number = nn.Linear(3, 2), nn.Parameter(torch.tensor(1.0))
+    for parameter in (*layer.parameters(), number):
         parameter.grad = torch.ones_like(parameter)
-    return make([{"params": [layer.weight]}, {"params": [layer.bias], "lr": 0.02}])
+    rest = {"params": [layer.bias, number], "lr": 0.02}
+    return make([{"params": [layer.weight]}, rest])
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
@@ -70,7 +71,12 @@ def test_a_deque_keeps_how_many_it_holds() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [optim.SGD, optim.Adam, optim.AdamW, optim.RMSprop, optim.Adagrad]
+    "kind",
+    [
+        *(optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam),
+        *(optim.RMSprop, optim.Adagrad, optim.Adadelta, optim.ASGD, optim.Rprop),
+        optim.Adafactor,
+    ],
 )
 def test_an_optimizer_that_has_made_steps_is_tried_and_stays_as_it_is(
     kind: Any,

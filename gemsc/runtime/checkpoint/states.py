@@ -278,8 +278,9 @@ def _trial(optimizer: Any, states: Mapping[nn.Parameter, Mapping[str, Any]]) -> 
     for group in optimizer.param_groups:
         blanks = []
         for parameter in group["params"]:
-            blank = nn.Parameter(torch.empty_like(parameter, device="meta"))
-            blank.grad = torch.empty_like(blank)
+            device = "meta" if parameter.dim() else None  # a number's state is read
+            blank = nn.Parameter(torch.zeros_like(parameter, device=device))
+            blank.grad = torch.zeros_like(blank)
             blanks.append(blank)
             trial.state[blank] = {
                 key: _blank(key, value, parameter)
@@ -292,7 +293,7 @@ def _trial(optimizer: Any, states: Mapping[nn.Parameter, Mapping[str, Any]]) -> 
 def _blank(key: str, value: Any, parameter: Tensor) -> Any:
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
-    is_number = key == "step" or value.shape != parameter.shape
+    is_number = key == "step" or not value.dim() or value.shape != parameter.shape
     return value.detach().clone() if is_number else value.to("meta")
 
 
