@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gemsc.base.elementwise import NUMBERS
 from gemsc.base.rng import torch_state
 from gemsc.errors import GemscError
 from gemsc.weights.write import DTYPES as STORED_DTYPES
@@ -278,9 +279,8 @@ def _trial(optimizer: Any, states: Mapping[nn.Parameter, Mapping[str, Any]]) -> 
     for group in optimizer.param_groups:
         blanks = []
         for parameter in group["params"]:
-            device = "meta" if parameter.dim() else None  # a number's state is read
-            blank = nn.Parameter(torch.zeros_like(parameter, device=device))
-            blank.grad = torch.zeros_like(blank)
+            blank = nn.Parameter(torch.empty_like(parameter, device="meta"))
+            blank.grad = torch.empty_like(blank)
             blanks.append(blank)
             trial.state[blank] = {
                 key: _blank(key, value, parameter)
@@ -293,7 +293,7 @@ def _trial(optimizer: Any, states: Mapping[nn.Parameter, Mapping[str, Any]]) -> 
 def _blank(key: str, value: Any, parameter: Tensor) -> Any:
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
-    is_number = key == "step" or not value.dim() or value.shape != parameter.shape
+    is_number = key in NUMBERS or value.shape != parameter.shape
     return value.detach().clone() if is_number else value.to("meta")
 
 
