@@ -303,11 +303,16 @@ def saved_states(callbacks: Sequence[Any]) -> dict[str, Any]:
     return {name: state for name, state in states.items() if state}
 
 
-def load_states(callbacks: Sequence[Any], states: Mapping[str, Any]) -> None:
-    """Give each callback the state that was saved under its name, if there is one."""
-    for name, callback in _named(callbacks).items():
+def load_states(callbacks: Sequence[Any], states: Mapping[str, Any]) -> set[str]:
+    """Give each callback the state that was saved under its name, if there is one.
+
+    Returns the names of states that no callback takes.
+    """
+    named = _named(callbacks)
+    for name, callback in named.items():
         if (state := states.get(name)) is not None:
             callback.load_state_dict(state)
+    return {*states} - {*named}
 
 
 def tensors_of(callbacks: Sequence[Any]) -> dict[str, Mapping[str, Tensor]]:

@@ -319,6 +319,9 @@ class Training:
         folder, goes_on = self.options.save, self.options.goes_on
         if goes_on and self.options.resume is None:
             self.console.say(f"{folder} holds no checkpoint yet: from the start")
+        if "Ema" in self.trainer.dropped:
+            text = "warning: the checkpoint has averages of the weights, this run keeps"
+            self.console.say(f"{text} none\nhelp: go on with --ema, or they are lost")
         if not self.epochs.is_over(done):
             return True
         if not goes_on:
