@@ -13,6 +13,7 @@ from gemsc.errors import GemscError
 
 STEPS = 2  # one uses what the one before has left
 SIZES = (4, 6, 2, 2, 2)  # of what is tried, along each dimension
+NUMBERS = "step", "mu_product", "eta", "mu"  # torch's, of a parameter as a whole
 ROUNDING = 1e-9  # in float64, relative to the largest step
 
 OptimizerFactory = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]

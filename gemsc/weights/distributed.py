@@ -38,6 +38,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from gemsc.base.elementwise import NUMBERS
 from gemsc.base.files import DISTRIBUTED
 from gemsc.errors import GemscError
 from gemsc.weights.tensor_file import StoredSlice
@@ -173,7 +174,7 @@ class DistributedCheckpoint:
         kind = self._metadata.state_dict_metadata[self.states[state, name]]
         shape = self.table[name].shape
         is_alike = isinstance(kind, TensorStorageMetadata) and (*kind.size,) == shape
-        return is_alike and not (state == "step" and shape == ())
+        return is_alike and not (state in NUMBERS and shape == ())
 
     def read(self, name: str) -> Tensor:
         """Return a tensor of the model."""

@@ -360,7 +360,7 @@ RUN_MISTAKES = {
     ),
     "small dataset": (
         ("Data(24)", "Data(7)"),
-        "the dataset has 7 samples, one step takes 8",
+        "dataset() has 7 samples, one step takes 8",
     ),
     "samples of another shape": (
         ("torch.randn(8), ", "torch.randn(9), "),

@@ -138,6 +138,35 @@ def test_a_run_trains_on_the_rest_of_each_epoch(tmp_path: Path) -> None:
         "train",
     )
     assert seen == [2, 2]
-    with pytest.raises(GemscError, match="has 3 samples, one step takes 4") as caught:
-        run(tmp_path, user_of(dataset=lambda: pairs(3)))
-    assert "--last-batch train" in str(caught.value.help)
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "says", "advises"),
+    [
+        ({"dataset": 3}, (), r"dataset\(\) has 3 .* one step takes 4", "--last-batch"),
+        (
+            {"dataset": 1},
+            ("--last-batch", "train"),
+            r"dataset\(\) has 1 .* one micro-batch takes 2",
+            "smaller example_inputs",
+        ),
+        (
+            {"dataset": 4, "eval_dataset": 0},
+            (),
+            r"eval_dataset\(\) has 0 .* an evaluation takes 1",
+            "no eval_dataset",
+        ),
+    ],
+)
+def test_too_few_samples_are_named(
+    tmp_path: Path,
+    data: dict[str, int],
+    options: tuple[str, ...],
+    says: str,
+    advises: str,
+) -> None:
+    program(tmp_path)
+    user = user_of(**{name: lambda n=n: pairs(n) for name, n in data.items()})
+    with pytest.raises(GemscError, match=says) as caught:
+        run(tmp_path, user, *options)
+    assert advises in str(caught.value.help)

@@ -13,6 +13,9 @@ import torch
 from torch import nn, optim
 from torch.optim import lr_scheduler as lrs
 
+from gemsc.runtime.checkpoint.holdings import HeldTensor
+from gemsc.runtime.checkpoint.optimizer_state import UpdatedParameter
+from gemsc.runtime.checkpoint.pieces import TensorPiece
 from gemsc.runtime.checkpoint.states import (
     DTYPES,
     check_alike,
@@ -38,10 +41,11 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
 
 
 def made(make: Callable[[Any], Any]) -> Any:
-    layer = nn.Linear(3, 2)
-    for parameter in layer.parameters():
+    layer, number = nn.Linear(3, 2), nn.Parameter(torch.tensor(1.0))
+    for parameter in (*layer.parameters(), number):
         parameter.grad = torch.ones_like(parameter)
-    return make([{"params": [layer.weight]}, {"params": [layer.bias], "lr": 0.02}])
+    rest = {"params": [layer.bias, number], "lr": 0.02}
+    return make([{"params": [layer.weight]}, rest])
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
@@ -70,7 +74,12 @@ def test_a_deque_keeps_how_many_it_holds() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [optim.SGD, optim.Adam, optim.AdamW, optim.RMSprop, optim.Adagrad]
+    "kind",
+    [
+        *(optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam),
+        *(optim.RMSprop, optim.Adagrad, optim.Adadelta, optim.ASGD, optim.Rprop),
+        optim.Adafactor,
+    ],
 )
 def test_an_optimizer_that_has_made_steps_is_tried_and_stays_as_it_is(
     kind: Any,
@@ -88,6 +97,20 @@ def test_an_optimizer_that_has_made_steps_is_tried_and_stays_as_it_is(
             or torch.equal(value, after["state"][number][key])
             for key, value in state.items()
         )
+
+
+@pytest.mark.parametrize("kind", [optim.NAdam, optim.ASGD, optim.Adam])
+def test_what_is_kept_of_a_single_number_is_in_pieces_as_of_other_tensors(
+    kind: Any,
+) -> None:
+    optimizer = made(kind)
+    optimizer.step()
+    held = {}
+    for parameter, state in optimizer.state.items():
+        piece = TensorPiece.whole(parameter.shape)
+        slot = UpdatedParameter(0, 0, parameter, HeldTensor("p", parameter, piece))
+        held[parameter.shape] = {k for k, v in state.items() if slot.holds(k, v)}
+    assert held[torch.Size()] == held[torch.Size([2, 3])] != set()
 
 
 def test_a_step_that_cannot_be_tried_is_not_refused() -> None:

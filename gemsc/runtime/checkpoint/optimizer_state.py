@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from gemsc.base.dtypes import is_laid_out, to_format
+from gemsc.base.elementwise import NUMBERS
 from gemsc.errors import GemscError
 from gemsc.runtime.checkpoint.holdings import HeldTensor
 from gemsc.runtime.checkpoint.manifest import Manifest
@@ -53,7 +54,7 @@ class UpdatedParameter:
             return False
         is_number = not self.held.piece.shape
         return value.shape == self.parameter.shape and not (
-            is_number and state == "step"
+            is_number and state in NUMBERS
         )
 
 

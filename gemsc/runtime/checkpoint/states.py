@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gemsc.base.elementwise import NUMBERS
 from gemsc.base.rng import torch_state
 from gemsc.errors import GemscError
 from gemsc.weights.write import DTYPES as STORED_DTYPES
@@ -292,7 +293,7 @@ def _trial(optimizer: Any, states: Mapping[nn.Parameter, Mapping[str, Any]]) -> 
 def _blank(key: str, value: Any, parameter: Tensor) -> Any:
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
-    is_number = key == "step" or value.shape != parameter.shape
+    is_number = key in NUMBERS or value.shape != parameter.shape
     return value.detach().clone() if is_number else value.to("meta")
 
 
@@ -302,11 +303,16 @@ def saved_states(callbacks: Sequence[Any]) -> dict[str, Any]:
     return {name: state for name, state in states.items() if state}
 
 
-def load_states(callbacks: Sequence[Any], states: Mapping[str, Any]) -> None:
-    """Give each callback the state that was saved under its name, if there is one."""
-    for name, callback in _named(callbacks).items():
+def load_states(callbacks: Sequence[Any], states: Mapping[str, Any]) -> set[str]:
+    """Give each callback the state that was saved under its name, if there is one.
+
+    Returns the names of states that no callback takes.
+    """
+    named = _named(callbacks)
+    for name, callback in named.items():
         if (state := states.get(name)) is not None:
             callback.load_state_dict(state)
+    return {*states} - {*named}
 
 
 def tensors_of(callbacks: Sequence[Any]) -> dict[str, Mapping[str, Tensor]]:

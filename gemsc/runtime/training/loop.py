@@ -204,13 +204,7 @@ class Training:
             )
         shared = SharedData(batches, self.transport, name, self.user.line_of(name))
         if len(batches) == 0:
-            wanted = " or ".join(map(str, sizes))
-            raise GemscError(
-                f"the dataset has {batches.num_samples} samples, one step takes "
-                f"{wanted}",
-                help="compile with fewer --micro-batches, give more data, or use "
-                "--last-batch train",
-            )
+            raise self._too_few(name, batches.num_samples, shuffle, trains_rest)
         if shuffle and not shared.split(reads=self._reads):
             self._notes.append(
                 f"note: {name}() is not split: each of the {batches.num_copies} "
@@ -219,6 +213,25 @@ class Training:
         if shuffle:
             self._note_shapes(shared)
         return shared
+
+    def _too_few(
+        self, name: str, count: int, is_trained: bool, trains_rest: bool
+    ) -> GemscError:
+        """Return the error of a dataset that fills no batch."""
+        what, least = "one step", self.plan.batch_sizes
+        help = "compile with fewer --micro-batches, give more data, or use "
+        help += "--last-batch train"
+        if trains_rest:
+            what, least = "one micro-batch", self.plan.micro_batch_sizes
+            help = "give more data, or compile with smaller example_inputs()"
+        elif not is_trained:
+            what, least, help = "an evaluation", [1], f"give data, or no {name}()"
+        wanted = " or ".join(map(str, least))
+        return GemscError(
+            f"{name}() has {count} samples, {what} takes {wanted}",
+            at=self.user.line_of(name),
+            help=help,
+        )
 
     def _note_shapes(self, shared: SharedData) -> None:
         """Say which shapes have too few samples for a batch."""
@@ -306,6 +319,9 @@ class Training:
         folder, goes_on = self.options.save, self.options.goes_on
         if goes_on and self.options.resume is None:
             self.console.say(f"{folder} holds no checkpoint yet: from the start")
+        if "Ema" in self.trainer.dropped:
+            text = "warning: the checkpoint has averages of the weights, this run keeps"
+            self.console.say(f"{text} none\nhelp: go on with --ema, or they are lost")
         if not self.epochs.is_over(done):
             return True
         if not goes_on:

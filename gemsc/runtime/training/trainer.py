@@ -81,6 +81,7 @@ class Trainer:
         self.device = streams.device
         self.callbacks: list[Any] = []  # each a Callback, which knows the trainer
         self.epoch = 0
+        self.dropped: set[str] = set()  # callbacks of a checkpoint that are not here
         self._has_started = False
         self._last_phase = ""  # of those that the last step did
         self._saving = PendingSave()
@@ -442,7 +443,7 @@ class Trainer:
         found = resume(self.worker, Path(directory), tensors_of(self.callbacks))
         self._has_weights = True
         self._freezing.set(found.get("frozen", ()))
-        load_states(self.callbacks, found.get("callbacks", {}))
+        self.dropped = load_states(self.callbacks, found.get("callbacks", {}))
         self.worker.status.idle()
         own: dict[str, Any] = found.get("own", {})
         return own
