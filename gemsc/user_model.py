@@ -21,6 +21,7 @@ from gemsc.base.examples import (
     samples,
     target_like,
 )
+from gemsc.base.fingerprint import RUNTIME_ONLY, noting_settings
 from gemsc.base.nests import Inputs, tensor_leaves
 from gemsc.base.phase import Phase, as_phases
 from gemsc.base.rng import seeded
@@ -59,7 +60,8 @@ class UserModel:
     """What a user's file defines; None for what it does not.
 
     `model` and `example_inputs` are functions or objects, as the user wrote them.
-    `constants` are those that have other values than in the file.
+    `constants` are those that have other values than in the file, `settings` the files
+    of settings (YAML, JSON, ...) that it has read.
     """
 
     path: Path
@@ -86,6 +88,7 @@ class UserModel:
     pad_value: Any = None
     bucket: Any = None
     collate: Any = None
+    settings: set[str] = field(default_factory=set)
 
     @property
     def spec(self) -> str:
@@ -375,7 +378,8 @@ class UserModel:
         if not is_factory:
             return value
         try:
-            with seeded(seed):
+            found = set() if name in RUNTIME_ONLY else self.settings
+            with seeded(seed), noting_settings(found):
                 return value()
         except (Exception, SystemExit) as error:
             at = self.line_of(name)
@@ -398,7 +402,8 @@ def load_user_model(
     Raises:
         GemscError: with the line, for whatever is missing or fails.
     """
-    with seeded(0):
+    settings: set[str] = set()
+    with seeded(0), noting_settings(settings):
         path, module, name = import_source(spec, constants or {})
     found = vars(module)
     if found.get(name) is None:
@@ -419,5 +424,6 @@ def load_user_model(
         found[name],
         found["example_inputs"],
         constants=constants or {},
+        settings=settings,
         **optional,
     )

@@ -1,13 +1,21 @@
-"""Fingerprints of the user's source files, one for each definition in them."""
+"""Fingerprints of the user's source files, one for each definition in them.
+
+And of the files of settings that these read, each as a whole.
+"""
 
 from __future__ import annotations
 
 import ast
 import functools
 import hashlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import os
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from gemsc.errors import is_users
 
 # a program may run with other data, another optimizer and other metrics than at
 # compile time: none of them is compiled in
@@ -15,7 +23,9 @@ RUNTIME_ONLY = {
     *("dataset", "eval_dataset", "metrics", "optimizer", "scheduler"),
     *("on_step", "on_epoch", "predict_input", "predict_output", "eval_windows"),
 }
+SETTINGS = {".json", ".yaml", ".yml", ".toml", ".ini", ".cfg"}
 REST = "(module)"
+WHOLE = "(file)"
 UNREADABLE = "(unreadable)"
 
 
@@ -32,8 +42,11 @@ def source_fingerprints(
     Comments, layout and what only matters at run time do not count. Everything that
     defines no name counts as `(module)`; a file that cannot be parsed has one entry.
     With `lines`, only definitions that hold one of them count, and what those use.
+    A file of settings is one whole.
     """
     try:
+        if path.suffix in SETTINGS:
+            return {WHOLE: fingerprint(path.read_text("utf-8", "replace"))}
         source = _read(path.read_bytes())
     except (OSError, SyntaxError, ValueError):
         return {UNREADABLE: ""}
@@ -79,6 +92,8 @@ def changed_definitions(
     changes = []
     for file, definitions in recorded.items():
         path = Path(file)
+        if WHOLE in definitions:
+            continue
         now = source_fingerprints(path)
         if UNREADABLE in now:
             how = "is no longer valid Python" if path.exists() else "no longer exists"
@@ -93,6 +108,50 @@ def changed_definitions(
                     how = "is new"
                 changes.append(f"{path.name}: {name} {how}")
     return changes
+
+
+def changed_settings(recorded: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """Return the files of settings that differ from the recorded ones.
+
+    They may well be settings of the optimizer, say, which is not compiled in.
+    """
+    return [
+        file
+        for file, whole in recorded.items()
+        if WHOLE in whole and source_fingerprints(Path(file)) != whole
+    ]
+
+
+_reads: list[set[str]] = []  # what notes the files that are opened now
+
+
+@contextmanager
+def noting_settings(found: set[str]) -> Iterator[None]:
+    """Add the files of settings that the user's code opens meanwhile, in any folder.
+
+    Files of packages, and those in hidden folders (caches), do not count.
+    """
+    _listen()
+    _reads.append(found)
+    try:
+        yield
+    finally:
+        _reads.remove(found)
+
+
+def _note_settings(event: str, arguments: tuple[Any, ...]) -> None:
+    if not _reads or event != "open" or not isinstance(arguments[0], str | Path):
+        return
+    path = Path(os.path.abspath(arguments[0]))
+    is_hidden = any(part.startswith(".") for part in path.parts)
+    if path.suffix in SETTINGS and not is_hidden and is_users(path):
+        for found in _reads:
+            found.add(str(path))
+
+
+@functools.cache
+def _listen() -> None:
+    sys.addaudithook(_note_settings)  # which stays: there is no way to take it away
 
 
 def _name(item: ast.stmt) -> str:

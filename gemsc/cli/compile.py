@@ -336,7 +336,8 @@ def _prepared(user: UserModel, options: CompileOptions) -> Iterator[dict[str, An
 
 def _source(plan: Plan, user: UserModel) -> dict[str, Any]:
     """Return the entries of a plan that say where its model comes from."""
-    sources = {**plan.sources, str(user.path): source_fingerprints(user.path)}
+    files = (str(user.path), *sorted(user.settings))
+    sources = plan.sources | {file: source_fingerprints(Path(file)) for file in files}
     given = [f"{name}={text}" for name, text in user.constants.items()]
     words = "".join(f" --set {shlex.quote(text)}" for text in given)
     return {

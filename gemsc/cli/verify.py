@@ -18,7 +18,7 @@ from gemsc.errors import GemscError, InternalError
 from gemsc.plan import Plan, rank_file
 from gemsc.planner.explain import task_of
 from gemsc.runtime.process.device import device_named
-from gemsc.runtime.training.program_directory import check_program
+from gemsc.runtime.training.program_directory import check_program, tell_of_settings
 from gemsc.schedules.check import prove
 from gemsc.verify.compare import Comparison
 from gemsc.verify.field.check import check_program_for_all_inputs
@@ -123,6 +123,7 @@ def _prove(directory: Path, plan: Plan) -> None:
         GemscError: ranks would wait for each other, or a message for its receive.
     """
     check_program(directory, plan.ranks)
+    tell_of_settings(directory, plan)
     if plan.variants:
         return
     names = [rank_file(rank) for rank in range(plan.copy_ranks)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from gemsc.base.parts import parts_of, sums_in_order
 from gemsc.errors import InternalError
@@ -23,9 +23,6 @@ from gemsc.schedules.rank_step import (
     StageRun,
     Step,
 )
-
-if TYPE_CHECKING:
-    from gemsc.codegen.read import RankFile
 
 UNKNOWN = "does something that the proof does not know"
 
@@ -71,9 +68,12 @@ class _Work:
 
 
 class StepRecorder:
-    """Stands for the worker of a rank: takes down what it is told, computes nothing."""
+    """Stands for the worker of a rank: takes down what it is told, computes nothing.
 
-    def __init__(self, file: RankFile) -> None:
+    `file` is the `RankFile` that is run.
+    """
+
+    def __init__(self, file: Any) -> None:
         self.file = file
         self.steps: list[Step] = []
         self.runs: dict[tuple[Kind, int, int], StageRun] = {}

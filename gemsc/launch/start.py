@@ -39,7 +39,11 @@ from gemsc.runtime.process.failure import computed_lines
 from gemsc.runtime.process.sharing import check_sharing
 from gemsc.runtime.process.stop import STOPPED
 from gemsc.runtime.training.arguments import Parser, make_parser, parse_arguments
-from gemsc.runtime.training.program_directory import check_program, check_weights
+from gemsc.runtime.training.program_directory import (
+    check_program,
+    check_weights,
+    tell_of_settings,
+)
 from gemsc.runtime.training.run_folder import LOCK, choose_folder
 
 
@@ -57,6 +61,7 @@ def start(
         GemscError: the program cannot run; nothing has been started.
     """
     plan = check_program(directory, Plan.read(directory / "plan.toml").ranks)
+    tell_of_settings(directory, plan)
     if plan.unchecked:
         sys.stderr.write(f"note: {not_compared(plan, directory)}\n")
     how, rest, options = read_launch(arguments)

@@ -80,6 +80,31 @@ def test_what_is_not_compiled_in_may_change(program: Path) -> None:
     assert check_program(program, 2).ranks == 2
 
 
+def test_settings_of_the_model_that_changed_are_named(
+    gemsc: Gemsc, tmp_path: Path
+) -> None:
+    for name in ("top.json", "made.yaml", "data.json"):
+        (tmp_path / name).write_text("{}")
+    text = MODEL.replace(
+        "import torch\n", "import torch\n\nopen('top.json').read()\n", 1
+    )
+    text = text.replace("return Net()", "open('made.yaml').read()\n    return Net()")
+    reads = "def dataset():\n    open('data.json').read()\n"
+    assert "def dataset():\n" in text
+    (tmp_path / "model.py").write_text(text.replace("def dataset():\n", reads))
+    assert gemsc("compile", "model.py", "-o", "program").err == ""
+    assert "warning" not in gemsc("run", "program", "--resume", "nowhere").err
+    for name in ("top.json", "made.yaml", "data.json"):
+        (tmp_path / name).write_text("[]")
+    told = gemsc("run", "program", "--resume", "nowhere").err
+    named = re.findall(
+        r"^warning: .*/(\S+) has changed since program", told, re.MULTILINE
+    )
+    assert named == ["made.yaml", "top.json"]
+    assert gemsc("compile", "model.py", "-o", "program").err == ""
+    assert "warning" not in gemsc("run", "program", "--resume", "nowhere").err
+
+
 @pytest.mark.slow(1)
 @pytest.mark.parametrize(
     ("change", "says"),

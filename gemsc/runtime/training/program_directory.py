@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from gemsc.base.files import ELSEWHERE
-from gemsc.base.fingerprint import changed_definitions
+from gemsc.base.fingerprint import changed_definitions, changed_settings
 from gemsc.base.phase import Phase
 from gemsc.base.process import is_started_by_torch
 from gemsc.errors import GemscError
@@ -103,6 +103,16 @@ def check_program(directory: Path, num_ranks: int) -> Plan:
     if plan.torch_compile:
         check_compiler()
     return plan
+
+
+def tell_of_settings(directory: Path, plan: Plan) -> None:
+    """Say which files of settings, which the model's file reads, are others now."""
+    for file in changed_settings(plan.sources):
+        sys.stderr.write(
+            f"warning: {file} has changed since {directory} was compiled, whose model "
+            f"has the settings of then\nhelp: compile again, unless only the data, the "
+            f"optimizer or hooks use what has changed: {plan.command} -o {directory}\n"
+        )
 
 
 def check_weights(directory: Path, plan: Plan, resumed: object) -> None:
