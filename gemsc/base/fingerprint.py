@@ -136,7 +136,7 @@ def noting_settings(found: set[str]) -> Iterator[None]:
     try:
         yield
     finally:
-        _reads.remove(found)
+        _reads.pop()
 
 
 def _note_settings(event: str, arguments: tuple[Any, ...]) -> None:

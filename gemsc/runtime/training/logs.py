@@ -144,12 +144,15 @@ class Log(Callback):
         if self._options.overwrite:
             clear(self.folder)
         lines = self.folder / LOG
+        self._of_steps = (*COLUMNS, *phases)
+        columns = dict.fromkeys(self._of_steps)
         with replaced(lines) as beside, beside.open("w", encoding="utf-8") as file:
             for line, record in _records(lines):
                 if record["step"] <= step:
                     file.write(f"{line}\n")
+                    columns |= dict.fromkeys(_found(record))
+        self._columns = (*columns,)
         self._lines = lines.open("a", encoding="utf-8", buffering=1)
-        self._of_steps = (*COLUMNS, *phases)
         self._tabulate()
         if self._options.tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # loads a lot
@@ -193,13 +196,10 @@ class Log(Callback):
         That takes as long after a million steps as after ten: the table is not read.
         """
         row, begin, end = self._last_row
-        table = self.folder / TABLE
+        table, before = self.folder / TABLE, self._columns
+        self._columns = (*dict.fromkeys((*before, *figures)),)
         is_last = row.get("step") == step and table.is_file()
-        if (
-            is_last
-            and table.stat().st_size == end
-            and figures.keys() <= {*self._columns}
-        ):
+        if is_last and table.stat().st_size == end and self._columns == before:
             os.truncate(table, begin)
             self._add_row({**row, **_finite(figures)})
         else:
@@ -207,10 +207,6 @@ class Log(Callback):
 
     def _tabulate(self) -> None:
         """Write log.csv anew: a row for each step, with what was found after it."""
-        columns = dict.fromkeys(self._of_steps)
-        for row in self._rows():
-            columns.update(dict.fromkeys(row))
-        self._columns = (*columns,)
         with (
             replaced(self.folder / TABLE) as beside,
             beside.open("w", encoding="utf-8", newline="") as file,
@@ -223,11 +219,9 @@ class Log(Callback):
         """Yield what the log says of each step."""
         row: dict[str, Any] = {}
         for _, record in _records(self.folder / LOG):
-            figures = {}
+            figures = _found(record)
             if record.get("event") == "step":
                 figures = {name: record.get(name) for name in self._of_steps}
-            elif record.get("event") == "evaluation":
-                figures = {f"eval_{n}": x for n, x in record["figures"].items()}
             if figures and row.get("step") not in (None, record["step"]):
                 yield row
                 row = {}
@@ -279,6 +273,12 @@ def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             except (ValueError, KeyError, TypeError):
                 continue
             yield line, record
+
+
+def _found(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns of log.csv that an evaluation fills."""
+    figures = record["figures"] if record.get("event") == "evaluation" else {}
+    return {f"eval_{name}": value for name, value in figures.items()}
 
 
 def _finite(value: Any) -> Any:
