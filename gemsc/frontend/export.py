@@ -7,6 +7,7 @@ import operator
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -36,9 +37,10 @@ from gemsc.base.plain_forward import plain_forward
 from gemsc.base.rng import preserve_rng
 from gemsc.errors import GemscError
 from gemsc.frontend.closures import reject_closures
-from gemsc.frontend.counters import counters_of, reject_counters
+from gemsc.frontend.counters import counters_of, reject_counters, tensors_in
 from gemsc.frontend.eager import detached, failures, set_training
 from gemsc.frontend.fake_copy import LOSS, fake_input, reject_unsupported
+from gemsc.frontend.opaque import DATA_ERRORS
 from gemsc.frontend.runs import mark_dtypes, other_generators
 from gemsc.frontend.user_code import failing_line, printed_line
 from gemsc.frontend.values import (
@@ -193,18 +195,44 @@ class _Wrapper(nn.Module):
 
 
 def _call_twice(wrapper: _Wrapper) -> None:
-    """Refuse a forward that counts its calls, or draws what torch does not know."""
+    """Refuse a forward that counts its calls, or draws what torch does not know.
+
+    Or that keeps a tensor for its next call, where torch.export would see a constant:
+    after a call with other numbers it gives something else.
+    """
+    model = wrapper.get_submodule(_MODEL)
 
     def seen() -> dict[str, object]:
-        own = counters_of(wrapper.get_submodule(_MODEL), wrapper.loss)
+        own = counters_of(model, wrapper.loss)
         return {**own, "the random numbers of Python or NumPy": other_generators()}
 
-    states = [seen()]
+    def result(scale: float) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        inputs = [detached(tensor) for _, tensor in wrapper.leaves]
+        given = tuple(t * scale if t.is_floating_point() else t for t in inputs)
+        buffers = {name: t.clone() for name, t in wrapper.named_buffers()}
+        found = torch.func.functional_call(wrapper, buffers, given)
+        return [tensor.detach().clone() for tensor in found]
+
+    states, kept = [seen()], tensors_in(model) | tensors_in(wrapper.loss)
     with failures("the model fails", _call_twice.__code__), plain_forward():
-        for _ in range(2):
-            wrapper(*(detached(tensor) for _, tensor in wrapper.leaves))
-            states.append(seen())
+        before = result(1)
+        states.append(seen())
+        with suppress(Exception):  # numbers that the model may refuse
+            result(0.5)
+        states.append(seen())
+        after = result(1)
     reject_counters(*states)
+    try:
+        torch.testing.assert_close(after, before, equal_nan=True)
+    except AssertionError:
+        now = tensors_in(model) | tensors_in(wrapper.loss)
+        names = [name for name, tensor in now.items() if kept.get(name) is not tensor]
+        raise GemscError(
+            "forward, or the loss, uses a tensor that an earlier call made: "
+            + ", ".join(names),
+            help="keep it with register_buffer, or pass it as an input",
+        ) from None
 
 
 def _export(wrapper: _Wrapper) -> fx.GraphModule:
@@ -368,9 +396,23 @@ def _attach_values(root: fx.GraphModule, inputs: tuple[torch.Tensor, ...]) -> No
             if node.op == "placeholder":
                 values[node] = fake_input(next(given), mode, (node.name,))
             elif node.op != "output":
-                values[node] = run_node(node, values, module)
+                with _fixed_sizes(node):
+                    values[node] = run_node(node, values, module)
             if node.op != "output":
                 meta.set_value(node, map_tensors(values[node], _snapshot))
+
+
+@contextmanager
+def _fixed_sizes(node: fx.Node) -> Iterator[None]:
+    try:
+        yield
+    except DATA_ERRORS as error:
+        raise GemscError(
+            "the size of this tensor depends on the data",
+            at=meta.location(node),
+            help="keep the size fixed: multiply by the mask, use torch.where; or move "
+            "it into a submodule, which stays whole with --frontend record",
+        ) from error
 
 
 def _snapshot(path: Path, tensor: torch.Tensor) -> torch.Tensor:

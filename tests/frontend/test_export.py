@@ -182,6 +182,21 @@ def test_a_transform_of_functions_is_refused() -> None:
     assert "torch.einsum" in caught.value.help
 
 
+class Picks(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.clone()
+        y[y > 0] *= 2
+        return y
+
+
+def test_a_size_that_depends_on_data_is_refused() -> None:
+    with pytest.raises(GemscError, match="size of this tensor depends") as caught:
+        export(Picks(), (X,))
+    assert caught.value.at is not None
+    assert caught.value.at.file == __file__
+    assert "--frontend record" in caught.value.help
+
+
 class Backward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
