@@ -58,7 +58,7 @@ def tensors_in(owner: Any) -> dict[str, torch.Tensor]:
 
 
 def _versions(owner: Any) -> dict[str, object]:
-    """Return how often tensors were changed in place, in tuples: no one is to see it."""
+    """Return how often tensors were changed in place; in tuples, not to be shown."""
     found = tensors_in(owner).items()
     return {name: (t._version,) for name, t in found if not t.is_inference()}
 

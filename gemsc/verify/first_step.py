@@ -259,8 +259,8 @@ def _with_few_copies(plan: Plan) -> Plan:
 def different(batch: tuple[Any, Any], plan: Plan) -> tuple[Any, Any]:
     """Return the batch with other inputs in each micro-batch: none stands for another.
 
-    Numbers come a little nearer to 0, but for 0, 1 and infinity, which masks have; those
-    of two inputs by different factors. Integers are drawn from those that stand there.
+    Numbers come a little nearer to 0, those of each input by another factor, but for 0,
+    1 and infinity, which masks have. Integers are drawn from those that stand there.
     """
     size, count = num_rows(batch[0]), plan.data * plan.micro_batches
     generator = torch.Generator().manual_seed(0)
