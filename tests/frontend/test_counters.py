@@ -178,6 +178,19 @@ def test_a_tensor_kept_for_the_next_call_is_refused(frontend: str) -> None:
 
 
 @pytest.mark.parametrize("frontend", FRONTENDS)
+def test_a_tensor_of_a_weight_kept_from_the_first_call_is_refused(
+    frontend: str,
+) -> None:
+    def forward(self: Any, x: Any) -> Any:
+        if self.norm is None:
+            self.norm = self.fc.weight.detach().norm()
+        return self.fc(x) / self.norm
+
+    with pytest.raises(GemscError, match="that an earlier call"):
+        FRONTENDS[frontend](Model(forward, norm=None), (X,), loss=mean)
+
+
+@pytest.mark.parametrize("frontend", FRONTENDS)
 def test_what_is_kept_and_never_read_is_fine_and_so_are_buffers(frontend: str) -> None:
     def forward(self: Any, x: Any) -> Any:
         self.count.add_(1)
