@@ -41,9 +41,26 @@ def reject_counters(*states: Mapping[str, object]) -> None:
 
 def counters_of(model: nn.Module, loss: Any) -> dict[str, object]:
     """Return the numbers that a model and its loss can see, of one name both."""
-    own = numbers_in(model)
-    others = numbers_in(loss).items()
+    own = numbers_in(model) | _versions(model)
+    others = (numbers_in(loss) | _versions(loss)).items()
     return own | {f"{n} (of the loss)" if n in own else n: v for n, v in others}
+
+
+def tensors_in(owner: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors that a module or a loss can see beside its state."""
+    is_module = isinstance(owner, nn.Module)
+    state = [*owner.parameters(), *owner.buffers()] if is_module else []
+    known = {id(tensor) for tensor in state}
+    found = all_in(owner)
+    return {
+        n: t for n, t in found if isinstance(t, torch.Tensor) and id(t) not in known
+    }
+
+
+def _versions(owner: Any) -> dict[str, object]:
+    """Return how often tensors were changed in place; in tuples, not to be shown."""
+    found = tensors_in(owner).items()
+    return {name: (t._version,) for name, t in found if not t.is_inference()}
 
 
 def numbers_in(owner: Any, *kinds: type) -> dict[str, object]:

@@ -7,6 +7,7 @@ import operator
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -36,9 +37,10 @@ from gemsc.base.plain_forward import plain_forward
 from gemsc.base.rng import preserve_rng
 from gemsc.errors import GemscError
 from gemsc.frontend.closures import reject_closures
-from gemsc.frontend.counters import counters_of, reject_counters
+from gemsc.frontend.counters import counters_of, reject_counters, tensors_in
 from gemsc.frontend.eager import detached, failures, set_training
 from gemsc.frontend.fake_copy import LOSS, fake_input, reject_unsupported
+from gemsc.frontend.opaque import DATA_ERRORS
 from gemsc.frontend.runs import mark_dtypes, other_generators
 from gemsc.frontend.user_code import failing_line, printed_line
 from gemsc.frontend.values import (
@@ -90,7 +92,7 @@ def export(
     reject_unsupported(model)
     reject_closures(model, loss)
     with preserve_rng():
-        _call_twice(_Wrapper(*subject))
+        _call_twice(_Wrapper(*subject), _Wrapper(*subject))
         program = _traced(model, loss, _Wrapper(*subject))
         if any(_names_a_dtype(node) for node in program.graph.nodes):
             program = _in_another_dtype(program, subject)
@@ -141,13 +143,16 @@ def _in_another_dtype(
 
 def _tensor_names(model: nn.Module, loss: Any) -> Iterator[tuple[str, str]]:
     """Yield each name of a parameter or buffer, with the first path of its module."""
+    known: dict[int, str] = {}
     owners = [(model, "")] + ([(loss, LOSS)] if isinstance(loss, nn.Module) else [])
     for owner, prefix in owners:
         first: dict[nn.Module, str] = {}
         for path, module in owner.named_modules(prefix=prefix, remove_duplicate=False):
             first.setdefault(module, path)
-            for name in (*module._parameters, *module._buffers):
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
                 own = f"{first[module]}.{name}".lstrip(".")
+                if tensor is not None:  # perhaps one with two names
+                    own = known.setdefault(id(tensor), own)
                 yield f"{path}.{name}".lstrip("."), own
 
 
@@ -192,19 +197,66 @@ class _Wrapper(nn.Module):
         return (as_loss(loss), *outputs)
 
 
-def _call_twice(wrapper: _Wrapper) -> None:
-    """Refuse a forward that counts its calls, or draws what torch does not know."""
+def _call_twice(wrapper: _Wrapper, other: _Wrapper) -> None:
+    """Refuse a forward that counts its calls, or draws what torch does not know.
+
+    Or that keeps a tensor of one call for the next, where torch.export would see a
+    constant, or compute it at each call. The `other` is never called before.
+    """
+    model = wrapper.get_submodule(_MODEL)
 
     def seen() -> dict[str, object]:
-        own = counters_of(wrapper.get_submodule(_MODEL), wrapper.loss)
+        own = counters_of(model, wrapper.loss)
         return {**own, "the random numbers of Python or NumPy": other_generators()}
 
-    states = [seen()]
+    def kept() -> dict[str, torch.Tensor]:
+        return tensors_in(model) | tensors_in(wrapper.loss)
+
+    states, before = [seen()], kept()
     with failures("the model fails", _call_twice.__code__), plain_forward():
         for _ in range(2):
             wrapper(*(detached(tensor) for _, tensor in wrapper.leaves))
             states.append(seen())
     reject_counters(*states)
+    names = [name for name, tensor in kept().items() if before.get(name) is not tensor]
+    if names and _differ(wrapper, other):
+        raise GemscError(
+            "forward, or the loss, uses a tensor that an earlier call made: "
+            + ", ".join(names),
+            help="keep it with register_buffer, or pass it as an input",
+        )
+
+
+def _differ(*wrappers: _Wrapper) -> bool:
+    """Whether two wrappers give something else for the same numbers and weights."""
+    results = []
+    state = [_half(tensor) for tensor in _state(wrappers[-1])]
+    try:
+        for wrapper in wrappers:
+            torch.manual_seed(0)
+            with torch.no_grad():
+                for tensor, value in zip(_state(wrapper), state, strict=True):
+                    tensor.copy_(value)
+            with plain_forward():
+                found = wrapper(*(_half(tensor) for _, tensor in wrapper.leaves))
+            results.append([tensor.detach().clone() for tensor in found])
+    except Exception:  # numbers that the model refuses
+        return False
+    try:
+        torch.testing.assert_close(*results, equal_nan=True)
+    except AssertionError:
+        return True
+    return False
+
+
+def _state(module: nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _half(tensor: torch.Tensor) -> torch.Tensor:
+    has_fractions = tensor.is_floating_point() or tensor.is_complex()
+    new = tensor.detach() / 2 if has_fractions else tensor.detach().clone()
+    return new.requires_grad_(tensor.requires_grad)
 
 
 def _export(wrapper: _Wrapper) -> fx.GraphModule:
@@ -368,9 +420,23 @@ def _attach_values(root: fx.GraphModule, inputs: tuple[torch.Tensor, ...]) -> No
             if node.op == "placeholder":
                 values[node] = fake_input(next(given), mode, (node.name,))
             elif node.op != "output":
-                values[node] = run_node(node, values, module)
+                with _fixed_sizes(node):
+                    values[node] = run_node(node, values, module)
             if node.op != "output":
                 meta.set_value(node, map_tensors(values[node], _snapshot))
+
+
+@contextmanager
+def _fixed_sizes(node: fx.Node) -> Iterator[None]:
+    try:
+        yield
+    except DATA_ERRORS as error:
+        raise GemscError(
+            "the size of this tensor depends on the data",
+            at=meta.location(node),
+            help="keep the size fixed: multiply by the mask, use torch.where; or move "
+            "it into a submodule, which stays whole with --frontend record",
+        ) from error
 
 
 def _snapshot(path: Path, tensor: torch.Tensor) -> torch.Tensor:

@@ -319,12 +319,17 @@ def _refuse_counters(before: dict[str, object], after: dict[str, object]) -> Non
     """Refuse numbers that later calls change, too: each rank would count its own."""
     for name, number in after.items():
         if before.get(name) != number:
-            raise _UnfitError(f"forward changes {name} at each call")
+            advice = ": return it instead" if isinstance(number, _Numbers) else ""
+            raise _UnfitError(f"forward changes {name} at each call{advice}")
+
+
+class _Numbers(tuple[Any]):
+    """Those in a tensor."""
 
 
 def _numbers(module: nn.Module) -> dict[str, object]:
     """Return the numbers that are attributes; of tensors, those in them."""
     return {
-        name: value.tolist() if isinstance(value, Tensor) else value
+        name: _Numbers([value.tolist()]) if isinstance(value, Tensor) else value
         for name, value in numbers_in(module, Tensor).items()
     }

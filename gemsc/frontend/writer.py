@@ -207,7 +207,8 @@ class GraphWriter:
                 raise transformed()
             raise GemscError(
                 "forward uses a tensor whose origin gemsc cannot see",
-                help="make it from the inputs, or keep it with register_buffer",
+                help="make it from the inputs, without torch.vmap and other transforms "
+                "of torch.func, or keep it with register_buffer",
             )
         source = earlier.node_of(tensor)
         if source not in fixed_nodes(earlier.graph, self._copied.model.training):

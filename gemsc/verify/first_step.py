@@ -259,29 +259,31 @@ def _with_few_copies(plan: Plan) -> Plan:
 def different(batch: tuple[Any, Any], plan: Plan) -> tuple[Any, Any]:
     """Return the batch with other inputs in each micro-batch: none stands for another.
 
-    Numbers come a little nearer to 0, but for 0, 1 and infinity, which masks have.
-    Integers are drawn from those that stand there.
+    Numbers come a little nearer to 0, those of each input by another factor, but for 0,
+    1 and infinity, which masks have. Integers are drawn from those that stand there.
     """
     size, count = num_rows(batch[0]), plan.data * plan.micro_batches
     generator = torch.Generator().manual_seed(0)
+    inputs, target = batch
+    leaves, structure = pytree.tree_flatten(inputs)
 
-    def change(leaf: Any) -> Any:
+    def change(leaf: Any, share: float) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.dim() or len(leaf) != size:
             return leaf
         parts = enumerate(torch.chunk(leaf, count))
-        return torch.cat([other(part, m) for m, part in parts])
+        return torch.cat([other(part, (m + share) / count) for m, part in parts])
 
-    def other(leaf: Tensor, m: int) -> Tensor:
+    def other(leaf: Tensor, place: float) -> Tensor:
         if leaf.is_floating_point():
             fixed = (leaf == 0) | (leaf == 1) | leaf.isinf()
-            return torch.where(fixed, leaf, leaf * (1 - m / (8 * count)))
+            return torch.where(fixed, leaf, leaf * (1 - place / 8))
         if leaf.dtype is torch.bool or leaf.is_complex():
             return leaf
-        place = torch.randint(leaf.numel(), leaf.shape, generator=generator)
-        return leaf.flatten()[place]
+        places = torch.randint(leaf.numel(), leaf.shape, generator=generator)
+        return leaf.flatten()[places]
 
-    inputs, target = batch
-    return pytree.tree_map(change, inputs), target
+    changed = [change(leaf, i / len(leaves)) for i, leaf in enumerate(leaves)]
+    return pytree.tree_unflatten(changed, structure), target
 
 
 class AnyLoss(nn.Module):

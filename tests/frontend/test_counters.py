@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from record_support import Model, X, checked, mean
 from torch import nn
 
@@ -59,6 +60,11 @@ def _in_what_it_makes(self: Any) -> int:
     return self.made
 
 
+def _in_a_tensor(self: Any) -> int:
+    self.kept.add_(1)
+    return 0
+
+
 def _in_a_closure() -> Callable[[Any], int]:
     count = 0
 
@@ -101,6 +107,7 @@ def _plain(self: Any) -> int:
         (_in_the_file, {}, r"COUNTED\[0\]"),
         (_in_a_closure(), {}, "count at each call"),
         (_in_what_it_makes, {}, r"self\.made at each call: None, 1, 2"),
+        (_in_a_tensor, {"kept": torch.zeros(())}, r"self\.kept at each call\n"),
         (_drawn, {"generator": random.Random(0)}, r"self\.generator at each call"),
         (_drawn, {"generator": np.random.default_rng(0)}, r"self\.generator at"),
     ],
@@ -141,6 +148,59 @@ def test_exporting_what_python_draws_is_refused() -> None:
     with pytest.raises(GemscError, match="random numbers of Python"):
         FRONTENDS["export"](model, (X,), loss=mean)
     record(model, (X,), loss=mean)  # it decides nothing, which `record` can tell
+
+
+class Smooth(nn.Module):
+    """Divides by the mean of its losses, of which the last two count."""
+
+    last: torch.Tensor | None = None
+
+    def forward(self, output: Any) -> Any:
+        loss = output.square().mean()
+        mean = loss if self.last is None else (loss + self.last) / 2
+        self.last = loss
+        return loss / mean.detach()
+
+
+@pytest.mark.parametrize("frontend", FRONTENDS)
+def test_a_tensor_kept_for_the_next_call_is_refused(frontend: str) -> None:
+    def forward(self: Any, x: Any) -> Any:
+        self.seen[0] = y = self.fc(x) + self.seen[0]
+        return y
+
+    model = Model(forward, seen=[torch.zeros(4)])
+    name = r": self\.seen\[0\]\n" if frontend == "export" else ""
+    with pytest.raises(GemscError, match=f"that an earlier call .*{name}"):
+        FRONTENDS[frontend](model, (X,), loss=mean)
+    model = Model(lambda self, x: self.fc(x))
+    with pytest.raises(GemscError, match="that an earlier call"):
+        FRONTENDS[frontend](model, (X,), loss=Smooth())
+
+
+@pytest.mark.parametrize("frontend", FRONTENDS)
+def test_a_tensor_of_a_weight_kept_from_the_first_call_is_refused(
+    frontend: str,
+) -> None:
+    def forward(self: Any, x: Any) -> Any:
+        if self.norm is None:
+            self.norm = self.fc.weight.detach().norm()
+        return self.fc(x) / self.norm
+
+    with pytest.raises(GemscError, match="that an earlier call"):
+        FRONTENDS[frontend](Model(forward, norm=None), (X,), loss=mean)
+
+
+@pytest.mark.parametrize("frontend", FRONTENDS)
+def test_what_is_kept_and_never_read_is_fine_and_so_are_buffers(frontend: str) -> None:
+    def forward(self: Any, x: Any) -> Any:
+        self.count.add_(1)
+        self.seen = self.fc(x)
+        return F.dropout(self.seen, 0.5) + self.buffers_of["count"]
+
+    model = Model(forward)
+    model.register_buffer("count", torch.zeros(()))
+    model.buffers_of = {"count": model.count}
+    FRONTENDS[frontend](model, (X,), loss=mean)
 
 
 def test_what_only_the_first_call_sets_is_no_counter() -> None:

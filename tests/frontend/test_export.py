@@ -182,6 +182,41 @@ def test_a_transform_of_functions_is_refused() -> None:
     assert "torch.einsum" in caught.value.help
 
 
+class Twice(nn.Module):
+    """Has a buffer under two names, of which it reads both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.register_buffer("one", torch.zeros(4))
+        self.register_buffer("other", self.one)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.one.add_(x.detach().mean(0))
+        return self.fc(x) + self.other
+
+
+def test_a_buffer_may_have_two_names() -> None:
+    model = Twice()
+    program = export(model, (X,), loss=F.mse_loss, target=X)
+    check_against_eager(program, model, (X,), F.mse_loss, X)
+
+
+class Picks(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.clone()
+        y[y > 0] *= 2
+        return y
+
+
+def test_a_size_that_depends_on_data_is_refused() -> None:
+    with pytest.raises(GemscError, match="size of this tensor depends") as caught:
+        export(Picks(), (X,))
+    assert caught.value.at is not None
+    assert caught.value.at.file == __file__
+    assert "--frontend record" in caught.value.help
+
+
 class Backward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

@@ -185,7 +185,7 @@ class Caching(Gate):
 
 
 def test_a_tensor_that_forward_changes_makes_a_module_unfit() -> None:
-    with pytest.raises(GemscError, match=r"forward changes self\.mean at each call"):
+    with pytest.raises(GemscError, match=r"self\.mean at each call: return it"):
         record(Around(Caching()), (X,))
 
 
@@ -370,7 +370,7 @@ def test_at_the_top_what_stays_whole_has_its_own_parameters() -> None:
 
 
 def test_a_counter_makes_a_module_unfit() -> None:
-    with pytest.raises(GemscError, match=r"forward changes self\.calls at each call"):
+    with pytest.raises(GemscError, match=r"changes self\.calls at each call\n"):
         record(Around(Counting()), (X,))
 
 

@@ -168,6 +168,23 @@ def test_a_wrong_program_is_refused(
     assert compiled(**options, check=False).plan.unchecked == "--no-check"
 
 
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 4), nn.Linear(4, 2)
+
+    def forward(self, one: Tensor, other: Tensor) -> Tensor:
+        return self.b(self.a(one - 2 * other).relu())
+
+
+def test_inputs_whose_examples_are_equal_do_not_stand_for_each_other(
+    changed: Callable[..., None],
+) -> None:
+    changed('worker.input("other", m)', 'worker.input("one", m)', 0)
+    with pytest.raises(InternalError, match="wrong program"):
+        compile(Pair(), (X, X.clone()), loss=squares, micro_batches=2, **STAGES)
+
+
 @pytest.mark.slow
 def test_what_replicas_add_up_is_compared_too(monkeypatch: pytest.MonkeyPatch) -> None:
     start = LocalGroup.all_reduce
