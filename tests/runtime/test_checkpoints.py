@@ -202,10 +202,13 @@ def test_a_learning_rate_that_falls_on_a_plateau(tmp_path: Path) -> None:
         made = scheduler(adam) if scheduler else object()
         worker.variants.updates[name] = SimpleNamespace(scheduler=made)
     trainer: Any = SimpleNamespace(worker=worker, scheduler=None, step_number=1)
-    best = checkpoints.Best()
-    for value in (1.0, 2.0):
+    within = [0, 0, 3]  # the last evaluation is of a run that ends within an epoch
+    epochs: Any = SimpleNamespace(place=lambda done: (0, within.pop(0)))
+    best = checkpoints.Best(epochs)
+    for value in (1.0, 2.0, 3.0):
         best.on_evaluation(trainer, {"loss": value})
     assert worker.variants.updates["d"].scheduler.get_last_lr() == [pytest.approx(0.1)]
+    assert best.since == 2
     best.on_evaluation(trainer, {"score": 1.0})  # the phases of a step have no loss
     with pytest.raises(GemscError, match="takes a figure: an evaluation gives score"):
         best.on_end(trainer)

@@ -36,10 +36,18 @@ class Best(Callback):
     """Follows one figure of the evaluations, and shows it to ReduceLROnPlateau.
 
     `value` is the best one, of step `step`; `since` counts the evaluations after it.
+    A run that ends within an epoch is not the end of this epoch for a scheduler:
+    resumed, it goes on as if it had not ended.
     """
 
-    def __init__(self, rule: str | None = None, patience: int | None = None) -> None:
+    def __init__(
+        self,
+        epochs: Epochs,
+        rule: str | None = None,
+        patience: int | None = None,
+    ) -> None:
         """Follow `NAME`, `NAME:min` or `NAME:max`; stop after so many evaluations."""
+        self.epochs = epochs
         self.name, _, kind = (rule or "loss").partition(":")
         self.is_larger_better = kind == "max"
         self.is_asked_for = rule is not None or patience is not None
@@ -92,7 +100,8 @@ class Best(Callback):
                     "checkpoints are complete: go on with --resume",
                 )
             return
-        for scheduler in waiting:
+        _, within = self.epochs.place(trainer.step_number)
+        for scheduler in waiting if within == 0 else ():
             scheduler.step(figures[self.name])
         value, best = figures[self.name], self.value
         if self.is_larger_better:

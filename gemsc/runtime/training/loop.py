@@ -112,7 +112,7 @@ class Training:
             callbacks.append(Ema(options.ema))
         callbacks.append(Hooks(self.user))
         if self.evaluator is not None:
-            callbacks.append(best := Best(options.best, options.patience))
+            callbacks.append(best := Best(self.epochs, options.best, options.patience))
             if (names := figure_names(self.user.metrics)) is not None:
                 best.check(names, self.user.line_of("metrics"))
         elif name := self._needs_evaluations():

@@ -99,12 +99,12 @@ class Updates:
         if program.whole_stages:
             kept = {key: self._own.kept[key] for key in stages_alone}
             self.weight_parts = WeightParts(transport, kept, program.whole_stages)
-        own = {
+        self._trained = {
             name: parameter
             for name, parameter in stages.parameters.items()
             if trained is None or name in trained
         }
-        self.parameters = self._own.parameters(own)
+        self.parameters = self._own.parameters(self._trained)
         self._sums = GradientSums(transport)
         self._departures = {
             key: Departures(
@@ -286,7 +286,7 @@ class Updates:
 
     def _drop_gradients(self) -> None:
         self._own.drop_gradients()
-        for parameter in self._stages.parameters.values():
+        for parameter in self._trained.values():  # other phases' ones may wait
             parameter.grad = None
         self.is_spoilt, self.terms = False, 0.0
 
