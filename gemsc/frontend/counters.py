@@ -7,6 +7,7 @@ import random
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
+from functools import partial
 from numbers import Number
 from pathlib import Path
 from types import CellType, FunctionType, ModuleType
@@ -105,6 +106,8 @@ def _items(name: str, value: Any) -> Iterator[tuple[str, Any]]:
             cells = zip(code.co_freevars, value.__closure__ or (), strict=True)
             yield from ((key, content(cell)) for key, cell in cells)
             yield from ((key, known[key]) for key in code.co_names if key in known)
+    elif isinstance(value, partial):
+        yield f"{name}.func", value.func
     elif isinstance(value, (list, tuple, dict)):
         pairs = value.items() if isinstance(value, dict) else enumerate(value)
         if len(value) <= _MOST_ITEMS:

@@ -25,6 +25,12 @@ def with_a_mode() -> nn.Module:
     return net
 
 
+def with_a_mode_in_a_partial() -> nn.Module:
+    net = Net(chain)
+    net.act = partial(lambda x, p: F.dropout(x, p, net.training), p=0.5)
+    return net
+
+
 def with_a_layer_in_a_list() -> nn.Module:
     net = Net(lambda self, x: self.d(self.acts[0](self.a(x))))
     layer = net.b
@@ -50,6 +56,7 @@ def with_another_forward() -> nn.Module:
     ("make", "name"),
     [
         (with_a_mode, "self.act .* the variable 'net'"),
+        (with_a_mode_in_a_partial, "self.act.func .* the variable 'net'"),
         (with_a_layer_in_a_list, r"self.acts\[0\] .* the variable 'layer'"),
         (with_a_hook, r"self.b._forward_hooks\[\d+\] .* the variable 'net'"),
         (with_another_forward, "self.b.forward .* the variable 'before'"),
