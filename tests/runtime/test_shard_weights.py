@@ -439,19 +439,23 @@ def four_stages(folder: Path, **options: Any) -> CompiledProgram:
                    **options)  # fmt: skip
 
 
-def two_whole(folder: Path) -> CompiledProgram:
-    """Write one with room for the weights of two stages at a time."""
-    for room in range(200, 500, 10):  # KiB
+Written = tuple[Path, CompiledProgram]
+
+
+@pytest.fixture(scope="module")
+def two_whole(tmp_path_factory: pytest.TempPathFactory) -> Written:
+    """A program with room for the weights of two stages at a time, and its folder."""
+    folder = tmp_path_factory.mktemp("two_whole")
+    for room in range(350, 500, 10):  # KiB; in less, there is none for one
         with suppress(GemscError):
             given = {"shard": "weights", "device_memory": room * 2**10}
             found = four_stages(folder, **given)
             if found.plan.whole_stages == 2:
-                return found
+                return folder, found
     raise AssertionError("no memory has room for two stages")
 
 
-def test_the_next_weights_come_while_others_are_used(tmp_path: Path) -> None:
-    two_whole(tmp_path)
+def test_the_next_weights_come_while_others_are_used(two_whole: Written) -> None:
     batch = torch.randn(8, 64), torch.randn(8, 64)
 
     def work(trainer: Trainer) -> list[tuple[int, set[int]]]:
@@ -473,15 +477,15 @@ def test_the_next_weights_come_while_others_are_used(tmp_path: Path) -> None:
         trainer.step(*batch)
         return found
 
-    for found in on_ranks(tmp_path, 2, work, optimizer=adamw):
+    for found in on_ranks(two_whole[0], 2, work, optimizer=adamw):
         assert len(found) == 16
         for (now, whole), (after, _) in pairwise(found):
             assert whole >= {now, after}
             assert len(whole) <= 2
 
 
-def test_the_order_of_gathers_is_proved(tmp_path: Path) -> None:
-    program = two_whole(tmp_path)
+def test_the_order_of_gathers_is_proved(two_whole: Written) -> None:
+    _, program = two_whole
     task, files = task_of(program.plan), program.rank_modules()
     prove_files(files, program.compilation, task)
     head, name, order = files["rank0.py"].partition("gather_order=(")
@@ -492,9 +496,10 @@ def test_the_order_of_gathers_is_proved(tmp_path: Path) -> None:
             prove_files({**files, **damaged}, program.compilation, task)
 
 
-def test_the_model_is_the_same_where_gathers_are_ahead(tmp_path: Path) -> None:
-    two_whole(tmp_path / "weights")
-    four_stages(tmp_path / "gradients", shard="gradients")
+def test_the_model_is_the_same_where_gathers_are_ahead(
+    two_whole: Written, tmp_path: Path
+) -> None:
+    four_stages(tmp_path, shard="gradients")
     batches = [(torch.randn(8, 64), torch.randn(8, 64)) for _ in range(3)]
 
     def work(trainer: Trainer) -> list[Any]:
@@ -503,7 +508,8 @@ def test_the_model_is_the_same_where_gathers_are_ahead(tmp_path: Path) -> None:
         return [losses, trainer.state_dict()]
 
     one, other = (
-        on_ranks(tmp_path / shard, 2, work, optimizer=adamw) for shard in LEVELS
+        on_ranks(folder, 2, work, optimizer=adamw)
+        for folder in (two_whole[0], tmp_path)
     )
     assert [losses for losses, _ in one] == [losses for losses, _ in other]
     assert worst([state for _, state in one], [state for _, state in other]) == 0
