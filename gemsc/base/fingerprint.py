@@ -142,9 +142,12 @@ def noting_settings(found: set[str]) -> Iterator[None]:
 def _note_settings(event: str, arguments: tuple[Any, ...]) -> None:
     if not _reads or event != "open" or not isinstance(arguments[0], str | Path):
         return
-    path = Path(os.path.abspath(arguments[0]))
+    path = Path(arguments[0])
+    if path.suffix not in SETTINGS:  # of most, as what is imported
+        return
+    path = Path(os.path.abspath(path))
     is_hidden = any(part.startswith(".") for part in path.parts)
-    if path.suffix in SETTINGS and not is_hidden and is_users(path):
+    if not is_hidden and is_users(path):
         for found in _reads:
             found.add(str(path))
 

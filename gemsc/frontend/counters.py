@@ -6,12 +6,13 @@ import pickle
 import random
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
+from itertools import chain
 from numbers import Number
 from pathlib import Path
 from types import CellType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from torch import nn
 
 from gemsc.errors import GemscError, is_users
 
+T = TypeVar("T")
 _WITH_A_STATE = (random.Random, np.random.Generator, np.random.RandomState)
 _WITHOUT_NUMBERS = (str, bytes, torch.Tensor, ModuleType)
 _NO_NUMBERS = frozenset({"training", "_modules", "_parameters", "_buffers"})
@@ -42,26 +44,28 @@ def reject_counters(*states: Mapping[str, object]) -> None:
 
 def counters_of(model: nn.Module, loss: Any) -> dict[str, object]:
     """Return the numbers that a model and its loss can see, of one name both."""
-    own = numbers_in(model) | _versions(model)
-    others = (numbers_in(loss) | _versions(loss)).items()
+    own, others = _counted(model), _counted(loss).items()
     return own | {f"{n} (of the loss)" if n in own else n: v for n, v in others}
 
 
-def tensors_in(owner: Any) -> dict[str, torch.Tensor]:
-    """Return the tensors that a module or a loss can see beside its state."""
-    is_module = isinstance(owner, nn.Module)
-    state = [*owner.parameters(), *owner.buffers()] if is_module else []
+def _counted(owner: Any) -> dict[str, object]:
+    """Return numbers, and how often tensors were changed in place.
+
+    These are in tuples: they are not to be shown.
+    """
+    tensors = tensors_in(owner).items()
+    versions = ((name, (t._version,)) for name, t in tensors if not t.is_inference())
+    return _by_name(chain(numbers_in(owner).items(), versions))
+
+
+def tensors_in(*owners: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors that modules or losses can see beside their state."""
+    modules = [owner for owner in owners if isinstance(owner, nn.Module)]
+    state = (t for each in modules for t in (*each.parameters(), *each.buffers()))
     known = {id(tensor) for tensor in state}
-    found = all_in(owner)
-    return {
-        n: t for n, t in found if isinstance(t, torch.Tensor) and id(t) not in known
-    }
-
-
-def _versions(owner: Any) -> dict[str, object]:
-    """Return how often tensors were changed in place; in tuples, not to be shown."""
-    found = tensors_in(owner).items()
-    return {name: (t._version,) for name, t in found if not t.is_inference()}
+    found = chain.from_iterable(map(all_in, owners))
+    tensors = (pair for pair in found if isinstance(pair[1], torch.Tensor))
+    return _by_name(pair for pair in tensors if id(pair[1]) not in known)
 
 
 def numbers_in(owner: Any, *kinds: type) -> dict[str, object]:
@@ -70,17 +74,27 @@ def numbers_in(owner: Any, *kinds: type) -> dict[str, object]:
     They may be in lists, dicts, objects and the user's classes, in variables that
     functions of the user refer to, and in generators of random numbers.
     """
-    found: dict[str, object] = {}
+    return _by_name(_numbers(owner, kinds))
+
+
+def _numbers(owner: Any, kinds: tuple[type, ...]) -> Iterator[tuple[str, object]]:
     for name, value in all_in(owner):
-        while name in found:  # a class has what its object has, or another closure
-            name += "'"
         if isinstance(value, (Number, *kinds)):
-            found[name] = value
+            yield name, value
         elif isinstance(value, _WITH_A_STATE):
-            found[name] = pickle.dumps(value)
+            yield name, pickle.dumps(value)
         elif isinstance(value, np.ndarray) and value.size <= _MOST_ITEMS:
-            found[name] = value.tolist()
-    return found
+            yield name, value.tolist()
+
+
+def _by_name(found: Iterable[tuple[str, T]]) -> dict[str, T]:
+    """Return all that was found; of one name are an object and its class, closures."""
+    named: dict[str, T] = {}
+    for name, value in found:
+        while name in named:
+            name += "'"
+        named[name] = value
+    return named
 
 
 def all_in(owner: Any) -> Iterator[tuple[str, Any]]:

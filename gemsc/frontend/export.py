@@ -209,16 +209,14 @@ def _call_twice(wrapper: _Wrapper, other: _Wrapper) -> None:
         own = counters_of(model, wrapper.loss)
         return {**own, "the random numbers of Python or NumPy": other_generators()}
 
-    def kept() -> dict[str, torch.Tensor]:
-        return tensors_in(model) | tensors_in(wrapper.loss)
-
-    states, before = [seen()], kept()
+    states, before = [seen()], tensors_in(model, wrapper.loss)
     with failures("the model fails", _call_twice.__code__), plain_forward():
         for _ in range(2):
             wrapper(*(detached(tensor) for _, tensor in wrapper.leaves))
             states.append(seen())
     reject_counters(*states)
-    names = [name for name, tensor in kept().items() if before.get(name) is not tensor]
+    after = tensors_in(model, wrapper.loss).items()
+    names = [name for name, tensor in after if before.get(name) is not tensor]
     if names and _differ(wrapper, other):
         raise GemscError(
             "forward, or the loss, uses a tensor that an earlier call made: "

@@ -259,3 +259,35 @@ class Counts(nn.Module):
 def test_a_number_of_the_loss_hides_none_of_the_model() -> None:
     with pytest.raises(GemscError, match=r"forward changes self\.n at each call: 0, 1"):
         record(Counts(), torch.zeros(2, 4), loss=Alike())
+
+
+def test_a_tensor_hides_no_number_of_its_name() -> None:
+    counts, count = _with_a_count(1), torch.ones(())
+
+    def forward(self: Any, x: Any) -> Any:
+        return self.fc(x) * count if counts(self) < 1000 else x
+
+    with pytest.raises(GemscError, match=r"forward changes count'? at each call: 0, 1"):
+        record(Model(forward), (X,), loss=mean)
+
+
+class Scaled(nn.Module):
+    """A loss with a tensor of the name that the model's kept one has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = torch.ones(())
+
+    def forward(self, output: torch.Tensor) -> torch.Tensor:
+        return output.mean() * self.kept
+
+
+def test_a_tensor_of_the_loss_hides_none_that_the_model_keeps() -> None:
+    def forward(self: Any, x: Any) -> Any:
+        y, last = self.fc(x), self.kept
+        self.kept = y.detach()
+        return y + last.mean()
+
+    model = Model(forward, kept=torch.zeros(3, 4))
+    with pytest.raises(GemscError, match=r"an earlier call made: self\.kept"):
+        FRONTENDS["export"](model, (X,), loss=Scaled())
