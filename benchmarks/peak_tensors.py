@@ -31,7 +31,8 @@ class PeakTensors(TorchDispatchMode):
         self._known: dict[int, weakref.ref[Any]] = {}
         self.peak = 0
         self._cap = cap
-        gc.collect()
+        if own is None:
+            gc.collect()
         for item in gc.get_objects() if own is None else own:
             if issubclass(type(item), Tensor) and item.device.type == "cpu":
                 self._see(item)

@@ -31,6 +31,8 @@ def plain_forward(seen: Callable[[], None] = lambda: None) -> Iterator[None]:
     Let torch.nn's transformers compute the same in evaluation as in training: their
     fast path gives zeros in place of padding. And let them look at no mask, only at
     what is said of it, to know whether it is the causal one.
+
+    Let functions and modules that torch.compile has made run as they are written.
     """
 
     def reentrant(function: Callable[..., Any], _: bool, *inputs: Any) -> Any:
@@ -55,6 +57,7 @@ def plain_forward(seen: Callable[[], None] = lambda: None) -> Iterator[None]:
         with (
             _replaced(checkpoint, _WITHOUT_REENTRANCE, around),
             _replaced(transformer, ("_detect_is_causal_mask",), told),
+            torch.compiler.set_stance("force_eager"),
         ):
             yield
     finally:

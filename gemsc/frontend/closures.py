@@ -12,6 +12,7 @@ from __future__ import annotations
 import dis
 from collections.abc import Iterator
 from itertools import chain
+from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import nn
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.frontend.counters import all_in, content
 
+_OF_COMPILE = str(Path(torch.__file__).with_name("_dynamo"))
 _HELP = (
     "make it a method of the class, as in self.method or "
     "register_forward_hook(self.method), or give it what it needs by "
@@ -44,10 +46,13 @@ def reject_closures(model: nn.Module, loss: Any = None) -> None:
     own |= {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     functions = [(*each, _HELP) for each in all_in(model)]
     functions += [(*each, _HELP_OF_LOSS) for each in all_in(loss)]
-    for name, function, help_text in functions:
+    for name, found, help_text in functions:
+        function = getattr(found, "_torchdynamo_orig_callable", found)
         if not isinstance(function, FunctionType) or "state_dict" in name:
             continue
         code = function.__code__
+        if code.co_filename.startswith(_OF_COMPILE):  # a module's copy makes it anew
+            continue
         is_called = name.partition(".")[0] == "self"
         for variable, value in chain(_held(function), _named(function, is_called)):
             if isinstance(value, (nn.Module, torch.Tensor)) and id(value) in own:

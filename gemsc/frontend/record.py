@@ -133,7 +133,8 @@ def record(
             except DependsOnDataError as error:
                 leaves.add(error)
         _trace_in_other_dtype(request, trace)
-    return _program(request, trace, name or type(model).__name__)
+    named = getattr(model, "_orig_mod", model)  # of what torch.compile gave
+    return _program(request, trace, name or type(named).__name__)
 
 
 def _trace_twice(request: _Request) -> _Trace:
@@ -380,7 +381,11 @@ def _program(request: _Request, trace: _Trace, name: str) -> Program:
         module=module,
         inputs=tuple(trace.inputs),
         structure=trace.returned.structure,
-        notes=(*output_notes(trace.returned), *_checkpoint_notes(trace.checkpoints)),
+        notes=(
+            *output_notes(trace.returned),
+            *_checkpoint_notes(trace.checkpoints),
+            *_compile_notes(request.model),
+        ),
         sources=tuple(sorted(files)),
         frozen=trace.frozen,
         only_dtype=trace.only_dtype,
@@ -414,6 +419,16 @@ def _checkpoint_notes(lines: list[SourceLocation]) -> Iterator[str]:
         "blocks with --recompute): running statistics in it are updated once, while "
         "PyTorch alone updates them again in the backward"
     )
+
+
+def _compile_notes(model: nn.Module) -> Iterator[str]:
+    """Say what becomes of torch.compile."""
+    held = [vars(module) for module in model.modules()]
+    if any({"dynamo_ctx", "_compiled_call_impl"} & each.keys() for each in held):
+        yield (
+            "torch.compile has no effect within the model: --torch-compile compiles "
+            "each stage"
+        )
 
 
 def _class_files(leaves: Iterable[Opaque]) -> Iterator[str]:

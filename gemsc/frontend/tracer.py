@@ -413,7 +413,7 @@ def _patched(tracer: Tracer) -> Iterator[None]:
     function: Any = torch.autograd.Function
     below = function.__base__
     module: Any = nn.Module
-    call = module.__call__
+    call = module._call_impl  # setting __call__ would change each subclass: slow
     apply = function.__dict__["apply"]
 
     def traced_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -432,7 +432,7 @@ def _patched(tracer: Tracer) -> Iterator[None]:
         tracer.note_context(context)
 
     made_by: Any = BackwardCFunction  # each call of a custom function makes one
-    module.__call__ = traced_call
+    module._call_impl = traced_call
     function.apply = classmethod(traced_apply)
     below.apply = classmethod(reached_apply)
     made_by.__init__ = made
@@ -444,7 +444,7 @@ def _patched(tracer: Tracer) -> Iterator[None]:
             yield
     finally:
         log.disabled = was_disabled
-        module.__call__ = call
+        module._call_impl = call
         function.apply = apply
         del below.apply
         del made_by.__init__

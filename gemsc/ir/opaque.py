@@ -115,7 +115,8 @@ class OpaqueLeaf(nn.Module):
 
 def opaque_of(module: nn.Module | None) -> Opaque | None:
     """Return what is known of a module that is not looked into; else None."""
-    found: Opaque | None = vars(module).get("_gemsc_opaque") if module else None
+    held = {} if module is None else vars(module)
+    found: Opaque | None = held.get("_gemsc_opaque")
     return found
 
 

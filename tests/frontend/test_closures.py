@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 import torch.nn.functional as F
 from program_support import Net, X, mse
 from torch import Tensor, nn
@@ -28,6 +29,12 @@ def with_a_mode() -> nn.Module:
 def with_a_mode_in_a_partial() -> nn.Module:
     net = Net(chain)
     net.act = partial(lambda x, p: F.dropout(x, p, net.training), p=0.5)
+    return net
+
+
+def with_a_mode_in_what_is_compiled() -> nn.Module:
+    net = Net(chain)
+    net.act = torch.compile(lambda x: F.dropout(x, 0.5, net.training))
     return net
 
 
@@ -57,6 +64,7 @@ def with_another_forward() -> nn.Module:
     [
         (with_a_mode, "self.act .* the variable 'net'"),
         (with_a_mode_in_a_partial, "self.act.func .* the variable 'net'"),
+        (with_a_mode_in_what_is_compiled, "self.act .* the variable 'net'"),
         (with_a_layer_in_a_list, r"self.acts\[0\] .* the variable 'layer'"),
         (with_a_hook, r"self.b._forward_hooks\[\d+\] .* the variable 'net'"),
         (with_another_forward, "self.b.forward .* the variable 'before'"),

@@ -348,6 +348,43 @@ def test_scripted_functions_are_recorded() -> None:
     checked(Model(lambda self, x: scripted(self.fc(x))))
 
 
+class Gated(nn.Module):
+    """Not one of torch's own, so that torch.compile takes it another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(4, 8), nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b = self.up(x).chunk(2, 1)
+        return F.dropout(self.norm(a * b.sigmoid()), 0.5, self.training)
+
+
+def compiled_in_place(model: nn.Module) -> nn.Module:
+    model.compile()
+    return model
+
+
+@pytest.mark.parametrize("compiled", [torch.compile, compiled_in_place])
+@pytest.mark.parametrize("inside", [True, False])
+def test_what_torch_compile_gives_is_recorded_as_it_is_written(
+    inside: bool, compiled: Callable[[nn.Module], nn.Module]
+) -> None:
+    layers = [Gated(), nn.Linear(4, 4), Gated()]
+    model: nn.Module = nn.Sequential(*map(compiled, layers) if inside else layers)
+    given = model if inside else compiled(model)
+    program = checked(given)
+    assert program.name == "Sequential"
+    assert "--torch-compile compiles each stage" in program.notes[0]
+    assert program.module.state_dict().keys() == given.state_dict().keys()
+
+
+def test_a_function_that_torch_compile_gives_is_recorded_as_it_is_written() -> None:
+    gate = torch.compile(lambda a, b: a.tanh() * b.sigmoid())
+    program = checked(Model(lambda self, x: gate(*self.fc(x).chunk(2, 1))))
+    assert targets(program)[-3:-1] == ["sigmoid", operator.mul]
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoints_are_looked_into(reentrant: bool) -> None:
     def forward(self: Any, x: Any) -> Any:

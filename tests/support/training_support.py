@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from program_support import WIDTH, Net, on_ranks, written
@@ -35,13 +35,16 @@ def pairs(count: int = 12, seed: int = 0) -> TensorDataset:
 
 
 class FromTest(UserModel):
-    """What a test's file defines: `ast` is for one thread at a time."""
+    """What a test's file defines, read once: `ast` is for one thread at a time."""
 
     lock = threading.Lock()
+    known: ClassVar[dict[tuple[Path, str], SourceLocation | None]] = {}
 
     def line_of(self, name: str) -> SourceLocation | None:
         with self.lock:
-            return super().line_of(name)
+            if (self.path, name) not in self.known:
+                self.known[self.path, name] = super().line_of(name)
+            return self.known[self.path, name]
 
 
 def user_of(**names: Any) -> UserModel:
