@@ -149,10 +149,10 @@ def compile(
         if edited is not None:
             edited.check_shared(program.plan)
         if options.check:
-            unchecked = "the model has no weights here"
+            found = {"unchecked": "the model has no weights here"}
             if has_weights:
-                unchecked = first_step(program.compilation, *given, **feed)
-            program = program.with_plan(unchecked=unchecked)
+                found = first_step(program.compilation, *given, **feed)
+            program = program.with_plan(**found)
         held = replace(program.compilation, elsewhere=elsewhere)
         return replace(program, compilation=held)
 

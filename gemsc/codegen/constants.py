@@ -263,7 +263,7 @@ class Constants:
     def _value(self, value: fx.Node) -> str:
         spec = meta.spec(value)
         what = f"{self.text.names[value]!r}, {tuple(spec.shape)}, {spec.dtype}"
-        return f"Value({', '.join([what, *_kind(value)])})"
+        return f"Value({', '.join([what, *self._kind(value)])})"
 
     def _tile_value(self, transfer: Transfer, value: fx.Node) -> str:
         exchange = ends(self._program_of(transfer), transfer, value)
@@ -271,8 +271,26 @@ class Constants:
         boxes = [f"held={box_constants(exchange.held)}"]
         if exchange.wanted != exchange.held:
             boxes.append(f"wanted={box_constants(exchange.wanted)}")
-        arguments = [what, *boxes, *_kind(value), *_rest(exchange)]
+        arguments = [what, *boxes, *self._kind(value), *_rest(exchange)]
         return f"TileValue({', '.join(arguments)})"
+
+    def _kind(self, value: fx.Node) -> list[str]:
+        """Return the arguments that say what is special about a value of a message."""
+        kind = ["gradient=True"] if meta.needs_gradient(value) else []
+        if meta.dtypes(value).value:
+            kind.append("keeps_dtype=True")
+        elif meta.spec(value).dtype in self._of_autocast:
+            kind.append("in_autocast=True")
+        return kind + _format(value)
+
+    @cached_property
+    def _of_autocast(self) -> set[torch.dtype]:
+        """The dtypes that torch.autocast alone makes: no weight and no input has it."""
+        module, inputs = self.text.program.module, self.text.program.inputs
+        regions = [meta.region(node).autocast for node in module.graph.nodes]
+        held = {t.dtype for t in (*module.parameters(), *module.buffers())}
+        held |= {item.spec.dtype for item in inputs}
+        return {dtype for _, dtype in filter(None, regions)} - held
 
     def _program_of(self, transfer: Transfer) -> Program:
         """Return the program, training or evaluation, in which a transfer is."""
@@ -331,13 +349,6 @@ def box_constants(values: Sequence[Box]) -> str:
         shown = [str(axis[0]) if len(axis) == 1 else str([*axis]) for axis in axes]
         return f"tile_boxes({', '.join(shown)})"
     return str(tuple(values))
-
-
-def _kind(value: fx.Node) -> list[str]:
-    """Return the arguments that say what is special about a value of a message."""
-    kind = ["gradient=True"] if meta.needs_gradient(value) else []
-    kind += ["keeps_dtype=True"] if meta.dtypes(value).value else []
-    return kind + _format(value)
 
 
 def _format(value: fx.Node) -> list[str]:

@@ -45,6 +45,7 @@ class TileValue:
     fill: float = 0.0
     owned: tuple[Box, ...] = ()
     keeps_dtype: bool = False
+    in_autocast: bool = False
     memory_format: torch.memory_format = torch.contiguous_format
 
     def part(self, shape: tuple[int, ...]) -> Value:
@@ -55,6 +56,7 @@ class TileValue:
             self.dtype,
             self.gradient,
             self.keeps_dtype,
+            self.in_autocast,
             self.memory_format,
         )
 

@@ -22,9 +22,10 @@ class Value:
     """One tensor of a message; `gradient` says whether its gradient travels back.
 
     Where the program runs in another floating-point type than the one it was traced in,
-    its values are of that type, less those that keep their own (`x.float()`). Its
-    `memory_format` is that of the value when it was traced: so it travels, without a
-    copy where it lies so, and so does its gradient.
+    its values are of that type, less those that keep their own (`x.float()`). Those
+    that torch.autocast made, `in_autocast`, are of that type in float64 alone, which
+    autocast leaves as it is. Its `memory_format` is that of the value when it was
+    traced: so it travels, without a copy where it lies so, and so does its gradient.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Value:
     dtype: torch.dtype
     gradient: bool = False
     keeps_dtype: bool = False
+    in_autocast: bool = False
     memory_format: torch.memory_format = torch.contiguous_format
 
     @property
@@ -61,7 +63,8 @@ class Value:
 
     def dtype_in(self, dtype: torch.dtype | None) -> torch.dtype:
         """Return the dtype that it has where the program runs in `dtype`."""
-        return self.dtype if self.keeps_dtype else within(self.dtype, dtype)
+        keeps = self.keeps_dtype or (self.in_autocast and dtype is not torch.float64)
+        return self.dtype if keeps else within(self.dtype, dtype)
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,7 +20,9 @@ from gemsc.weights.read import pasted, read_tensors
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 # A gradient that is zero but for rounding (a bias before BatchNorm) has no relative
 # error worth the name: errors are taken relative to at least this share of the largest.
-NEGLIGIBLE = 1e-3
+# In half precision it is so many last bits: of a sum that is zero, each tile rounds its
+# part, which is not.
+NEGLIGIBLE, LAST_BITS = 1e-3, 10
 LARGEST_BUFFER = 1.0  # at most: a mask of huge numbers hides no error in another buffer
 ALLOWED = 2.0  # both runs round: they may be so much further apart than one is
 # What is further off is never called exact, however much rounding alone would explain.
@@ -213,6 +215,16 @@ class Comparison:
         )
         return replace(self, errors={**self.errors, **taken}, settled=settled)
 
+    def inside_of(
+        self, lower: LowPrecision, actual: StepRecord, expected: StepRecord
+    ) -> Comparison:
+        """Return the comparison of a model that computes in lower precision inside."""
+        last_bit = max(self.last_bit, lower.last_bit)
+        coarse = compare(actual, expected, last_bit=last_bit).errors
+        names = [name for name in coarse if name.startswith("gradient of ")]
+        errors = {**self.errors, **{name: coarse[name] for name in names}}
+        return replace(self, errors=errors, last_bit=last_bit, inside=lower)
+
     def with_rounding(self, errors: Mapping[str, float]) -> Comparison:
         """Return the comparison with what one more rounding of one process changes."""
         both = self.rounding, errors
@@ -243,12 +255,17 @@ def noisy(record: StepRecord, dtype: torch.dtype) -> frozenset[str]:
 
 
 def compare(
-    actual: StepRecord, expected: StepRecord, *, may_overflow: bool = False
+    actual: StepRecord,
+    expected: StepRecord,
+    *,
+    may_overflow: bool = False,
+    last_bit: float = 0.0,
 ) -> Comparison:
     """Return the largest errors of N ranks, compared with one process.
 
     What is NaN in both is wrong, unless it `may_overflow`: in float16 a scale of the
-    loss may be too large, for both.
+    loss may be too large, for both. `last_bit` is that of a lower precision in which
+    they compute.
     """
     pairs = zip(actual.losses, expected.losses, strict=True)
     loss = max(abs(a - b) / max(abs(b), 1e-12) for a, b in pairs)
@@ -264,28 +281,33 @@ def compare(
     errors, equal = {"loss": loss}, 0
     for kind, (mine, theirs, names) in groups.items():
         most = LARGEST_BUFFER if kind in ("buffer ", "evaluation's ") else math.inf
-        found = _errors(mine, theirs, names, most, may_overflow)
+        is_gradient = kind == "gradient of "
+        share = max(NEGLIGIBLE, LAST_BITS * last_bit if is_gradient else 0.0)
+        found = _errors(mine, theirs, names, (share, most), may_overflow)
         errors |= {f"{kind}{name}": error for name, error in found.items()}
         equal += sum(n in mine and torch.equal(mine[n], theirs[n]) for n in names)
     errors |= {f"copies of {name}": math.inf for name in sorted(actual.unequal)}
     total = sum(len(names) for *_, names in groups.values())
-    return Comparison(errors, equal, total, tuple(actual.activation_bytes))
+    peaks = tuple(actual.activation_bytes)
+    return Comparison(errors, equal, total, peaks, last_bit=last_bit)
 
 
 def _errors(
     actual: Mapping[str, Tensor],
     expected: Mapping[str, Tensor],
     names: Iterable[str],
-    most: float,
+    scale_of: tuple[float, float],
     may_overflow: bool,
 ) -> dict[str, float]:
     """Return the relative error of each tensor, infinite where it is not there.
 
-    What counts as the largest of them is `most` at most.
+    `scale_of` is the share of the largest of them to which errors are relative at
+    least, and what counts as the largest at most.
     """
+    share, most = scale_of
     names = sorted(names)
     largest = max((_size(expected[name]) for name in names), default=0.0)
-    least = NEGLIGIBLE * min(largest, most)
+    least = share * min(largest, most)
     errors = {}
     for name in names:
         error = float("inf")

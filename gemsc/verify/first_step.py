@@ -67,17 +67,18 @@ def first_step(
     loss: Callable[..., Any] | None = None,
     example_target: Any = None,
     phases: Sequence[Phase] = (),
-) -> str:
-    """Compare one step of a program with the model; return why not, "" if it was.
+) -> dict[str, str]:
+    """Compare one step of a program with the model; return what the plan says of it.
 
-    Where batches have several shapes, one of each is compared, one after the other.
-    Nothing changes in the model or the generators of random numbers.
+    That is `unchecked`, why it was not, "" if it was, and `only_dtype` if the model
+    fails in float64. Where batches have several shapes, one of each is compared, one
+    after the other. Nothing changes in the model or the generators of random numbers.
 
     Raises:
         InternalError: the program computes something else, or does not run.
     """
     if reason := too_much(compilation.plan, model):
-        return reason
+        return {"unchecked": reason}
     plan = _with_few_copies(compilation.plan)
     dtype = getattr(torch, plan.dtype) if plan.only_dtype else torch.float64
     examples = Examples.of(example_inputs, example_target)
@@ -87,8 +88,22 @@ def first_step(
     plain = [replace(each, optimizer=None, scheduler=None) for each in phases]
     step = _Step(plan, model, loss, batches, dtype, plain)
     other = replace(step, batches=[different(each, plan) for each in batches])
-    # numbers that mean something to each other may be refused by the model
-    return _compared(compilation, other) and _compared(compilation, step)
+    with suppress(_DoesNotRunError):  # numbers that mean something to each other
+        if not _compared(compilation, other):
+            return {"unchecked": ""}
+    try:
+        return {"unchecked": _compared(compilation, step)}
+    except _DoesNotRunError as error:
+        reason = str(error)
+    if plan.only_dtype:
+        return {"unchecked": reason}
+    only = replace(compilation, plan=replace(compilation.plan, only_dtype=reason))
+    given = model, example_inputs, loss, example_target, phases
+    return {"only_dtype": reason, **first_step(only, *given)}
+
+
+class _DoesNotRunError(Exception):
+    """The model itself fails in a dtype, or for some inputs."""
 
 
 @dataclass(frozen=True)
@@ -181,14 +196,15 @@ def _compared(compilation: Compilation, step: _Step) -> str:
             expected = model_runs.result()
         except (RuntimeError, TypeError, ValueError) as error:
             text = " ".join(str(error).split())
-            return f"the model itself does not run in {dtype}: {text}"
+            reason = f"the model itself does not run in {dtype}: {text}"
+            raise _DoesNotRunError(reason) from error
     if not all(map(math.isfinite, expected.losses)):
         return "the loss of example_inputs is not finite"
     if failure is not None:
         raise failure
     found = compare(actual, expected)
     if found.judge(dtype)[0] == "wrong":
-        found = _with_roundings(found, expected, step)
+        found = _with_roundings(found, (actual, expected), step)
     kind, wrong = found.judge(dtype)
     if kind == "exact":
         return ""
@@ -345,20 +361,23 @@ def named_outputs(outputs: list[Any]) -> dict[str, Tensor]:
     return joined
 
 
-def _with_roundings(found: Comparison, expected: StepRecord, step: _Step) -> Comparison:
+def _with_roundings(
+    found: Comparison, records: tuple[StepRecord, StepRecord], step: _Step
+) -> Comparison:
     """Return the comparison with what other roundings of one process change."""
-    dtype = step.dtype
+    dtype, (_, expected) = step.dtype, records
     watch = WatchPrecision(dtype)
     with suppress(NotImplementedError), watch:
         step.in_one_process()
     lower = Precision.of(step.plan, dtype).dtype
     if watch.found is not None:
-        lower, found = watch.found.dtype, replace(found, last_bit=watch.found.last_bit)
+        lower, found = watch.found.dtype, found.inside_of(watch.found, *records)
     for number in range(NUDGES):
         if found.judge(dtype)[0] != "wrong":
             break
         changed = replace(step, model=nudged(step.model, number, dtype, lower))
-        once = compare(changed.in_one_process(), expected)
+        other = changed.in_one_process()
+        once = compare(other, expected, last_bit=found.last_bit)
         found = found.with_rounding(once.errors)
     return found
 

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -175,23 +176,23 @@ def _verify(subject: _Subject) -> Comparison:
     """Compare ranks with one process; where they differ, with what rounding does."""
     plan, dtype = subject.plan, subject.dtype
     overflow = subject.precision.dtype is torch.float16
-    expected = subject.in_one_process()
-    found = compare(_ranks(subject), expected, may_overflow=overflow)
-    found = replace(found, last_bit=_last_bit(subject))
+    last_bit = _last_bit(subject)
+    compared = partial(compare, may_overflow=overflow, last_bit=last_bit)
+    expected, actual = subject.in_one_process(), _ranks(subject)
+    found = compared(actual, expected)
     if found.judge(dtype)[0] == "exact":
         return found
     if found.is_about(names := noisy(expected, dtype), dtype):
         quiet = replace(subject, near_zero=near_zero(expected, dtype))
-        again = compare(_ranks(quiet), quiet.in_one_process(), may_overflow=overflow)
+        again = compared(_ranks(quiet), quiet.in_one_process())
         found = found.with_updates_of(again, names)
         if found.judge(dtype)[0] == "exact":
             return found
     inside = _inside(subject)
     if inside is not None:
-        last_bit = max(found.last_bit, inside.last_bit)
-        found = replace(found, last_bit=last_bit, inside=inside)
+        found = found.inside_of(inside, actual, expected)
     for other in _other_roundings(subject, inside):
-        once = compare(other, expected, may_overflow=overflow)
+        once = compare(other, expected, may_overflow=overflow, last_bit=found.last_bit)
         found = found.with_rounding(once.errors)
         if found.judge(dtype)[0] == "exact":
             return found
@@ -278,10 +279,10 @@ def nudged(
 
 
 def _inside(subject: _Subject) -> LowPrecision | None:
-    """Return what a model computes in where it is run in float64, if that is less."""
+    """Return what a model computes in inside, if that is less than its dtype."""
     watch = WatchPrecision(subject.dtype)
-    if subject.dtype is torch.float64:
-        # what cannot be watched is judged as if it were in float64 all through
+    if subject.precision.dtype is None:
+        # what cannot be watched is judged as if it were in its dtype all through
         with suppress(GemscError, NotImplementedError), watch:
             replace(subject, batches=subject.batches[:1]).in_one_process()
     return watch.found

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gemsc.frontend import FRONTENDS
 from gemsc.ir import meta
+from gemsc.messages.grid_message import TileValue
 from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.local import run_local
 from gemsc.runtime.transport.streams import Streams
@@ -39,6 +40,12 @@ def fixed_on_purpose(self: Any, x: Tensor) -> Tensor:
     h = self.b(part.to(h.dtype)) + part.to(torch.float32).sum()
     h = self.c(h + part.log().type_as(h))
     return self.d(h) + part
+
+
+def within_autocast(self: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        h = self.c(self.b(self.a(x)))
+    return self.d(h.to(self.d.weight.dtype))
 
 
 def tensor_that_is_no_buffer(self: Any, x: Tensor) -> Tensor:
@@ -123,6 +130,26 @@ def test_messages_have_the_dtype_of_what_is_sent(tmp_path: Path) -> None:
         args = (Net(fixed_on_purpose), mse, batches, 2, dtype)
         found = compare(actual, reference_steps(*args))
         assert found.equal == found.total
+
+
+def test_messages_are_in_half_precision_within_a_forward_that_has_autocast(
+    tmp_path: Path,
+) -> None:
+    """In float64, which autocast leaves as it is, they are not."""
+    written(tmp_path, Net(within_autocast), ranks=3, micro_batches=2)
+    batches = [batch_of(((X,), X), 2)] * 2
+    for dtype in (torch.float32, torch.float64):
+        actual = run_on_threads(tmp_path, 3, batches, dtype=dtype)
+        args = (Net(within_autocast), mse, batches, 2, dtype)
+        found = compare(actual, reference_steps(*args))
+        assert found.equal == found.total
+
+
+def test_tiles_send_in_half_precision_within_a_forward_that_has_autocast() -> None:
+    value = TileValue("x", (2, 4), torch.bfloat16, held=(), in_autocast=True)
+    part = value.part((2, 2))
+    assert part.dtype_in(None) is part.dtype_in(torch.float32) is torch.bfloat16
+    assert part.dtype_in(torch.float64) is torch.float64
 
 
 @pytest.mark.slow

@@ -373,3 +373,23 @@ def test_what_evaluation_changes_is_there_for_the_next_shape() -> None:
         Counting(), inputs, loss=lambda y: y.square().mean(), ranks=1
     )
     assert program.plan.unchecked == ""
+
+
+class Halved(nn.Module):
+    """Takes float32 out of autocast, whatever its weights are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            h = self.first(x).relu()
+        last: Tensor = self.last(h.float())
+        return last
+
+
+def test_a_model_that_fails_in_float64_is_compared_in_its_own_dtype() -> None:
+    program = compile(Halved(), (torch.randn(2, 8),), loss=squares, ranks=2)
+    assert program.plan.unchecked == ""
+    assert "does not run in torch.float64: mat1 and mat2" in program.plan.only_dtype

@@ -20,6 +20,7 @@ from gemsc.errors import GemscError
 from gemsc.messages.message import Input
 from gemsc.runtime.worker.steps import BatchShape
 from gemsc.verify.compare import TOLERANCE, Comparison, StepRecord, compare
+from gemsc.verify.precision import LowPrecision
 from gemsc.verify.steps import verify_program
 
 WIDE, NARROW = torch.float64, torch.float32
@@ -64,6 +65,23 @@ def test_errors_are_those_of_single_tensors() -> None:
     assert errors["gradient of a"] == 0.5
     assert errors["parameter a"] == float("inf")
     assert errors["loss"] == 0
+
+
+def test_a_gradient_of_parts_that_cancel_has_their_rounding() -> None:
+    """In bfloat16 each tile rounds its part of a sum that is zero."""
+    large = {"weight": torch.ones(3)}
+    expected = StepRecord([1.0], {**large, "bias": torch.tensor([1e-5])}, {})
+    for error, last_bit, kind in (
+        (1.6e-4, 2**-7, "exact"), (1e-3, 2**-7, "wrong"), (1.6e-4, 0.0, "wrong"),
+    ):  # fmt: skip
+        gradients = {**large, "bias": expected.gradients["bias"] + error}
+        actual = StepRecord([1.0], gradients, {})
+        found = compare(actual, expected, last_bit=last_bit)
+        assert found.judge(torch.float32)[0] == kind
+        inside = LowPrecision(torch.bfloat16, "linear")
+        if last_bit:
+            found = compare(actual, expected).inside_of(inside, actual, expected)
+            assert found.judge(torch.float32)[0] == kind
 
 
 def test_a_mask_hides_no_error_in_another_buffer() -> None:
