@@ -26,8 +26,9 @@ from gemsc.importers.origin import ORIGIN_FILE, Origin
 from gemsc.plan import Plan
 from gemsc.runtime.checkpoint.files import OptimizerState, saved_model
 from gemsc.runtime.checkpoint.folder import LATEST, MODEL
-from gemsc.runtime.training.run_folder import ABOUT, RUNS
+from gemsc.runtime.training.run_folder import ABOUT, RUNS, options_at
 from gemsc.runtime.training.starting import first_weights, tensors_of_program
+from gemsc.source import split_constants
 from gemsc.user_model import UserModel, load_user_model
 from gemsc.weights.load import LOSS, put, stage_tensors
 from gemsc.weights.write import INDEX, Entry, write_shards, write_stream
@@ -263,7 +264,8 @@ def _has_content(place: Path) -> bool:
 class Trained:
     """The tensors of a model under the user's names; `what` says which they are.
 
-    `loss` has those of the loss, with LOSS before their names.
+    `loss` has those of the loss, with LOSS before their names; `constants` are what
+    `--set` gave to the run.
 
     `optimizer` gives the state of the optimizer that goes with them, if there is one.
     """
@@ -273,6 +275,7 @@ class Trained:
     read: Callable[[str], Tensor]
     loss: Mapping[str, Entry] = field(default_factory=dict)
     optimizer: Callable[[], OptimizerState | None] = lambda: None
+    constants: Mapping[str, str] = field(default_factory=dict)
 
 
 @contextmanager
@@ -292,7 +295,12 @@ def trained_model(place: Path, *, averages: bool) -> Iterator[Trained]:
         place = run or place
     with saved_model(place, averages=averages) as saved:
         what = f"the model of step {saved.step} of {place}"
-        yield Trained(what, saved.table, saved.read, saved.loss, saved.optimizer)
+        constants = split_constants(
+            (options_at(place, saved.step) or {}).get("set", [])
+        )
+        yield Trained(
+            what, saved.table, saved.read, saved.loss, saved.optimizer, constants
+        )
 
 
 def program_of(place: Path) -> Path:

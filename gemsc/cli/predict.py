@@ -16,7 +16,11 @@ from gemsc.launch.launch import bar_settings, launch
 from gemsc.plan import Plan
 from gemsc.runtime.process.device import require_gpu
 from gemsc.runtime.training.predict import DTYPES, INPUT_HELP, KINDS, Job
-from gemsc.runtime.training.program_directory import check_program, load_program
+from gemsc.runtime.training.program_directory import (
+    check_program,
+    load_program,
+    tell_of_settings,
+)
 from gemsc.slides.slide import Slide, tifffile_module
 from gemsc.slides.volume import SUFFIXES, Volume, is_volume
 from gemsc.slides.windows import Picture
@@ -106,6 +110,7 @@ def predict_command(
         output = Path("mask.nii.gz" if is_volume(picture) else "mask.tiff")
     _check_output(output, picture, overwrite=overwrite)
     plan = check_program(program, Plan.read(program / "plan.toml").ranks)
+    tell_of_settings(program, plan)
     taken = _taken(program, plan)
     _check_picture(plan, picture, level, orientation, spacing, taken)
     if overlap is None and not is_volume(picture):
@@ -137,6 +142,7 @@ def predict_command(
             threshold=threshold,
             device=device,
             dtype=dtype,
+            constants=trained.constants,
         )
         job.write(folder / "job.json")
         code = _launch(plan, folder / "job.json")

@@ -23,10 +23,12 @@ from gemsc.ir.program import Program, Stage
 from gemsc.ir.shards import Placed, StageShards
 from gemsc.passes.base import Pass
 from gemsc.passes.branches.choice import choose_forks, placed_tensors
-from gemsc.passes.follow_stages import FollowStages
+from gemsc.passes.follow_stages import FollowStages, find_twins
 from gemsc.passes.shards.analysis import Analysis, analysis_of
 from gemsc.passes.shards.choice import choose_cuts, not_cut_alike, saved_by_cuts
-from gemsc.passes.shards.trunk import choose_trunk
+from gemsc.passes.shards.trunk import choose_trunk, least_split
+
+Shards = dict[int, StageShards]  # by stage
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,8 @@ class ChooseShards(Pass):
             if not unlike:
                 break
             whole |= unlike
+        for name, other in others.items():
+            shards |= self._whole_trunks(program, shards, name, other)
         names = [each.name for stage in shards.values() for each in stage.cut]
         if names:
             check_elementwise(program.updated_whole(), names)
@@ -115,6 +119,30 @@ class ChooseShards(Pass):
                 f"--trunk {self.trunk}: tiles split the values of stage {stage.index}",
                 help="leave out --trunk, or the tiles",
             )
+        return found
+
+    def _whole_trunks(
+        self, program: Program, shards: Shards, name: str, other: Program
+    ) -> Shards:
+        """Return the stages that hold values whole as another shape has too few.
+
+        Raises:
+            GemscError: they are to be split.
+        """
+        twins = {a.name: b for a, b in (find_twins(program, other) or {}).items()}
+        found = {}
+        for index, own in shards.items():
+            stages = (each.require_stages()[index] for each in (program, other))
+            one, two = map(analysis_of, (program, other), stages)
+            size = least_split(one, two, own, twins)
+            if size < own.count and self.trunk != "auto":
+                what = f"{own.trunk} splits a dimension of {size}"
+                raise GemscError(
+                    f"--trunk {what} over {own.count} ranks in {name}",
+                    help="put more into each of example_inputs(), or use --trunk whole",
+                )
+            if size < own.count:
+                found[index] = replace(own, trunk="whole", split=())
         return found
 
     def _branches(
@@ -207,7 +235,7 @@ def _elsewhere(program: Program, stage: Stage) -> set[str]:
     return {n for index, own in names for n in own if index != stage.index}
 
 
-def _whole_in(other: Program, shards: Mapping[int, StageShards]) -> list[str]:
+def _whole_in(other: Program, shards: Shards) -> list[str]:
     """Return parameters that another graph does not cut as the first one does."""
     stages = other.require_stages()
     return [
@@ -217,7 +245,7 @@ def _whole_in(other: Program, shards: Mapping[int, StageShards]) -> list[str]:
     ]
 
 
-def _unlike(program: Program, shards: dict[int, StageShards]) -> set[str]:
+def _unlike(program: Program, shards: Shards) -> set[str]:
     """Return tied parameters that the stages which hold them do not cut alike."""
     cuts = {
         index: {each.name: each.parts for each in stage.cut}

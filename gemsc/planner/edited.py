@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,14 @@ class EditedPlan:
         plan = self.plan
         known = {field.name for field in fields(CompileOptions)}
         options = {key: plan.choices[key] for key in known & plan.options.keys()}
+        unknown = plan.options.keys() - known if plan.gemsc == version("gemsc") else ()
+        for key in sorted(unknown):
+            close = get_close_matches(key, known, n=1) or sorted(known)
+            raise self.file.error(
+                ("options", key),
+                f"unknown entry 'options.{key}'",
+                help=f"known: {', '.join(close)}",
+            )
         if plan.schedule not in SCHEDULES:
             raise self.file.error(
                 ("schedule",),

@@ -470,6 +470,11 @@ def test_a_moved_cut_and_a_new_placement_are_compiled(
             "unknown entry 'micro_batchs'",
         ),
         (
+            lambda t: t.replace('precision = "float32"', 'precison = "bfloat16"'),
+            'precison = "bfloat16"',
+            "unknown entry 'options.precison'",
+        ),
+        (
             lambda t: t.replace("index = 1", "index = 7", 1),
             "index = 7",
             "stages[1].index is 7",

@@ -218,6 +218,15 @@ def dice(output: Tensor, target: Tensor) -> Any:
     return {"dice": output.mean(), "parts": {"left": target.sum()}}
 
 
+@pytest.mark.parametrize("made", [{"interval": "epoch"}, []])
+def test_what_steps_no_rates_is_no_scheduler(tmp_path: Path, made: object) -> None:
+    program(tmp_path)
+    name = type(made).__name__
+    with pytest.raises(GemscError, match=f"returns {name}, which cannot step"):
+        run(tmp_path, user_of(scheduler=lambda optimizer: made))
+    run(tmp_path, user_of(scheduler=lambda optimizer: None), "--steps", "1")
+
+
 @pytest.mark.slow
 def test_a_figure_that_metrics_cannot_give_is_refused_at_the_start(
     tmp_path: Path,

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import ConcatDataset, Subset
 
 from gemsc.base.rng import seed_of
 from gemsc.errors import GemscError
@@ -75,6 +76,39 @@ def test_each_epoch_has_another_order_and_other_noise() -> None:
     assert noise[0].keys() == noise[1].keys()
     assert all(noise[0][i] != noise[1][i] for i in noise[0])
     assert epoch(seed=1) != epoch()
+
+
+class Curriculum:
+    """Samples that depend on the epoch that it was told."""
+
+    def __init__(self) -> None:
+        self.epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([float(index), float(self.epoch)]), index
+
+
+def parts(dataset: Curriculum) -> Any:
+    given: Any = dataset
+    whole = Subset(given, range(4)), Subset(given, range(4, 8))
+    return ConcatDataset(whole)
+
+
+@pytest.mark.parametrize("kind", [lambda dataset: dataset, parts])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_dataset_is_told_which_epoch_begins(kind: Any, workers: int) -> None:
+    read = Batches(kind(Curriculum()), 4, seed=0, shuffle=True, workers=workers)
+    for number in (3, 4, 7):  # a run that goes on begins with any
+        first = 1 if number == 3 else 0
+        found = [b.data[0][:, 1].tolist() for b in read.epoch(number, first)]
+        assert found == [[float(number)] * 4] * (2 - first)
+    read.close()
 
 
 def test_training_drops_a_batch_that_is_not_full() -> None:

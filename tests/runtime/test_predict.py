@@ -301,6 +301,57 @@ def test_the_example_learns_from_a_slide_and_predicts_it(
     assert np.array_equal(tifffile.imread(mask), scores > 0)
 
 
+SCALED = """\
+import json, pathlib
+import torch
+from torch import nn
+
+SCALE = 1.0
+WIDTH = json.loads(pathlib.Path("width.json").read_text())
+
+def model():
+    return nn.Sequential(nn.Conv2d(3, WIDTH, 3, padding=1), nn.Conv2d(WIDTH, 1, 1))
+
+def example_inputs():
+    return (torch.zeros(1, 3, 16, 16),)
+
+loss = nn.MSELoss()
+
+def dataset():
+    return [(torch.rand(3, 16, 16) * SCALE, torch.rand(1, 16, 16))] * 4
+
+def predict_input(region):
+    return torch.from_numpy(region).movedim(-1, 0).float() / 255 * SCALE
+"""
+
+
+@pytest.mark.mpi
+def test_a_run_predicts_with_the_constants_that_it_was_trained_with(
+    tmp_path: Path, command: Gemsc, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.py").write_text(SCALED)
+    (tmp_path / "width.json").write_text("4")
+    np.save("slide.npy", colours(16, 16))
+    words = ("--ranks", 1, "--micro-batches", 2, "-o", "program")
+    assert command("compile", "model.py", *words).code == 0
+    assert command("run", "program", "--set", "SCALE=3.0", "--save", "run").code == 0
+    ways = ("--output-kind", "scores", "--dtype", "float64", "--overwrite")
+    done = command("predict", "run", "slide.npy", *ways, "-o", "mask.tiff")
+    assert done.code == 0, done.err
+    assert "warning" not in done.err
+    net = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 1, 1)).double()
+    net.load_state_dict(load_file("run/model.safetensors"))
+    x = torch.from_numpy(np.load("slide.npy")).movedim(-1, 0)[None].float() / 255 * 3.0
+    with torch.no_grad():
+        wanted = net(x.double())[0, 0].numpy()
+    assert np.allclose(tifffile.imread("mask.tiff"), wanted, rtol=0, atol=1e-12)
+
+    (tmp_path / "width.json").write_text("8")
+    told = command("predict", "run", "slide.npy", *ways, "-o", "mask.tiff").err
+    assert "width.json has changed since" in told
+
+
 def test_what_cannot_be_predicted_is_said_before_ranks_start(
     tmp_path: Path, command: Gemsc, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,7 +22,13 @@ from gemsc.errors import GemscError
 from gemsc.runtime.training import run_folder
 from gemsc.runtime.training.arguments import parse_arguments
 from gemsc.runtime.training.logs import EACH, Log
-from gemsc.runtime.training.run_folder import LOCK, choose_folder, held
+from gemsc.runtime.training.run_folder import (
+    LOCK,
+    changed_options,
+    choose_folder,
+    held,
+    options_at,
+)
 from gemsc.runtime.training.trainer import Trainer
 
 
@@ -148,6 +154,53 @@ def test_a_process_that_was_killed_holds_no_folder(
         process.wait()
         with held(tmp_path):
             assert (tmp_path / LOCK).read_text().split()[0] == str(os.getpid())
+
+
+# What a run goes on with
+
+
+def begun(folder: Path, *starts: tuple[int, dict[str, object]]) -> Path:
+    """Leave a run with a checkpoint, which began at some steps with some options."""
+    checkpoint = folder / "step-000006"
+    checkpoint.mkdir(parents=True)
+    written = [{"step": step, "options": options} for step, options in starts]
+    (folder / "run.json").write_text(json.dumps({"starts": written}))
+    (folder / "latest").symlink_to(checkpoint.name)
+    return folder
+
+
+def test_the_options_of_a_step_are_those_of_the_start_before_it(tmp_path: Path) -> None:
+    later: tuple[int, dict[str, object]] = (6, {"clip_norm": 2.0})
+    run = begun(tmp_path / "run", (0, {"set": ["RATE=2"]}), later)
+    for place in (run, run / "latest", run / "step-000006"):
+        assert options_at(place, 6) == {"set": ["RATE=2"]}
+        assert options_at(place, 7) == {"clip_norm": 2.0}
+    assert options_at(tmp_path, 6) is None
+    (run / "run.json").write_text("{")
+    assert options_at(run, 6) is None
+
+
+def test_other_options_than_before_are_named_where_they_decide_the_result(
+    tmp_path: Path,
+) -> None:
+    before: dict[str, object] = {"clip_norm": 0.5, "set": ["RATE=2"], "epochs": 9}
+    run = begun(tmp_path / "run", (0, before))
+
+    def changed(*words: object) -> list[str]:
+        return changed_options(options_of("--resume", run, *words), 6)
+
+    same = ("--clip-norm", 0.5, "--set", "RATE=2")
+    assert changed(*same) == []
+    assert changed(*same, "--workers", 2, "--keep", 1, "--epochs", 12) == []
+    assert changed() == ["--set none (was RATE=2)", "--clip-norm none (was 0.5)"]
+    more = ("--accumulate", 2, "--dtype", "float64", "--last-batch", "train")
+    assert changed(*same, *more, "--ema", 0.9) == [
+        "--dtype float64 (was float32)",
+        "--last-batch train (was drop)",
+        "--accumulate 2 (was 1)",
+        "--ema 0.9 (was none)",
+    ]
+    assert changed_options(options_of("--resume", tmp_path), 6) == []
 
 
 # The log

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -503,6 +504,28 @@ def test_stages_are_split_for_each_shape(options: dict[str, Any]) -> None:
     program = compile(Pixels(), shapes, loss=loss, example_target=targets, **options)
     assert [each.name for each in program.plan.shapes] == ["8", "16"]
     assert program.plan.unchecked == ""  # a step of each is that of the model
+
+
+def test_values_are_whole_where_a_shape_has_one_sample_and_two_ranks() -> None:
+    def sharded(sizes: Sequence[int], trunk: str) -> CompiledProgram:
+        pairs = zip(sizes, LENGTHS, strict=True)
+        shapes = [(torch.ones(pair, dtype=torch.int64),) for pair in pairs]
+        targets = [x for (x,) in shapes]
+        given: dict[str, Any] = {"ranks": 2, "shards": ("2",), "trunk": trunk}
+        model = Words(count=False)
+        return compile(model, shapes, loss=counted, example_target=targets, **given)
+
+    for sizes, trunk, found in (
+        ((8, 3, 1), "auto", "whole"),
+        ((8, 3, 2), "batch", "batch"),
+        ((8, 3, 1), "sequence", "sequence"),
+    ):
+        plan = sharded(sizes, trunk).plan
+        assert [stage.trunk for stage in plan.stages] == [found]
+        assert plan.unchecked == ""  # a step of each shape is that of the model
+    message = "--trunk batch splits a dimension of 1 over 2 ranks in Words, 8"
+    with pytest.raises(GemscError, match=message):
+        sharded((8, 3, 1), "batch")
 
 
 class Deep(nn.Module):

@@ -50,6 +50,19 @@ def test_hooks_are_called_on_all_ranks_with_what_happened(tmp_path: Path) -> Non
         ]
 
 
+def test_a_run_that_goes_on_with_other_options_says_so(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder, save = program(tmp_path), str(tmp_path / "run")
+    words = ("--save", save, "--clip-norm", "0.5", "--steps")
+    run(folder, user_of(), *words, "1")
+    run(folder, user_of(), *words, "2", "--resume", save)
+    said = "note: this run goes on with other options than it had"
+    assert said not in capfd.readouterr().out
+    run(folder, user_of(), "--save", save, "--steps", "3", "--resume", save)
+    assert f"{said}: --clip-norm none (was 0.5)\n" in capfd.readouterr().out
+
+
 @pytest.mark.slow
 def test_a_run_ends_the_processes_that_read_for_it(tmp_path: Path) -> None:
     """Asked to leave, each would outlast that for half a minute."""

@@ -9,7 +9,7 @@ out of it is reduced and scattered: as many bytes as the sums of a whole trunk t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, fx
@@ -70,6 +70,27 @@ def trunk_factor(analysis: Analysis, shards: StageShards) -> Factor | None:
         if (dim := split.get(node.name, -1)) >= 0:
             return leaves(analysis.dims(node)[dim])[0]
     return None
+
+
+def least_split(
+    analysis: Analysis,
+    other: Analysis,
+    shards: StageShards,
+    twins: Mapping[str, fx.Node],
+) -> int:
+    """Return how many samples, or tokens, another graph of the same nodes splits.
+
+    `twins` are its nodes by the names of those of the first. A dimension of one is no
+    factor there. Without a value that is split, it is the number of ranks.
+    """
+    sizes = [shards.count]
+    for node in analysis.values:
+        dim = shards.split_dims.get(node.name, -1)
+        if dim >= 0 and node.name in twins:
+            own = leaves(analysis.dims(node)[dim])
+            theirs = leaves(other.dims(twins[node.name])[dim])
+            sizes.append(theirs[0].size if len(theirs) == len(own) else 1)
+    return min(sizes)
 
 
 def kept_split(analysis: Analysis, shards: StageShards) -> frozenset[fx.Node]:

@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import ConcatDataset, Subset
 
 from gemsc.base.rng import seed_all, seed_of
 from gemsc.errors import GemscError, is_users, user_place
@@ -52,6 +53,7 @@ class SeededReader:
     """Reads a dataset with all generators seeded for each sample, its own among them.
 
     They are looked for once an epoch, and after the first sample, which may make some.
+    A dataset with a `set_epoch(epoch)` is told before the first sample of each epoch.
     """
 
     def __init__(self, dataset: Any, seed: int) -> None:
@@ -64,6 +66,7 @@ class SeededReader:
         """Return what `sample` gives, as that of an index in an epoch."""
         is_first = self._epoch < 0
         if epoch != self._epoch:
+            _set_epoch(self._dataset, epoch)
             self._epoch, self._held = epoch, held_generators(self._dataset)
         self.seed(epoch, index)
         found = sample()
@@ -77,6 +80,18 @@ class SeededReader:
         """Seed all generators for a sample."""
         seed_all(seed_of(self._seed, epoch, index))
         _seed_generators(self._held, self._seed, epoch, index)
+
+
+def _set_epoch(dataset: Any, epoch: int) -> None:
+    """Say which epoch begins, to a dataset or those it is of, where that is asked for.
+
+    A stream does it itself, as often as it begins.
+    """
+    parts = [dataset.dataset] if isinstance(dataset, Subset) else []
+    for part in dataset.datasets if isinstance(dataset, ConcatDataset) else parts:
+        _set_epoch(part, epoch)
+    if callable(set_epoch := getattr(dataset, "set_epoch", None)):
+        set_epoch(epoch)
 
 
 def unreadable(error: Exception, call: str, index: int) -> GemscError:

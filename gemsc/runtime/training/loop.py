@@ -32,6 +32,7 @@ from gemsc.runtime.training.checkpoints import Best, Checkpoints, plateaus
 from gemsc.runtime.training.epochs import Epochs
 from gemsc.runtime.training.evaluation import Evaluator
 from gemsc.runtime.training.logs import Log
+from gemsc.runtime.training.run_folder import changed_options
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.runtime.training.verification import RunRecord
 from gemsc.runtime.worker.finite import (
@@ -323,6 +324,9 @@ class Training:
             text = "warning: the checkpoint has averages of the weights, this run keeps"
             self.console.say(f"{text} none\nhelp: go on with --ema, or they are lost")
         if not self.epochs.is_over(done):
+            if done and (changes := changed_options(self.options, done)):
+                text = "note: this run goes on with other options than it had"
+                self.console.say(f"{text}: {', '.join(changes)}")
             return True
         if not goes_on:
             raise GemscError(

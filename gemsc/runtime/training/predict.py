@@ -14,9 +14,9 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +114,10 @@ DTYPES = {"float32": None, "float64": torch.float64}
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is asked for; `weights` is a file of them, `output` a file to write."""
+    """What is asked for; `weights` is a file of them, `output` a file to write.
+
+    `constants` are those that `--set` gave to the run that trained them.
+    """
 
     program: str
     weights: str
@@ -128,6 +131,7 @@ class Job:
     threshold: float
     device: str
     dtype: str
+    constants: Mapping[str, str] = field(default_factory=dict)
 
     def write(self, path: Path) -> None:
         """Write it for the ranks."""
@@ -148,7 +152,8 @@ def main(path: Path) -> None:
         signal.signal(number, signal.SIG_DFL)
     trainer.resume(job.weights)
     plan = trainer.plan
-    user = load_user_model(plan.spec, constants=plan.constants) if plan.spec else None
+    constants = {**plan.constants, **job.constants}
+    user = load_user_model(plan.spec, constants=constants) if plan.spec else None
     start = time.perf_counter()
     of_source = VolumePrediction if is_volume(Path(job.source)) else Prediction
     prediction = of_source(trainer, job, user)

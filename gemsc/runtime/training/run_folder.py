@@ -33,6 +33,14 @@ from gemsc.runtime.checkpoint.manifest import MANIFEST
 from gemsc.runtime.training.arguments import parse_arguments
 
 NOT_TOLD = ("save", "resume", "overwrite", "typed", "goes_on")  # among the options
+DECIDE = (
+    "dtype",
+    "set",
+    "last_batch",
+    "accumulate",
+    "clip_norm",
+    "ema",
+)  # what is trained
 RUNS = "runs"  # folder of a program
 LOG, TABLE, ABOUT, CURVES = "log.jsonl", "log.csv", "run.json", "curves.svg"
 BEGUN = '{"event": "step"'  # how a line of a step begins
@@ -136,12 +144,8 @@ def describe_run(
 ) -> None:
     """Write `run.json` and the copy of the plan; each start of the run adds to it."""
     write_text(folder / "plan.toml", (program / "plan.toml").read_text("utf-8"))
-    path, starts = folder / ABOUT, []
-    if step and path.is_file():
-        try:
-            starts = list(json.loads(path.read_text("utf-8"))["starts"])
-        except (ValueError, KeyError, TypeError):
-            starts = []  # of no use to anybody
+    path = folder / ABOUT
+    starts = _starts(path) if step else []
     usual = vars(parse_arguments([]))
     given = {name: value for name, value in vars(options).items() if name in usual}
     starts.append(
@@ -160,6 +164,41 @@ def describe_run(
     )
     about = {"program": str(program.resolve()), "starts": starts}
     write_text(path, json.dumps(about, indent=1) + "\n")
+
+
+def _starts(path: Path) -> list[dict[str, Any]]:
+    """Return the starts of a run by its `run.json`; none if that is of no use."""
+    try:
+        return list(json.loads(path.read_bytes())["starts"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def options_at(place: Path, step: int) -> dict[str, Any] | None:
+    """Return the options with which a run came to a step; None if nobody knows them.
+
+    `place` is its folder, or one of its checkpoints. Usual values are left out.
+    """
+    found = place.resolve()
+    starts = _starts(found / ABOUT) or _starts(found.parent / ABOUT)
+    before = [each for each in starts if each.get("step", 0) < step]
+    last = [*starts[:1], *before][-1:]
+    return dict(last[0].get("options", {})) if last else None
+
+
+def changed_options(options: argparse.Namespace, step: int) -> list[str]:
+    """Return what a run that goes on trains otherwise: `--accumulate 2 (was 1)`."""
+    then = options_at(options.resume, step)
+    if then is None:
+        return []
+    usual, found = vars(parse_arguments([])), []
+    for name in DECIDE:
+        pair = getattr(options, name), then.get(name, usual[name])
+        if pair[0] != pair[1] and (name, pair[0]) != ("ema", None):  # which is told
+            now, was = (" ".join(v) if isinstance(v, list) else v for v in pair)
+            flag = name.replace("_", "-")
+            found.append(f"--{flag} {now or 'none'} (was {was or 'none'})")
+    return found
 
 
 def _versions() -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any
 
@@ -47,6 +47,22 @@ def optimizer_of(
     if not any(has_one) and (first := next(filter(None, errors), None)):
         raise first
     return optimizer
+
+
+def scheduler_of(optimizer: Optimizer, make: Callable[[Optimizer], Any]) -> Any:
+    """Return what steps the learning rates of an optimizer; None if nothing does.
+
+    Raises:
+        GemscError: it cannot step.
+    """
+    made = make(optimizer)
+    if made is not None and not callable(getattr(made, "step", None)):
+        raise GemscError(
+            f"scheduler() returns {type(made).__name__}, which cannot step",
+            help="return one object whose step() is called after each update, of "
+            "several a torch.optim.lr_scheduler.SequentialLR or ChainedScheduler",
+        )
+    return made
 
 
 _add_group_of_torch = Optimizer.add_param_group

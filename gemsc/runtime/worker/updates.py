@@ -21,7 +21,7 @@ from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.transport import Group
 from gemsc.runtime.worker.departures import Departures, leaving_early
 from gemsc.runtime.worker.finite import LossScale, all_finite
-from gemsc.runtime.worker.optimizer import optimizer_of
+from gemsc.runtime.worker.optimizer import optimizer_of, scheduler_of
 from gemsc.runtime.worker.own_rows import OwnRows, mirrored_of
 from gemsc.runtime.worker.program import RankPlace, RankProgram, Run
 from gemsc.runtime.worker.reduction import (
@@ -131,7 +131,7 @@ class Updates:
 
         Raises:
             GemscError: the optimizer looks at whole tensors, and the rank has parts; or
-                it takes no parameters of any rank.
+                it takes no parameters of any rank; or nothing steps its rates.
         """
         if self._program.train_step is None:
             return
@@ -142,7 +142,7 @@ class Updates:
         if parts := self._program.parts:  # it may be another one than at compile time
             check_elementwise(updated_whole(self.parameters, make), parts)
         if scheduler is not None:
-            self.scheduler = scheduler(self.optimizer)
+            self.scheduler = scheduler_of(self.optimizer, scheduler)
 
     def use(self, program: RankProgram) -> None:
         """Let the next steps be those of another graph, with the same sums."""
