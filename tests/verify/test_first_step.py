@@ -373,3 +373,21 @@ def test_what_evaluation_changes_is_there_for_the_next_shape() -> None:
         Counting(), inputs, loss=lambda y: y.square().mean(), ranks=1
     )
     assert program.plan.unchecked == ""
+
+
+class Sampling(Picture):
+    """It draws in evaluation, too, as a variational autoencoder does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return (y if self.training else y * 0.75) + torch.randn_like(y)
+
+
+@pytest.mark.parametrize("options", [TILES, STAGES])
+def test_a_model_that_draws_in_evaluation_is_compared_there(
+    options: dict[str, Any], changed: Callable[..., None]
+) -> None:
+    assert compiled(Sampling(), **options).plan.unchecked == ""
+    changed(" * 0.75", " * 0.75001", options["ranks"] - 1)
+    with pytest.raises(InternalError, match="wrong program: evaluation's output"):
+        compiled(Sampling(), **options)
