@@ -115,10 +115,15 @@ class _Product:
 
     @property
     def may_be_split(self) -> bool:
-        """Whether the trunk splits it, and all of its inputs that know what is cut."""
-        own = [self.analysis.dims(self.node), *map(self._dims, self._inputs)]
-        own[1:] = [dims for dims in own[1:] if place_of(dims, self.cut)]
-        count = self.shards.count
+        """Whether the trunk splits it, and all of its inputs that know what is cut.
+
+        Of a parameter that is cut, a rank has its part alone.
+        """
+        known = [n for n in self._inputs if place_of(self._dims(n), self.cut)]
+        if any(source.op == "get_attr" for source in known):
+            return False
+        own, count = [self.analysis.dims(self.node)], self.shards.count
+        own += map(self._dims, known)
         return all(split_dim(dims, self.trunk, count) is not None for dims in own)
 
     @property
