@@ -117,14 +117,12 @@ class _Product:
     def may_be_split(self) -> bool:
         """Whether the trunk splits it, and all of its inputs that know what is cut.
 
-        Of a parameter that is cut, a rank has its part alone.
+        They are no parameters: of one that is cut a rank has no more than its part.
         """
         known = [n for n in self._inputs if place_of(self._dims(n), self.cut)]
-        if any(source.op == "get_attr" for source in known):
-            return False
-        own, count = [self.analysis.dims(self.node)], self.shards.count
-        own += map(self._dims, known)
-        return all(split_dim(dims, self.trunk, count) is not None for dims in own)
+        own, count = [self._dims(self.node), *map(self._dims, known)], self.shards.count
+        splits = (split_dim(dims, self.trunk, count) for dims in own)
+        return None not in splits and all(n.op != "get_attr" for n in known)
 
     @property
     def sent_split(self) -> float:
