@@ -36,7 +36,6 @@ def loss_of_halves(
     """
     before = torch_state()
     with suppress(Exception):  # whatever a loss says of batches of another size
-        loss = copy.deepcopy(loss)
         parts = _halves(output, target, size)
         together, eps = _value(loss, *_joined(*parts))
         apart = sum(_value(loss, *part)[0] for part in parts) / 2
@@ -69,7 +68,7 @@ def _rows(output: Any, target: Any, size: int, start: int, stop: int) -> Any:
 
 def _value(loss: Callable[..., Any], output: Any, target: Any) -> tuple[float, float]:
     """Return the loss, and the distance of two numbers near 1 in its dtype."""
-    found = as_loss(call_loss(loss, output, target))
+    found = as_loss(call_loss(copy.deepcopy(loss), output, target))  # it may count
     if found.shape or not math.isfinite(found):
         raise _NotKnownError
     return float(found), torch.finfo(found.dtype).eps

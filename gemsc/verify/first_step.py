@@ -134,9 +134,9 @@ class _Step:
         plan, dtype = self.plan, self.dtype
         given = [inputs for inputs, _ in self.batches]
         precision = Precision.of(plan, dtype)
-        return self._named(
-            evaluated(self.model, state, given, plan, dtype, precision, **how)
-        )
+        with same_draws():
+            found = evaluated(self.model, state, given, plan, dtype, precision, **how)
+        return self._named(found)
 
     def _named(self, outputs: list[list[Any]]) -> dict[str, Tensor]:
         """Return the outputs of all batches, under names for people."""

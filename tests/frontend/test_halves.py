@@ -119,6 +119,18 @@ def test_a_loss_of_its_own_state_is_left_as_it_is() -> None:
     assert loss_of_halves(loss, X, CLASSES, 6) is None
 
 
+class Growing(Centers):
+    """A mean whose weight grows from call to call."""
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.count += 1
+        return self.count * F.cross_entropy(output, target)
+
+
+def test_a_loss_that_counts_its_calls_is_asked_as_it_is() -> None:
+    assert loss_of_halves(Growing(), X, CLASSES, 6) is None
+
+
 def notes(loss: Any, size: int = 6, **options: Any) -> list[str]:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
     given = {"loss": loss, "example_target": CLASSES[:size], "ranks": 2} | options

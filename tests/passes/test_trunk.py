@@ -257,3 +257,24 @@ def test_tokens_of_pictures_on_shards(trunk: str) -> None:
     model, image, target = Patches(), torch.randn(4, 3, 8, 12), torch.randn(4, 24, 8)
     expected = eager(model, (image,), F.mse_loss, target)
     assert_same(on_shards(model, (image,), F.mse_loss, target, 2, trunk), expected)
+
+
+class LowRank(nn.Module):
+    """A weight and two thin factors (LoRA), whose inner dimension alone can be cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16))
+        self.a, self.b = nn.Parameter(torch.randn(2, 16)), nn.Linear(2, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.linear(x, self.weight + self.b.weight @ self.a)
+        return F.linear(F.gelu(x), self.weight) + self.b.bias
+
+
+@pytest.mark.parametrize("trunk", ["auto", "batch", "whole"])
+def test_a_product_of_parameters_that_are_cut_is_a_sum(trunk: str) -> None:
+    torch.manual_seed(0)
+    model, x, target = LowRank(), torch.randn(6, 16), torch.randn(6, 16)
+    expected = eager(model, (x,), F.mse_loss, target)
+    assert_same(on_shards(model, (x,), F.mse_loss, target, 2, trunk), expected)

@@ -196,6 +196,23 @@ def test_what_is_saved_may_be_read_twice(on_tiles: bool) -> None:
     assert stage.calls == 3
 
 
+def test_noise_that_is_written_after_it_is_saved_is_drawn_again() -> None:
+    """autograd saves the noise of rrelu before the operator has drawn it."""
+
+    class Noisy(Stage):
+        draws_random_numbers = True
+
+        def block(self, x: Tensor) -> Tensor:
+            return F.rrelu(self.layer(x), 0.1, 0.9, training=True)
+
+    stage, x = Noisy(), torch.randn(500, 4, requires_grad=True)
+    found = []
+    for run in (stage.block, lambda x: recompute(stage.block, x)):
+        torch.manual_seed(0)
+        found += torch.autograd.grad(run(x).sum(), x)
+    assert torch.equal(found[1], found[0])
+
+
 def test_forwards_in_flight_do_not_disturb_each_other() -> None:
     stage = Stage()
     inputs = [torch.randn(5, 4, requires_grad=True) for _ in range(3)]

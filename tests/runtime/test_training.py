@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import inspect
+import re
+from contextlib import redirect_stderr
+from dataclasses import replace
+from io import StringIO
 from multiprocessing import active_children
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from program_support import Net, X, batch_of, on_ranks
 from safetensors.torch import load_file
+from torch import Tensor, nn
 from training_support import pairs, program, run, simple, user_of
 
 import gemsc
 from gemsc.errors import GemscError
+from gemsc.runtime.training.callbacks import Hooks
 from gemsc.runtime.training.step_report import StepReport
 from gemsc.runtime.training.trainer import Trainer
 
@@ -128,6 +135,117 @@ def test_a_hook_that_fails_is_named_with_its_line(tmp_path: Path) -> None:
     assert e.value.at is not None
     assert e.value.at.line == inspect.getsourcelines(on_step)[1] + 1
     assert e.value.help == "gemsc calls on_step(trainer, report) on every rank"
+
+
+KNOBS = {"beta": 0.0, "own": 0.0}
+
+
+class Weighed(nn.Module):
+    """A loss with what hooks may want to change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.terms, self.kind = 1.0, [1.0, 2.0], "l1"
+        self.register_buffer("margin", torch.zeros(()))
+        self.net = nn.Linear(2, 2)
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return self.terms[0] * weighed(output) * self.weight
+
+
+def weighed(output: Tensor) -> Tensor:
+    return output.sum() * KNOBS["beta"]
+
+
+def set_attribute(model: nn.Module, loss: Weighed) -> None:
+    loss.weight = 0.5
+
+
+def set_item(model: nn.Module, loss: Weighed) -> None:
+    loss.terms[1] = 0.5
+
+
+def set_text(model: nn.Module, loss: Weighed) -> None:
+    loss.kind = "l2"
+
+
+def fill_buffer(model: nn.Module, loss: Weighed) -> None:
+    loss.margin.fill_(0.5)
+
+
+def set_knob(model: nn.Module, loss: Weighed) -> None:
+    KNOBS["beta"] += 0.1
+
+
+def set_rate(model: nn.Module, loss: Weighed) -> None:
+    model.dropout.p = 0.5  # type: ignore[union-attr, assignment]
+
+
+def try_model(model: nn.Module, loss: Weighed) -> None:
+    model.eval()
+    for tensor in model.state_dict().values():
+        tensor.fill_(1)
+    model.new = 1  # type: ignore[assignment]
+
+
+def add_term(model: nn.Module, loss: Weighed) -> None:
+    loss.terms.append(3.0)
+
+
+def told(changes: Any, first: int = 1, hook: str = "on_step", rank: int = 0) -> Any:
+    """Let a hook change something from a step on; return what is told of 9 steps."""
+    model, loss = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), Weighed()
+    model.dropout = nn.Dropout(0.1)
+    seen: list[int] = []
+
+    def called(trainer: Any, number: Any, *figures: Any) -> None:
+        seen.append(len(seen))
+        if len(seen) >= first:
+            changes(model, loss)
+
+    user: Any = user_of(loss=loss, **{hook: called})
+    hooks = Hooks(replace(user, model=model))
+    trainer: Any = SimpleNamespace(transport=SimpleNamespace(rank=rank))
+    errors, before = StringIO(), dict(KNOBS)
+    with redirect_stderr(errors):
+        for step in range(9):
+            report: Any = SimpleNamespace(step=step + 1)
+            hooks.on_step(trainer, report)
+            hooks.on_epoch(trainer, step, {})
+    KNOBS.update(before)
+    assert len(seen) == 9
+    if not (text := errors.getvalue()):
+        return None
+    where = r"test_training.py(?::\d+)?"
+    (found,) = re.findall(rf"{where}: warning: {hook} changes (.*): the program", text)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        (set_attribute, "loss.weight"),
+        (set_item, "loss.terms[1]"),
+        (set_text, "loss.kind"),
+        (fill_buffer, "loss._buffers['margin']"),
+        (set_knob, "loss.Weighed.forward.weighed.KNOBS['beta']"),
+        (set_rate, "model._modules['dropout'].p"),
+    ],
+)
+def test_a_hook_that_changes_what_was_compiled_is_told_once(
+    changes: Any, name: str
+) -> None:
+    """The annealing of a term, for one: the ranks have its first weight for ever."""
+    assert told(changes) == name
+    assert told(changes, first=5) == name  # at the eighth
+    assert told(changes, first=9) is None
+    assert told(changes, first=9, hook="on_epoch") == name
+    assert told(changes, rank=1) is None
+
+
+@pytest.mark.parametrize("changes", [try_model, add_term])
+def test_what_a_hook_may_change(changes: Any) -> None:
+    assert told(changes) is None
 
 
 class Events(gemsc.Callback):

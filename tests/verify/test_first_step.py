@@ -393,3 +393,21 @@ def test_a_model_that_fails_in_float64_is_compared_in_its_own_dtype() -> None:
     program = compile(Halved(), (torch.randn(2, 8),), loss=squares, ranks=2)
     assert program.plan.unchecked == ""
     assert "does not run in torch.float64: mat1 and mat2" in program.plan.only_dtype
+
+
+class Sampling(Picture):
+    """It draws in evaluation, too, as a variational autoencoder does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return (y if self.training else y * 0.75) + torch.randn_like(y)
+
+
+@pytest.mark.parametrize("options", [TILES, STAGES])
+def test_a_model_that_draws_in_evaluation_is_compared_there(
+    options: dict[str, Any], changed: Callable[..., None]
+) -> None:
+    assert compiled(Sampling(), **options).plan.unchecked == ""
+    changed(" * 0.75", " * 0.75001", options["ranks"] - 1)
+    with pytest.raises(InternalError, match="wrong program: evaluation's output"):
+        compiled(Sampling(), **options)

@@ -136,11 +136,14 @@ class _Product:
 
     @property
     def may_be_split(self) -> bool:
-        """Whether the trunk splits it, and all of its inputs that know what is cut."""
-        own = [self.analysis.dims(self.node), *map(self._dims, self._inputs)]
-        own[1:] = [dims for dims in own[1:] if place_of(dims, self.cut)]
-        count = self.shards.count
-        return all(split_dim(dims, self.trunk, count) is not None for dims in own)
+        """Whether the trunk splits it, and all of its inputs that know what is cut.
+
+        They are no parameters: of one that is cut a rank has no more than its part.
+        """
+        known = [n for n in self._inputs if place_of(self._dims(n), self.cut)]
+        own, count = [self._dims(self.node), *map(self._dims, known)], self.shards.count
+        splits = (split_dim(dims, self.trunk, count) for dims in own)
+        return None not in splits and all(n.op != "get_attr" for n in known)
 
     @property
     def sent_split(self) -> float:

@@ -120,20 +120,26 @@ def _seed_generators(held: dict[str, Any], *parts: int) -> None:
 
 def held_generators(owner: Any) -> dict[str, Any]:
     """Return each generator by the path to it, the shortest one."""
-    found: dict[str, Any] = {}
-    seen: dict[int, Any] = {id(each): each for each in _SHARED}
-    queue = deque([(type(owner).__name__, owner)])
+    parts = parts_held(type(owner).__name__, owner, _SHARED)
+    return {p: v for p, v in parts if isinstance(v, _KINDS) and _can_be_seeded(v)}
+
+
+def parts_held(
+    name: str, owner: Any, without: tuple[Any, ...] = ()
+) -> Iterator[tuple[str, Any]]:
+    """Yield all that an object holds, or a function uses, by the shortest path."""
+    seen: dict[int, Any] = {id(each): each for each in without}
+    queue = deque([(name, owner)])
     while queue and len(seen) < MOST_OBJECTS:
         path, value = queue.popleft()
         kind = type(value)
-        if issubclass(kind, _PLAIN) or id(value) in seen:
+        if id(value) in seen:
             continue
-        seen[id(value)] = value
-        if not issubclass(kind, _KINDS):
-            queue.extend((path + place, part) for place, part in _parts(value))
-        elif _can_be_seeded(value):
-            found[path] = value
-    return found
+        yield path, value
+        if not issubclass(kind, _PLAIN):
+            seen[id(value)] = value
+            if not issubclass(kind, _KINDS):
+                queue.extend((path + place, part) for place, part in _parts(value))
 
 
 def _can_be_seeded(generator: Any) -> bool:

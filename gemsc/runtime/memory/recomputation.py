@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
@@ -103,7 +103,10 @@ class _Run:
         self._autocast = current_autocast(devices[0])
         self._devices = {t.device for t in inputs if t.device.type == "cuda"}
         self._random = self._random_state()
-        self.is_on_tiles = hasattr(block.__self__, "grid")  # type: ignore[attr-defined]
+        stage: Any = block.__self__  # type: ignore[attr-defined]
+        self.is_on_tiles = hasattr(stage, "grid")
+        # what draws may save what it has not written yet, as rrelu does its noise
+        self._runs_on = self.is_on_tiles or hasattr(stage, "draws_random_numbers")
         self._saved: list[ReferenceType[_Saved]] = []
         self._is_done = False
         self._meter = active_meter()
@@ -142,7 +145,7 @@ class _Run:
         def collect(tensor: Tensor) -> None:
             values.append(decomposed(tensor) or tensor.detach())
             kept.extend(part.detach() for part in saved_parts(tensor))
-            if len(values) == len(self._saved) and not self.is_on_tiles:
+            if len(values) == len(self._saved) and not self._runs_on:
                 raise _EndOfBlockError
 
         try:

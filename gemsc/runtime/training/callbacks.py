@@ -16,9 +16,13 @@ checkpoints have files of their own; the small ones are here.
 from __future__ import annotations
 
 import math
+import re
+import sys
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import chain
+from numbers import Number
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +34,7 @@ from gemsc.datasets.stream import ENDLESS
 from gemsc.errors import GemscError
 from gemsc.runtime.checkpoint.holdings import EMA_KEY
 from gemsc.runtime.checkpoint.states import encode
+from gemsc.runtime.data.held_generators import parts_held
 from gemsc.runtime.data.stream_batches import StreamBatches
 from gemsc.runtime.data.stream_reader import Mark
 from gemsc.runtime.process.device import peak_bytes
@@ -38,6 +43,8 @@ from gemsc.runtime.training.epochs import Epochs
 from gemsc.runtime.training.step_report import StepReport
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.user_model import UserModel
+
+_OWN = re.compile(r"model\b.*\.(_parameters|_buffers)\[|.*\.training$").match
 
 
 class Callback:
@@ -92,20 +99,64 @@ class Callback:
 
 
 class Hooks(Callback):
-    """Calls what the user's file defines, `on_step` and `on_epoch`, on every rank."""
+    """Calls what the user's file defines, `on_step` and `on_epoch`, on every rank.
+
+    A program has what the model and the loss see as it was when it was compiled: that a
+    hook changes it is told. It is looked for after each epoch, and after the 1st, 2nd,
+    4th, 8th, ... step.
+    """
 
     def __init__(self, user: UserModel) -> None:
         self.user = user
+        self._before: dict[str, object] = {}
+        self._steps = 0
 
     def on_step(self, trainer: Trainer, report: StepReport) -> None:
         """Call the user's `on_step(trainer, report)`."""
-        self.user.call("on_step", trainer, report)
+        is_asked = not self._steps & (self._steps + 1)
+        self._steps += 1
+        self._call("on_step", is_asked, trainer, report)
 
     def on_epoch(
         self, trainer: Trainer, epoch: int, figures: Mapping[str, float]
     ) -> None:
         """Call the user's `on_epoch(trainer, epoch, figures)`."""
-        self.user.call("on_epoch", trainer, epoch, figures)
+        self._call("on_epoch", True, trainer, epoch, figures)
+
+    def _call(self, hook: str, is_asked: bool, trainer: Trainer, *given: Any) -> None:
+        is_asked &= trainer.transport.rank == 0 and getattr(self.user, hook) is not None
+        if is_asked and not self._before:
+            self._before = self._seen()
+        self.user.call(hook, trainer, *given)
+        if is_asked:
+            now, known = self._seen(), self._before
+            if changed := [n for n, v in known.items() if now.get(n, v) != v == v]:
+                self._tell(hook, ", ".join(changed[:3]))
+                self._before = {n: v for n, v in known.items() if n not in changed}
+
+    def _seen(self) -> dict[str, object]:
+        """Return the numbers, texts and tensors that the model and the loss can see.
+
+        The weights of a model do not count: a hook may try in it what was trained.
+        """
+        names = ("model", "loss", "phases")
+        parts = chain(*(parts_held(name, getattr(self.user, name)) for name in names))
+        found = {path: _state(value) for path, value in parts if not _OWN(path)}
+        return {path: value for path, value in found.items() if value is not None}
+
+    def _tell(self, hook: str, names: str) -> None:
+        at = self.user.line_of(hook)
+        text = f"{at.short if at else self.user.path.name}: warning: {hook} changes "
+        text += f"{names}: the program keeps what that was when it was compiled"
+        advice = "let forward compute it, of a buffer in which it counts its calls"
+        print(f"{text}\nhelp: {advice}", file=sys.stderr, flush=True)  # noqa: T201
+
+
+def _state(value: object) -> object:
+    """Return what is another one once a number, a text or a tensor is changed."""
+    if isinstance(value, Tensor):
+        return id(value), value._version
+    return value if isinstance(value, Number | str) else None
 
 
 class Position(Callback):
