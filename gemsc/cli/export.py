@@ -295,12 +295,10 @@ def trained_model(place: Path, *, averages: bool) -> Iterator[Trained]:
         place = run or place
     with saved_model(place, averages=averages) as saved:
         what = f"the model of step {saved.step} of {place}"
-        constants = split_constants(
-            (options_at(place, saved.step) or {}).get("set", [])
-        )
-        yield Trained(
-            what, saved.table, saved.read, saved.loss, saved.optimizer, constants
-        )
+        options = options_at(place, saved.step) or {}
+        constants = split_constants(options.get("set", []))
+        own = saved.table, saved.read, saved.loss, saved.optimizer
+        yield Trained(what, *own, constants)
 
 
 def program_of(place: Path) -> Path:

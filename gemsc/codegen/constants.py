@@ -277,9 +277,10 @@ class Constants:
     def _kind(self, value: fx.Node) -> list[str]:
         """Return the arguments that say what is special about a value of a message."""
         kind = ["gradient=True"] if meta.needs_gradient(value) else []
+        dtype = meta.spec(value).dtype
         if meta.dtypes(value).value:
             kind.append("keeps_dtype=True")
-        elif meta.spec(value).dtype in self._of_autocast:
+        elif dtype.itemsize == 2 and dtype in self._of_autocast:
             kind.append("in_autocast=True")
         return kind + _format(value)
 

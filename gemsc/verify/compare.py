@@ -215,7 +215,7 @@ class Comparison:
         )
         return replace(self, errors={**self.errors, **taken}, settled=settled)
 
-    def inside_of(
+    def with_inside(
         self, lower: LowPrecision, actual: StepRecord, expected: StepRecord
     ) -> Comparison:
         """Return the comparison of a model that computes in lower precision inside."""
@@ -281,9 +281,11 @@ def compare(
     errors, equal = {"loss": loss}, 0
     for kind, (mine, theirs, names) in groups.items():
         most = LARGEST_BUFFER if kind in ("buffer ", "evaluation's ") else math.inf
+        largest = max((_size(theirs[name]) for name in names), default=0.0)
         is_gradient = kind == "gradient of "
         share = max(NEGLIGIBLE, LAST_BITS * last_bit if is_gradient else 0.0)
-        found = _errors(mine, theirs, names, (share, most), may_overflow)
+        least = share * min(largest, most)
+        found = _errors(mine, theirs, names, least, may_overflow)
         errors |= {f"{kind}{name}": error for name, error in found.items()}
         equal += sum(n in mine and torch.equal(mine[n], theirs[n]) for n in names)
     errors |= {f"copies of {name}": math.inf for name in sorted(actual.unequal)}
@@ -296,20 +298,15 @@ def _errors(
     actual: Mapping[str, Tensor],
     expected: Mapping[str, Tensor],
     names: Iterable[str],
-    scale_of: tuple[float, float],
+    least: float,
     may_overflow: bool,
 ) -> dict[str, float]:
     """Return the relative error of each tensor, infinite where it is not there.
 
-    `scale_of` is the share of the largest of them to which errors are relative at
-    least, and what counts as the largest at most.
+    They are relative to its size, and at least to `least`.
     """
-    share, most = scale_of
-    names = sorted(names)
-    largest = max((_size(expected[name]) for name in names), default=0.0)
-    least = share * min(largest, most)
     errors = {}
-    for name in names:
+    for name in sorted(names):
         error = float("inf")
         if name in actual and actual[name].shape == expected[name].shape:
             difference = _difference(actual[name], expected[name], may_overflow)

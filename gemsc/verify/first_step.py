@@ -42,7 +42,13 @@ from gemsc.runtime.training.trainer import Trainer
 from gemsc.runtime.training.verification import recorded
 from gemsc.runtime.transport.local import run_local
 from gemsc.runtime.transport.transport import Transport
-from gemsc.verify.compare import Comparison, StepRecord, compare, read_record
+from gemsc.verify.compare import (
+    TOLERANCE,
+    Comparison,
+    StepRecord,
+    compare,
+    read_record,
+)
 from gemsc.verify.one_process import micro_batch_of, reference_steps
 from gemsc.verify.precision import Precision, WatchPrecision
 from gemsc.verify.steps import NUDGES, nudged
@@ -80,26 +86,35 @@ def first_step(
     if reason := too_much(compilation.plan, model):
         return {"unchecked": reason}
     plan = _with_few_copies(compilation.plan)
-    dtype = getattr(torch, plan.dtype) if plan.only_dtype else torch.float64
     examples = Examples.of(example_inputs, example_target)
     pairs = zip(examples.inputs, examples.targets, strict=True)
     batches = [repeated(pair, plan) for pair in pairs]
     # whatever the optimizers are: they might hide what gradients are
     plain = [replace(each, optimizer=None, scheduler=None) for each in phases]
-    step = _Step(plan, model, loss, batches, dtype, plain)
-    other = replace(step, batches=[different(each, plan) for each in batches])
-    with suppress(_DoesNotRunError):  # numbers that mean something to each other
+    own, reason = getattr(torch, plan.dtype), ""
+    wide = () if plan.only_dtype else (torch.float64,)
+    for dtype in dict.fromkeys((*wide, own)):
+        if dtype not in TOLERANCE:
+            reason = reason or f"nothing is compared in {dtype}"
+            continue
+        step = _Step(plan, model, loss, batches, dtype, plain)
+        try:
+            found = {"unchecked": _one_compared(compilation, step)}
+        except _DoesNotRunError as error:
+            reason = reason or str(error)
+        else:
+            return {**found, "only_dtype": reason} if reason else found
+    return {"unchecked": reason}
+
+
+def _one_compared(compilation: Compilation, step: _Step) -> str:
+    """Run batches of other numbers, or else of the examples; return as `_compared`."""
+    other = replace(step, batches=[different(b, step.plan) for b in step.batches])
+    # numbers that mean something to each other may be refused by the model
+    with suppress(_DoesNotRunError):
         if not _compared(compilation, other):
-            return {"unchecked": ""}
-    try:
-        return {"unchecked": _compared(compilation, step)}
-    except _DoesNotRunError as error:
-        reason = str(error)
-    if plan.only_dtype:
-        return {"unchecked": reason}
-    only = replace(compilation, plan=replace(compilation.plan, only_dtype=reason))
-    given = model, example_inputs, loss, example_target, phases
-    return {"only_dtype": reason, **first_step(only, *given)}
+            return ""
+    return _compared(compilation, step)
 
 
 class _DoesNotRunError(Exception):
@@ -371,7 +386,7 @@ def _with_roundings(
         step.in_one_process()
     lower = Precision.of(step.plan, dtype).dtype
     if watch.found is not None:
-        lower, found = watch.found.dtype, found.inside_of(watch.found, *records)
+        lower, found = watch.found.dtype, found.with_inside(watch.found, *records)
     for number in range(NUDGES):
         if found.judge(dtype)[0] != "wrong":
             break

@@ -190,7 +190,7 @@ def _verify(subject: _Subject) -> Comparison:
             return found
     inside = _inside(subject)
     if inside is not None:
-        found = found.inside_of(inside, actual, expected)
+        found = found.with_inside(inside, actual, expected)
     for other in _other_roundings(subject, inside):
         once = compare(other, expected, may_overflow=overflow, last_bit=found.last_bit)
         found = found.with_rounding(once.errors)

@@ -119,28 +119,23 @@ def test_clipping_counts_both_parts_of_a_complex_gradient() -> None:
     torch.testing.assert_close(parameter.grad.abs(), torch.ones(1))
 
 
-@pytest.mark.slow
-def test_messages_have_the_dtype_of_what_is_sent(tmp_path: Path) -> None:
-    written(tmp_path, Net(fixed_on_purpose), ranks=3, micro_batches=2)
-    text = "".join(path.read_text() for path in tmp_path.glob("rank*.py"))
-    assert "keeps_dtype=True" in text
-    batches = [batch_of(((X,), X), 2)] * 2
-    for dtype in (torch.float32, torch.float64):
-        actual = run_on_threads(tmp_path, 3, batches, dtype=dtype)
-        args = (Net(fixed_on_purpose), mse, batches, 2, dtype)
-        found = compare(actual, reference_steps(*args))
-        assert found.equal == found.total
-
-
-def test_messages_are_in_half_precision_within_a_forward_that_has_autocast(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("forward", "kind"),
+    [
+        (fixed_on_purpose, "keeps_dtype=True"),
+        (within_autocast, "in_autocast=True"),  # which leaves float64 as it is
+    ],
+)
+def test_messages_have_the_dtype_of_what_is_sent(
+    forward: Callable[..., Tensor], kind: str, tmp_path: Path
 ) -> None:
-    """In float64, which autocast leaves as it is, they are not."""
-    written(tmp_path, Net(within_autocast), ranks=3, micro_batches=2)
+    written(tmp_path, Net(forward), ranks=3, micro_batches=2)
+    text = "".join(path.read_text() for path in tmp_path.glob("rank*.py"))
+    assert kind in text
     batches = [batch_of(((X,), X), 2)] * 2
     for dtype in (torch.float32, torch.float64):
         actual = run_on_threads(tmp_path, 3, batches, dtype=dtype)
-        args = (Net(within_autocast), mse, batches, 2, dtype)
+        args = (Net(forward), mse, batches, 2, dtype)
         found = compare(actual, reference_steps(*args))
         assert found.equal == found.total
 

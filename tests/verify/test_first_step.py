@@ -389,6 +389,18 @@ class Halved(nn.Module):
         return last
 
 
+def test_a_model_that_runs_in_bfloat16_alone_is_not_compared() -> None:
+    class Narrow(Halved):
+        def forward(self, x: Tensor) -> Tensor:
+            last: Tensor = self.last(self.first(x).to(torch.bfloat16))
+            return last
+
+    example = torch.randn(2, 8).bfloat16()
+    program = compile(Narrow().bfloat16(), (example,), loss=squares, ranks=2)
+    assert "does not run in torch.float64" in program.plan.unchecked
+    assert program.plan.only_dtype == ""
+
+
 def test_a_model_that_fails_in_float64_is_compared_in_its_own_dtype() -> None:
     program = compile(Halved(), (torch.randn(2, 8),), loss=squares, ranks=2)
     assert program.plan.unchecked == ""

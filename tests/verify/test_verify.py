@@ -80,7 +80,7 @@ def test_a_gradient_of_parts_that_cancel_has_their_rounding() -> None:
         assert found.judge(torch.float32)[0] == kind
         inside = LowPrecision(torch.bfloat16, "linear")
         if last_bit:
-            found = compare(actual, expected).inside_of(inside, actual, expected)
+            found = compare(actual, expected).with_inside(inside, actual, expected)
             assert found.judge(torch.float32)[0] == kind
 
 

@@ -33,14 +33,8 @@ from gemsc.runtime.checkpoint.manifest import MANIFEST
 from gemsc.runtime.training.arguments import parse_arguments
 
 NOT_TOLD = ("save", "resume", "overwrite", "typed", "goes_on")  # among the options
-DECIDE = (
-    "dtype",
-    "set",
-    "last_batch",
-    "accumulate",
-    "clip_norm",
-    "ema",
-)  # what is trained
+# options that decide what is trained
+DECIDE = ("dtype", "set", "last_batch", "accumulate", "clip_norm", "ema")
 RUNS = "runs"  # folder of a program
 LOG, TABLE, ABOUT, CURVES = "log.jsonl", "log.csv", "run.json", "curves.svg"
 BEGUN = '{"event": "step"'  # how a line of a step begins
