@@ -57,10 +57,11 @@ def checks() -> Iterator[Check]:
             run = partial(_memory, subject, mode)
             yield Check(f"memory/{subject} {mode}", 80, run, alone=False)
     for subject in ("resnet50", "unet", "encoder"):
-        yield Check(f"speed/{subject}", 60, partial(_speed, subject))
+        yield Check(f"speed/{subject}", 90, partial(_speed, subject))
     yield Check("precision", 60, _precision)
-    yield Check("overlap", 60, _overlap)
+    yield Check("overlap", 90, _overlap)
     yield Check("transports", 60, _transports)
+    yield Check("sums", 150, _sums)
     yield Check("devices", 150, _devices)
     for samples in (4, 32):
         yield Check(f"sharing/{samples}", 120, partial(_sharing, samples))
@@ -100,6 +101,12 @@ def _transports(place: Place) -> Iterator[Line]:
     from gpu_checks.ranks import transports
 
     return transports(place)
+
+
+def _sums(place: Place) -> Iterator[Line]:
+    from gpu_checks.ranks import sums
+
+    return sums(place)
 
 
 def _devices(place: Place) -> Iterator[Line]:

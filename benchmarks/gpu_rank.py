@@ -19,6 +19,7 @@ from peak_tensors import PeakTensors
 
 import gemsc
 from gemsc.runtime.process.device import choose_device, claim_device
+from gemsc.runtime.transport.choose import start_transport
 from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.mpi import MpiTransport
 from gemsc.runtime.transport.streams import streams_for
@@ -64,8 +65,7 @@ def train(given: dict[str, Any], device: torch.device) -> dict[str, Any]:
             trainer.step(inputs, target)
             place.synchronize()
 
-        for _ in range(2):
-            step()
+        losses = [trainer.step(inputs, target) for _ in range(2)]
         trainer.transport.barrier()
         seconds = median_seconds(step, given["turns"], given["steps"])
     rank = trainer.transport.rank
@@ -74,6 +74,8 @@ def train(given: dict[str, Any], device: torch.device) -> dict[str, Any]:
         "rank": rank,
         "seconds": seconds,
         "samples": len(inputs[0]),
+        "losses": losses,
+        "sums_on_device": trainer.transport.sums_on_device,
         "mps": "CUDA_MPS_PIPE_DIRECTORY" in os.environ,
     }
 
@@ -110,11 +112,65 @@ def send_messages(given: dict[str, Any], device: torch.device) -> dict[str, Any]
     }
 
 
+def sum_up(given: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Let all ranks sum a buffer, exchange shares of one, and gather them."""
+    claim_device(device, per_device=given["per_device"])
+    transport = start_transport()
+    chosen = choose_device(transport, device)
+    streams = streams_for(chosen)
+    transport.try_device(streams)
+    link = DeviceTransport(transport, streams)
+    rank, size = transport.rank, transport.size
+    group = link.group(tuple(range(size)))
+    length = given["bytes"] // 4 // size * size
+    sizes, total = [length // size] * size, size * (size - 1) // 2
+    numbers = torch.arange(length, device=chosen) % 1000
+    own, room = numbers.float().chunk(size)[rank], torch.empty(sizes[0], device=chosen)
+    equal = []
+
+    def all_kinds() -> None:
+        summed, gathered = (numbers + rank).float(), torch.empty_like(numbers.float())
+        halves = (numbers % 8 + rank).bfloat16()
+        for request in (
+            link.all_reduce(group, summed),
+            link.all_reduce(group, halves),
+            link.reduce_scatter(group, (numbers + rank).float(), sizes, room),
+            link.all_gather(group, own, sizes, gathered),
+        ):
+            link.wait(request)
+        equal.append(torch.equal(summed, (size * numbers + total).float()))
+        equal.append(torch.equal(halves, (size * (numbers % 8) + total).bfloat16()))
+        equal.append(
+            torch.equal(room, (size * numbers + total).float().chunk(size)[rank])
+        )
+        equal.append(torch.equal(gathered, numbers.float()))
+
+    summed = numbers.float()
+
+    def one() -> None:
+        link.wait(link.all_reduce(group, summed.zero_()))
+        if chosen.type == "cuda":
+            torch.cuda.synchronize()
+
+    for _ in range(2):
+        all_kinds()
+        one()
+    seconds = median_seconds(one, REPEATS, 2)
+    on_device = transport.sums_on_device
+    transport.close()
+    return {
+        "rank": rank,
+        "seconds": seconds,
+        "equal": all(equal),
+        "on_device": on_device,
+    }
+
+
 def main() -> None:
     """Do what was asked and leave a report."""
     given: dict[str, Any] = json.loads(sys.argv[1])
     device = torch.device(given["device"])
-    work = {"steps": train, "messages": send_messages}[given["kind"]]
+    work = {"steps": train, "messages": send_messages, "sums": sum_up}[given["kind"]]
     found = work(given, device)
     path = Path(given["into"]) / f"{found['rank']}.json"
     path.write_text(json.dumps(found))

@@ -11,27 +11,38 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gemsc.launch.launch import launch
+import torch
 
-from .lines import Line, Place, judged
+from gemsc.launch.launch import launch
+from gemsc.runtime.transport.torch_distributed import MANY_ON_A_GPU
+
+from .lines import Line, Place, judged, skipped
 from .subjects import SUBJECTS, compiled, unet
 
-__all__ = ["devices", "sharing", "transports"]
+__all__ = ["devices", "sharing", "sums", "transports"]
 
 PROGRAM = Path(__file__).parents[1] / "gpu_rank.py"
-START = 60.0  # seconds that a start and some steps may take
+SHARED = {MANY_ON_A_GPU: "1"}
+SAME = 1e-4  # relative, of losses in float32
+START = 40.0  # seconds that a start and some steps may take
 MIB = 2**20
 
 
 def on_ranks(
-    count: int, place: Place, work: Mapping[str, Any], env: Mapping[str, str] = {}
+    count: int,
+    place: Place,
+    work: Mapping[str, Any],
+    env: Mapping[str, str] = {},
+    engine: str = "mpi",
 ) -> list[dict[str, Any]] | None:
     """Start ranks; return what each of them reports, None if one has failed."""
     folder = Path(tempfile.mkdtemp(dir=place.scratch))
     text = json.dumps({**work, "device": place.device.type, "into": str(folder)})
     words = [sys.executable, str(PROGRAM), text]
     seconds = START if place.has_gpu else 3 * START
-    if launch(count, words, env=env, timeout=seconds) != 0:
+    path = f"{os.environ.get('PATH', '')}:/usr/local/nvidia/bin"  # of MPS' daemon
+    env = {"PATH": path, **env}
+    if launch(count, words, env=env, timeout=seconds, engine=engine) != 0:
         return None
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(count)]
 
@@ -57,6 +68,81 @@ def transports(place: Place) -> Iterator[Line]:
             seconds=found[name],
             direct=direct,
         )
+
+
+def nccl_shares() -> bool:
+    """Whether NCCL lets ranks share a GPU: from 2.30 on, or in place of PyTorch's."""
+    return torch.cuda.nccl.version() >= (2, 30) or "nccl" in os.environ.get(
+        "LD_PRELOAD", ""
+    )
+
+
+def sums(place: Place) -> Iterator[Line]:
+    """Sum what is on GPUs: with NCCL, several ranks on one GPU, and through the host.
+
+    That NCCL takes them needs version 2.30. With MPS their kernels run at once: they
+    wait for each other.
+    """
+    if place.has_gpu and not nccl_shares():
+        yield skipped("sums", "needs NCCL 2.30, or LD_PRELOAD=<its libnccl.so.2>")
+        return
+    size = MIB if place.is_tiny else 16 * MIB
+    for count in (2, 4):
+        work = {"kind": "sums", "bytes": size, "per_device": count}
+        staged = on_ranks(count, place, work)
+        ranks = on_ranks(count, place, work, SHARED, "torch")
+        if staged is None or ranks is None:
+            yield judged(f"sums of {count} ranks", False, "the ranks failed", "")
+            continue
+        found, host = (
+            max(rank["seconds"] for rank in each) for each in (ranks, staged)
+        )
+        on_device = all(rank["on_device"] for rank in ranks)
+        yield judged(
+            f"sums of {count} ranks",
+            all(rank["equal"] for rank in (*ranks, *staged))
+            and on_device == place.has_gpu,
+            f"{size / found / 1e9:.2f} GB/s with torch.distributed "
+            + ("and NCCL" if on_device else "and gloo")
+            + f", {size / host / 1e9:.2f} with MPI through the host",
+            "equal sums, on the GPU",
+            seconds=found,
+            host=host,
+            on_device=on_device,
+        )
+    for name, choices in (
+        ("data parallel", {"data": 2}),
+        ("sharded optimizer", {"data": 2, "shard_optimizer": True}),
+        ("two shards", {"shards": 2}),
+    ):
+        yield _two_engines(name, choices, place)
+
+
+def _two_engines(name: str, choices: Mapping[str, Any], place: Place) -> Line:
+    """Train a program of two ranks with MPI and with torch.distributed; compare."""
+    folder = place.scratch / name.replace(" ", "-")
+    subject = SUBJECTS["encoder"]
+    compiled(subject, place, folder, ranks=2, micro_batches=1, **choices)
+    copies = choices.get("data", 1)
+    work = {"kind": "steps", "directory": str(folder), "subject": "encoder"}
+    work |= {"samples": copies * subject.size(place), "steps": 2, "turns": 3}
+    work |= {"is_tiny": place.is_tiny, "per_device": 2}
+    staged = on_ranks(2, place, work)
+    ranks = on_ranks(2, place, work, SHARED, "torch")
+    if staged is None or ranks is None:
+        return judged(name, False, "the ranks failed", "")
+    pairs = [*zip(ranks[0]["losses"], staged[0]["losses"], strict=True)]
+    error = max(abs(one - other) / other for one, other in pairs)
+    on_device = all(rank["sums_on_device"] for rank in ranks)
+    faster = _rate(ranks) / _rate(staged)
+    return judged(
+        name,
+        error <= SAME and on_device == place.has_gpu,
+        f"losses differ by {error:.1e}, {faster:.2f} of the samples/s of MPI",
+        f"{SAME:.0e}",
+        error=error,
+        faster=faster,
+    )
 
 
 def devices(place: Place) -> Iterator[Line]:
@@ -116,11 +202,13 @@ def sharing(samples: int, place: Place) -> Iterator[Line]:
     counts = (2,) if place.is_tiny else (2, 4)
     alone = {k: _copies(place, 1, k * samples) for k in (1, *counts)}
     one = _rate(alone[1])
-    for shares in (False, True):
+    ways = [(", in turns", {}), (", --per-device", {"shares": True})]
+    if not place.has_gpu or nccl_shares():
+        ways.append((", --per-device, NCCL", {"shares": True, "engine": "torch"}))
+    for way, how in ways:
         for count in counts:
-            name = f"{count} x {samples} samples"
-            name += ", --per-device" if shares else ", in turns"
-            ranks = _copies(place, count, samples, shares=shares)
+            name = f"{count} x {samples} samples{way}"
+            ranks = _copies(place, count, samples, **how)
             found, large = _rate(ranks), _rate(alone[count])
             if not (found and one and large):
                 yield judged(name, False, "ranks failed", "")
@@ -139,7 +227,12 @@ def sharing(samples: int, place: Place) -> Iterator[Line]:
 
 
 def _copies(
-    place: Place, copies: int, samples: int, *, shares: bool = False
+    place: Place,
+    copies: int,
+    samples: int,
+    *,
+    shares: bool = False,
+    engine: str = "mpi",
 ) -> list[dict[str, Any]] | None:
     """Train copies of a model, each with its samples; None if they fail."""
     subject = SUBJECTS["resnet50"]
@@ -150,8 +243,8 @@ def _copies(
     work |= {"samples": copies * samples, "steps": 2 if place.is_tiny else 20}
     work |= {"turns": 3, "is_tiny": place.is_tiny}
     work |= {"per_device": copies} if shares else {}
-    path = f"{os.environ.get('PATH', '')}:/usr/local/nvidia/bin"  # of the daemon
-    return on_ranks(copies, place, work, {"PATH": path})
+    env = SHARED if engine == "torch" else {}
+    return on_ranks(copies, place, work, env, engine)
 
 
 def _rate(ranks: list[dict[str, Any]] | None) -> float:

@@ -15,12 +15,12 @@ from gemsc.runtime.transport.local import run_local
 from gemsc.runtime.transport.transport import Transport
 
 from .lines import Line, Place, judged
-from .subjects import SUBJECTS, Subject, compiled, sgd
+from .subjects import SUBJECTS, Sample, Subject, compiled, sgd
 
 __all__ = ["Turns", "precision", "speed", "turns"]
 
 Step = Callable[[], object]
-TURNS, STEPS = 7, 20
+TURNS, STEPS = 7, 10
 SLOWEST = 1.02
 MICRO_BATCHES = 2
 
@@ -43,9 +43,9 @@ class Turns:
         return statistics.median(one / other for one, other in pairs)
 
 
-def turns(place: Place, first: Step, second: Step) -> Turns:
+def turns(place: Place, first: Step, second: Step, steps: int = STEPS) -> Turns:
     """Let two contenders make steps in turn; the first ones do not count."""
-    count, steps = (3, 2) if place.is_tiny else (TURNS, STEPS)
+    count, steps = (3, 2) if place.is_tiny else (TURNS, steps)
     for step in (first, second) * 2:
         step()
     times: tuple[list[float], list[float]] = [], []
@@ -79,21 +79,26 @@ def _timed(place: Place, step: Step, steps: int) -> tuple[float, float]:
     return float(before.elapsed_time(after)) / 1e3 / steps, busy
 
 
+def batch(subject: Subject, place: Place) -> Sample:
+    """Return a batch as a loader gives it: for a GPU in pinned memory."""
+    inputs, target = subject.data(place, MICRO_BATCHES)
+    if not place.has_gpu:
+        return inputs, target
+    return tuple(each.pin_memory() for each in inputs), target.pin_memory()
+
+
 def eager(
     subject: Subject, place: Place, autocast: torch.dtype | None = None
 ) -> Callable[[], float]:
     """Return a step of the model as its author would write it."""
     model = subject.build(place).to(place.device)
     optimizer = sgd(model.named_parameters())
-    inputs, target = subject.data(place, MICRO_BATCHES)
-    if place.has_gpu:
-        inputs = tuple(each.pin_memory() for each in inputs)
-        target = target.pin_memory()
+    inputs, target = batch(subject, place)
 
     def step() -> float:
         total = 0.0
-        batch = [each.to(place.device, non_blocking=True) for each in (*inputs, target)]
-        parts = zip(*(each.chunk(MICRO_BATCHES) for each in batch), strict=True)
+        sent = [each.to(place.device, non_blocking=True) for each in (*inputs, target)]
+        parts = zip(*(each.chunk(MICRO_BATCHES) for each in sent), strict=True)
         losses = []
         for *given, wanted in parts:
             with torch.autocast(
@@ -115,7 +120,7 @@ def speed(name: str, place: Place) -> Iterator[Line]:
     subject = SUBJECTS[name]
     folder = place.scratch / "program"
     compiled(subject, place, folder, ranks=1, micro_batches=MICRO_BATCHES)
-    inputs, target = subject.data(place, MICRO_BATCHES)
+    inputs, target = batch(subject, place)
 
     def train(transport: Transport) -> Turns:
         trainer = Trainer(folder, transport, optimizer=sgd, device=place.device)
@@ -139,7 +144,7 @@ def speed(name: str, place: Place) -> Iterator[Line]:
 def precision(place: Place) -> Iterator[Line]:
     """Compare --precision bfloat16 with eager autocast, and with float32."""
     subject = SUBJECTS["encoder"]
-    inputs, target = subject.data(place, MICRO_BATCHES)
+    inputs, target = batch(subject, place)
     kinds = ("float32", "bfloat16")
     for kind in kinds:
         folder = place.scratch / kind

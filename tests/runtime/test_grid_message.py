@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from math import prod
 
 import pytest
@@ -12,7 +15,7 @@ from torch import Tensor
 from worker_support import worker_of
 
 from gemsc.base.boxes import Box, everything, intersection, shape_of
-from gemsc.messages.grid_message import GridMessage, TileValue
+from gemsc.messages.grid_message import GridMessage, RankMessage, TileValue
 from gemsc.messages.message import Input, Message, Tiles
 from gemsc.passes.spatial.cuts import boxes
 from gemsc.runtime.data.tiled import Window, window_of
@@ -134,6 +137,23 @@ def test_each_tile_gets_its_boxes_and_gradients_are_the_transpose(
 
     parts = run_local(len(message.sources) + len(message.dests), work)
     assert sum(parts) == pytest.approx(0.0, abs=1e-10)
+
+
+def test_threads_that_ask_at_once_get_the_same_parts() -> None:
+    """A mailbox knows a message by which object it is."""
+    both = threading.Barrier(2)
+
+    class Slow(GridMessage):
+        def _all_parts(self) -> Iterator[RankMessage]:
+            both.wait(timeout=10)
+            return super()._all_parts()
+
+    held = tuple(spread((2, 1, 4, 4), (2, 2), whole=False))
+    value = TileValue("x", (2, 1, 4, 4), torch.float32, held)
+    message = Slow(0, (0, 1, 2, 3), (4, 5, 6, 7), (value,))
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda _: message.parts, range(2))
+    assert first is second
 
 
 def test_each_tile_sends_the_tile_of_its_number_without_wanted_boxes() -> None:

@@ -91,6 +91,18 @@ def test_a_storage_moves_once_and_parameters_stay() -> None:
         assert torch.equal(mine, theirs)
 
 
+def test_what_is_on_the_host_already_stays() -> None:
+    """Beside a GPU: attention's kernels save the seed of their dropout there."""
+    x = torch.randn(16, requires_grad=True)
+    store = CountingStore()
+    store.device = torch.device("cuda")
+    with OffloadedRun(lambda: store, nn.Module()), offloaded():
+        y = (x * x.detach()).sum()
+    y.backward()
+    assert store.sizes == []
+    assert torch.equal(x.grad, x)
+
+
 def test_what_is_written_in_between_is_another_value() -> None:
     x = torch.randn(16, requires_grad=True)
     store = CountingStore()

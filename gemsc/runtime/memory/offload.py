@@ -66,7 +66,12 @@ class Kept(Protocol):
 
 
 class Store(Protocol):
-    """Where storages wait."""
+    """Where storages of a device wait."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device."""
+        ...
 
     def put(self, data: Tensor) -> Kept:
         """Start to copy a row of bytes outward."""
@@ -83,6 +88,7 @@ class PinnedStore:
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
+        self.device = streams.device
         self._free: dict[int, list[Tensor]] = defaultdict(list)
 
     def put(self, data: Tensor) -> Kept:
@@ -107,6 +113,8 @@ class _Pinned:
 
 class FileStore:
     """A file without a name, mapped into memory; freed room is used again."""
+
+    device = torch.device("cpu")
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile(prefix="gemsc-offload-")  # noqa: SIM115
@@ -266,7 +274,8 @@ class _OffloadedPart:
 class OffloadedRun:
     """One forward of one stage: what has moved, each storage once.
 
-    Parameters, buffers and the stage's inputs that stay until the backward do not move.
+    Parameters, buffers and the stage's inputs that stay until the backward do not move,
+    nor what is on the host already: the seed of an attention kernel's dropout.
     """
 
     def __init__(
@@ -316,7 +325,7 @@ class OffloadedRun:
         the other: after the first of them each moves alone.
         """
         storage = tensor.untyped_storage()
-        if storage._cdata in self._own:
+        if storage._cdata in self._own or tensor.device.type != self._store.device.type:
             return None
         key = (storage._cdata, tensor._version)
         if key in self._known:

@@ -21,7 +21,7 @@ import pickle
 import platform
 import sys
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -72,6 +72,7 @@ SHARED = (
     "ranks share a GPU, which NCCL takes from 2.30 on and with "
     f"{MANY_ON_A_GPU}=1: sums go through the host"
 )
+SHARE_OF_GPU = 1 / 4  # for one sum of all ranks on a GPU: several may be in flight
 LEFT_SECONDS = 2.0  # for a rank's last messages, and for a launcher to end the others
 OF_SIZES = 2**16  # tags of messages that tell the size of another one
 HALVES = (torch.bfloat16, torch.float16)
@@ -101,6 +102,11 @@ class TorchGroup:
         is_alone = len(self.ranks) == 1
         if self._transport.sums_on_device and self._nccl is None and not is_alone:
             self._nccl = self._transport.connect_gpus(self._place, self.ranks)
+
+    def close(self) -> None:
+        """Let NCCL end what it has on the GPU; all members do so."""
+        if self._nccl is not None:
+            self._nccl.shutdown()
 
     def _library(self, tensor: Tensor) -> Any:
         """Return what sums such a tensor; None if there is no other member."""
@@ -218,6 +224,7 @@ class TorchTransport:
         self._groups: dict[tuple[tuple[int, ...], str], TorchGroup] = {}
         self.sums_on_device = False
         self._gpu: torch.device | None = None
+        self._blocks_of_nccl: int | None = None  # of a sum, where ranks share a GPU
         self._is_open = True
         self._left: dict[int, float] = {}  # when this rank has heard of it
         check_in_waits(self._check_left)
@@ -235,6 +242,8 @@ class TorchTransport:
         """Return connections of some ranks' GPUs; waits until all have asked."""
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = NO_LIMIT
+        if self._blocks_of_nccl is not None:
+            options.config.max_ctas = self._blocks_of_nccl
         store = dist.PrefixStore(f"gpus of {name}", self._store)
         me = ranks.index(self.rank)
         made = dist.ProcessGroupNCCL(store, me, len(ranks), options)
@@ -246,10 +255,15 @@ class TorchTransport:
         everyone = self.all_gather_object(_gpu_of(streams.device))
         if self.size == 1 or None in everyone:
             return
-        if len({*everyone}) < self.size and MANY_ON_A_GPU not in os.environ:
+        sharing = max(Counter(everyone).values())
+        if sharing > 1 and MANY_ON_A_GPU not in os.environ:
             if self.rank == 0:
                 print(f"note: {SHARED}", file=sys.stderr, flush=True)  # noqa: T201
             return
+        if sharing > 1:  # blocks wait for those of other ranks: all have to fit
+            gpu = torch.cuda.get_device_properties(streams.device)
+            blocks = SHARE_OF_GPU * gpu.multi_processor_count / sharing
+            self._blocks_of_nccl = max(1, int(blocks))
         self.sums_on_device, self._gpu = True, streams.device
 
     def send(self, tensor: Tensor, dest: int, tag: int) -> Request:
@@ -399,6 +413,8 @@ class TorchTransport:
         self.barrier()
         self._is_open = False
         check_no_more(self._check_left)
+        for group in self._groups.values():
+            group.close()
         self._groups.clear()
 
 
