@@ -197,6 +197,11 @@ def user_failure(
     text = " ".join(str(error).split())
     if isinstance(error, ModuleNotFoundError) and error.name:
         advice = f"install {error.name}, or start gemsc where it can be imported"
+    if isinstance(error, SystemExit) and error.code == 2:  # of a parser of arguments
+        advice = (
+            "gemsc gives the file no arguments: let its parser have defaults, or use "
+            "constants, `WIDTH = 64`, for `gemsc compile --set WIDTH=32`"
+        )
     kind = type(error).__name__
     return GemscError(f"{what}: {kind}{': ' * bool(text)}{text}", at=at, help=advice)
 

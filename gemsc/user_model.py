@@ -12,6 +12,8 @@ from types import ModuleType
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import default_collate
 
 from gemsc.base.examples import (
@@ -415,6 +417,7 @@ def load_user_model(
             help="add example_inputs(), which returns a tuple of the tensors "
             "that forward takes, for one micro-batch",
         )
+    _check_unbound(path, found)
     names = (item.name for item in fields(UserModel) if item.default is None)
     optional = {name: found.get(name) for name in names}
     return UserModel(
@@ -427,3 +430,19 @@ def load_user_model(
         settings=settings,
         **optional,
     )
+
+
+def _check_unbound(path: Path, found: Mapping[str, Any]) -> None:
+    """Refuse an optimizer or a scheduler that has been made, for the whole model."""
+    kinds = (
+        ("optimizer", Optimizer, "parameters"),
+        ("scheduler", LRScheduler, "optimizer"),
+    )
+    for name, kind, of in kinds:
+        if isinstance(found.get(name), kind):
+            made = type(found[name]).__name__
+            raise GemscError(
+                f"{name} is an object of type {made}: each rank makes its own",
+                at=definition(path, name),
+                help=f"def {name}({of}): return {made}({of}, ...)",
+            )

@@ -157,6 +157,7 @@ def main(*, settings: bool = True) -> None:
         # glibc reads it when a process starts, and what is timed without it is slower
         setting = os.environ | {"GLIBC_TUNABLES": MALLOC_SETTING}
         os.execve(sys.executable, [sys.executable, *sys.argv], setting)
+    del sys.argv[1:]  # a parser in the user's file is not meant
     try:
         _check_words(words)
         app = _app_for(words)

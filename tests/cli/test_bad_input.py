@@ -80,6 +80,19 @@ FILES = {
         without("optimizer")
         + "def optimizer(ps):\n    return torch.optim.LBFGS([p for _, p in ps])\n",
     ),
+    "optimizer that has been made": Mistake(
+        ("optimizer is an object of type Adam",),
+        without("optimizer")
+        + f"optimizer = torch.optim.Adam(model().parameters()){HERE}\n",
+        advises="def optimizer(parameters): return Adam(parameters, ...)",
+    ),
+    "scheduler that has been made": Mistake(
+        ("scheduler is an object of type StepLR",),
+        MODEL
+        + f"scheduler = torch.optim.lr_scheduler.StepLR({HERE}\n"
+        + "    torch.optim.SGD(model().parameters(), 0.1), 3\n)\n",
+        advises="def scheduler(optimizer): return StepLR(optimizer, ...)",
+    ),
     "several optimizers": Mistake(
         ("optimizer() returns list, which cannot step",),
         without("optimizer")

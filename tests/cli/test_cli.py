@@ -277,8 +277,10 @@ def test_a_model_may_be_an_object(gemsc: Gemsc, tmp_path: Path) -> None:
 
 @pytest.mark.mpi
 def test_run_trains_and_prints_loss_and_metrics(gemsc: Gemsc, tmp_path: Path) -> None:
+    """Its own parser of arguments, as in many a script, gets none of them."""
     text = MODEL.replace("torch.randn(8),", "torch.linspace(-1, 1, 8) * (index % 5),")
-    (tmp_path / "model.py").write_text(text.replace("Data(16)", "Data(13)"))
+    parser = "import argparse\n\nargparse.ArgumentParser().parse_args()\n"
+    (tmp_path / "model.py").write_text(parser + text.replace("Data(16)", "Data(13)"))
     assert gemsc("compile", "model.py:model", "-o", "program").code == 0
     options = "--epochs", "2", "--save", "checkpoint", "--device", "cpu"
     outcome = start("run", "program", *options)
@@ -299,6 +301,19 @@ def test_run_trains_and_prints_loss_and_metrics(gemsc: Gemsc, tmp_path: Path) ->
     target = torch.stack([label for _, label in data])
     expected = [user.loss(output, target), user.metrics(output, target)["accuracy"]]
     assert printed == [f"{float(value.detach()):.4f}" for value in expected]
+
+
+def test_a_parser_in_the_file_gets_no_arguments(gemsc: Gemsc, tmp_path: Path) -> None:
+    parser = "import argparse\n\nparser = argparse.ArgumentParser()\n{}\n"
+    text = parser.format("print(parser.parse_args())") + MODEL
+    (tmp_path / "model.py").write_text(text)
+    assert gemsc("compile", "model.py", "-o", "program").code == 0
+    needed = "parser.add_argument('--width', required=True)\nparser.parse_args()"
+    (tmp_path / "model.py").write_text(parser.format(needed) + MODEL)
+    outcome = gemsc("compile", "model.py", "-o", "other")
+    assert outcome.code == 1
+    assert "model.py:5: error: importing model.py fails: SystemExit: 2" in outcome.err
+    assert "for `gemsc compile --set WIDTH=32`" in outcome.err
 
 
 @pytest.mark.mpi

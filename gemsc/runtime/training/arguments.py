@@ -59,6 +59,8 @@ def parse_arguments(
     parser = make_parser(parents)
     options = parser.parse_args(arguments)
     options.typed = [*(sys.argv[1:] if arguments is None else arguments)]
+    if arguments is None:  # a parser in the user's file is not meant
+        del sys.argv[1:]
     options.goes_on = options.resume == LAST
     if options.save is not None and (problem := _why_not_in(options.save)):
         raise GemscError(

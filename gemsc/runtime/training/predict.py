@@ -402,4 +402,4 @@ def _drawn(
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv.pop()))
