@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from gemsc.base.rng import fork_torch, generator_lock
 from gemsc.errors import GemscError
 
-STEPS = 2  # one uses what the one before has left
+STEPS, ALIKE = 2, 8  # of gradients that have nothing in common, and that nearly agree
+NOISE = 0.3  # of the latter
 SIZES = (4, 6, 2, 2, 2)  # of what is tried, along each dimension
 NUMBERS = "step", "mu_product", "eta", "mu"  # torch's, of a parameter as a whole
 ROUNDING = 1e-9  # in float64, relative to the largest step
@@ -33,7 +34,7 @@ def updated_whole(
         return {}
     with generator_lock, fork_torch():
         torch.manual_seed(0)
-        drawn = [{n: _small(p) for n, p in trained.items()} for _ in range(1 + STEPS)]
+        drawn = _drawn(trained)
         try:
             return _differences(drawn, factory)
         except Exception:  # its first real step will say why
@@ -55,7 +56,7 @@ def updated_together(
     halves = names[: len(names) // 2], names[len(names) // 2 :]
     with generator_lock, fork_torch():
         torch.manual_seed(0)
-        drawn = [{n: _small(p) for n, p in trained.items()} for _ in range(1 + STEPS)]
+        drawn = _drawn(trained)
         try:
             whole = _after_steps(drawn, factory)
             parts = [
@@ -112,6 +113,23 @@ def _differences(
             if not error <= ROUNDING * step:
                 found[name] = max(found.get(name, 0.0), error / (step or 1.0))
     return found
+
+
+def _drawn(parameters: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """Return small random tensors, and their gradients for some steps.
+
+    A step uses what the one before has left. Prodigy and D-Adaptation go by the norm of
+    all gradients, too, but not before several of them have led the same way.
+    """
+
+    def small() -> dict[str, Tensor]:
+        return {name: _small(parameter) for name, parameter in parameters.items()}
+
+    drawn = [small() for _ in range(1 + STEPS)]
+    way = drawn[-1]
+    for _ in range(ALIKE):
+        drawn.append({n: way[n] + NOISE * noise for n, noise in small().items()})
+    return drawn
 
 
 def _small(parameter: Tensor) -> Tensor:

@@ -155,6 +155,12 @@ def check_optimizer(
             "needs a closure for it: ranks compute it once",
             help="return an optimizer whose step() needs no argument",
         )
+    if all(callable(getattr(made, name, None)) for name in ("train", "eval")):
+        raise GemscError(
+            f"{type(made).__name__} has other weights in training than in evaluation, "
+            "and nothing here calls its train() and eval()",
+            help="use AdamW with a schedule; `gemsc run --ema 0.999` has averages",
+        )
     return type(made).__name__ if _could_be_fused(made) else ""
 
 

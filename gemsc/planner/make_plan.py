@@ -153,13 +153,14 @@ def _optimizer_note(program: Program) -> list[str]:
         for stage in program.require_stages()
         for rank in {rank for ranks in replicas for rank in ranks[stage.index]}
     )
-    if not program.shards and min(stages_of.values()) == len(program.require_stages()):
+    is_cut = program.shards or program.shard != "off"
+    if not is_cut and min(stages_of.values()) == len(program.require_stages()):
         return []
     if not (difference := program.updated_together()):
         return []
     return [
         "optimizer() looks at several parameters at once, or counts them: without "
-        f"others they step differently, by {difference:.0e}. It gets those of its rank "
+        f"others they step differently, by {difference:.0e}. It gets what its rank has "
         "only, so weights will not be those of one process. Clip by the norm of all "
         "gradients with `gemsc run --clip-norm`, and choose rates by names, not numbers"
     ]

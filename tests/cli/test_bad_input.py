@@ -93,6 +93,14 @@ FILES = {
         + "    torch.optim.SGD(model().parameters(), 0.1), 3\n)\n",
         advises="def scheduler(optimizer): return StepLR(optimizer, ...)",
     ),
+    "optimizer without a schedule": Mistake(
+        ("Free has other weights in training than in evaluation",),
+        without("optimizer")
+        + "class Free(torch.optim.SGD):\n    def train(self):\n        pass\n\n"
+        + "    def eval(self):\n        pass\n\n"
+        + "def optimizer(ps):\n    return Free(ps, lr=0.1)\n",
+        advises="AdamW with a schedule",
+    ),
     "several optimizers": Mistake(
         ("optimizer() returns list, which cannot step",),
         without("optimizer")

@@ -165,6 +165,23 @@ def test_optimizers_that_look_across_a_tensor_are_found(optimizer, wanted) -> No
     assert torch.equal(torch.get_rng_state(), before)
 
 
+class Distance(torch.optim.SGD):
+    """Steps faster once gradients have led the same way, as D-Adaptation does."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        (group,) = self.param_groups
+        group.setdefault("start", [p.clone() for p in group["params"]])
+        gone = [a - b for a, b in zip(group["start"], group["params"], strict=True)]
+        gone, slope = (
+            torch.cat([tensor.flatten() for tensor in tensors])
+            for tensors in (gone, [p.grad for p in group["params"]])
+        )
+        agreed = float(torch.cosine_similarity(gone, slope, 0))
+        group["lr"] *= 1 + agreed if agreed > 0.7 else 1
+        return super().step(closure)
+
+
 def deeper_is_faster(parameters):
     groups = enumerate(parameter for _, parameter in parameters)
     return torch.optim.SGD([{"params": [p], "lr": 0.1 * 2**i} for i, p in groups])
@@ -175,8 +192,11 @@ def deeper_is_faster(parameters):
     [
         (clipped, {"ranks": 2}, 1),
         (deeper_is_faster, {"ranks": 2}, 1),
+        (lambda p: Distance([q for _, q in p], lr=1.0), {"ranks": 2}, 1),
         (clipped, {"ranks": 1}, 0),
         (clipped, {"ranks": 2, "data": 2}, 0),
+        (clipped, {"ranks": 2, "data": 2, "shard": "optimizer"}, 1),
+        (torch.optim.Adam, {"ranks": 2, "data": 2, "shard": "optimizer"}, 0),
         (clipped, {"ranks": 2, "schedule": "mast", "micro_batches": 2}, 0),
         (clipped, {"ranks": 2, "tiles": "2x1", "micro_batches": 2}, 0),
         (lambda p: torch.optim.Adafactor(p), {"ranks": 2}, 0),
