@@ -137,6 +137,10 @@ class _Source:
         found: Any = sys.modules.get(module)
         for part in qualname.split("."):
             found = getattr(found, part, None)
+        if found is not item and module in sys.modules:  # perhaps `name = lambda ...`
+            known = vars(sys.modules[module])
+            qualname = next((n for n in known if known[n] is item), qualname)
+            found = known.get(qualname)
         if found is not item or module == "__main__":
             raise self.refuse(
                 path,

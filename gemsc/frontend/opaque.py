@@ -90,11 +90,24 @@ def of_a_loss(
     if at != found.at:
         found.at, found.notes_at = at, ((found.at, "here"),)
     found.message = found.message.replace("forward needs", "the loss needs")
+    found.path = LOSS
     found.help = (
         "make the loss a torch.nn.Module with what depends on data as a submodule, "
         "which then stays whole on one rank, or compute it with torch.where"
     )
     return found
+
+
+class WholeLoss(nn.Module):
+    """A loss that is a function, as a module that can be one node."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *arguments: Any) -> Any:
+        """Call the function."""
+        return self.function(*arguments)
 
 
 def user_error(what: str, error: Exception, boundary: CodeType) -> GemscError:
@@ -130,7 +143,8 @@ def user_error(what: str, error: Exception, boundary: CodeType) -> GemscError:
 class Leaves:
     """The modules of one model that become one node each, found one by one.
 
-    `found` maps their paths to what is known of them. With a `dtype`, the model runs in
+    `found` maps their paths to what is known of them. A loss that is a function becomes
+    a module where it is one of them. With a `dtype`, the model runs in
     that floating-point type.
     """
 
@@ -202,6 +216,8 @@ class Leaves:
         """Run the model once and watch a module, and all others of its class."""
         if path in self._seen:
             return
+        if path == LOSS and not isinstance(self.loss, nn.Module):
+            self.loss = WholeLoss(self.loss)
         kind = type(self._real(path))
         owners = [("", self.model)]
         if isinstance(self.loss, nn.Module):

@@ -125,10 +125,18 @@ class Loss(nn.Module):
         return errors[errors > errors.mean()].mean()
 
 
-@pytest.mark.slow
-def test_a_loss_may_depend_on_data(tmp_path: Path) -> None:
+def worst_errors(output: Tensor, target: Tensor) -> Tensor:
+    return Loss()(output, target)
+
+
+of_lambda = lambda output, target: worst_errors(output, target)  # noqa: E731
+
+
+@pytest.mark.slow(2)
+@pytest.mark.parametrize("loss", [of_lambda, worst_errors, Loss()])
+def test_a_loss_may_depend_on_data(loss: Any, tmp_path: Path) -> None:
     model = Around(made(Expert))
-    assert worst(tmp_path / "program", model, loss=Loss()) <= EXACT
+    assert worst(tmp_path / "program", model, loss=loss) <= EXACT
 
 
 @dataclass
@@ -176,6 +184,8 @@ def test_a_loss_that_takes_an_object_gives_its_tensors_to_what_needs_data(
         compile(model, (X,), loss=LossOfResult(), **options)
     assert caught.value.at is not None
     assert f"takes a value of type {kind.__name__}: let a submod" in str(caught.value)
+    with pytest.raises(GemscError, match="make the loss a torch"):
+        compile(model, (X,), loss=lambda *given: LossOfResult()(*given), **options)
     compiled = compile(model, (X,), loss=LossOfTensor(), **options)
     assert not compiled.plan.unchecked
 
