@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._python_dispatch import _disable_current_modes
 
 from gemsc.base.dtypes import empty, format_of
 
@@ -74,3 +75,33 @@ def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
     with mode:
         form = format_of(tensor)
         return empty(tensor.shape, form, dtype=tensor.dtype, device=tensor.device)
+
+
+LSTM = torch.ops.aten.mkldnn_rnn_layer.default
+_FEW, _MORE = 16, 32  # steps of the sequences that are tried
+
+
+def with_workspace(args: tuple[Any, ...], result: Any) -> Any:
+    """Return what a fake LSTM on a CPU gave, with oneDNN's memory for its backward.
+
+    PyTorch does not know how much that is, and gives an empty tensor. It grows by the
+    same for each step: two short sequences of zeros tell.
+    """
+    *outputs, workspace = result
+    length, trains = len(args[0]), args[-1]
+    if not trains:
+        return result
+
+    def size(steps: int) -> int:
+        first, *others = (
+            torch.zeros(each.shape, dtype=each.dtype)
+            if isinstance(each, torch.Tensor)
+            else each
+            for each in args
+        )
+        return int(LSTM(first[:steps], *others)[-1].numel())
+
+    with _disable_current_modes(), torch.enable_grad():
+        few, more = size(min(_FEW, length)), size(min(_MORE, length))
+    longer = max(0, length - _MORE) * (more - few) // (_MORE - _FEW)
+    return (*outputs, workspace.new_empty(more + longer))

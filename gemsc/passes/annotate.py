@@ -36,7 +36,7 @@ from gemsc.costs.operators import (
 from gemsc.costs.signature import signature
 from gemsc.errors import GemscError
 from gemsc.ir import meta
-from gemsc.ir.fake import fake_copy, fake_like
+from gemsc.ir.fake import LSTM, fake_copy, fake_like, with_workspace
 from gemsc.ir.holder import attribute, attributes_of, copied_graph, with_graph
 from gemsc.ir.interpret import run_nodes
 from gemsc.ir.opaque import OpaqueCall, told_of_calls
@@ -242,6 +242,8 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
+        if func is LSTM:
+            result = with_workspace(args, result)
         runs = runs_a_kernel(func, result)
         if self.is_backward:
             self._book_backward(func, args, kwargs or {}, result, runs=runs)
