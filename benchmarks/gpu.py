@@ -1,7 +1,7 @@
-"""Everything about one GPU, in one command of at most eight minutes.
+"""Everything about one GPU, in one command of at most a quarter of an hour.
 
 python benchmarks/gpu.py [--only parity,speed/unet] [--device cuda|cpu] [--into FOLDER]
-                         [--minutes 8] [--list]
+                         [--minutes 15] [--list]
 
 A line for each check, `PASS name figure (limit)`, while they run; at the end FOLDER has
 them as lines.json and as the Markdown table lines.md, with all other output in log.txt.
@@ -235,7 +235,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="beginnings of names")
     parser.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto")
     parser.add_argument("--into", type=Path, default=Path("build/gpu"))
-    parser.add_argument("--minutes", type=float, default=8.0)
+    parser.add_argument("--minutes", type=float, default=15.0)
     parser.add_argument("--list", action="store_true", help="the names of all checks")
     parser.add_argument("--check", help=argparse.SUPPRESS)
     parser.add_argument("--scratch", type=Path, help=argparse.SUPPRESS)
