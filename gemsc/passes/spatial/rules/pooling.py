@@ -203,7 +203,7 @@ def mean_of_everything(low: Lowering, call: Call) -> Local:
     axes = low.axes(source)
     assert axes is not None
     dims = tuple(range(-call.rank, 0))
-    among = low.among(axis for axis in axes if axis is not None)
+    among = low.among(axes)
     local = low.create(
         call.node,
         "call_method",
@@ -223,7 +223,7 @@ def largest_of_everything(low: Lowering, call: Call) -> Local:
     axes = spatial_axes(low, source, rank)
     shape = low.shape(source)
     box = low.owned(shape, axes)[low.place][-rank:]
-    among = low.among(axis for axis in axes if axis is not None)
+    among = low.among(axes)
     args = (low.here, low.get(source).node, shape[-rank:], box)
     options = {"among": among} if among else {}
     function = tiles.global_max

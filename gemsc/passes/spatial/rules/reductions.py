@@ -200,8 +200,7 @@ def elementwise_loss(low: Lowering, call: Call) -> Local:
         return call_again(low, call, axes, inputs)
     changes = {} if reduction == "sum" else {"reduction": "sum"}
     partial = call_again(low, call, None, inputs, changes, partial=True)
-    among = low.among(axis for axis in axes if axis is not None)
-    total = low.all_reduce(call.node, partial.node, None, among)
+    total = low.all_reduce(call.node, partial.node, None, low.among(axes))
     if reduction == "sum":
         return total
     count = prod(low.shape(call.input))

@@ -23,6 +23,8 @@ from gemsc.passes.spatial.emit import call_again, crop
 from gemsc.passes.spatial.lowering import Lowering
 from gemsc.passes.spatial.values import Local, Refused, last_axes
 
+Rule = Callable[[int, Interval], Interval]
+
 
 def numbers(value: Any, rank: int) -> tuple[int, ...]:
     """Return one number per dimension of `3`, `(3,)` or `(3, 3)`."""
@@ -100,7 +102,7 @@ def wanted_boxes(
     low: Lowering,
     call: Call,
     axes: Axes,
-    rule: Callable[[int, Interval], Interval],
+    rule: Rule,
     explicit: tuple[bool, ...],
 ) -> tuple[Box, ...]:
     """Return what each tile needs: by the rule for explicit dimensions, all of others.
