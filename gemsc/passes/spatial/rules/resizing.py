@@ -13,7 +13,7 @@ from gemsc.base.boxes import Box, Interval, everything
 from gemsc.ir.operators.calls import Call
 from gemsc.passes.spatial import need
 from gemsc.passes.spatial.cuts import Axes
-from gemsc.passes.spatial.emit import call_again, crop, weighted_sum
+from gemsc.passes.spatial.emit import add_call, call_again, crop, weighted_sum
 from gemsc.passes.spatial.lowering import Lowering
 from gemsc.passes.spatial.rules.pooling import largest_of_everything
 from gemsc.passes.spatial.rules.windows import (
@@ -134,7 +134,7 @@ def _weighted_rows(low: Lowering, call: Call, axes: Axes, mode: str) -> Local:
     inputs = wanted_boxes(low, call, axes, rule, explicit_padding(axes, rank))
     part = low.part(source, inputs)
     ours = how(inputs[low.place][2:], low.result(node, axes)[low.place][2:])
-    return low.create(node, "call_function", tiles.resize, (part, ours), {}, axes)
+    return add_call(low, node, tiles.resize, part, ours, axes=axes)
 
 
 # Adaptive pools
@@ -180,8 +180,7 @@ def _pool(
             zip(box, inputs[low.place][-rank:], strict=True)
         )
     )
-    args = (part, kind, windows)
-    return low.create(node, "call_function", tiles.adaptive_pool, args, {}, axes)
+    return add_call(low, node, tiles.adaptive_pool, part, kind, windows, axes=axes)
 
 
 # Pixel shuffles

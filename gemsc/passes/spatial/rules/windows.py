@@ -19,7 +19,7 @@ from gemsc.ir import meta
 from gemsc.ir.operators.calls import Call
 from gemsc.passes.spatial import need
 from gemsc.passes.spatial.cuts import Axes, fits
-from gemsc.passes.spatial.emit import call_again, crop
+from gemsc.passes.spatial.emit import add_call, call_again, crop
 from gemsc.passes.spatial.lowering import Lowering
 from gemsc.passes.spatial.values import Local, Refused, last_axes
 
@@ -322,13 +322,6 @@ def pad_like(
     local = Local(part, axes)
     if any(left or right for left, right in pads):
         amounts = tuple(n for pair in reversed(pads) for n in pair)
-        local = low.create(
-            call.node,
-            "call_function",
-            F.pad,
-            (part, amounts),
-            {"mode": mode},
-            axes,
-            partial=True,
-        )
+        how: dict[str, Any] = {"axes": axes, "partial": True, "mode": mode}
+        local = add_call(low, call.node, F.pad, part, amounts, **how)
     return crop(low, call, local, rows).node
