@@ -6,7 +6,7 @@ import math
 import operator
 from typing import Any
 
-from torch import Tensor, fx
+from torch import fx
 
 from gemsc.base.boxes import Interval, everything, hull, intersection
 from gemsc.ir import meta
@@ -32,7 +32,7 @@ def max_pooling(low: Lowering, call: Call) -> Local:
 
     Indices that it returns become positions in the whole value.
     """
-    has_indices = not isinstance(meta.value(call.node), Tensor)
+    has_indices = not meta.is_one_tensor(call.node)
     if not meta.spec(call.input).dtype.is_floating_point:
         raise Refused("it is not floating point")
     window = _pooling_window(call)

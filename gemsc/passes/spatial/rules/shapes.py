@@ -69,7 +69,7 @@ def _fitted(
 ) -> fx.Node:
     """Return the part of an input that meets the tile's part of the result."""
     own = low.shape(source)
-    if not own or not isinstance(meta.value(source), Tensor):
+    if not own or not meta.is_one_tensor(source):
         return low.get(source).node
     ahead = len(shape) - len(own)
     first = [
@@ -167,7 +167,7 @@ def subscript(low: Lowering, node: fx.Node) -> Local | None:
     """
     source, index = node.args
     assert isinstance(source, fx.Node)
-    if not isinstance(meta.value(source), Tensor):
+    if not meta.is_one_tensor(source):
         return low.copy(node, low.axes(source))
     axes = low.axes(source)
     entries = _entries(index, len(low.shape(source)))

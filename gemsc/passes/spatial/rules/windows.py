@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import fx
 from torch.utils import _pytree as pytree
 
 from gemsc.base.boxes import Box, Interval
@@ -111,12 +111,10 @@ def wanted_boxes(
     """
     source = low.shape(call.input)
     first = len(axes) - len(explicit)
-    is_tensor = isinstance(meta.value(call.node), Tensor)
-    results = (
-        low.result(call.node, axes)
-        if is_tensor
-        else low.owned(_result_shape(call), axes)
-    )
+    if meta.is_one_tensor(call.node):
+        results = low.result(call.node, axes)
+    else:
+        results = low.owned(_result_shape(call), axes)
     return tuple(
         tuple(
             rule(dim - first, interval)
