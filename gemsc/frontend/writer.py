@@ -98,7 +98,7 @@ class GraphWriter:
 
     def keep_value(self, node: fx.Node, value: torch.Tensor) -> None:
         """Give a node a value that later in-place calls do not touch."""
-        if isinstance(meta.value(node), torch.Tensor):
+        if meta.is_one_tensor(node):
             self._values.append(value)
             meta.set_value(node, value)
 

@@ -225,6 +225,11 @@ def set_value(node: fx.Node, value: object) -> None:
     node.meta["val"] = value
 
 
+def is_one_tensor(node: fx.Node) -> bool:
+    """Whether the node's value is one tensor."""
+    return isinstance(value(node), torch.Tensor)
+
+
 def tensors(node: fx.Node) -> tuple[torch.Tensor, ...]:
     """Return the fake tensors in the node's value, in order."""
     leaves = pytree.tree_leaves(value(node))

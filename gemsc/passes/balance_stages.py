@@ -9,7 +9,6 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from itertools import chain, combinations, pairwise
 from typing import ClassVar
 
@@ -20,6 +19,7 @@ from gemsc.ir import meta
 from gemsc.ir.program import Block, Program, Stage
 from gemsc.passes.base import Pass
 from gemsc.passes.branches.choice import choose_forks
+from gemsc.passes.group_blocks import lies_in, module_paths, not_found
 from gemsc.planner.partition import partition
 
 FEW_BOUNDS = 6
@@ -231,7 +231,7 @@ def _choices(bounds: Sequence[int], most: int) -> list[tuple[int, ...]]:
 def _block_that_begins(blocks: Sequence[Block], path: str) -> int:
     """Return the first block that lies in module `path`."""
     for block in blocks:
-        inside = [_is_inside(node_path, path) for node_path in _paths(block)]
+        inside = [lies_in(each, path) for each in module_paths(block)]
         if not any(inside):
             continue
         if not inside[0] and block.name != path:
@@ -241,21 +241,4 @@ def _block_that_begins(blocks: Sequence[Block], path: str) -> int:
                 help=f"cut at '{block.name}' or after it",
             )
         return block.index
-    names = [block.name for block in blocks]
-    close = get_close_matches(path, names, n=3, cutoff=0.4)
-    raise GemscError(
-        f"--cuts {path}: no block lies in a module '{path}'",
-        help="blocks: " + ", ".join(close or names),
-    )
-
-
-def _paths(block: Block) -> list[str]:
-    heavy = [n for n in block.nodes if meta.facts(n).heavy] or list(block.nodes)
-    return [
-        str(node.target) if node.op == "call_module" else meta.module_path(node)
-        for node in heavy
-    ] + [block.name]
-
-
-def _is_inside(path: str, module: str) -> bool:
-    return path == module or path.startswith(module + ".")
+    raise not_found("cuts", path, blocks)

@@ -202,7 +202,7 @@ class _Rewriter:
 
         Assignments to a part return nothing: there the source itself goes on.
         """
-        goes_on = _returns_nothing(node)
+        goes_on = meta.value(node) is None
         here = self.order[node]
         return any(
             self.order[user] > here
@@ -348,10 +348,6 @@ class _Rewriter:
             end = max(end, last)
             for node in compute[first : end + 1]:
                 meta.glue.set(node, group)
-
-
-def _returns_nothing(node: fx.Node) -> bool:
-    return meta.value(node) is None
 
 
 def _is_new(node: fx.Node) -> bool:

@@ -136,11 +136,10 @@ class _Chains:
         self.boxes: dict[fx.Node, Boxes] = {}
         self._wishes: dict[fx.Node, Wishes] = {}
         for node in stage.nodes:
-            is_tensor = isinstance(meta.value(node), Tensor)
             if low.is_in_fork(node):  # as it is, and what it wants is its own
                 continue
             is_cut = low.axes(node) is not None and low.flattened(node) is None
-            if is_tensor and is_cut:
+            if is_cut and meta.is_one_tensor(node):
                 self.boxes[node] = low.held(node)
                 for source, wanted in self._wanted(node, self.boxes[node]).items():
                     self._wishes.setdefault(source, {})[node] = wanted

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from itertools import pairwise
 from typing import ClassVar
 
-import torch
 from torch import fx
 
+from gemsc.errors import GemscError
 from gemsc.ir import meta
 from gemsc.ir.flow import layer_path, shared_path, unique_names
 from gemsc.ir.mutation import read_statistics
@@ -132,7 +133,7 @@ def _indivisible(
                 glued.setdefault(("layer", node.target), []).append(index)
         for path in read_statistics(node, program):
             glued.setdefault(("layer", path), []).append(index)
-        if not isinstance(meta.value(node), torch.Tensor):
+        if not meta.is_one_tensor(node):
             uses = [order[user] for user in node.users if user in order]
             yield index, max(uses, default=index)
     for members in glued.values():
@@ -205,3 +206,30 @@ def _block_name(nodes: tuple[fx.Node, ...]) -> str:
     heavy = [node for node in nodes if meta.facts(node).heavy] or list(nodes[:1])
     paths = [layer_path(node) for node in heavy]
     return shared_path(paths) or paths[0]
+
+
+# Blocks of modules, as users name them
+
+
+def module_paths(block: Block) -> list[str]:
+    """Return in which modules a block has its heavy layers, then its own name."""
+    heavy = [n for n in block.nodes if meta.facts(n).heavy] or list(block.nodes)
+    return [
+        str(node.target) if node.op == "call_module" else meta.module_path(node)
+        for node in heavy
+    ] + [block.name]
+
+
+def lies_in(path: str, module: str) -> bool:
+    """Whether a path is that of a module or leads into it."""
+    return path == module or path.startswith(f"{module}.")
+
+
+def not_found(option: str, module: str, blocks: Sequence[Block]) -> GemscError:
+    """Return the error of an option that names a module in which no block lies."""
+    names = [block.name for block in blocks]
+    close = get_close_matches(module, names, n=3, cutoff=0.4)
+    return GemscError(
+        f"--{option} {module}: no block lies in a module '{module}'",
+        help="blocks: " + ", ".join(close or names),
+    )

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from itertools import groupby
 from typing import ClassVar
 
@@ -19,6 +18,7 @@ from gemsc.ir import meta
 from gemsc.ir.program import Block, Program, Segment
 from gemsc.ir.segments import TO, frees_anything, may_recompute, runs_once
 from gemsc.passes.base import Pass
+from gemsc.passes.group_blocks import lies_in, module_paths, not_found
 
 WORDS = ("all", "auto", "off")
 
@@ -75,7 +75,7 @@ class MarkSegments(Pass):
                 continue
             inside = _inside(blocks, name)
             if not inside and not self.follows:
-                raise _unknown(kind, name, blocks)
+                raise not_found(kind, name, blocks)
             for block in inside:
                 owner.setdefault(block.index, (kind, name))
         segments = tuple(_segments(program, owner))
@@ -111,8 +111,8 @@ def _expanded(
 
 
 def _inside(blocks: Sequence[Block], name: str) -> list[Block]:
-    """Return the blocks of a module."""
-    return [block for block in blocks if _lies_in(block, name)]
+    """Return the blocks that have layers in a module, or bear its name."""
+    return [b for b in blocks if any(lies_in(p, name) for p in module_paths(b))]
 
 
 def _segments(program: Program, owner: dict[int, tuple[str, str]]) -> Iterator[Segment]:
@@ -132,27 +132,8 @@ def _named(kind: str, name: str, blocks: Sequence[Block]) -> Sequence[Block]:
     first, _, last = name.partition(TO)
     for end in (first, last):
         if end not in names:
-            raise _unknown(kind, end, blocks)
+            raise not_found(kind, end, blocks)
     return blocks[names.index(first) : 1 + names.index(last)]
-
-
-def _lies_in(block: Block, path: str) -> bool:
-    """Whether a block has layers in a module, or bears its name."""
-    heavy = [n for n in block.nodes if meta.facts(n).heavy] or list(block.nodes)
-    paths = [
-        str(node.target) if node.op == "call_module" else meta.module_path(node)
-        for node in heavy
-    ]
-    return any(p == path or p.startswith(f"{path}.") for p in [*paths, block.name])
-
-
-def _unknown(kind: str, name: str, blocks: Sequence[Block]) -> GemscError:
-    names = [block.name for block in blocks]
-    close = get_close_matches(name, names, n=3, cutoff=0.4)
-    return GemscError(
-        f"--{kind} {name}: no block lies in a module '{name}'",
-        help="blocks: " + ", ".join(close or names),
-    )
 
 
 def _refuse_twice(block: Block, known: tuple[str, str] | None, kind: str) -> None:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from typing import ClassVar
 
-import torch
 from torch import fx
 
 from gemsc.ir import meta
@@ -77,7 +76,7 @@ def _needed(program: Program) -> dict[fx.Node, int]:
     for node in place:
         sources = [source for source in node.all_input_nodes if source in place]
         parts = {node}
-        if len(sources) == 1 and not isinstance(meta.value(sources[0]), torch.Tensor):
+        if len(sources) == 1 and not meta.is_one_tensor(sources[0]):
             parts |= {user for user in sources[0].users if user in place}
         own = sum(1 << place[part] for part in parts)
         before = [*earlier[node], *glued.get(meta.glue(node), ())]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, fx
+from torch import fx
 
 from gemsc.base.boxes import Box, everything
 from gemsc.base.parts import Part
@@ -70,7 +70,7 @@ class ForkHere:
             return None
         local = low.copy(node, inputs=given)
         meta.whole_gradients.set(local.node, None)
-        if isinstance(meta.value(node), Tensor):
+        if meta.is_one_tensor(node):
             shape = meta.spec(node).shape
             held = (box_of(shape, rank == low.place) for rank in range(low.tiles))
             meta.layout.set(local.node, Layout(shape, tuple(held)))
@@ -93,7 +93,7 @@ class ForkHere:
 
         given: dict[fx.Node, Local] = {}
         for source in node.all_input_nodes:
-            if isinstance(meta.value(source), Tensor) and source.op != "get_attr":
+            if meta.is_one_tensor(source) and source.op != "get_attr":
                 given[source] = before = low.local(source)
                 if source in entering:
                     axes = before.axes if before.flattened is None else None
@@ -116,7 +116,7 @@ class ForkHere:
     def _entering(self, source: fx.Node) -> fx.Node:
         """Return a value from outside, as a whole on the ranks that need it."""
         low = self.low
-        if not isinstance(meta.value(source), Tensor):
+        if not meta.is_one_tensor(source):
             return low.get(source).node
         local = low.local(source)
         if low.flattened(source) is not None:
@@ -142,7 +142,7 @@ class ForkHere:
         """
         sources = (source for node in self.nodes for source in node.all_input_nodes)
         found = [s for s in dict.fromkeys(sources) if self._is_unused(s)]
-        stage = set(self.low.stage.nodes)
+        stage, learns = set(self.low.stage.nodes), meta.needs_gradient
         return [
             self._entering(source)
             for source in found
@@ -156,11 +156,11 @@ class ForkHere:
         """
         if source.op in ("get_attr", "placeholder") or self.low.is_in_branch(source):
             return False
-        if not isinstance(meta.value(source), Tensor):
+        if not meta.is_one_tensor(source):
             return False
         users = (node for node in self.nodes if node in source.users)
         mine = [node for node in users if self.computes(node)]
-        if not learns(source):
+        if not meta.needs_gradient(source):
             return not mine
         return not any(_gives_gradient(node, source) for node in mine)
 
@@ -171,7 +171,7 @@ class ForkHere:
         settings: dict[str, Any] = {}
         if dtypes_of(like) != dtypes_of(source):
             settings["dtype"] = meta.spec(like).dtype
-        if not learns(like):
+        if not meta.needs_gradient(like):
             settings["learns"] = False
         args = of, shape
         node = low.add(like, tiles.nothing, args, shape, name=self.name, **settings)
@@ -202,8 +202,7 @@ class ForkHere:
     def _taken(self, nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
         """Yield the tensors from outside of branches that some nodes take."""
         for source in (source for node in nodes for source in node.all_input_nodes):
-            is_tensor = isinstance(meta.value(source), Tensor)
-            if is_tensor and not self.low.is_in_branch(source):
+            if meta.is_one_tensor(source) and not self.low.is_in_branch(source):
                 yield source
 
     def tied(self, value: fx.Node, like: fx.Node) -> fx.Node:
@@ -224,14 +223,9 @@ def box_of(shape: tuple[int, ...], is_held: bool) -> Box:
 
 def _gives_gradient(user: fx.Node, source: fx.Node) -> bool:
     """Whether a gradient flows back to a value: `type_as` reads its dtype alone."""
-    return learns(user) and source in elements(user)
+    return meta.needs_gradient(user) and source in elements(user)
 
 
 def dtypes_of(node: fx.Node) -> tuple[str, bool]:
     """Return a value's dtype, and whether a model in another dtype has it, too."""
     return str(meta.spec(node).dtype), meta.dtypes(node).value
-
-
-def learns(node: fx.Node) -> bool:
-    """Whether a value needs a gradient."""
-    return meta.needs_gradient(node)

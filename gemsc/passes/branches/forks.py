@@ -135,7 +135,7 @@ class Finder:
                 if opaque_of(layer) or any(True for _ in layer.buffers()):
                     groups.setdefault(("layer", node.target), []).append(node)
             for source in node.all_input_nodes:
-                if source.op != "get_attr" and not _is_tensor(source):
+                if source.op != "get_attr" and not meta.is_one_tensor(source):
                     groups.setdefault(source, [source]).append(node)
         ties: dict[fx.Node, list[fx.Node]] = {node: [] for node in self.nodes}
         for members in groups.values():
@@ -147,7 +147,7 @@ class Finder:
     def joins(self) -> Iterator[tuple[int, tuple[int, ...]]]:
         """Yield the position of each node that may be a join, with its additions."""
         for place, node in enumerate(self.nodes):
-            takes_several = len(self.sources[place]) > 1 and _is_tensor(node)
+            takes_several = len(self.sources[place]) > 1 and meta.is_one_tensor(node)
             if takes_several and not self._is_addend(place):
                 yield place, self._sum(place)
 
@@ -311,10 +311,6 @@ def most_branches(program: Program) -> int:
 
 
 _TIED = "it cannot be parted from nodes outside of it"
-
-
-def _is_tensor(node: fx.Node) -> bool:
-    return isinstance(meta.value(node), Tensor)
 
 
 def _is_addition(node: fx.Node) -> bool:

@@ -19,7 +19,7 @@ from gemsc.base.boxes import Box, Interval, everything, shape_of, volume
 from gemsc.ir import meta
 from gemsc.ir.layout import Layout
 from gemsc.messages.exchange import Exchange
-from gemsc.passes.branches.fork_here import ForkHere, box_of, dtypes_of, learns
+from gemsc.passes.branches.fork_here import ForkHere, box_of, dtypes_of
 from gemsc.passes.shards.lowering import lower_on_shards, trunk_axes
 from gemsc.passes.spatial.cuts import Axes
 from gemsc.passes.spatial.values import Local, annotate_part
@@ -42,7 +42,7 @@ class JoinHere(ForkHere):
     def _form(self, value: fx.Node) -> tuple[object, ...]:
         """Return what values have in common that travel together."""
         return (
-            learns(value),
+            meta.needs_gradient(value),
             dtypes_of(value),
             self._kept(value),
             str(self._axes(value)),

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import ClassVar
 
-from torch import Tensor, fx
+from torch import fx
 
 from gemsc.base.grid_shape import GridShape
 from gemsc.costs.hardware import LinkSpeed
@@ -135,7 +135,7 @@ def _makers(value: fx.Node) -> set[fx.Node]:
 
 def _items(node: fx.Node) -> Iterable[fx.Node]:
     """Return what takes a value out of a tuple: a block is given tensors only."""
-    return () if isinstance(meta.value(node), Tensor) else node.users
+    return () if meta.is_one_tensor(node) else node.users
 
 
 def _moved(

@@ -6,7 +6,7 @@ import operator
 from dataclasses import dataclass, field
 from math import prod
 
-from torch import Tensor, fx
+from torch import fx
 
 from gemsc.base.parts import Part
 from gemsc.ir import meta
@@ -63,7 +63,7 @@ class Analysis:
         probe, inside = probe_of(self.program), set(self.stage.nodes)
         for node in self.stage.nodes:
             source = node.args[0] if node.target is operator.getitem else None
-            if isinstance(source, fx.Node) and not _is_tensor(source):
+            if isinstance(source, fx.Node) and not meta.is_one_tensor(source):
                 self.roles[node] = self._taken(node, source)
             else:
                 takers = self.takers.get(node, ())
@@ -76,7 +76,7 @@ class Analysis:
             if any(user.op != "output" for user in others):
                 outside.append(node)
             for value in outside:
-                if value.op != "get_attr" and _is_tensor(value):
+                if value.op != "get_attr" and meta.is_one_tensor(value):
                     for dim in self.dims(value):
                         freeze(dim, "it goes from stage to stage")
         self._keep_words_together()
@@ -159,7 +159,7 @@ class Analysis:
         """Return the roles of one of several values that a node gave."""
         given = self.roles[source].results if source in self.roles else None
         index = node.args[1]
-        if not _is_tensor(node):
+        if not meta.is_one_tensor(node):
             return Roles()
         if given is None or not isinstance(index, int) or len(given) <= index:
             return Roles(result=[fresh(size) for size in meta.spec(node).shape])
@@ -227,7 +227,3 @@ def split_dim(dims: Dims, factor: Factor, count: int) -> int | None:
         return None
     is_alone = len(leaves(dims[place.dim])) == 1
     return place.dim if is_alone or factor.size % count == 0 else None
-
-
-def _is_tensor(node: fx.Node) -> bool:
-    return isinstance(meta.value(node), Tensor)

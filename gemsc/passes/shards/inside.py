@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor, fx
+from torch import fx
 
 from gemsc.base.parts import Part
 from gemsc.ir import meta
@@ -44,7 +44,7 @@ class Inside:
     def parts(self, source: fx.Node | None = None) -> tuple[Part, ...]:
         """Return what each rank has of an input, of the result without; () if all."""
         of = source or self.node
-        if not isinstance(meta.value(of), Tensor):
+        if not meta.is_one_tensor(of):
             return ()
         return self.cut(self.analysis.dims_at(self.node, of))
 
@@ -61,7 +61,7 @@ class Inside:
 
     def input(self, source: fx.Node) -> fx.Node:
         """Return the node of this rank's part of an input, or of all of it."""
-        if not isinstance(meta.value(source), Tensor):
+        if not meta.is_one_tensor(source):
             return self.low.get(source).node
         if source.op == "get_attr":
             return self.parameter(str(source.target))
@@ -90,7 +90,7 @@ class Inside:
             path = str(source.target)
             parts = self.cut(self.analysis.dims(path))
             return Local(self.parameter(path), None, parts)
-        if not isinstance(meta.value(source), Tensor):
+        if not meta.is_one_tensor(source):
             return self.low.local(source)
         return self.low.shared(source, self.parts(source))
 

@@ -17,7 +17,7 @@ All others are outside of the regions: they are lowered as on tiles.
 
 from __future__ import annotations
 
-from torch import Tensor, fx
+from torch import fx
 
 from gemsc.ir import meta
 from gemsc.ir.mutation import elements
@@ -64,14 +64,14 @@ def _outside(low: Lowering, analysis: Analysis, node: fx.Node) -> Local:
     assert low.shards is not None
     split = low.shards.split_dims
     is_split = node.name in split or node in kept_split(analysis, low.shards)
-    if not isinstance(meta.value(node), Tensor):  # parts of a value that is split
+    if not meta.is_one_tensor(node):  # parts of a value that is split
         is_split = any(source.name in split for source in node.all_input_nodes)
     trunk = trunk_factor(analysis, low.shards) if is_split else None
     given: dict[fx.Node, Local] = {}
     for source in elements(node):
         if low.flattened(source) is not None:
             continue  # held with other dimensions: as on tiles
-        if source.op != "get_attr" and isinstance(meta.value(source), Tensor):
+        if source.op != "get_attr" and meta.is_one_tensor(source):
             local = low.local(source)
             if low.pictures:
                 given[source] = low.shared(source, ())

@@ -18,7 +18,7 @@ from gemsc.ir.operators.table import NO_OPERATOR, OPERATORS, operator_of
 from gemsc.ir.program import Barrier
 from gemsc.passes.shards.factors import size_of
 from gemsc.passes.shards.inside import Inside
-from gemsc.passes.spatial.emit import masked, on_tiles
+from gemsc.passes.spatial.emit import add_call, masked, on_tiles
 from gemsc.passes.spatial.rules.lower_call import lower_call
 from gemsc.passes.spatial.values import Local, Refused, layout_of, whole_shape
 from gemsc.runtime import tiles
@@ -105,9 +105,7 @@ def _gathered(x: Inside, cut: Sequence[fx.Node], reason: str) -> Local:
 
 def _weighted(x: Inside, value: fx.Node, share: float) -> fx.Node:
     """Add a mean times its share of all elements."""
-    make, args = x.low.create, (value, share)
-    target = operator.mul
-    return make(x.node, "call_function", target, args, {}, None, partial=True).node
+    return add_call(x.low, x.node, operator.mul, value, share, partial=True).node
 
 
 # --------------------------------------------------------- sizes in arguments
@@ -238,7 +236,7 @@ def _addmm(x: Inside) -> Local | None:
     else:
         total = x.low.all_reduce(x.node, addend.node, None, x.low.beside)
     args = total.node, _as_added(x, _met(x, x.input(bias), total, -1))
-    return x.low.create(x.node, "call_function", operator.add, args, {}, total.axes)
+    return add_call(x.low, x.node, operator.add, *args, axes=total.axes)
 
 
 def _index_add(x: Inside) -> Local | None:
@@ -246,12 +244,11 @@ def _index_add(x: Inside) -> Local | None:
     if not x.is_summed:
         return None
     base, call = x.input(x.call.input), x.call
-    make = x.low.create
-    zeros = make(x.node, "call_function", torch.zeros_like, (base,), {}, None)
+    zeros = add_call(x.low, x.node, torch.zeros_like, base)
     args = zeros.node, 0, x.input(call["index"]), x.input(call["source"])
     addend = x.create("call_method", "index_add", args, {})
     total = x.low.all_reduce(x.node, addend.node, None, x.low.beside)
-    return make(x.node, "call_function", operator.add, (total.node, base), {}, None)
+    return add_call(x.low, x.node, operator.add, total.node, base)
 
 
 def _with_bias(x: Inside, total: Local, view: tuple[int, ...]) -> Local:
@@ -259,14 +256,11 @@ def _with_bias(x: Inside, total: Local, view: tuple[int, ...]) -> Local:
     bias = x.tensor("bias")
     if bias is None:
         return total
-    make = x.low.create
     bias = _met(x, bias, total, -len(view) or -1)
     if view:
-        bias = make(
-            x.node, "call_method", "view", (bias, *view), {}, None, partial=True
-        ).node
+        bias = add_call(x.low, x.node, "view", bias, *view, partial=True).node
     args = total.node, _as_added(x, bias)
-    return make(x.node, "call_function", operator.add, args, {}, total.axes)
+    return add_call(x.low, x.node, operator.add, *args, axes=total.axes)
 
 
 def _met(x: Inside, bias: fx.Node, total: Local, dim: int) -> fx.Node:
@@ -274,17 +268,15 @@ def _met(x: Inside, bias: fx.Node, total: Local, dim: int) -> fx.Node:
     if total.axes is None or total.axes[dim] is None:
         return bias
     rows = x.low.owned(whole_shape(x.node), total.axes)[x.low.place][dim]
-    make, args = x.low.create, (bias, slice(*rows))
-    get = operator.getitem
-    return make(x.node, "call_function", get, args, {}, None, partial=True).node
+    args = bias, slice(*rows)
+    return add_call(x.low, x.node, operator.getitem, *args, partial=True).node
 
 
 def _as_added(x: Inside, bias: fx.Node) -> fx.Node:
     """Return a bias in the precision of the sum that it is added to."""
     if meta.region(x.node).autocast is None:
         return bias
-    make, target = x.low.create, tiles.lowered
-    return make(x.node, "call_function", target, (bias,), {}, None, partial=True).node
+    return add_call(x.low, x.node, tiles.lowered, bias, partial=True).node
 
 
 # ------------------------------------------------- words, losses, random numbers

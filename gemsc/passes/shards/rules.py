@@ -246,7 +246,7 @@ def _by_operators(
 ) -> Roles | None:
     """Take what is element by element, or a view, for what it is."""
     tensors = _tensor_inputs(node)
-    if not isinstance(meta.value(node), Tensor):
+    if not meta.is_one_tensor(node):
         return None
     if node.target in FILLED:
         new = [fresh(size) for size in shape]
@@ -330,11 +330,11 @@ def _places(given: Any, count: int) -> set[int] | None:
 
 
 def _all_dims(node: fx.Node, dims: Lookup) -> Sequence[Dim]:
-    return dims(node) if isinstance(meta.value(node), Tensor) else ()
+    return dims(node) if meta.is_one_tensor(node) else ()
 
 
 def _tensor_inputs(node: fx.Node) -> list[fx.Node]:
-    return [n for n in elements(node) if isinstance(meta.value(n), Tensor)]
+    return [n for n in elements(node) if meta.is_one_tensor(n)]
 
 
 def _roles(source: Dims) -> Roles:

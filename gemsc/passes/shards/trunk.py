@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from torch import Tensor, fx
+from torch import fx
 
 from gemsc.errors import GemscError
 from gemsc.ir import meta
@@ -165,7 +165,7 @@ class _Product:
     @property
     def _inputs(self) -> list[fx.Node]:
         inputs = elements(self.node)
-        return [n for n in inputs if isinstance(meta.value(n), Tensor)]
+        return [n for n in inputs if meta.is_one_tensor(n)]
 
     def _dims(self, source: fx.Node) -> Dims:
         """Return the dimensions of an input as the product has it."""
@@ -255,7 +255,7 @@ def _is_outside(analysis: Analysis, cut: set[Factor], node: fx.Node) -> bool:
 
 def _learns(node: fx.Node) -> bool:
     """Whether a value is a tensor that the gradient of the loss flows back into."""
-    return meta.needs_gradient(node) and isinstance(meta.value(node), Tensor)
+    return meta.needs_gradient(node) and meta.is_one_tensor(node)
 
 
 def _saved(analysis: Analysis, cut: set[Factor], split: Split) -> float:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from operator import getitem
 from typing import Any
 
-from torch import Tensor, fx
+from torch import fx
 
 from gemsc.base.boxes import Box, everything, is_inside, shape_of
 from gemsc.base.parts import Part
@@ -135,7 +135,7 @@ class Conversions(Pieces):
         if node.op == "get_attr" or self._stage_of[node] == self._stage:
             return self._env[node]
         source = self.grids[self._stage_of[node]]
-        if source == self._form or not isinstance(meta.value(node), Tensor):
+        if source == self._form or not meta.is_one_tensor(node):
             return self._env[node]
         if (node, self._stage) not in self._crossed:
             self._crossed[node, self._stage] = self._cross(node, source.axes)

@@ -20,6 +20,23 @@ from gemsc.passes.spatial.values import Local
 from gemsc.runtime import tiles
 
 
+def add_call(
+    low: Lowering,
+    like: fx.Node,
+    target: str | Callable[..., Any],
+    *args: Any,
+    axes: Axes | None = None,
+    partial: bool = False,
+    **settings: Any,
+) -> Local:
+    """Add a call of a function, or of a method by its name, that stands for `like`.
+
+    `partial`: what it gives is not yet the tile's part of the result.
+    """
+    op = "call_method" if isinstance(target, str) else "call_function"
+    return low.create(like, op, target, args, settings, axes, partial=partial)
+
+
 def call_again(
     low: Lowering,
     call: Call,
@@ -90,8 +107,8 @@ def _as_function(
         kwargs = {n: v for n, v in kwargs.items() if not _is_default(n, v)}
     function = getattr(F, f"{call.kind}{call.rank}d" if call.detail else call.kind)
     inputs = (source, *parameters)
-    return low.create(
-        call.node, "call_function", function, inputs, kwargs, axes, partial=partial
+    return add_call(
+        low, call.node, function, *inputs, axes=axes, partial=partial, **kwargs
     )
 
 
@@ -199,8 +216,7 @@ def crop(low: Lowering, call: Call, local: Local, rows: list[tuple[int, int]]) -
     for before, after in rows:
         index.append(slice(before or None, -after if after else None))
     args = (local.node, tuple(index))
-    getitem = operator.getitem
-    return low.create(call.node, "call_function", getitem, args, {}, local.axes)
+    return add_call(low, call.node, operator.getitem, *args, axes=local.axes)
 
 
 def weighted_sum(
@@ -212,8 +228,5 @@ def weighted_sum(
     among: tuple[int, ...] = (),
 ) -> Local:
     """Add up a value of each tile, or of some, times its share; the sum has `axes`."""
-    args = (local.node, share)
-    weighted = low.create(
-        call.node, "call_function", operator.mul, args, {}, None, partial=True
-    )
+    weighted = add_call(low, call.node, operator.mul, local.node, share, partial=True)
     return low.all_reduce(call.node, weighted.node, axes, among)

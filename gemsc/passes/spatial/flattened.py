@@ -111,7 +111,7 @@ def linear(low: Lowering, call: Call) -> Local:
         own[dim] = parts[low.place].local_shape[dim]
         box[dim] = 0, own[dim]
     columns: dict[str, Any] = {"shape": tuple(own[first:]), "box": tuple(box[first:])}
-    if among := low.among(axis for axis in inner if axis is not None):
+    if among := low.among(inner):
         columns["among"] = among
     if low.is_addend:
         columns["bias"] = None

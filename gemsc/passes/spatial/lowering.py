@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
-from torch import Tensor, fx
+from torch import fx
 
 from gemsc.base.boxes import Box
 from gemsc.errors import InternalError
@@ -128,7 +128,7 @@ class Lowering(Conversions):
         for source in elements(node):
             if self.axes(source) is None and not self.local(source).parts:
                 continue
-            if not isinstance(meta.value(source), Tensor):
+            if not meta.is_one_tensor(source):
                 raise InternalError(f"{source.name} cannot be gathered: no tensor")
             inputs[source] = self.whole(source)
             num_bytes += meta.spec(source).num_bytes

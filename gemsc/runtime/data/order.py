@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -92,16 +93,13 @@ class BatchOrder:
         return shape, first, min(left - left % least, size)
 
 
+@dataclass(frozen=True, eq=False)
 class Epoch:
     """The batches of one epoch."""
 
-    def __init__(
-        self, order: BatchOrder, members: Sequence[Tensor], places: Tensor | None
-    ) -> None:
-        """Take the samples of each class, in order; `places` mixes the batches."""
-        self._order = order
-        self._members = members
-        self._places = places
+    _order: BatchOrder
+    _members: Sequence[Tensor]  # the samples of each class, in order
+    _places: Tensor | None  # what mixes the batches
 
     def row(self, batch: int) -> BatchRow:
         """Return the samples of a batch that count."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,7 @@ class Best(Callback):
             raise self._problem
 
 
+@dataclass(eq=False)
 class Checkpoints(Callback):
     """Saves into a folder, and keeps the newest `keep` checkpoints and the best one.
 
@@ -151,24 +153,14 @@ class Checkpoints(Callback):
     callbacks whose state it saves.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        epochs: Epochs,
-        every: int | float | str = "epoch",
-        keep: int = 3,
-        best: Best | None = None,
-        background: bool = False,
-    ) -> None:
-        self.folder = folder
-        self.epochs = epochs
-        self.every = every
-        self.keep = keep
-        self.best = best
-        self.background = background
-        self._step = -1  # that was saved last
-        self._due = 0.0  # by the clock of the first rank
+    folder: Path
+    epochs: Epochs
+    every: int | float | str = "epoch"
+    keep: int = 3
+    best: Best | None = None
+    background: bool = False
+    _step: int = field(default=-1, init=False)  # that was saved last
+    _due: float = field(default=0.0, init=False)  # by the clock of the first rank
 
     def on_start(self, trainer: Trainer) -> None:
         """Start the clock."""

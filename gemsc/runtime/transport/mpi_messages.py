@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -89,15 +90,13 @@ class ChainedRequest:
         return self.advance()
 
 
+@dataclass(slots=True, eq=False)
 class TestRequest:
     """Any operation of MPI itself."""
 
-    __slots__ = ("_request", "_turns", "need")
-
-    def __init__(self, turns: InSteps, request: MPI.Request, need: Awaited) -> None:
-        self._turns = turns
-        self._request = request
-        self.need = need
+    _turns: InSteps
+    _request: MPI.Request
+    need: Awaited
 
     @property
     def is_lone(self) -> bool:
@@ -110,26 +109,16 @@ class TestRequest:
         return self._request.Test()
 
 
+@dataclass(slots=True, eq=False)
 class MessageRequest:
     """A send, or a receive with a `status`; keeps the tensor until it is complete."""
 
-    __slots__ = ("_mpi", "_pieces", "_status", "_tensor", "_turns", "need")
-
-    def __init__(
-        self,
-        mpi: Any,
-        turns: InSteps,
-        pieces: list[tuple[MPI.Request, int]],
-        status: MPI.Status | None,
-        tensor: Tensor,
-        need: Awaited,
-    ) -> None:
-        self._mpi = mpi
-        self._turns = turns
-        self._pieces = pieces  # with the bytes of each
-        self._status = status
-        self._tensor: Tensor | None = tensor
-        self.need = need
+    _mpi: Any
+    _turns: InSteps
+    _pieces: list[tuple[MPI.Request, int]]  # with the bytes of each
+    _status: MPI.Status | None
+    _tensor: Tensor | None
+    need: Awaited
 
     @property
     def is_lone(self) -> bool:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, NoReturn
 
 from torch import Tensor
 
-from gemsc.runtime.transport.waiting import (
-    Awaited,
-)
+from gemsc.runtime.transport.waiting import Awaited
 
 
 class Waiters:
@@ -38,24 +37,15 @@ class Waiters:
                 self._idle += 1
 
 
+@dataclass(slots=True, eq=False)
 class TorchRequest:
     """An operation in flight; keeps its tensors, and ends with `then`."""
 
-    __slots__ = ("_is_lost", "_tensors", "_then", "_work", "need")
-
-    def __init__(
-        self,
-        work: Any,
-        need: Awaited,
-        is_lost: Callable[[Awaited, Exception], NoReturn],
-        tensors: tuple[Tensor, ...],
-        then: Callable[[], object] | None = None,
-    ) -> None:
-        self._work = work
-        self.need = need
-        self._is_lost = is_lost
-        self._tensors = tensors
-        self._then = then
+    _work: Any
+    need: Awaited
+    _is_lost: Callable[[Awaited, Exception], NoReturn]
+    _tensors: tuple[Tensor, ...]
+    _then: Callable[[], object] | None = None
 
     def done(self) -> bool:
         """Whether it is complete."""

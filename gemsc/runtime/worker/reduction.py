@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 import torch
@@ -162,6 +162,7 @@ class GradientSums:
         self._counted.clear()
 
 
+@dataclass(eq=False)
 class RunningStatistics:
     """Running statistics of some layers, where several runs share the micro-batches.
 
@@ -174,23 +175,15 @@ class RunningStatistics:
     Where the last runs see less, J is the sum of their shares: of 4 micro-batches each,
     the first 6 make 1.5 runs, and no run has a negative number of runs after it.
     Without momentum (cumulative average) the sums of what was seen are added.
+
+    Of ranks that see the same run, as the tiles of a grid do, only one `counts`.
     """
 
-    def __init__(
-        self,
-        layers: Mapping[int, Sequence[_NormBase]],
-        *,
-        counts: bool = True,
-    ) -> None:
-        """Take the layers of each run that is on this rank, by the run's number.
-
-        Of ranks that see the same run, as the tiles of a grid do, only one `counts`.
-        """
-        self._num_runs = 0.0
-        self._counts = counts
-        self._layers = layers
-        self._before: list[dict[str, Tensor]] = []
-        self._sum = torch.empty(0)
+    _layers: Mapping[int, Sequence[_NormBase]]  # of each run here, by its number
+    counts: bool = True
+    _num_runs: float = field(default=0.0, init=False)
+    _before: list[dict[str, Tensor]] = field(default_factory=list, init=False)
+    _sum: Tensor = field(default_factory=lambda: torch.empty(0), init=False)
 
     def remember(self) -> None:
         """Keep the state before the step's first micro-batch."""
@@ -218,7 +211,7 @@ class RunningStatistics:
         if not parts:
             return ()
         self._sum = torch.cat(parts)
-        if not self._counts:
+        if not self.counts:
             self._sum.zero_()
         return (transport.all_reduce(group, self._sum),) if group is not None else ()
 

@@ -15,6 +15,7 @@ Source: all-gather attention of Llama Team, The Llama 3 Herd of Models, 2024, se
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from gemsc.ir import meta
 from gemsc.ir.operators.calls import Call
 from gemsc.ir.program import Barrier
 from gemsc.passes.spatial.cuts import Axes
+from gemsc.passes.spatial.emit import add_call
 from gemsc.passes.spatial.lowering import Lowering
 from gemsc.passes.spatial.values import Local, Refused, refined
 from gemsc.runtime import tiles
@@ -72,9 +74,7 @@ def _gathered(low: Lowering, call: Call, axes: Axes) -> Local:
     if call.get("dropout_p") is not None:
         settings |= _dropout(low, call, axes)
         function = tiles.scaled_dot_product_attention
-    return low.create(
-        call.node, "call_function", function, tuple(given), settings, axes
-    )
+    return add_call(low, call.node, function, *given, axes=axes, **settings)
 
 
 def _dropout(low: Lowering, call: Call, axes: Axes) -> dict[str, Any]:
@@ -134,11 +134,9 @@ def _around(low: Lowering, call: Call, axes: Axes) -> Local:
         settings["rows"] = halves.rows
     if call.get("dropout_p"):
         settings |= _dropout(low, call, axes)
-    function: Any = tiles.ring_attention
-    given = call.node, "call_function", function, args, settings, axes
-    if halves is None:
-        return low.create(*given)
-    return halves.home(low.create(*given, partial=True).node)
+    settings |= {"axes": axes, "partial": halves is not None}
+    local = add_call(low, call.node, tiles.ring_attention, *args, **settings)
+    return halves.home(local.node) if halves is not None else local
 
 
 class _Halves:
@@ -183,18 +181,18 @@ class _Halves:
         local = self.low.get(self.call["query"])
         other = self._moved(local.node, self.held, self.dealt_out)
         (start, stop), _ = self.rows
-        first = self._made("call_method", "narrow", local.node, 2, 0, stop - start)
-        return self._made("call_function", torch.cat, (first, other), 2)
+        first = self._made("narrow", local.node, 2, 0, stop - start)
+        return self._made(torch.cat, (first, other), 2)
 
     def home(self, attended: fx.Node) -> Local:
         """Return what was found of the rank's own queries."""
         (start, stop), (begin, end) = self.rows
         size = stop - start
-        first = self._made("call_method", "narrow", attended, 2, 0, size)
-        other = self._made("call_method", "narrow", attended, 2, size, end - begin)
+        first = self._made("narrow", attended, 2, 0, size)
+        other = self._made("narrow", attended, 2, size, end - begin)
         back = self._moved(other, self.dealt_out, self.own)
-        both, make = ((first, back), 2), self.low.create
-        return make(self.call.node, "call_function", torch.cat, both, {}, self.axes)
+        args = (first, back), 2
+        return add_call(self.low, self.call.node, torch.cat, *args, axes=self.axes)
 
     def _moved(
         self, node: fx.Node, held: tuple[Box, ...], wanted: tuple[Box, ...]
@@ -202,12 +200,10 @@ class _Halves:
         parts = self.low.local(self.call["query"]).held_parts
         held, wanted = refined(held, parts), refined(wanted, parts)
         exchange = self.low.exchange(self.shape, held, wanted)
-        args = self.low.here, node, exchange
-        return self._made("call_function", tiles.redistribute, *args)
+        return self._made(tiles.redistribute, self.low.here, node, exchange)
 
-    def _made(self, op: str, target: Any, *args: Any) -> fx.Node:
-        made = self.low.create(self.call.node, op, target, args, {}, None, partial=True)
-        return made.node
+    def _made(self, target: Any, *args: Any) -> fx.Node:
+        return add_call(self.low, self.call.node, target, *args, partial=True).node
 
 
 def _second(box: Box, rows: Interval) -> Box:
@@ -229,8 +225,6 @@ def _mask(low: Lowering, call: Call, axes: Axes) -> fx.Node | None:
         return None
     start, stop = low.owned(low.shape(call["query"]), axes)[low.place][-2]
     size = stop - start, low.shape(call["key"])[-2]
-    make, node, kind = low.create, call.node, {"dtype": torch.bool}
-    like = (low.get(call["query"]).node, size)
-    ones = make(node, "call_method", "new_ones", like, kind, None, partial=True)
-    rows = (ones.node, start)
-    return make(node, "call_method", "tril", rows, {}, None, partial=True).node
+    made = partial(add_call, low, call.node, partial=True)
+    ones = made("new_ones", low.get(call["query"]).node, size, dtype=torch.bool)
+    return made("tril", ones.node, start).node

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from operator import getitem
 
-from torch import Tensor, fx
+from torch import fx
 
 from gemsc.ir import meta
 from gemsc.ir.mutation import elements
@@ -126,12 +126,12 @@ def _has_tensor_input(call: Call) -> bool:
         return isinstance(call.arguments.get("tensors"), (tuple, list))
     if call.kind == "einsum":
         return True
-    return isinstance(source, fx.Node) and isinstance(meta.value(source), Tensor)
+    return isinstance(source, fx.Node) and meta.is_one_tensor(source)
 
 
 def _by_operators(low: Lowering, node: fx.Node) -> Local:
     """Lower what PyTorch itself tells to be elementwise, or a view."""
-    if low.probe.is_pointwise(node) and isinstance(meta.value(node), Tensor):
+    if low.probe.is_pointwise(node) and meta.is_one_tensor(node):
         return shapes.elementwise(low, node)
     local = shapes.view(low, node)
     if local is None:

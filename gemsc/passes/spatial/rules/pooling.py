@@ -6,12 +6,12 @@ import math
 import operator
 from typing import Any
 
-from torch import Tensor, fx
+from torch import fx
 
 from gemsc.base.boxes import Interval, everything, hull, intersection
 from gemsc.ir import meta
 from gemsc.ir.operators.calls import Call, call_of
-from gemsc.passes.spatial.emit import call_again, crop, weighted_sum
+from gemsc.passes.spatial.emit import add_call, call_again, crop, weighted_sum
 from gemsc.passes.spatial.lowering import Lowering
 from gemsc.passes.spatial.rules.windows import (
     WindowSettings,
@@ -32,7 +32,7 @@ def max_pooling(low: Lowering, call: Call) -> Local:
 
     Indices that it returns become positions in the whole value.
     """
-    has_indices = not isinstance(meta.value(call.node), Tensor)
+    has_indices = not meta.is_one_tensor(call.node)
     if not meta.spec(call.input).dtype.is_floating_point:
         raise Refused("it is not floating point")
     window = _pooling_window(call)
@@ -49,8 +49,7 @@ def max_pooling(low: Lowering, call: Call) -> Local:
         return local
     size = low.shape(call.input)[-call.rank :]
     args = (local.node, wanted[low.place][-call.rank :], size)
-    function = tiles.whole_positions
-    return low.create(call.node, "call_function", function, args, {}, axes)
+    return add_call(low, call.node, tiles.whole_positions, *args, axes=axes)
 
 
 def max_unpooling(low: Lowering, call: Call) -> Local:
@@ -75,15 +74,8 @@ def max_unpooling(low: Lowering, call: Call) -> Local:
     reached = tuple(window.need(dim, interval) for dim, interval in enumerate(rows))
     region = hull(box, intersection(reached, everything(size)))
     parts = low.part(source, wanted), low.part(call["indices"], wanted)
-    local = low.create(
-        call.node,
-        "call_function",
-        tiles.max_unpool,
-        (*parts, size, region),
-        {},
-        axes,
-        partial=region != box,
-    )
+    how: dict[str, Any] = {"axes": axes, "partial": region != box}
+    local = add_call(low, call.node, tiles.max_unpool, *parts, size, region, **how)
     uneven = [
         (start - first, last - stop)
         for (start, stop), (first, last) in zip(box, region, strict=True)
@@ -157,14 +149,8 @@ def average_pooling(low: Lowering, call: Call) -> Local:
         )
     )
     include = bool(call.get("count_include_pad", True))
-    return low.create(
-        call.node,
-        "call_function",
-        tiles.average_pool,
-        (part, windows, include),
-        {},
-        axes,
-    )
+    args = (part, windows, include)
+    return add_call(low, call.node, tiles.average_pool, *args, axes=axes)
 
 
 def _covers_everything(low: Lowering, call: Call, window: WindowSettings) -> bool:
@@ -203,16 +189,9 @@ def mean_of_everything(low: Lowering, call: Call) -> Local:
     axes = low.axes(source)
     assert axes is not None
     dims = tuple(range(-call.rank, 0))
-    among = low.among(axis for axis in axes if axis is not None)
-    local = low.create(
-        call.node,
-        "call_method",
-        "mean",
-        (low.get(source).node, dims),
-        {"keepdim": True},
-        None,
-        partial=True,
-    )
+    among = low.among(axes)
+    args = (low.get(source).node, dims)
+    local = add_call(low, call.node, "mean", *args, keepdim=True, partial=True)
     share = low.share(low.shape(source), axes)
     return weighted_sum(low, call, local, share, None, among)
 
@@ -223,11 +202,10 @@ def largest_of_everything(low: Lowering, call: Call) -> Local:
     axes = spatial_axes(low, source, rank)
     shape = low.shape(source)
     box = low.owned(shape, axes)[low.place][-rank:]
-    among = low.among(axis for axis in axes if axis is not None)
+    among = low.among(axes)
     args = (low.here, low.get(source).node, shape[-rank:], box)
-    options = {"among": among} if among else {}
-    function = tiles.global_max
-    return low.create(call.node, "call_function", function, args, options, None)
+    options: dict[str, Any] = {"among": among} if among else {}
+    return add_call(low, call.node, tiles.global_max, *args, **options)
 
 
 def lp_pooling(low: Lowering, call: Call) -> Local:

@@ -18,13 +18,13 @@ from torch import Tensor, fx
 from gemsc.ir import meta
 from gemsc.ir.operators.calls import Call
 from gemsc.passes.spatial.cuts import Axes
-from gemsc.passes.spatial.emit import call_again, on_tiles, weighted_sum
+from gemsc.passes.spatial.emit import add_call, call_again, on_tiles, weighted_sum
 from gemsc.passes.spatial.lowering import Lowering
 from gemsc.passes.spatial.rules.shapes import along, are_dims, elementwise
 from gemsc.passes.spatial.values import Flattened, Local, Refused
 from gemsc.runtime import tiles
 
-_OVER_TILES = {
+_OVER_TILES: dict[str, Callable[..., Tensor]] = {
     "max": tiles.amax,
     "min": tiles.amin,
     "amax": tiles.amax,
@@ -95,7 +95,7 @@ def along_tiles(
     if among := low.among(axes[dim] for dim in dims if axes[dim] is not None):
         options["among"] = among
     args = (low.here, low.get(source).node, dims)
-    return low.create(call.node, "call_function", function, args, options, axes)
+    return add_call(low, call.node, function, *args, axes=axes, **options)
 
 
 def _dims(call: Call, count: int) -> set[int]:
@@ -155,9 +155,7 @@ def _over_tiles(
             options["dtype"] = call["dtype"]
         over = dims if len(dims) > 1 else dims[0]
         args = (part, over) if len(dims) < len(shape) or options else (part,)
-        local = low.create(
-            node, "call_method", call.kind, args, options, None, partial=True
-        )
+        local = add_call(low, node, call.kind, *args, partial=True, **options)
         if call.kind == "sum":
             return low.all_reduce(node, local.node, result, among)
         reduced = tuple(a if d in dims else None for d, a in enumerate(axes))
@@ -170,7 +168,7 @@ def _over_tiles(
     if among:
         options["among"] = among
     function, given = _OVER_TILES[call.kind], (low.here, part, dims)
-    return low.create(node, "call_function", function, given, options, result)
+    return add_call(low, node, function, *given, axes=result, **options)
 
 
 def _correction(call: Call) -> float:
@@ -200,13 +198,11 @@ def elementwise_loss(low: Lowering, call: Call) -> Local:
         return call_again(low, call, axes, inputs)
     changes = {} if reduction == "sum" else {"reduction": "sum"}
     partial = call_again(low, call, None, inputs, changes, partial=True)
-    among = low.among(axis for axis in axes if axis is not None)
-    total = low.all_reduce(call.node, partial.node, None, among)
+    total = low.all_reduce(call.node, partial.node, None, low.among(axes))
     if reduction == "sum":
         return total
     count = prod(low.shape(call.input))
-    args = (total.node, count)
-    return low.create(call.node, "call_function", operator.truediv, args, {}, None)
+    return add_call(low, call.node, operator.truediv, total.node, count)
 
 
 def _reduction(call: Call) -> str:

@@ -9,14 +9,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemsc.base.boxes import Interval
+from gemsc.base.boxes import Box, Interval, everything
 from gemsc.ir.operators.calls import Call
 from gemsc.passes.spatial import need
 from gemsc.passes.spatial.cuts import Axes
-from gemsc.passes.spatial.emit import call_again, crop, weighted_sum
+from gemsc.passes.spatial.emit import add_call, call_again, crop, weighted_sum
 from gemsc.passes.spatial.lowering import Lowering
 from gemsc.passes.spatial.rules.pooling import largest_of_everything
-from gemsc.passes.spatial.rules.windows import result_axes, spatial_axes
+from gemsc.passes.spatial.rules.windows import (
+    Rule,
+    explicit_padding,
+    result_axes,
+    spatial_axes,
+    wanted_boxes,
+)
 from gemsc.passes.spatial.values import Local, Refused
 from gemsc.runtime import tiles
 from gemsc.runtime.tiles.windows import Resize, rows_read
@@ -56,28 +62,30 @@ def interpolation(low: Lowering, call: Call) -> Local:
             return out[0] // factor, -(-out[1] // factor)
         return need.support(out, size=sizes[dim], factor=factor, reach=_REACH[mode])
 
-    outputs = low.result(node, axes)
-    inputs = tuple(
-        (*box[:2], *(rule(dim, out) for dim, out in enumerate(box[2:])))
-        for box in outputs
-    )
-    part = low.part(source, inputs)
-    ours = zip(inputs[low.place][2:], outputs[low.place][2:], factors, strict=True)
+    return _enlarged(low, call, axes, factors, rule)
+
+
+def _enlarged(
+    low: Lowering, call: Call, axes: Axes, factors: tuple[int, ...], rule: Rule
+) -> Local:
+    """Run PyTorch's own kernel on the rows that are read, and crop."""
+    rank = len(factors)
+    inputs = wanted_boxes(low, call, axes, rule, (True,) * rank)
+    part = low.part(call.input, inputs)
+    read = inputs[low.place][-rank:]
+    box = low.result(call.node, axes)[low.place][-rank:]
     rows = [
         (start - first * factor, last * factor - stop)
-        for (first, last), (start, stop), factor in ours
+        for (first, last), (start, stop), factor in zip(read, box, factors, strict=True)
     ]
     changes: dict[str, Any] = {}
     if call.get("size") is not None:
-        local_size = tuple(
+        changes["size"] = tuple(
             (last - first) * factor
-            for (first, last), factor in zip(
-                inputs[low.place][2:], factors, strict=True
-            )
+            for (first, last), factor in zip(read, factors, strict=True)
         )
-        changes["size"] = local_size
     partial = any(before or after for before, after in rows)
-    local = call_again(low, call, axes, {source: part}, changes, partial=partial)
+    local = call_again(low, call, axes, {call.input: part}, changes, partial=partial)
     return crop(low, call, local, rows)
 
 
@@ -113,35 +121,20 @@ def _scales(call: Call, rank: int) -> tuple[float | None, ...]:
 def _weighted_rows(low: Lowering, call: Call, axes: Axes, mode: str) -> Local:
     source, node = call.input, call.node
     sizes = tuple(zip(low.shape(source)[2:], low.shape(node)[2:], strict=True))
-    scales = _scales(call, len(sizes))
-    outputs = low.result(node, axes)
-    inputs = []
-    for box in outputs:
-        how = Resize(
-            mode,
-            sizes,
-            tuple((0, size) for size, _ in sizes),
-            box[2:],
-            scales,
-            call.get("align_corners"),
-            bool(call.get("antialias", False)),
-        )
-        needs = tuple(
-            rows_read(how, axis) if axes[axis + 2] is not None else (0, size)
-            for axis, (size, _) in enumerate(sizes)
-        )
-        inputs.append((*box[:2], *needs))
-    part = low.part(source, tuple(inputs))
-    ours = Resize(
-        mode,
-        sizes,
-        inputs[low.place][2:],
-        outputs[low.place][2:],
-        scales,
-        call.get("align_corners"),
-        bool(call.get("antialias", False)),
-    )
-    return low.create(node, "call_function", tiles.resize, (part, ours), {}, axes)
+    rank = len(sizes)
+    scales = _scales(call, rank)
+
+    def how(inputs: Box, outputs: Box) -> Resize:
+        settings = call.get("align_corners"), bool(call.get("antialias", False))
+        return Resize(mode, sizes, inputs, outputs, scales, *settings)
+
+    def rule(dim: int, out: Interval) -> Interval:
+        return rows_read(how(everything(low.shape(source)[2:]), (out,) * rank), dim)
+
+    inputs = wanted_boxes(low, call, axes, rule, explicit_padding(axes, rank))
+    part = low.part(source, inputs)
+    ours = how(inputs[low.place][2:], low.result(node, axes)[low.place][2:])
+    return add_call(low, node, tiles.resize, part, ours, axes=axes)
 
 
 # Adaptive pools
@@ -160,8 +153,7 @@ def adaptive_pooling(low: Lowering, call: Call, kind: str) -> Local:
         part = {source: low.get(source).node}
         mean = call_again(low, call, None, part, partial=True)
         share = low.share(low.shape(source), axes)
-        among = low.among(axis for axis in axes if axis is not None)
-        return weighted_sum(low, call, mean, share, None, among)
+        return weighted_sum(low, call, mean, share, None, low.among(axes))
     return _pool(low, call, axes, kind, out_sizes)
 
 
@@ -176,30 +168,19 @@ def _pool(
     def rule(dim: int, out: Interval) -> Interval:
         return need.adaptive_window(out, size=sizes[dim], out_size=out_sizes[dim])
 
-    outputs = low.result(node, axes)
-    inputs = tuple(
-        (*box[:-rank], *(rule(dim, out) for dim, out in enumerate(box[-rank:])))
-        for box in outputs
-    )
+    inputs = wanted_boxes(low, call, axes, rule, (True,) * rank)
     part = low.part(source, inputs)
-    begins = [first for first, _ in inputs[low.place][-rank:]]
+    box = low.result(node, axes)[low.place][-rank:]
     windows = tuple(
         tuple(
             (first - begin, last - begin)
             for first, last in (rule(dim, (i, i + 1)) for i in range(*out))
         )
-        for dim, (out, begin) in enumerate(
-            zip(outputs[low.place][-rank:], begins, strict=True)
+        for dim, (out, (begin, _)) in enumerate(
+            zip(box, inputs[low.place][-rank:], strict=True)
         )
     )
-    return low.create(
-        node,
-        "call_function",
-        tiles.adaptive_pool,
-        (part, kind, windows),
-        {},
-        axes,
-    )
+    return add_call(low, node, tiles.adaptive_pool, part, kind, windows, axes=axes)
 
 
 # Pixel shuffles
@@ -209,37 +190,20 @@ def pixel_shuffle(low: Lowering, call: Call) -> Local:
     """Move channels into rows and columns of the tile, and crop."""
     factor = int(call["upscale_factor"])
     axes = result_axes(low, call, spatial_axes(low, call.input, 2))
-    source = low.shape(call.input)
-    outputs = low.result(call.node, axes)
-    inputs = tuple(
-        (
-            *((0, size) for size in source[:-2]),
-            *((start // factor, -(-stop // factor)) for start, stop in box[-2:]),
-        )
-        for box in outputs
-    )
-    part = low.part(call.input, inputs)
-    rows = [
-        (start - first * factor, last * factor - stop)
-        for (first, last), (start, stop) in zip(
-            inputs[low.place][-2:], outputs[low.place][-2:], strict=True
-        )
-    ]
-    partial = any(before or after for before, after in rows)
-    local = call_again(low, call, axes, {call.input: part}, partial=partial)
-    return crop(low, call, local, rows)
+
+    def rule(_: int, out: Interval) -> Interval:
+        return out[0] // factor, -(-out[1] // factor)
+
+    return _enlarged(low, call, axes, (factor, factor), rule)
 
 
 def pixel_unshuffle(low: Lowering, call: Call) -> Local:
     """Move rows and columns of the tile into channels."""
     factor = int(call["downscale_factor"])
     axes = result_axes(low, call, spatial_axes(low, call.input, 2))
-    source = low.shape(call.input)
-    inputs = tuple(
-        (
-            *((0, size) for size in source[:-2]),
-            *((start * factor, stop * factor) for start, stop in box[-2:]),
-        )
-        for box in low.result(call.node, axes)
-    )
+
+    def rule(_: int, out: Interval) -> Interval:
+        return out[0] * factor, out[1] * factor
+
+    inputs = wanted_boxes(low, call, axes, rule, (True, True))
     return call_again(low, call, axes, {call.input: low.part(call.input, inputs)})

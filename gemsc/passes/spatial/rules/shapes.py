@@ -16,7 +16,7 @@ from gemsc.ir.mutation import elements
 from gemsc.ir.operators.calls import Call
 from gemsc.passes.spatial import need
 from gemsc.passes.spatial.cuts import Axes, cut, fits
-from gemsc.passes.spatial.emit import alike, call_again, meeting
+from gemsc.passes.spatial.emit import add_call, alike, call_again, meeting
 from gemsc.passes.spatial.flattened import join
 from gemsc.passes.spatial.lowering import Lowering
 from gemsc.passes.spatial.rules.windows import numbers
@@ -69,7 +69,7 @@ def _fitted(
 ) -> fx.Node:
     """Return the part of an input that meets the tile's part of the result."""
     own = low.shape(source)
-    if not own or not isinstance(meta.value(source), Tensor):
+    if not own or not meta.is_one_tensor(source):
         return low.get(source).node
     ahead = len(shape) - len(own)
     first = [
@@ -106,7 +106,7 @@ def view(low: Lowering, node: fx.Node) -> Local | None:
         return low.copy(node, tuple(result))
     target = "expand" if name in _EXPANDING else "reshape"
     args = (low.get(source).node, *low.sizes(node, tuple(result)))
-    return low.create(node, "call_method", target, args, {}, tuple(result))
+    return add_call(low, node, target, *args, axes=tuple(result))
 
 
 def _regrouped(
@@ -141,7 +141,7 @@ def _regrouped(
         found[to] = axis
     cut_alike = tuple(found)
     args = (low.get(source).node, *low.sizes(node, cut_alike))
-    return low.create(node, "call_method", "reshape", args, {}, cut_alike)
+    return add_call(low, node, "reshape", *args, axes=cut_alike)
 
 
 def _groups(
@@ -167,7 +167,7 @@ def subscript(low: Lowering, node: fx.Node) -> Local | None:
     """
     source, index = node.args
     assert isinstance(source, fx.Node)
-    if not isinstance(meta.value(source), Tensor):
+    if not meta.is_one_tensor(source):
         return low.copy(node, low.axes(source))
     axes = low.axes(source)
     entries = _entries(index, len(low.shape(source)))
@@ -230,9 +230,7 @@ def _slice(low: Lowering, node: fx.Node, source: fx.Node, entries: list[Any]) ->
     rest = tuple(_rest_of(entry, ranges.get(dim)) for dim, entry in enumerate(entries))
     if out_axes is not None and all(entry == slice(None) for entry in rest):
         return low.stands_for(part, node, out_axes)
-    return low.create(
-        node, "call_function", operator.getitem, (part, rest), {}, out_axes
-    )
+    return add_call(low, node, operator.getitem, part, rest, axes=out_axes)
 
 
 def _rest_of(entry: Any, rows: range | None) -> Any:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import fx
 from torch.utils import _pytree as pytree
 
 from gemsc.base.boxes import Box, Interval
@@ -19,9 +19,11 @@ from gemsc.ir import meta
 from gemsc.ir.operators.calls import Call
 from gemsc.passes.spatial import need
 from gemsc.passes.spatial.cuts import Axes, fits
-from gemsc.passes.spatial.emit import call_again, crop
+from gemsc.passes.spatial.emit import add_call, call_again, crop
 from gemsc.passes.spatial.lowering import Lowering
 from gemsc.passes.spatial.values import Local, Refused, last_axes
+
+Rule = Callable[[int, Interval], Interval]
 
 
 def numbers(value: Any, rank: int) -> tuple[int, ...]:
@@ -100,7 +102,7 @@ def wanted_boxes(
     low: Lowering,
     call: Call,
     axes: Axes,
-    rule: Callable[[int, Interval], Interval],
+    rule: Rule,
     explicit: tuple[bool, ...],
 ) -> tuple[Box, ...]:
     """Return what each tile needs: by the rule for explicit dimensions, all of others.
@@ -109,12 +111,10 @@ def wanted_boxes(
     """
     source = low.shape(call.input)
     first = len(axes) - len(explicit)
-    is_tensor = isinstance(meta.value(call.node), Tensor)
-    results = (
-        low.result(call.node, axes)
-        if is_tensor
-        else low.owned(_result_shape(call), axes)
-    )
+    if meta.is_one_tensor(call.node):
+        results = low.result(call.node, axes)
+    else:
+        results = low.owned(_result_shape(call), axes)
     return tuple(
         tuple(
             rule(dim - first, interval)
@@ -320,13 +320,6 @@ def pad_like(
     local = Local(part, axes)
     if any(left or right for left, right in pads):
         amounts = tuple(n for pair in reversed(pads) for n in pair)
-        local = low.create(
-            call.node,
-            "call_function",
-            F.pad,
-            (part, amounts),
-            {"mode": mode},
-            axes,
-            partial=True,
-        )
+        how: dict[str, Any] = {"axes": axes, "partial": True, "mode": mode}
+        local = add_call(low, call.node, F.pad, part, amounts, **how)
     return crop(low, call, local, rows).node
