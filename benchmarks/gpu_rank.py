@@ -21,7 +21,6 @@ import gemsc
 from gemsc.runtime.process.device import choose_device, claim_device
 from gemsc.runtime.transport.choose import start_transport
 from gemsc.runtime.transport.device_transport import DeviceTransport
-from gemsc.runtime.transport.mpi import MpiTransport
 from gemsc.runtime.transport.streams import streams_for
 
 REPEATS = 5
@@ -80,14 +79,20 @@ def train(given: dict[str, Any], device: torch.device) -> dict[str, Any]:
     }
 
 
+def linked(device: torch.device, per_device: int | None = None) -> DeviceTransport:
+    """Return this rank's end of messages and sums between devices."""
+    claim_device(device, per_device=per_device)
+    transport = start_transport()
+    streams = streams_for(choose_device(transport, device))
+    transport.try_device(streams)
+    return DeviceTransport(transport, streams)
+
+
 def send_messages(given: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """Send a buffer of the device to the other rank and back."""
-    claim_device(device)
-    transport = MpiTransport()
-    chosen = choose_device(transport, device)
-    streams = streams_for(chosen)
-    transport.try_device(streams)
-    link = DeviceTransport(transport, streams)
+    link = linked(device)
+    transport: Any = link.host
+    chosen = link.streams.device
     shape, other = (given["bytes"] // 4,), 1 - transport.rank
     mine = torch.arange(shape[0], dtype=torch.float32, device=chosen) + transport.rank
     equal = []
@@ -114,12 +119,8 @@ def send_messages(given: dict[str, Any], device: torch.device) -> dict[str, Any]
 
 def sum_up(given: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """Let all ranks sum a buffer, exchange shares of one, and gather them."""
-    claim_device(device, per_device=given["per_device"])
-    transport = start_transport()
-    chosen = choose_device(transport, device)
-    streams = streams_for(chosen)
-    transport.try_device(streams)
-    link = DeviceTransport(transport, streams)
+    link = linked(device, given["per_device"])
+    transport, chosen = link.host, link.streams.device
     rank, size = transport.rank, transport.size
     group = link.group(tuple(range(size)))
     length = given["bytes"] // 4 // size * size

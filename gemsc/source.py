@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import os
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
@@ -45,7 +46,17 @@ def import_source(
         place, name = spec, "model"
     is_file = place.endswith(".py") or "/" in place
     load = _import_file if is_file else _import_module
-    return *load(place, constants), name
+    folder = os.getcwd()
+    path, module = load(place, constants)
+    if os.getcwd() != folder:
+        os.chdir(folder)
+        raise GemscError(
+            f"importing {path.name} changes the working directory: where gemsc writes "
+            "would depend on it",
+            help="leave it as it is, and name files from the folder of the model's "
+            "file: Path(__file__).parent / 'data'",
+        )
+    return path, module, name
 
 
 def _import_file(place: str, constants: Mapping[str, str]) -> tuple[Path, ModuleType]:

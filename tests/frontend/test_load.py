@@ -182,6 +182,15 @@ def test_a_file_that_fails(tmp_path: Path, text: str, message: str, line: int) -
     assert "failing" not in sys.modules
 
 
+def test_a_file_that_goes_elsewhere(tmp_path: Path) -> None:
+    """What `-o build` and `--save` name would be there."""
+    folder = Path.cwd()
+    text = "import os\n\nos.chdir(os.path.dirname(__file__))\n"
+    error = refusal(tmp_path, text + HEAD + MODEL + INPUTS, "goes.py")
+    assert "importing goes.py changes the working directory" in error.message
+    assert Path.cwd() == folder
+
+
 def test_no_model_in_the_file(tmp_path: Path) -> None:
     error = refusal(tmp_path, HEAD + INPUTS + "class Net(nn.Module):\n    pass\n")
     assert "no model in model.py; it has Net, example_inputs" in error.message
