@@ -117,7 +117,11 @@ def overlap(place: Place) -> Iterator[Line]:
         (place.kept / "offload_trace.json").write_bytes(path.read_bytes())
     trace = read_trace(path)
     if not (trace.outward and trace.inward):
-        yield skipped("offload", f"{slower:.2f} x one without; no copies in the trace")
+        found = f"{slower:.2f} x one without; no copies in the trace"
+        if place.has_gpu:
+            yield judged("offload", False, found, "copies to pinned memory")
+        else:
+            yield skipped("offload", found)
         return
     shortest, can_hide = trace.shortest
     yield judged(

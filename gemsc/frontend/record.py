@@ -126,14 +126,13 @@ def record(
     request = _Request(*subject, leaves.found, autocast)
     with preserve_rng(), autocasting(autocast):
         leaves.take(opaque or {})
-        request = replace(request, loss=leaves.loss)
         trace = None
         while trace is None:
+            request = replace(request, loss=leaves.loss)
             try:
                 trace = _trace_twice(request)
             except DependsOnDataError as error:
                 leaves.add(error)
-                request = replace(request, loss=leaves.loss)
         _trace_in_other_dtype(request, trace)
     named = getattr(model, "_orig_mod", model)  # of what torch.compile gave
     return _program(request, trace, name or type(named).__name__)

@@ -28,12 +28,7 @@ class same_for_all(cached_property[Any]):  # noqa: N801
         """Return the value that was there first."""
         if instance is None:
             return self
-        found, name = instance.__dict__, str(self.attrname)
-        return (
-            found[name]
-            if name in found
-            else found.setdefault(name, self.func(instance))
-        )
+        return instance.__dict__.setdefault(self.attrname, self.func(instance))
 
 
 @dataclass(frozen=True)

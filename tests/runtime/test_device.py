@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from gemsc.runtime.process.device import (
 )
 from gemsc.runtime.process.sharing import LOCAL_RANKS
 from gemsc.runtime.training import trainer
+from gemsc.runtime.transport import torch_distributed
 from gemsc.runtime.transport.local import LocalTransport, run_local
 from gemsc.verify.one_process import reference_steps
 
@@ -260,3 +262,51 @@ def test_a_trainer_knows_what_it_was_compiled_for(
         written(tmp_path, Net(lambda self, x: self.a(x)), ranks=1, device_memory=cap)
         run_local(1, lambda t: trainer.Trainer(tmp_path, t))
     assert caps == [None, 2**24]
+
+
+class FakeNccl:
+    """What torch.distributed has of NCCL where it is built with it."""
+
+    class Options:
+        def __init__(self) -> None:
+            self.config = SimpleNamespace(max_ctas=0)
+
+    def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+        self.most_blocks = options.config.max_ctas
+        self.is_over = False
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        assert device == torch.device("cuda", 0)
+
+    def shutdown(self) -> None:
+        self.is_over = True
+
+
+@pytest.mark.parametrize(("sharing", "most"), [(1, 0), (2, 16), (4, 8), (64, 1)])
+def test_the_blocks_of_all_ranks_on_a_gpu_fit(
+    sharing: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL's blocks wait for those of other ranks; several sums may be in flight."""
+    gpu = SimpleNamespace(uuid="gpu", multi_processor_count=132)
+    monkeypatch.setenv(torch_distributed.MANY_ON_A_GPU, "1")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    dist = SimpleNamespace(
+        is_nccl_available=lambda: True,
+        PrefixStore=lambda name, store: store,
+        ProcessGroupNCCL=FakeNccl,
+    )
+    monkeypatch.setattr(torch_distributed, "dist", dist)
+    transport: Any = object.__new__(torch_distributed.TorchTransport)
+    transport.rank, transport.size, transport._store = 0, 64, None
+    transport.sums_on_device, transport._blocks_of_nccl = False, None
+    others = [("host", str(number)) for number in range(1, 65 - sharing)]
+    transport.all_gather_object = lambda own: [own] * sharing + others
+    transport.try_device(SimpleNamespace(device=torch.device("cuda", 0)))
+    assert transport.sums_on_device
+    transport.connect = lambda name, ranks: None
+    group = torch_distributed.TorchGroup(transport, (0, 1), "gradients")
+    group.connect()
+    assert group._nccl.most_blocks == most
+    assert sharing * most <= 132
+    group.close()
+    assert group._nccl.is_over
