@@ -56,7 +56,7 @@ class _Results:
     frontend: str = "record"
     owners: dict[str, nn.Module] = field(default_factory=dict)
     gradients: Gradients = field(default_factory=Gradients)
-    halves: tuple[float, float] | None = None
+    halves: str = ""
 
     def watch(self, prefix: str, owner: nn.Module) -> None:
         """Take the gradients of a module from now on."""
@@ -85,10 +85,10 @@ def check_against_eager(
     target: Any = None,
     *,
     training: bool = True,
-) -> tuple[float, float] | None:
+) -> str:
     """Run one step of the graph and one of the model, on copies, and compare.
 
-    Return the loss and the mean of those of its halves, where they are known to differ.
+    Return how the loss and the mean of those of its halves differ, "" if they do not.
 
     Outputs, loss, the gradient of each parameter and each buffer after the step must
     be equal, bit for bit or within the rounding of the dtype. Activation checkpoints

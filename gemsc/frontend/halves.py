@@ -1,22 +1,28 @@
 """Ask whether a loss is a mean over samples: only then micro-batches are a batch.
 
 loss(4 samples) = 0.61      (loss(2 of them) + loss(the other 2)) / 2 = 0.58
+
+The gradients are compared as well: those of the hardest tenth of all pixels are others
+than those of the hardest tenth of each half, where both losses are log(2) at the start.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from gemsc.base.nests import as_loss, call_loss, map_tensors, tensor_leaves
 from gemsc.base.rng import torch_state
 
-_TOLERANCE = 1e-4  # rounding is less, and what should be known is more
+_TOLERANCE = 5e-6  # rounding is less, also where a loss computes in float32 inside
+_OWN_TOLERANCE = 1e-4  # where it cannot be asked in float64
 _ROUNDINGS = 4
 
 
@@ -24,25 +30,73 @@ class _NotKnownError(Exception):
     """Nothing can be said of this loss."""
 
 
-@torch.no_grad()
+@dataclass(frozen=True)
+class _Loss:
+    value: Tensor
+    gradients: dict[Any, Tensor]
+
+    def beside(self, apart: _Loss, tolerance: float) -> str:
+        """Say how the mean of the halves differs from this, "" if it does not."""
+        tolerance = max(tolerance, _ROUNDINGS * torch.finfo(self.value.dtype).eps)
+        gradients = _distance(
+            list(self.gradients.values()), list(apart.gradients.values())
+        )
+        if max(_distance([self.value], [apart.value]), gradients) <= tolerance:
+            return ""
+        whole, mean = f"{self.value:.4g}", f"{apart.value:.4g}"
+        if whole != mean:
+            return f"{whole} of example_inputs, {mean} as the mean of its halves"
+        return (
+            f"{whole} of example_inputs as of their halves, but with gradients "
+            f"that differ by {gradients:.1%}"
+        )
+
+
 def loss_of_halves(
     loss: Callable[..., Any], output: Any, target: Any, size: int
-) -> tuple[float, float] | None:
-    """Return the loss of a micro-batch, and the mean of those of its halves.
+) -> str:
+    """Say how the loss of a micro-batch and the mean of those of its halves differ.
 
-    None if they are equal, or where this cannot be asked: the loss returns a count,
+    "" if they do not, or where this cannot be asked: the loss returns a count,
     draws random numbers, or takes something that is not one row for each of `size`
     samples. Of a single sample, the other half is the same with smaller outputs.
     """
     before = torch_state()
+    found = ""
     with suppress(Exception):  # whatever a loss says of batches of another size
-        parts = _halves(output, target, size)
-        together, eps = _value(loss, *_joined(*parts))
-        apart = sum(_value(loss, *part)[0] for part in parts) / 2
-        least = max(_TOLERANCE, _ROUNDINGS * eps) * max(abs(together), abs(apart))
-        if abs(together - apart) > least and torch.equal(before, torch_state()):
-            return together, apart
-    return None
+        try:
+            values, labels = map_tensors((output, target), _double)
+            found = _compared(_in_double(loss), values, labels, size, _TOLERANCE)
+        except Exception:  # it has tensors of its own dtype
+            found = _compared(loss, output, target, size, _OWN_TOLERANCE)
+    return found if torch.equal(before, torch_state()) else ""
+
+
+def _compared(
+    loss: Callable[..., Any], output: Any, target: Any, size: int, tolerance: float
+) -> str:
+    parts = _halves(output, target, size)
+    together = _loss(loss, *_joined(*parts))
+    first, second = (_loss(loss, *part) for part in parts)
+    gradients = {
+        path: torch.cat([gradient, second.gradients[path]]) / 2
+        if gradient.shape
+        else (gradient + second.gradients[path]) / 2
+        for path, gradient in first.gradients.items()
+    }
+    mean = _Loss((first.value + second.value) / 2, gradients)
+    return together.beside(mean, tolerance)
+
+
+def _distance(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> float:
+    """Return the norm of the difference, as a part of the larger norm."""
+
+    def norm(parts: Sequence[Tensor]) -> float:
+        return math.hypot(*(float(part.double().norm()) for part in parts))
+
+    largest = max(norm(tensors), norm(others))
+    apart = norm([a - b for a, b in zip(tensors, others, strict=True)])
+    return apart / largest if largest else 0.0
 
 
 def _halves(output: Any, target: Any, size: int) -> tuple[Any, Any]:
@@ -56,7 +110,7 @@ def _halves(output: Any, target: Any, size: int) -> tuple[Any, Any]:
 def _rows(output: Any, target: Any, size: int, start: int, stop: int) -> Any:
     """Return some samples; numbers without any are those of all."""
 
-    def cut(path: object, tensor: torch.Tensor) -> torch.Tensor:
+    def cut(path: object, tensor: Tensor) -> Tensor:
         if tensor.shape and len(tensor) != size:
             raise _NotKnownError
         return tensor[start:stop] if tensor.shape else tensor
@@ -66,22 +120,44 @@ def _rows(output: Any, target: Any, size: int, start: int, stop: int) -> Any:
     return map_tensors((output, target), cut)
 
 
-def _value(loss: Callable[..., Any], output: Any, target: Any) -> tuple[float, float]:
-    """Return the loss, and the distance of two numbers near 1 in its dtype."""
-    found = as_loss(call_loss(copy.deepcopy(loss), output, target))  # it may count
-    if found.shape or not math.isfinite(found):
-        raise _NotKnownError
-    return float(found), torch.finfo(found.dtype).eps
+def _loss(loss: Callable[..., Any], output: Any, target: Any) -> _Loss:
+    """Return the loss, and what it gives the outputs as gradients."""
+    leaves: dict[Any, Tensor] = {}
+
+    def asked(path: object, tensor: Tensor) -> Tensor:
+        tensor = tensor.detach()
+        if tensor.is_floating_point() or tensor.is_complex():
+            leaves[path] = tensor.requires_grad_()
+            return tensor.clone()  # which the loss may write to
+        return tensor
+
+    with torch.enable_grad():
+        output = map_tensors(output, asked)
+        value = as_loss(call_loss(copy.deepcopy(loss), output, target))  # it may count
+        if value.shape or not value.isfinite():
+            raise _NotKnownError
+        gradients = torch.autograd.grad(
+            value, list(leaves.values()), allow_unused=True, materialize_grads=True
+        )
+    return _Loss(value.detach(), dict(zip(leaves, gradients, strict=True)))
 
 
-def _smaller(path: object, tensor: torch.Tensor) -> torch.Tensor:
+def _in_double(loss: Any) -> Any:
+    return copy.deepcopy(loss).double() if isinstance(loss, nn.Module) else loss
+
+
+def _double(path: object, tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def _smaller(path: object, tensor: Tensor) -> Tensor:
     return tensor / 2 if tensor.is_floating_point() and tensor.shape else tensor
 
 
 def _joined(first: Any, second: Any) -> Any:
     others = dict(tensor_leaves(second))
 
-    def join(path: Any, tensor: torch.Tensor) -> torch.Tensor:
+    def join(path: Any, tensor: Tensor) -> Tensor:
         return torch.cat([tensor, others[path]]) if tensor.shape else tensor
 
     return map_tensors(first, join)

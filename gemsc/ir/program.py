@@ -213,8 +213,8 @@ class Program:
     `shard` says what they keep their rows of only, if that is not "off", and `kept` how
     many elements; of weights, those of `whole_stages` stages are whole at a time.
     `unfused_optimizer` is the name of one that would be faster with `fused=True`.
-    `halves` are the loss of a micro-batch and the mean of those of its halves, where
-    they are known to differ.
+    `halves` says how the loss of a micro-batch and the mean of those of its halves
+    differ, "" if they are not known to.
     `shards` says, by stage, how ranks share its channels, heads, features or words;
     `parts` are the parameters and buffers of which the rank at hand has a part only, or
     nothing; `owned` are those that it has of each stage, where it runs a part of it.
@@ -255,7 +255,7 @@ class Program:
     shard: str = "off"
     whole_stages: int = 0
     unfused_optimizer: str = ""
-    halves: tuple[float, float] | None = None
+    halves: str = ""
     tile: int = 0
     parts: dict[str, Part] = field(default_factory=dict)
     owned: tuple[tuple[str, ...], ...] | None = None

@@ -128,14 +128,13 @@ def _loss_notes(program: Program, task: Task, options: CompileOptions) -> list[s
     """
     count = options.data * sum(task.micro_batches)
     size = count * micro_batch_size(program)
-    if program.halves is not None and count > 1:
-        together, apart = program.halves
+    if program.halves and count > 1:
         return [
-            f"the loss is no mean over samples: {together:.4g} of example_inputs, "
-            f"{apart:.4g} as the mean of its halves. A step takes the mean of the "
-            f"losses of its {count} micro-batches, which is not the loss of its {size} "
-            "samples together. If it should be that, return a sum and a count, or let "
-            "example_inputs() have all samples of a step, with --micro-batches 1"
+            f"the loss is no mean over samples: {program.halves}. A step takes the "
+            f"mean of the losses of its {count} micro-batches, which is not the loss "
+            f"of its {size} samples together. If it should be that, return a sum and a "
+            "count, or let example_inputs() have all samples of a step, with "
+            "--micro-batches 1"
         ]
     if program.loss is None or program.loss not in program.outputs:
         return []
