@@ -21,6 +21,7 @@ import traceback
 from collections.abc import Callable, Collection, Iterable
 from importlib import import_module
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, cast
 
@@ -161,6 +162,7 @@ def main(*, settings: bool = True) -> None:
     try:
         _check_words(words)
         app = _app_for(words)
+        _check_values(app, words)
         defaults = _defaults(app, words) if settings else {}
         sys.exit(app(words, standalone_mode=False, default_map=defaults))
     except (KeyboardInterrupt, typer.Abort):
@@ -212,6 +214,28 @@ def _check_words(words: Iterable[str]) -> None:
             raise GemscError(
                 f"the argument {word!a} is not UTF-8 text",
                 help="rename the file, or type the name again",
+            )
+
+
+def _check_values(app: typer.Typer, words: list[str]) -> None:
+    """Refuse an option in place of a value: `--offload --overwrite`.
+
+    Raises:
+        UsageError: names the option that has none.
+    """
+    commands: Any = get_command(app)
+    command = commands.commands.get(words[0])
+    options = {
+        flag: parameter
+        for parameter in (command.params if command else ())
+        for flag in (*parameter.opts, *parameter.secondary_opts)
+        if parameter.param_type_name == "option"
+    }
+    for word, value in pairwise(words):
+        if word in options and not options[word].is_flag and value in options:
+            raise UsageError(
+                f"{word} has no value: {value} is an option",
+                help=f"{word}: {options[word].help}",
             )
 
 

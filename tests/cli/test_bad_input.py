@@ -407,6 +407,12 @@ COMMANDS = {
     "unknown option": Mistake(
         ("no such option: --rank",), words="compile model.py --rank 2", code=2
     ),
+    "an option in place of a value": Mistake(
+        ("--offload has no value: --ranks is an option",),
+        words="compile model.py --offload --ranks 2",
+        advises="kept in host memory: off, auto or names",
+        code=2,
+    ),
     "no argument": Mistake(("missing argument 'model'",), words="compile", code=2),
     "no number": Mistake(
         ("--ranks takes a whole number, not 'two'",),
