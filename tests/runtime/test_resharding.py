@@ -87,7 +87,11 @@ def go_on(
         if resume:
             trainer.resume(folder)
         after(trainer)
-        losses = [trainer.step(*batch) for batch in batches]
+        place = trainer.worker.place
+        losses = [
+            trainer.step(*(t.chunk(place.num_copies)[place.copy] for t in batch))
+            for batch in batches
+        ]
         trainer.save(folder)
         return losses
 
@@ -110,7 +114,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "8 ranks, tiles": {"ranks": 8, "tiles": ("2x2",), "micro_batches": 4},
     "2 replicas, gpipe": {
         **{"ranks": 8, "data": 2, "schedule": "gpipe"},
-        **{"micro_batches": 4, "shard": "optimizer"},
+        **{"micro_batches": 2, "shard": "optimizer"},
     },
     "4 ranks, chimera": {
         **{"ranks": 4, "schedule": "chimera", "micro_batches": 4},

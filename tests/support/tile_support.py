@@ -193,7 +193,8 @@ def on_ranks(
         [part["saved"] for part in parts],
     )
     for each, part in zip(programs, parts, strict=True):
-        assert torch.equal(part["loss"], result.loss)
+        # what lies elsewhere in memory may be added up in another order
+        assert torch.allclose(part["loss"], result.loss, rtol=1e-12, atol=0)
         for name, gradient in part["parameters"].items():
             gradient = _placed(each.parts.get(name), gradient)
             known = result.parameters.get(name)
