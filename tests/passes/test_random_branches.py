@@ -93,6 +93,29 @@ def test_ranks_without_a_gradient_wait_for_that_of_others(
     assert check(BranchCase(model, (x,), F.mse_loss, target, grid, trunk)) == 2
 
 
+class GatedAfterwards(nn.Module):
+    """Two experts, and then the weights of both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.gate = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = [expert(x) for expert in self.experts]
+        weights = self.gate(x).softmax(-1)
+        return sum(weights[..., i, None] * y for i, y in enumerate(outputs))
+
+
+@pytest.mark.parametrize("trunk", ["whole", "batch"])
+def test_weights_computed_after_their_branches_stay_outside(trunk: str) -> None:
+    torch.manual_seed(0)
+    x, target = torch.randn(4, 6), torch.randn(4, 6)
+    model = nn.Sequential(nn.Linear(6, 6), GatedAfterwards(), nn.Linear(6, 6))
+    grid = GridShape(branches=2)
+    assert check(BranchCase(model, (x,), F.mse_loss, target, grid, trunk)) == 1
+
+
 class OneReadsTheForm(nn.Module):
     """Of two branches one takes no more of the trunk than its shape or its dtype."""
 

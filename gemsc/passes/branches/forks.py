@@ -176,15 +176,28 @@ class Finder:
         """Yield the windows of a join, small ones first, that may be forks.
 
         They begin where the next node would do more than lengthen a component, and
-        after each of `starts`.
+        after each of `starts`. If there are none, what would connect two components
+        stays outside: weights of all branches that are computed after them.
         """
+        found = list(self._windows(join, added, starts))
+        yield from found or self._windows(join, added, starts, apart=True)
+
+    def _windows(
+        self,
+        join: int,
+        added: tuple[int, ...],
+        starts: Collection[int],
+        *,
+        apart: bool = False,
+    ) -> Iterator[ForkWindow]:
         scan = _Scan(self, join, added)
         if len(scan.begins) < 2:
             return
         place = join
         while place > 0 and not scan.is_over():
             place -= 1
-            if place in scan.skipped or not self._leads(scan, place):
+            outside = not self._leads(scan, place) or (apart and scan.connects(place))
+            if place in scan.skipped or outside:
                 if place in starts and scan.is_fork():
                     yield scan.window()
                 continue
@@ -228,6 +241,9 @@ class _Scan:
         users = self.finder.next[place] or ()
         found = [self.group_of[user] for user in users if user not in self.skipped]
         return list({id(group): group for group in found}.values())
+
+    def connects(self, place: int) -> bool:
+        return len(self._users(place)) > 1
 
     def is_plain(self, place: int) -> bool:
         """Whether a node only makes one component longer, or begins one."""
