@@ -90,6 +90,7 @@ def test_crops_of_it_train_as_if_each_rank_had_read_all(
     whole = on_ranks(program, 2, lambda trainer: step(trainer, in_parts=False))
     assert [loss for loss, _ in parts] == [loss for loss, _ in whole]
     assert torch.tensor(parts[0][0]).isfinite()
-    needed = 4 * (size // 2 + HALO) * size
+    read = 2 * 4  # the samples of the first batch twice: are they the same again?
+    needed = read * (size // 2 + HALO) * size
     assert all(0 < count <= needed for _, count in parts)
-    assert all(count == 4 * size**2 for _, count in whole)
+    assert all(count == read * size**2 for _, count in whole)

@@ -12,6 +12,7 @@ from models import MODELS, AmoebaNet, ResNetV2
 from tile_support import Function, assert_same, eager, on_tiles
 from torch import Tensor, nn
 
+import gemsc
 from gemsc.base.boxes import everything
 from gemsc.ir import meta
 from gemsc.ir.flow import exchange_of, is_exchange
@@ -156,6 +157,16 @@ class Padded(nn.Module):
 @pytest.mark.parametrize("layers", [[Padded()], [nn.ZeroPad2d((0, 0, 1, 1))]])
 def test_an_output_says_which_part_it_is(layers: list[nn.Module]) -> None:
     check(nn.Sequential(*layers), torch.randn(1, 2, 14, 4), (3, 1))
+
+
+@pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
+def test_a_tile_drops_what_it_mirrored_too_much(mode: str) -> None:
+    """Of three rows the second tile has one, and mirrors two."""
+    conv = nn.Conv2d(2, 4, (2, 3), padding="same", padding_mode=mode)
+    model, x = nn.Sequential(nn.Conv2d(1, 2, 1), conv), torch.randn(2, 1, 3, 8)
+    check(model, x, (2, 1))
+    given = {"loss": nn.MSELoss(), "example_target": torch.randn(2, 4, 3, 8)}
+    gemsc.compile(model, (x,), ranks=2, tiles=("2x1",), **given)  # shapes are checked
 
 
 class InPlace(nn.Module):

@@ -140,7 +140,7 @@ def _without_statistics(rank: int) -> Callable[[pytest.MonkeyPatch], None]:
         def changed(
             self: RunningStatistics, transport: DeviceTransport, *how: Any
         ) -> tuple[Request, ...]:
-            self._counts = transport.host.rank != rank
+            self.counts = transport.host.rank != rank
             return start(self, transport, *how)
 
         patch.setattr(RunningStatistics, "start", changed)

@@ -208,15 +208,26 @@ def meeting(
     return low.part(source, wanted)
 
 
-def crop(low: Lowering, call: Call, local: Local, rows: list[tuple[int, int]]) -> Local:
-    """Drop (before, after) rows of the last dimensions of a tile, if any."""
+def crop(
+    low: Lowering,
+    call: Call,
+    local: Local,
+    rows: list[tuple[int, int]],
+    *,
+    partial: bool = False,
+) -> Local:
+    """Drop (before, after) rows of the last dimensions of a tile, if any.
+
+    It is the value of the call, or where it is `partial` one before it.
+    """
     if not any(before or after for before, after in rows):
         return local
     index: list[Any] = [...]
     for before, after in rows:
         index.append(slice(before or None, -after if after else None))
     args = (local.node, tuple(index))
-    return add_call(low, call.node, operator.getitem, *args, axes=local.axes)
+    how: dict[str, Any] = {"axes": local.axes, "partial": partial}
+    return add_call(low, call.node, operator.getitem, *args, **how)
 
 
 def weighted_sum(

@@ -322,4 +322,4 @@ def pad_like(
         amounts = tuple(n for pair in reversed(pads) for n in pair)
         how: dict[str, Any] = {"axes": axes, "partial": True, "mode": mode}
         local = add_call(low, call.node, F.pad, part, amounts, **how)
-    return crop(low, call, local, rows).node
+    return crop(low, call, local, rows, partial=True).node
