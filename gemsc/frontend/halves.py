@@ -9,6 +9,7 @@ import copy
 import math
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,16 +33,20 @@ def loss_of_halves(
 
     None if they are equal, or where this cannot be asked: the loss returns a count,
     draws random numbers, or takes something that is not one row for each of `size`
-    samples. Of a single sample, the other half is the same with smaller outputs.
+    samples. Of a single sample, the other half is the same with smaller outputs. If
+    all elements have about the same loss, as in a model that begins with zeros, other
+    outputs are asked.
     """
     before = torch_state()
-    with suppress(Exception):  # whatever a loss says of batches of another size
-        parts = _halves(output, target, size)
-        together, eps = _value(loss, *_joined(*parts))
-        apart = sum(_value(loss, *part)[0] for part in parts) / 2
-        least = max(_TOLERANCE, _ROUNDINGS * eps) * max(abs(together), abs(apart))
-        if abs(together - apart) > least and torch.equal(before, torch_state()):
-            return together, apart
+    draw = partial(_drawn, generator=torch.Generator().manual_seed(0))
+    for known in (output, map_tensors(output, draw)):
+        with suppress(Exception):  # whatever a loss says of batches of another size
+            parts = _halves(known, target, size)
+            together, eps = _value(loss, *_joined(*parts))
+            apart = sum(_value(loss, *part)[0] for part in parts) / 2
+            least = max(_TOLERANCE, _ROUNDINGS * eps) * max(abs(together), abs(apart))
+            if abs(together - apart) > least and torch.equal(before, torch_state()):
+                return together, apart
     return None
 
 
@@ -76,6 +81,15 @@ def _value(loss: Callable[..., Any], output: Any, target: Any) -> tuple[float, f
 
 def _smaller(path: object, tensor: torch.Tensor) -> torch.Tensor:
     return tensor / 2 if tensor.is_floating_point() and tensor.shape else tensor
+
+
+def _drawn(
+    path: object, tensor: torch.Tensor, generator: torch.Generator
+) -> torch.Tensor:
+    """Return other outputs, which may be probabilities."""
+    if not (tensor.is_floating_point() and tensor.shape):
+        return tensor
+    return torch.rand(tensor.shape, generator=generator).to(tensor)
 
 
 def _joined(first: Any, second: Any) -> Any:

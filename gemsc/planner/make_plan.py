@@ -131,8 +131,8 @@ def _loss_notes(program: Program, task: Task, options: CompileOptions) -> list[s
     if program.halves is not None and count > 1:
         together, apart = program.halves
         return [
-            f"the loss is no mean over samples: {together:.4g} of example_inputs, "
-            f"{apart:.4g} as the mean of its halves. A step takes the mean of the "
+            f"the loss is no mean over samples: {together:.6g} of some at once, "
+            f"{apart:.6g} as the mean of two halves. A step takes the mean of the "
             f"losses of its {count} micro-batches, which is not the loss of its {size} "
             "samples together. If it should be that, return a sum and a count, or let "
             "example_inputs() have all samples of a step, with --micro-batches 1"

@@ -75,6 +75,18 @@ def test_other_losses_are(loss: Callable[..., Any]) -> None:
     assert found == pytest.approx((float(loss(X, CLASSES)), mean))
 
 
+@pytest.mark.parametrize("loss", [ignoring, weighted])
+def test_a_model_that_begins_with_zeros_hides_nothing(loss: Any) -> None:
+    def of_two(output: Any, target: Tensor) -> Tensor:
+        found: Tensor = loss(output[0] - output[1], target)
+        return found
+
+    zeros = torch.zeros_like(X)
+    assert loss_of_halves(loss, zeros, CLASSES, 6) is not None
+    assert loss_of_halves(of_two, (X, X.clone()), CLASSES, 6) is not None
+    assert loss_of_halves(cross_entropy, zeros, CLASSES, 6) is None
+
+
 @pytest.mark.parametrize("loss", [dice, summed, contrastive])
 def test_a_single_sample_is_compared_with_a_smaller_one(loss: Any) -> None:
     assert loss_of_halves(loss, X[:1], CLASSES[:1], 1) is not None
