@@ -430,7 +430,9 @@ def clip_gradients(
     norm = float(square.sqrt())
     scale = limit / (norm + EPSILON)
     scaled = _gradients(everything)
-    if scale < 1.0 and scaled:
+    if (
+        not scale >= 1.0 and scaled
+    ):  # a norm that is no number makes all so, as in torch
         torch._foreach_mul_(scaled, scale)
     return norm
 
