@@ -6,7 +6,11 @@ from dataclasses import replace
 
 from gemsc.compilation import TileProgram, Traced
 from gemsc.costs.hardware import read_hardware
+from gemsc.errors import InternalError
 from gemsc.ir.flow import owned_tensors
+from gemsc.ir.holder import put_layer
+from gemsc.ir.layers import layer_source
+from gemsc.ir.meta import layer as layer_of
 from gemsc.ir.program import Program
 from gemsc.ir.staged import same_stages, with_copies
 from gemsc.lowering.stages import make_again, tile_passes
@@ -63,7 +67,34 @@ def evaluate(
         annotate = Annotate(training=False, known=traced.facts)
         both = [run(split, annotate, _outputs_alone(tile)) for tile, split in pairs]
         same = [None] * len(pairs)
+        for tile, split in zip(done.tiles, both, strict=True):
+            _separate_layers(tile, split)
     return found, tuple(map(TileProgram, done.tiles, both, same))
+
+
+def _separate_layers(training: Program, evaluation: Program) -> None:
+    """Give layers that a tile calls with other settings in evaluation another name.
+
+    Example: a loss whose samples are cut in training adds up, and is a mean in
+    evaluation, where each rank has all samples: `_loss` and `_loss_eval`.
+
+    Raises:
+        InternalError: such a layer has tensors, and can be there once only.
+    """
+    known = {layer_of(node) for node in training.graph.nodes}
+    for node in evaluation.graph.find_nodes(op="call_module"):
+        path = str(node.target)
+        if path not in known:
+            continue
+        layer = evaluation.module.get_submodule(path)
+        before = training.module.get_submodule(path)
+        if layer is before or layer_source(layer) == layer_source(before):
+            continue
+        if layer.state_dict():
+            raise InternalError(f"'{path}' is cut in another way in evaluation")
+        node.target = f"{path}_eval"
+        for program in (training, evaluation):
+            put_layer(program.module, node.target, layer)
 
 
 def _outputs_too(training: Program) -> InsertComms:

@@ -122,6 +122,18 @@ def test_a_loss_that_writes_to_the_output_is_asked() -> None:
     assert torch.equal(X, before)
 
 
+@pytest.mark.parametrize("loss", [ignoring, weighted])
+def test_a_model_that_begins_with_zeros_hides_nothing(loss: Any) -> None:
+    def of_two(output: Any, target: Tensor) -> Tensor:
+        found: Tensor = loss(output[0] - output[1], target)
+        return found
+
+    zeros = torch.zeros_like(X)
+    assert loss_of_halves(loss, zeros, CLASSES, 6)
+    assert loss_of_halves(of_two, (X, X.clone()), CLASSES, 6)
+    assert loss_of_halves(cross_entropy, zeros, CLASSES, 6) == ""
+
+
 @pytest.mark.parametrize("loss", [dice, summed, contrastive])
 def test_a_single_sample_is_compared_with_a_smaller_one(loss: Any) -> None:
     assert loss_of_halves(loss, X[:1], CLASSES[:1], 1)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
+from program_support import on_ranks, written
 from torch import Tensor, nn
 
 from gemsc.compiler import CompiledProgram, compile
@@ -152,3 +155,33 @@ def test_experts_whose_router_only_evaluation_could_cut_are_whole() -> None:
 def test_a_model_of_which_evaluation_can_cut_nothing_says_why() -> None:
     with pytest.raises(GemscError, match="evaluation uses it as a whole"):
         compiled(Evaluated("sums along"), whole=("wider", "back"))
+
+
+class Corrected(Evaluated):
+    """Two pairs of layers, and one more in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__("twice")
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.down(torch.relu(self.up(x)))
+        x = x + self.back(torch.relu(self.wider(x)))
+        return x if self.training else self.last(x)
+
+
+@pytest.mark.parametrize("trunk", ["whole", "batch"])
+@pytest.mark.parametrize("kind", [nn.MSELoss, nn.L1Loss])
+def test_the_loss_of_evaluation_is_a_mean(
+    kind: type[nn.Module], trunk: str, tmp_path: Path
+) -> None:
+    """Also where in training each rank adds up those of its samples."""
+    x, target = torch.randn(4, 5, WIDTH), torch.randn(4, 5, WIDTH)
+    model, loss = Corrected(), kind()
+    options = {"ranks": 2, "shards": ("2",), "trunk": trunk, "micro_batches": 1}
+    written(tmp_path, model, (x,), loss, target, **options)
+    expected = loss(model.eval()(x), target).item()
+    found = on_ranks(tmp_path, 2, lambda trainer: trainer.evaluate((x,), target).mean)
+    assert [mean.value for mean in found if mean is not None] == [
+        pytest.approx(expected, rel=1e-5)
+    ] * 2

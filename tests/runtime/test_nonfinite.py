@@ -195,6 +195,29 @@ def test_with_a_warning_training_goes_on(tmp_path: Path) -> None:
         assert spoilt
 
 
+def test_with_a_warning_a_bad_gradient_is_clipped_as_in_one_process(
+    tmp_path: Path,
+) -> None:
+    """Its norm is no number, and so is what all gradients are multiplied by."""
+    model = Net(lambda net, x: net.d(torch.tanh(net.c(net.b(spoils(net.a(x)))))))
+    written(tmp_path, model, micro_batches=1)
+    x = torch.tensor([[1.0, 1.0, -1e4, 1.0], [1.0, -1.0, -1e4, 1.0]])
+    inputs, target = x, X  # gradients of infinity less infinity
+    torch.nn.functional.mse_loss(model(inputs), target).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    torch.optim.SGD(model.parameters(), lr=0.01).step()
+    wanted = dict(model.named_parameters())
+    assert all(parameter.isnan().all() for parameter in wanted.values())
+
+    def work(trainer: Trainer) -> dict[str, Tensor]:
+        trainer.step(inputs, target)
+        return {n: p.detach() for n, p in trainer.stages.parameters.items()}
+
+    for found in on_ranks(tmp_path, 2, work, on_nonfinite="warn", clip_norm=1.0):
+        for name, tensor in found.items():
+            torch.testing.assert_close(tensor, wanted[name].detach(), equal_nan=True)
+
+
 def test_gradients_of_any_kind_are_looked_at() -> None:
     kinds = (torch.float32, torch.float64, torch.bfloat16, torch.complex64)
     named = {str(kind): nn.Parameter(torch.ones(3, 2, dtype=kind)) for kind in kinds}

@@ -430,7 +430,7 @@ def clip_gradients(
     norm = float(square.sqrt())
     scale = limit / (norm + EPSILON)
     scaled = _gradients(everything)
-    if scale < 1.0 and scaled:
+    if scaled and not scale >= 1.0:  # a NaN makes all of them NaN, as in torch
         torch._foreach_mul_(scaled, scale)
     return norm
 
