@@ -118,7 +118,7 @@ def _traced(model: nn.Module, loss: Any, wrapper: _Wrapper) -> Program:
 
 
 def _has_a_dtype(node: fx.Node) -> bool:
-    """Whether a node has a real dtype, of the user's or of a tensor, or such numbers."""
+    """Whether a node names a real dtype, of the user's or a tensor's, or has one."""
     if node.op == "get_attr" and str(node.target).startswith(CONSTANTS):
         return is_real(meta.value(node).dtype)
     found: list[Any] = []
