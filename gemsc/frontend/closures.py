@@ -10,7 +10,7 @@ global `model` to which a loss refers.
 from __future__ import annotations
 
 import dis
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -46,12 +46,15 @@ def reject_closures(model: nn.Module, loss: Any = None) -> None:
     own |= {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     functions = [(*each, _HELP) for each in all_in(model)]
     functions += [(*each, _HELP_OF_LOSS) for each in all_in(loss)]
+    anew = {id(each) for each in (*_made_anew(model), *_made_anew(loss))}
     for name, found, help_text in functions:
         function = getattr(found, "_torchdynamo_orig_callable", found)
         if not isinstance(function, FunctionType) or "state_dict" in name:
             continue
         code = function.__code__
-        if code.co_filename.startswith(_OF_COMPILE):  # a module's copy makes it anew
+        if code.co_filename.startswith(_OF_COMPILE) or id(found) in anew:
+            continue
+        if function.__name__ == "__init__":  # forward does not call it
             continue
         is_called = name.partition(".")[0] == "self"
         for variable, value in chain(_held(function), _named(function, is_called)):
@@ -65,13 +68,25 @@ def reject_closures(model: nn.Module, loss: Any = None) -> None:
                 )
 
 
+def _made_anew(owner: Any) -> Iterator[Any]:
+    """Yield what modules leave out of their state: each copy makes its own.
+
+    A metric of torchmetrics does so with its `update`.
+    """
+    modules: Iterable[Any] = owner.modules() if isinstance(owner, nn.Module) else ()
+    for module in modules:
+        if type(module).__getstate__ is not object.__getstate__:
+            state = module.__getstate__()
+            if isinstance(state, dict):
+                yield from (v for k, v in vars(module).items() if k not in state)
+
+
 def _held(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield the variables around a function, but those of a constructor."""
-    if function.__name__ != "__init__":
-        cells = function.__closure__ or ()
-        for variable, cell in zip(function.__code__.co_freevars, cells, strict=True):
-            value = content(cell)
-            yield variable, getattr(value, "__self__", value)  # of a method
+    """Yield the variables around a function."""
+    cells = function.__closure__ or ()
+    for variable, cell in zip(function.__code__.co_freevars, cells, strict=True):
+        value = content(cell)
+        yield variable, getattr(value, "__self__", value)  # of a method
 
 
 def _named(function: FunctionType, is_called: bool) -> Iterator[tuple[str, Any]]:

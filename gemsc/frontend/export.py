@@ -94,7 +94,7 @@ def export(
     with preserve_rng():
         _call_twice(_Wrapper(*subject), _Wrapper(*subject))
         program = _traced(model, loss, _Wrapper(*subject))
-        if any(_names_a_dtype(node) for node in program.graph.nodes):
+        if any(_has_a_dtype(node) for node in program.graph.nodes):
             program = _in_another_dtype(program, subject)
     return replace(program, name=name or type(model).__name__)
 
@@ -117,8 +117,10 @@ def _traced(model: nn.Module, loss: Any, wrapper: _Wrapper) -> Program:
     )
 
 
-def _names_a_dtype(node: fx.Node) -> bool:
-    """Whether a real dtype, of the user's or of a tensor, stands in a node."""
+def _has_a_dtype(node: fx.Node) -> bool:
+    """Whether a node names a real dtype, of the user's or a tensor's, or has one."""
+    if node.op == "get_attr" and str(node.target).startswith(CONSTANTS):
+        return is_real(meta.value(node).dtype)
     found: list[Any] = []
     fx.node.map_aggregate((node.args, node.kwargs), found.append)
     return any(isinstance(each, torch.dtype) and is_real(each) for each in found)

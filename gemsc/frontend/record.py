@@ -33,6 +33,7 @@ from gemsc.frontend.closures import reject_closures
 from gemsc.frontend.counters import counters_of, reject_counters
 from gemsc.frontend.eager import in_mode, set_training
 from gemsc.frontend.fake_copy import (
+    LOSS,
     FakeCopy,
     copy_on_fakes,
     fake_input,
@@ -175,13 +176,13 @@ def _trace(
     inputs = _placeholders(request, trace, fake, "input", request.inputs)
     target = _placeholders(request, trace, fake, "target", request.target)
 
-    buffers = dict(copied.model.named_buffers())
+    buffers = _buffers(copied)
     mode = "" if request.training else f" {in_mode(training=False)}"
     what = f"the model fails on example_inputs{mode}"
     output = tracer.run(what, copied.model, inputs)
     trace.returned = returned(output)
     with tracer.pause():
-        _record_assignments(writer, copied.model, buffers)
+        _record_assignments(writer, buffers)
         outputs = [writer.node_of(tensor) for tensor in trace.returned.tensors]
     loss = None
     if request.loss is not None:
@@ -191,6 +192,7 @@ def _trace(
         loss = tracer.run(what, copied.loss, arguments, then=_loss_of(request))
         _check_loss(loss, request)
     with tracer.pause():
+        _record_assignments(writer, buffers)  # of the loss
         writer.output(loss, outputs)
     if request.training:
         trace.frozen = frozenset(_frozen(tracer.called, request.opaque))
@@ -236,26 +238,33 @@ def _placeholders(
     return map_tensors(values, add, (kind,))
 
 
-def _record_assignments(
-    writer: GraphWriter, model: nn.Module, before: dict[str, torch.Tensor]
-) -> None:
+_Buffer = tuple[str, nn.Module, str, torch.Tensor]  # path, owner, name, value
+
+
+def _buffers(copied: FakeCopy) -> list[_Buffer]:
+    return [
+        (f"{path}.{name}".lstrip("."), module, name, buffer)
+        for owner, prefix in ((copied.model, ""), (copied.loss, LOSS))
+        if isinstance(owner, nn.Module)
+        for path, module in owner.named_modules(prefix=prefix)
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
+
+
+def _record_assignments(writer: GraphWriter, before: list[_Buffer]) -> None:
     """Record `self.buffer = new` as a copy into the buffer, and take it back."""
-    for name, old in before.items():
-        owner, _, attribute = name.rpartition(".")
-        module = model.get_submodule(owner)
-        new = getattr(module, attribute, None)
+    for path, module, name, old in before:
+        new = getattr(module, name, None)
         if new is old:
             continue
-        fits = isinstance(new, torch.Tensor) and (
-            new.shape == old.shape and new.dtype == old.dtype
-        )
-        if not fits or new is None:
+        kind = getattr(new, "shape", None), getattr(new, "dtype", None)
+        if not isinstance(new, torch.Tensor) or kind != (old.shape, old.dtype):
             raise GemscError(
-                f"forward replaces buffer {name} with something of another kind",
+                f"forward replaces buffer {path} with something of another kind",
                 help="keep its shape and dtype",
             )
-        writer.assign_buffer(name, old, new)
-        setattr(module, attribute, old)
+        writer.assign_buffer(path, old, new)
+        setattr(module, name, old)
 
 
 def _line_of(loss: Any) -> SourceLocation | None:

@@ -157,3 +157,57 @@ def test_methods_and_partial_functions_follow_the_copy(training: bool) -> None:
     (drop,) = (n for n in program.graph.nodes if "dropout" in str(n.target))
     is_off = any(v is False for v in (*drop.args, *drop.kwargs.values()))
     assert is_off == (not training)
+
+
+BACKBONE = nn.Linear(4, 4)
+
+
+class Given(nn.Module):
+    """Its constructor takes a module that is a global variable of the file."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone, self.last = BACKBONE, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.backbone(x).relu())
+
+
+class Counts(nn.Module):
+    """Makes a function of itself in each copy, as a metric of torchmetrics does."""
+
+    left_out: tuple[str, ...] = ("update",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wrap()
+
+    def wrap(self) -> None:
+        self.update = lambda: self.training
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = vars(self).items()
+        return {key: value for key, value in state if key not in self.left_out}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self.left_out:
+            self.wrap()
+
+
+class Keeps(Counts):
+    left_out = ()
+
+
+@pytest.mark.parametrize("frontend", FRONTENDS)
+def test_a_constructor_may_refer_to_a_part_of_the_model(frontend: str) -> None:
+    FRONTENDS[frontend](Given(), (X,), loss=mse, target=X)
+
+
+@pytest.mark.parametrize("frontend", FRONTENDS)
+def test_a_function_that_each_copy_makes_anew_follows_it(frontend: str) -> None:
+    net = Net(chain, act=nn.Tanh(), metric=Counts())
+    FRONTENDS[frontend](net, (X,), loss=mse, target=X)
+    net.metric = Keeps()
+    with pytest.raises(GemscError, match=r"self.metric.update .* variable 'self'"):
+        FRONTENDS[frontend](net, (X,), loss=mse, target=X)

@@ -129,6 +129,23 @@ def test_dtypes_that_follow_the_model_follow_it(tmp_path: Path) -> None:
     assert found.worst < 1e-12
 
 
+class HasTimes(TakesDtypes):
+    """Numbers that are neither a parameter nor a buffer stay in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times = torch.linspace(0, 1, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        return self.last(h + self.times[1] / 7 * self.cell(h).tanh())
+
+
+def test_numbers_that_stay_in_float32_stay(tmp_path: Path) -> None:
+    how: Any = {"ranks": 2, "frontend": "export"}
+    assert against_one_process(tmp_path, HasTimes(), **how).worst < 1e-12
+
+
 class Asks(TakesDtypes):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = super().forward(x)

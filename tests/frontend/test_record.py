@@ -206,6 +206,28 @@ def test_a_buffer_changed_or_replaced_in_forward() -> None:
     assert torch.equal(model.average, torch.zeros(4))
 
 
+class Centered(nn.Module):
+    """As the loss of DINO: its center follows the outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(4))
+
+    def forward(self, output: Any, target: Any) -> Any:
+        found = ((output - self.center) * target).square().mean()
+        self.center = 0.9 * self.center + 0.1 * output.detach().mean(0)
+        return found
+
+
+def test_a_loss_replaces_its_buffer() -> None:
+    loss = Centered()
+    model = Model(lambda self, x: self.fc(x))
+    program = record(model, (X,), loss=loss, target=torch.rand_like(X))
+    assert "copy_" in targets(program)
+    check_against_eager(program, model, (X,), loss, torch.rand_like(X))
+    assert torch.equal(loss.center, torch.zeros(4))
+
+
 @pytest.mark.parametrize("read", [lambda h: h, lambda h: h[None][0]])
 def test_a_state_from_step_to_step(read: Callable[[Any], Any]) -> None:
     """Backward needs the old state of a recurrent network, which forward replaces."""
