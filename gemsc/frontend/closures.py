@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dis
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -75,10 +76,11 @@ def _made_anew(owner: Any) -> Iterator[Any]:
     """
     modules: Iterable[Any] = owner.modules() if isinstance(owner, nn.Module) else ()
     for module in modules:
-        if type(module).__getstate__ is not object.__getstate__:
+        state: Any = None
+        with suppress(Exception):  # a parametrized module has none
             state = module.__getstate__()
-            if isinstance(state, dict):
-                yield from (v for k, v in vars(module).items() if k not in state)
+        if isinstance(state, dict):
+            yield from (v for k, v in vars(module).items() if k not in state)
 
 
 def _held(function: FunctionType) -> Iterator[tuple[str, Any]]:
