@@ -75,7 +75,8 @@ def _made_anew(owner: Any) -> Iterator[Any]:
     """
     modules: Iterable[Any] = owner.modules() if isinstance(owner, nn.Module) else ()
     for module in modules:
-        if type(module).__getstate__ is not object.__getstate__:
+        kind: Any = type(module)
+        if kind.__getstate__ is not object.__getstate__:
             state = module.__getstate__()
             if isinstance(state, dict):
                 yield from (v for k, v in vars(module).items() if k not in state)
