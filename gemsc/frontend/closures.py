@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dis
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -77,7 +78,9 @@ def _made_anew(owner: Any) -> Iterator[Any]:
     for module in modules:
         kind: Any = type(module)
         if kind.__getstate__ is not object.__getstate__:
-            state = module.__getstate__()
+            state = None
+            with suppress(Exception):  # a parametrized module refuses
+                state = module.__getstate__()
             if isinstance(state, dict):
                 yield from (v for k, v in vars(module).items() if k not in state)
 
