@@ -433,10 +433,11 @@ def test_any_operand_may_be_cut_among_shards(
     check_on_shards(name, forms, trunk)
 
 
-@pytest.mark.slow(1)
+@pytest.mark.slow(2)
 @pytest.mark.parametrize(
     ("name", "forms", "trunk"),
     [
+        ("in place through a view", ("cut", "cut"), "batch"),
         ("view_as", ("whole", "cut"), "sequence"),
         ("mm", ("cut", "feature"), "whole"),
         ("mean by NumPy's names", ("cut", "cut"), "batch"),

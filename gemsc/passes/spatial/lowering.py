@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -68,17 +68,38 @@ class Lowering(Conversions):
         )
 
     def _block(self, block: Block) -> Block:
-        self._made = []
+        self._made, whole = [], set[object]()
+        before, elsewhere = self._made_so_far(), len(self._elsewhere)
+        while (memory := self._lowered(block, whole)) is not None:
+            whole.add(memory)
+            self._take_back(*before)
+            del self._elsewhere[elsewhere:]
+            for node in block.nodes:
+                self._flattened.pop(node, None)
+        return Block(block.index, block.name, tuple(self._made))
+
+    def _lowered(self, block: Block, whole: Collection[object]) -> object:
+        """Lower the nodes of a block; those that share memory in `whole` as a whole.
+
+        Return another memory that has to be, if nodes between which there are others
+        share it: what has been made of it is wrong then.
+        """
+        begun = set[object]()
         for glue, nodes in groupby(block.nodes, meta.glue):
             run = tuple(nodes)
             if glue is not None and self.grid and not self.is_in_branch(run[0]):
-                self._lower_run(run)
+                is_whole = glue in whole or not self._lower_run(run)
+                if is_whole and glue in begun - set(whole):
+                    return glue
+                if is_whole:
+                    self._gather_run(run)
+                begun.add(glue)
                 continue
             for node in run:
                 local = self.lower(node, self.rule) if self.grid else self.copy(node)
                 if local is not None:
                     self._env[node] = local
-        return Block(block.index, block.name, tuple(self._made))
+        return None
 
     def _without_others(self, stages: list[Stage]) -> list[Stage]:
         """Return the stages without what other ranks of their tile compute."""
@@ -169,30 +190,36 @@ class Lowering(Conversions):
         self.halos = before
         return tuple(self._needs)
 
-    def _lower_run(self, run: tuple[fx.Node, ...]) -> None:
-        """Lower nodes that share memory: the tile's own part, or all of it whole."""
+    def _lower_run(self, run: tuple[fx.Node, ...]) -> bool:
+        """Lower nodes that share memory, where tiles change their own part alike."""
         before = self._made_so_far()
         for node in run:
             local = self.lower(node, self.rule)
             assert local is not None
             self._env[node] = local
-            if not self._changes_alike(node, run):
-                break
-        else:
-            return
-        self._take_back(*before)
+            if not self._changes_alike(node):
+                self._take_back(*before)
+                return False
+        return True
+
+    def _gather_run(self, run: tuple[fx.Node, ...]) -> None:
         for node in run:
             self._flattened.pop(node, None)
             reason = "it shares memory that is changed in place"
             self._env[node] = self.barrier(node, reason)
 
-    def _changes_alike(self, node: fx.Node, run: tuple[fx.Node, ...]) -> bool:
-        """Whether a lowered node does to the run's memory what the node does.
+    def _changes_alike(self, node: fx.Node) -> bool:
+        """Whether a lowered node does to its memory what the node does.
 
-        That it does as the same call, of what the run has made and not of copies.
+        That it does as the same call, of what has been made of that memory and not of
+        copies.
         """
-        local = self._env[node]
-        given = {self._env[s].node for s in node.all_input_nodes if s in run}
+        local, glue = self._env[node], meta.glue(node)
+        given = {
+            self._env[source].node
+            for source in node.all_input_nodes
+            if meta.glue(source) == glue
+        }
         return (
             (local.axes is None or self.probe.is_pointwise(node))
             and local.node.target == node.target
