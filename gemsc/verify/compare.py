@@ -273,9 +273,13 @@ def compare(
     parameters = {n for n, t in expected.state.items() if n in expected.gradients}
     known = actual.state
     groups = {
-        "gradient of ": (actual.gradients, expected.gradients, expected.gradients),
-        "parameter ": (known, expected.state, parameters),
-        "buffer ": (known, expected.state, expected.state.keys() - parameters),
+        "gradient of ": (
+            actual.gradients,
+            expected.gradients,
+            sorted(expected.gradients),
+        ),
+        "parameter ": (known, expected.state, sorted(parameters)),
+        "buffer ": (known, expected.state, sorted(expected.state.keys() - parameters)),
         "evaluation's ": (actual.outputs, expected.outputs, expected.outputs),
     }
     errors, equal = {"loss": loss}, 0
@@ -306,7 +310,7 @@ def _errors(
     They are relative to its size, and at least to `least`.
     """
     errors = {}
-    for name in sorted(names):
+    for name in names:
         error = float("inf")
         if name in actual and actual[name].shape == expected[name].shape:
             difference = _difference(actual[name], expected[name], may_overflow)

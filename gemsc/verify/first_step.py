@@ -7,7 +7,6 @@ parameter and buffer after the step must be equal.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,11 +23,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from gemsc.base.dtypes import as_real, cast, cast_module, default_dtype
+from gemsc.base.dtypes import default_dtype
 from gemsc.base.examples import Examples, num_rows
-from gemsc.base.nests import call_loss, call_model, tensor_leaves
+from gemsc.base.nests import Mean
 from gemsc.base.phase import Phase
-from gemsc.base.plain_forward import plain_forward, with_threads
+from gemsc.base.plain_forward import with_threads
 from gemsc.base.rng import preserve_rng, same_draws
 from gemsc.codegen.package import write_directory
 from gemsc.compilation import Compilation
@@ -37,7 +36,6 @@ from gemsc.ir import meta
 from gemsc.ir.invariants import sources
 from gemsc.plan import Plan
 from gemsc.runtime.data.batches import repeated
-from gemsc.runtime.training.step_report import concatenated
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.runtime.training.verification import recorded
 from gemsc.runtime.transport.local import run_local
@@ -49,7 +47,13 @@ from gemsc.verify.compare import (
     compare,
     read_record,
 )
-from gemsc.verify.one_process import micro_batch_of, reference_steps
+from gemsc.verify.one_process import (
+    AnyLoss,
+    evaluated,
+    held_out,
+    named_outputs,
+    reference_steps,
+)
 from gemsc.verify.precision import Precision, WatchPrecision
 from gemsc.verify.steps import NUDGES, nudged
 
@@ -145,21 +149,43 @@ class _Step:
         return replace(record, outputs=self.evaluated(record.state))
 
     def evaluated(self, state: Mapping[str, Tensor], **how: bool) -> dict[str, Tensor]:
-        """Return the outputs of one process after a step, in evaluation."""
+        """Return outputs and loss of one process after a step, in evaluation."""
         plan, dtype = self.plan, self.dtype
         given = [inputs for inputs, _ in self.batches]
         precision = Precision.of(plan, dtype)
         with same_draws():
             found = evaluated(self.model, state, given, plan, dtype, precision, **how)
-        return self._named(found)
+            return self._named(
+                found,
+                [
+                    self._held_out(*each)
+                    for each in zip(found, self.batches, strict=True)
+                ],
+            )
 
-    def _named(self, outputs: list[list[Any]]) -> dict[str, Tensor]:
-        """Return the outputs of all batches, under names for people."""
+    def _held_out(self, outputs: list[Any], batch: tuple[Any, Any]) -> Mean | None:
+        """Return the loss in evaluation; None if each call may give another."""
+        if self.loss is None or self.phases or _has_state(self.loss):
+            return None
+        how = AnyLoss(self.loss), outputs, batch, self.plan, self.dtype
+        found = [held_out(*how, Precision.of(self.plan, self.dtype)) for _ in range(2)]
+        return found[0] if found[0].sums == found[1].sums else None
+
+    def _named(
+        self, outputs: list[list[Any]], losses: Sequence[Mean | None]
+    ) -> dict[str, Tensor]:
+        """Return outputs and losses of all batches, under names for people."""
         names = [f" of shape {each.name}" for each in self.plan.shapes] or [""]
-        return {
+        named = {
             f"{name}{of_shape}": tensor
             for of_shape, parts in zip(names, outputs, strict=True)
             for name, tensor in named_outputs(parts).items()
+        }
+        known = zip(names, losses, strict=True)
+        return named | {
+            f"loss{of_shape}": torch.tensor(mean.value, dtype=torch.float64)
+            for of_shape, mean in known
+            if mean is not None
         }
 
     def on_ranks(self, directory: Path) -> tuple[Exception | None, StepRecord]:
@@ -176,10 +202,10 @@ class _Step:
                 )
                 if trainer.program.train_step is not None or self.phases:
                     recorded(trainer, directory, self.batches, measure=False)
-                return [trainer.evaluate(*batch).output for batch in self.batches]
+                return [trainer.evaluate(*batch) for batch in self.batches]
 
         try:
-            outputs = on_threads(self.plan.ranks, train, self.dtype)
+            found = on_threads(self.plan.ranks, train, self.dtype)
         except (GemscError, InternalError) as error:
             return error, _NOTHING
         except Exception as error:
@@ -189,11 +215,14 @@ class _Step:
             failure.__cause__ = error
             return failure, _NOTHING
         # those of data-parallel copies, in order
-        of_batches = zip(*outputs, strict=True)
-        found = self._named([[o for o in each if o is not None] for each in of_batches])
+        of_batches = list(zip(*found, strict=True))
+        outputs = self._named(
+            [[e.output for e in each if e.output is not None] for each in of_batches],
+            [each[0].mean for each in of_batches],
+        )
         trains = (directory / "losses0.json").exists()
         record = read_record(directory, self.plan.ranks) if trains else _NOTHING
-        return None, replace(record, outputs=found)
+        return None, replace(record, outputs=outputs)
 
 
 def _compared(compilation: Compilation, step: _Step) -> str:
@@ -317,63 +346,12 @@ def different(batch: tuple[Any, Any], plan: Plan) -> tuple[Any, Any]:
     return pytree.tree_unflatten(changed, structure), target
 
 
-class AnyLoss(nn.Module):
-    """The user's loss, which may take outputs alone."""
-
-    def __init__(self, loss: Callable[..., Any]) -> None:
-        super().__init__()
-        self.loss = loss
-
-    def forward(self, output: Any, target: Any) -> Any:
-        """Return the loss."""
-        return call_loss(self.loss, output, target)
-
-
-def evaluated(
-    model: nn.Module,
-    state: Mapping[str, Tensor],
-    batches: Sequence[Any],
-    plan: Plan,
-    dtype: torch.dtype,
-    precision: Precision,
-    gradients: bool = False,
-) -> list[list[Any]]:
-    """Return what a model gives for each micro-batch in evaluation, after a step.
-
-    That is done batch by batch, as what changes in one is there in the next. With
-    `gradients` these are on, as they are while it is traced.
-    """
-    model = copy.deepcopy(model)
-    cast_module(model, dtype)
-    own = dict([*model.named_parameters(), *model.named_buffers()])
-    with torch.no_grad():
-        for name, tensor in state.items():
-            as_real(own[name]).copy_(tensor)
-    model.eval()
-    outputs: list[list[Any]] = []
-    cpu, count = torch.device("cpu"), plan.data * plan.micro_batches
-    learns = torch.set_grad_enabled
-    with learns(gradients), plain_forward(), default_dtype(dtype):
-        for inputs in cast(batches, dtype):
-            outputs.append([])
-            for m in range(count):
-                part = micro_batch_of(inputs, m, count, num_rows(inputs))
-                with precision.autocast(cpu):
-                    outputs[-1].append(call_model(model, part))
-    return outputs
-
-
-def named_outputs(outputs: list[Any]) -> dict[str, Tensor]:
-    """Return what evaluation gives, all parts joined, under names for people."""
-    named = [
-        {
-            f"output {'.'.join(map(str, path))}".strip(): tensor.detach()
-            for path, tensor in tensor_leaves(part)
-        }
-        for part in outputs
-    ]
-    joined: dict[str, Tensor] = concatenated(named)
-    return joined
+def _has_state(loss: Any) -> bool:
+    """Whether a step may change a loss, or its copy in another dtype."""
+    if not isinstance(loss, nn.Module):
+        return False
+    trains = any(parameter.requires_grad for parameter in loss.parameters())
+    return trains or any(True for _ in loss.buffers())
 
 
 def _with_roundings(

@@ -1,9 +1,9 @@
-"""Train a user's model in this process, over the micro-batches of a program."""
+"""Train and evaluate a model in this process, over the micro-batches of a program."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,9 +22,19 @@ from gemsc.base.dtypes import (
     default_dtype,
 )
 from gemsc.base.elementwise import OptimizerFactory
-from gemsc.base.nests import Mean, as_loss, call_model, on_device
+from gemsc.base.examples import num_rows
+from gemsc.base.nests import (
+    Mean,
+    as_loss,
+    call_loss,
+    call_model,
+    on_device,
+    tensor_leaves,
+)
 from gemsc.base.phase import Phase
 from gemsc.base.plain_forward import enter_training, plain_forward
+from gemsc.plan import Plan
+from gemsc.runtime.training.step_report import concatenated
 from gemsc.runtime.training.verification import without_noise
 from gemsc.verify.compare import (
     StepRecord,
@@ -219,3 +229,82 @@ def micro_batch_of(value: Any, m: int, count: int, batch: int) -> Any:
         return leaf[m * size : (m + 1) * size]
 
     return pytree.tree_map(cut, value)
+
+
+class AnyLoss(nn.Module):
+    """The user's loss, which may take outputs alone."""
+
+    def __init__(self, loss: Callable[..., Any]) -> None:
+        super().__init__()
+        self.loss = loss
+
+    def forward(self, output: Any, target: Any) -> Any:
+        """Return the loss."""
+        return call_loss(self.loss, output, target)
+
+
+def evaluated(
+    model: nn.Module,
+    state: Mapping[str, Tensor],
+    batches: Sequence[Any],
+    plan: Plan,
+    dtype: torch.dtype,
+    precision: Precision,
+    gradients: bool = False,
+) -> list[list[Any]]:
+    """Return what a model gives for each micro-batch in evaluation, after a step.
+
+    That is done batch by batch, as what changes in one is there in the next. With
+    `gradients` these are on, as they are while it is traced.
+    """
+    model = copy.deepcopy(model)
+    cast_module(model, dtype)
+    own = dict([*model.named_parameters(), *model.named_buffers()])
+    with torch.no_grad():
+        for name, tensor in state.items():
+            as_real(own[name]).copy_(tensor)
+    model.eval()
+    outputs: list[list[Any]] = []
+    count = plan.data * plan.micro_batches
+    learns = torch.set_grad_enabled
+    with learns(gradients), plain_forward(), default_dtype(dtype):
+        for inputs in cast(batches, dtype):
+            outputs.append([])
+            for m in range(count):
+                part = micro_batch_of(inputs, m, count, num_rows(inputs))
+                with precision.autocast(CPU):
+                    outputs[-1].append(call_model(model, part))
+    return outputs
+
+
+def held_out(
+    loss: nn.Module,
+    outputs: Sequence[Any],
+    batch: tuple[Any, Any],
+    plan: Plan,
+    dtype: torch.dtype,
+    precision: Precision,
+) -> Mean:
+    """Return the loss in evaluation of what a model gives for each micro-batch."""
+    loss = copy.deepcopy(loss).eval()
+    cast_module(loss, dtype)
+    mean, count, target = Mean(), plan.data * plan.micro_batches, cast(batch[1], dtype)
+    with torch.no_grad(), plain_forward(), default_dtype(dtype):
+        for m, output in enumerate(outputs):
+            part = micro_batch_of(target, m, count, num_rows(batch[0]))
+            with precision.autocast(CPU):
+                mean.add(as_loss(loss(output, part)))
+    return mean
+
+
+def named_outputs(outputs: list[Any]) -> dict[str, Tensor]:
+    """Return what evaluation gives, all parts joined, under names for people."""
+    named = [
+        {
+            f"output {'.'.join(map(str, path))}".strip(): tensor.detach()
+            for path, tensor in tensor_leaves(part)
+        }
+        for part in outputs
+    ]
+    joined: dict[str, Tensor] = concatenated(named)
+    return joined

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ import torch.nn.functional as F
 from program_support import on_ranks, written
 from torch import Tensor, nn
 
+import gemsc.lowering.evaluation
 from gemsc.compiler import CompiledProgram, compile
-from gemsc.errors import GemscError
+from gemsc.errors import GemscError, InternalError
 
 WIDTH, INNER, STATE = 8, 12, 2
 
@@ -185,3 +187,13 @@ def test_the_loss_of_evaluation_is_a_mean(
     assert [mean.value for mean in found if mean is not None] == [
         pytest.approx(expected, rel=1e-5)
     ] * 2
+
+
+def test_a_loss_of_evaluation_that_is_a_sum_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gemsc.lowering.evaluation, "_separate_layers", lambda *_: None)
+    x, target = torch.randn(4, 5, WIDTH), torch.randn(4, 5, WIDTH)
+    options: dict[str, Any] = {"ranks": 2, "shards": ("2",), "trunk": "batch"}
+    with pytest.raises(InternalError, match="wrong program: evaluation's loss is off"):
+        compile(Corrected(), (x,), loss=nn.MSELoss(), example_target=target, **options)

@@ -39,6 +39,7 @@ from gemsc.runtime.training.trainer import Trainer
 from gemsc.runtime.transport.local import LocalGroup, LocalTransport, run_local
 from gemsc.runtime.transport.mailbox import Mailbox
 from gemsc.runtime.transport.streams import CudaStreams
+from gemsc.runtime.worker.finite import NotFiniteError
 from gemsc.schedules.action import Action, Kind
 
 
@@ -144,7 +145,10 @@ def test_random_networks_train_without_tags(first: int, tmp_path: Path) -> None:
         except GemscError:  # fewer blocks than stages, a schedule that takes no tiles
             continue
         whole = torch.cat([x + m / 8 for m in range(count)])
-        expected = trained(program, folder, whole, run_local)
+        try:
+            expected = trained(program, folder, whole, run_local)
+        except NotFiniteError:  # what the network itself computes
+            continue
         assert trained(program, folder, whole) == expected, (seed, options)
         trained_ones += 1
     assert trained_ones or first >= 6

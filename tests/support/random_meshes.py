@@ -189,6 +189,10 @@ def random_mesh(seed: int, make: type[MeshNetwork] = MeshNetwork) -> Case:
     model: nn.Module = make(rng, shape, rng.randint(2, 4))
     if make is ForkedNetwork:
         model = Behind(model, shape)
+    with torch.no_grad():  # a norm of one pixel is 0, and a relu of about 0 is chance
+        for module in model.modules():
+            if isinstance(module, nn.GroupNorm) and module.affine:
+                module.bias.add_(0.1)
     x, target = torch.randn(shape), torch.randn(model.out_shape)
     tiles, count = rng.choice(GRIDS[rank]), rng.choice([2, 2, 3])
 

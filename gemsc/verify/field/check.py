@@ -17,11 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from gemsc.base.dtypes import cast_module, default_dtype
-from gemsc.base.examples import num_rows
+from gemsc.base.dtypes import default_dtype
 from gemsc.base.files import ELSEWHERE
-from gemsc.base.nests import Mean, as_loss
-from gemsc.base.plain_forward import plain_forward
 from gemsc.base.rng import preserve_rng, same_draws
 from gemsc.errors import GemscError
 from gemsc.plan import Plan, rank_file
@@ -44,14 +41,14 @@ from gemsc.verify.field.locate import (
 )
 from gemsc.verify.field.mode import Exps, OverField
 from gemsc.verify.field.numbers import PRIMES, Field, NotDecidedError
-from gemsc.verify.first_step import (
+from gemsc.verify.first_step import different, on_threads
+from gemsc.verify.one_process import (
     AnyLoss,
-    different,
     evaluated,
+    held_out,
     named_outputs,
-    on_threads,
+    reference_steps,
 )
-from gemsc.verify.one_process import micro_batch_of, reference_steps
 from gemsc.verify.precision import FULL
 from gemsc.verify.steps import initial_model, user_model_of
 from gemsc.weights.first import FirstWeights
@@ -270,13 +267,7 @@ def _evaluated(
 ) -> _Evaluated:
     """Return what the model gives in evaluation after the step."""
     (outputs,) = evaluated(model, state, [batch[0]], plan, DTYPE, FULL)
-    loss = copy.deepcopy(loss).eval()
-    cast_module(loss, DTYPE)
-    mean, count = Mean(), plan.data * plan.micro_batches
-    with torch.no_grad(), plain_forward():
-        for m, output in enumerate(outputs):
-            target = micro_batch_of(batch[1], m, count, num_rows(batch[0]))
-            mean.add(as_loss(loss(output, target)))
+    mean = held_out(loss, outputs, batch, plan, DTYPE, FULL)
     return _Evaluated(mean.value, mean.divisor, named_outputs(outputs))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -68,7 +69,8 @@ def _compared(
     wrong = [
         name
         for name, (pair, terms) in losses.items()
-        if len({round(loss * terms) % drawn.p for loss in pair}) > 1
+        if not all(map(math.isfinite, pair))
+        or len({round(loss * terms) % drawn.p for loss in pair}) > 1
     ]
     mine, theirs = (each.outputs for each in evaluations)
     groups: tuple[tuple[str, Mapping[str, Tensor], Mapping[str, Tensor]], ...] = (
