@@ -155,21 +155,20 @@ class _Step:
         precision = Precision.of(plan, dtype)
         with same_draws():
             found = evaluated(self.model, state, given, plan, dtype, precision, **how)
-            return self._named(
-                found,
-                [
-                    self._held_out(*each)
-                    for each in zip(found, self.batches, strict=True)
-                ],
-            )
+            losses = list(map(self._held_out, found, self.batches))
+        return self._named(found, losses)
 
     def _held_out(self, outputs: list[Any], batch: tuple[Any, Any]) -> Mean | None:
-        """Return the loss in evaluation; None if each call may give another."""
+        """Return the loss in evaluation; None if it fails, or no two calls agree."""
         if self.loss is None or self.phases or _has_state(self.loss):
             return None
-        how = AnyLoss(self.loss), outputs, batch, self.plan, self.dtype
-        found = [held_out(*how, Precision.of(self.plan, self.dtype)) for _ in range(2)]
-        return found[0] if found[0].sums == found[1].sums else None
+        plan, dtype = self.plan, self.dtype
+        how = AnyLoss(self.loss), outputs, batch, plan, dtype, Precision.of(plan, dtype)
+        with suppress(Exception):  # whatever a loss says of what evaluation gives
+            first, second = held_out(*how), held_out(*how)
+            if math.isfinite(first.value) and first.sums == second.sums:
+                return first
+        return None
 
     def _named(
         self, outputs: list[list[Any]], losses: Sequence[Mean | None]
