@@ -157,7 +157,7 @@ def test_peaks_are_the_predicted_ones(
         assert sum(record.activation_bytes) <= sum(plan.activation_bytes)
         peaks = pytest.approx(peaks, rel=0.02)
     assert record.activation_bytes == kept
-    if name == "resnet18" and options.placement == "folded":
+    if options.placement == "folded" or options.schedule == "zb-v":
         # what one stage of a rank gives another may go before the plan lets it go
         assert sum(record.peak_bytes) <= sum(metered)
         peaks = pytest.approx(metered, rel=0.03)
