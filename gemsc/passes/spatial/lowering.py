@@ -89,7 +89,7 @@ class Lowering(Conversions):
             run = tuple(nodes)
             if glue is not None and self.grid and not self.is_in_branch(run[0]):
                 is_whole = glue in whole or not self._lower_run(run)
-                if is_whole and glue in begun - set(whole):
+                if is_whole and glue in begun and glue not in whole:
                     return glue
                 if is_whole:
                     self._gather_run(run)
