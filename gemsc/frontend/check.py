@@ -32,7 +32,7 @@ from gemsc.frontend.fake_copy import LOSS
 from gemsc.frontend.gradients import Gradients, difference_of, gradients_differ
 from gemsc.frontend.halves import loss_of_halves
 from gemsc.frontend.user_code import user_line
-from gemsc.frontend.values import returned
+from gemsc.frontend.values import loss_fails_on, returned
 from gemsc.ir.holder import attribute
 from gemsc.ir.interpret import run_node, run_nodes
 from gemsc.ir.meta import location
@@ -260,7 +260,9 @@ def _forward(
         output = call_model(model, inputs)
         if loss is None:
             return output, None
-        return output, as_loss(call_loss(loss, output, target))
+        arguments = (output,) if target is None else (output, target)
+        with failures(loss_fails_on(*arguments), _forward.__code__):
+            return output, as_loss(call_loss(loss, output, target))
 
 
 def _run_graph(program: Program, module: nn.Module, fed: Any) -> _Results:

@@ -25,7 +25,6 @@ from gemsc.base.nests import (
     as_loss,
     map_tensors,
     normalize_inputs,
-    tensor_leaves,
 )
 from gemsc.base.rng import preserve_rng
 from gemsc.errors import GemscError, SourceLocation
@@ -49,7 +48,13 @@ from gemsc.frontend.runs import (
 )
 from gemsc.frontend.tracer import Tracer, TracerFakeMode
 from gemsc.frontend.user_code import is_user_file
-from gemsc.frontend.values import Returned, input_names, output_notes, returned
+from gemsc.frontend.values import (
+    Returned,
+    input_names,
+    loss_fails_on,
+    output_notes,
+    returned,
+)
 from gemsc.frontend.writer import GraphWriter, make_root
 from gemsc.ir.holder import put_layer
 from gemsc.ir.layers import as_of_torch
@@ -187,8 +192,7 @@ def _trace(
     loss = None
     if request.loss is not None:
         arguments = (output,) if request.target is None else (output, target)
-        given = " and ".join(map(_shown, arguments))
-        what = f"the loss fails on {given}"
+        what = loss_fails_on(*arguments)
         loss = tracer.run(what, copied.loss, arguments, then=_loss_of(request))
         _check_loss(loss, request)
     with tracer.pause():
@@ -198,15 +202,6 @@ def _trace(
         trace.frozen = frozenset(_frozen(tracer.called, request.opaque))
         trace.checkpoints = tracer.checkpoints
     return trace
-
-
-def _shown(nest: Any) -> str:
-    """Return what a loss is given, by dtypes and shapes: `float32 [2, 1, 64, 64]`."""
-    leaves = [leaf for _, leaf in tensor_leaves(nest)]
-    if not leaves:
-        return type(nest).__name__
-    parts = (f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in leaves)
-    return ", ".join(parts)
 
 
 def _frozen(

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from gemsc.base.nests import Inputs, Path, named_tuple
+from gemsc.base.nests import Inputs, Path, named_tuple, tensor_leaves
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.ir.program import DataclassValue, Slot
 
@@ -118,3 +118,16 @@ def output_notes(output: Returned) -> tuple[str, ...]:
 def _children(value: Any) -> list[Any]:
     """Return the parts of a container of a class that torch's pytree knows."""
     return list(pytree.SUPPORTED_NODES[type(value)].flatten_fn(value)[0])
+
+
+def loss_fails_on(*arguments: Any) -> str:
+    """Return that it does, and on which dtypes and shapes: `float32 [8, 4] and ...`."""
+    return f"the loss fails on {' and '.join(map(_shown, arguments))}"
+
+
+def _shown(nest: Any) -> str:
+    leaves = [leaf for _, leaf in tensor_leaves(nest)]
+    if not leaves:
+        return type(nest).__name__
+    parts = (f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in leaves)
+    return ", ".join(parts)
