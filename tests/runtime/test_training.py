@@ -17,6 +17,8 @@ import torch
 from program_support import Net, X, batch_of, on_ranks
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import StepLR
 from training_support import pairs, program, run, simple, user_of
 
 import gemsc
@@ -68,6 +70,24 @@ def test_a_run_that_goes_on_with_other_options_says_so(
     assert said not in capfd.readouterr().out
     run(folder, user_of(), "--save", save, "--steps", "3", "--resume", save)
     assert f"{said}: --clip-norm none (was 0.5)\n" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["lr", "initial_lr"])
+def test_a_run_that_goes_on_with_another_rate_in_its_file_says_what_counts(
+    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder, save = program(tmp_path), str(tmp_path / "run")
+    falls = {"scheduler": lambda made: StepLR(made, 1)} if name != "lr" else {}
+
+    def of(rate: float) -> SimpleNamespace:
+        return user_of(optimizer=lambda pairs: SGD(pairs, lr=rate), **falls)
+
+    run(folder, of(0.5), "--save", save, "--steps", "1")
+    run(folder, of(0.5), "--save", save, "--steps", "2", "--resume", save)
+    assert "goes on with the values" not in capfd.readouterr().err
+    run(folder, of(0.25), "--save", save, "--steps", "3", "--resume", save)
+    said = f"of the checkpoint: {name} 0.5 (optimizer() gives 0.25); on_step"
+    assert capfd.readouterr().err.count(said) == 1
 
 
 @pytest.mark.slow

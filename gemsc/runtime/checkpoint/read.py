@@ -29,6 +29,7 @@ from gemsc.runtime.checkpoint.holdings import (
 )
 from gemsc.runtime.checkpoint.manifest import MANIFEST, Manifest, damaged
 from gemsc.runtime.checkpoint.optimizer_state import (
+    PARAMETERS,
     WEIGHTS_ALONE,
     SavedOptimizer,
     slots_of,
@@ -42,12 +43,15 @@ from gemsc.runtime.checkpoint.states import (
     decode,
     set_generators,
 )
+from gemsc.runtime.transport.launcher import say_note
 from gemsc.runtime.worker.updates import Updates
 from gemsc.runtime.worker.worker import Worker
 from gemsc.weights.source import open_distributed
 
 if TYPE_CHECKING:
     from gemsc.weights.distributed import DistributedCheckpoint
+
+MOST_NAMED = 3  # values of an optimizer that are named
 
 
 @dataclass
@@ -82,12 +86,37 @@ def resume(worker: Worker, directory: Path, tensors: Extra) -> dict[str, Any]:
                 for part, state in zip(stateful, before, strict=True):
                     part.load_state_dict(state)
                 raise theirs
+        if transport.rank == 0:
+            _say_kept(before, [each.state_dict() for each in stateful])
         for act in fit.acts:
             act()
         worker.updates.forget_whole_weights()
         if fit.take_gradients is not None:
             fit.take_gradients(all(is_same for _, is_same in everyone))
     return fit.extra
+
+
+def _say_kept(made: list[dict[str, Any]], loaded: list[dict[str, Any]]) -> None:
+    """Say where groups go on with other values than `optimizer()` now gives them.
+
+    What a scheduler sets has changed since the start: of its rates the initial one is
+    compared.
+    """
+    found: dict[str, None] = {}
+    for states in zip(made, loaded, strict=True):
+        pairs = zip(*(state.get("param_groups", ()) for state in states), strict=True)
+        for mine, theirs in pairs:
+            cycled = ("lr", "momentum", "betas") if "initial_lr" in mine else ()
+            names = (n for n in mine if n in theirs and n not in (*PARAMETERS, *cycled))
+            for name in names:
+                if mine[name] != theirs[name]:
+                    text = f"{name} {theirs[name]} (optimizer() gives {mine[name]})"
+                    found[text] = None
+    if found:
+        first, count = [*found][:MOST_NAMED], len(found) - MOST_NAMED
+        rest = f" and {count} more" if count > 0 else ""
+        text = "the optimizer goes on with the values of the checkpoint"
+        say_note(f"{text}: {', '.join(first)}{rest}; on_step may change them")
 
 
 def _fit(reader: _Reader, directory: Path) -> _Fit:

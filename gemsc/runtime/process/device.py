@@ -20,7 +20,7 @@ from gemsc.runtime.process.sharing import (
     shared_device,
     use_mps,
 )
-from gemsc.runtime.transport.launcher import is_first_started
+from gemsc.runtime.transport.launcher import say_note
 from gemsc.runtime.transport.transport import Transport
 
 # the only one with which cuBLAS gives the same bits each time; read when it starts
@@ -96,7 +96,7 @@ def claim_device(
     if gpus and place is not None:
         torch.cuda.set_device(_gpu(wanted, place.rank))
         if is_open and place.size > gpus:
-            _say(
+            say_note(
                 f"{place.size} ranks take turns on {gpus} GPU{'s' * (gpus > 1)}; "
                 "--per-device lets them share"
             )
@@ -118,7 +118,7 @@ def _share(per_device: int, copy_ranks: int, gpus: int) -> torch.device | None:
     if not gpus:
         return None
     if per_device > 1 and (reason := use_mps()):
-        _say(
+        say_note(
             f"no MPS ({reason}): the {per_device} ranks on a GPU take turns; expect no "
             "gain over one"
         )
@@ -127,11 +127,6 @@ def _share(per_device: int, copy_ranks: int, gpus: int) -> torch.device | None:
     torch.cuda.set_device(device)
     torch.cuda.set_per_process_memory_fraction(1 / per_device, device)
     return device
-
-
-def _say(note: str) -> None:
-    if is_first_started():
-        print(f"note: {note}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 def choose_device(

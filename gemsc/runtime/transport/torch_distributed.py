@@ -38,6 +38,7 @@ from gemsc.base.process import (
     end_with_launcher,
 )
 from gemsc.errors import GemscError, InternalError
+from gemsc.runtime.transport.launcher import say_note
 from gemsc.runtime.transport.streams import Streams
 from gemsc.runtime.transport.torch_meeting import dist, meet, network
 from gemsc.runtime.transport.torch_requests import (
@@ -257,8 +258,7 @@ class TorchTransport:
             return
         sharing = max(Counter(everyone).values())
         if sharing > 1 and MANY_ON_A_GPU not in os.environ:
-            if self.rank == 0:
-                print(f"note: {SHARED}", file=sys.stderr, flush=True)  # noqa: T201
+            say_note(SHARED)
             return
         if sharing > 1:  # blocks wait for those of other ranks: all have to fit
             gpu = torch.cuda.get_device_properties(streams.device)
