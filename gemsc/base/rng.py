@@ -9,6 +9,7 @@ import threading
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -76,9 +77,23 @@ def preserve_rng() -> Iterator[None]:
         np.random.set_state(numpy_state)
 
 
+def seed_torch(seed: int) -> None:
+    """Seed torch's generators for the CPU and for GPUs, if there are any.
+
+    `torch.manual_seed` prints the whole stack into a text for each kind of device that
+    torch knows and this machine has not: a millisecond, for each sample that is read.
+    """
+    torch.default_generator.manual_seed(seed)
+    if _has_gpu() and not torch.cuda._is_in_bad_fork():
+        torch.cuda.manual_seed_all(seed)
+
+
+_has_gpu = cache(torch.cuda.is_available)
+
+
 def seed_all(seed: int) -> None:
     """Seed the generators of torch, Python and NumPy."""
-    torch.manual_seed(seed)
+    seed_torch(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
 
@@ -98,7 +113,7 @@ def torch_seeded(seed: int, device: torch.device) -> Iterator[None]:
     Ranks that draw and ranks that do not would choose different batches otherwise.
     """
     with fork_torch([device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
+        seed_torch(seed)
         yield
 
 
@@ -174,7 +189,7 @@ class _SameDraws(QuietMode):  # type: ignore[no-untyped-call]
         if not (tagged or name in _UNTAGGED) or kwargs.get("generator") is not None:
             return func(*args, **kwargs)
         with generator_lock:
-            torch.manual_seed(_seed(args, kwargs))
+            seed_torch(_seed(args, kwargs))
             return _drawn(func, name, args, kwargs)
 
 

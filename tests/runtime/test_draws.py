@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,15 @@ from program_support import Net, X, batch_of, mse, written
 from threads import run_on_threads
 from torch import Tensor, nn
 
-from gemsc.base.rng import fork_torch, preserve_rng, same_draws, torch_state
+from gemsc.base import rng
+from gemsc.base.rng import (
+    fork_torch,
+    preserve_rng,
+    same_draws,
+    seed_all,
+    seeded,
+    torch_state,
+)
 from gemsc.verify.compare import compare
 from gemsc.verify.one_process import reference_steps
 
@@ -105,3 +114,30 @@ def test_no_garbage_is_collected_while_torch_locks_its_generator(
     assert torch.equal(torch_state(), real())
     assert collects == [False] * 3
     assert gc.isenabled()
+
+
+def test_seeds_are_those_of_torch_and_cost_no_stack_as_text(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`torch.manual_seed` makes one for each kind of device that is not there."""
+    with preserve_rng():
+        wanted = torch.manual_seed(2**63).get_state()
+        monkeypatch.setattr(rng, "_has_gpu", lambda: False)
+        monkeypatch.setattr(traceback, "format_stack", None)  # whoever calls it fails
+        seed_all(1)
+        assert not torch.equal(torch.get_rng_state(), wanted)
+        seed_all(2**63)
+        assert torch.equal(torch.get_rng_state(), wanted)
+        assert torch.initial_seed() == 2**63
+
+
+@pytest.mark.parametrize("is_forked", [False, True])
+def test_gpus_are_seeded_but_not_in_a_process_that_reads_data(
+    is_forked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[int] = []
+    monkeypatch.setattr(rng, "_has_gpu", lambda: True)
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: is_forked)
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", found.append)
+    with seeded(7):
+        assert found == ([] if is_forked else [7])
