@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
+import time
+from collections.abc import Iterable, Iterator
 from contextlib import redirect_stderr
 from dataclasses import replace
 from io import StringIO
@@ -23,6 +25,8 @@ from training_support import pairs, program, run, simple, user_of
 
 import gemsc
 from gemsc.errors import GemscError
+from gemsc.runtime.process.status import Status
+from gemsc.runtime.training import callbacks
 from gemsc.runtime.training.callbacks import Hooks
 from gemsc.runtime.training.step_report import StepReport
 from gemsc.runtime.training.trainer import Trainer
@@ -88,6 +92,45 @@ def test_a_run_that_goes_on_with_another_rate_in_its_file_says_what_counts(
     run(folder, of(0.25), "--save", save, "--steps", "3", "--resume", save)
     said = f"of the checkpoint: {name} 0.5 (optimizer() gives 0.25); on_step"
     assert capfd.readouterr().err.count(said) == 1
+
+
+@pytest.mark.parametrize("reads", [0.6, 0.2])
+def test_a_run_whose_ranks_wait_for_data_says_so_once(
+    reads: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Each step takes half a minute, of which reading has a share."""
+    now = [0.0]
+    monkeypatch.setattr(callbacks, "perf_counter", lambda: now[0])
+
+    def read(status: Status, source: Iterable[Any]) -> Iterator[Any]:
+        for item in source:
+            if status.rank == 0:
+                now[0] += 30.0
+                status.read_seconds += 30.0 * reads
+            yield item
+
+    monkeypatch.setattr(Status, "while_reading", read)
+    run(program(tmp_path), user_of(), "--epochs", "2")
+    said = [line for line in capfd.readouterr().out.splitlines() if "waited" in line]
+    text = "note: for 60% of the time so far the ranks waited for data; --workers 2 or"
+    assert [line[: len(text)] for line in said] == [text] * (reads > 0.5)
+
+
+def test_the_time_in_which_ranks_wait_for_data_is_that_of_the_source() -> None:
+    def source() -> Iterator[int]:
+        for number in range(2):
+            time.sleep(0.05)
+            yield number
+
+    status = Status()
+    for _ in status.while_reading(source()):
+        before = status.read_seconds
+        time.sleep(0.2)
+        assert status.read_seconds == before
+    assert status.read_seconds >= 0.1
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -89,6 +90,7 @@ class Status:
         self.stage: object = ""
         self.micro_batch: int | None = None
         self.changes = 0
+        self.read_seconds = 0.0  # in which the ranks waited for data
         self._memory: mmap.mmap | None = None
         folder = os.environ.get(STATUS_VARIABLE)
         if folder and rank is not None and Path(folder).is_dir():  # on this host
@@ -124,11 +126,16 @@ class Status:
 
     def while_reading(self, source: Iterable[T]) -> Iterator[T]:
         """Yield what a source of data gives; meanwhile that is the action."""
-        self.enter("reading the dataset")
+        start = self._begin_reading()
         for item in source:
+            self.read_seconds += perf_counter() - start
             self.idle()
             yield item
-            self.enter("reading the dataset")
+            start = self._begin_reading()
+
+    def _begin_reading(self) -> float:
+        self.enter("reading the dataset")
+        return perf_counter()
 
     @property
     def is_idle(self) -> bool:

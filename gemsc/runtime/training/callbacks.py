@@ -24,6 +24,7 @@ from dataclasses import replace
 from itertools import chain
 from numbers import Number
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -44,6 +45,8 @@ from gemsc.runtime.training.step_report import StepReport
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.user_model import UserModel
 
+FIRST_SECONDS = 60.0  # after which a run says if data is what it waits for
+MUCH_READING = 0.25  # of these
 _OWN = re.compile(r"model\b.*\.(_parameters|_buffers)\[|.*\.training$").match
 
 
@@ -258,9 +261,11 @@ def _storable(mark: Mark) -> Mark:
 class Console(Callback):
     """What the first rank prints: a bar for each epoch, figures, how the run ends."""
 
-    def __init__(self, trainer: Trainer, epochs: Epochs) -> None:
+    def __init__(self, trainer: Trainer, epochs: Epochs, workers: int) -> None:
         self.talks = trainer.transport.rank == 0
         self.epochs = epochs
+        self._workers = workers  # processes that read the data
+        self._begin, self._knows_reading = 0.0, False
         self._bar: ProgressBar | None = None
         self._shapes: dict[int, list[float]] = defaultdict(lambda: [0, 0, 0.0])
 
@@ -269,10 +274,15 @@ class Console(Callback):
         if self.talks:
             print(text, flush=True)  # noqa: T201
 
+    def on_start(self, trainer: Trainer) -> None:
+        """Begin to measure."""
+        self._begin = perf_counter()
+
     def on_step(self, trainer: Trainer, report: StepReport) -> None:
         """Count the step; an epoch's first and last one begin and end a bar."""
         if not self.talks:
             return
+        self._note_reading(trainer)
         if trainer.plan.shapes:
             each = zip(
                 self._shapes[report.shape],
@@ -288,6 +298,18 @@ class Console(Callback):
         self._bar.step(report.losses or report.loss, report.samples)
         if self.epochs.ends(report.step, trainer.requests):
             self._close()
+
+    def _note_reading(self, trainer: Trainer) -> None:
+        """Say once, after the first minute, if data is what the ranks wait for."""
+        seconds = perf_counter() - self._begin
+        if self._knows_reading or seconds < FIRST_SECONDS:
+            return
+        self._knows_reading = True
+        share = trainer.worker.status.read_seconds / seconds
+        if share > MUCH_READING:
+            way = "more --workers" if self._workers else "--workers 2 or more"
+            text = f"for {share:.0%} of the time so far the ranks waited for data"
+            self.say(f"note: {text}; {way} would read it ahead")
 
     def on_evaluation(self, trainer: Trainer, figures: Mapping[str, float]) -> None:
         """Print the loss and the user's metrics."""

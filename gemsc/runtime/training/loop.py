@@ -101,7 +101,7 @@ class Training:
         )
         options = self.options
         self.epochs = Epochs(self._batches, options.steps, options.epochs)
-        self.console = Console(self.trainer, self.epochs)
+        self.console = Console(self.trainer, self.epochs, options.workers)
         self.checkpoints: Checkpoints | None = None
         self.trainer.add_callbacks(self._callbacks())
 
