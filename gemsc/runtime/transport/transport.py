@@ -83,11 +83,6 @@ class Transport(Protocol):
         ...
 
     @property
-    def local_size(self) -> int:
-        """How many ranks its machine has: they share the cores."""
-        ...
-
-    @property
     def cuda_aware(self) -> bool:
         """Whether CUDA tensors can be sent and received as they are."""
         ...
@@ -127,10 +122,6 @@ class Transport(Protocol):
 
     def all_gather_object(self, value: T) -> list[T]:
         """Return every rank's small value, by rank."""
-        ...
-
-    def broadcast_object(self, value: T, root: int = 0) -> T:
-        """Return the root's small value on every rank."""
         ...
 
     def barrier(self) -> None:
