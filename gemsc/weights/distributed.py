@@ -189,7 +189,7 @@ class DistributedCheckpoint:
         state, _, name = rest.partition("/")
         is_state = kind == "optimizer" and (state, name) in self.states
         stored = self.states[state, name] if is_state else self._model[key]
-        return StoredSlice(stored, self._entry(stored), lambda: self._tensor(stored))
+        return StoredSlice(self._entry(stored), lambda: self._tensor(stored))
 
     def values(self, keys: Sequence[str]) -> dict[str, Any]:
         """Return what is stored under some keys: tensors, numbers, lists and the like.
