@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from gemsc.base.boxes import Box, Interval, everything, shape_of
-from gemsc.runtime.tiles.norms import widened
+from gemsc.base.dtypes import widened
 
 __all__ = [
     "AxisWindows",

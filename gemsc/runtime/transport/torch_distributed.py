@@ -31,6 +31,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
+from gemsc.base.dtypes import HALF
 from gemsc.base.process import (
     ABORTED,
     STORE_VARIABLE,
@@ -76,7 +77,6 @@ SHARED = (
 SHARE_OF_GPU = 1 / 4  # for one sum of all ranks on a GPU: several may be in flight
 LEFT_SECONDS = 2.0  # for a rank's last messages, and for a launcher to end the others
 OF_SIZES = 2**16  # tags of messages that tell the size of another one
-HALVES = (torch.bfloat16, torch.float16)
 
 _count = itertools.count()  # of this process's transports: each meets others anew
 
@@ -124,7 +124,7 @@ class TorchGroup:
         library = self._library(tensor)
         if library is None:
             return self._request(None, "sum")
-        wide = {**dict.fromkeys(HALVES, torch.float32), torch.int16: torch.int32}
+        wide = {**dict.fromkeys(HALF, torch.float32), torch.int16: torch.int32}
         staged = tensor.to(wide.get(tensor.dtype, tensor.dtype))
         try:
             work = library.allreduce([staged])

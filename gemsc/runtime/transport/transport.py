@@ -9,6 +9,7 @@ from typing import NoReturn, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from gemsc.base.dtypes import HALF
 from gemsc.errors import InternalError
 from gemsc.runtime.transport.streams import Streams
 from gemsc.runtime.transport.waiting import Request
@@ -170,7 +171,7 @@ def add_in_order(terms: Sequence[Tensor], result: Tensor) -> None:
 
     bfloat16 and float16 are added in float32 and rounded once.
     """
-    half = result.dtype in (torch.bfloat16, torch.float16)
+    half = result.dtype in HALF
     total = terms[0].to(torch.float32) if half else terms[0].clone()
     for term in terms[1:]:
         total += term
