@@ -111,7 +111,7 @@ def measured(folder: Path, rounds: int) -> None:
         ][1:]
         early, late = zip(*pairs, strict=True)
         if not share:
-            typical = transport.broadcast_object(statistics.median(late))
+            typical = transport.all_gather_object(statistics.median(late))[0]
         if transport.rank == 0:
             name = f"{share:.0%} of a step" if share else "memory"
             print(line(name, early, late), flush=True)

@@ -74,28 +74,21 @@ def _import_file(place: str, constants: Mapping[str, str]) -> tuple[Path, Module
         _refuse_constants(path, constants)
         return path, _import_of_package(path)
     name = _module_name(path)
-    loader = ConstantsLoader(name, path, constants)
-    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
-    if spec is None or spec.loader is None:
-        raise GemscError(f"{path} cannot be imported")
-    module = importlib.util.module_from_spec(spec)
-    previous = sys.modules.get(spec.name)
-    sys.modules[spec.name] = module
+    previous = sys.modules.get(name)
     try:
         with _on_path(path.parent):
-            spec.loader.exec_module(module)
+            return path, run_file(name, path, constants)
     except BaseException as error:
         if previous is None:
-            del sys.modules[spec.name]
+            del sys.modules[name]
         else:
-            sys.modules[spec.name] = previous
+            sys.modules[name] = previous
         if isinstance(error, KeyboardInterrupt | GemscError):
             raise
         advice = f"`python {path.name}` shows the whole traceback"
         raise user_failure(
             f"importing {path.name} fails", error, path, advice=advice
         ) from error
-    return path, module
 
 
 def _refuse_constants(path: Path, constants: Mapping[str, str]) -> None:
@@ -108,12 +101,17 @@ def _refuse_constants(path: Path, constants: Mapping[str, str]) -> None:
 
 def _import_of_package(path: Path) -> ModuleType:
     """Import a file under its name in its package, for its relative imports."""
-    root = path.parent
-    while (root / "__init__.py").is_file():
-        root = root.parent
+    root = outside_packages(path.parent)
     name = ".".join(path.relative_to(root).with_suffix("").parts)
     with _on_path(path.parent), _on_path(root):
         return _import_named(name, path)
+
+
+def outside_packages(folder: Path) -> Path:
+    """Return the innermost folder around this one, or it itself, that is no package."""
+    while (folder / "__init__.py").is_file():
+        folder = folder.parent
+    return folder
 
 
 def _module_name(path: Path) -> str:
@@ -297,6 +295,17 @@ def check_run_constants(path: Path, constants: Mapping[str, str]) -> None:
                 at=SourceLocation(str(path), assigned[name][0].lineno),
                 help=f"compile again with --set {name}={constants[name]}",
             )
+
+
+def run_file(name: str, path: Path, constants: Mapping[str, str]) -> ModuleType:
+    """Return a file as a module, which has its name as soon as it begins to run."""
+    loader = ConstantsLoader(name, path, constants)
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    loader.exec_module(module)
+    return module
 
 
 def _assigned(tree: ast.Module) -> dict[str, list[Any]]:

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from gemsc.base.nests import Path, map_tensors, tensor_leaves
 
-_HALF = (torch.float16, torch.bfloat16)
+HALF = (torch.float16, torch.bfloat16)
 
 Autocast = tuple[str, torch.dtype]  # type of device, and what matrices multiply in
 
@@ -87,12 +87,12 @@ def cast(nest: Any, dtype: torch.dtype) -> Any:
 
 def whole(nest: Any) -> Any:
     """Return a nest with its tensors of half precision in float32, as NumPy wants."""
+    return pytree.tree_map_only(Tensor, widened, nest)
 
-    def convert(leaf: Any) -> Any:
-        is_half = isinstance(leaf, Tensor) and leaf.dtype in _HALF
-        return leaf.float() if is_half else leaf
 
-    return pytree.tree_map(convert, nest)
+def widened(tensor: Tensor) -> Tensor:
+    """Return half precision as float32: sums must not round to it."""
+    return tensor.float() if tensor.dtype in HALF else tensor
 
 
 def cast_module(

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -189,7 +189,7 @@ class DistributedCheckpoint:
         state, _, name = rest.partition("/")
         is_state = kind == "optimizer" and (state, name) in self.states
         stored = self.states[state, name] if is_state else self._model[key]
-        return StoredSlice(stored, self._entry(stored), lambda: self._tensor(stored))
+        return StoredSlice(self._entry(stored), lambda: self._tensor(stored))
 
     def values(self, keys: Sequence[str]) -> dict[str, Any]:
         """Return what is stored under some keys: tensors, numbers, lists and the like.
@@ -285,9 +285,6 @@ class _Reader(FileSystemReader):
 
 class _Unpickler(pickle.Unpickler):
     """Makes what describes tensors; a pickle could call any function."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        super().__init__(file)
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(

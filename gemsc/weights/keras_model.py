@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -132,7 +133,7 @@ class KerasModel(nn.Module):
                 return call_layer(*args, **kwargs)
             return self.get_submodule(path)(call_layer, *args, **kwargs)
 
-        with _replaced(keras.Layer, "__call__", call_module):
+        with patch.object(keras.Layer, "__call__", call_module):
             yield
 
 
@@ -308,7 +309,7 @@ def _as_torch(values: list[tuple[Any, torch.Tensor]]) -> Iterator[None]:
     for name, value in settings.items():
         global_state.set_global_attribute(name, value)
     try:
-        with _replaced(random, "torch_seed_generator", _no_generator):
+        with patch.object(random, "torch_seed_generator", _no_generator):
             yield
     finally:
         core.TORCH_DTYPES.update(keras_dtypes)
@@ -322,13 +323,3 @@ def _no_generator(seed: object) -> None:
             f"the model draws with the fixed seed {seed}: always the same numbers",
             help="give it a keras.random.SeedGenerator, kept by the layer, or none",
         )
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)

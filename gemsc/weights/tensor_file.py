@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from gemsc.weights.write import DTYPES, PAIRS, Entry, stored_name
+from gemsc.weights.write import DTYPES, PAIRS, Entry
 
 LENGTH = 8  # bytes, of the number that a file begins with
 
@@ -74,24 +74,15 @@ class TensorFile:
 
     def get_slice(self, name: str) -> StoredSlice:
         """Return a tensor to be read in parts, as safetensors does."""
-        return StoredSlice(name, self.table[name], lambda: self.mapped(name))
+        return StoredSlice(self.table[name], lambda: self.mapped(name))
 
 
 @dataclass(frozen=True)
 class StoredSlice:
     """A tensor of a file or a checkpoint, read when a part of it is asked for."""
 
-    name: str
     entry: Entry
     read: Callable[[], Tensor]
-
-    def get_shape(self) -> list[int]:
-        """Return its sizes."""
-        return [*self.entry.shape]
-
-    def get_dtype(self) -> str:
-        """Return its dtype as safetensors calls it."""
-        return stored_name(self.name, self.entry.dtype)
 
     def __getitem__(self, slices: Any) -> Tensor:
         """Return a part of it."""

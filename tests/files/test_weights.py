@@ -82,8 +82,7 @@ def test_complex128_is_written_as_pairs_of_float64(tmp_path: Path) -> None:
     for name, tensor in given.items():
         torch.testing.assert_close(found.mapped(name), tensor, rtol=0, atol=0)
         part = found.get_slice(name)
-        assert DTYPES[part.get_dtype()] is tensor.dtype
-        assert part.get_shape() == [*tensor.shape]
+        assert part.entry == Entry.of(tensor)
     torch.testing.assert_close(load_file(path)["z"], torch.view_as_real(z))
 
 

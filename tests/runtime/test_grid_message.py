@@ -209,7 +209,7 @@ def bound(batch: Tensor, window: Window | None = None) -> Tensor:
         worker = worker_of(
             transport, inputs={"x": X}, tiles=Tiles((1,), (0,), 0), num_micro_batches=2
         )
-        bound = worker.steps.bind({"input": (batch,)}, window)
+        bound = worker.steps.shape.bind({"input": (batch,)}, window)
         worker.begin(bound, training=True)
         return worker.input("x", 1)
 

@@ -34,7 +34,7 @@ from gemsc.errors import GemscError, InternalError
 from gemsc.messages.exchange import Exchange
 from gemsc.planner.explain import task_of
 from gemsc.runtime.tiles.grid import Grid
-from gemsc.runtime.tiles.messages import FIRST_TAG, TileMailbox, tag_of
+from gemsc.runtime.tiles.messages import FIRST_TAG, tag_of
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.runtime.transport.local import LocalGroup, LocalTransport, run_local
 from gemsc.runtime.transport.mailbox import Mailbox
@@ -337,9 +337,9 @@ def test_a_program_without_an_order_needs_tags(tmp_path: Path) -> None:
 def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, list[str]]]:
     """Note what each tile, a thread, does with others: exchanges by tags, and sums."""
     found: dict[int, list[str]] = defaultdict(list)
-    post, all_reduce = TileMailbox.post, Grid.all_reduce
+    post, all_reduce = Grid.post, Grid.all_reduce
 
-    def posted(self: TileMailbox, exchange: Exchange, *args: Any, back: bool) -> Any:
+    def posted(self: Grid, exchange: Exchange, *args: Any, back: bool) -> Any:
         if any(args[:2]):  # something goes or comes
             tag = tag_of(exchange, back=back)
             found[self.transport.host.rank].append(str(tag))
@@ -350,7 +350,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, list[str]]]:
         return all_reduce(self, tensor)
 
     with monkeypatch.context() as patch:
-        patch.setattr(TileMailbox, "post", posted)
+        patch.setattr(Grid, "post", posted)
         patch.setattr(Grid, "all_reduce", added)
         yield found
 

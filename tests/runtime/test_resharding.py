@@ -268,7 +268,7 @@ def test_what_an_optimizer_keeps_of_rows_and_columns_belongs_to_its_ranks(
     go_on(tmp_path / "four", 4, saved, [batch], resume=True, **given)  # whole weights
 
     def cut(trainer: Trainer) -> None:
-        trainer.worker.updates.own_rows["a.weight"] = (0, 2)
+        trainer.worker.updates.own.rows["a.weight"] = (0, 2)
 
     with pytest.raises(GemscError, match=r"keeps 'row_var' of 'a\.weight' in a form"):
         on_ranks(

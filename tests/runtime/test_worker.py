@@ -329,7 +329,7 @@ def bound(
 ) -> dict[str, Tensor]:
     inputs = {name: INPUTS[name] for name in names}
     return alone(
-        lambda worker: worker.steps.bind(sources),
+        lambda worker: worker.steps.shape.bind(sources),
         nn.Identity(),
         inputs=inputs,
         num_micro_batches=3,
@@ -381,7 +381,7 @@ def test_micro_batches_are_parts_in_order() -> None:
     x = torch.arange(24.0).view(6, 4)
 
     def work(worker: Worker) -> list[Tensor]:
-        worker.begin(worker.steps.bind({"input": (x,)}), training=True)
+        worker.begin(worker.steps.shape.bind({"input": (x,)}), training=True)
         return [worker.input("x", m) for m in range(3)]
 
     options: Any = {"inputs": {"x": INPUTS["x"]}, "num_micro_batches": 3}

@@ -248,10 +248,8 @@ def objects_reach_all_ranks(transport: Transport) -> None:
     value = {"rank": rank, "text": "x" * 1000 * rank}
     gathered = transport.all_gather_object(value)
     assert gathered == [{"rank": n, "text": "x" * 1000 * n} for n in range(size)]
-    for root in range(size):
-        assert transport.broadcast_object((rank, [root]), root) == (root, [root])
     transport.barrier()
-    assert 0 <= transport.local_rank < transport.local_size <= size
+    assert 0 <= transport.local_rank < size
 
 
 def a_link_carries_what_has_gaps(transport: Transport) -> None:
@@ -375,7 +373,7 @@ def large_halves(transport: Transport) -> None:
 def a_message_comes_while_its_receiver_computes(transport: Transport) -> None:
     """Its sender is done before the receiver calls MPI again."""
     name = tempfile.mktemp() if transport.rank == 0 else ""
-    done = Path(transport.broadcast_object(name))
+    done = Path(transport.all_gather_object(name)[0])
     large = torch.ones(2**23)
     if transport.rank == 1:
         transport.wait(transport.send(large, 0, 4))

@@ -37,9 +37,8 @@ from gemsc.runtime.checkpoint.optimizer_state import (
 from gemsc.runtime.checkpoint.pieces import TensorPiece, make_up
 from gemsc.runtime.checkpoint.states import DTYPES, decode, dtype_name
 from gemsc.weights.load import LOSS
-from gemsc.weights.tensor_file import TensorFile
-from gemsc.weights.write import DTYPES as STORED_DTYPES
-from gemsc.weights.write import Entry, write_stream
+from gemsc.weights.tensor_file import StoredSlice, TensorFile
+from gemsc.weights.write import Entry, stored_name, write_stream
 
 if TYPE_CHECKING:
     from gemsc.weights.distributed import DistributedCheckpoint
@@ -97,11 +96,10 @@ class StoredTensors:
             if saved.is_like_its_parameter(state, name):
                 names[tensor_key(state, name)] = name
         for key in names:
-            stored = saved.get_slice(key)
-            shape = tuple(stored.get_shape())
-            dtype = dtype_name(STORED_DTYPES[stored.get_dtype()])
-            pieces = (("", TensorPiece.whole(shape)),)
-            found._table[key] = Stored(dtype, shape, pieces)
+            entry = saved.get_slice(key).entry
+            stored_name(key, entry.dtype)  # refuses what no checkpoint has
+            pieces = (("", TensorPiece.whole(entry.shape)),)
+            found._table[key] = Stored(dtype_name(entry.dtype), entry.shape, pieces)
         found._files[""] = saved
         return found
 
@@ -131,10 +129,9 @@ class StoredTensors:
         for file, held in stored.pieces:
             if held.count and next(piece.overlap(held), None) is None:
                 continue
-            found = self._slice(file, key)
-            sizes = tuple(found.get_shape()) or (1,)
-            dtype = STORED_DTYPES.get(found.get_dtype())
-            if sizes != held.sizes or dtype is not DTYPES.get(stored.dtype, ""):
+            found = self._slice(file, key).entry
+            is_kind = found.dtype is DTYPES.get(stored.dtype)
+            if (found.shape or (1,)) != held.sizes or not is_kind:
                 what = f"is damaged: '{key}' is not what was saved"
                 raise damaged(self._folder / file, what)
 
@@ -172,17 +169,18 @@ class StoredTensors:
             for own, theirs in piece.overlap(held) if only in (None, file) else ():
                 place, found = target[own], self._slice(file, key)
                 try:
-                    values = found[theirs if found.get_shape() else ...]
+                    values = found[theirs if found.entry.shape else ...]
                 except (SafetensorError, OSError) as error:
                     raise damaged(self._folder / file, f"is damaged: {error}") from None
                 yield place, values.view_as(place).to(place.device)
 
-    def _slice(self, file: str, key: str) -> Any:
+    def _slice(self, file: str, key: str) -> StoredSlice:
         path = self._folder / file
         try:
             if file not in self._files:
                 self._files[file] = TensorFile.open(path)
-            return self._files[file].get_slice(key)
+            found: StoredSlice = self._files[file].get_slice(key)
+            return found
         except (SafetensorError, OSError) as error:
             raise damaged(path, f"is damaged: {error}") from None
 

@@ -58,7 +58,7 @@ class Holdings:
         held = {}
         for name, parameter in updates.parameters.items():
             whole = self.worker.stages.parameters[name]
-            piece, rows = self.piece(name, whole.shape), updates.own_rows.get(name)
+            piece, rows = self.piece(name, whole.shape), updates.own.rows.get(name)
             if rows is not None:
                 piece = piece.rows(*rows)
             is_first = rows is not None or self.is_first(name)
@@ -88,7 +88,7 @@ class Holdings:
             piece = self.piece(name, tensor.shape)
             if (own := updates.weights_in_parts.get(name)) is not None:
                 piece = self.piece(name, stages.parameters[name].shape)
-                piece = piece.rows(*updates.kept_rows[name])
+                piece = piece.rows(*updates.own.kept_rows[name])
                 tensor = tensor if key.startswith(EMA_KEY) else own
             yield HeldTensor(key, tensor.detach(), piece)
 
@@ -105,7 +105,7 @@ class Holdings:
         updates = self.worker.updates
         piece = self.piece(name, self.worker.stages.parameters[name].shape)
         if name in updates.gradients_in_parts:
-            piece = piece.rows(*updates.kept_rows[name])
+            piece = piece.rows(*updates.own.kept_rows[name])
         return piece
 
     def aliases(self) -> dict[str, str]:

@@ -21,8 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Protocol
+from functools import cached_property, partial
 from weakref import ReferenceType, finalize, ref
 
 import torch
@@ -32,8 +31,8 @@ from torch.autograd.graph import increment_version, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gemsc.runtime.memory.meter import active_meter
-from gemsc.runtime.tiles.saving import Decomposed, decomposed
-from gemsc.runtime.transport.streams import Arrival, Pending, Streams
+from gemsc.runtime.tiles.saving import Decomposed, decomposed, is_gone
+from gemsc.runtime.transport.streams import Arrival, Streams
 
 _active = threading.local()  # the run of the stage that runs forward on this thread
 
@@ -53,29 +52,16 @@ def offloaded() -> Iterator[None]:
         yield
 
 
-class Kept(Protocol):
-    """Bytes that wait somewhere else."""
+@dataclass(frozen=True)
+class Kept:
+    """Bytes that wait somewhere else.
 
-    def fetch(self) -> Arrival:
-        """Start to copy them back to the device."""
-        ...
+    `fetch` starts to copy them back to the device; after `free` their room is used
+    again.
+    """
 
-    def free(self) -> None:
-        """Let their room be used again."""
-        ...
-
-
-class Store(Protocol):
-    """Where storages of a device wait."""
-
-    @property
-    def device(self) -> torch.device:
-        """The device."""
-        ...
-
-    def put(self, data: Tensor) -> Kept:
-        """Start to copy a row of bytes outward."""
-        ...
+    fetch: Callable[[], Arrival]
+    free: Callable[[], None]
 
 
 class PinnedStore:
@@ -92,23 +78,11 @@ class PinnedStore:
         self._free: dict[int, list[Tensor]] = defaultdict(list)
 
     def put(self, data: Tensor) -> Kept:
-        """Copy on the outward stream."""
+        """Start to copy a row of bytes, on the outward stream."""
         free = self._free[data.nbytes]
         copy = self._streams.to_host(data, free.pop() if free else None)
-        return _Pinned(self._streams, copy, free)
-
-
-@dataclass(frozen=True)
-class _Pinned:
-    streams: Streams
-    copy: Pending
-    free_rooms: list[Tensor]
-
-    def fetch(self) -> Arrival:
-        return self.streams.fetch(self.copy)
-
-    def free(self) -> None:
-        self.free_rooms.append(self.copy.tensor)
+        fetch = partial(self._streams.fetch, copy)
+        return Kept(fetch, partial(free.append, copy.tensor))
 
 
 class FileStore:
@@ -121,13 +95,14 @@ class FileStore:
         self._free: dict[int, list[mmap.mmap]] = defaultdict(list)
 
     def put(self, data: Tensor) -> Kept:
-        """Copy into the file."""
+        """Copy a row of bytes into the file."""
         size = max(1, -(-data.nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
         free = self._free[size]
         room = free.pop() if free else self._grow(size)
         if data.nbytes:
             torch.frombuffer(room, dtype=torch.uint8, count=data.nbytes).copy_(data)
-        return _InFile(room, data.nbytes, free)
+        fetch = partial(_read, room, data.nbytes)
+        return Kept(fetch, partial(free.append, room))
 
     def _grow(self, size: int) -> mmap.mmap:
         descriptor = self._file.fileno()
@@ -136,20 +111,14 @@ class FileStore:
         return mmap.mmap(descriptor, size, offset=start)
 
 
-@dataclass(frozen=True)
-class _InFile:
-    room: mmap.mmap
-    num_bytes: int
-    free_rooms: list[mmap.mmap]
+def _read(room: mmap.mmap, num_bytes: int) -> Arrival:
+    data = torch.empty(num_bytes, dtype=torch.uint8)
+    if num_bytes:
+        data.copy_(torch.frombuffer(room, dtype=torch.uint8, count=num_bytes))
+    return Arrival(data)
 
-    def fetch(self) -> Arrival:
-        data = torch.empty(self.num_bytes, dtype=torch.uint8)
-        if self.num_bytes:
-            data.copy_(torch.frombuffer(self.room, dtype=torch.uint8, count=len(data)))
-        return Arrival(data)
 
-    def free(self) -> None:
-        self.free_rooms.append(self.room)
+Store = PinnedStore | FileStore
 
 
 def store_for(streams: Streams) -> Store:
@@ -331,7 +300,7 @@ class OffloadedRun:
         if key in self._known:
             reference, counter = self._known[key]
             known = reference()
-            if known is not None and not known.original.expired():  # type: ignore[no-untyped-call]
+            if known is not None and not is_gone(known.original):
                 if _counts_versions_of(counter, tensor):
                     return known, tensor
                 alone = tensor.detach().clone()

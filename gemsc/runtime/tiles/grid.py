@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain, combinations
+from math import prod
 
 import torch
 from torch import Tensor
 
 from gemsc.base.boxes import Box, intersection, shape_of, volume
-from gemsc.base.dtypes import empty, format_of
-from gemsc.messages.exchange import Exchange, View, index_of
-from gemsc.runtime.tiles.messages import Flight, TileMailbox
+from gemsc.base.dtypes import HALF, empty, format_of
+from gemsc.errors import InternalError
+from gemsc.messages.exchange import Exchange, Piece, View, index_of
+from gemsc.runtime.tiles.messages import Flight, tag_of
 from gemsc.runtime.tiles.saving import remember
 from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.transport import Group
@@ -34,7 +36,7 @@ class Grid:
         self.tile = tile
         self._group: Group | None = None
         self._among: dict[tuple[int, ...], Grid] = {}
-        self._mailbox = TileMailbox(transport, ranks)
+        self._flight: Flight | None = None  # the last exchange
 
     @property
     def num_tiles(self) -> int:
@@ -57,7 +59,12 @@ class Grid:
 
     def depart(self, exchange: Exchange, held: Tensor) -> Flight:
         """Start to send what other tiles want of the held box, and to receive."""
-        return self._mailbox.depart(exchange, exchange.seen_from(self.tile), held)
+        view = exchange.seen_from(self.tile)
+        sends = {
+            tile: [held[piece.within(view.held)] for piece in pieces]
+            for tile, pieces in view.sent.items()
+        }
+        return self.post(exchange, sends, view.received, held.dtype, back=False)
 
     def depart_back(
         self,
@@ -66,8 +73,37 @@ class Grid:
         like: Tensor,
     ) -> Flight:
         """Start to send home the gradients of what came from each tile."""
-        view = exchange.seen_from(self.tile)
-        return self._mailbox.depart_back(exchange, view, gradients, like.dtype)
+        comes = exchange.seen_from(self.tile).sent
+        return self.post(exchange, gradients, comes, like.dtype, back=True)
+
+    def post(
+        self,
+        exchange: Exchange,
+        sends: Mapping[int, Sequence[Tensor]],
+        receives: Mapping[int, Sequence[Piece]],
+        dtype: torch.dtype,
+        *,
+        back: bool,
+    ) -> Flight:
+        """Start to send tensors to tiles, and to receive pieces from tiles.
+
+        `back` says that these are gradients, which go against the exchange.
+        """
+        if self._flight is not None and not self._flight.is_over:
+            raise InternalError("an exchange begins before the last one ended")
+        tag, link = tag_of(exchange, back=back), self.transport
+        shapes = {n: [piece.shape for piece in each] for n, each in receives.items()}
+        flight = self._flight = Flight(link, shapes)
+        with link.together():
+            for tile, each in shapes.items():
+                count, rank = sum(map(prod, each)), self.ranks[tile]
+                flight.incoming[tile] = link.receive((count,), dtype, rank, tag)
+            for tile, tensors in sends.items():
+                flat = [tensor.reshape(-1) for tensor in tensors]
+                together = torch.cat(flat) if len(flat) > 1 else flat[0]
+                request = link.send(together, self.ranks[tile], tag)
+                flight.outgoing.append(request)
+        return flight
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Put the sum over the tiles into the tensor; return it."""
@@ -160,7 +196,7 @@ def _added(
         for box, term in terms:
             result[index_of(box, outer)] = term
         return result
-    half = like.dtype in (torch.float16, torch.bfloat16)
+    half = like.dtype in HALF
     dtype = torch.float32 if half and len(boxes) > 2 else like.dtype
     total: Tensor | None = None
     for box, term in terms:

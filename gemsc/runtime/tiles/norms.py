@@ -29,6 +29,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gemsc.base.boxes import Box, Interval, shape_of
+from gemsc.base.dtypes import widened
 from gemsc.nn import BiasedBatchNorm
 from gemsc.runtime.tiles.collectives import TileGrid, rows
 
@@ -39,12 +40,9 @@ __all__ = [
     "instance_norm",
     "layer_norm",
     "merged",
-    "widened",
 ]
 
 Rows = tuple[slice, ...] | EllipsisType  # an index of a tile's own elements
-
-_HALF = (torch.float16, torch.bfloat16)
 
 
 def batch_norm(
@@ -294,11 +292,6 @@ class _NormalizeChannels(torch.autograd.Function):
         weight_gradient = product if ctx.needs_input_grad[1] else None
         bias_gradient = total if ctx.needs_input_grad[2] else None
         return result, weight_gradient, bias_gradient, None, None, None
-
-
-def widened(value: Tensor) -> Tensor:
-    """Return half precision as float32: sums must not round to it."""
-    return value.float() if value.dtype in _HALF else value
 
 
 def merged(

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gemsc.base.boxes import Box
+from gemsc.base.dtypes import widened
 from gemsc.runtime.tiles.collectives import TileGrid, all_reduce, rows
-from gemsc.runtime.tiles.norms import merged, widened
+from gemsc.runtime.tiles.norms import merged
 
 __all__ = ["amax", "amin", "cumsum", "global_max", "softmax", "std", "var"]
 

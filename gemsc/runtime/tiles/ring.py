@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gemsc.base.boxes import Box, Interval
-from gemsc.base.dtypes import lowered
+from gemsc.base.dtypes import lowered, widened
 from gemsc.messages.exchange import Exchange
 from gemsc.runtime.tiles.collectives import InFlight, TileGrid
 from gemsc.runtime.tiles.dropout import PairMask, query_strips
@@ -232,7 +232,9 @@ class _Ring:
         """Return what a block's weights are multiplied with by dropout."""
         if self.drops is None:
             return None
-        return self.drops.part(_wide(query), (*self.box[:2], block.rows, block.columns))
+        return self.drops.part(
+            widened(query), (*self.box[:2], block.rows, block.columns)
+        )
 
     def _for_each_head(self, part: _Part, block: _Block) -> tuple[Tensor, Tensor]:
         """Return a block's keys and values for each head of queries."""
@@ -289,7 +291,7 @@ class _RingAttention(torch.autograd.Function):
         learns = any(ctx.needs_input_grad[:2])
         own: Any = None
         of_query: Any = None
-        of_mask = _wide(torch.zeros_like(mask)) if ctx.needs_input_grad[3] else None
+        of_mask = widened(torch.zeros_like(mask)) if ctx.needs_input_grad[3] else None
         for part in ring.parts(key, value, home if learns else None):
             of_part: Any = None
             for block in ring.blocks(part):
@@ -314,7 +316,7 @@ class _RingAttention(torch.autograd.Function):
 
 def _added(found: Tensor | None, more: Tensor, rows: slice, like: Tensor) -> Tensor:
     """Add to some rows of what was found so far, which has as many as `like`."""
-    more = _wide(more)
+    more = widened(more)
     if found is None and more.size(2) == like.size(2):
         return more
     if found is None:
@@ -359,7 +361,7 @@ def _attention(
     weights = _ATEN._safe_softmax(scores, -1)
     if kept is not None:
         weights = weights * kept
-    return weights @ _wide(value), sums
+    return weights @ widened(value), sums
 
 
 def _attention_backward(
@@ -375,7 +377,7 @@ def _attention_backward(
     """Return the gradients of scores, queries, keys and values, as the kernel does."""
     query, key = _scaled(query, key, scale := how.pop("scale"))
     scores = _scores(query, key, **how)
-    gradient, value, out = map(_wide, (gradient, value, out))
+    gradient, value, out = map(widened, (gradient, value, out))
     weights = (scores - sums.unsqueeze(-1)).exp()
     of_weights, used = gradient @ value.mT, weights
     if kept is not None:
@@ -389,7 +391,7 @@ def _attention_backward(
 def _scaled(query: Tensor, key: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Return both multiplied by a root of the scale, as PyTorch does without kernel."""
     root = math.sqrt(abs(scale))
-    return _wide(query) * math.copysign(root, scale), _wide(key) * root
+    return widened(query) * math.copysign(root, scale), widened(key) * root
 
 
 def _scores(
@@ -404,12 +406,6 @@ def _scores(
         later = torch.ones_like(scores, dtype=torch.bool).triu(1)
         scores = scores.masked_fill(later, -math.inf)
     return scores if attn_mask is None else scores + attn_mask
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    """Return what sums are made of: float32 for half precision."""
-    half = tensor.dtype in (torch.float16, torch.bfloat16)
-    return tensor.float() if half else tensor
 
 
 def _dense(tensor: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ __all__ = [
     "Decomposed",
     "decomposed",
     "forget",
+    "is_gone",
     "remember",
     "saved_in_parts",
     "saved_parts",
@@ -100,12 +101,13 @@ def _from_the_first(
 def forget() -> None:
     """Drop what is known of values that are gone, and so their sources."""
     for key, origin in list(_known.origins.items()):
-        if _gone(origin):
+        if is_gone(origin.storage):
             _known.origins.pop(key, None)
 
 
-def _gone(origin: _Origin) -> bool:
-    return bool(origin.storage.expired())  # type: ignore[no-untyped-call]
+def is_gone(storage: StorageWeakRef) -> bool:
+    """Whether nobody holds a storage any more."""
+    return bool(storage.expired())  # type: ignore[no-untyped-call]
 
 
 def _origin(tensor: Tensor) -> _Origin | None:
@@ -114,7 +116,7 @@ def _origin(tensor: Tensor) -> _Origin | None:
     if tensor.is_conj() or tensor.is_neg():  # lazily: the storage is not
         return None
     origin = _known.origins.get(tensor.untyped_storage()._cdata)
-    if origin is None or _gone(origin):
+    if origin is None or is_gone(origin.storage):
         return None
     # view_as_complex, `.imag`: of the same bytes, with strides of another unit
     return origin if tensor.dtype == origin.dtype else None

@@ -25,9 +25,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gemsc.base.boxes import Interval
-from gemsc.base.dtypes import current_autocast
+from gemsc.base.dtypes import current_autocast, widened
 from gemsc.runtime.tiles.collectives import TileGrid, rows
-from gemsc.runtime.tiles.norms import widened
 
 __all__ = ["embedding", "parallel_cross_entropy"]
 

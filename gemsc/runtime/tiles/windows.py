@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from gemsc.base.boxes import Box, Interval, everything, shape_of
-from gemsc.runtime.tiles.norms import widened
+from gemsc.base.dtypes import widened
 
 __all__ = [
     "AxisWindows",
@@ -87,16 +87,7 @@ def adaptive_pool(
 ) -> Tensor:
     """Return "avg" or "max" of each window; `windows` are local, for each axis."""
     pool = _ADAPTIVE[kind, len(windows)]
-    first, *rest = windows
-    dim = value.dim() - len(windows)
-    if not rest:
-        parts = [pool(value[..., start:stop], 1) for start, stop in first]
-        return torch.cat(parts, dim)
-    rows = []
-    for start, stop in first:
-        row = value.narrow(dim, start, stop - start)
-        rows.append(_pool_rest(row, pool, tuple(rest), dim + 1))
-    return torch.cat(rows, dim)
+    return _pooled(value, pool, windows, value.dim() - len(windows))
 
 
 def whole_positions(
@@ -135,7 +126,7 @@ def _moved(indices: Tensor, old: Box, new: Box) -> Tensor:
     return result
 
 
-def _pool_rest(
+def _pooled(
     value: Tensor, pool: Any, windows: tuple[tuple[Interval, ...], ...], dim: int
 ) -> Tensor:
     if not windows:
@@ -143,7 +134,7 @@ def _pool_rest(
         return result
     first, *rest = windows
     parts = [
-        _pool_rest(value.narrow(dim, start, stop - start), pool, tuple(rest), dim + 1)
+        _pooled(value.narrow(dim, start, stop - start), pool, tuple(rest), dim + 1)
         for start, stop in first
     ]
     return torch.cat(parts, dim)

@@ -102,7 +102,7 @@ class Evaluator:
         transport, scorer = self.trainer.transport, self.holders.first
         terms = mean_loss.divisor
         losses: Figures = {"loss": (mean_loss.value, terms)} if terms else {}
-        found = transport.broadcast_object(losses | own, scorer)
+        found = transport.all_gather_object(losses | own)[scorer]
         status.idle()
         self.record.add_figures(found)
         return {name: value for name, (value, _) in found.items()}

@@ -169,22 +169,55 @@ def main(path: Path) -> None:
     transport.close()
 
 
-class VolumePrediction:
-    """A volume on its way through one rank."""
+class _Prediction:
+    """What slides and volumes have in common on their way through one rank."""
 
     def __init__(self, trainer: Trainer, job: Job, user: UserModel | None) -> None:
         self.trainer, self.job, self.user = trainer, job, user
+        found = picture_of_all(trainer)
+        assert found is not None  # the command has looked
+        self.picture = found
+        # a rank that gets no input reads nothing
+        inputs = trainer.program.inputs.values()
+        self.reads = any(item.path[0] == "input" for item in inputs)
+        self.holders = Holders(trainer.transport)
+
+    def bar(self, total: int) -> ProgressBar | None:
+        """Return what shows how far it has come, on the first rank."""
+        is_first = self.trainer.transport.rank == 0
+        return ProgressBar(total, "predict") if is_first else None
+
+    def drawn(self, outputs: Any, number: int, size: tuple[int, ...]) -> NDArray[Any]:
+        """Return what is written of one of the outputs, for a picture of this size."""
+        job, user = self.job, self.user
+        output = pytree.tree_map_only(Tensor, lambda leaf: leaf[number], outputs)
+        if user is None or user.predict_output is None:
+            return as_picture(output, size, job.kind, job.threshold)
+        found = np.asarray(user.call("predict_output", output))
+        if found.ndim - len(size) not in (0, 1) or found.shape[: len(size)] != size:
+            raise GemscError(
+                f"predict_output returns the shape {list(found.shape)} for "
+                f"{' x '.join(map(str, size))} pixels",
+                at=user.line_of("predict_output"),
+                help="return an array of that size, or with channels behind",
+            )
+        if found.dtype.name in ("int64", "uint64") and abs(found).max() < 2**31:
+            return found.astype(np.int32)  # few programs read 64 bits
+        return found.astype(np.uint8) if found.dtype == bool else found
+
+
+class VolumePrediction(_Prediction):
+    """A volume on its way through one rank."""
+
+    def __init__(self, trainer: Trainer, job: Job, user: UserModel | None) -> None:
+        super().__init__(trainer, job, user)
         self.volume = Volume(job.source, job.orientation, job.level, job.spacing)
-        self.picture = _picture(trainer)
         given = user.make_windows() if user is not None else None
         how, size = given or SlidingWindows(), self.picture.size
         steps = how.steps(size)
         if job.overlap is not None:
             steps = tuple(n - 2 * job.overlap for n in size)
-        # a rank that gets no input reads nothing
-        inputs = trainer.program.inputs.values()
-        reads = any(item.path[0] == "input" for item in inputs)
-        input = self._input() if reads else ()
+        input = self._input() if self.reads else ()
         self.case = Case(self.volume.shape, size, how, input, steps)
 
     @property
@@ -194,17 +227,12 @@ class VolumePrediction:
 
     def run(self) -> None:
         """Predict all windows; the rank that has the outputs writes the file."""
-        size = self.trainer.plan.batch_size
-        is_first = self.trainer.transport.rank == 0
-        total = -(-len(self.case.windows) // size)
-        bar = ProgressBar(total, "predict") if is_first else None
-        holders = Holders(self.trainer.transport)
-        output = evaluate_case(self.trainer, self.case, holders, bar)
+        bar = self.bar(-(-len(self.case.windows) // self.trainer.plan.batch_size))
+        output = evaluate_case(self.trainer, self.case, self.holders, bar)
         if bar is not None:
             bar.close()
         if output is not None:
-            one = _sample(output, 0)
-            data = _drawn(one, self.volume.shape, self.job, self.user)
+            data = self.drawn(output, 0, self.volume.shape)
             self.volume.write(Path(self.job.output), data)
 
     def _input(self) -> Any:
@@ -225,20 +253,18 @@ class VolumePrediction:
         return found
 
 
-class Prediction:
+class Prediction(_Prediction):
     """A slide on its way through one rank."""
 
     def __init__(self, trainer: Trainer, job: Job, user: UserModel | None) -> None:
-        self.trainer, self.job, self.user = trainer, job, user
+        super().__init__(trainer, job, user)
         self.slide = Slide(job.source, job.level)
-        inputs = trainer.program.inputs.values()
-        self.picture = _picture(trainer)
         size, overlap = self.picture.size, job.overlap
         assert overlap is not None
         steps = tuple(n - 2 * overlap for n in size)
         self.windows = Windows(self.slide.shape[:2], size, steps)
-        self.part = window_of(inputs, size)  # what this rank takes of each
-        self.reads = any(item.path[0] == "input" for item in inputs)
+        # what this rank takes of each
+        self.part = window_of(trainer.program.inputs.values(), size)
 
     @property
     def what(self) -> str:
@@ -282,9 +308,7 @@ class Prediction:
         trainer, size = self.trainer, self.trainer.plan.batch_size
         target = zero_target(trainer, self.part)
         batches = list(self.windows.batches(size))
-        is_first = trainer.transport.rank == 0
-        bar = ProgressBar(len(batches), "predict") if is_first else None
-        holders = Holders(trainer.transport)
+        bar, holders = self.bar(len(batches)), self.holders
         inputs = self._inputs([places for places, _ in batches])
         source = trainer.worker.status.while_reading(inputs)
         for input, (_, count) in zip(source, batches, strict=True):
@@ -365,40 +389,9 @@ class Prediction:
         if output is None:
             return None
         count = self.trainer.plan.batch_size // self.trainer.worker.place.num_copies
-        pictures = []
-        for i in range(count):
-            one = _sample(output, i)
-            pictures.append(_drawn(one, self.picture.size, self.job, self.user))
-        return np.stack(pictures)
-
-
-def _picture(trainer: Trainer) -> Picture:
-    found = picture_of_all(trainer)
-    assert found is not None  # the command has looked
-    return found
-
-
-def _sample(output: Any, number: int) -> Any:
-    return pytree.tree_map_only(torch.Tensor, lambda leaf: leaf[number], output)
-
-
-def _drawn(
-    output: Any, size: tuple[int, ...], job: Job, user: UserModel | None
-) -> NDArray[Any]:
-    """Return what is written of the output for a picture of this size."""
-    if user is None or user.predict_output is None:
-        return as_picture(output, size, job.kind, job.threshold)
-    found = np.asarray(user.call("predict_output", output))
-    if found.ndim - len(size) not in (0, 1) or found.shape[: len(size)] != size:
-        raise GemscError(
-            f"predict_output returns the shape {list(found.shape)} for "
-            f"{' x '.join(map(str, size))} pixels",
-            at=user.line_of("predict_output"),
-            help="return an array of that size, or with channels behind",
+        return np.stack(
+            [self.drawn(output, i, self.picture.size) for i in range(count)]
         )
-    if found.dtype.name in ("int64", "uint64") and abs(found).max() < 2**31:
-        return found.astype(np.int32)  # few programs read 64 bits
-    return found.astype(np.uint8) if found.dtype == bool else found
 
 
 if __name__ == "__main__":

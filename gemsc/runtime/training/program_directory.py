@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import sys
@@ -18,7 +17,7 @@ from gemsc.base.phase import Phase
 from gemsc.base.process import is_started_by_torch
 from gemsc.errors import GemscError
 from gemsc.plan import Plan, rank_file
-from gemsc.source import ConstantsLoader
+from gemsc.source import run_file
 
 if TYPE_CHECKING:  # what starts ranks loads no PyTorch
     import torch
@@ -171,12 +170,4 @@ def load_rank_module(directory: Path, rank: int, name: str = "") -> ModuleType:
             f"{directory} has no {path.name}",
             help="start as many ranks as the program has: `gemsc run` does",
         )
-    module_name = f"gemsc_program_{abs(hash(str(directory)))}_{path.stem}"
-    loader = ConstantsLoader(module_name, path, {})
-    spec = importlib.util.spec_from_file_location(module_name, path, loader=loader)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module
-    spec.loader.exec_module(module)
-    return module
+    return run_file(f"gemsc_program_{abs(hash(str(directory)))}_{path.stem}", path, {})

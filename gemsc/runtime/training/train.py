@@ -87,7 +87,7 @@ def main(directory: Path, arguments: list[str] | None = None) -> int:
             steps = options.steps or 1
             time_steps(directory, transport, options.time_into, steps, device)
         else:
-            options = transport.broadcast_object(options)
+            options = transport.all_gather_object(options)[0]
             code = train(directory, transport, options, device)
         transport.close()
     except BaseException as error:

@@ -229,7 +229,7 @@ class Trainer:
     ) -> None:
         if not self._has_weights:
             raise self._first.nowhere()
-        batch = self.worker.steps.bind(sources, window)
+        batch = self.worker.steps.shape.bind(sources, window)
         self.worker.begin(batch, training=training, count=count)
         self.worker.stages.set_mode(training=training)
 

@@ -148,7 +148,6 @@ class LocalTransport:
         self.rank = rank
         self.size = world.size
         self.local_rank = rank
-        self.local_size = world.size
         self.cuda_aware = cuda_aware
         self._world = world
         self._groups: dict[tuple[tuple[int, ...], str], LocalGroup] = {}
@@ -226,10 +225,6 @@ class LocalTransport:
         share, ranks = (box, pickle.dumps(value)), tuple(range(self.size))
         self.wait(self.start_collective("exchange of objects", ranks, share, _hand_out))
         return [pickle.loads(data) for data in box]
-
-    def broadcast_object(self, value: T, root: int = 0) -> T:
-        """Return the root's value on every rank."""
-        return self.all_gather_object(value)[root]
 
     def barrier(self) -> None:
         """Return when all ranks have come here."""

@@ -70,26 +70,10 @@ class MpiTransport:
         self._left: dict[int, float] = {}  # when this rank has heard of it
         check_in_waits(self._check_left)
         self.cuda_aware = False
-        self._neighbours = self._find_neighbours()
-        self._progress = Progress(self._mpi) if self.size > 1 else None
-
-    def _find_neighbours(self) -> list[int]:
-        """Return the ranks of this machine, ascending."""
         machine = self._control.Split_type(self._mpi.COMM_TYPE_SHARED, self.rank)
-        try:
-            return machine.allgather(self.rank)
-        finally:
-            machine.Free()
-
-    @property
-    def local_rank(self) -> int:
-        """Its number among the ranks of one machine."""
-        return self._neighbours.index(self.rank)
-
-    @property
-    def local_size(self) -> int:
-        """How many ranks its machine has."""
-        return len(self._neighbours)
+        self.local_rank = machine.Get_rank()
+        machine.Free()
+        self._progress = Progress(self._mpi) if self.size > 1 else None
 
     def try_device(self, streams: Streams) -> None:
         """Send memory of the device from each rank to the next; see `cuda_aware`."""
@@ -150,18 +134,6 @@ class MpiTransport:
         self._finish(self._control.Iallgatherv(data, [everything, sizes]), what)
         parts = numpy.split(everything, numpy.cumsum(sizes)[:-1])
         return [pickle.loads(part.tobytes()) for part in parts]
-
-    def broadcast_object(self, value: T, root: int = 0) -> T:
-        """Return the root's value on every rank."""
-        what = f"what rank {root} tells all others"
-        data = numpy.frombuffer(bytearray(pickle.dumps(value)), numpy.uint8)
-        size = numpy.array([data.size])
-        self._finish(self._control.Ibcast(size, root), what)
-        if self.rank != root:
-            data = numpy.empty(size[0], numpy.uint8)
-        self._finish(self._control.Ibcast(data, root), what)
-        found: T = pickle.loads(data.tobytes())
-        return found
 
     def barrier(self) -> None:
         """Return when all ranks have come here."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from gemsc.base.dtypes import HALF
 from gemsc.errors import InternalError
 from gemsc.runtime.transport.mpi_messages import (
     ChainedRequest,
@@ -83,7 +84,7 @@ class MpiGroup:
         need = self._need("sum")
         if len(self.ranks) == 1 or not tensor.numel():
             return ChainedRequest(self._turns, need, ())
-        if tensor.dtype not in (torch.bfloat16, torch.float16):
+        if tensor.dtype not in HALF:
             return ChainedRequest(
                 self._turns, need, self._sums(tensor), tensors=(tensor,)
             )

@@ -31,6 +31,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
+from gemsc.base.dtypes import HALF
 from gemsc.base.process import (
     ABORTED,
     STORE_VARIABLE,
@@ -76,7 +77,6 @@ SHARED = (
 SHARE_OF_GPU = 1 / 4  # for one sum of all ranks on a GPU: several may be in flight
 LEFT_SECONDS = 2.0  # for a rank's last messages, and for a launcher to end the others
 OF_SIZES = 2**16  # tags of messages that tell the size of another one
-HALVES = (torch.bfloat16, torch.float16)
 
 _count = itertools.count()  # of this process's transports: each meets others anew
 
@@ -124,7 +124,7 @@ class TorchGroup:
         library = self._library(tensor)
         if library is None:
             return self._request(None, "sum")
-        wide = {**dict.fromkeys(HALVES, torch.float32), torch.int16: torch.int32}
+        wide = {**dict.fromkeys(HALF, torch.float32), torch.int16: torch.int32}
         staged = tensor.to(wide.get(tensor.dtype, tensor.dtype))
         try:
             work = library.allreduce([staged])
@@ -213,8 +213,8 @@ class TorchTransport:
         store, self.rank, self.size = meet()
         self._store = dist.PrefixStore(f"gemsc {next(_count)}", store)
         self.local_rank = int(os.environ["LOCAL_RANK"])
-        self.local_size = int(os.environ["LOCAL_WORLD_SIZE"])
-        self._device = network(is_alone=self.local_size == self.size)
+        local_size = int(os.environ["LOCAL_WORLD_SIZE"])
+        self._device = network(is_alone=local_size == self.size)
         everyone = tuple(range(self.size))
         self._messages = self.connect("messages", everyone)
         self._control = self.connect("control", everyone)
@@ -328,7 +328,7 @@ class TorchTransport:
     def all_gather_object(self, value: T) -> list[T]:
         """Return every rank's value, by rank."""
         what = "what each rank tells all others"
-        data = _pickled(value)
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         own, sizes = torch.tensor([data.numel()]), torch.empty(self.size).long()
         self._finish(self._control._allgather_base(sizes, own), what)
         longest = int(sizes.max())
@@ -339,18 +339,6 @@ class TorchTransport:
         rows = everything.view(self.size, longest)
         pairs = zip(rows, sizes.tolist(), strict=True)
         return [pickle.loads(row[:size].numpy().tobytes()) for row, size in pairs]
-
-    def broadcast_object(self, value: T, root: int = 0) -> T:
-        """Return the root's value on every rank."""
-        what = f"what rank {root} tells all others"
-        data = _pickled(value)
-        size = torch.tensor([data.numel()])
-        self._finish(self._control.broadcast(size, root), what)
-        if self.rank != root:
-            data = torch.empty(int(size), dtype=torch.uint8)
-        self._finish(self._control.broadcast(data, root), what)
-        found: T = pickle.loads(data.numpy().tobytes())
-        return found
 
     def barrier(self) -> None:
         """Return when all ranks have come here."""
@@ -439,7 +427,3 @@ def _bytes(tensor: Tensor) -> Tensor:
     """Return the memory of a flat tensor."""
     check_memory(tensor, cuda_aware=True)
     return tensor.view(torch.uint8)
-
-
-def _pickled(value: object) -> Tensor:
-    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)

@@ -9,6 +9,7 @@ from typing import NoReturn, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from gemsc.base.dtypes import HALF
 from gemsc.errors import InternalError
 from gemsc.runtime.transport.streams import Streams
 from gemsc.runtime.transport.waiting import Request
@@ -83,11 +84,6 @@ class Transport(Protocol):
         ...
 
     @property
-    def local_size(self) -> int:
-        """How many ranks its machine has: they share the cores."""
-        ...
-
-    @property
     def cuda_aware(self) -> bool:
         """Whether CUDA tensors can be sent and received as they are."""
         ...
@@ -127,10 +123,6 @@ class Transport(Protocol):
 
     def all_gather_object(self, value: T) -> list[T]:
         """Return every rank's small value, by rank."""
-        ...
-
-    def broadcast_object(self, value: T, root: int = 0) -> T:
-        """Return the root's small value on every rank."""
         ...
 
     def barrier(self) -> None:
@@ -179,7 +171,7 @@ def add_in_order(terms: Sequence[Tensor], result: Tensor) -> None:
 
     bfloat16 and float16 are added in float32 and rounded once.
     """
-    half = result.dtype in (torch.bfloat16, torch.float16)
+    half = result.dtype in HALF
     total = terms[0].to(torch.float32) if half else terms[0].clone()
     for term in terms[1:]:
         total += term

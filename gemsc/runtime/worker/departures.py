@@ -48,7 +48,7 @@ class Departures:
 
     def watch(self) -> None:
         """Begin the stage's last action: call `note` for each gradient from now on."""
-        trained = self._names(lambda parameter: parameter.requires_grad)
+        trained = tuple(n for n, p in self._parameters.items() if p.requires_grad)
         if trained == self._trained:
             self._waiting = self._buckets(self._present)
         self._trained = trained
@@ -106,9 +106,6 @@ class Departures:
     def _go(self, names: Names) -> None:
         self._leave({name: self._parameters[name] for name in names})
         self._gone.update(names)
-
-    def _names(self, belongs: Callable[[nn.Parameter], bool]) -> Names:
-        return tuple(name for name, p in self._parameters.items() if belongs(p))
 
     def _buckets(self, names: Names) -> deque[Names]:
         found = buckets([self._parameters[name] for name in names])

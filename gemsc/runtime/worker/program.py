@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
@@ -18,7 +17,7 @@ from gemsc.base.parts import Part, holder_of, parts_of
 from gemsc.messages.grid_message import GridMessage
 from gemsc.messages.message import Input, Message, Tiles
 from gemsc.plan import Plan
-from gemsc.source import RENAMED, ConstantsLoader
+from gemsc.source import RENAMED, outside_packages, run_file
 
 StepFunction = Callable[[Any], None]  # of the rank's Worker
 
@@ -268,22 +267,10 @@ def _model_file(plan: Plan) -> Path | None:
 
 def _load(module: str, path: Path | None, constants: Mapping[str, str]) -> None:
     if path is not None:
-        for folder in {str(path.parent), str(_outside_packages(path.parent))}:
+        for folder in {str(path.parent), str(outside_packages(path.parent))}:
             if folder not in sys.path:
                 sys.path.insert(0, folder)
     if path is None or path.stem != module.removeprefix(RENAMED):
         importlib.import_module(module)
         return
-    loader = ConstantsLoader(module, path, constants)
-    spec = importlib.util.spec_from_file_location(module, path, loader=loader)
-    assert spec is not None
-    assert spec.loader is not None
-    loaded = importlib.util.module_from_spec(spec)
-    sys.modules[module] = loaded
-    spec.loader.exec_module(loaded)
-
-
-def _outside_packages(folder: Path) -> Path:
-    while (folder / "__init__.py").is_file():
-        folder = folder.parent
-    return folder
+    run_file(module, path, constants)

@@ -63,16 +63,10 @@ class Steps:
         place, count = self._place, self.num_micro_batches // self._place.num_copies
         return BatchShape(inputs, count, place.num_copies, place.copy, self._dtype)
 
-    def bind(
-        self, sources: Mapping[str, Any], window: Window | None = None
-    ) -> dict[str, Tensor]:
-        """Return what this rank takes of a batch (see `BatchShape.bind`)."""
-        return self.shape.bind(sources, window)
-
     def begin(
         self, batch: dict[str, Tensor], *, training: bool, count: int | None = None
     ) -> None:
-        """Take the batch of a step (see `bind`); all of it counts without a `count`."""
+        """Take what `shape.bind` gives of a batch; all of it counts without `count`."""
         self.count = self.num_micro_batches if count is None else count
         self.is_training = training
         self.results.clear()

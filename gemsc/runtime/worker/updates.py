@@ -14,7 +14,6 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from gemsc.base.boxes import Interval
 from gemsc.base.elementwise import OptimizerFactory, check_elementwise, updated_whole
 from gemsc.base.parts import sums_in_order
 from gemsc.runtime.transport.device_transport import DeviceTransport
@@ -40,8 +39,8 @@ class Updates:
     `parameters` are what this rank updates: all that it holds, or its rows of what
     other ranks hold, too. `scheduler` makes a step after each of the optimizer's,
     or is stepped with a figure of the evaluations (ReduceLROnPlateau);
-    `before` is called once the gradients are complete. `scaler` is there where the
-    program computes in float16.
+    `own` has the rows of what it holds with others. `before` is called once the
+    gradients are complete. `scaler` is there where the program computes in float16.
     """
 
     def __init__(
@@ -86,7 +85,7 @@ class Updates:
         self._norm_group = None
         if clip_norm is not None:
             self._norm_group = transport.group(self._ranks_of_norm(), "norm")
-        self._own = OwnRows(transport)
+        self.own = OwnRows(transport)
         stages_alone = self._sums_of_stages()
         self._at_once = (
             stages_alone if program.shard in ("gradients", "weights") else []
@@ -94,17 +93,17 @@ class Updates:
         if program.shard != "off":
             self._share_out(stages_alone if program.whole_stages else ())
         stages.read_rest()
-        self.parts = GradientParts(transport, self._own)
+        self.parts = GradientParts(transport, self.own)
         self.weight_parts: WeightParts | None = None
         if program.whole_stages:
-            kept = {key: self._own.kept[key] for key in stages_alone}
+            kept = {key: self.own.kept[key] for key in stages_alone}
             self.weight_parts = WeightParts(transport, kept, program.whole_stages)
         self._trained = {
             name: parameter
             for name, parameter in stages.parameters.items()
             if trained is None or name in trained
         }
-        self.parameters = self._own.parameters(self._trained)
+        self.parameters = self.own.parameters(self._trained)
         self._sums = GradientSums(transport)
         self._departures = {
             key: Departures(
@@ -274,7 +273,7 @@ class Updates:
         self._drop_gradients()
         self.forget_whole_weights()
         stay = self._at_once if self.weight_parts is not None else ()
-        self._own.gather(torch.Tensor.detach, without=stay)
+        self.own.gather(torch.Tensor.detach, without=stay)
         self.count += 1
 
     def leave_out(self) -> None:
@@ -285,7 +284,7 @@ class Updates:
         self._drop_gradients()
 
     def _drop_gradients(self) -> None:
-        self._own.drop_gradients()
+        self.own.drop_gradients()
         for parameter in self._trained.values():  # other phases' ones may wait
             parameter.grad = None
         self.is_spoilt, self.terms = False, 0.0
@@ -298,24 +297,14 @@ class Updates:
     @property
     def gradients_in_parts(self) -> Mapping[str, tuple[str, nn.Parameter]]:
         """Return the rows of this rank, and of which sum, that keep gradients alone."""
-        sums = {key: self._own.kept[key].own for key in self._at_once}
+        sums = {key: self.own.kept[key].own for key in self._at_once}
         named = [(key, *each) for key, own in sums.items() for each in own.items()]
         return {n: (key, p) for key, n, p in named if p.requires_grad}
-
-    @property
-    def own_rows(self) -> dict[str, Interval]:
-        """The rows that this rank updates of what it holds with others, by name."""
-        return self._own.rows
-
-    @property
-    def kept_rows(self) -> dict[str, Interval]:
-        """The rows that this rank keeps of what is in parts between actions."""
-        return self._own.kept_rows
 
     def gather_gradients(self) -> None:
         """Give all ranks the complete gradients; all call this, in `before`."""
         self.parts.whole()
-        self._own.gather(lambda parameter: parameter.grad)
+        self.own.gather(lambda parameter: parameter.grad)
 
     def _share_out(self, copied: Collection[str]) -> None:
         """Find the rows of this rank; those of some sums get memory of their own.
@@ -334,7 +323,7 @@ class Updates:
             if key in self._at_once:
                 mirrored = mirrored_of(program, self._place, self._transport, key)
             whole = program.updated_whole
-            self._own.share(key, self._groups[key], named, whole, take, mirrored)
+            self.own.share(key, self._groups[key], named, whole, take, mirrored)
 
     def _sums_of_stages(self) -> list[str]:
         """Return the keys of sums of whole stages, and of their parts, in order."""
@@ -349,7 +338,7 @@ class Updates:
         return program.depends_on_data or program.branches or is_partial
 
     def _start(self, key: str) -> None:
-        if self._are_counted and key in self._own.sums:
+        if self._are_counted and key in self.own.sums:
             self.parts.count(key)
         elif self._are_counted:
             self._sums.count(self._groups[key], self._summed[key])
