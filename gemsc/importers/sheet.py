@@ -94,8 +94,15 @@ class Sheet:
     """
 
     def __init__(self, name: str, doc: str, file: str) -> None:
-        """Begin a class; `file` stands in front of what is refused."""
-        self.name, self.doc, self.file = name, doc, file
+        """Begin a class; `file` stands in front of what is refused.
+
+        `name` is any text whose words its name has.
+        """
+        words = re.findall(r"[A-Za-z0-9]+", name)
+        self.name = "".join(word[:1].upper() + word[1:] for word in words)
+        if not self.name[:1].isalpha():
+            self.name = f"Network{self.name}"
+        self.doc, self.file = doc, file
         self.root = _Root(self)
         self.inputs: list[Symbol] = []
         self.lines: list[Line] = []
@@ -275,7 +282,7 @@ class Sheet:
         parent: nn.Module = self.root
         names, text = [], "self"
         for folder in folders:
-            name = _folder(parent, _clean(folder, parent))
+            name = _free(parent, _clean(folder, parent), (nn.ModuleDict,))
             child = parent._modules.setdefault(name, nn.ModuleDict())
             assert child is not None
             text += after_parent(name, parent)
@@ -307,10 +314,8 @@ class _Root(nn.Module):
         space |= dict(zip((v.text for v in sheet.inputs), arguments, strict=True))
         for line in sheet.lines:
             found = eval(line.text, space)
-            several = (
-                dict(zip(line.names, found, strict=True)) if line.names[1:] else {}
-            )
-            space |= several or {line.names[0]: found}
+            values = found if line.names[1:] else [found]
+            space |= dict(zip(line.names, values, strict=True))
         return eval(sheet.result, space)
 
 
@@ -351,18 +356,9 @@ def _clean(name: str, parent: nn.Module) -> str:
     return f"{name}_" if keyword.iskeyword(name) else name
 
 
-def _folder(parent: nn.Module, name: str) -> str:
-    """Return the name of the ModuleDict of a name: one that is there, or a free one."""
+def _free(parent: nn.Module, name: str, shared: tuple[type, ...] = ()) -> str:
+    """Return a name that is free, or that of a child of a type that is `shared`."""
     free, count = name, 2
-    while hasattr(parent, free):
-        if isinstance(getattr(parent, free), nn.ModuleDict):
-            return free
-        free, count = f"{name}_{count}", count + 1
-    return free
-
-
-def _free(parent: nn.Module, name: str) -> str:
-    free, count = name, 2
-    while hasattr(parent, free):
+    while hasattr(parent, free) and not isinstance(getattr(parent, free), shared):
         free, count = f"{name}_{count}", count + 1
     return free

@@ -396,7 +396,7 @@ def test_steps_of_fit_and_of_the_imported_file_have_the_same_losses(
         optimizers.SGD(CLIFF), "sparse_categorical_crossentropy", metrics=["accuracy"]
     )
     read, net = imported(network, tmp_path)
-    space = functions(TrainingText(read.functions))
+    space = functions(TrainingText({}, [], read.functions))
     net.train()
     optimizer = space["optimizer"](net.named_parameters())
     scheduler = space["scheduler"](optimizer)

@@ -16,6 +16,7 @@ from gemsc.importers.keras.layer import (
     LAYERS,
     Laid,
     LayerCall,
+    Translator,
     dimension,
     translates,
 )
@@ -116,16 +117,20 @@ def _activation(call: LayerCall) -> Laid:
     return activated(call, str(x.value), setting, x.first)
 
 
-@translates("ELU")
-def _elu(call: LayerCall) -> Laid:
-    x, alpha = _given(call), float(call.config.get("alpha", 1.0))
-    return call.gives(f"F.elu({x.value}, {alpha!r})", first=x.first)
+def unary(template: str, **settings: float) -> Translator:
+    """Return the translator of a function of one value, which has settings."""
+
+    def translate(call: LayerCall) -> Laid:
+        x = _given(call)
+        numbers = {key: float(call.setting(key, v)) for key, v in settings.items()}
+        return call.gives(template.format(x=x.value, **numbers), first=x.first)
+
+    return translate
 
 
-@translates("LeakyReLU")
-def _leaky_relu(call: LayerCall) -> Laid:
-    x, slope = _given(call), float(call.config.get("negative_slope", 0.3))
-    return call.gives(f"F.leaky_relu({x.value}, {slope!r})", first=x.first)
+ELU, LEAKY_RELU = "F.elu({x}, {alpha!r})", "F.leaky_relu({x}, {negative_slope!r})"
+translates("ELU")(unary(ELU, alpha=1.0))
+translates("LeakyReLU")(unary(LEAKY_RELU, negative_slope=0.3))
 
 
 @translates("ReLU")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,14 +54,29 @@ class Listed:
     def snake(self) -> str:
         """The name of its class as the weights have it: `conv2d_transpose`."""
         name = str(self.text["class_name"])
-        name = re.sub(r"\W+", "", _NAMED.get(name, name))
-        name = re.sub("(.)([A-Z][a-z]+)", r"\1_\2", name)
-        return re.sub("([a-z])([A-Z])", r"\1_\2", name).lower()
+        return snake(re.sub(r"\W+", "", _NAMED.get(name, name)))
 
 
-def is_tensor(value: Any) -> bool:
-    """Return whether a value of a config stands for a tensor of the graph."""
-    return isinstance(value, dict) and value.get("class_name") == "__keras_tensor__"
+def snake(name: str) -> str:
+    """Return the name of a class as Keras has it in files: `conv2d_transpose`."""
+    name = re.sub("(.)([A-Z][a-z]+)", r"\1_\2", name)
+    return re.sub("([a-z])([A-Z])", r"\1_\2", name).lower()
+
+
+def numbered(names: Iterable[str]) -> Iterator[str]:
+    """Yield names as Keras counts them in files: dense, lstm, dense_1."""
+    seen: Counter[str] = Counter()
+    for name in names:
+        yield f"{name}_{seen[name]}" if seen[name] else name
+        seen[name] += 1
+
+
+def class_and_config(setting: Any) -> tuple[str, Mapping[str, Any]]:
+    """Return the class of an object in a config, and its settings: {} of a name."""
+    if not isinstance(setting, Mapping):
+        return str(setting), {}
+    config = setting.get("config")
+    return str(setting.get("class_name")), config if isinstance(config, Mapping) else {}
 
 
 def plain(value: Any, tensor: Callable[[str, int, int], Any]) -> Any:

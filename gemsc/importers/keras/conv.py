@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gemsc.importers.keras.activation import activated
-from gemsc.importers.keras.images import Pads, image, padded, per_axis, same_pads
+from gemsc.importers.keras.images import (
+    Pads,
+    image,
+    padded,
+    per_axis,
+    same_pads,
+    slices,
+)
 from gemsc.importers.keras.layer import Laid, LayerCall, translates
 from gemsc.importers.sheet import Symbol, layer_class
 from gemsc.importers.weight import Array, Weight
@@ -146,25 +153,24 @@ def _transposed(call: LayerCall) -> Laid:
         _window(config["padding"], d * (k - 1) + 1, s, max(s, d), extra)
         for k, s, d, extra in zip(made[2:], strides, dilation, wanted, strict=True)
     ]
+    zeros, before, further, crops = zip(*windows, strict=True)
     bias = _bias(call, 1)
     name = call.add(
         lambda: layer_class("ConvTranspose", axes)(
             *made[:2],
             made[2:],
             stride=strides,
-            padding=tuple(before for _, before, _, _ in windows),
-            output_padding=tuple(further for _, _, further, _ in windows),
+            padding=before,
+            output_padding=further,
             bias=bias is not None,
             dilation=dilation,
         ),
         weight=kernel,
         bias=bias,
     )
-    x = padded(call, x, [(0, zeros) for zeros, _, _, _ in windows])
-    text = f"{name}({x})"
-    if any(cropped for _, _, _, cropped in windows):
-        slices = [f":-{crop}" if crop else ":" for _, _, _, crop in windows]
-        text = f"{text}[:, :, {', '.join(slices)}]"
+    text = f"{name}({padded(call, x, [(0, size) for size in zeros])})"
+    if any(crops):
+        text += slices([(0, crop) for crop in crops])
     return activated(call, text, config["activation"], first)
 
 

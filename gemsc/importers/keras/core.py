@@ -29,14 +29,27 @@ from gemsc.importers.weight import Array
 def _dense(call: LayerCall) -> Laid:
     """Use nn.Linear, whose weight is Keras' kernel transposed."""
     config, x = call.config, call.last()
-    bias = call.variable(1) if config.get("use_bias", True) else None
-    sizes = x.shape[-1], int(config["units"])
-    layer = call.add(
-        lambda: nn.Linear(*sizes, bias=bias is not None),
-        weight=call.variable(0).then(lambda kernel: kernel.T),
-        bias=bias,
-    )
+    layer = linear(call, x.shape[-1], config["units"], config.get("use_bias", True))
     return activated(call, f"{layer}({x})", config.get("activation"))
+
+
+def linear(
+    call: LayerCall, inside: int, outside: int, bias: bool, part: str = "", at: str = ""
+) -> str:
+    """Return the text of an nn.Linear, whose kernel and bias may have more axes.
+
+    They are the first variables of the layer, or of a part of it that is `at` a path.
+    """
+
+    def turned(kernel: Array) -> Array:
+        return (kernel if kernel.ndim == 2 else kernel.reshape(inside, outside)).T
+
+    return call.add(
+        lambda: nn.Linear(inside, outside, bias),
+        part,
+        weight=call.variable(0, at).then(turned),
+        bias=call.variable(1, at).then(lambda a: a.reshape(-1)) if bias else None,
+    )
 
 
 @translates("EinsumDense")
@@ -71,16 +84,7 @@ def _as_linear(call: LayerCall, equation: str) -> str | None:
         return None
     x, size = call.last(), call.size(0)
     inside, outside = math.prod(size[:count]), math.prod(size[count:])
-
-    def moved(array: Array) -> Array:
-        return array.reshape(inside, outside).T
-
-    flat_bias = call.variable(1).then(lambda a: a.reshape(-1)) if axes else None
-    layer = call.add(
-        lambda: nn.Linear(inside, outside, bool(axes)),
-        weight=call.variable(0).then(moved),
-        bias=flat_bias,
-    )
+    layer = linear(call, inside, outside, bool(axes))
     flat = f"{x}.flatten({-len(summed)})" if len(summed) > 1 else f"{x}"
     text = f"{layer}({flat})"
     return f"{text}.unflatten(-1, {size[count:]})" if len(made) > 1 else text

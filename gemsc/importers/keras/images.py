@@ -301,25 +301,16 @@ def _of_ratio(call: LayerCall, x: Symbol, sizes: Sequence[int]) -> Symbol:
     """Crop an image, or pad it, to the ratio of another size."""
     height, width = x.shape[2:]
     as_high, as_wide = width * sizes[0] / sizes[1], height * sizes[1] / sizes[0]
-    name = call.layer.name
     if call.config.get("crop_to_aspect_ratio"):
         wanted = max(min(height, int(as_high)), 1), max(min(width, int(as_wide)), 1)
-        starts = [
-            int((n - w) / 2) for n, w in zip((height, width), wanted, strict=True)
-        ]
-        crops = [
-            (start, n - start - w)
-            for start, n, w in zip(starts, (height, width), wanted, strict=True)
-        ]
+        over = [n - w for n, w in zip((height, width), wanted, strict=True)]
+        crops = [(size // 2, size - size // 2) for size in over]
         if any(size for pair in crops for size in pair):
-            return call.sheet.line(f"{name}_crop", f"{x}{slices(crops)}")
+            return call.sheet.line(f"{call.layer.name}_crop", f"{x}{slices(crops)}")
     elif call.config.get("pad_to_aspect_ratio"):
         further = max(height, int(as_high)) - height, max(width, int(as_wide)) - width
-        pads = [(int(size / 2), int(size / 2)) for size in further]
-        if any(further):
-            fill = float(call.config.get("fill_value", 0.0))
-            text = f'F.pad({x}, {flat_pads(pads)}, "constant", {fill!r})'
-            return call.sheet.line(f"{name}_pad", text)
+        fill = float(call.config.get("fill_value", 0.0))
+        return padded(call, x, [(size // 2, size // 2) for size in further], repr(fill))
     return x
 
 
@@ -351,7 +342,6 @@ def _matrix(size: int, target: int, kind: str, antialias: bool) -> Array:
     distance = np.abs(centers[:, None] - np.arange(size)) / stretch
     weights = np.where(distance < radius, kernel(distance), 0.0)
     weights /= weights.sum(1, keepdims=True)
-    weights[(centers < -0.5) | (centers > size - 0.5)] = 0
     return weights.astype(np.float32)
 
 

@@ -6,10 +6,11 @@ Example: `loss="mse"` gives
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from gemsc.importers.keras.config import snake
 
 
 @dataclass(frozen=True)
@@ -71,12 +72,26 @@ ALIASES = {
 SMALL = "1e-7"  # keras.config.epsilon()
 
 
-def snake(name: str) -> str:
+def full_name(name: str) -> str:
     """Return mean_squared_error for MeanSquaredError and for mse."""
-    if name.lower() in ALIASES:
-        return ALIASES[name.lower()]
-    name = re.sub("(.)([A-Z][a-z]+)", r"\1_\2", name.replace("KLD", "KlD"))
-    return re.sub("([a-z])([A-Z])", r"\1_\2", name).lower()
+    return ALIASES.get(name.lower()) or snake(name.replace("KLD", "KlD"))
+
+
+def kind_and_settings(setting: Any) -> tuple[str, Settings]:
+    """Return which loss or metric a setting of compile() is, and its settings.
+
+    Raises:
+        UnknownLossError: it is a function of the user's.
+    """
+    if isinstance(setting, str):
+        return full_name(setting), {}
+    config = setting.get("config") if isinstance(setting, Mapping) else setting
+    if not isinstance(config, Mapping):
+        raise UnknownLossError(f"'{config}' is a function of your own")
+    kind, function = str(setting.get("class_name")), config.get("fn")
+    if kind in ("LossFunctionWrapper", "MeanMetricWrapper"):
+        kind = function if isinstance(function, str) else kind
+    return full_name(kind), config
 
 
 def loss_form(name: str, settings: Settings, output: ModelOutput) -> LossForm:
@@ -332,21 +347,6 @@ LOSSES: Mapping[str, Callable[[Settings, ModelOutput], LossForm]] = {
 
 
 # ------------------------------------------------ metrics, that are means over samples
-
-
-def metric_name(setting: Any) -> tuple[str, str, Settings]:
-    """Return what a metric is called, its kind, and its settings."""
-    if isinstance(setting, str):
-        return setting, snake(setting), {}
-    if not isinstance(setting, Mapping):
-        raise UnknownLossError(f"the metric {setting!r} is not one of Keras")
-    config = setting.get("config")
-    if setting.get("class_name") == "function" or not isinstance(config, Mapping):
-        raise UnknownLossError(f"the metric '{config}' is a function of your own")
-    kind = snake(str(setting.get("class_name")))
-    if kind == "mean_metric_wrapper" and isinstance(config.get("fn"), str):
-        kind = snake(config["fn"])
-    return str(config.get("name") or kind), kind, config
 
 
 def metric_form(

@@ -158,11 +158,15 @@ def _numbers(value: Any) -> Array:
 def _constant(call: LayerCall, name: str, value: Array, first: bool) -> Symbol:
     """Add numbers for the last axes of Keras."""
     rank = len(call.inputs[0].shape)
-    array = value.astype(np.float32).reshape((1,) * (rank - value.ndim) + value.shape)
-    if first:
-        array = np.moveaxis(array, -1, 1)
-    array = array[0]
+    sizes = (1,) * (rank - value.ndim) + value.shape
+    array = _of_samples(value.astype(np.float32).reshape(sizes), first)
     return call.tensor(name, array.shape, constant(array), trained=False)
+
+
+def _of_samples(array: Array, first: bool) -> Array:
+    """Return numbers beside all axes as they stand beside each sample."""
+    inner: Array = (np.moveaxis(array, -1, 1) if first else array)[0]
+    return inner
 
 
 @translates("Normalization")
@@ -178,11 +182,7 @@ def _normalization(call: LayerCall) -> Laid:
     broadcast = [n if a in kept else 1 for a, n in enumerate(shape)]
 
     def laid(array: Array) -> Array:
-        array = array.reshape(broadcast)
-        if first:
-            array = np.moveaxis(array, -1, 1)
-        inner: Array = array[0]
-        return inner
+        return _of_samples(array.reshape(broadcast), first)
 
     held = []
     for index, name in enumerate(("mean", "variance")):

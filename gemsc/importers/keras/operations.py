@@ -6,7 +6,6 @@ Example: `keras.ops.multiply(x, 2.0)` is an operation of the class Multiply and 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -14,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from gemsc.importers.keras.activation import NAMES
-from gemsc.importers.keras.config import found_in
+from gemsc.importers.keras.activation import ELU, LEAKY_RELU, NAMES, unary
+from gemsc.importers.keras.config import found_in, snake
 from gemsc.importers.keras.layer import (
     OPERATIONS,
     Function,
@@ -68,10 +67,7 @@ def _extreme(kind: str) -> Translator:
 
 def _given(call: LayerCall, *names: str) -> list[Any]:
     """Return the arguments that a function takes, by place, by name or as settings."""
-    given = list(call.arguments)
-    for name in names[len(given) :]:
-        given.append(call.keywords.get(name, call.config.get(name)))
-    return given
+    return [*call.arguments, *map(call.setting, names[len(call.arguments) :])]
 
 
 def _text(call: LayerCall, value: Any, first: bool) -> str:
@@ -86,22 +82,6 @@ def _text(call: LayerCall, value: Any, first: bool) -> str:
     raise call.refuse(f"is given {type(value).__name__}", help="give a number")
 
 
-def _number(call: LayerCall, name: str, default: float) -> float:
-    value = call.keywords.get(name, call.config.get(name, default))
-    return float(value)
-
-
-def _unary(template: str, **settings: float) -> Translator:
-    """Return the translator of a function of one value, which has settings."""
-
-    def translate(call: LayerCall) -> Laid:
-        laid = call.inputs[0]
-        numbers = {key: _number(call, key, value) for key, value in settings.items()}
-        return call.gives(template.format(x=laid.value, **numbers), first=laid.first)
-
-    return translate
-
-
 @operation("Gelu")
 def _gelu(call: LayerCall) -> Laid:
     laid = call.inputs[0]
@@ -114,7 +94,7 @@ def _along(template: str) -> Translator:
 
     def translate(call: LayerCall) -> Laid:
         laid = call.inputs[0]
-        axis = int(_number(call, "axis", -1))
+        axis = int(call.setting("axis", -1))
         dim = dimension(axis, len(laid.value.shape), laid.first)
         return call.gives(template.format(x=laid.value, dim=dim), first=laid.first)
 
@@ -199,7 +179,7 @@ def _squeezed(call: LayerCall) -> Laid:
 
 def _joined(function: str) -> Translator:
     def translate(call: LayerCall) -> Laid:
-        axis = int(_number(call, "axis", 0))
+        axis = int(call.setting("axis", 0))
         values, first = call.alike()
         if function == "stack":
             values, first = [call.last(laid) for laid in call.inputs], False
@@ -270,13 +250,6 @@ def _cast(call: LayerCall) -> Laid:
     raise call.refuse(f"casts to {name!r:.40}")
 
 
-@operation("Clip")
-def _clip(call: LayerCall) -> Laid:
-    laid = call.inputs[0]
-    low, high = _number(call, "x_min", 0), _number(call, "x_max", 0)
-    return call.gives(f"{laid.value}.clamp({low!r}, {high!r})", first=laid.first)
-
-
 # ----------------------------------------------------------------- one line for each
 
 
@@ -291,10 +264,9 @@ _ACTIVATIONS = (
     "SparsePlus SparseSigmoid TanhShrink"
 )
 for _name in _SAME.split():
-    operation(_name)(_unary(f"torch.{_name.lower()}({{x}})"))
+    operation(_name)(unary(f"torch.{_name.lower()}({{x}})"))
 for _name in _ACTIVATIONS.split():
-    _snake = re.sub("(?<!^)([A-Z])", r"_\1", _name).lower()
-    operation(_name)(_unary(NAMES[_snake]))
+    operation(_name)(unary(NAMES[snake(_name)]))
 for _name, _template in {
     "Add": "{0} + {1}",
     "Divide": "{0} / {1}",
@@ -315,15 +287,14 @@ for _name, _template in {
     "Var": "{x}.var({dims}, correction=0{keep})",
 }.items():
     operation(_name)(_reduction(_template))
-operation("Absolute")(_unary("torch.abs({x})"))
+operation("Absolute")(unary("torch.abs({x})"))
 operation("Concatenate")(_joined("cat"))
-operation("Elu")(_unary("F.elu({x}, {alpha!r})", alpha=1.0))
-operation("LeakyRelu")(
-    _unary("F.leaky_relu({x}, {negative_slope!r})", negative_slope=0.2)
-)
+operation("Clip")(unary("{x}.clamp({x_min!r}, {x_max!r})", x_min=0, x_max=0))
+operation("Elu")(unary(ELU, alpha=1.0))
+operation("LeakyRelu")(unary(LEAKY_RELU, negative_slope=0.2))
 operation("LogSoftmax")(_along("F.log_softmax({x}, {dim})"))
 operation("Maximum")(_extreme("max"))
 operation("Minimum")(_extreme("min"))
-operation("Negative")(_unary("-{x}"))
+operation("Negative")(unary("-{x}"))
 operation("Softmax")(_along("F.softmax({x}, {dim})"))
 operation("Stack")(_joined("stack"))

@@ -21,7 +21,7 @@ from gemsc.importers.keras import (  # noqa: F401  each has functions of layers
 )
 from gemsc.importers.keras.archive import Archive
 from gemsc.importers.keras.compiled import regularizer_notes, training_text
-from gemsc.importers.keras.config import MODELS, Listed, references
+from gemsc.importers.keras.config import MODELS, Listed, class_and_config, references
 from gemsc.importers.keras.custom import custom_layers, custom_name
 from gemsc.importers.keras.graph import MISREAD, Graph, Model
 from gemsc.importers.keras.layer import LAYERS, OPERATIONS, Translator
@@ -72,7 +72,11 @@ def read_keras(path: Path, options: ImportOptions) -> ImportedNetwork:
             *_dtypes(graph),
             *masks,
             *_unturned(options, model),
-            *regularizer_notes((each.name, each.config) for each in graph.layers),
+            *(
+                note
+                for layer in graph.layers
+                for note in regularizer_notes(layer.name, layer.config)
+            ),
             *training.notes,
         ],
     )
@@ -101,8 +105,7 @@ def _dtypes(graph: Graph) -> Iterator[str]:
     for layer in graph.layers:
         policy = layer.config.get("dtype")
         if isinstance(policy, dict):
-            settings = policy.get("config")
-            policy = settings.get("name") if isinstance(settings, dict) else None
+            policy = class_and_config(policy)[1].get("name")
         if isinstance(policy, str) and layer.kind != "InputLayer":
             found[policy].append(layer.name)
     for policy, names in found.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -83,7 +82,7 @@ def read_onnx(path: Path, options: ImportOptions) -> ImportedNetwork:
         graph, tensors.table, tensors.read, ties.buffers, ties.parameters
     )
     doc = f"{path.name}, opset {opsets['']}."
-    sheet = Sheet(_class_name(path.stem), doc, path.name)
+    sheet = Sheet(path.stem, doc, path.name)
     held = {tensor.name for tensor in graph.initializer}  # old files name them, too
     inputs = [value for value in graph.input if value.name not in held]
     options.check_names(path.name, [value.name for value in inputs])
@@ -265,37 +264,17 @@ def _input(sheet: Sheet, value: onnx.ValueInfoProto, options: ImportOptions) -> 
         kind = number_type(value.type.tensor_type.elem_type)
         if kind is None:
             raise sheet.refuse("has no numbers that PyTorch has")
-        shape = _shape(sheet, value, options)
+        shape = options.shapes.get(value.name)
+        if value.type.tensor_type.HasField("shape"):
+            sizes = [d.dim_value for d in value.type.tensor_type.shape.dim]
+            known = [size if size > 0 else None for size in sizes]
+            shape = options.shape(sheet, value.name, known)
+        if shape is None:
+            raise sheet.refuse(
+                "has a shape that the file leaves open",
+                help=f"give --shape {value.name}=..., for example",
+            )
         return sheet.input(value.name, shape, torch_type(kind))
-
-
-def _shape(
-    sheet: Sheet, value: onnx.ValueInfoProto, options: ImportOptions
-) -> tuple[int, ...]:
-    tensor = value.type.tensor_type
-    if not tensor.HasField("shape"):
-        if value.name in options.shapes:
-            return options.shapes[value.name]
-        raise sheet.refuse(
-            "has a shape that the file leaves open", help=_give_shape(value, "...")
-        )
-    sizes = [d.dim_value if d.dim_value > 0 else None for d in tensor.shape.dim]
-    given = options.shape(value.name, sizes)
-    if given is not None:
-        return given
-    if sizes and sizes[0] is None:
-        sizes[0] = options.batch
-    if None in sizes:
-        said = "x".join("?" if size is None else str(size) for size in sizes)
-        raise sheet.refuse(
-            f"has the shape {said}: the file leaves sizes open",
-            help=_give_shape(value, said),
-        )
-    return tuple(size for size in sizes if size is not None)
-
-
-def _give_shape(value: onnx.ValueInfoProto, shape: str) -> str:
-    return f"give --shape {value.name}={shape.replace('?', '224')}, for example"
 
 
 def _returns(
@@ -315,12 +294,6 @@ def _returns(
     if not texts:
         raise GemscError(f"{sheet.file} has no outputs")
     sheet.returns(texts[0] if len(texts) == 1 else f"({', '.join(texts)})")
-
-
-def _class_name(stem: str) -> str:
-    words = re.findall(r"[A-Za-z0-9]+", stem)
-    name = "".join(word[:1].upper() + word[1:] for word in words)
-    return name if name[:1].isalpha() else f"Network{name}"
 
 
 def _notes(
