@@ -307,20 +307,19 @@ def _annotation(value: object) -> str:
     if isinstance(value, Tensor):
         return "Tensor"
     if isinstance(value, dict):
-        return f"dict[str, {' | '.join(_kinds(value.values()))}]"
+        return f"dict[str, {_either(value.values())}]"
     if isinstance(value, list):
-        return f"list[{' | '.join(_kinds(value))}]"
+        return f"list[{_either(value)}]"
     if isinstance(value, tuple):
         kinds = [_annotation(item) for item in value]
         if len(kinds) > 1 and (len({*kinds}) == 1 or len(kinds) > MOST_KINDS):
-            return f"tuple[{' | '.join(dict.fromkeys(kinds))}, ...]"
+            return f"tuple[{_either(value)}, ...]"
         return f"tuple[{', '.join(kinds)}]"
     raise InternalError(f"a network returns {type(value).__name__}")
 
 
-def _kinds(values: object) -> Iterator[str]:
-    assert isinstance(values, (list, type({}.values())))
-    return iter(dict.fromkeys(map(_annotation, values)))
+def _either(values: Iterable[object]) -> str:
+    return " | ".join(dict.fromkeys(map(_annotation, values)))
 
 
 # -------------------------------------------------------------- example_inputs()
@@ -336,16 +335,13 @@ def examples(sheet: Sheet) -> list[str]:
 
 
 def _example(value: Symbol, bound: int | None) -> str:
-    sizes = ", ".join(map(str, value.shape))
-    dtype = value.tensor.dtype
-    kind = "" if dtype is torch.float32 else f", dtype={dtype}"
+    sizes, dtype = ", ".join(map(str, value.shape)) or "()", value.tensor.dtype
+    usual = torch.float32 if bound is None else torch.int64
+    kind = "" if dtype is usual else f", dtype={dtype}"
     if bound is not None:
-        shape = f"({sizes}{',' * (value.tensor.dim() == 1)})"
-        kind = "" if dtype is torch.int64 else f", dtype={dtype}"
-        return f"torch.randint({bound}, {shape}{kind})"
-    if dtype.is_floating_point or dtype.is_complex:
-        return f"torch.rand({sizes or '()'}{kind})"
-    return f"torch.ones({sizes or '()'}{kind})"  # masks, lengths
+        return f"torch.randint({bound}, {value.shape}{kind})"
+    is_mask = not (dtype.is_floating_point or dtype.is_complex)  # or lengths
+    return f"torch.{'ones' if is_mask else 'rand'}({sizes}{kind})"
 
 
 def _bounds(sheet: Sheet) -> dict[str, int]:

@@ -7,6 +7,7 @@ Example: `Dense(8, activation="leaky_relu")` gives
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,6 @@ from gemsc.importers.keras.layer import (
     LAYERS,
     Laid,
     LayerCall,
-    Translator,
     dimension,
     translates,
 )
@@ -117,20 +117,16 @@ def _activation(call: LayerCall) -> Laid:
     return activated(call, str(x.value), setting, x.first)
 
 
-def unary(template: str, **settings: float) -> Translator:
-    """Return the translator of a function of one value, which has settings."""
-
-    def translate(call: LayerCall) -> Laid:
-        x = _given(call)
-        numbers = {key: float(call.setting(key, v)) for key, v in settings.items()}
-        return call.gives(template.format(x=x.value, **numbers), first=x.first)
-
-    return translate
+def unary(template: str, call: LayerCall, **settings: float) -> Laid:
+    """Write a function of one value, which has settings."""
+    x = _given(call)
+    numbers = {key: float(call.setting(key, v)) for key, v in settings.items()}
+    return call.gives(template.format(x=x.value, **numbers), first=x.first)
 
 
 ELU, LEAKY_RELU = "F.elu({x}, {alpha!r})", "F.leaky_relu({x}, {negative_slope!r})"
-translates("ELU")(unary(ELU, alpha=1.0))
-translates("LeakyReLU")(unary(LEAKY_RELU, negative_slope=0.3))
+translates("ELU")(partial(unary, ELU, alpha=1.0))
+translates("LeakyReLU")(partial(unary, LEAKY_RELU, negative_slope=0.3))
 
 
 @translates("ReLU")

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 
 from torch import nn
 
@@ -15,7 +15,6 @@ from gemsc.importers.keras.config import found_in
 from gemsc.importers.keras.layer import (
     Laid,
     LayerCall,
-    Translator,
     dimension,
     translates,
 )
@@ -240,15 +239,11 @@ def _aligned(call: LayerCall) -> tuple[Sequence[str], bool]:
     return texts, first
 
 
-def _joined(template: str) -> Translator:
-    """Return the translator of an operation on two, used from left to right."""
-
-    def translate(call: LayerCall) -> Laid:
-        texts, first = _aligned(call)
-        whole = reduce(lambda a, b: template.format(a=a, b=b), texts)
-        return call.gives(whole, first=first)
-
-    return translate
+def _joined(template: str, call: LayerCall) -> Laid:
+    """Write an operation on two, used from left to right."""
+    texts, first = _aligned(call)
+    whole = reduce(lambda a, b: template.format(a=a, b=b), texts)
+    return call.gives(whole, first=first)
 
 
 for _kind, _template in {
@@ -257,7 +252,7 @@ for _kind, _template in {
     "Minimum": "torch.minimum({a}, {b})",
     "Multiply": "{a} * {b}",
 }.items():
-    translates(_kind)(_joined(_template))
+    translates(_kind)(partial(_joined, _template))
 
 
 @translates("Average")
@@ -270,7 +265,7 @@ def _average(call: LayerCall) -> Laid:
 def _subtract(call: LayerCall) -> Laid:
     if len(call.inputs) != 2:
         raise call.refuse("needs two inputs")
-    return _joined("{a} - {b}")(call)  # type: ignore[return-value]
+    return _joined("{a} - {b}", call)
 
 
 @translates("Concatenate")

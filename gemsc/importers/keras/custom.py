@@ -16,6 +16,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ def custom_layers(path: Path | None) -> Mapping[str, Translator]:
         if before is not None:
             sys.modules[path.stem] = before
     return {
-        name: _translator(path, name, value)
+        name: partial(_translate, path, name, value)
         for name, value in vars(module).items()
         if inspect.isfunction(value) and value.__module__ == path.stem
     }
@@ -76,13 +77,12 @@ def _import_advice(path: Path, error: Exception) -> str:
     return f"`python {path}` shows the whole traceback"
 
 
-def _translator(path: Path, name: str, function: Callable[..., Any]) -> Translator:
-    def translate(call: LayerCall) -> Laid | list[Laid]:
-        if "" not in call.layer.added:
-            call.layer.added[""] = _add(call, path, name, function)
-        return _called(call, call.layer.added[""], f"{name}() of {path.name}")
-
-    return translate
+def _translate(
+    path: Path, name: str, function: Callable[..., Any], call: LayerCall
+) -> Laid | list[Laid]:
+    if "" not in call.layer.added:
+        call.layer.added[""] = _add(call, path, name, function)
+    return _called(call, call.layer.added[""], f"{name}() of {path.name}")
 
 
 def _add(call: LayerCall, path: Path, name: str, function: Callable[..., Any]) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 from torch import nn
 
-from gemsc.importers.keras.layer import Laid, LayerCall, Translator, translates
+from gemsc.importers.keras.layer import Laid, LayerCall, translates
 from gemsc.importers.sheet import Symbol, layer_class
 from gemsc.importers.weight import Array, constant
 
@@ -228,36 +229,27 @@ def _share(
 # -------------------------------------------------------------------- whole images
 
 
-def _global(method: str) -> Translator:
-    """Return the translator of a pool over all of an image."""
-
-    def translate(call: LayerCall) -> Laid:
-        x, first = image(call)
-        axes = tuple(range(2, len(x.shape)))
-        keep = ", keepdim=True" if call.config.get("keepdims") else ""
-        return call.gives(f"{x}.{method}({axes}{keep})", first=first)
-
-    return translate
+def _global(method: str, call: LayerCall) -> Laid:
+    """Write a pool over all of an image."""
+    x, first = image(call)
+    axes = tuple(range(2, len(x.shape)))
+    keep = ", keepdim=True" if call.config.get("keepdims") else ""
+    return call.gives(f"{x}.{method}({axes}{keep})", first=first)
 
 
-def _adaptive(kind: str) -> Translator:
-    """Return the translator of a pool to a size."""
-
-    def translate(call: LayerCall) -> Laid:
-        x, first = image(call)
-        axes = len(x.shape) - 2
-        sizes = one_number(per_axis(call.config["output_size"], axes))
-        name = call.add(lambda: layer_class(kind, axes)(sizes))
-        return call.gives(f"{name}({x})", first=first)
-
-    return translate
+def _adaptive(kind: str, call: LayerCall) -> Laid:
+    x, first = image(call)
+    axes = len(x.shape) - 2
+    sizes = one_number(per_axis(call.config["output_size"], axes))
+    name = call.add(lambda: layer_class(kind, axes)(sizes))
+    return call.gives(f"{name}({x})", first=first)
 
 
 for _axes in ("1D", "2D", "3D"):
-    translates(f"GlobalMaxPooling{_axes}")(_global("amax"))
-    translates(f"GlobalAveragePooling{_axes}")(_global("mean"))
-    translates(f"AdaptiveMaxPooling{_axes}")(_adaptive("AdaptiveMaxPool"))
-    translates(f"AdaptiveAveragePooling{_axes}")(_adaptive("AdaptiveAvgPool"))
+    translates(f"GlobalMaxPooling{_axes}")(partial(_global, "amax"))
+    translates(f"GlobalAveragePooling{_axes}")(partial(_global, "mean"))
+    translates(f"AdaptiveMaxPooling{_axes}")(partial(_adaptive, "AdaptiveMaxPool"))
+    translates(f"AdaptiveAveragePooling{_axes}")(partial(_adaptive, "AdaptiveAvgPool"))
 
 
 # --------------------------- images of another size: by layers of PyTorch, or matrices

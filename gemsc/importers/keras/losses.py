@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from gemsc.importers.keras.config import snake
@@ -102,7 +103,10 @@ def loss_form(name: str, settings: Settings, output: ModelOutput) -> LossForm:
     """
     if name not in LOSSES:
         raise UnknownLossError(f"{name} has no counterpart in the table of gemsc")
-    form = LOSSES[name](settings, output)
+    write = LOSSES[name]
+    if isinstance(write, str):
+        write = partial(_plain, write)
+    form = write(settings, output)
     return _reduced(form, str(settings.get("reduction")), output)
 
 
@@ -125,15 +129,11 @@ def _as_output(output: ModelOutput) -> str:
     return f"target = target.to(output.dtype){shape}"
 
 
-def _plain(text: str, **defaults: float) -> Callable[[Settings, ModelOutput], LossForm]:
-    """Return the writer of lines, in which {dim} is the last axis of Keras."""
-
-    def write(settings: Settings, output: ModelOutput) -> LossForm:
-        numbers = {k: repr(float(settings.get(k, v))) for k, v in defaults.items()}
-        filled = text.format(dim=output.dim, small=SMALL, **numbers)
-        return LossForm((_as_output(output), *filled.split("\n")))
-
-    return write
+def _plain(text: str, settings: Settings, output: ModelOutput) -> LossForm:
+    """Return lines, in which {dim} is the last axis of Keras."""
+    delta = float(settings.get("delta", 1.0))
+    filled = text.format(dim=output.dim, small=SMALL, delta=delta)
+    return LossForm((_as_output(output), *filled.split("\n")))
 
 
 def _cosine(settings: Settings, output: ModelOutput) -> LossForm:
@@ -148,7 +148,7 @@ def _cosine(settings: Settings, output: ModelOutput) -> LossForm:
     return LossForm(lines)
 
 
-def _overlap(settings: Settings, output: ModelOutput, formula: str) -> LossForm:
+def _overlap(formula: str, settings: Settings, output: ModelOutput) -> LossForm:
     """Sum over axes: over the whole batch if there are none."""
     axis = settings.get("axis")
     dims = ""
@@ -322,27 +322,28 @@ CATEGORICAL_HINGE = """right = (target * output).sum({dim})
 wrong = ((1 - target) * output).amax({dim})
 return F.relu(wrong - right + 1).mean()"""
 
-LOSSES: Mapping[str, Callable[[Settings, ModelOutput], LossForm]] = {
+# by a text for what is one for all settings and outputs
+LOSSES: Mapping[str, str | Callable[[Settings, ModelOutput], LossForm]] = {
     "binary_crossentropy": _binary,
     "binary_focal_crossentropy": _binary_focal,
     "categorical_crossentropy": _categorical,
     "categorical_focal_crossentropy": _categorical_focal,
     "categorical_generalized_cross_entropy": _generalized,
-    "categorical_hinge": _plain(CATEGORICAL_HINGE),
+    "categorical_hinge": CATEGORICAL_HINGE,
     "cosine_similarity": _cosine,
-    "dice": lambda settings, output: _overlap(settings, output, DICE),
-    "hinge": _plain(SIGNS + "return F.relu(1 - target * output).mean()"),
-    "huber": _plain("return F.huber_loss(output, target, delta={delta})", delta=1.0),
-    "kl_divergence": _plain(DIVERGENCE),
-    "log_cosh": _plain(LOG_COSH),
-    "mean_absolute_error": _plain("return F.l1_loss(output, target)"),
-    "mean_absolute_percentage_error": _plain(PERCENT),
-    "mean_squared_error": _plain("return F.mse_loss(output, target)"),
-    "mean_squared_logarithmic_error": _plain(LOGARITHMIC),
-    "poisson": _plain("return (output - target * (output + {small}).log()).mean()"),
+    "dice": partial(_overlap, DICE),
+    "hinge": SIGNS + "return F.relu(1 - target * output).mean()",
+    "huber": "return F.huber_loss(output, target, delta={delta!r})",
+    "kl_divergence": DIVERGENCE,
+    "log_cosh": LOG_COSH,
+    "mean_absolute_error": "return F.l1_loss(output, target)",
+    "mean_absolute_percentage_error": PERCENT,
+    "mean_squared_error": "return F.mse_loss(output, target)",
+    "mean_squared_logarithmic_error": LOGARITHMIC,
+    "poisson": "return (output - target * (output + {small}).log()).mean()",
     "sparse_categorical_crossentropy": _sparse,
-    "squared_hinge": _plain(SIGNS + "return (F.relu(1 - target * output) ** 2).mean()"),
-    "tversky": lambda settings, output: _overlap(settings, output, TVERSKY),
+    "squared_hinge": SIGNS + "return (F.relu(1 - target * output) ** 2).mean()",
+    "tversky": partial(_overlap, TVERSKY),
 }
 
 

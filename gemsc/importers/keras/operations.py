@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -20,7 +21,6 @@ from gemsc.importers.keras.layer import (
     Function,
     Laid,
     LayerCall,
-    Translator,
     dimension,
     translates,
 )
@@ -34,35 +34,26 @@ def operation(kind: str) -> Callable[[Function], Function]:
     return translates(kind, table=OPERATIONS)
 
 
-def _elementwise(template: str, *names: str) -> Translator:
-    """Return the translator of a function of its arguments, element by element."""
-
-    def translate(call: LayerCall) -> Laid:
-        given = _given(call, *names)
-        tensors = [value for value in given if isinstance(value, Laid)]
-        firsts = {laid.first for laid in tensors}
-        ranks = {len(laid.value.shape) for laid in tensors}
-        plain = any(isinstance(value, np.ndarray) for value in given)
-        first = firsts == {True} and len(ranks) == 1 and not plain
-        texts = [_text(call, value, first) for value in given]
-        return call.gives(template.format(*texts), first=first)
-
-    return translate
+def _elementwise(template: str, call: LayerCall) -> Laid:
+    """Write a function of two arguments, element by element."""
+    given = _given(call, "x1", "x2")
+    tensors = [value for value in given if isinstance(value, Laid)]
+    firsts = {laid.first for laid in tensors}
+    ranks = {len(laid.value.shape) for laid in tensors}
+    plain = any(isinstance(value, np.ndarray) for value in given)
+    first = firsts == {True} and len(ranks) == 1 and not plain
+    texts = [_text(call, value, first) for value in given]
+    return call.gives(template.format(*texts), first=first)
 
 
-def _extreme(kind: str) -> Translator:
-    """Return the translator of the larger or smaller of two; of a number: a bound."""
-    of_two = _elementwise(f"torch.{kind}imum({{0}}, {{1}})", "x1", "x2")
-    bound = _elementwise(f"{{0}}.clamp({'min' if kind == 'max' else 'max'}={{1}})")
-
-    def translate(call: LayerCall) -> Laid:
-        numbers = [v for v in call.arguments if isinstance(v, int | float)]
-        if not numbers:
-            return of_two(call)  # type: ignore[return-value]
-        arguments = [call.inputs[0], *numbers]
-        return bound(replace(call, arguments=arguments))  # type: ignore[return-value]
-
-    return translate
+def _extreme(kind: str, call: LayerCall) -> Laid:
+    """Write the larger or smaller of two; of a value and a number, its bound."""
+    numbers = [v for v in call.arguments if isinstance(v, int | float)]
+    if not numbers:
+        return _elementwise(f"torch.{kind}imum({{0}}, {{1}})", call)
+    bound = "min" if kind == "max" else "max"
+    given = replace(call, arguments=[call.inputs[0], *numbers])
+    return _elementwise(f"{{0}}.clamp({bound}={{1}})", given)
 
 
 def _given(call: LayerCall, *names: str) -> list[Any]:
@@ -89,38 +80,28 @@ def _gelu(call: LayerCall) -> Laid:
     return call.gives(f"F.gelu({laid.value}{how})", first=laid.first)
 
 
-def _along(template: str) -> Translator:
-    """Return the translator of a function along one axis."""
-
-    def translate(call: LayerCall) -> Laid:
-        laid = call.inputs[0]
-        axis = int(call.setting("axis", -1))
-        dim = dimension(axis, len(laid.value.shape), laid.first)
-        return call.gives(template.format(x=laid.value, dim=dim), first=laid.first)
-
-    return translate
+def _along(template: str, call: LayerCall) -> Laid:
+    """Write a function along one axis."""
+    laid = call.inputs[0]
+    axis = int(call.setting("axis", -1))
+    dim = dimension(axis, len(laid.value.shape), laid.first)
+    return call.gives(template.format(x=laid.value, dim=dim), first=laid.first)
 
 
-def _reduction(template: str) -> Translator:
-    """Return the translator of a function that leaves axes out."""
-
-    def translate(call: LayerCall) -> Laid:
-        laid, axis = call.inputs[0], call.config.get("axis")
-        rank = len(laid.value.shape)
-        axes = range(rank) if axis is None else found_in(axis, int)
-        if any(a % rank == 0 for a in axes):
-            raise call.refuse("goes over the samples of the batch", help=_BATCH)
-        keep = bool(call.config.get("keepdims"))
-        channels = {a % rank for a in axes} == set(range(1, rank - 1))
-        first = laid.first and (keep or channels)
-        x = laid.value if first else laid.ordered(call.sheet, first=False)
-        dims = tuple(sorted(dimension(a, rank, first) for a in axes))
-        kept = ", keepdim=True" if keep else ""
-        return call.gives(
-            template.format(x=x, dims=dims, keep=kept), first=first and keep
-        )
-
-    return translate
+def _reduction(template: str, call: LayerCall) -> Laid:
+    """Write a function that leaves axes out."""
+    laid, axis = call.inputs[0], call.config.get("axis")
+    rank = len(laid.value.shape)
+    axes = range(rank) if axis is None else found_in(axis, int)
+    if any(a % rank == 0 for a in axes):
+        raise call.refuse("goes over the samples of the batch", help=_BATCH)
+    keep = bool(call.config.get("keepdims"))
+    channels = {a % rank for a in axes} == set(range(1, rank - 1))
+    first = laid.first and (keep or channels)
+    x = laid.value if first else laid.ordered(call.sheet, first=False)
+    dims = tuple(sorted(dimension(a, rank, first) for a in axes))
+    kept = ", keepdim=True" if keep else ""
+    return call.gives(template.format(x=x, dims=dims, keep=kept), first=first and keep)
 
 
 # -------------------------------------------------------------------------- shapes
@@ -177,20 +158,17 @@ def _squeezed(call: LayerCall) -> Laid:
     return call.gives(f"{x}.squeeze({axes})")
 
 
-def _joined(function: str) -> Translator:
-    def translate(call: LayerCall) -> Laid:
-        axis = int(call.setting("axis", 0))
-        values, first = call.alike()
-        if function == "stack":
-            values, first = [call.last(laid) for laid in call.inputs], False
-        rank = len(values[0].shape) + (function == "stack")
-        if axis % rank == 0:
-            raise call.refuse("joins the samples of batches", help=_BATCH)
-        texts = ", ".join(map(str, values))
-        dim = dimension(axis, rank, first)
-        return call.gives(f"torch.{function}([{texts}], {dim})", first=first)
-
-    return translate
+def _joined(function: str, call: LayerCall) -> Laid:
+    axis = int(call.setting("axis", 0))
+    values, first = call.alike()
+    if function == "stack":
+        values, first = [call.last(laid) for laid in call.inputs], False
+    rank = len(values[0].shape) + (function == "stack")
+    if axis % rank == 0:
+        raise call.refuse("joins the samples of batches", help=_BATCH)
+    texts = ", ".join(map(str, values))
+    dim = dimension(axis, rank, first)
+    return call.gives(f"torch.{function}([{texts}], {dim})", first=first)
 
 
 @operation("Split")
@@ -264,9 +242,9 @@ _ACTIVATIONS = (
     "SparsePlus SparseSigmoid TanhShrink"
 )
 for _name in _SAME.split():
-    operation(_name)(unary(f"torch.{_name.lower()}({{x}})"))
+    operation(_name)(partial(unary, f"torch.{_name.lower()}({{x}})"))
 for _name in _ACTIVATIONS.split():
-    operation(_name)(unary(NAMES[snake(_name)]))
+    operation(_name)(partial(unary, NAMES[snake(_name)]))
 for _name, _template in {
     "Add": "{0} + {1}",
     "Divide": "{0} / {1}",
@@ -275,7 +253,7 @@ for _name, _template in {
     "Subtract": "{0} - {1}",
     "TrueDivide": "{0} / {1}",
 }.items():
-    operation(_name)(_elementwise(_template, "x1", "x2"))
+    operation(_name)(partial(_elementwise, _template))
 for _name, _template in {
     "Amax": "{x}.amax({dims}{keep})",
     "Amin": "{x}.amin({dims}{keep})",
@@ -286,15 +264,15 @@ for _name, _template in {
     "Sum": "{x}.sum({dims}{keep})",
     "Var": "{x}.var({dims}, correction=0{keep})",
 }.items():
-    operation(_name)(_reduction(_template))
-operation("Absolute")(unary("torch.abs({x})"))
-operation("Concatenate")(_joined("cat"))
-operation("Clip")(unary("{x}.clamp({x_min!r}, {x_max!r})", x_min=0, x_max=0))
-operation("Elu")(unary(ELU, alpha=1.0))
-operation("LeakyRelu")(unary(LEAKY_RELU, negative_slope=0.2))
-operation("LogSoftmax")(_along("F.log_softmax({x}, {dim})"))
-operation("Maximum")(_extreme("max"))
-operation("Minimum")(_extreme("min"))
-operation("Negative")(unary("-{x}"))
-operation("Softmax")(_along("F.softmax({x}, {dim})"))
-operation("Stack")(_joined("stack"))
+    operation(_name)(partial(_reduction, _template))
+operation("Absolute")(partial(unary, "torch.abs({x})"))
+operation("Concatenate")(partial(_joined, "cat"))
+operation("Clip")(partial(unary, "{x}.clamp({x_min!r}, {x_max!r})", x_min=0, x_max=0))
+operation("Elu")(partial(unary, ELU, alpha=1.0))
+operation("LeakyRelu")(partial(unary, LEAKY_RELU, negative_slope=0.2))
+operation("LogSoftmax")(partial(_along, "F.log_softmax({x}, {dim})"))
+operation("Maximum")(partial(_extreme, "max"))
+operation("Minimum")(partial(_extreme, "min"))
+operation("Negative")(partial(unary, "-{x}"))
+operation("Softmax")(partial(_along, "F.softmax({x}, {dim})"))
+operation("Stack")(partial(_joined, "stack"))

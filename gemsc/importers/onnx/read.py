@@ -17,7 +17,7 @@ from gemsc.errors import GemscError
 from gemsc.importers.network import ImportedNetwork, ImportOptions
 from gemsc.importers.onnx.file import OnnxTensors, load_model
 from gemsc.importers.onnx.operators import CONTROL, OPERATORS
-from gemsc.importers.onnx.operators.names import SCOPES
+from gemsc.importers.onnx.operators.names import SCOPES, noted
 from gemsc.importers.onnx.operators.parameters import (
     Static,
     Value,
@@ -360,7 +360,6 @@ def _is_folded(node: onnx.NodeProto) -> bool:
     """Return whether a convolution has taken a BatchNormalization in."""
     if node.op_type not in ("Conv", "ConvTranspose"):
         return False
-    scopes = [entry.value for entry in node.metadata_props if entry.key == SCOPES]
-    is_newer = any("batch_norm" in scope.rsplit(",", 1)[-1] for scope in scopes)
+    is_newer = "batch_norm" in noted(node, SCOPES).rsplit(",", 1)[-1]
     is_older = len(node.input) > 2 and node.input[1].startswith("onnx::Conv")
     return is_newer or is_older

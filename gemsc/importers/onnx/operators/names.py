@@ -39,11 +39,15 @@ def is_machine_made(name: str) -> bool:
     return any(hasattr(where, function) for where in (torch, F, torch.Tensor))
 
 
+def noted(node: onnx.NodeProto, key: str) -> str:
+    """Return what torch's newer exporter notes of a node, "" if nothing."""
+    return next((e.value for e in node.metadata_props if e.key == key), "")
+
+
 def scope(node: onnx.NodeProto) -> str:
     """Return the path of the module that a node is of, or its own name."""
-    for entry in node.metadata_props:
-        if entry.key == SCOPES:
-            return _of_scopes(entry.value)
+    if scopes := noted(node, SCOPES):
+        return _of_scopes(scopes)
     parts = [part for part in node.name.split("/") if part]
     if len(parts) > 1 and _is_kind(parts[-1], node.op_type):
         parts.pop()
@@ -59,7 +63,7 @@ def scope(node: onnx.NodeProto) -> str:
 
 def module_of(node: onnx.NodeProto) -> str | None:
     """Return the module whose forward has a node; None if the file does not say."""
-    if any(entry.key == SCOPES for entry in node.metadata_props):
+    if noted(node, SCOPES):
         return scope(node)
     if not node.name.startswith("/"):
         return None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 from torch import nn
@@ -25,26 +26,22 @@ REDUCES = {"mul": "prod", "min": "amin", "max": "amax"}
 # ------------------------------------------------------------------------ reductions
 
 
-def _reduces(text: str) -> Callable[..., Symbol]:
-    """Return the operator of an expression in {x} and {dims}, the other arguments."""
-
-    def expression(node: Node, x: Symbol, axes: Numbers | None) -> Symbol:
-        places = sorted({node.axis(a, x.rank) for a in axes or range(x.rank)})
-        if not places or (node.attr.noop_with_empty_axes and not axes):
-            return node.gives(_unreduced(text).format(x=x))
-        if 0 in [x.shape[axis] for axis in places]:
-            raise node.refuse("reduces an axis of no elements")
-        keep = ", keepdim=True" * bool(node.attr.keepdims)
-        is_float = x.tensor.is_floating_point()
-        dtype = "" if is_float else f", dtype={x.tensor.dtype}"
-        if "prod" in text:  # which is of one axis
-            calls = [f".prod({axis}{keep}{dtype})" for axis in reversed(places)]
-            return node.gives(x.text + "".join(calls))
-        names = [dim_of(axis, x.rank) for axis in places]
-        dims = f"dim={names[0] if len(names) == 1 else tuple(names)}{keep}"
-        return node.gives(text.format(x=x, dims=dims + dtype * (".sum" in text)))
-
-    return expression
+def _reduces(text: str, node: Node, x: Symbol, axes: Numbers | None) -> Symbol:
+    """An expression in {x} and {dims}, the other arguments."""
+    places = sorted({node.axis(a, x.rank) for a in axes or range(x.rank)})
+    if not places or (node.attr.noop_with_empty_axes and not axes):
+        return node.gives(_unreduced(text).format(x=x))
+    if 0 in [x.shape[axis] for axis in places]:
+        raise node.refuse("reduces an axis of no elements")
+    keep = ", keepdim=True" * bool(node.attr.keepdims)
+    is_float = x.tensor.is_floating_point()
+    dtype = "" if is_float else f", dtype={x.tensor.dtype}"
+    if "prod" in text:  # which is of one axis
+        calls = [f".prod({axis}{keep}{dtype})" for axis in reversed(places)]
+        return node.gives(x.text + "".join(calls))
+    names = [dim_of(axis, x.rank) for axis in places]
+    dims = f"dim={names[0] if len(names) == 1 else tuple(names)}{keep}"
+    return node.gives(text.format(x=x, dims=dims + dtype * (".sum" in text)))
 
 
 def _unreduced(text: str) -> str:
@@ -68,7 +65,7 @@ for _kind, _text in {
     "ReduceSum": "{x}.sum({dims})",
     "ReduceSumSquare": "{x}.square().sum({dims})",
 }.items():
-    operator(_kind)(_reduces(_text))
+    operator(_kind)(partial(_reduces, _text))
 
 
 @operator("ArgMax", "ArgMin")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -190,21 +191,17 @@ def _lp_pool(node: Node, x: Symbol) -> Symbol:
     return node.gives(f"{function}({padded}, {p}, {windows.settings(padding=False)})")
 
 
-def _global(function: str, otherwise: str) -> Callable[..., Symbol]:
-    """Return a pool over all that is behind the channels."""
-
-    def expression(node: Node, x: Symbol) -> Symbol:
-        rank = x.rank - 2
-        if 1 <= rank <= MAX_RANK:
-            return node.gives(f"F.adaptive_{function}_pool{rank}d({x}, 1)")
-        axes = tuple(range(2, x.rank))
-        return node.gives(f"{x}.{otherwise}(dim={axes}, keepdim=True)")
-
-    return expression
+def _global(function: str, otherwise: str, node: Node, x: Symbol) -> Symbol:
+    """A pool over all that is behind the channels."""
+    rank = x.rank - 2
+    if 1 <= rank <= MAX_RANK:
+        return node.gives(f"F.adaptive_{function}_pool{rank}d({x}, 1)")
+    axes = tuple(range(2, x.rank))
+    return node.gives(f"{x}.{otherwise}(dim={axes}, keepdim=True)")
 
 
-operator("GlobalAveragePool")(_global("avg", "mean"))
-operator("GlobalMaxPool")(_global("max", "amax"))
+operator("GlobalAveragePool")(partial(_global, "avg", "mean"))
+operator("GlobalMaxPool")(partial(_global, "max", "amax"))
 
 
 @operator("GlobalLpPool")
