@@ -338,6 +338,28 @@ def layer_class(name: str, axes: int) -> Any:
     return getattr(nn, f"{name}{axes}d")
 
 
+def one_number(values: Sequence[Any]) -> Any:
+    """Return 3 for (3, 3): as people write it."""
+    return values[0] if len(set(values)) == 1 else tuple(values)
+
+
+def flat_pads(pads: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+    """Return what is before and after each axis as F.pad has it: the last axis first."""
+    return tuple(size for pair in reversed(pads) for size in pair)
+
+
+def slices(crops: Sequence[tuple[int, int]]) -> str:
+    """Return the text that takes something off both ends of each axis of an image."""
+    texts = [f"{before or ''}:{-after if after else ''}" for before, after in crops]
+    return f"[:, :, {', '.join(texts)}]"
+
+
+def filled(sizes: Sequence[int], elements: int) -> list[int]:
+    """Return sizes, one of which may be -1, for so many elements."""
+    known = math.prod(size for size in sizes if size != -1)
+    return [elements // max(known, 1) if size == -1 else size for size in sizes]
+
+
 def after_parent(name: str, parent: nn.Module) -> str:
     """Return the text that names a child after its parent: `.conv` or `["0"]`."""
     return f'["{name}"]' if isinstance(parent, nn.ModuleDict) else f".{name}"

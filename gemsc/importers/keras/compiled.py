@@ -62,6 +62,9 @@ class TrainingText:
             plain = re.sub(r"[^ -~]|[\"\\]", "_", doc)  # whatever a name has in it
             writer.line(f'"""{plain}"""')
             for line in lines:
+                if len(line) <= writer.room:
+                    writer.line(line)
+                    continue
                 start = line.partition(" ")[0]
                 head = "return " if start == "return" else f"{start} = "
                 tree = parsed(line.removeprefix(head))

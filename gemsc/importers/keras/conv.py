@@ -5,16 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gemsc.importers.keras.activation import activated
-from gemsc.importers.keras.images import (
-    Pads,
-    image,
-    padded,
-    per_axis,
-    same_pads,
-    slices,
-)
+from gemsc.importers.keras.images import Pads, image, padded, per_axis, same_pads
 from gemsc.importers.keras.layer import Laid, LayerCall, translates
-from gemsc.importers.sheet import Symbol, layer_class
+from gemsc.importers.sheet import Symbol, layer_class, slices
 from gemsc.importers.weight import Array, Weight
 
 

@@ -18,7 +18,7 @@ from gemsc.importers.keras.layer import (
     dimension,
     translates,
 )
-from gemsc.importers.sheet import Symbol
+from gemsc.importers.sheet import Symbol, filled
 from gemsc.importers.weight import Array
 
 # ----------------------------------------------------------------------- products
@@ -60,7 +60,11 @@ def _einsum_dense(call: LayerCall) -> Laid:
     if text is None:
         size = call.size(0)
         kernel = call.tensor("kernel", size, call.variable(0))
-        text = f'torch.einsum("{_checked(call, equation)}", {x}, {kernel})'
+        if not re.fullmatch(r"[A-Za-z.,>-]*", equation):
+            raise call.refuse(
+                f"has the equation {equation!r}, which einsum does not read"
+            )
+        text = f'torch.einsum("{equation}", {x}, {kernel})'
         if config.get("bias_axes"):
             text += f" + {call.tensor('bias', call.size(1), call.variable(1))}"
     return activated(call, text, config.get("activation"))
@@ -87,12 +91,6 @@ def _as_linear(call: LayerCall, equation: str) -> str | None:
     flat = f"{x}.flatten({-len(summed)})" if len(summed) > 1 else f"{x}"
     text = f"{layer}({flat})"
     return f"{text}.unflatten(-1, {size[count:]})" if len(made) > 1 else text
-
-
-def _checked(call: LayerCall, equation: str) -> str:
-    if not all((c.isalpha() and c.isascii()) or c in ".,->" for c in equation):
-        raise call.refuse(f"has the equation {equation!r}, which einsum does not read")
-    return equation
 
 
 @translates("Embedding")
@@ -157,24 +155,17 @@ def _alpha_dropout(call: LayerCall) -> Laid:
     return call.gives(f"{call.add(lambda: nn.AlphaDropout(rate))}({x})", first=first)
 
 
-@translates("GaussianNoise")
-def _gaussian_noise(call: LayerCall) -> Laid:
-    return _noisy(call, "{x} + {deviation!r} * {noise}", float(call.config["stddev"]))
-
-
-@translates("GaussianDropout")
-def _gaussian_dropout(call: LayerCall) -> Laid:
-    rate = float(call.config["rate"])
-    deviation = math.sqrt(rate / (1.0 - rate))
-    return _noisy(call, "{x} * (1 + {deviation!r} * {noise})", deviation)
-
-
-def _noisy(call: LayerCall, template: str, deviation: float) -> Laid:
+@translates("GaussianDropout", "GaussianNoise")
+def _noisy(call: LayerCall) -> Laid:
+    if call.layer.kind == "GaussianNoise":
+        deviation, template = float(call.config["stddev"]), "{x} + {noise}"
+    else:
+        rate = float(call.config["rate"])
+        deviation, template = math.sqrt(rate / (1.0 - rate)), "{x} * (1 + {noise})"
     if not deviation:
         return call.inputs[0]
     (x,), first = call.alike()
-    noise = f"torch.randn_like({x})"
-    text = template.format(x=x, deviation=deviation, noise=noise)
+    text = template.format(x=x, noise=f"{deviation!r} * torch.randn_like({x})")
     return call.gives(f"{text} if self.training else {x}", first=first)
 
 
@@ -207,11 +198,8 @@ def _flatten(call: LayerCall) -> Laid:
 def _reshape(call: LayerCall) -> Laid:
     x = call.last()
     target = [-1 if size is None else int(size) for size in call.config["target_shape"]]
-    if -1 in target:
-        known = math.prod(size for size in target if size != -1)
-        target[target.index(-1)] = math.prod(x.shape[1:]) // max(known, 1)
-    sizes = ", ".join(map(str, [-1, *target]))
-    return call.gives(f"{x}.reshape({sizes})")
+    sizes = [-1, *filled(target, math.prod(x.shape[1:]))]
+    return call.gives(f"{x}.reshape({', '.join(map(str, sizes))})")
 
 
 @translates("Permute")

@@ -166,9 +166,7 @@ def _called(call: LayerCall, layer: str, where: str) -> Laid | list[Laid]:
                 f"gives an object of type {type(value).__name__}",
                 help=f"let the module of {where} return tensors",
             )
-    name = call.layer.name
-    wishes = [f"{name}_{number}" for number in range(len(found))]
-    return [Laid(value) for value in call.sheet.unpack(wishes, text)]
+    return call.several(text, len(found))
 
 
 def _text(call: LayerCall, value: Any) -> str:

@@ -28,7 +28,7 @@ from gemsc.importers.keras.config import (
 from gemsc.importers.keras.core import check_activity, mask_after
 from gemsc.importers.keras.layer import Laid, Layer, LayerCall, Translator
 from gemsc.importers.network import ImportOptions
-from gemsc.importers.sheet import Sheet, Symbol, sheet_of
+from gemsc.importers.sheet import Sheet, sheet_of
 
 # what a config that is damaged makes of a function that reads it
 MISREAD: tuple[type[Exception], ...] = (KeyError, TypeError, ValueError)
@@ -347,15 +347,11 @@ def _results(
 ) -> Sequence[Laid]:
     """Add the line that calls a model."""
     text = f"{text}({', '.join(str(laid.value) for laid in given)})"
-    outputs = model.outputs
-    if len(outputs) == 1:
-        values: Sequence[Symbol] = [call.gives(text).value]
-    else:
-        wishes = [f"{call.layer.name}_{number}" for number in range(len(outputs))]
-        values = call.sheet.unpack(wishes, text)
+    count = len(model.outputs)
+    found = call.several(text, count) if count > 1 else [call.gives(text)]
     return [
-        Laid(value, of.first, of.masked)
-        for value, of in zip(values, outputs, strict=True)
+        Laid(laid.value, of.first, of.masked)
+        for laid, of in zip(found, model.outputs, strict=True)
     ]
 
 

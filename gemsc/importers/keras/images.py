@@ -10,7 +10,7 @@ import numpy as np
 from torch import nn
 
 from gemsc.importers.keras.layer import Laid, LayerCall, translates
-from gemsc.importers.sheet import Symbol, layer_class
+from gemsc.importers.sheet import Symbol, flat_pads, layer_class, one_number, slices
 from gemsc.importers.weight import Array, constant
 
 # zeros before and after, for each axis of an image
@@ -56,22 +56,6 @@ def padded(call: LayerCall, x: Symbol, pads: Pads, value: str = "") -> Symbol:
     filled = f', "constant", {value}' if value else ""
     text = f"F.pad({x}, {flat_pads(pads)}{filled})"
     return call.sheet.line(f"{call.layer.name}_pad", text)
-
-
-def one_number(values: Sequence[Any]) -> Any:
-    """Return 3 for (3, 3): as people write it."""
-    return values[0] if len(set(values)) == 1 else tuple(values)
-
-
-def slices(crops: Pads) -> str:
-    """Return the text that takes something off each axis of an image."""
-    texts = [f"{before or ''}:{-after if after else ''}" for before, after in crops]
-    return f"[:, :, {', '.join(texts)}]"
-
-
-def flat_pads(pads: Pads) -> tuple[int, ...]:
-    """Return padding as PyTorch has it: the last axis first."""
-    return tuple(size for pair in reversed(pads) for size in pair)
 
 
 # ----------------------------------------------------------------------------- borders
@@ -261,10 +245,8 @@ def _up(call: LayerCall) -> Laid:
     factors = per_axis(call.config["size"], len(x.shape) - 2)
     kind = call.config.get("interpolation", "nearest")
     if kind == "nearest" or (kind == "bilinear" and len(factors) == 2):
-        settings = {} if kind == "nearest" else {"align_corners": False}
         scale = one_number(tuple(map(float, factors)))
-        name = call.add(lambda: nn.Upsample(scale_factor=scale, mode=kind, **settings))
-        return call.gives(f"{name}({x})", first=first)
+        return call.gives(_upsampled(call, x, kind, scale_factor=scale), first=first)
     sizes = [n * factor for n, factor in zip(x.shape[2:], factors, strict=True)]
     return call.gives(_by_matrices(call, x, sizes, kind, antialias=False), first=first)
 
@@ -284,9 +266,13 @@ def _resizing(call: LayerCall) -> Laid:
     if kind != "nearest" and (antialias or kind != "bilinear"):
         return call.gives(_by_matrices(call, x, sizes, kind, antialias), first=first)
     mode = "nearest-exact" if kind == "nearest" else kind
-    settings = {} if kind == "nearest" else {"align_corners": False}
-    name = call.add(lambda: nn.Upsample(size=sizes, mode=mode, **settings))
-    return call.gives(f"{name}({x})", first=first)
+    return call.gives(_upsampled(call, x, mode, size=sizes), first=first)
+
+
+def _upsampled(call: LayerCall, x: Symbol, mode: str, **settings: Any) -> str:
+    if mode == "bilinear":
+        settings["align_corners"] = False
+    return f"{call.add(lambda: nn.Upsample(mode=mode, **settings))}({x})"
 
 
 def _of_ratio(call: LayerCall, x: Symbol, sizes: Sequence[int]) -> Symbol:

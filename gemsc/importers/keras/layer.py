@@ -246,6 +246,11 @@ class LayerCall:
         value = self.sheet.line(wish or self.layer.name, text)
         return Laid(value, first and len(value.shape) > 2)
 
+    def several(self, text: str, count: int) -> list[Laid]:
+        """Add a line that gives so many values: `x_0, x_1 = text`."""
+        wishes = [f"{self.layer.name}_{number}" for number in range(count)]
+        return [Laid(value) for value in self.sheet.unpack(wishes, text)]
+
     def inner(
         self, layer: Mapping[str, Any], part: str, inputs: Sequence[Laid]
     ) -> Laid:

@@ -6,6 +6,7 @@ Example: `keras.ops.multiply(x, 2.0)` is an operation of the class Multiply and 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -24,6 +25,7 @@ from gemsc.importers.keras.layer import (
     dimension,
     translates,
 )
+from gemsc.importers.sheet import filled
 from gemsc.importers.weight import constant
 
 _BATCH = "build the model of operations within each sample"
@@ -114,10 +116,9 @@ def _reshape(call: LayerCall) -> Laid:
     known = [-1 if size is None else int(size) for size in sizes]
     if batch not in (None, -1, x.shape[0]) or (batch == x.shape[0] and -1 in known):
         raise call.refuse("changes the size of the batch", help=_BATCH)
-    if -1 in known:  # the batch alone may be open
-        count = int(np.prod(x.shape[1:])) // -int(np.prod(known))
-        known[known.index(-1)] = count
-    return call.gives(f"{x}.reshape(-1, {', '.join(map(str, known))})")
+    # the batch alone may be open
+    texts = map(str, filled(known, math.prod(x.shape[1:])))
+    return call.gives(f"{x}.reshape(-1, {', '.join(texts)})")
 
 
 @operation("Transpose")
@@ -182,9 +183,7 @@ def _split(call: LayerCall) -> Sequence[Laid]:
     else:
         ends = [0, *map(int, parts), x.shape[axis]]
         sizes = [after - before for before, after in pairwise(ends)]
-    wishes = [f"{call.layer.name}_{number}" for number in range(len(sizes))]
-    values = call.sheet.unpack(wishes, f"{x}.split({sizes}, {axis})")
-    return [Laid(value) for value in values]
+    return call.several(f"{x}.split({sizes}, {axis})", len(sizes))
 
 
 @operation("GetItem")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from gemsc.errors import GemscError
 from gemsc.importers.network import ImportedNetwork, ImportOptions
 from gemsc.importers.onnx.file import OnnxTensors, load_model
 from gemsc.importers.onnx.operators import CONTROL, OPERATORS
-from gemsc.importers.onnx.operators.names import SCOPES, noted
+from gemsc.importers.onnx.operators.names import SCOPES, name_of, noted
 from gemsc.importers.onnx.operators.parameters import (
     Static,
     Value,
@@ -154,9 +154,8 @@ def _refuse_gaps(
     for node in all_nodes(graph):
         gap = [*node.input, ""].index("")
         if node.op_type in functions and any(node.input[gap:]):
-            name = node.name or next(iter(node.output), "")
             raise GemscError(
-                f"{path.name}: {node.op_type} '{name}' leaves input {gap} out, and "
+                f"{path.name}: {node.op_type} '{name_of(node)}' leaves input {gap} out, and "
                 "gives later ones: onnx cannot replace it by other operators then",
                 help="export the operators that it is made of, or keep it outside of "
                 "the file",
@@ -193,36 +192,35 @@ def _refuse_unknown(graph: onnx.GraphProto, file: str) -> None:
         GemscError: there are such nodes.
     """
     known = _known_names(graph)
-    quantized: Counter[str] = Counter()
-    unknown: Counter[str] = Counter()
-    first: dict[str, str] = {}
+    quantized: dict[str, list[str]] = defaultdict(list)
+    unknown: dict[str, list[str]] = defaultdict(list)
     for node in graph.node:  # of those within it, only some are run
         kind = f"{node.domain}.{node.op_type}" if node.domain else node.op_type
         if node.op_type in QUANTIZED:
-            quantized[kind] += 1
+            quantized[kind].append(name_of(node))
         elif node.domain not in ("", "ai.onnx") or (
             node.op_type not in KNOWN and known.isdisjoint(node.output)
         ):
-            unknown[kind] += 1
-        first.setdefault(kind, node.name or next(iter(node.output), ""))
+            unknown[kind].append(name_of(node))
     if quantized:
         raise GemscError(
-            f"{file} is a quantized file: {_list(quantized, first)}",
+            f"{file} is a quantized file: {_list(quantized)}",
             help="export the float model: that one is trained",
         )
     if unknown:
         raise GemscError(
-            f"{file} has operators that gemsc does not know: {_list(unknown, first)}",
+            f"{file} has operators that gemsc does not know: {_list(unknown)}",
             help="keep these parts outside of the file, or write them in PyTorch",
         )
 
 
-def _list(counts: Counter[str], first: dict[str, str]) -> str:
+def _list(found: Mapping[str, Sequence[str]]) -> str:
+    most = sorted(found.items(), key=lambda item: -len(item[1]))[:MOST]
     words = [
-        f"{kind} ({count} node{'s' * (count > 1)}, first '{first[kind]}')"
-        for kind, count in counts.most_common(MOST)
+        f"{kind} ({len(names)} node{'s' * (len(names) > 1)}, first '{names[0]}')"
+        for kind, names in most
     ]
-    more = len(counts) - len(words)
+    more = len(found) - len(words)
     return ", ".join(words) + (f", and {more} kinds more" if more else "")
 
 

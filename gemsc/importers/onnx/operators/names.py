@@ -39,6 +39,11 @@ def is_machine_made(name: str) -> bool:
     return any(hasattr(where, function) for where in (torch, F, torch.Tensor))
 
 
+def name_of(node: onnx.NodeProto) -> str:
+    """Return the name of a node, or that of its first output."""
+    return node.name or next(iter(node.output), "")
+
+
 def noted(node: onnx.NodeProto, key: str) -> str:
     """Return what torch's newer exporter notes of a node, "" if nothing."""
     return next((e.value for e in node.metadata_props if e.key == key), "")
