@@ -344,7 +344,7 @@ def one_number(values: Sequence[Any]) -> Any:
 
 
 def flat_pads(pads: Sequence[tuple[int, int]]) -> tuple[int, ...]:
-    """Return what is before and after each axis as F.pad has it: the last axis first."""
+    """Return what is around each axis as F.pad has it: the last axis first."""
     return tuple(size for pair in reversed(pads) for size in pair)
 
 

@@ -155,8 +155,9 @@ def _refuse_gaps(
         gap = [*node.input, ""].index("")
         if node.op_type in functions and any(node.input[gap:]):
             raise GemscError(
-                f"{path.name}: {node.op_type} '{name_of(node)}' leaves input {gap} out, and "
-                "gives later ones: onnx cannot replace it by other operators then",
+                f"{path.name}: {node.op_type} '{name_of(node)}' leaves input {gap} "
+                "out, and gives later ones: onnx cannot replace it by other operators "
+                "then",
                 help="export the operators that it is made of, or keep it outside of "
                 "the file",
             )
