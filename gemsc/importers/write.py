@@ -141,7 +141,7 @@ def _imports(writer: Writer, lines: Iterable[str], used: set[str]) -> None:
 
 
 def _bound(trees: Iterable[ast.Module]) -> set[str]:
-    """Return the names that pieces of code give to something at their top."""
+    """Return the names of what is imported and of functions."""
     found: set[str] = set()
     for tree in trees:
         for node in tree.body:
@@ -150,13 +150,8 @@ def _bound(trees: Iterable[ast.Module]) -> set[str]:
                     (alias.asname or alias.name).partition(".")[0]
                     for alias in node.names
                 }
-            elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            elif isinstance(node, ast.FunctionDef):
                 found.add(node.name)
-            elif isinstance(node, ast.Assign | ast.AnnAssign):
-                targets = (
-                    node.targets if isinstance(node, ast.Assign) else [node.target]
-                )
-                found |= {name for target in targets for name in names_in(target)}
     return found
 
 

@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 
 MODELS = ("Functional", "Model", "Sequential")
-# whose names a config has for what Keras itself defines
-_OWN = ("keras", "keras_core", "keras.src")
 # the class whose name in a config is not the one that its weights have
 _NAMED = {"GroupQueryAttention": "GroupedQueryAttention"}
 
@@ -31,8 +29,8 @@ class Listed:
     def of(cls, text: Mapping[str, Any]) -> Listed:
         """Read what serialization has of a layer."""
         config = text.get("config") or {}
-        module = str(text.get("module") or "")
-        is_own = module in _OWN or module.startswith(("keras.", "keras_core."))
+        package = str(text.get("module") or "").partition(".")[0]
+        is_own = package in ("keras", "keras_core")
         kind = str(text["class_name"])
         if not is_own:
             kind = str(text.get("registered_name") or kind)

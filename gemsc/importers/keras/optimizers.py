@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -165,20 +166,11 @@ def _start(config: Config) -> float:
     return float(config["initial_learning_rate"])
 
 
-def _part(config: Config, steps: str = "decay_steps") -> str:
-    """Return how far the step is, in units of the decay's steps."""
+def _decay(template: str, config: Config) -> tuple[float, list[str]]:
+    start, rate = _start(config), float(config["decay_rate"])
     sign = "//" if config.get("staircase") else "/"
-    return f"step {sign} {config[steps]:d}"
-
-
-def _exponential(config: Config) -> tuple[float, list[str]]:
-    start, rate = _start(config), float(config["decay_rate"])
-    return start, [f"return {start!r} * {rate!r} ** ({_part(config)})"]
-
-
-def _inverse(config: Config) -> tuple[float, list[str]]:
-    start, rate = _start(config), float(config["decay_rate"])
-    return start, [f"return {start!r} / (1 + {rate!r} * ({_part(config)}))"]
+    steps = f"(step {sign} {config['decay_steps']:d})"
+    return start, [f"return {template.format(start=start, rate=rate, steps=steps)}"]
 
 
 def _piecewise(config: Config) -> tuple[float, list[str]]:
@@ -237,8 +229,8 @@ def _restarts(config: Config) -> tuple[float, list[str]]:
 
 
 SCHEDULES: Mapping[str, Callable[[Config], tuple[float, list[str]]]] = {
-    "ExponentialDecay": _exponential,
-    "InverseTimeDecay": _inverse,
+    "ExponentialDecay": partial(_decay, "{start!r} * {rate!r} ** {steps}"),
+    "InverseTimeDecay": partial(_decay, "{start!r} / (1 + {rate!r} * {steps})"),
     "PiecewiseConstantDecay": _piecewise,
     "PolynomialDecay": _polynomial,
     "CosineDecay": _cosine,

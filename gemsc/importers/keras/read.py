@@ -55,37 +55,25 @@ def read_keras(path: Path, options: ImportOptions) -> ImportedNetwork:
     options.check_names(path.name, inputs)
     model = graph.model(archive.config, "")
     compiled = archive.config.get("compile_config")
-    masks = [
-        f"the loss of Keras leaves out steps of an output that '{laid.masked}' masks: "
-        "here all of them count"
-        for laid in model.outputs
-        if laid.masked
-    ]
     training = training_text(compiled, _outputs(archive.config, model))
+    notes = [*dict.fromkeys(graph.notes), *_dtypes(graph)]
+    for laid in model.outputs:
+        if laid.masked:
+            notes.append(
+                f"the loss of Keras leaves out steps of an output that '{laid.masked}' "
+                "masks: here all of them count"
+            )
+    if options.channels_first and not any(laid.first for laid in model.inputs):
+        notes.append("--channels-first has no effect: no input has its channels last")
+    for layer in graph.layers:
+        notes += regularizer_notes(layer.name, layer.config)
     return ImportedNetwork(
         [*graph.sheets, model.sheet],
         archive,
         functions=training.functions,
         imports=[f"import {options.custom.stem}"] if options.custom else [],
-        notes=[
-            *dict.fromkeys(graph.notes),
-            *_dtypes(graph),
-            *masks,
-            *_unturned(options, model),
-            *(
-                note
-                for layer in graph.layers
-                for note in regularizer_notes(layer.name, layer.config)
-            ),
-            *training.notes,
-        ],
+        notes=[*notes, *training.notes],
     )
-
-
-def _unturned(options: ImportOptions, model: Model) -> Iterator[str]:
-    """Say where an option has no effect."""
-    if options.channels_first and not any(laid.first for laid in model.inputs):
-        yield "--channels-first has no effect: no input has its channels last"
 
 
 def _inputs(model: Listed) -> set[str]:

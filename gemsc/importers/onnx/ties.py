@@ -24,7 +24,7 @@ from gemsc.importers.onnx.operators.names import (
     scope,
 )
 from gemsc.importers.onnx.operators.node import MOVES
-from gemsc.importers.onnx.trained import all_nodes, is_layer, weight_slots
+from gemsc.importers.onnx.trained import SLOTS, all_nodes, weight_slots
 from gemsc.importers.weight import Array
 
 FX_NODE = "pkg.torch.onnx.fx_node"  # %a = call_function[target=...](args = (%p_w, ...
@@ -241,7 +241,7 @@ def _key_of_module(node: onnx.NodeProto, index: int) -> Key:
         return UNKNOWN
     if re.fullmatch(rf"{re.escape(own)}_\d+", module):
         module = own  # called once more
-    return (module, index if is_layer(node) else -1)
+    return (module, index if node.op_type in SLOTS else -1)
 
 
 def _keys_of(name: str) -> list[Key]:

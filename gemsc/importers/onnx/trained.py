@@ -62,11 +62,6 @@ class TrainedTensors:
     shared: list[str]
 
 
-def is_layer(node: onnx.NodeProto) -> bool:
-    """Return whether a node has operands that are weights, whatever they are called."""
-    return node.op_type in SLOTS
-
-
 def weight_slots(node: onnx.NodeProto) -> list[int]:
     """Return which operands may be weights or statistics, as they are or moved."""
     found = {*SLOTS.get(node.op_type, ()), *NAMED.get(node.op_type, ())}

@@ -173,7 +173,7 @@ def _linear(
     fits = bias is not None and bias.shape in ((width,), (1, width))
     if fits and isinstance(bias, Static) and alpha == beta == 1:
         held_bias, bias = bias.flat(), None
-    held = node.held(weight)
+    held = node.parameters.held(weight)
     if held is not None and held_bias is None:
         text = f"F.linear({left}, {held})"
     else:

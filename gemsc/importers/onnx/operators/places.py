@@ -108,7 +108,7 @@ def _gather(node: Node, table: Value, places: Value) -> Symbol:
     if isinstance(places, Static):
         return node.gives(f"{node.tensor(table)}{at(place, _literal(node, places))}")
     if isinstance(table, Static) and table.trained and table.rank == 2 and place == 0:
-        held = node.held(table)
+        held = node.parameters.held(table)
         if held is not None:  # a layer has it, such as the head of a language model
             return node.gives(f"F.embedding({places}, {held})")
         rows, width = table.shape
