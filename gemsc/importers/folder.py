@@ -161,7 +161,10 @@ def _fill(
     if options.custom is not None:
         shutil.copyfile(options.custom, folder / options.custom.name)
         written.append(options.custom.name)
-    _write_weights(network, folder / WEIGHTS_FILE)
+    state = network.model.root.state_dict()
+    entries = {name: Entry.of(tensor) for name, tensor in state.items()}
+    weights = folder / WEIGHTS_FILE
+    write_stream(weights, entries, lambda name: network.tensor(name, state[name]))
     Origin(
         gemsc=version("gemsc"),
         file=path.name,
@@ -187,9 +190,3 @@ def _put(beside: Path, folder: Path) -> None:
         if not (folder / path.name).exists():
             path.rename(folder / path.name)
     shutil.rmtree(old)
-
-
-def _write_weights(network: ImportedNetwork, path: Path) -> None:
-    state = network.model.root.state_dict()
-    entries = {name: Entry.of(tensor) for name, tensor in state.items()}
-    write_stream(path, entries, lambda name: network.tensor(name, state[name]))

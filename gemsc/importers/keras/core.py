@@ -21,6 +21,8 @@ from gemsc.importers.keras.layer import (
 from gemsc.importers.sheet import Symbol, filled
 from gemsc.importers.weight import Array
 
+BATCH = "build the model of operations within each sample"
+
 # ----------------------------------------------------------------------- products
 
 
@@ -256,12 +258,20 @@ def _subtract(call: LayerCall) -> Laid:
     return _joined("{a} - {b}", call)
 
 
-@translates("Concatenate")
-def _concatenate(call: LayerCall) -> Laid:
+def joined(function: str, default: int, call: LayerCall) -> Laid:
+    """Write torch.cat or torch.stack; `default` is the axis if none is named."""
+    axis, is_new = int(call.setting("axis", default)), function == "stack"
     values, first = call.alike()
-    axis = int(call.config.get("axis", -1))
-    dim = dimension(axis, len(values[0].shape), first)
-    return call.gives(f"torch.cat([{', '.join(map(str, values))}], {dim})", first=first)
+    if is_new:
+        values, first = [call.last(laid) for laid in call.inputs], False
+    rank = len(values[0].shape) + is_new
+    if axis % rank == 0:
+        raise call.refuse("joins the samples of batches", help=BATCH)
+    texts, dim = ", ".join(map(str, values)), dimension(axis, rank, first)
+    return call.gives(f"torch.{function}([{texts}], {dim})", first=first)
+
+
+translates("Concatenate")(partial(joined, "cat", -1))
 
 
 @translates("Dot")

@@ -17,6 +17,7 @@ import numpy as np
 
 from gemsc.importers.keras.activation import ELU, LEAKY_RELU, NAMES, unary
 from gemsc.importers.keras.config import found_in, snake
+from gemsc.importers.keras.core import BATCH, joined
 from gemsc.importers.keras.layer import (
     OPERATIONS,
     Function,
@@ -27,8 +28,6 @@ from gemsc.importers.keras.layer import (
 )
 from gemsc.importers.sheet import filled
 from gemsc.importers.weight import constant
-
-_BATCH = "build the model of operations within each sample"
 
 
 def operation(kind: str) -> Callable[[Function], Function]:
@@ -96,7 +95,7 @@ def _reduction(template: str, call: LayerCall) -> Laid:
     rank = len(laid.value.shape)
     axes = range(rank) if axis is None else found_in(axis, int)
     if any(a % rank == 0 for a in axes):
-        raise call.refuse("goes over the samples of the batch", help=_BATCH)
+        raise call.refuse("goes over the samples of the batch", help=BATCH)
     keep = bool(call.config.get("keepdims"))
     channels = {a % rank for a in axes} == set(range(1, rank - 1))
     first = laid.first and (keep or channels)
@@ -115,7 +114,7 @@ def _reshape(call: LayerCall) -> Laid:
     batch, *sizes = call.config["newshape"]
     known = [-1 if size is None else int(size) for size in sizes]
     if batch not in (None, -1, x.shape[0]) or (batch == x.shape[0] and -1 in known):
-        raise call.refuse("changes the size of the batch", help=_BATCH)
+        raise call.refuse("changes the size of the batch", help=BATCH)
     # the batch alone may be open
     texts = map(str, filled(known, math.prod(x.shape[1:])))
     return call.gives(f"{x}.reshape(-1, {', '.join(texts)})")
@@ -125,7 +124,7 @@ def _reshape(call: LayerCall) -> Laid:
 def _transpose(call: LayerCall) -> Laid:
     x, axes = call.last(), call.config.get("axes")
     if axes is None or axes[0] != 0:
-        raise call.refuse("moves the axis of the batch", help=_BATCH)
+        raise call.refuse("moves the axis of the batch", help=BATCH)
     return call.gives(f"{x}.permute({', '.join(str(int(axis)) for axis in axes)})")
 
 
@@ -134,7 +133,7 @@ def _swapped(call: LayerCall) -> Laid:
     x = call.last()
     axes = [int(call.config[name]) % len(x.shape) for name in ("axis1", "axis2")]
     if 0 in axes:
-        raise call.refuse("moves the axis of the batch", help=_BATCH)
+        raise call.refuse("moves the axis of the batch", help=BATCH)
     return call.gives(f"{x}.transpose({axes[0]}, {axes[1]})")
 
 
@@ -143,7 +142,7 @@ def _expanded(call: LayerCall) -> Laid:
     x = call.last()
     axis = int(call.config["axis"]) % (len(x.shape) + 1)
     if axis == 0:
-        raise call.refuse("moves the axis of the batch", help=_BATCH)
+        raise call.refuse("moves the axis of the batch", help=BATCH)
     return call.gives(f"{x}.unsqueeze({axis})")
 
 
@@ -159,25 +158,12 @@ def _squeezed(call: LayerCall) -> Laid:
     return call.gives(f"{x}.squeeze({axes})")
 
 
-def _joined(function: str, call: LayerCall) -> Laid:
-    axis = int(call.setting("axis", 0))
-    values, first = call.alike()
-    if function == "stack":
-        values, first = [call.last(laid) for laid in call.inputs], False
-    rank = len(values[0].shape) + (function == "stack")
-    if axis % rank == 0:
-        raise call.refuse("joins the samples of batches", help=_BATCH)
-    texts = ", ".join(map(str, values))
-    dim = dimension(axis, rank, first)
-    return call.gives(f"torch.{function}([{texts}], {dim})", first=first)
-
-
 @operation("Split")
 def _split(call: LayerCall) -> Sequence[Laid]:
     x, parts = call.last(), call.config["indices_or_sections"]
     axis = int(call.config.get("axis", 0)) % len(x.shape)
     if axis == 0:
-        raise call.refuse("splits the batch", help=_BATCH)
+        raise call.refuse("splits the batch", help=BATCH)
     if isinstance(parts, int):
         sizes = [x.shape[axis] // parts] * parts
     else:
@@ -194,7 +180,7 @@ def _item(call: LayerCall) -> Laid:
     keys = list(key) if isinstance(key, list | tuple) else [key]
     texts = [_key(call, item) for item in keys]
     if texts[:1] not in ([":"], ["..."]):
-        raise call.refuse("takes samples out of the batch", help=_BATCH)
+        raise call.refuse("takes samples out of the batch", help=BATCH)
     return call.gives(f"{x}[{', '.join(texts)}]")
 
 
@@ -265,7 +251,7 @@ for _name, _template in {
 }.items():
     operation(_name)(partial(_reduction, _template))
 operation("Absolute")(partial(unary, "torch.abs({x})"))
-operation("Concatenate")(partial(_joined, "cat"))
+operation("Concatenate")(partial(joined, "cat", 0))
 operation("Clip")(partial(unary, "{x}.clamp({x_min!r}, {x_max!r})", x_min=0, x_max=0))
 operation("Elu")(partial(unary, ELU, alpha=1.0))
 operation("LeakyRelu")(partial(unary, LEAKY_RELU, negative_slope=0.2))
@@ -274,4 +260,4 @@ operation("Maximum")(partial(_extreme, "max"))
 operation("Minimum")(partial(_extreme, "min"))
 operation("Negative")(partial(unary, "-{x}"))
 operation("Softmax")(partial(_along, "F.softmax({x}, {dim})"))
-operation("Stack")(partial(_joined, "stack"))
+operation("Stack")(partial(joined, "stack", 0))

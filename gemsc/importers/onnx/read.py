@@ -139,7 +139,7 @@ def _inlined(model: onnx.ModelProto, path: Path) -> onnx.ModelProto:
     except (RuntimeError, ValueError, TypeError) as why:
         reason = str(why).split("\n")[0]
         raise GemscError(
-            f"{path}: its functions cannot be _inlined: {reason}", help=NOT_INLINED
+            f"{path}: its functions cannot be inlined: {reason}", help=NOT_INLINED
         ) from why
     return model
 

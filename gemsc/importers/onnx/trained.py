@@ -206,16 +206,11 @@ def fuse_bias(graph: onnx.GraphProto, table: Mapping[str, FileTensor]) -> None:
             width = table[bias].shape if bias in table else ()
             if weight and len(width) == 1 and width[0] in table[weight].shape:
                 gone.append(node.output[0])
-                users[0].CopyFrom(_with_bias(node, bias, users[0].output[0]))
+                output = users[0].output[0]
+                users[0].CopyFrom(node)
+                users[0].input.append(bias)
+                users[0].output[0] = output
                 break
     for index in reversed(range(len(graph.node))):
         if any(name in gone for name in graph.node[index].output):
             del graph.node[index]
-
-
-def _with_bias(matmul: onnx.NodeProto, bias: str, output: str) -> onnx.NodeProto:
-    node = onnx.NodeProto()
-    node.CopyFrom(matmul)
-    node.input.append(bias)
-    node.output[0] = output
-    return node

@@ -54,7 +54,7 @@ def scope(node: onnx.NodeProto) -> str:
     if scopes := noted(node, SCOPES):
         return _of_scopes(scopes)
     parts = [part for part in node.name.split("/") if part]
-    if len(parts) > 1 and _is_kind(parts[-1], node.op_type):
+    if len(parts) > 1 and re.fullmatch(rf"(?i){node.op_type}(_\d+)?", parts[-1]):
         parts.pop()
     path: list[str] = []
     for part in parts:
@@ -83,10 +83,6 @@ def _of_scopes(text: str) -> str:
         return ""
     scopes = [s for s in found if isinstance(s, str)] if isinstance(found, list) else []
     return scopes[-2] if len(scopes) > 1 else ""
-
-
-def _is_kind(part: str, kind: str) -> bool:
-    return re.sub(r"_\d+$", "", part).lower() == kind.lower()
 
 
 def place_of_layer(node: onnx.NodeProto, sources: Mapping[str, str]) -> str:
