@@ -146,7 +146,6 @@ def _checked_custom(path: Path | None) -> Path | None:
 def _fill(
     folder: Path, path: Path, network: ImportedNetwork, options: ImportOptions
 ) -> None:
-    """Write all files of an import."""
     original = folder / ORIGINAL
     facts = {}
     for name in (path.name, *network.tensors.files):

@@ -21,7 +21,7 @@ READERS = {
     ".keras": ("gemsc.importers.keras.read", "read_keras", "gemsc[keras]"),
     ".onnx": ("gemsc.importers.onnx.read", "read_onnx", "gemsc[onnx]"),
 }
-# what sizes and names that no sound file has can lead to
+# what settings, sizes and names that no sound file has can lead to
 UNEXPECTED = (
     *(ArithmeticError, AttributeError, LookupError, MemoryError),
     *(RecursionError, RuntimeError, TypeError, ValueError),

@@ -256,7 +256,6 @@ def _empty(tensor: Tensor) -> str:
 
 
 def _forward(writer: Writer, sheet: Sheet) -> None:
-    """Write the method of a sheet."""
     arguments = ["self", *(f"{value}: Tensor" for value in sheet.inputs)]
     kind = _annotation(sheet.empty(sheet.result))
     writer.bracketed("def forward(", arguments, f") -> {kind}:")

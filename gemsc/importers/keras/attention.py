@@ -92,14 +92,9 @@ def _output(call: LayerCall, mixed: Symbol) -> Laid:
 
 def _arguments(call: LayerCall) -> tuple[Symbol, Symbol, Symbol]:
     """Return query, value and key, which are given by position or by name."""
-    given: dict[str, Any] = dict(
-        zip(("query", "value", "key"), call.inputs, strict=False)
-    )
-    given |= {
-        name: value
-        for name, value in call.keywords.items()
-        if name in ("query", "value", "key") and value is not None
-    }
+    names = ("query", "value", "key")
+    given: dict[str, Any] = dict(zip(names, call.inputs, strict=False))
+    given |= {name: call.keywords[name] for name in names if name in call.keywords}
     if "query" not in given or "value" not in given:
         raise call.refuse("needs a query and a value")
     query, value = call.last(given["query"]), call.last(given["value"])

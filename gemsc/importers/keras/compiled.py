@@ -11,7 +11,6 @@ from gemsc.codegen.python_text import parsed
 from gemsc.codegen.writer import Names, Writer
 from gemsc.importers.expression import write_statement
 from gemsc.importers.keras.config import class_and_config
-from gemsc.importers.keras.graph import MISREAD
 from gemsc.importers.keras.losses import (
     LossForm,
     ModelOutput,
@@ -21,6 +20,7 @@ from gemsc.importers.keras.losses import (
     metric_form,
 )
 from gemsc.importers.keras.optimizers import optimizer_text
+from gemsc.importers.network import UNEXPECTED
 
 
 @dataclass
@@ -235,7 +235,7 @@ def training_text(config: Any, outputs: Sequence[ModelOutput]) -> TrainingText:
     try:
         if isinstance(config, Mapping) and outputs:
             text.write()
-    except MISREAD as why:
+    except UNEXPECTED as why:
         reason = f"{type(why).__name__}: {why}"
         return TrainingText({}, [], notes=[f"compile() cannot be read: {reason:.80}"])
     return text

@@ -327,14 +327,8 @@ def mask_after(call: LayerCall, found: Laid | Sequence[Laid]) -> Laid | Sequence
         GemscError: the layer computes with a mask, which gemsc does not.
     """
     kind = call.layer.kind
-    masked = next(
-        (
-            laid.masked
-            for laid in found_in([call.arguments, call.keywords], Laid)
-            if laid.masked
-        ),
-        "",
-    )
+    given = found_in([call.arguments, call.keywords], Laid)
+    masked = next((laid.masked for laid in given if laid.masked), "")
     if kind == "Embedding" and call.config.get("mask_zero"):
         masked = call.layer.name
     elif masked and _USE_MASKS.fullmatch(kind):

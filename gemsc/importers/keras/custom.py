@@ -140,7 +140,6 @@ def _size(shape: tuple[int, ...]) -> str:
 
 
 def _called(call: LayerCall, layer: str, where: str) -> Laid | list[Laid]:
-    """Call the module as the model calls the layer."""
     arguments = [_text(call, each) for each in call.arguments]
     for key, value in call.keywords.items():
         if not key.isidentifier():

@@ -27,13 +27,8 @@ from gemsc.importers.keras.config import (
 )
 from gemsc.importers.keras.core import check_activity, mask_after
 from gemsc.importers.keras.layer import Laid, Layer, LayerCall, Translator
-from gemsc.importers.network import ImportOptions
+from gemsc.importers.network import UNEXPECTED, ImportOptions
 from gemsc.importers.sheet import Sheet, sheet_of
-
-# what a config that is damaged makes of a function that reads it
-MISREAD: tuple[type[Exception], ...] = (KeyError, TypeError, ValueError)
-MISREAD += (IndexError, AttributeError, OverflowError, ZeroDivisionError)
-MISREAD += (RecursionError,)
 
 
 class _NotYetError(Exception):
@@ -345,7 +340,6 @@ def _torch_dtype(name: str) -> torch.dtype:
 def _results(
     call: LayerCall, model: Model, text: str, given: Sequence[Laid]
 ) -> Sequence[Laid]:
-    """Add the line that calls a model."""
     text = f"{text}({', '.join(str(laid.value) for laid in given)})"
     count = len(model.outputs)
     found = call.several(text, count) if count > 1 else [call.gives(text)]
@@ -360,7 +354,7 @@ def _readable(sheet: Sheet) -> Iterator[None]:
     """Turn what a damaged config raises into an error that names the layer."""
     try:
         yield
-    except MISREAD as error:
+    except UNEXPECTED as error:
         what = f"{type(error).__name__}: {str(error).splitlines()[0]:.80}"
         raise sheet.refuse(
             f"has settings that gemsc cannot read ({what})",

@@ -214,7 +214,6 @@ def _share(
 
 
 def _global(method: str, call: LayerCall) -> Laid:
-    """Write a pool over all of an image."""
     x, first = image(call)
     axes = tuple(range(2, len(x.shape)))
     keep = ", keepdim=True" if call.config.get("keepdims") else ""

@@ -82,7 +82,6 @@ def _gelu(call: LayerCall) -> Laid:
 
 
 def _along(template: str, call: LayerCall) -> Laid:
-    """Write a function along one axis."""
     laid = call.inputs[0]
     axis = int(call.setting("axis", -1))
     dim = dimension(axis, len(laid.value.shape), laid.first)

@@ -23,10 +23,10 @@ from gemsc.importers.keras.archive import Archive
 from gemsc.importers.keras.compiled import regularizer_notes, training_text
 from gemsc.importers.keras.config import MODELS, Listed, class_and_config, references
 from gemsc.importers.keras.custom import custom_layers, custom_name
-from gemsc.importers.keras.graph import MISREAD, Graph, Model
+from gemsc.importers.keras.graph import Graph, Model
 from gemsc.importers.keras.layer import LAYERS, OPERATIONS, Translator
 from gemsc.importers.keras.losses import ModelOutput
-from gemsc.importers.network import ImportedNetwork, ImportOptions
+from gemsc.importers.network import UNEXPECTED, ImportedNetwork, ImportOptions
 
 _SHOWN = 10  # of the layers that are refused
 
@@ -50,7 +50,7 @@ def read_keras(path: Path, options: ImportOptions) -> ImportedNetwork:
     try:
         _check(path, archive.config, graph, _given(options, custom))
         inputs = _inputs(Listed.of(archive.config))
-    except MISREAD as error:
+    except UNEXPECTED as error:
         raise GemscError(f"{path}: config.json is damaged: {error!r:.80}") from error
     options.check_names(path.name, inputs)
     model = graph.model(archive.config, "")

@@ -145,7 +145,6 @@ def _matrix_product(node: Node, x: Value, weight: Value, bias: Value | None) -> 
 
 @operator("Gemm")
 def _general_product(node: Node, x: Value, weight: Value, bias: Value | None) -> Symbol:
-    """nn.Linear where the second operand is a weight."""
     left = f"{node.tensor(x)}{'.T' * node.attr.transA}"
     is_turned, alpha, beta = bool(node.attr.transB), node.attr.alpha, node.attr.beta
     if _is_matrix(weight):
@@ -248,7 +247,6 @@ def _held(shape: Sequence[int], *operands: Value | None) -> list[Static]:
 
 
 def _called(node: Node, module: nn.Module, held: Sequence[Static], x: Symbol) -> Symbol:
-    """Return what a norm gives that holds these weights."""
     weights = dict(zip(("weight", "bias"), held, strict=False))
     return node.gives(f"{node.layer(module, **weights)}({x})")
 
@@ -285,7 +283,6 @@ def _layer_norm(
 
 @operator("InstanceNormalization")
 def _instance_norm(node: Node, x: Symbol, scale: Value, bias: Value) -> Symbol:
-    """A norm of each channel of each sample."""
     held, eps = _held(x.shape[1:2], scale, bias), number(node.attr.epsilon)
     # torch.onnx makes weights up for a norm without them
     if held and node.is_filler(scale, 1) and node.is_filler(bias, 0):

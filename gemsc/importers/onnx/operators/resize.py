@@ -191,7 +191,6 @@ def _resize(
     scales: Numbers | None,
     sizes: Numbers | None,
 ) -> Symbol:
-    """Other sizes, by a scale or a size for each axis."""
     coordinates = node.attr.coordinate_transformation_mode
     rounding = node.attr.nearest_mode
     if node.kind == "Upsample" or node.opset < 11:  # where input 1 is the scales

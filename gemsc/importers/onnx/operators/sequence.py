@@ -75,7 +75,6 @@ def _recurrent(
 def _check(
     node: Node, activations: list[str], usual: list[str], direction: str
 ) -> None:
-    """Refuse what PyTorch's layers do not do."""
     usual = usual * (2 if direction == "bidirectional" else 1)
     named = activations[: len(usual)] or usual  # of RNN, the standard says two
     if named != usual or usual[0] not in ("Sigmoid", "Tanh", "Relu"):
@@ -324,7 +323,6 @@ def _rotary_embedding(
 def _loss(
     node: Node, scores: Symbol, labels: Symbol, weight: Symbol | None
 ) -> Sequence[Symbol]:
-    """How far scores are from labels; and the logarithms of the probabilities."""
     reduction = node.attr.reduction
     arguments = [scores.text, f"{labels}.long()"]
     if weight is not None:

@@ -118,7 +118,6 @@ def _unsqueeze(node: Node, x: Symbol, axes: Numbers) -> Symbol:
 
 @operator("Expand")
 def _expand(node: Node, x: Symbol, shape: Numbers) -> Symbol:
-    """Broadcast to a shape."""
     wide = np.broadcast_shapes(x.shape, tuple(shape))
     padded = (None,) * (len(wide) - x.rank) + x.shape
     sizes = [-1 if old == new else new for old, new in zip(padded, wide, strict=True)]

@@ -187,7 +187,6 @@ def _lp_pool(node: Node, x: Symbol) -> Symbol:
 
 
 def _global(function: str, otherwise: str, node: Node, x: Symbol) -> Symbol:
-    """A pool over all that is behind the channels."""
     rank = x.rank - 2
     if 1 <= rank <= MAX_RANK:
         return node.gives(f"F.adaptive_{function}_pool{rank}d({x}, 1)")
