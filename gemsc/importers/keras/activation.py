@@ -23,36 +23,28 @@ from gemsc.importers.keras.layer import (
 
 # What each name of keras.activations computes; {axis} is the last one of Keras.
 NAMES: Mapping[str, str] = {
-    "celu": "F.celu({x})",
-    "elu": "F.elu({x})",
+    **{
+        name: f"F.{name.replace('_', '')}({{x}})"  # which is the name in PyTorch
+        for name in (
+            *("celu", "elu", "gelu", "hard_shrink", "hard_sigmoid", "hard_tanh"),
+            *("log_sigmoid", "mish", "relu", "relu6", "selu", "silu", "soft_shrink"),
+            *("softplus", "softsign", "tanh_shrink"),
+        )
+    },
     "exponential": "torch.exp({x})",
-    "gelu": "F.gelu({x})",
     "glu": "F.glu({x}, {axis})",
-    "hard_shrink": "F.hardshrink({x})",
-    "hard_sigmoid": "F.hardsigmoid({x})",
     "hard_silu": "F.hardswish({x})",
     "hard_swish": "F.hardswish({x})",
-    "hard_tanh": "F.hardtanh({x})",
     "leaky_relu": "F.leaky_relu({x}, 0.2)",
     "linear": "{x}",
-    "log_sigmoid": "F.logsigmoid({x})",
     "log_softmax": "F.log_softmax({x}, {axis})",
-    "mish": "F.mish({x})",
-    "relu": "F.relu({x})",
-    "relu6": "F.relu6({x})",
-    "selu": "F.selu({x})",
     "sigmoid": "torch.sigmoid({x})",
-    "silu": "F.silu({x})",
-    "soft_shrink": "F.softshrink({x})",
     "softmax": "F.softmax({x}, {axis})",
-    "softplus": "F.softplus({x})",
-    "softsign": "F.softsign({x})",
     "sparse_plus": "({x}.clamp(-1, 1) + 1) ** 2 / 4 + F.relu({x} - 1)",
     "sparse_sigmoid": "(({x} + 1) / 2).clamp(0, 1)",
     "squareplus": "({x} + ({x} ** 2 + 4).sqrt()) / 2",
     "swish": "F.silu({x})",
     "tanh": "torch.tanh({x})",
-    "tanh_shrink": "F.tanhshrink({x})",
 }
 
 

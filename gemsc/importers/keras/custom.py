@@ -15,7 +15,7 @@ import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -119,11 +119,7 @@ def _weights(call: LayerCall, module: nn.Module, where: str) -> dict[str, Weight
     sizes = [tuple(call.layer.table[source].shape) for source in sources]
     tensors = {name: tuple(t.shape) for name, t in module.state_dict().items()}
     if list(tensors.values()) != sizes:
-        ours = ", ".join(f"{n} {_size(s)}" for n, s in tensors.items()) or "none"
-        file = (
-            ", ".join(f"{n} {_size(s)}" for n, s in zip(sources, sizes, strict=True))
-            or "none"
-        )
+        ours, file = _said(tensors.items()), _said(zip(sources, sizes, strict=True))
         raise call.refuse(
             f"has other weights than {where}: {file} in the file, {ours} in the module",
             help="give the module parameters of the shapes that Keras' variables have, "
@@ -132,8 +128,9 @@ def _weights(call: LayerCall, module: nn.Module, where: str) -> dict[str, Weight
     return dict(zip(tensors, map(same, sources), strict=True))
 
 
-def _size(shape: tuple[int, ...]) -> str:
-    return "x".join(map(str, shape)) or "()"
+def _said(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> str:
+    texts = [f"{name} {'x'.join(map(str, shape)) or '()'}" for name, shape in shapes]
+    return ", ".join(texts) or "none"
 
 
 # ------------------------------------------------------------------------ the call

@@ -138,13 +138,13 @@ class Graph:
             model = self.called[layer] = again
             self.sheets.append(model.sheet)
             layer.added[""] = call.sheet.network(layer.name, model.sheet)
-            return _results(call, model, layer.added[""], given)
-        del self.layers[counts[0] :], self.sheets[counts[1] :]
-        if _lines(model.sheet) != _lines(again.sheet):
-            raise call.refuse(
-                "is called with images of two sizes, for which it is two networks",
-                help="build it once for each size",
-            )
+        else:
+            del self.layers[counts[0] :], self.sheets[counts[1] :]
+            if _lines(model.sheet) != _lines(again.sheet):
+                raise call.refuse(
+                    "is called with images of two sizes, for which it is two networks",
+                    help="build it once for each size",
+                )
         return _results(call, model, layer.added[""], given)
 
     def layer(self, entry: Listed, path: str, *, frozen: bool, name: str = "") -> Layer:

@@ -77,7 +77,7 @@ def _rnn(call: LayerCall) -> Laid | Sequence[Laid]:
     _check_layer(call, config)
     x = _turned(call, call.last(), config)
     for index, each in enumerate(cells):
-        layer = _layer(call, [each], x.shape[-1], f"cells.{index}", "")
+        layer = _layer(call, [each], x.shape[-1], f"cells.{index}")
         x, _ = call.sheet.unpack([call.layer.name, "_"], f"{layer}({x})")
     return Laid(x) if config.get("return_sequences") else call.gives(f"{x}[:, -1]")
 
@@ -93,7 +93,7 @@ def _run(call: LayerCall, cell: Cell) -> Laid | Sequence[Laid]:
     config = call.config
     _check_layer(call, config)
     x = _dropped(call, _turned(call, call.last(), config), cell)
-    layer = _layer(call, [cell], x.shape[-1], "cell" if cell.dropout else "", "")
+    layer = _layer(call, [cell], x.shape[-1], "cell" if cell.dropout else "")
     given = [f"{state}.unsqueeze(0)" for state in _states(call)]
     sequence, states = _called(call, cell, layer, x, given)
     if config.get("return_sequences"):
@@ -125,7 +125,7 @@ def _bidirectional(call: LayerCall) -> Laid | Sequence[Laid]:
             help="put a Dropout or SpatialDropout1D in front of it",
         )
     x = call.last()
-    layer = _layer(call, cells, x.shape[-1], "", "_reverse")
+    layer = _layer(call, cells, x.shape[-1], "")
     given = list(map(str, _states(call)))
     half = len(given) // 2
     pairs = zip(given[:half], given[half:], strict=True)
@@ -154,7 +154,7 @@ def _direction(call: LayerCall, layer: Mapping[str, Any], part: str) -> Cell:
     return cell
 
 
-MERGES = {"sum": "{a} + {b}", "mul": "{a} * {b}", "ave": "({a} + {b}) / 2"}
+MERGES = {"sum": "{} + {}", "mul": "{} * {}", "ave": "({} + {}) / 2"}
 
 
 def _merged(
@@ -166,28 +166,24 @@ def _merged(
         return [Laid(sequence)]
     if mode == "concat":
         return [call.gives(f"torch.cat([{last}[0], {last}[1]], 1)")]
-    name = call.layer.name
+    wishes = [f"{call.layer.name}_{word}" for word in ("forward", "backward")]
     if returns_sequences:
-        wishes = [f"{name}_forward", f"{name}_backward"]
-        a, b = call.sheet.unpack(wishes, f"{sequence}.chunk(2, -1)")
+        both = call.sheet.unpack(wishes, f"{sequence}.chunk(2, -1)")
     else:
-        a = call.gives(f"{last}[0]", wish=f"{name}_forward").value
-        b = call.gives(f"{last}[1]", wish=f"{name}_backward").value
+        both = tuple(call.sheet.line(w, f"{last}[{i}]") for i, w in enumerate(wishes))
     if mode is None:
-        return [Laid(a), Laid(b)]
-    return [call.gives(MERGES[mode].format(a=a, b=b))]
+        return [Laid(each) for each in both]
+    return [call.gives(MERGES[mode].format(*both))]
 
 
 # --------------------------------------------------------------------------- parts
 
 
-def _layer(
-    call: LayerCall, cells: Sequence[Cell], width: int, part: str, suffix: str
-) -> str:
+def _layer(call: LayerCall, cells: Sequence[Cell], width: int, part: str) -> str:
     """Return the text of a layer of PyTorch with the weights of one or two cells."""
     cell = cells[0]
     weights: dict[str, Weight] = {}
-    for each, end in zip(cells, ("", suffix), strict=False):
+    for each, end in zip(cells, ("", "_reverse"), strict=False):
         _check_cell(call, each)
         weights |= {f"{name}_l0{end}": w for name, w in _weights(call, each)}
     maker: Any = getattr(nn, cell.kind.removeprefix("Simple"))  # nn.LSTM, nn.RNN

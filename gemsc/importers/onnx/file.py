@@ -24,8 +24,6 @@ from gemsc.importers.onnx.ties import part
 from gemsc.importers.onnx.trained import all_graphs, trained_names
 from gemsc.importers.weight import Array, FileTensor
 
-# the fields of a tensor that may have its numbers in place of raw_data
-_NUMBERS = ("float_data", "int32_data", "int64_data", "double_data", "uint64_data")
 ALIGNED = 4096  # bytes; from there programs may map a tensor into their memory
 
 
@@ -242,10 +240,20 @@ def _location(tensor: onnx.TensorProto) -> str:
 
 
 def _fill(tensor: onnx.TensorProto, array: Array) -> None:
-    """Put numbers into a tensor, whichever field of the format it had them in."""
+    """Put numbers into a tensor, in that field of the format where it has them."""
     new = numpy_helper.from_array(np.ascontiguousarray(array), tensor.name)
     if new.data_type != tensor.data_type or list(new.dims) != list(tensor.dims):
         raise ValueError(f"'{tensor.name}' is not {array.dtype} {array.shape}")
-    for field in _NUMBERS:
-        tensor.ClearField(field)
-    tensor.raw_data = new.raw_data
+    if tensor.HasField("raw_data"):
+        tensor.raw_data = new.raw_data
+        return
+    names = onnx.TensorProto.DataType
+    flat = array.reshape(-1)
+    if tensor.data_type == names.Value("FLOAT"):
+        tensor.float_data[:] = flat.tolist()
+    elif tensor.data_type == names.Value("DOUBLE"):
+        tensor.double_data[:] = flat.tolist()
+    elif tensor.data_type in (names.Value("FLOAT16"), names.Value("BFLOAT16")):
+        tensor.int32_data[:] = flat.view(np.uint16).tolist()
+    else:
+        tensor.CopyFrom(new)
