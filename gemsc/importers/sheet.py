@@ -305,11 +305,11 @@ class _Root(nn.Module):
 
     def __init__(self, sheet: Sheet) -> None:
         super().__init__()
-        self._of = (sheet,)
+        self._of = sheet
 
     def forward(self, *arguments: Any) -> Any:
         """Run the lines."""
-        (sheet,) = self._of
+        sheet = self._of
         space = {**SPACE, "self": self}
         space |= dict(zip((v.text for v in sheet.inputs), arguments, strict=True))
         for line in sheet.lines:
@@ -327,10 +327,7 @@ def _evaluated(text: str, space: dict[str, Any]) -> Any:
 
 def sheet_of(module: object) -> Sheet | None:
     """Return the sheet of what `network` has added; None of anything else."""
-    if not isinstance(module, _Root):
-        return None
-    (sheet,) = module._of
-    return sheet
+    return module._of if isinstance(module, _Root) else None
 
 
 def layer_class(name: str, axes: int) -> Any:

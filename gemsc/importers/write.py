@@ -9,6 +9,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -239,10 +240,7 @@ class _Held:
 
     def assign(self, place: str, source: str) -> None:
         """Write that something stands in a place."""
-
-        def fresh() -> str:
-            return self.locals.unique("part")
-
+        fresh = partial(self.locals.unique, "part")
         write_statement(self.writer, f"{place} = ", parsed(source), fresh)
 
 
@@ -263,11 +261,7 @@ def _forward(writer: Writer, sheet: Sheet) -> None:
     known = {"self", *(value.text for value in sheet.inputs)}
     for line, tree in lines:
         known |= {*line.names, *names_in(tree)}
-    names = Names([*known])
-
-    def fresh() -> str:
-        return names.unique("part")
-
+    fresh = partial(Names([*known]).unique, "part")
     with writer.indented():
         before = ""
         for line, tree in lines:

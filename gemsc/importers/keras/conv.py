@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from gemsc.importers.keras.activation import activated
-from gemsc.importers.keras.images import Pads, image, padded, per_axis, same_pads
+from gemsc.importers.keras.images import Pads, image, padded, pads_of, per_axis
 from gemsc.importers.keras.layer import Laid, LayerCall, translates
 from gemsc.importers.sheet import Symbol, layer_class, slices
 from gemsc.importers.weight import Array, Weight
@@ -61,7 +59,7 @@ def _convolved(
     made = call.shape_of(kernel)
     strides = per_axis(call.config["strides"], axes)
     dilation = per_axis(call.config["dilation_rate"], axes)
-    pads = _pads(call, x.shape[2:], made[2:], strides, dilation)
+    pads = pads_of(call, x.shape[2:], made[2:], strides, dilation)
     padding = tuple(before for before, _ in pads)
     if any(before != after for before, after in pads):
         padding = (0,) * axes
@@ -93,23 +91,6 @@ def _left(call: LayerCall, name: str, pads: Pads) -> Pads:
             help="build it once for each size",
         )
     return left
-
-
-def _pads(
-    call: LayerCall,
-    sizes: Sequence[int],
-    kernel: Sequence[int],
-    strides: Sequence[int],
-    dilation: Sequence[int],
-) -> Pads:
-    match call.config["padding"]:
-        case "valid":
-            return [(0, 0)] * len(sizes)
-        case "same":
-            return same_pads(sizes, kernel, strides, dilation)
-        case "causal" if len(sizes) == 1:
-            return [(dilation[0] * (kernel[0] - 1), 0)]
-    raise call.refuse(f"has padding={call.config['padding']!r:.40}")
 
 
 def _out_first(kernel: Array) -> Array:

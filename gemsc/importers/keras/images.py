@@ -35,18 +35,30 @@ def per_axis(value: Any, count: int) -> tuple[int, ...]:
     return tuple(values)
 
 
-def same_pads(
+def pads_of(
+    call: LayerCall,
     sizes: Sequence[int],
     kernel: Sequence[int],
     strides: Sequence[int],
     dilation: Sequence[int],
 ) -> Pads:
-    """Return the padding of 'same': ceil(n / s) windows, the odd zero at the end."""
-    pads = []
-    for n, k, s, d in zip(sizes, kernel, strides, dilation, strict=True):
-        total = max((-(-n // s) - 1) * s + d * (k - 1) + 1 - n, 0)
-        pads.append((total // 2, total - total // 2))
-    return pads
+    """Return the padding of a layer in numbers.
+
+    That of 'same' is for ceil(n / s) windows, with an odd zero at the end.
+
+    Raises:
+        GemscError: Keras has no such padding.
+    """
+    match call.config["padding"]:
+        case "valid":
+            return [(0, 0)] * len(sizes)
+        case "same":
+            axes = zip(sizes, kernel, strides, dilation, strict=True)
+            totals = [(-(-n // s) - 1) * s + d * (k - 1) + 1 - n for n, k, s, d in axes]
+            return [(max(t, 0) // 2, max(t + 1, 0) // 2) for t in totals]
+        case "causal" if len(sizes) == 1 and "Conv" in call.layer.kind:
+            return [(dilation[0] * (kernel[0] - 1), 0)]
+    raise call.refuse(f"has padding={call.config['padding']!r:.40}")
 
 
 def padded(call: LayerCall, x: Symbol, pads: Pads, value: str = "") -> Symbol:
@@ -85,11 +97,7 @@ def _borders(value: Any, axes: int) -> Pads:
         value = [value]
     if len(value) != axes:
         raise ValueError(f"{value!r:.40} for {axes} axes")
-    found = []
-    for item in value:
-        before, after = per_axis(item, 2)
-        found.append((before, after))
-    return found
+    return [(before, after) for before, after in (per_axis(v, 2) for v in value)]
 
 
 @translates("SpatialDropout1D", "SpatialDropout2D", "SpatialDropout3D")
@@ -161,12 +169,7 @@ def _windows(
     axes = len(x.shape) - 2
     kernel = per_axis(call.config["pool_size"], axes)
     strides = per_axis(call.config["strides"] or kernel, axes)
-    pads: Pads = [(0, 0)] * axes
-    if call.config["padding"] == "same":
-        pads = same_pads(x.shape[2:], kernel, strides, [1] * axes)
-    elif call.config["padding"] != "valid":
-        raise call.refuse(f"has padding={call.config['padding']!r:.40}")
-    return kernel, strides, pads
+    return kernel, strides, pads_of(call, x.shape[2:], kernel, strides, [1] * axes)
 
 
 def _own_padding(
