@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from gemsc.importers.keras.activation import activated
 from gemsc.importers.keras.images import Pads, image, padded, pads_of, per_axis
 from gemsc.importers.keras.layer import Laid, LayerCall, translates
@@ -94,14 +96,12 @@ def _left(call: LayerCall, name: str, pads: Pads) -> Pads:
 
 
 def _out_first(kernel: Array) -> Array:
-    axes = range(kernel.ndim - 2)
-    return kernel.transpose(kernel.ndim - 1, kernel.ndim - 2, *axes)
+    return np.moveaxis(kernel, (-1, -2), (0, 1))
 
 
 def _each_channel(kernel: Array) -> Array:
     *sizes, channels, multiplier = kernel.shape
-    axes = range(kernel.ndim - 2)
-    moved = kernel.transpose(kernel.ndim - 2, kernel.ndim - 1, *axes)
+    moved = np.moveaxis(kernel, (-2, -1), (0, 1))
     return moved.reshape(channels * multiplier, 1, *sizes)
 
 
