@@ -113,63 +113,37 @@ def _spatial_dropout(call: LayerCall) -> Laid:
 # ------------------------------------------------------------------------------- pools
 
 
-@translates("MaxPooling1D", "MaxPooling2D", "MaxPooling3D")
-def _max(call: LayerCall) -> Laid:
+_POOLS = [f"{kind}Pooling{n}D" for kind in ("Average", "Max") for n in (1, 2, 3)]
+
+
+@translates(*_POOLS)
+def _pool(call: LayerCall) -> Laid:
+    """Zeros that pad count for nothing: a mean is of what is in the image."""
     x, first = image(call)
-    kernel, strides, pads = _windows(call, x)
-    settings = _own_padding(x.shape[2:], kernel, strides, pads)
-    if settings is None:
-        settings, x = {}, padded(call, x, pads, "-torch.inf")
-    name = _pool(call, "MaxPool", kernel, strides, settings)
-    return call.gives(f"{name}({x})", first=first)
-
-
-@translates("AveragePooling1D", "AveragePooling2D", "AveragePooling3D")
-def _mean(call: LayerCall) -> Laid:
-    """Zeros that pad count for nothing: the mean is of what is in the image."""
-    x, first = image(call)
-    kernel, strides, pads = _windows(call, x)
-    settings = _own_padding(x.shape[2:], kernel, strides, pads)
-    if settings is not None:
-        if any(before for before, _ in pads) or settings.get("ceil_mode"):
-            settings["count_include_pad"] = False
-        name = _pool(call, "AvgPool", kernel, strides, settings)
-        return call.gives(f"{name}({x})", first=first)
-    share = _share(x.shape[2:], kernel, strides, pads)
-    x = padded(call, x, pads)
-    name = _pool(call, "AvgPool", kernel, strides, {})
-    part = call.sheet.tensor(
-        f"{call.layer.name}_share", share.shape, constant(share), trained=False
-    )
-    return call.gives(f"{name}({x}) / {part}", first=first)
-
-
-def _pool(
-    call: LayerCall,
-    kind: str,
-    kernel: Sequence[int],
-    strides: Sequence[int],
-    settings: Mapping[str, Any],
-) -> str:
-    """Add a pool; a call with images of another size may need another one."""
-    sizes = {"padding": one_number(settings.get("padding", (0,)))}
-    make = layer_class(kind, len(kernel))
-    module = make(one_number(kernel), one_number(strides), **{**settings, **sizes})
-    for text in call.layer.added.values():
-        if repr(call.sheet.empty(text)) == repr(module):
-            return text
-    text = call.sheet.layer(call.layer.name, module)
-    call.layer.added[text] = text
-    return text
-
-
-def _windows(
-    call: LayerCall, x: Symbol
-) -> tuple[tuple[int, ...], tuple[int, ...], Pads]:
-    axes = len(x.shape) - 2
+    axes, is_mean = len(x.shape) - 2, call.layer.kind.startswith("Average")
     kernel = per_axis(call.config["pool_size"], axes)
     strides = per_axis(call.config["strides"] or kernel, axes)
-    return kernel, strides, pads_of(call, x.shape[2:], kernel, strides, [1] * axes)
+    pads = pads_of(call, x.shape[2:], kernel, strides, [1] * axes)
+    settings, end = _own_padding(x.shape[2:], kernel, strides, pads), ""
+    if settings is None:
+        settings = {}
+        if is_mean:
+            share = _share(x.shape[2:], kernel, strides, pads)
+            name = f"{call.layer.name}_share"
+            weight = constant(share)
+            end = f" / {call.sheet.tensor(name, share.shape, weight, trained=False)}"
+        x = padded(call, x, pads, "" if is_mean else "-torch.inf")
+    elif is_mean and settings:
+        settings["count_include_pad"] = False
+    settings["padding"] = one_number(settings.get("padding", (0,)))
+    make = layer_class("AvgPool" if is_mean else "MaxPool", axes)
+    module = make(one_number(kernel), one_number(strides), **settings)
+    # a call with images of another size may need another one
+    known = call.layer.added.values()
+    same = (t for t in known if repr(call.sheet.empty(t)) == repr(module))
+    text = next(same, "") or call.sheet.layer(call.layer.name, module)
+    call.layer.added[text] = text
+    return call.gives(f"{text}({x}){end}", first=first)
 
 
 def _own_padding(
