@@ -74,28 +74,18 @@ def _batch(call: LayerCall) -> Laid:
     return call.gives(f"{name}({x})", first=last)
 
 
-@translates("LayerNormalization")
+@translates("LayerNormalization", "RMSNormalization")
 def _layer(call: LayerCall) -> Laid:
+    """Normalize the last axes; others go there, and back."""
     if call.config.get("rms_scaling"):
         raise call.refuse("has rms_scaling=True", help="use RMSNormalization")
-    sizes = [call.inputs[0].shape[axis] for axis in _axes(call)]
-    weights = _scales(call, *sizes)
-    eps, affine = float(call.config["epsilon"]), bool(weights)
-    name = call.add(lambda: nn.LayerNorm(sizes, eps, affine), "", **weights)
-    return _at_the_end(call, name)
-
-
-@translates("RMSNormalization")
-def _rms(call: LayerCall) -> Laid:
-    sizes = [call.inputs[0].shape[axis] for axis in _axes(call)]
-    eps = float(call.config["epsilon"])
-    name = call.add(lambda: nn.RMSNorm(sizes, eps), weight=call.variable(0))
-    return _at_the_end(call, name)
-
-
-def _at_the_end(call: LayerCall, name: str) -> Laid:
-    """Call a layer that normalizes the last axes; others go there, and back."""
     x, axes = call.last(), _axes(call)
+    sizes, eps = [x.shape[axis] for axis in axes], float(call.config["epsilon"])
+    if call.layer.kind == "RMSNormalization":
+        name = call.add(lambda: nn.RMSNorm(sizes, eps), weight=call.variable(0))
+    else:
+        held = _scales(call, *sizes)
+        name = call.add(lambda: nn.LayerNorm(sizes, eps, bool(held)), "", **held)
     rank = len(x.shape)
     order = [axis for axis in range(rank) if axis not in axes] + axes
     if order == sorted(order):
