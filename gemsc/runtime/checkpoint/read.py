@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from gemsc.base.process import say_note
 from gemsc.errors import GemscError
 from gemsc.runtime.checkpoint.files import StoredTensors
 from gemsc.runtime.checkpoint.folder import (
@@ -43,7 +44,6 @@ from gemsc.runtime.checkpoint.states import (
     decode,
     set_generators,
 )
-from gemsc.runtime.transport.launcher import say_note
 from gemsc.runtime.worker.updates import Updates
 from gemsc.runtime.worker.worker import Worker
 from gemsc.weights.source import open_distributed

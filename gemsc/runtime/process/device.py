@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from gemsc.base.process import is_started_by_mpirun, return_large_blocks
+from gemsc.base.process import is_started_by_mpirun, return_large_blocks, say_note
 from gemsc.errors import GemscError
 from gemsc.runtime.process.sharing import (
     LocalPlace,
@@ -20,7 +20,7 @@ from gemsc.runtime.process.sharing import (
     shared_device,
     use_mps,
 )
-from gemsc.runtime.transport.launcher import say_note
+from gemsc.runtime.transport.launcher import is_first_started
 from gemsc.runtime.transport.transport import Transport
 
 # the only one with which cuBLAS gives the same bits each time; read when it starts
@@ -95,7 +95,7 @@ def claim_device(
         return _share(per_device, copy_ranks, gpus) or wanted
     if gpus and place is not None:
         torch.cuda.set_device(_gpu(wanted, place.rank))
-        if is_open and place.size > gpus:
+        if is_open and place.size > gpus and is_first_started():
             say_note(
                 f"{place.size} ranks take turns on {gpus} GPU{'s' * (gpus > 1)}; "
                 "--per-device lets them share"
@@ -117,7 +117,7 @@ def _share(per_device: int, copy_ranks: int, gpus: int) -> torch.device | None:
     check_sharing(per_device, place.size, gpus)
     if not gpus:
         return None
-    if per_device > 1 and (reason := use_mps()):
+    if per_device > 1 and (reason := use_mps()) and is_first_started():
         say_note(
             f"no MPS ({reason}): the {per_device} ranks on a GPU take turns; expect no "
             "gain over one"

@@ -34,12 +34,6 @@ def is_first_started() -> bool:
     return next((os.environ[n] for n in names if n in os.environ), "0") == "0"
 
 
-def say_note(text: str) -> None:
-    """Print a note on the standard error of the first rank."""
-    if is_first_started():
-        print(f"note: {text}", file=sys.stderr, flush=True)  # noqa: T201
-
-
 def check_launcher() -> None:
     """Make sure that this process does not take itself for the only one.
 
