@@ -59,7 +59,7 @@ class CompileOptions:
     ranks: int = option(None, "total number of processes, as for mpirun -n")
     data: int = option(1, "number of data-parallel replicas, or auto", auto=True)
     per_device: int = option(
-        1, "replicas per device, or auto: as many as pay off", auto=True
+        1, "replicas that share each device, or auto: as many as pay off", auto=True
     )
     schedule: str = option("1f1b", "pipeline schedule")
     micro_batches: int = option(
@@ -110,7 +110,7 @@ class CompileOptions:
         0, "maximum number of layers that share one wide halo (0: none)"
     )
     overlap_halos: bool = option(
-        True, "compute the inside of a tile while its halo travels"
+        True, "compute the inside of a tile while its halo is exchanged"
     )
     shards: tuple[str, ...] = option(
         (), "split heads, channels and words: off, auto, 2, or by stage: 2,1,4"
@@ -119,16 +119,16 @@ class CompileOptions:
         (), "run parallel branches on different ranks: off, auto, 2, or by stage: 2,1"
     )
     trunk: str = option(
-        "auto", "how the ranks of a stage hold values outside of shards and branches"
+        "auto", "how the ranks of a stage split values between shards or branches"
     )
     attention: str = option(
-        "gather", "how attention whose tokens are cut gets the keys of other ranks"
+        "gather", "how attention over split tokens gets the keys of other ranks"
     )
     whole: tuple[str, ...] = option(
         (), "modules that every rank computes in full: head,layers.0"
     )
     shard: str = option(
-        "off", "what ranks with the same weights keep their rows of only (ZeRO 1 to 3)"
+        "off", "what to divide among ranks with the same weights (ZeRO 1 to 3)"
     )
     shard_optimizer: InitVar[bool] = option(  # noqa: RUF009, for it is no field
         False, "the same as --shard optimizer"

@@ -54,8 +54,8 @@ def export_command(
     max_shard_size: Annotated[
         str | None,
         typer.Option(
-            help="write a folder of .safetensors files of at most so many bytes each, "
-            "with an index, as Hugging Face ships models: 5GiB"
+            help="write a folder of .safetensors files of at most this size each, with "
+            "an index, in Hugging Face's layout: 5GiB"
         ),
     ] = None,
     ema: Annotated[
@@ -65,8 +65,7 @@ def export_command(
     loss: Annotated[
         Path | None,
         typer.Option(
-            help="also write what the loss has learned: a .safetensors file of its "
-            "own tensors"
+            help="also write the tensors of a trained loss to this .safetensors file"
         ),
     ] = None,
 ) -> None:

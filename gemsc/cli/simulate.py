@@ -45,7 +45,10 @@ def simulate_command(
     ] = "",
     given: dict[str, Any] | None = None,
     allreduce: Annotated[
-        str, typer.Option(help=f"auto, {', '.join(ROUNDS)} (default: the machine's)")
+        str, typer.Option(
+            help=f"all-reduce algorithm: auto, {', '.join(ROUNDS)} (default: the "
+            "machine's)"
+        ),
     ] = "",
     per_device: Annotated[
         int, typer.Option(help="maximum number of processes per device", min=1)
