@@ -45,7 +45,8 @@ def simulate_command(
     ] = "",
     given: dict[str, Any] | None = None,
     allreduce: Annotated[
-        str, typer.Option(
+        str,
+        typer.Option(
             help=f"all-reduce algorithm: auto, {', '.join(ROUNDS)} (default: the "
             "machine's)"
         ),
