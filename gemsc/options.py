@@ -149,8 +149,8 @@ class CompileOptions:
             object.__setattr__(self, "shard", "optimizer")
         if self.shard == "weights" and self.torch_compile:
             raise GemscError(
-                "--shard weights does not go with --torch-compile: a compiled stage "
-                "keeps its weights",
+                "--shard weights cannot be combined with --torch-compile: a compiled "
+                "stage keeps its weights",
                 help="leave one of them out, or use --shard gradients",
             )
         if self.data != AUTO:
@@ -180,7 +180,7 @@ class CompileOptions:
         if self.blocks or self.cuts:
             if self.balance == "memory":
                 raise GemscError(
-                    "--balance memory chooses the split, and "
+                    "--balance memory chooses the split, but "
                     f"{'--blocks' if self.blocks else '--cuts'} gives one",
                     help="leave out one of them",
                 )
@@ -318,7 +318,7 @@ class CompileOptions:
         if not 0 <= self.fuse_halos <= MOST:
             raise GemscError(
                 f"--fuse-halos is {self.fuse_halos}",
-                help="give the most layers that share one halo, or 0 for none",
+                help="give the number of layers that share one halo, or 0 for none",
             )
         if self.fuse_halos and not self.tiles:
             raise GemscError(
@@ -388,8 +388,8 @@ class CompileOptions:
             )
         if self.per_device == AUTO and AUTO in (self.data, self.micro_batches):
             raise GemscError(
-                "--per-device auto takes numbers for --data and --micro-batches",
-                help="--ranks 8 --data 8 are the replicas that share devices",
+                "--per-device auto needs numbers for --data and --micro-batches",
+                help="give the replicas that share devices: --ranks 8 --data 8",
             )
         if self.per_device == AUTO and self.data == 1:
             raise GemscError(
@@ -401,7 +401,7 @@ class CompileOptions:
         if self.data != AUTO and self.data % max(1, self.per_device):
             raise GemscError(
                 f"--per-device {self.per_device} does not divide --data {self.data}",
-                help="--data counts all replicas, also those that share a device",
+                help="use a divisor of --data, which counts all replicas",
             )
 
     def flags(self) -> list[str]:

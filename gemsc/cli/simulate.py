@@ -67,8 +67,8 @@ def simulate_command(
     machine = _machine(options.hardware, allreduce)
     if per_device > 1 and options.copy_ranks > 1:
         raise GemscError(
-            f"--per-device {per_device} is simulated for replicas of one rank, these "
-            f"have {options.copy_ranks}",
+            f"--per-device {per_device} can be simulated only for replicas of one "
+            f"rank, but these have {options.copy_ranks}",
             help="leave it out, or give each replica one rank: --ranks 8 --data 8",
         )
     traced = trace_unfilled(user, machine, options.frontend, options.precision)
@@ -131,7 +131,7 @@ def _counts(
         if ranks not in (None, size * copies):
             raise GemscError(
                 f"--ranks {ranks}: each replica of this program has {size} ranks",
-                help=f"give a multiple of {size}, or leave --data out",
+                help=f"give a multiple of {size}, or leave out --data",
             )
         return {"ranks": size * copies, "data": copies}
     return {"ranks": ranks, "data": data or 1}

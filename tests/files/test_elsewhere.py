@@ -249,7 +249,7 @@ def test_files_that_changed_are_refused_before_ranks_start(gemsc: Gemsc) -> None
     assert "there is no file or folder" in outcome.err
     save_file(state | {"scale.bias": torch.zeros(3)}, "w")
     outcome = gemsc("run", "out", "--steps", "1")
-    assert "'scale.bias' has shape [3], the model needs [8]" in outcome.err
+    assert "'scale.bias' has shape [3], but the model needs [8]" in outcome.err
     assert "rank" not in outcome.err
 
 

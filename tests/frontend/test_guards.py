@@ -82,7 +82,7 @@ def test_data_that_take_the_branch_stop_the_run_before_the_update(
             after = trainer.state_dict()
             assert all(torch.equal(before[n], t) for n, t in after.items())
 
-    with pytest.raises(GemscError, match=r"compiled without: test_guards.py:\d+"):
+    with pytest.raises(GemscError, match=r"that was not compiled: test_guards.py:\d+"):
         on_ranks(tmp_path, 2, step)
 
 

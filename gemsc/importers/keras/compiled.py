@@ -305,7 +305,7 @@ def _notes(name: str, config: Mapping[str, Any]) -> Iterator[str]:
 
 def _regularizer(what: str, setting: Any) -> str:
     """Return what a regularizer would be in an optimizer."""
-    said = f"{_named(setting)} of its {what} is no part of the loss"
+    said = f"{_named(setting)} of its {what} is not part of the loss"
     config = setting.get("config") if isinstance(setting, Mapping) else None
     config = config if isinstance(config, Mapping) else {}
     one, two = config.get("l1"), config.get("l2")

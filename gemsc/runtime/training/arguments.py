@@ -68,7 +68,7 @@ def parse_arguments(
         )
     if options.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise GemscError(
-            "--tensorboard: there is no tensorboard here",
+            "--tensorboard: TensorBoard is not installed",
             help="pip install tensorboard",
         )
     if options.device == "cuda":
@@ -271,7 +271,9 @@ def _cadence(text: str) -> int | float | str:
         return parse_seconds(text)
     except GemscError:
         help = "write for example 100 (steps), 10min, epoch or never"
-        raise argparse.ArgumentTypeError(f"'{text}' is no interval: {help}") from None
+        raise argparse.ArgumentTypeError(
+            f"'{text}' is not an interval: {help}"
+        ) from None
 
 
 def _rule(text: str) -> str:
