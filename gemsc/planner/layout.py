@@ -76,7 +76,7 @@ def stage_layout(options: CompileOptions) -> StageLayout:
     explicit = _explicit(options, len(groups)) if kind[:1].isdigit() else ()
     if not explicit and kind not in PLACEMENTS:
         raise GemscError(
-            f"unknown --placement {kind}",
+            f"unknown placement '{kind}'",
             help=f"choose one of natural, {', '.join(PLACEMENTS)}, or list the rank of "
             "each stage: 0,1,1,0",
         )

@@ -346,7 +346,7 @@ COMMANDS = {
         code=2,
     ),
     "unknown placement": Mistake(
-        ("unknown --placement round",),
+        ("unknown placement 'round'",),
         words="compile model.py --placement round",
         advises="linear",
     ),
@@ -378,7 +378,7 @@ COMMANDS = {
         ("/proc/program",), words="compile model.py -o /proc/program"
     ),
     "output onto a folder with other things": Mistake(
-        ("folder holds other files (__main__.py, notes)",),
+        ("folder contains other files (__main__.py, notes)",),
         words="compile model.py -o folder",
         advises="-o",
     ),

@@ -494,7 +494,7 @@ def test_a_moved_cut_and_a_new_placement_are_compiled(
         (
             lambda t: t.replace('placement = "linear"', 'placement = "sidewise"'),
             'placement = "sidewise"',
-            "unknown --placement sidewise",
+            "unknown placement 'sidewise'",
         ),
         (
             lambda t: t.replace('schedule = "1f1b"', 'schedule = "bidirectional"', 1),

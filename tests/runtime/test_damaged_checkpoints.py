@@ -535,7 +535,7 @@ def test_a_program_without_the_scheduler_of_the_checkpoint_is_refused(
 
     for refusal in on_ranks(program, 2, work, optimizer=adam):
         assert str(refusal.error).startswith(
-            "error: the checkpoint has the scheduler StepLR, the program none\n"
+            "error: the checkpoint has the scheduler StepLR, but the program has none\n"
             "help: use StepLR again, "
         )
         assert refusal.is_untouched
@@ -569,7 +569,7 @@ def test_a_damaged_checkpoint_is_not_exported_and_the_older_one_is_whole(
         weights_in(tmp_path / "saved")
     assert error.value.help is not None
     assert not (tmp_path / "saved" / "model.safetensors").exists()
-    older = Path(error.value.help.split(" is whole")[0])
+    older = Path(error.value.help.split(" is complete")[0])
     model = net()
     model.load_state_dict(weights_in(older))
 
