@@ -36,7 +36,7 @@ def reject_counters(*states: Mapping[str, object]) -> None:
             is_number = isinstance(twice, Number)  # or a generator's state
             shown = f": {', '.join(map(str, values))}" if is_number else ""
             raise GemscError(
-                f"forward changes {name} at every call{shown}",
+                f"forward changes {name} at each call{shown}",
                 help="count in a buffer, and compute with it: "
                 'self.register_buffer("count", torch.tensor(...)); draw with torch',
             )

@@ -538,7 +538,7 @@ def test_options_beside_a_plan_are_refused(command: Gemsc, tmp_path: Path) -> No
         words = ("compile", "model.py", "--plan", str(path), *typed.split())
         outcome = command(*words)
         assert outcome.code == 1
-        assert f"with --plan, which decides everything\nhelp: change {path}" in (
+        assert f"with --plan, which decides everything\nhelp: edit {path}" in (
             outcome.err
         )
 
