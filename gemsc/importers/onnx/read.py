@@ -60,13 +60,13 @@ def read_onnx(path: Path, options: ImportOptions) -> ImportedNetwork:
     """
     if options.custom is not None:
         raise GemscError(
-            f"--custom {options.custom.name} is for layers of Keras",
-            help="keep operators of your own outside of the file",
+            f"--custom {options.custom.name} is only for Keras layers",
+            help="leave out --custom, and keep custom operators out of the file",
         )
     if options.channels_first:
         raise GemscError(
-            "--channels-first is for images of Keras",
-            help="leave it out: images of ONNX have their channels first",
+            "--channels-first is only for Keras images",
+            help="leave out --channels-first: images in ONNX have their channels first",
         )
     model = load_model(path)
     tensors = OnnxTensors(path, model)
@@ -116,8 +116,8 @@ def _inlined(model: onnx.ModelProto, path: Path) -> onnx.ModelProto:
             newest = onnx.defs.onnx_opset_version()
             if not OLDEST <= entry.version <= newest:
                 raise GemscError(
-                    f"{path} has opset {entry.version}; opsets {OLDEST} to {newest} "
-                    "are read",
+                    f"{path} has opset {entry.version}; gemsc reads opsets {OLDEST} to "
+                    f"{newest}",
                     help="pip install -U onnx, or export the model with opset_version="
                     f"{newest}",
                 )
@@ -206,12 +206,12 @@ def _refuse_unknown(graph: onnx.GraphProto, file: str) -> None:
     if quantized:
         raise GemscError(
             f"{file} is a quantized file: {_list(quantized)}",
-            help="export the float model: that one is trained",
+            help="export the float model, which can be trained",
         )
     if unknown:
         raise GemscError(
-            f"{file} has operators that gemsc does not know: {_list(unknown)}",
-            help="keep these parts outside of the file, or write them in PyTorch",
+            f"{file} has operators that gemsc does not support: {_list(unknown)}",
+            help="keep these parts out of the file, or write them in PyTorch",
         )
 
 
@@ -259,7 +259,7 @@ def _is_quick(sheet: Sheet) -> bool:
 def _input(sheet: Sheet, value: onnx.ValueInfoProto, options: ImportOptions) -> Symbol:
     with sheet.place(f"input '{value.name}'"):
         if not value.type.HasField("tensor_type"):
-            raise sheet.refuse("is no tensor", help="keep that part outside")
+            raise sheet.refuse("is not a tensor", help="keep that part outside")
         kind = number_type(value.type.tensor_type.elem_type)
         if kind is None:
             raise sheet.refuse("has no numbers that PyTorch has")
@@ -284,9 +284,11 @@ def _returns(
         with sheet.place(f"output '{output.name}'"):
             value = values.get(output.name)
             if value is None:
-                raise sheet.refuse("is given by no node", help="the file is damaged")
+                raise sheet.refuse(
+                    "is not computed by any node", help="the file is damaged"
+                )
             if isinstance(value, list):
-                raise sheet.refuse("is no tensor", help="keep that part outside")
+                raise sheet.refuse("is not a tensor", help="keep that part outside")
             if isinstance(value, Static):
                 value = walk.parameters.value(onnx.NodeProto(), value)
             texts.append(value.text)

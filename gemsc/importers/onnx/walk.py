@@ -98,7 +98,7 @@ class Walk:
             return self._called(function, proto, operands, outputs, values)
         for name, operand in zip(proto.input, operands, strict=True):
             if isinstance(operand, list):
-                raise self.sheet.refuse(f"takes '{name}', which is no tensor")
+                raise self.sheet.refuse(f"takes '{name}', which is not a tensor")
         if proto.op_type == "CastLike":
             operands[1] = _zero_like(operands[1])
         results = self._known(proto, operands)

@@ -261,20 +261,20 @@ class _Reader:
         if phases != before:
             shown = [", ".join(names) or "no phases" for names in (before, phases)]
             raise GemscError(
-                f"the checkpoint is of steps with {shown[0]}, the program's have "
+                f"the checkpoint's steps have {shown[0]}, but the program's have "
                 f"{shown[1]}",
                 help=f"use the same phases again, {WEIGHTS_ALONE}",
             )
         if manifest.step % saved and saved != accumulate:
             raise GemscError(
                 f"step {manifest.step} of the checkpoint is one of {saved} that make "
-                f"one update together, in the program {accumulate} do",
+                f"one update together, but in the program {accumulate} do",
                 help=f"resume with --accumulate {saved}, {WEIGHTS_ALONE}",
             )
         if progress["seed"] != worker.seed:
             raise GemscError(
-                f"the checkpoint is of a run with seed {progress['seed']}, this one "
-                f"has {worker.seed}: samples would come in another order",
+                f"the checkpoint is of a run with seed {progress['seed']}, but this "
+                f"run has {worker.seed}: samples would come in another order",
                 help=f"leave out --seed, {WEIGHTS_ALONE}",
             )
 
@@ -337,7 +337,8 @@ class _Reader:
                 is_asked = now is not None or updates.optimizer is not None
                 if is_asked and before not in (None, kind):
                     raise GemscError(
-                        f"the checkpoint has the {key} {before}, the program {kind}",
+                        f"the checkpoint has the {key} {before}, but the program has "
+                        f"{kind}",
                         help=f"use {before} again, {WEIGHTS_ALONE}",
                     )
         if updates.optimizer is None:

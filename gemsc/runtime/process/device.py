@@ -41,8 +41,9 @@ def require_gpu() -> None:
     """
     if not torch.cuda.is_available():
         raise GemscError(
-            "--device cuda: PyTorch finds no GPU here",
-            help="run it on the machine with the GPU, with a PyTorch for CUDA",
+            "--device cuda: PyTorch does not find a GPU",
+            help="run it on a machine with a GPU, with a PyTorch that is built for "
+            "CUDA",
         )
 
 
@@ -112,7 +113,8 @@ def _share(per_device: int, copy_ranks: int, gpus: int) -> torch.device | None:
         raise GemscError(
             f"--per-device {per_device}: the launcher does not say which ranks are on "
             "this machine",
-            help="start them with `gemsc run`, mpirun or srun, or leave it out",
+            help="start the ranks with `gemsc run`, mpirun or srun, or leave out "
+            "--per-device",
         )
     check_sharing(per_device, place.size, gpus)
     if not gpus:

@@ -176,7 +176,7 @@ class Log(Callback):
         except OSError as error:
             if self._lines is not None:
                 text = f"warning: no more is logged in {self.folder}: {error.strerror}"
-                print(f"{text}; the run goes on", file=sys.stderr, flush=True)  # noqa: T201
+                print(f"{text}; the run continues", file=sys.stderr, flush=True)  # noqa: T201
             self._close()
 
     def _add_row(self, row: dict[str, Any]) -> None:

@@ -45,7 +45,8 @@ def check_launcher() -> None:
     if tasks != "1" and not is_started_by_mpirun():
         raise GemscError(
             f"srun started {tasks} processes, and MPI cannot connect them",
-            help=f"srun --mpi=pmix -n {tasks} ...; `srun --mpi=list` shows what it has",
+            help=f"use srun --mpi=pmix -n {tasks} ...; `srun --mpi=list` shows what it "
+            "supports",
         )
 
 
