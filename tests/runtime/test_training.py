@@ -89,7 +89,7 @@ def test_a_run_that_goes_on_with_another_rate_in_its_file_says_what_counts(
 
     run(folder, of(0.5), "--save", save, "--steps", "1")
     run(folder, of(0.5), "--save", save, "--steps", "2", "--resume", save)
-    assert "goes on with the values" not in capfd.readouterr().err
+    assert "keeps the values" not in capfd.readouterr().err
     run(folder, of(0.25), "--save", save, "--steps", "3", "--resume", save)
     said = f"of the checkpoint: {name} 0.5 (optimizer() gives 0.25); on_step"
     assert capfd.readouterr().err.count(said) == 1
@@ -109,7 +109,7 @@ def test_a_run_that_goes_on_takes_the_kernels_of_its_optimizer_from_the_file(
         run(folder, user, "--save", save, "--steps", str(number + 1), *goes_on)
         assert [*found] == [is_fused] * 2  # of both ranks
         found.clear()
-    assert "goes on with the values" not in capfd.readouterr().err
+    assert "keeps the values" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("reads", [0.6, 0.2])
@@ -132,8 +132,12 @@ def test_a_run_whose_ranks_wait_for_data_says_so_once(
 
     monkeypatch.setattr(Status, "while_reading", read)
     run(program(tmp_path), user_of(), "--epochs", "2")
-    said = [line for line in capfd.readouterr().out.splitlines() if "waited" in line]
-    text = "note: for 60% of the time so far the ranks waited for data; --workers 2 or"
+    said = [
+        line for line in capfd.readouterr().out.splitlines() if "have waited" in line
+    ]
+    text = (
+        "note: so far, the ranks have waited for data 60% of the time; try --workers 2"
+    )
     assert [line[: len(text)] for line in said] == [text] * (reads > 0.5)
 
 

@@ -115,8 +115,8 @@ def _say_kept(made: list[dict[str, Any]], loaded: list[dict[str, Any]]) -> None:
     if found:
         first, count = [*found][:MOST_NAMED], len(found) - MOST_NAMED
         rest = f" and {count} more" if count > 0 else ""
-        text = "the optimizer goes on with the values of the checkpoint"
-        say_note(f"{text}: {', '.join(first)}{rest}; on_step may change them")
+        text = "the optimizer keeps the values of the checkpoint"
+        say_note(f"{text}: {', '.join(first)}{rest}; on_step can change them")
 
 
 def _fit(reader: _Reader, directory: Path) -> _Fit:

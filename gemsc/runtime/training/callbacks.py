@@ -308,8 +308,8 @@ class Console(Callback):
         share = trainer.worker.status.read_seconds / seconds
         if share > MUCH_READING:
             way = "more --workers" if self._workers else "--workers 2 or more"
-            text = f"for {share:.0%} of the time so far the ranks waited for data"
-            self.say(f"note: {text}; {way} would read it ahead")
+            text = f"so far, the ranks have waited for data {share:.0%} of the time"
+            self.say(f"note: {text}; try {way}, which read ahead")
 
     def on_evaluation(self, trainer: Trainer, figures: Mapping[str, float]) -> None:
         """Print the loss and the user's metrics."""
