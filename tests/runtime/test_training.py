@@ -112,9 +112,21 @@ def test_a_run_that_goes_on_takes_the_kernels_of_its_optimizer_from_the_file(
     assert "keeps the values" not in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("reads", [0.6, 0.2])
+@pytest.mark.parametrize(
+    ("reads", "is_stream", "workers", "advice"),
+    [
+        (0.6, False, 0, "; try --workers 2 to"),
+        (0.6, False, 1, "; try more --workers to"),
+        (0.6, True, 0, "; try --workers 1 to"),
+        (0.6, True, 1, ""),
+        (0.2, False, 0, ""),
+    ],
+)
 def test_a_run_whose_ranks_wait_for_data_says_so_once(
     reads: float,
+    is_stream: bool,
+    workers: int,
+    advice: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
@@ -131,14 +143,15 @@ def test_a_run_whose_ranks_wait_for_data_says_so_once(
             yield item
 
     monkeypatch.setattr(Status, "while_reading", read)
-    run(program(tmp_path), user_of(), "--epochs", "2")
-    said = [
-        line for line in capfd.readouterr().out.splitlines() if "have waited" in line
-    ]
-    text = (
-        "note: so far, the ranks have waited for data 60% of the time; try --workers 2"
+    user = (
+        user_of(dataset=lambda: gemsc.Stream([*pairs()], samples=12))
+        if is_stream
+        else user_of()
     )
-    assert [line[: len(text)] for line in said] == [text] * (reads > 0.5)
+    run(program(tmp_path), user, "--epochs", "2", "--workers", str(workers))
+    said = capfd.readouterr().out
+    text = f"note: so far, the ranks have waited for data 60% of the time{advice}"
+    assert said.count(text) == said.count("have waited") == bool(advice)
 
 
 def test_the_time_in_which_ranks_wait_for_data_is_that_of_the_source() -> None:
