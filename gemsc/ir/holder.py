@@ -37,6 +37,11 @@ def attribute(module: nn.Module, path: str) -> Any:
     return getattr(module.get_submodule(owner), name)
 
 
+def called_layer(node: fx.Node, module: nn.Module) -> nn.Module | None:
+    """Return the layer that a node calls, if it does."""
+    return module.get_submodule(str(node.target)) if node.op == "call_module" else None
+
+
 def attributes_of(node: fx.Node) -> list[str]:
     """Return the paths of the layers, parameters and buffers that a node uses."""
     paths = [str(n.target) for n in node.all_input_nodes if n.op == "get_attr"]
@@ -47,9 +52,8 @@ def copied_graph(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     """Return a copy with all that is known of each node, and each node's copy."""
     copied = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
-    copied.output(copied.graph_copy(graph, mapping))
-    for old, new in mapping.items():
-        meta.copy_meta(old, new)
+    output = copied.output(copied.graph_copy(graph, mapping))
+    meta.copy_meta(next(iter(graph.find_nodes(op="output"))), output)
     return copied, mapping
 
 

@@ -334,6 +334,12 @@ class Program:
         """Whether gradients are added up after each backward, and kept in parts."""
         return self.shard in ("gradients", "weights")
 
+    @property
+    def stage_of(self) -> dict[fx.Node, int]:
+        """The stage of each node."""
+        stages = self.require_stages()
+        return {node: stage.index for stage in stages for node in stage.nodes}
+
     def require_placement(self) -> Placement:
         """Return the placement; it is our fault if there is none yet."""
         if self.placement is None:

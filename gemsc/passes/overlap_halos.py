@@ -16,7 +16,7 @@ from torch import fx, nn
 from gemsc.ir import meta
 from gemsc.ir.flow import exchange_of, grid_of, is_exchange, source_of
 from gemsc.ir.program import Program
-from gemsc.ir.staged import keep_stages
+from gemsc.ir.staged import moved
 from gemsc.passes.base import Pass
 from gemsc.runtime.tiles.convolution import convolution, reach
 
@@ -60,9 +60,8 @@ def overlap(program: Program) -> Program:
             meta.set_layer(new, str(node.target))
         else:
             new = graph.node_copy(node, mapping.__getitem__)
-            meta.copy_meta(node, new)
         mapping[node] = new
-    return keep_stages(program, graph, mapping)
+    return moved(program, graph, mapping)
 
 
 def _candidates(program: Program) -> list[fx.Node]:

@@ -50,17 +50,10 @@ def _same_call(x: Inside) -> Local:
     args = fx.node.map_arg(x.node.args, x.input)
     kwargs = fx.node.map_arg(x.node.kwargs, x.input)
     name = str(getattr(x.node.target, "__name__", x.node.target))
-    name = "unflatten" if isinstance(_layer(x), nn.Unflatten) else name
+    name = "unflatten" if isinstance(x.layer, nn.Unflatten) else name
     if name in _SIZED:
         return _SIZED[name](x, args, kwargs)
     return x.create(x.node.op, x.node.target, args, kwargs)
-
-
-def _layer(x: Inside) -> nn.Module | None:
-    """Return the layer that a node calls, if it does."""
-    if x.node.op != "call_module":
-        return None
-    return x.analysis.program.module.get_submodule(str(x.node.target))
 
 
 # --------------------------------------------------- parts of a tile's part
@@ -122,7 +115,7 @@ def _unflattened(x: Inside, args: Any, kwargs: Any) -> Local:
     source = x.node.all_input_nodes[0]
     count = len(whole_shape(x.node)) - len(whole_shape(source)) + 1
     given: Any = x.node.kwargs.get("dim", x.node.args[1:2])
-    given = getattr(_layer(x), "dim", given)
+    given = getattr(x.layer, "dim", given)
     dim = int(given[0] if isinstance(given, tuple) else given)
     dim %= len(whole_shape(source))
     sizes = x.own.local_shape[dim : dim + count]

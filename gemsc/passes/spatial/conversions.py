@@ -70,11 +70,7 @@ class Conversions(Pieces):
         self.parts_of: PartsOf = _of_all  # see `sharing`
         given = self.program, self.grids, self.tile, self.halos.inputs, self.probe
         self.inputs = Placeholders(*given)
-        self._stage_of = {
-            node: stage.index
-            for stage in self.program.require_stages()
-            for node in stage.nodes
-        }
+        self._stage_of = self.program.stage_of
 
     @contextmanager
     def instead(self, locals_: Mapping[fx.Node, Local]) -> Iterator[None]:
@@ -274,31 +270,21 @@ class Conversions(Pieces):
         wanted = tuple(wanted)
         local = self.local(node)
         if local.flattened == self._flattened.get(node):  # not that, laid flat
-            self._needs.append(Need(node, wanted, fill, wraps))
+            self._needs.append(Need(node, wanted, wraps))
         parts = local.held_parts
-        if node.op == "placeholder" and self.inputs[node, self._form].axes is not None:
-            return self._part_of_input(node, wanted, fill, wraps, parts)
         shape, held = self.shape(node), self.held(node)
         source, owned = local.node, self.owned(shape, local.axes)
+        given = self.inputs[node, self._form] if node.op == "placeholder" else None
+        if given is not None and given.axes is not None:
+            source, owned = given.node, self.owned(shape, given.axes)
+            held = self.inputs.held(node, self._form, wanted)
+            return self._part_of(source, shape, held, wanted, fill, owned, wraps, parts)
         fetched = self.halos.fetched.get((node.name, self._stage))
         if fetched and not wraps and not covers(held, wanted, shape):
             source = self._part_of(source, shape, held, fetched, 0.0, parts=parts)
             held = fetched
         if held not in (wanted, owned) and all(map(is_inside, wanted, held)):
             return self.cropped(source, shape, held, wanted, parts)
-        return self._part_of(source, shape, held, wanted, fill, owned, wraps, parts)
-
-    def _part_of_input(
-        self,
-        node: fx.Node,
-        wanted: tuple[Box, ...],
-        fill: float,
-        wraps: bool,
-        parts: tuple[Part, ...],
-    ) -> fx.Node:
-        local, shape = self.inputs[node, self._form], self.shape(node)
-        source, owned = local.node, self.owned(shape, local.axes)
-        held = self.inputs.held(node, self._form, wanted)
         return self._part_of(source, shape, held, wanted, fill, owned, wraps, parts)
 
     def stands_for(self, new: fx.Node, old: fx.Node, axes: Axes) -> Local:

@@ -55,11 +55,7 @@ class Placeholders:
         given = [node for node in program.graph.nodes if node.op == "placeholder"]
         images, others = images_among(given, program.module)
         self._others = set(others) if images else set()
-        self._stage_of = {
-            node: stage.index
-            for stage in program.require_stages()
-            for node in stage.nodes
-        }
+        self._stage_of = program.stage_of
 
     def __getitem__(self, key: Key) -> Local:
         return self._locals[key]
