@@ -146,6 +146,10 @@ class Placement:
         """
         return tuple(sorted({ranks for replica in self.ranks for ranks in replica}))
 
+    def ranks_of(self, stage: int) -> set[int]:
+        """Return all ranks that run a stage, in any replica."""
+        return {rank for row in self.ranks for rank in row[stage]}
+
     def group(self, replica: int, stage: int) -> int:
         """Return the number of the group that runs a stage."""
         return self.groups.index(self.ranks[replica][stage])

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from gemsc.ir import meta
 from gemsc.ir.mutation import elements, mutated_inputs
 from gemsc.ir.opaque import has_own_backward
-from gemsc.ir.operators.calls import ALONG, Call, call_of
+from gemsc.ir.operators.calls import ALONG, Call, call_of, numbered
 from gemsc.ir.operators.table import operands_of, operator_of
 from gemsc.ir.program import Program
 from gemsc.passes.shards.equations import Roles, solve
@@ -93,7 +93,7 @@ def reason_at(node: fx.Node) -> str:
 def _along(call: Call, dims: Lookup, reason: str) -> Roles | None:
     """Let all dimensions be the same but those along which it works."""
     given, source = call.get("dim"), dims(call.input)
-    places = _places(given, len(source))
+    places = numbered(given, len(source))
     if places is None or len(_tensor_inputs(call.node)) > 1:
         return None
     for place in places:
@@ -105,7 +105,7 @@ def _reduction(call: Call, dims: Lookup, reason: str) -> Roles | None:
     """Sum over some dimensions: all of them where none is given."""
     source = dims(call.input)
     given = call.get("dim")
-    places = set(range(len(source))) if given is None else _places(given, len(source))
+    places = set(range(len(source))) if given is None else numbered(given, len(source))
     if places is None:
         return None
     roles = _kept(call.node, source, places)
@@ -319,14 +319,6 @@ def _unknown(call: Call, dims: Lookup, reason: str) -> Roles:
         tensors = [v for v in value if isinstance(v, Tensor)]
         roles.results = [[fixed(n, reason) for n in t.shape] for t in tensors]
     return roles
-
-
-def _places(given: Any, count: int) -> set[int] | None:
-    """Return dimensions as numbers from the first; None for anything else."""
-    numbers = given if isinstance(given, tuple | list) else [given]
-    if not numbers or any(type(number) is not int for number in numbers):
-        return None
-    return {number % count for number in numbers}
 
 
 def _all_dims(node: fx.Node, dims: Lookup) -> Sequence[Dim]:

@@ -25,7 +25,7 @@ from gemsc.ir import meta
 from gemsc.ir.halos import Halos, Need
 from gemsc.ir.layout import Layout
 from gemsc.passes.spatial.classify import Probe
-from gemsc.passes.spatial.cuts import Axes, fits
+from gemsc.passes.spatial.cuts import Axes, fits, or_whole
 from gemsc.passes.spatial.inputs import Placeholders
 from gemsc.passes.spatial.pieces import Pieces
 from gemsc.passes.spatial.values import (
@@ -168,6 +168,12 @@ class Conversions(Pieces):
     def axes(self, node: fx.Node) -> Axes | None:
         """Return which dimensions of a value are cut, None if it is whole."""
         return self.local(node).axes
+
+    def cut_axes(self, node: fx.Node) -> Axes:
+        """Return which dimensions of a value are cut, of which some are."""
+        axes = self.axes(node)
+        assert axes is not None
+        return axes
 
     def held(self, node: fx.Node) -> tuple[Box, ...]:
         """Return what each tile holds of a value."""
@@ -321,7 +327,7 @@ class Conversions(Pieces):
 
     def spread(self, node: fx.Node, axes: Axes | None) -> fx.Node:
         """Return the node that holds a value cut like this."""
-        if axes is None:
+        if axes is None or or_whole(axes) is None:
             return self.whole(node)
         return self.part(node, self.owned(self.shape(node), axes))
 

@@ -14,9 +14,8 @@ from typing import TypeGuard
 
 from gemsc.base.boxes import Box, Interval
 
-Axes = tuple[
-    int | None, ...
-]  # for each dimension of a value: the grid axis that cuts it
+# for each dimension of a value: the grid axis that cuts it
+Axes = tuple[int | None, ...]
 
 
 def cut(size: int, parts: int) -> tuple[Interval, ...]:
@@ -30,6 +29,11 @@ def are_samples(axes: Axes | None) -> TypeGuard[Axes]:
     if not axes or axes[0] is None:
         return False
     return all(axis is None for axis in axes[1:])
+
+
+def or_whole(axes: Axes) -> Axes | None:
+    """Return the axes of a value, None if they cut none of its dimensions."""
+    return axes if any(axis is not None for axis in axes) else None
 
 
 def num_tiles(grid: tuple[int, ...]) -> int:

@@ -15,21 +15,15 @@ from gemsc.passes.spatial.values import Local, Refused
 from gemsc.runtime import tiles
 
 
-def _axes(low: Lowering, call: Call) -> Axes:
-    axes = low.axes(call.input)
-    assert axes is not None
-    return axes
-
-
 def _channels_whole(low: Lowering, call: Call) -> Axes:
-    axes = _axes(low, call)
+    axes = low.cut_axes(call.input)
     if any(axis is not None for axis in axes[:2]):
         raise Refused("it is cut along batch or channels")
     return axes
 
 
 def _normalized(low: Lowering, call: Call, function: Any, **settings: Any) -> Local:
-    axes = _axes(low, call)
+    axes = low.cut_axes(call.input)
     own = low.own_rows(call.node, axes)  # if the tile computes more: these count once
     if own is not None:
         settings["own"] = own
@@ -40,7 +34,7 @@ def _normalized(low: Lowering, call: Call, function: Any, **settings: Any) -> Lo
 
 def batch_norm(low: Lowering, call: Call) -> Local:
     """Normalize by the statistics of all tiles."""
-    axes = _axes(low, call)
+    axes = low.cut_axes(call.input)
     if len(axes) > 1 and axes[1] is not None:
         raise Refused("it is cut along channels")
     if call.layer is None:
@@ -58,7 +52,7 @@ def instance_norm(low: Lowering, call: Call) -> Local:
     """Normalize each channel over all tiles."""
     if call.get("track_running_stats", False) or call.get("running_mean") is not None:
         raise Refused("it keeps running statistics")
-    axes, channels = _axes(low, call), low.shape(call.input)[1]
+    axes, channels = low.cut_axes(call.input), low.shape(call.input)[1]
     alone: Any = getattr(call.layer, "_get_no_batch_dim", int)
     if are_samples(axes) and len(axes) != alone():
         # as groups: for a single sample PyTorch 2.13 gives wrong gradients
@@ -70,7 +64,7 @@ def instance_norm(low: Lowering, call: Call) -> Local:
 
 def layer_norm(low: Lowering, call: Call) -> Local:
     """Normalize the last dimensions, over all tiles if they are cut."""
-    axes = _axes(low, call)
+    axes = low.cut_axes(call.input)
     shape = tuple(call["normalized_shape"])
     last = axes[len(axes) - len(shape) :]
     if all(axis is None for axis in last):
@@ -84,7 +78,7 @@ def layer_norm(low: Lowering, call: Call) -> Local:
 
 def rms_norm(low: Lowering, call: Call) -> Local:
     """Normalize the last dimensions, which are not cut."""
-    axes, shape = _axes(low, call), call["normalized_shape"]
+    axes, shape = low.cut_axes(call.input), call["normalized_shape"]
     count = 1 if isinstance(shape, int) else len(tuple(shape))
     if any(axis is not None for axis in axes[len(axes) - count :]):
         raise Refused("some of the dimensions that are cut are normalized")
@@ -93,7 +87,7 @@ def rms_norm(low: Lowering, call: Call) -> Local:
 
 def dropout(low: Lowering, call: Call) -> Local:
     """Multiply by the tile's part of the mask of the whole value."""
-    axes = _axes(low, call)
+    axes = low.cut_axes(call.input)
     box = low.box(call.node, axes)
     source = alike(low, call, call.input, axes)
     return masked(low, call, source, low.shape(call.input), box, axes)
@@ -104,7 +98,7 @@ def channel_dropout(low: Lowering, call: Call) -> Local:
 
     Where samples or channels are cut each rank takes its own of the numbers of all.
     """
-    axes, shape = _axes(low, call), low.shape(call.input)
+    axes, shape = low.cut_axes(call.input), low.shape(call.input)
     box, source = low.box(call.node, axes), alike(low, call, call.input, axes)
     if box[:2] == everything(shape)[:2]:
         return call_again(low, call, axes, {call.input: source})
