@@ -22,13 +22,18 @@ class _Holder(fx.GraphModule):
 def with_graph(module: nn.Module, graph: fx.Graph) -> fx.GraphModule:
     """Return a module with the same children and tensors, used or not, and a graph."""
     holder = _Holder(nn.Module(), fx.Graph())
+    hold(holder, module)
+    holder.graph = graph
+    return holder
+
+
+def hold(holder: nn.Module, module: nn.Module) -> None:
+    """Give a holder the children and tensors of a module, and its mode."""
     holder._modules.update(module._modules)
     holder._parameters.update(module._parameters)
     holder._buffers.update(module._buffers)
     holder._non_persistent_buffers_set |= module._non_persistent_buffers_set
     holder.training = module.training
-    holder.graph = graph
-    return holder
 
 
 def attribute(module: nn.Module, path: str) -> Any:

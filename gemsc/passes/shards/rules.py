@@ -16,7 +16,7 @@ from gemsc.ir.operators.calls import ALONG, Call, call_of, numbered
 from gemsc.ir.operators.table import operands_of, operator_of
 from gemsc.ir.program import Program
 from gemsc.passes.shards.equations import Roles, solve
-from gemsc.passes.shards.factors import Dim, Dims, fixed, freeze, fresh, regroup, take
+from gemsc.passes.shards.factors import Dims, fixed, freeze, fresh, regroup, take
 from gemsc.passes.spatial.classify import Probe
 
 Lookup = Callable[[fx.Node | str], Dims]  # dimensions of a value, or of a parameter
@@ -303,7 +303,7 @@ def _same_dtype(a: fx.Node, b: fx.Node) -> bool:
 def _unknown(call: Call, dims: Lookup, reason: str) -> Roles:
     """Let all that goes in and comes out be whole, and a layer's tensors."""
     node, roles, layer = call.node, Roles(), call.layer
-    taken = [_all_dims(source, dims) for source in elements(node)]
+    taken = list(map(dims, _tensor_inputs(node)))
     if layer is not None:
         taken += [
             dims(f"{node.target}.{name}") for name in dict(layer.named_parameters())
@@ -319,10 +319,6 @@ def _unknown(call: Call, dims: Lookup, reason: str) -> Roles:
         tensors = [v for v in value if isinstance(v, Tensor)]
         roles.results = [[fixed(n, reason) for n in t.shape] for t in tensors]
     return roles
-
-
-def _all_dims(node: fx.Node, dims: Lookup) -> Sequence[Dim]:
-    return dims(node) if meta.is_one_tensor(node) else ()
 
 
 def _tensor_inputs(node: fx.Node) -> list[fx.Node]:

@@ -36,11 +36,6 @@ def or_whole(axes: Axes) -> Axes | None:
     return axes if any(axis is not None for axis in axes) else None
 
 
-def num_tiles(grid: tuple[int, ...]) -> int:
-    """Return the number of tiles; 1 for a stage that is not split."""
-    return math.prod(grid)
-
-
 def coordinates(grid: tuple[int, ...], tile: int) -> tuple[int, ...]:
     """Return where a tile is along each axis (row-major)."""
     result = []
@@ -54,7 +49,7 @@ def coordinates(grid: tuple[int, ...], tile: int) -> tuple[int, ...]:
 def boxes(shape: tuple[int, ...], axes: Axes, grid: tuple[int, ...]) -> tuple[Box, ...]:
     """Return what each tile owns of a value, by tile."""
     result = []
-    for tile in range(num_tiles(grid)):
+    for tile in range(math.prod(grid)):
         place = coordinates(grid, tile)
         result.append(
             tuple(

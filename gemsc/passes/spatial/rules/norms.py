@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from gemsc.base.boxes import everything
 from gemsc.ir.operators.calls import Call
-from gemsc.passes.spatial.cuts import Axes, are_samples
+from gemsc.passes.spatial.cuts import Axes, are_samples, or_whole
 from gemsc.passes.spatial.emit import alike, call_again, masked, on_tiles
 from gemsc.passes.spatial.lowering import Lowering
 from gemsc.passes.spatial.values import Local, Refused
@@ -62,27 +62,17 @@ def instance_norm(low: Lowering, call: Call) -> Local:
     return _normalized(low, call, tiles.instance_norm)
 
 
-def layer_norm(low: Lowering, call: Call) -> Local:
-    """Normalize the last dimensions, over all tiles if they are cut."""
-    axes = low.cut_axes(call.input)
-    shape = tuple(call["normalized_shape"])
-    last = axes[len(axes) - len(shape) :]
-    if all(axis is None for axis in last):
+def last_norm(low: Lowering, call: Call) -> Local:
+    """Normalize the last dimensions; those of a layer norm over all tiles."""
+    axes, shape = low.cut_axes(call.input), call["normalized_shape"]
+    first = len(axes) - (1 if isinstance(shape, int) else len(tuple(shape)))
+    if or_whole(axes[first:]) is None:
         return call_again(low, call, axes, {call.input: low.get(call.input).node})
-    if any(axis is not None for axis in axes[: len(axes) - len(shape)]):
+    if call.kind == "rms_norm" or or_whole(axes[:first]) is not None:
         raise Refused("some of the dimensions that are cut are normalized")
-    box = low.result(call.node, axes)[low.place][len(axes) - len(shape) :]
+    box = low.result(call.node, axes)[low.place][first:]
     args = (low.here, alike(low, call, call.input, axes), box)
     return on_tiles(low, call, tiles.layer_norm, args, axes, among=low.among(axes))
-
-
-def rms_norm(low: Lowering, call: Call) -> Local:
-    """Normalize the last dimensions, which are not cut."""
-    axes, shape = low.cut_axes(call.input), call["normalized_shape"]
-    count = 1 if isinstance(shape, int) else len(tuple(shape))
-    if any(axis is not None for axis in axes[len(axes) - count :]):
-        raise Refused("some of the dimensions that are cut are normalized")
-    return call_again(low, call, axes, {call.input: low.get(call.input).node})
 
 
 def dropout(low: Lowering, call: Call) -> Local:

@@ -91,11 +91,6 @@ class WindowSettings:
         stride = self.stride[dim]
         return -(-(start - reach) // stride), (stop - 1) // stride + 1
 
-    @property
-    def is_symmetric(self) -> bool:
-        """Whether there are as many rows of padding on both sides."""
-        return self.before == self.after
-
 
 def wanted_boxes(
     low: Lowering,
@@ -148,7 +143,7 @@ def convolution(low: Lowering, call: Call) -> Local:
     if mode != "zeros":
         explicit = (True,) * rank
         changes["padding_mode"] = "zeros"
-    elif not window.is_symmetric:
+    elif window.before != window.after:
         explicit = (True,) * rank
     wanted = wanted_boxes(low, call, axes, window.need, explicit)
     if mode == "zeros":
