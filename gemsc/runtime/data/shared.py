@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 from gemsc.base.boxes import Box
 from gemsc.base.rng import seed_all, seed_of
-from gemsc.errors import GemscError, SourceLocation
+from gemsc.errors import GemscError, SourceLocation, warn
 from gemsc.runtime.data.batches import Batch, Batches
 from gemsc.runtime.data.stream_batches import StreamBatches
 from gemsc.runtime.transport.transport import Transport
@@ -144,15 +143,13 @@ class SharedData:
                         f"{index}{when}"
                     )
         if changing and self.transport.rank == 0:
-            self._warn(min(changing))
+            warn(
+                f"{self.name} returns other data when sample {min(changing)} is read "
+                "again: this run cannot be resumed or repeated bit for bit",
+                at=self.at,
+                help=ADVICE,
+            )
         return {key: found for key, (_, found) in known.items()}
-
-    def _warn(self, index: int) -> None:
-        """Say that a run does not go on as if it had not been interrupted."""
-        place = f"{self.at}: " if self.at else ""
-        text = f"{place}warning: {self.name} returns other data when sample {index} is "
-        text += "read again: this run cannot be resumed or repeated bit for bit"
-        print(f"{text}\nhelp: {ADVICE}", file=sys.stderr, flush=True)  # noqa: T201
 
     def _differs(self, how: str) -> GemscError:
         return GemscError(f"{self.name} {how}", at=self.at, help=ADVICE)
