@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 from gemsc.base.boxes import Box
 from gemsc.base.rng import seed_all, seed_of
 from gemsc.errors import GemscError, SourceLocation, warn
 from gemsc.runtime.data.batches import Batch, Batches
 from gemsc.runtime.data.stream_batches import StreamBatches
+from gemsc.runtime.process.stop import Requests
 from gemsc.runtime.transport.transport import Transport
 
 # by index and, where a rank reads only a part of each image, the box of it
@@ -21,16 +21,6 @@ ADVICE = (
     "the dataset holds, are seeded alike for each sample; draw from no others, sort "
     "files and sets, and let no sample depend on the time, or on what was read before"
 )
-
-
-class Ends(Protocol):
-    """What ranks ask each other for, an "end" of the data among it."""
-
-    def ask(self, kind: str, reason: str = "") -> None:
-        """Ask all ranks, with the next sum of the losses."""
-
-    def agreed(self, kind: str) -> bool:
-        """Whether all ranks know of such a request."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +63,7 @@ class SharedData:
         number: int,
         first: int = 0,
         *,
-        requests: Ends | None = None,
+        requests: Requests | None = None,
         reads: bool = True,
     ) -> Iterator[tuple[Batch, Digests]]:
         """Yield each batch, from the `first` one on, and what all ranks read in it.

@@ -132,7 +132,8 @@ class _Moved:
     def __init__(self, storage: torch.UntypedStorage, store: Store) -> None:
         self.original = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         self.device = storage.device
-        self._kept = store.put(_as_bytes(storage))
+        data = torch.empty(0, dtype=torch.uint8, device=storage.device)
+        self._kept = store.put(data.set_(storage))
         self._arrival: Arrival | None = None
         finalize(self, self._kept.free).atexit = False
 
@@ -316,10 +317,6 @@ class OffloadedRun:
         if self._last is not None:
             self._last.fetch()
             self._last = None
-
-
-def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _counts_versions_of(counter: Tensor, tensor: Tensor) -> bool:

@@ -46,7 +46,9 @@ class ProgressBar:
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[facts]}"),
                 TimeRemainingColumn(),
-                console=Console(force_terminal=True, width=_width()),
+                console=Console(
+                    force_terminal=True, width=int(os.environ.get("COLUMNS", "100"))
+                ),
             )
             self._bar.start()
             self._task = self._bar.add_task(title, total=total, facts="")
@@ -94,7 +96,3 @@ def wants_bar(stream: TextIO) -> bool:
     if is_started_by_mpirun():
         return os.environ.get(BAR_VARIABLE) == "1"
     return stream.isatty()
-
-
-def _width() -> int:
-    return int(os.environ.get("COLUMNS", "100"))
