@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gemsc.base.nests import dense_leaves
-from gemsc.runtime.tiles.saving import is_gone
+from gemsc.runtime.tiles.saving import is_freed
 
 _active = threading.local()  # the meter of the stage that runs forward on this thread
 
@@ -77,7 +77,7 @@ class ActivationMeter:
         for tensor in dense_leaves(list(tensors)):
             storage = tensor.untyped_storage()
             known = self._alive.get(storage._cdata)
-            if known is not None and not is_gone(known[0]):
+            if known is not None and not is_freed(known[0]):
                 continue
             if storage._cdata not in left_out:
                 reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
@@ -96,7 +96,7 @@ class ActivationMeter:
 
     def alive_bytes(self) -> int:
         """Return the bytes of activations that are alive now."""
-        for key in [key for key, (known, _) in self._alive.items() if is_gone(known)]:
+        for key in [key for key, (known, _) in self._alive.items() if is_freed(known)]:
             del self._alive[key]
         return sum(size for _, size in self._alive.values())
 

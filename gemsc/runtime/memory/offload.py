@@ -31,7 +31,7 @@ from torch.autograd.graph import increment_version, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gemsc.runtime.memory.meter import active_meter
-from gemsc.runtime.tiles.saving import Decomposed, decomposed, is_gone
+from gemsc.runtime.tiles.saving import Decomposed, decomposed, is_freed
 from gemsc.runtime.transport.streams import Arrival, Streams
 
 _active = threading.local()  # the run of the stage that runs forward on this thread
@@ -301,7 +301,7 @@ class OffloadedRun:
         if key in self._known:
             reference, counter = self._known[key]
             known = reference()
-            if known is not None and not is_gone(known.original):
+            if known is not None and not is_freed(known.original):
                 if _counts_versions_of(counter, tensor):
                     return known, tensor
                 alone = tensor.detach().clone()

@@ -27,7 +27,7 @@ __all__ = [
     "Decomposed",
     "decomposed",
     "forget",
-    "is_gone",
+    "is_freed",
     "remember",
     "saved_in_parts",
     "saved_parts",
@@ -101,11 +101,11 @@ def _from_the_first(
 def forget() -> None:
     """Drop what is known of values that are gone, and so their sources."""
     for key, origin in list(_known.origins.items()):
-        if is_gone(origin.storage):
+        if is_freed(origin.storage):
             _known.origins.pop(key, None)
 
 
-def is_gone(storage: StorageWeakRef) -> bool:
+def is_freed(storage: StorageWeakRef) -> bool:
     """Whether nobody holds a storage any more."""
     return bool(storage.expired())  # type: ignore[no-untyped-call]
 
@@ -116,7 +116,7 @@ def _origin(tensor: Tensor) -> _Origin | None:
     if tensor.is_conj() or tensor.is_neg():  # lazily: the storage is not
         return None
     origin = _known.origins.get(tensor.untyped_storage()._cdata)
-    if origin is None or is_gone(origin.storage):
+    if origin is None or is_freed(origin.storage):
         return None
     # view_as_complex, `.imag`: of the same bytes, with strides of another unit
     return origin if tensor.dtype == origin.dtype else None
