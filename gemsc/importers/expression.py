@@ -51,32 +51,27 @@ def write_statement(
         write_statement(writer, f"{name} = ", part, fresh, note)
         node, note = _Replaced(part, name).visit(node), ""
     text = head + one_line(node)
+    is_long = len(text) > writer.room
+    if note and (is_long or columns(f"{text}  # {note}") > writer.room):
+        writer.line(f"# {note}")
+        note = ""
     match node:
-        case ast.Call(func=function) if len(text) > writer.room:
-            if note:
-                writer.line(f"# {note}")
+        case ast.Call(func=function) if is_long:
             writer.bracketed(f"{head}{one_line(function)}(", arguments(node), ")")
-        case ast.List() | ast.Tuple() | ast.Dict() if len(text) > writer.room:
+        case ast.List() | ast.Tuple() | ast.Dict() if is_long:
             start, end = BRACKETS[type(node)]
-            if note:
-                writer.line(f"# {note}")
             end = f",{end}" if is_single(node) else end
             writer.bracketed(head + start, items(node), end)
-        case ast.BinOp() | ast.Compare() | ast.IfExp() if len(text) > writer.room:
-            _write_operation(writer, head, node, note)
-        case _ if note and columns(f"{text}  # {note}") > writer.room:
-            writer.line(f"# {note}")
-            writer.line(text)
+        case ast.BinOp() | ast.Compare() | ast.IfExp() if is_long:
+            _write_operation(writer, head, node)
         case _:
             writer.line(f"{text}  # {note}" if note else text)
 
 
 def _write_operation(
-    writer: Writer, head: str, node: ast.BinOp | ast.Compare | ast.IfExp, note: str
+    writer: Writer, head: str, node: ast.BinOp | ast.Compare | ast.IfExp
 ) -> None:
     """Write an operation on long names: in a line of its own, or each in its line."""
-    if note:
-        writer.line(f"# {note}")
     if isinstance(node, ast.IfExp):
         words = ["", "if ", "else "]
         operands = [node.body, node.test, node.orelse]

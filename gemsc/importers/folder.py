@@ -146,7 +146,6 @@ def _checked_custom(path: Path | None) -> Path | None:
 def _fill(
     folder: Path, path: Path, network: ImportedNetwork, options: ImportOptions
 ) -> None:
-    """Write all files of an import."""
     original = folder / ORIGINAL
     facts = {}
     for name in (path.name, *network.tensors.files):
@@ -161,7 +160,10 @@ def _fill(
     if options.custom is not None:
         shutil.copyfile(options.custom, folder / options.custom.name)
         written.append(options.custom.name)
-    _write_weights(network, folder / WEIGHTS_FILE)
+    state = network.model.root.state_dict()
+    entries = {name: Entry.of(tensor) for name, tensor in state.items()}
+    weights = folder / WEIGHTS_FILE
+    write_stream(weights, entries, lambda name: network.tensor(name, state[name]))
     Origin(
         gemsc=version("gemsc"),
         file=path.name,
@@ -187,9 +189,3 @@ def _put(beside: Path, folder: Path) -> None:
         if not (folder / path.name).exists():
             path.rename(folder / path.name)
     shutil.rmtree(old)
-
-
-def _write_weights(network: ImportedNetwork, path: Path) -> None:
-    state = network.model.root.state_dict()
-    entries = {name: Entry.of(tensor) for name, tensor in state.items()}
-    write_stream(path, entries, lambda name: network.tensor(name, state[name]))

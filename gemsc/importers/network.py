@@ -21,7 +21,7 @@ READERS = {
     ".keras": ("gemsc.importers.keras.read", "read_keras", "gemsc[keras]"),
     ".onnx": ("gemsc.importers.onnx.read", "read_onnx", "gemsc[onnx]"),
 }
-# what sizes and names that no sound file has can lead to
+# what settings, sizes and names that no sound file has can lead to
 UNEXPECTED = (
     *(ArithmeticError, AttributeError, LookupError, MemoryError),
     *(RecursionError, RuntimeError, TypeError, ValueError),
@@ -58,24 +58,35 @@ class ImportOptions:
                     help=f"it has {', '.join(sorted(inputs))}",
                 )
 
-    def shape(self, name: str, sizes: Sequence[int | None]) -> tuple[int, ...] | None:
-        """Return the shape that was given for an input, if one was.
-
-        `sizes` are those of the file, None where it leaves them open.
+    def shape(
+        self, sheet: Sheet, name: str, sizes: Sequence[int | None]
+    ) -> tuple[int, ...]:
+        """Return the shape of an input; `sizes` has None where the file leaves it open.
 
         Raises:
-            GemscError: the input has more or fewer axes.
+            GemscError: a size is left open, or as many as were given does it not have.
         """
         given = self.shapes.get(name)
         if given is not None and len(given) != len(sizes):
-            known = "x".join("?" if size is None else str(size) for size in sizes)
             raise GemscError(
                 f"--shape {name}={'x'.join(map(str, given))} has {len(given)} sizes; "
-                f"in the file the input is {known}",
+                f"in the file the input is {_by(sizes)}",
                 help=f"give a size for each of its {len(sizes)} axes, the batch "
                 "included",
             )
-        return given
+        filled = list(sizes if given is None else given)
+        if filled[:1] == [None]:
+            filled[0] = self.batch
+        if None in filled:
+            raise sheet.refuse(
+                f"has the shape {_by(filled)}: the file leaves sizes open",
+                help=f"give --shape {name}={_by(filled, '224')}, for example",
+            )
+        return tuple(size for size in filled if size is not None)
+
+
+def _by(sizes: Sequence[int | None], unknown: str = "?") -> str:
+    return "x".join(unknown if size is None else str(size) for size in sizes)
 
 
 @dataclass

@@ -94,8 +94,15 @@ class Sheet:
     """
 
     def __init__(self, name: str, doc: str, file: str) -> None:
-        """Begin a class; `file` stands in front of what is refused."""
-        self.name, self.doc, self.file = name, doc, file
+        """Begin a class; `file` stands in front of what is refused.
+
+        `name` is any text whose words its name has.
+        """
+        words = re.findall(r"[A-Za-z0-9]+", name)
+        self.name = "".join(word[:1].upper() + word[1:] for word in words)
+        if not self.name[:1].isalpha():
+            self.name = f"Network{self.name}"
+        self.doc, self.file = doc, file
         self.root = _Root(self)
         self.inputs: list[Symbol] = []
         self.lines: list[Line] = []
@@ -275,7 +282,7 @@ class Sheet:
         parent: nn.Module = self.root
         names, text = [], "self"
         for folder in folders:
-            name = _folder(parent, _clean(folder, parent))
+            name = _free(parent, _clean(folder, parent), (nn.ModuleDict,))
             child = parent._modules.setdefault(name, nn.ModuleDict())
             assert child is not None
             text += after_parent(name, parent)
@@ -298,19 +305,17 @@ class _Root(nn.Module):
 
     def __init__(self, sheet: Sheet) -> None:
         super().__init__()
-        self._of = (sheet,)
+        self._of = sheet
 
     def forward(self, *arguments: Any) -> Any:
         """Run the lines."""
-        (sheet,) = self._of
+        sheet = self._of
         space = {**SPACE, "self": self}
         space |= dict(zip((v.text for v in sheet.inputs), arguments, strict=True))
         for line in sheet.lines:
             found = eval(line.text, space)
-            several = (
-                dict(zip(line.names, found, strict=True)) if line.names[1:] else {}
-            )
-            space |= several or {line.names[0]: found}
+            values = found if line.names[1:] else [found]
+            space |= dict(zip(line.names, values, strict=True))
         return eval(sheet.result, space)
 
 
@@ -322,15 +327,34 @@ def _evaluated(text: str, space: dict[str, Any]) -> Any:
 
 def sheet_of(module: object) -> Sheet | None:
     """Return the sheet of what `network` has added; None of anything else."""
-    if not isinstance(module, _Root):
-        return None
-    (sheet,) = module._of
-    return sheet
+    return module._of if isinstance(module, _Root) else None
 
 
 def layer_class(name: str, axes: int) -> Any:
     """Return a class of torch.nn for so many axes: `Conv2d` of "Conv"."""
     return getattr(nn, f"{name}{axes}d")
+
+
+def one_number(values: Sequence[Any]) -> Any:
+    """Return 3 for (3, 3): as people write it."""
+    return values[0] if len(set(values)) == 1 else tuple(values)
+
+
+def flat_pads(pads: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+    """Return what is around each axis as F.pad has it: the last axis first."""
+    return tuple(size for pair in reversed(pads) for size in pair)
+
+
+def slices(crops: Sequence[tuple[int, int]]) -> str:
+    """Return the text that takes something off both ends of each axis of an image."""
+    texts = [f"{before or ''}:{-after if after else ''}" for before, after in crops]
+    return f"[:, :, {', '.join(texts)}]"
+
+
+def filled(sizes: Sequence[int], elements: int) -> list[int]:
+    """Return sizes, one of which may be -1, for so many elements."""
+    known = math.prod(size for size in sizes if size != -1)
+    return [elements // max(known, 1) if size == -1 else size for size in sizes]
 
 
 def after_parent(name: str, parent: nn.Module) -> str:
@@ -351,18 +375,9 @@ def _clean(name: str, parent: nn.Module) -> str:
     return f"{name}_" if keyword.iskeyword(name) else name
 
 
-def _folder(parent: nn.Module, name: str) -> str:
-    """Return the name of the ModuleDict of a name: one that is there, or a free one."""
+def _free(parent: nn.Module, name: str, shared: tuple[type, ...] = ()) -> str:
+    """Return a name that is free, or that of a child of a type that is `shared`."""
     free, count = name, 2
-    while hasattr(parent, free):
-        if isinstance(getattr(parent, free), nn.ModuleDict):
-            return free
-        free, count = f"{name}_{count}", count + 1
-    return free
-
-
-def _free(parent: nn.Module, name: str) -> str:
-    free, count = name, 2
-    while hasattr(parent, free):
+    while hasattr(parent, free) and not isinstance(getattr(parent, free), shared):
         free, count = f"{name}_{count}", count + 1
     return free

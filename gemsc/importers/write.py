@@ -9,6 +9,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -141,7 +142,7 @@ def _imports(writer: Writer, lines: Iterable[str], used: set[str]) -> None:
 
 
 def _bound(trees: Iterable[ast.Module]) -> set[str]:
-    """Return the names that pieces of code give to something at their top."""
+    """Return the names of what is imported and of functions."""
     found: set[str] = set()
     for tree in trees:
         for node in tree.body:
@@ -150,13 +151,8 @@ def _bound(trees: Iterable[ast.Module]) -> set[str]:
                     (alias.asname or alias.name).partition(".")[0]
                     for alias in node.names
                 }
-            elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            elif isinstance(node, ast.FunctionDef):
                 found.add(node.name)
-            elif isinstance(node, ast.Assign | ast.AnnAssign):
-                targets = (
-                    node.targets if isinstance(node, ast.Assign) else [node.target]
-                )
-                found |= {name for target in targets for name in names_in(target)}
     return found
 
 
@@ -244,10 +240,7 @@ class _Held:
 
     def assign(self, place: str, source: str) -> None:
         """Write that something stands in a place."""
-
-        def fresh() -> str:
-            return self.locals.unique("part")
-
+        fresh = partial(self.locals.unique, "part")
         write_statement(self.writer, f"{place} = ", parsed(source), fresh)
 
 
@@ -261,7 +254,6 @@ def _empty(tensor: Tensor) -> str:
 
 
 def _forward(writer: Writer, sheet: Sheet) -> None:
-    """Write the method of a sheet."""
     arguments = ["self", *(f"{value}: Tensor" for value in sheet.inputs)]
     kind = _annotation(sheet.empty(sheet.result))
     writer.bracketed("def forward(", arguments, f") -> {kind}:")
@@ -269,11 +261,7 @@ def _forward(writer: Writer, sheet: Sheet) -> None:
     known = {"self", *(value.text for value in sheet.inputs)}
     for line, tree in lines:
         known |= {*line.names, *names_in(tree)}
-    names = Names([*known])
-
-    def fresh() -> str:
-        return names.unique("part")
-
+    fresh = partial(Names([*known]).unique, "part")
     with writer.indented():
         before = ""
         for line, tree in lines:
@@ -307,20 +295,19 @@ def _annotation(value: object) -> str:
     if isinstance(value, Tensor):
         return "Tensor"
     if isinstance(value, dict):
-        return f"dict[str, {' | '.join(_kinds(value.values()))}]"
+        return f"dict[str, {_either(value.values())}]"
     if isinstance(value, list):
-        return f"list[{' | '.join(_kinds(value))}]"
+        return f"list[{_either(value)}]"
     if isinstance(value, tuple):
         kinds = [_annotation(item) for item in value]
         if len(kinds) > 1 and (len({*kinds}) == 1 or len(kinds) > MOST_KINDS):
-            return f"tuple[{' | '.join(dict.fromkeys(kinds))}, ...]"
+            return f"tuple[{_either(value)}, ...]"
         return f"tuple[{', '.join(kinds)}]"
     raise InternalError(f"a network returns {type(value).__name__}")
 
 
-def _kinds(values: object) -> Iterator[str]:
-    assert isinstance(values, (list, type({}.values())))
-    return iter(dict.fromkeys(map(_annotation, values)))
+def _either(values: Iterable[object]) -> str:
+    return " | ".join(dict.fromkeys(map(_annotation, values)))
 
 
 # -------------------------------------------------------------- example_inputs()
@@ -336,16 +323,13 @@ def examples(sheet: Sheet) -> list[str]:
 
 
 def _example(value: Symbol, bound: int | None) -> str:
-    sizes = ", ".join(map(str, value.shape))
-    dtype = value.tensor.dtype
-    kind = "" if dtype is torch.float32 else f", dtype={dtype}"
+    sizes, dtype = ", ".join(map(str, value.shape)) or "()", value.tensor.dtype
+    usual = torch.float32 if bound is None else torch.int64
+    kind = "" if dtype is usual else f", dtype={dtype}"
     if bound is not None:
-        shape = f"({sizes}{',' * (value.tensor.dim() == 1)})"
-        kind = "" if dtype is torch.int64 else f", dtype={dtype}"
-        return f"torch.randint({bound}, {shape}{kind})"
-    if dtype.is_floating_point or dtype.is_complex:
-        return f"torch.rand({sizes or '()'}{kind})"
-    return f"torch.ones({sizes or '()'}{kind})"  # masks, lengths
+        return f"torch.randint({bound}, {value.shape}{kind})"
+    is_mask = not (dtype.is_floating_point or dtype.is_complex)  # or lengths
+    return f"torch.{'ones' if is_mask else 'rand'}({sizes}{kind})"
 
 
 def _bounds(sheet: Sheet) -> dict[str, int]:

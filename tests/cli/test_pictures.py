@@ -19,7 +19,7 @@ make = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(make)
 
 PICTURES = make.commands()
-FIRST, *REST = sorted(set(PICTURES.values()), key=len)
+FIRST, *REST = sorted({*PICTURES.values()}, key=lambda words: (len(words), words))
 
 
 def seen(name: str, text: str) -> object:

@@ -371,6 +371,18 @@ def test_functions_of_long_names_are_as_ruff_formats_them(tmp_path: Path) -> Non
     assert functions(text)["loss"](x, x) == 0
 
 
+def test_a_long_loss_has_lines_that_fit() -> None:
+    outputs = [ModelOutput("mask", (2, 5, 6, 3))]
+    settings = {"from_logits": True, "label_smoothing": 0.2}
+    loss = {"class_name": "CategoricalCrossentropy", "config": settings}
+    text = training_text({"loss": loss}, outputs)
+    (lines,) = [each for each in text.functions if each.startswith("def loss")]
+    assert max(map(len, lines.splitlines())) <= 88
+    x = torch.rand(2, 5, 6, 3)
+    wanted = losses.CategoricalCrossentropy(from_logits=True, label_smoothing=0.2)
+    torch.testing.assert_close(functions(text)["loss"](x, x), wanted(x, x))
+
+
 def test_names_of_outputs_do_not_get_into_the_code() -> None:
     name = 'x"""; import os #'
     outputs = [ModelOutput(name, (8, 1), "[0]"), ModelOutput("b", (8, 1), "[1]")]
@@ -396,7 +408,7 @@ def test_steps_of_fit_and_of_the_imported_file_have_the_same_losses(
         optimizers.SGD(CLIFF), "sparse_categorical_crossentropy", metrics=["accuracy"]
     )
     read, net = imported(network, tmp_path)
-    space = functions(TrainingText(read.functions))
+    space = functions(TrainingText({}, [], read.functions))
     net.train()
     optimizer = space["optimizer"](net.named_parameters())
     scheduler = space["scheduler"](optimizer)

@@ -98,7 +98,7 @@ def counted(
 def test_what_is_sent_is_what_was_predicted(
     name: str, choices: dict[str, Any], tmp_path: Path
 ) -> None:
-    program = lowered(name, CompileOptions(micro_batches=2, **choices))
+    program = lowered(name, CompileOptions(**{"micro_batches": 2, **choices}))
     found, predicted = counted(name, program, tmp_path)
     assert found == predicted
     assert sum(found.values()) > 0

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import redirect_stderr
 from dataclasses import replace
+from functools import partial
 from io import StringIO
 from multiprocessing import active_children
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch
 from program_support import Net, X, batch_of, on_ranks
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.optim import SGD
+from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import StepLR
 from training_support import pairs, program, run, simple, user_of
 
@@ -92,6 +93,23 @@ def test_a_run_that_goes_on_with_another_rate_in_its_file_says_what_counts(
     run(folder, of(0.25), "--save", save, "--steps", "3", "--resume", save)
     said = f"of the checkpoint: {name} 0.5 (optimizer() gives 0.25); on_step"
     assert capfd.readouterr().err.count(said) == 1
+
+
+def test_a_run_that_goes_on_takes_the_kernels_of_its_optimizer_from_the_file(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder, save, found = program(tmp_path), str(tmp_path / "run"), []
+
+    def on_step(trainer: Trainer, report: StepReport) -> None:
+        found.append(trainer.optimizer.param_groups[0]["fused"])
+
+    for number, is_fused in enumerate((None, True, None)):
+        user = user_of(optimizer=partial(Adam, fused=is_fused), on_step=on_step)
+        goes_on = ["--resume", save] if number else []
+        run(folder, user, "--save", save, "--steps", str(number + 1), *goes_on)
+        assert [*found] == [is_fused] * 2  # of both ranks
+        found.clear()
+    assert "goes on with the values" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("reads", [0.6, 0.2])

@@ -175,13 +175,14 @@ def sums_have_the_same_bits_on_all_ranks(transport: Transport) -> None:
     group = transport.group(everyone)
     assert transport.group(everyone) is group
     dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
-    for dtype in dtypes:
-        for size in (1, 1000, 300_000, 1_200_001):
-            parts = []
-            for rank in everyone:
-                generator = torch.Generator().manual_seed(rank)
-                part = torch.randn(size, generator=generator, dtype=torch.float64)
-                parts.append((part * 1000).to(dtype))
+    for size in (1, 1000, 300_000, 1_200_001):
+        wide = []
+        for rank in everyone:
+            generator = torch.Generator().manual_seed(rank)
+            part = torch.randn(size, generator=generator, dtype=torch.float64)
+            wide.append(part * 1000)
+        for dtype in dtypes:
+            parts = [part.to(dtype, copy=True) for part in wide]
             tensor = parts[transport.rank]
             exact = torch.stack([part.double() for part in parts]).sum(0)
             transport.wait(group.all_reduce(tensor))

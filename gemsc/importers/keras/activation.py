@@ -7,6 +7,7 @@ Example: `Dense(8, activation="leaky_relu")` gives
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,36 +23,28 @@ from gemsc.importers.keras.layer import (
 
 # What each name of keras.activations computes; {axis} is the last one of Keras.
 NAMES: Mapping[str, str] = {
-    "celu": "F.celu({x})",
-    "elu": "F.elu({x})",
+    **{
+        name: f"F.{name.replace('_', '')}({{x}})"  # which is the name in PyTorch
+        for name in (
+            *("celu", "elu", "gelu", "hard_shrink", "hard_sigmoid", "hard_tanh"),
+            *("log_sigmoid", "mish", "relu", "relu6", "selu", "silu", "soft_shrink"),
+            *("softplus", "softsign", "tanh_shrink"),
+        )
+    },
     "exponential": "torch.exp({x})",
-    "gelu": "F.gelu({x})",
     "glu": "F.glu({x}, {axis})",
-    "hard_shrink": "F.hardshrink({x})",
-    "hard_sigmoid": "F.hardsigmoid({x})",
     "hard_silu": "F.hardswish({x})",
     "hard_swish": "F.hardswish({x})",
-    "hard_tanh": "F.hardtanh({x})",
     "leaky_relu": "F.leaky_relu({x}, 0.2)",
     "linear": "{x}",
-    "log_sigmoid": "F.logsigmoid({x})",
     "log_softmax": "F.log_softmax({x}, {axis})",
-    "mish": "F.mish({x})",
-    "relu": "F.relu({x})",
-    "relu6": "F.relu6({x})",
-    "selu": "F.selu({x})",
     "sigmoid": "torch.sigmoid({x})",
-    "silu": "F.silu({x})",
-    "soft_shrink": "F.softshrink({x})",
     "softmax": "F.softmax({x}, {axis})",
-    "softplus": "F.softplus({x})",
-    "softsign": "F.softsign({x})",
     "sparse_plus": "({x}.clamp(-1, 1) + 1) ** 2 / 4 + F.relu({x} - 1)",
     "sparse_sigmoid": "(({x} + 1) / 2).clamp(0, 1)",
     "squareplus": "({x} + ({x} ** 2 + 4).sqrt()) / 2",
     "swish": "F.silu({x})",
     "tanh": "torch.tanh({x})",
-    "tanh_shrink": "F.tanhshrink({x})",
 }
 
 
@@ -116,16 +109,16 @@ def _activation(call: LayerCall) -> Laid:
     return activated(call, str(x.value), setting, x.first)
 
 
-@translates("ELU")
-def _elu(call: LayerCall) -> Laid:
-    x, alpha = _given(call), float(call.config.get("alpha", 1.0))
-    return call.gives(f"F.elu({x.value}, {alpha!r})", first=x.first)
+def unary(template: str, call: LayerCall, **settings: float) -> Laid:
+    """Write a function of one value, which has settings."""
+    x = _given(call)
+    numbers = {key: float(call.setting(key, v)) for key, v in settings.items()}
+    return call.gives(template.format(x=x.value, **numbers), first=x.first)
 
 
-@translates("LeakyReLU")
-def _leaky_relu(call: LayerCall) -> Laid:
-    x, slope = _given(call), float(call.config.get("negative_slope", 0.3))
-    return call.gives(f"F.leaky_relu({x.value}, {slope!r})", first=x.first)
+ELU, LEAKY_RELU = "F.elu({x}, {alpha!r})", "F.leaky_relu({x}, {negative_slope!r})"
+translates("ELU")(partial(unary, ELU, alpha=1.0))
+translates("LeakyReLU")(partial(unary, LEAKY_RELU, negative_slope=0.3))
 
 
 @translates("ReLU")

@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 from torch import nn
 
+from gemsc.importers.keras.core import linear
 from gemsc.importers.keras.layer import Laid, LayerCall, translates
 from gemsc.importers.sheet import Symbol
 
 NO_MASKS = "leave the mask out; use_causal_mask=True is supported"
-
-
-@dataclass(frozen=True)
-class Heads:
-    """How many heads queries and keys have, and the sizes of each."""
-
-    query: int
-    key: int
-    size: int
-    value_size: int
 
 
 @translates("MultiHeadAttention")
@@ -37,33 +27,36 @@ def _multi_head(call: LayerCall) -> Laid | Sequence[Laid]:
         )
     count, size = int(config["num_heads"]), int(config["key_dim"])
     value_size = int(config.get("value_dim") or size)
-    return _projected(call, Heads(count, count, size, value_size))
+    return _projected(call, (count, count), (size, value_size))
 
 
 @translates("GroupedQueryAttention")
 def _grouped(call: LayerCall) -> Laid | Sequence[Laid]:
     config = call.config
     size = int(config["head_dim"])
-    query, key = int(config["num_query_heads"]), int(config["num_key_value_heads"])
-    return _projected(call, Heads(query, key, size, size))
+    counts = int(config["num_query_heads"]), int(config["num_key_value_heads"])
+    return _projected(call, counts, (size, size))
 
 
-def _projected(call: LayerCall, heads: Heads) -> Laid | Sequence[Laid]:
+def _projected(
+    call: LayerCall, counts: tuple[int, int], sizes: tuple[int, int]
+) -> Laid | Sequence[Laid]:
+    """Attend with so many heads of queries and of keys, which have these sizes."""
     config = call.config
     _check(call)
     if config.get("sliding_window"):
         raise call.refuse("has a sliding_window", help="leave it out: it is a mask")
     query, value, key = _arguments(call)
-    q = _heads(call, "query", query, heads.query, heads.size)
-    k = _heads(call, "key", key, heads.key, heads.size)
-    v = _heads(call, "value", value, heads.key, heads.value_size)
-    if heads.query != heads.key:
-        times = heads.query // heads.key
+    q = _heads(call, "query", query, counts[0], sizes[0])
+    k = _heads(call, "key", key, counts[1], sizes[0])
+    v = _heads(call, "value", value, counts[1], sizes[1])
+    if counts[0] != counts[1]:
+        times = counts[0] // counts[1]
         k = call.sheet.line("key", f"{k}.repeat_interleave({times}, 1)")
         v = call.sheet.line("value", f"{v}.repeat_interleave({times}, 1)")
-    mixed, scores = _attended(call, q, k, v, 1.0 / heads.size**0.5, "mixed")
+    mixed, scores = _attended(call, q, k, v, 1.0 / sizes[0] ** 0.5, "mixed")
     if config.get("use_gate"):
-        gate = _heads(call, "gate", query, heads.query, heads.value_size)
+        gate = _heads(call, "gate", query, counts[0], sizes[1])
         mixed = call.sheet.line("gated", f"{mixed} * torch.sigmoid({gate})")
     found = _output(call, mixed)
     return found if scores is None else [found, scores]
@@ -78,17 +71,8 @@ def _heads(call: LayerCall, word: str, x: Symbol, count: int, size: int) -> Symb
 
 
 def _linear(call: LayerCall, word: str, inside: int, outside: int) -> str:
-    """Return the text of a projection, whose heads are one axis."""
-    part, bias = _part(call, word), None
-    if call.config.get("use_bias", True):
-        bias = call.variable(1, part).then(lambda array: array.reshape(-1))
-    kernel = call.variable(0, part).then(lambda a: a.reshape(inside, outside).T)
-    return call.add(
-        lambda: nn.Linear(inside, outside, bias is not None),
-        word,
-        weight=kernel,
-        bias=bias,
-    )
+    bias = call.config.get("use_bias", True)
+    return linear(call, inside, outside, bias, word, _part(call, word))
 
 
 def _part(call: LayerCall, word: str) -> str:
@@ -108,14 +92,9 @@ def _output(call: LayerCall, mixed: Symbol) -> Laid:
 
 def _arguments(call: LayerCall) -> tuple[Symbol, Symbol, Symbol]:
     """Return query, value and key, which are given by position or by name."""
-    given: dict[str, Any] = dict(
-        zip(("query", "value", "key"), call.inputs, strict=False)
-    )
-    given |= {
-        name: value
-        for name, value in call.keywords.items()
-        if name in ("query", "value", "key") and value is not None
-    }
+    names = ("query", "value", "key")
+    given: dict[str, Any] = dict(zip(names, call.inputs, strict=False))
+    given |= {name: call.keywords[name] for name in names if name in call.keywords}
     if "query" not in given or "value" not in given:
         raise call.refuse("needs a query and a value")
     query, value = call.last(given["query"]), call.last(given["value"])

@@ -3,90 +3,72 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from gemsc.codegen.python_text import parsed
 from gemsc.codegen.writer import Names, Writer
 from gemsc.importers.expression import write_statement
-from gemsc.importers.keras.graph import MISREAD
+from gemsc.importers.keras.config import class_and_config
 from gemsc.importers.keras.losses import (
     LossForm,
     ModelOutput,
     UnknownLossError,
+    kind_and_settings,
     loss_form,
     metric_form,
-    metric_name,
-    snake,
 )
 from gemsc.importers.keras.optimizers import optimizer_text
+from gemsc.importers.network import UNEXPECTED
 
 
 @dataclass
 class TrainingText:
-    """Functions for model.py, in text, and what Keras does otherwise."""
+    """Functions for model.py, in text, and what Keras does otherwise.
 
-    functions: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-
-def training_text(config: Any, outputs: Sequence[ModelOutput]) -> TrainingText:
-    """Return loss, example_target, metrics, optimizer and scheduler.
-
-    What has no counterpart is left out, with a note.
+    `config` is what compile() was given, and `forms` has the losses of outputs.
     """
-    if not isinstance(config, Mapping) or not outputs:
-        return TrainingText()
-    compiled = _Compiled(config, outputs)
-    try:
-        return compiled.text()
-    except MISREAD as why:
-        reason = f"{type(why).__name__}: {why}"
-        return TrainingText(notes=[f"compile() cannot be read: {reason:.80}"])
-
-
-@dataclass
-class _Compiled:
-    """What compile() was given, on its way to functions; `forms` are the losses."""
 
     config: Mapping[str, Any]
     outputs: Sequence[ModelOutput]
-    forms: dict[ModelOutput, LossForm] = field(default_factory=dict)
     functions: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    forms: dict[ModelOutput, LossForm] = field(default_factory=dict)
 
-    def text(self) -> TrainingText:
-        """Return all functions."""
+    def write(self) -> None:
+        """Write all functions."""
         self.forms = self.losses()
         if self.forms:
             self.write_losses()
             self.write_target()
             self.write_metrics()
         self.write_optimizer()
-        return TrainingText(self.functions, self.notes)
 
     def function(
         self,
         name: str,
         doc: str,
-        lines: Sequence[str] = (),
-        statements: Sequence[tuple[str, str]] = (),
+        lines: Sequence[str],
         *,
         takes: str = "Tensor",
         gives: str = "Tensor",
     ) -> None:
-        """Add a function of lines, and of statements in as many lines as they need."""
+        """Add a function of statements, each in as many lines as it needs."""
         writer, names = Writer(), Names(["output", "target", "total"])
         arguments = [f"output: {takes}", f"target: {takes}"] if takes else []
         writer.bracketed(f"def {name}(", arguments, f") -> {gives}:")
         with writer.indented():
             plain = re.sub(r"[^ -~]|[\"\\]", "_", doc)  # whatever a name has in it
             writer.line(f'"""{plain}"""')
-            writer.lines("\n".join(lines))
-            for start, expression in statements:
-                tree = parsed(expression)
-                write_statement(writer, start, tree, lambda: names.unique("part"))
+            for line in lines:
+                if len(line) <= writer.room:
+                    writer.line(line)
+                    continue
+                start = line.partition(" ")[0]
+                head = "return " if start == "return" else f"{start} = "
+                tree = parsed(line.removeprefix(head))
+                write_statement(writer, head, tree, lambda: names.unique("part"))
         self.functions.append(writer.text())
 
     # -------------------------------------------------------------------------- loss
@@ -98,7 +80,11 @@ class _Compiled:
             if setting is None:
                 continue
             try:
-                name, settings = _loss_name(setting, output)
+                name, settings = kind_and_settings(setting)
+                if name in ("crossentropy", "ce"):
+                    name = "binary_crossentropy"
+                    if output.channels > 1:
+                        name = "sparse_categorical_crossentropy"
                 forms[output] = loss_form(name, settings, output)
             except UnknownLossError as why:
                 self.notes.append(f"loss: {why}: write loss(output, target) yourself")
@@ -133,11 +119,10 @@ class _Compiled:
             factor = "" if weight in (None, 1) else f"{float(weight)!r} * "
             parts.append(f"{factor}{name}(output{output.place}, target{output.place})")
         if len(self.outputs) > 1:
-            statements = [("total = ", parts[0])]
-            statements += [("total = ", f"total + {part}") for part in parts[1:]]
-            statements += [("return ", "total")]
+            sums = [f"total = total + {part}" for part in parts[1:]]
+            lines = [f"total = {parts[0]}", *sums, "return total"]
             doc = "Add the losses of the outputs."
-            self.function("loss", doc, statements=statements, takes=self.kind)
+            self.function("loss", doc, lines, takes=self.kind)
 
     @property
     def kind(self) -> str:
@@ -168,7 +153,7 @@ class _Compiled:
         self.function(
             "example_target",
             "Return a target of the shape that loss takes.",
-            statements=[("return ", whole)],
+            [f"return {whole}"],
             takes="",
             gives=self.kind,
         )
@@ -187,12 +172,13 @@ class _Compiled:
         for output, setting in self.metrics():
             form = self.forms.get(output)
             try:
-                name, kind, settings = metric_name(setting)
+                kind, settings = kind_and_settings(setting)
                 body = metric_form(kind, settings, output, form.target if form else "")
             except UnknownLossError as why:
                 self.notes.append(f"metrics: {why}: left out")
                 continue
-            key = name if _is_word(name) else kind
+            name = setting if isinstance(setting, str) else settings.get("name", kind)
+            key = name if _is_word(str(name)) else kind
             if len(self.outputs) > 1:
                 key = f"{self.word(output)}_{key}"
             while key in entries:
@@ -204,7 +190,7 @@ class _Compiled:
             self.function(
                 "metrics",
                 "Return the metrics of a batch.",
-                statements=[("return ", f"{{{pairs}}}")],
+                [f"return {{{pairs}}}"],
                 takes=self.kind,
                 gives="dict[str, Tensor]",
             )
@@ -231,12 +217,8 @@ class _Compiled:
         setting = self.config.get("optimizer")
         if setting is None:
             return
-        kind: Any = setting
-        settings: Mapping[str, Any] = {}
-        if isinstance(setting, Mapping):
-            kind, settings = setting.get("class_name"), setting.get("config") or {}
         try:
-            functions, notes = optimizer_text(str(kind), settings)
+            functions, notes = optimizer_text(*class_and_config(setting))
         except UnknownLossError as why:
             self.notes.append(f"optimizer: {why}: write optimizer(params) yourself")
             return
@@ -244,21 +226,19 @@ class _Compiled:
         self.notes += [f"optimizer: {note}" for note in notes]
 
 
-def _loss_name(setting: Any, output: ModelOutput) -> tuple[str, Mapping[str, Any]]:
-    if isinstance(setting, str):
-        name = snake(setting)
-        if name in ("crossentropy", "ce"):
-            name = "binary_crossentropy"
-            if output.channels > 1:
-                name = "sparse_categorical_crossentropy"
-        return name, {}
-    config = setting.get("config") if isinstance(setting, Mapping) else None
-    if not isinstance(config, Mapping):
-        raise UnknownLossError(f"'{config}' is a function of your own")
-    kind = str(setting.get("class_name"))
-    if kind == "LossFunctionWrapper" and isinstance(config.get("fn"), str):
-        kind = str(config["fn"])
-    return snake(kind), config
+def training_text(config: Any, outputs: Sequence[ModelOutput]) -> TrainingText:
+    """Return loss, example_target, metrics, optimizer and scheduler.
+
+    What has no counterpart is left out, with a note.
+    """
+    text = TrainingText(config, outputs)
+    try:
+        if isinstance(config, Mapping) and outputs:
+            text.write()
+    except UNEXPECTED as why:
+        reason = f"{type(why).__name__}: {why}"
+        return TrainingText({}, [], notes=[f"compile() cannot be read: {reason:.80}"])
+    return text
 
 
 def _is_word(name: str) -> bool:
@@ -278,12 +258,8 @@ def _flat(setting: Any) -> list[Any]:
 # ------------------------------------------------------------------ beside the network
 
 
-def regularizer_notes(configs: Iterable[tuple[str, Mapping[str, Any]]]) -> list[str]:
-    """Return a note for each regularizer and constraint of layers, by their names."""
-    return [note for name, config in configs for note in _notes(name, config)]
-
-
-def _notes(name: str, config: Mapping[str, Any]) -> Iterator[str]:
+def regularizer_notes(name: str, config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a note for each regularizer and constraint of a layer."""
     for key, setting in config.items():
         if not setting:
             continue
@@ -295,19 +271,14 @@ def _notes(name: str, config: Mapping[str, Any]) -> Iterator[str]:
                 f"'{name}': {_named(setting)} of its {what} is left out: set "
                 "the weight back in on_step(trainer, report)"
             )
-        elif key in ("layer", "backward_layer", "cell") and isinstance(
-            setting, Mapping
-        ):
-            inner = setting.get("config")
-            if isinstance(inner, Mapping):
-                yield from _notes(name, inner)
+        elif key in ("layer", "backward_layer", "cell"):
+            yield from regularizer_notes(name, class_and_config(setting)[1])
 
 
 def _regularizer(what: str, setting: Any) -> str:
     """Return what a regularizer would be in an optimizer."""
     said = f"{_named(setting)} of its {what} is no part of the loss"
-    config = setting.get("config") if isinstance(setting, Mapping) else None
-    config = config if isinstance(config, Mapping) else {}
+    config = class_and_config(setting)[1]
     one, two = config.get("l1"), config.get("l2")
     if two and not one:
         return f"{said}: weight_decay={2 * float(two):.6g} is the same under SGD"
@@ -317,9 +288,6 @@ def _regularizer(what: str, setting: Any) -> str:
 
 
 def _named(setting: Any) -> str:
-    if not isinstance(setting, Mapping):
-        return str(setting)
-    config = setting.get("config")
-    settings = config if isinstance(config, Mapping) else {}
-    inside = ", ".join(f"{k}={v}" for k, v in settings.items())
-    return f"{setting.get('class_name')}({inside})"
+    kind, config = class_and_config(setting)
+    inside = ", ".join(f"{k}={v}" for k, v in config.items())
+    return f"{kind}({inside})" if isinstance(setting, Mapping) else kind

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 MODELS = ("Functional", "Model", "Sequential")
-# whose names a config has for what Keras itself defines
-_OWN = ("keras", "keras_core", "keras.src")
 # the class whose name in a config is not the one that its weights have
 _NAMED = {"GroupQueryAttention": "GroupedQueryAttention"}
 
@@ -30,8 +29,8 @@ class Listed:
     def of(cls, text: Mapping[str, Any]) -> Listed:
         """Read what serialization has of a layer."""
         config = text.get("config") or {}
-        module = str(text.get("module") or "")
-        is_own = module in _OWN or module.startswith(("keras.", "keras_core."))
+        package = str(text.get("module") or "").partition(".")[0]
+        is_own = package in ("keras", "keras_core")
         kind = str(text["class_name"])
         if not is_own:
             kind = str(text.get("registered_name") or kind)
@@ -53,14 +52,29 @@ class Listed:
     def snake(self) -> str:
         """The name of its class as the weights have it: `conv2d_transpose`."""
         name = str(self.text["class_name"])
-        name = re.sub(r"\W+", "", _NAMED.get(name, name))
-        name = re.sub("(.)([A-Z][a-z]+)", r"\1_\2", name)
-        return re.sub("([a-z])([A-Z])", r"\1_\2", name).lower()
+        return snake(re.sub(r"\W+", "", _NAMED.get(name, name)))
 
 
-def is_tensor(value: Any) -> bool:
-    """Return whether a value of a config stands for a tensor of the graph."""
-    return isinstance(value, dict) and value.get("class_name") == "__keras_tensor__"
+def snake(name: str) -> str:
+    """Return the name of a class as Keras has it in files: `conv2d_transpose`."""
+    name = re.sub("(.)([A-Z][a-z]+)", r"\1_\2", name)
+    return re.sub("([a-z])([A-Z])", r"\1_\2", name).lower()
+
+
+def numbered(names: Iterable[str]) -> Iterator[str]:
+    """Yield names as Keras counts them in files: dense, lstm, dense_1."""
+    seen: Counter[str] = Counter()
+    for name in names:
+        yield f"{name}_{seen[name]}" if seen[name] else name
+        seen[name] += 1
+
+
+def class_and_config(setting: Any) -> tuple[str, Mapping[str, Any]]:
+    """Return the class of an object in a config, and its settings: {} of a name."""
+    if not isinstance(setting, Mapping):
+        return str(setting), {}
+    config = setting.get("config")
+    return str(setting.get("class_name")), config if isinstance(config, Mapping) else {}
 
 
 def plain(value: Any, tensor: Callable[[str, int, int], Any]) -> Any:

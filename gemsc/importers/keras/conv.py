@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import numpy as np
 
 from gemsc.importers.keras.activation import activated
-from gemsc.importers.keras.images import Pads, image, padded, per_axis, same_pads
+from gemsc.importers.keras.images import Pads, image, padded, pads_of, per_axis
 from gemsc.importers.keras.layer import Laid, LayerCall, translates
-from gemsc.importers.sheet import Symbol, layer_class
+from gemsc.importers.sheet import Symbol, layer_class, slices
 from gemsc.importers.weight import Array, Weight
 
 
@@ -61,7 +61,7 @@ def _convolved(
     made = call.shape_of(kernel)
     strides = per_axis(call.config["strides"], axes)
     dilation = per_axis(call.config["dilation_rate"], axes)
-    pads = _pads(call, x.shape[2:], made[2:], strides, dilation)
+    pads = pads_of(call, x.shape[2:], made[2:], strides, dilation)
     padding = tuple(before for before, _ in pads)
     if any(before != after for before, after in pads):
         padding = (0,) * axes
@@ -95,32 +95,13 @@ def _left(call: LayerCall, name: str, pads: Pads) -> Pads:
     return left
 
 
-def _pads(
-    call: LayerCall,
-    sizes: Sequence[int],
-    kernel: Sequence[int],
-    strides: Sequence[int],
-    dilation: Sequence[int],
-) -> Pads:
-    match call.config["padding"]:
-        case "valid":
-            return [(0, 0)] * len(sizes)
-        case "same":
-            return same_pads(sizes, kernel, strides, dilation)
-        case "causal" if len(sizes) == 1:
-            return [(dilation[0] * (kernel[0] - 1), 0)]
-    raise call.refuse(f"has padding={call.config['padding']!r:.40}")
-
-
 def _out_first(kernel: Array) -> Array:
-    axes = range(kernel.ndim - 2)
-    return kernel.transpose(kernel.ndim - 1, kernel.ndim - 2, *axes)
+    return np.moveaxis(kernel, (-1, -2), (0, 1))
 
 
 def _each_channel(kernel: Array) -> Array:
     *sizes, channels, multiplier = kernel.shape
-    axes = range(kernel.ndim - 2)
-    moved = kernel.transpose(kernel.ndim - 2, kernel.ndim - 1, *axes)
+    moved = np.moveaxis(kernel, (-2, -1), (0, 1))
     return moved.reshape(channels * multiplier, 1, *sizes)
 
 
@@ -146,25 +127,24 @@ def _transposed(call: LayerCall) -> Laid:
         _window(config["padding"], d * (k - 1) + 1, s, max(s, d), extra)
         for k, s, d, extra in zip(made[2:], strides, dilation, wanted, strict=True)
     ]
+    zeros, before, further, crops = zip(*windows, strict=True)
     bias = _bias(call, 1)
     name = call.add(
         lambda: layer_class("ConvTranspose", axes)(
             *made[:2],
             made[2:],
             stride=strides,
-            padding=tuple(before for _, before, _, _ in windows),
-            output_padding=tuple(further for _, _, further, _ in windows),
+            padding=before,
+            output_padding=further,
             bias=bias is not None,
             dilation=dilation,
         ),
         weight=kernel,
         bias=bias,
     )
-    x = padded(call, x, [(0, zeros) for zeros, _, _, _ in windows])
-    text = f"{name}({x})"
-    if any(cropped for _, _, _, cropped in windows):
-        slices = [f":-{crop}" if crop else ":" for _, _, _, crop in windows]
-        text = f"{text}[:, :, {', '.join(slices)}]"
+    text = f"{name}({padded(call, x, [(0, size) for size in zeros])})"
+    if any(crops):
+        text += slices([(0, crop) for crop in crops])
     return activated(call, text, config["activation"], first)
 
 

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 
 from torch import nn
 
@@ -15,12 +15,13 @@ from gemsc.importers.keras.config import found_in
 from gemsc.importers.keras.layer import (
     Laid,
     LayerCall,
-    Translator,
     dimension,
     translates,
 )
-from gemsc.importers.sheet import Symbol
+from gemsc.importers.sheet import Symbol, filled
 from gemsc.importers.weight import Array
+
+BATCH = "build the model of operations within each sample"
 
 # ----------------------------------------------------------------------- products
 
@@ -29,14 +30,27 @@ from gemsc.importers.weight import Array
 def _dense(call: LayerCall) -> Laid:
     """Use nn.Linear, whose weight is Keras' kernel transposed."""
     config, x = call.config, call.last()
-    bias = call.variable(1) if config.get("use_bias", True) else None
-    sizes = x.shape[-1], int(config["units"])
-    layer = call.add(
-        lambda: nn.Linear(*sizes, bias=bias is not None),
-        weight=call.variable(0).then(lambda kernel: kernel.T),
-        bias=bias,
-    )
+    layer = linear(call, x.shape[-1], config["units"], config.get("use_bias", True))
     return activated(call, f"{layer}({x})", config.get("activation"))
+
+
+def linear(
+    call: LayerCall, inside: int, outside: int, bias: bool, part: str = "", at: str = ""
+) -> str:
+    """Return the text of an nn.Linear, whose kernel and bias may have more axes.
+
+    They are the first variables of the layer, or of a part of it that is `at` a path.
+    """
+
+    def turned(kernel: Array) -> Array:
+        return (kernel if kernel.ndim == 2 else kernel.reshape(inside, outside)).T
+
+    return call.add(
+        lambda: nn.Linear(inside, outside, bias),
+        part,
+        weight=call.variable(0, at).then(turned),
+        bias=call.variable(1, at).then(lambda a: a.reshape(-1)) if bias else None,
+    )
 
 
 @translates("EinsumDense")
@@ -48,7 +62,11 @@ def _einsum_dense(call: LayerCall) -> Laid:
     if text is None:
         size = call.size(0)
         kernel = call.tensor("kernel", size, call.variable(0))
-        text = f'torch.einsum("{_checked(call, equation)}", {x}, {kernel})'
+        if not re.fullmatch(r"[A-Za-z.,>-]*", equation):
+            raise call.refuse(
+                f"has the equation {equation!r}, which einsum does not read"
+            )
+        text = f'torch.einsum("{equation}", {x}, {kernel})'
         if config.get("bias_axes"):
             text += f" + {call.tensor('bias', call.size(1), call.variable(1))}"
     return activated(call, text, config.get("activation"))
@@ -71,25 +89,10 @@ def _as_linear(call: LayerCall, equation: str) -> str | None:
         return None
     x, size = call.last(), call.size(0)
     inside, outside = math.prod(size[:count]), math.prod(size[count:])
-
-    def moved(array: Array) -> Array:
-        return array.reshape(inside, outside).T
-
-    flat_bias = call.variable(1).then(lambda a: a.reshape(-1)) if axes else None
-    layer = call.add(
-        lambda: nn.Linear(inside, outside, bool(axes)),
-        weight=call.variable(0).then(moved),
-        bias=flat_bias,
-    )
+    layer = linear(call, inside, outside, bool(axes))
     flat = f"{x}.flatten({-len(summed)})" if len(summed) > 1 else f"{x}"
     text = f"{layer}({flat})"
     return f"{text}.unflatten(-1, {size[count:]})" if len(made) > 1 else text
-
-
-def _checked(call: LayerCall, equation: str) -> str:
-    if not all((c.isalpha() and c.isascii()) or c in ".,->" for c in equation):
-        raise call.refuse(f"has the equation {equation!r}, which einsum does not read")
-    return equation
 
 
 @translates("Embedding")
@@ -154,24 +157,17 @@ def _alpha_dropout(call: LayerCall) -> Laid:
     return call.gives(f"{call.add(lambda: nn.AlphaDropout(rate))}({x})", first=first)
 
 
-@translates("GaussianNoise")
-def _gaussian_noise(call: LayerCall) -> Laid:
-    return _noisy(call, "{x} + {deviation!r} * {noise}", float(call.config["stddev"]))
-
-
-@translates("GaussianDropout")
-def _gaussian_dropout(call: LayerCall) -> Laid:
-    rate = float(call.config["rate"])
-    deviation = math.sqrt(rate / (1.0 - rate))
-    return _noisy(call, "{x} * (1 + {deviation!r} * {noise})", deviation)
-
-
-def _noisy(call: LayerCall, template: str, deviation: float) -> Laid:
+@translates("GaussianDropout", "GaussianNoise")
+def _noisy(call: LayerCall) -> Laid:
+    if call.layer.kind == "GaussianNoise":
+        deviation, template = float(call.config["stddev"]), "{x} + {noise}"
+    else:
+        rate = float(call.config["rate"])
+        deviation, template = math.sqrt(rate / (1.0 - rate)), "{x} * (1 + {noise})"
     if not deviation:
         return call.inputs[0]
     (x,), first = call.alike()
-    noise = f"torch.randn_like({x})"
-    text = template.format(x=x, deviation=deviation, noise=noise)
+    text = template.format(x=x, noise=f"{deviation!r} * torch.randn_like({x})")
     return call.gives(f"{text} if self.training else {x}", first=first)
 
 
@@ -204,11 +200,8 @@ def _flatten(call: LayerCall) -> Laid:
 def _reshape(call: LayerCall) -> Laid:
     x = call.last()
     target = [-1 if size is None else int(size) for size in call.config["target_shape"]]
-    if -1 in target:
-        known = math.prod(size for size in target if size != -1)
-        target[target.index(-1)] = math.prod(x.shape[1:]) // max(known, 1)
-    sizes = ", ".join(map(str, [-1, *target]))
-    return call.gives(f"{x}.reshape({sizes})")
+    sizes = [-1, *filled(target, math.prod(x.shape[1:]))]
+    return call.gives(f"{x}.reshape({', '.join(map(str, sizes))})")
 
 
 @translates("Permute")
@@ -236,15 +229,11 @@ def _aligned(call: LayerCall) -> tuple[Sequence[str], bool]:
     return texts, first
 
 
-def _joined(template: str) -> Translator:
-    """Return the translator of an operation on two, used from left to right."""
-
-    def translate(call: LayerCall) -> Laid:
-        texts, first = _aligned(call)
-        whole = reduce(lambda a, b: template.format(a=a, b=b), texts)
-        return call.gives(whole, first=first)
-
-    return translate
+def _joined(template: str, call: LayerCall) -> Laid:
+    """Write an operation on two, used from left to right."""
+    texts, first = _aligned(call)
+    whole = reduce(lambda a, b: template.format(a=a, b=b), texts)
+    return call.gives(whole, first=first)
 
 
 for _kind, _template in {
@@ -253,7 +242,7 @@ for _kind, _template in {
     "Minimum": "torch.minimum({a}, {b})",
     "Multiply": "{a} * {b}",
 }.items():
-    translates(_kind)(_joined(_template))
+    translates(_kind)(partial(_joined, _template))
 
 
 @translates("Average")
@@ -266,15 +255,23 @@ def _average(call: LayerCall) -> Laid:
 def _subtract(call: LayerCall) -> Laid:
     if len(call.inputs) != 2:
         raise call.refuse("needs two inputs")
-    return _joined("{a} - {b}")(call)  # type: ignore[return-value]
+    return _joined("{a} - {b}", call)
 
 
-@translates("Concatenate")
-def _concatenate(call: LayerCall) -> Laid:
+def joined(function: str, default: int, call: LayerCall) -> Laid:
+    """Write torch.cat or torch.stack; `default` is the axis if none is named."""
+    axis, is_new = int(call.setting("axis", default)), function == "stack"
     values, first = call.alike()
-    axis = int(call.config.get("axis", -1))
-    dim = dimension(axis, len(values[0].shape), first)
-    return call.gives(f"torch.cat([{', '.join(map(str, values))}], {dim})", first=first)
+    if is_new:
+        values, first = [call.last(laid) for laid in call.inputs], False
+    rank = len(values[0].shape) + is_new
+    if axis % rank == 0:
+        raise call.refuse("joins the samples of batches", help=BATCH)
+    texts, dim = ", ".join(map(str, values)), dimension(axis, rank, first)
+    return call.gives(f"torch.{function}([{texts}], {dim})", first=first)
+
+
+translates("Concatenate")(partial(joined, "cat", -1))
 
 
 @translates("Dot")
@@ -330,14 +327,8 @@ def mask_after(call: LayerCall, found: Laid | Sequence[Laid]) -> Laid | Sequence
         GemscError: the layer computes with a mask, which gemsc does not.
     """
     kind = call.layer.kind
-    masked = next(
-        (
-            laid.masked
-            for laid in found_in([call.arguments, call.keywords], Laid)
-            if laid.masked
-        ),
-        "",
-    )
+    given = found_in([call.arguments, call.keywords], Laid)
+    masked = next((laid.masked for laid in given if laid.masked), "")
     if kind == "Embedding" and call.config.get("mask_zero"):
         masked = call.layer.name
     elif masked and _USE_MASKS.fullmatch(kind):

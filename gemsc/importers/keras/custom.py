@@ -15,7 +15,8 @@ import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ def custom_layers(path: Path | None) -> Mapping[str, Translator]:
         if before is not None:
             sys.modules[path.stem] = before
     return {
-        name: _translator(path, name, value)
+        name: partial(_translate, path, name, value)
         for name, value in vars(module).items()
         if inspect.isfunction(value) and value.__module__ == path.stem
     }
@@ -76,13 +77,12 @@ def _import_advice(path: Path, error: Exception) -> str:
     return f"`python {path}` shows the whole traceback"
 
 
-def _translator(path: Path, name: str, function: Callable[..., Any]) -> Translator:
-    def translate(call: LayerCall) -> Laid | list[Laid]:
-        if "" not in call.layer.added:
-            call.layer.added[""] = _add(call, path, name, function)
-        return _called(call, call.layer.added[""], f"{name}() of {path.name}")
-
-    return translate
+def _translate(
+    path: Path, name: str, function: Callable[..., Any], call: LayerCall
+) -> Laid | list[Laid]:
+    if "" not in call.layer.added:
+        call.layer.added[""] = _add(call, path, name, function)
+    return _called(call, call.layer.added[""], f"{name}() of {path.name}")
 
 
 def _add(call: LayerCall, path: Path, name: str, function: Callable[..., Any]) -> str:
@@ -119,11 +119,7 @@ def _weights(call: LayerCall, module: nn.Module, where: str) -> dict[str, Weight
     sizes = [tuple(call.layer.table[source].shape) for source in sources]
     tensors = {name: tuple(t.shape) for name, t in module.state_dict().items()}
     if list(tensors.values()) != sizes:
-        ours = ", ".join(f"{n} {_size(s)}" for n, s in tensors.items()) or "none"
-        file = (
-            ", ".join(f"{n} {_size(s)}" for n, s in zip(sources, sizes, strict=True))
-            or "none"
-        )
+        ours, file = _said(tensors.items()), _said(zip(sources, sizes, strict=True))
         raise call.refuse(
             f"has other weights than {where}: {file} in the file, {ours} in the module",
             help="give the module parameters of the shapes that Keras' variables have, "
@@ -132,15 +128,15 @@ def _weights(call: LayerCall, module: nn.Module, where: str) -> dict[str, Weight
     return dict(zip(tensors, map(same, sources), strict=True))
 
 
-def _size(shape: tuple[int, ...]) -> str:
-    return "x".join(map(str, shape)) or "()"
+def _said(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> str:
+    texts = [f"{name} {'x'.join(map(str, shape)) or '()'}" for name, shape in shapes]
+    return ", ".join(texts) or "none"
 
 
 # ------------------------------------------------------------------------ the call
 
 
 def _called(call: LayerCall, layer: str, where: str) -> Laid | list[Laid]:
-    """Call the module as the model calls the layer."""
     arguments = [_text(call, each) for each in call.arguments]
     for key, value in call.keywords.items():
         if not key.isidentifier():
@@ -166,9 +162,7 @@ def _called(call: LayerCall, layer: str, where: str) -> Laid | list[Laid]:
                 f"gives an object of type {type(value).__name__}",
                 help=f"let the module of {where} return tensors",
             )
-    name = call.layer.name
-    wishes = [f"{name}_{number}" for number in range(len(found))]
-    return [Laid(value) for value in call.sheet.unpack(wishes, text)]
+    return call.several(text, len(found))
 
 
 def _text(call: LayerCall, value: Any) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,16 +17,18 @@ from typing import Any
 import torch
 
 from gemsc.importers.keras.archive import Archive
-from gemsc.importers.keras.config import MODELS, Listed, found_in, plain, references
+from gemsc.importers.keras.config import (
+    MODELS,
+    Listed,
+    found_in,
+    numbered,
+    plain,
+    references,
+)
 from gemsc.importers.keras.core import check_activity, mask_after
 from gemsc.importers.keras.layer import Laid, Layer, LayerCall, Translator
-from gemsc.importers.network import ImportOptions
-from gemsc.importers.sheet import Sheet, Symbol
-
-# what a config that is damaged makes of a function that reads it
-MISREAD: tuple[type[Exception], ...] = (KeyError, TypeError, ValueError)
-MISREAD += (IndexError, AttributeError, OverflowError, ZeroDivisionError)
-MISREAD += (RecursionError,)
+from gemsc.importers.network import UNEXPECTED, ImportOptions
+from gemsc.importers.sheet import Sheet, sheet_of
 
 
 class _NotYetError(Exception):
@@ -41,11 +42,6 @@ class Model:
     sheet: Sheet
     inputs: Sequence[Laid]
     outputs: Sequence[Laid]
-
-    @property
-    def lines(self) -> tuple[Any, ...]:
-        """What it does, to compare with another one."""
-        return _lines(self.sheet)
 
 
 @dataclass(eq=False)
@@ -87,7 +83,7 @@ class Graph:
         """
         entry = Listed.of(text)
         words = f"{entry.kind} model {entry.name!r} of {self.archive.path.name}"
-        sheet = Sheet(_class_name(entry.name), words, self.archive.path.name)
+        sheet = Sheet(entry.name, words, self.archive.path.name)
         with sheet.place(f"{entry.kind} {entry.name!r}"), _readable(sheet):
             frozen = frozen or entry.config.get("trainable") is False
             entries = [Listed.of(layer) for layer in entry.config["layers"]]
@@ -142,13 +138,13 @@ class Graph:
             model = self.called[layer] = again
             self.sheets.append(model.sheet)
             layer.added[""] = call.sheet.network(layer.name, model.sheet)
-            return _results(call, model, layer.added[""], given)
-        del self.layers[counts[0] :], self.sheets[counts[1] :]
-        if model.lines != again.lines:
-            raise call.refuse(
-                "is called with images of two sizes, for which it is two networks",
-                help="build it once for each size",
-            )
+        else:
+            del self.layers[counts[0] :], self.sheets[counts[1] :]
+            if _lines(model.sheet) != _lines(again.sheet):
+                raise call.refuse(
+                    "is called with images of two sizes, for which it is two networks",
+                    help="build it once for each size",
+                )
         return _results(call, model, layer.added[""], given)
 
     def layer(self, entry: Listed, path: str, *, frozen: bool, name: str = "") -> Layer:
@@ -180,20 +176,15 @@ def _at_the_end(sheet: Sheet, laid: Laid, channels_first: bool) -> Laid:
 
 
 def _lines(sheet: Sheet) -> tuple[Any, ...]:
+    """Return what a class does, to compare with another one."""
     modules: list[Any] = []
     for name, module in sheet.root.named_modules():
-        of = getattr(module, "_of", None)
-        if of is not None and of[0] is not sheet:
-            modules.append((name, _lines(of[0])))
-        elif of is None:
+        inner = sheet_of(module)
+        if inner is not None and inner is not sheet:
+            modules.append((name, _lines(inner)))
+        elif inner is None:
             modules.append((name, type(module).__name__, module.extra_repr()))
     return [line.text for line in sheet.lines], modules, sheet.result
-
-
-def _class_name(name: str) -> str:
-    words = re.split(r"[\W_]+", name, flags=re.ASCII)
-    found = "".join(word[:1].upper() + word[1:] for word in words)
-    return found if found[:1].isalpha() else f"Network{found}"
 
 
 def _structure(structure: Any, outputs: Iterator[Laid]) -> str:
@@ -225,9 +216,13 @@ class _Calls:
         self.given, self.entries = given, entries
         self.inputs: list[Laid] = []
         self.values: dict[tuple[str, int], Sequence[Laid]] = {}
+        held = [e for e in entries if not e.is_operation and e.kind != "InputLayer"]
+        words = numbered(entry.snake for entry in held)
+        folder = f"{path}/layers" if path else "layers"
+        places = {e.name: f"{folder}/{w}" for e, w in zip(held, words, strict=True)}
         self.layers = {
-            entry.name: graph.layer(entry, place, frozen=frozen)
-            for entry, place in _places(path, entries)
+            entry.name: graph.layer(entry, places.get(entry.name, ""), frozen=frozen)
+            for entry in entries
         }
 
     def in_a_row(self, config: Mapping[str, Any]) -> Sequence[Laid]:
@@ -304,9 +299,9 @@ class _Calls:
                 "heed within a model that is trained: set trainable=False in Keras"
             )
         inputs, graph = found_in(arguments, Laid), self.graph
-        call = LayerCall(self.sheet, layer, inputs, keywords, arguments)
-        call.translate, call.find = graph.translate, graph.within
-        found = self.graph.translate(call)
+        functions = graph.translate, graph.within
+        call = LayerCall(self.sheet, layer, inputs, keywords, arguments, *functions)
+        found = graph.translate(call)
         return [found] if isinstance(found, Laid) else found
 
     def _input(self, name: str, shape: Any, dtype: str) -> Laid:
@@ -324,34 +319,12 @@ class _Calls:
         return laid
 
     def _new_input(self, name: str, shape: Any, dtype: str) -> Laid:
-        options = self.graph.options
-        batch, *sizes = options.shape(name, shape) or shape
         with self.sheet.place(f"InputLayer {name!r}"):
-            if any(size is None for size in sizes):
-                known = "x".join("?" if size is None else str(size) for size in sizes)
-                raise self.sheet.refuse(
-                    f"leaves sizes open: {known}",
-                    help=f"give them: --shape {name}={batch or options.batch}x"
-                    f"{known.replace('?', '224')}",
-                )
-        sizes = [options.batch if batch is None else batch, *sizes]
+            sizes = [*self.graph.options.shape(self.sheet, name, shape)]
         first = self.graph.channels_first and len(sizes) in (4, 5)
         if first:
             sizes.insert(1, sizes.pop())
         return Laid(self.sheet.input(name, sizes, _torch_dtype(dtype)), first)
-
-
-def _places(path: str, entries: Sequence[Listed]) -> Iterator[tuple[Listed, str]]:
-    """Yield where the weights of each layer are: Keras counts classes in a list."""
-    used: Counter[str] = Counter()
-    for entry in entries:
-        place = ""
-        if not entry.is_operation and entry.kind != "InputLayer":
-            count = used[entry.snake]
-            used[entry.snake] += 1
-            name = f"{entry.snake}_{count}" if count else entry.snake
-            place = f"{path}/layers/{name}" if path else f"layers/{name}"
-        yield entry, place
 
 
 def _torch_dtype(name: str) -> torch.dtype:
@@ -367,17 +340,12 @@ def _torch_dtype(name: str) -> torch.dtype:
 def _results(
     call: LayerCall, model: Model, text: str, given: Sequence[Laid]
 ) -> Sequence[Laid]:
-    """Add the line that calls a model."""
     text = f"{text}({', '.join(str(laid.value) for laid in given)})"
-    outputs = model.outputs
-    if len(outputs) == 1:
-        values: Sequence[Symbol] = [call.gives(text).value]
-    else:
-        wishes = [f"{call.layer.name}_{number}" for number in range(len(outputs))]
-        values = call.sheet.unpack(wishes, text)
+    count = len(model.outputs)
+    found = call.several(text, count) if count > 1 else [call.gives(text)]
     return [
-        Laid(value, of.first, of.masked)
-        for value, of in zip(values, outputs, strict=True)
+        Laid(laid.value, of.first, of.masked)
+        for laid, of in zip(found, model.outputs, strict=True)
     ]
 
 
@@ -386,7 +354,7 @@ def _readable(sheet: Sheet) -> Iterator[None]:
     """Turn what a damaged config raises into an error that names the layer."""
     try:
         yield
-    except MISREAD as error:
+    except UNEXPECTED as error:
         what = f"{type(error).__name__}: {str(error).splitlines()[0]:.80}"
         raise sheet.refuse(
             f"has settings that gemsc cannot read ({what})",

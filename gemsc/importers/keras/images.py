@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 from torch import nn
 
-from gemsc.importers.keras.layer import Laid, LayerCall, Translator, translates
-from gemsc.importers.sheet import Symbol, layer_class
+from gemsc.importers.keras.layer import Laid, LayerCall, translates
+from gemsc.importers.sheet import Symbol, flat_pads, layer_class, one_number, slices
 from gemsc.importers.weight import Array, constant
 
 # zeros before and after, for each axis of an image
@@ -34,18 +35,30 @@ def per_axis(value: Any, count: int) -> tuple[int, ...]:
     return tuple(values)
 
 
-def same_pads(
+def pads_of(
+    call: LayerCall,
     sizes: Sequence[int],
     kernel: Sequence[int],
     strides: Sequence[int],
     dilation: Sequence[int],
 ) -> Pads:
-    """Return the padding of 'same': ceil(n / s) windows, the odd zero at the end."""
-    pads = []
-    for n, k, s, d in zip(sizes, kernel, strides, dilation, strict=True):
-        total = max((-(-n // s) - 1) * s + d * (k - 1) + 1 - n, 0)
-        pads.append((total // 2, total - total // 2))
-    return pads
+    """Return the padding of a layer in numbers.
+
+    That of 'same' is for ceil(n / s) windows, with an odd zero at the end.
+
+    Raises:
+        GemscError: Keras has no such padding.
+    """
+    match call.config["padding"]:
+        case "valid":
+            return [(0, 0)] * len(sizes)
+        case "same":
+            axes = zip(sizes, kernel, strides, dilation, strict=True)
+            totals = [(-(-n // s) - 1) * s + d * (k - 1) + 1 - n for n, k, s, d in axes]
+            return [(max(t, 0) // 2, max(t + 1, 0) // 2) for t in totals]
+        case "causal" if len(sizes) == 1 and "Conv" in call.layer.kind:
+            return [(dilation[0] * (kernel[0] - 1), 0)]
+    raise call.refuse(f"has padding={call.config['padding']!r:.40}")
 
 
 def padded(call: LayerCall, x: Symbol, pads: Pads, value: str = "") -> Symbol:
@@ -55,22 +68,6 @@ def padded(call: LayerCall, x: Symbol, pads: Pads, value: str = "") -> Symbol:
     filled = f', "constant", {value}' if value else ""
     text = f"F.pad({x}, {flat_pads(pads)}{filled})"
     return call.sheet.line(f"{call.layer.name}_pad", text)
-
-
-def one_number(values: Sequence[Any]) -> Any:
-    """Return 3 for (3, 3): as people write it."""
-    return values[0] if len(set(values)) == 1 else tuple(values)
-
-
-def slices(crops: Pads) -> str:
-    """Return the text that takes something off each axis of an image."""
-    texts = [f"{before or ''}:{-after if after else ''}" for before, after in crops]
-    return f"[:, :, {', '.join(texts)}]"
-
-
-def flat_pads(pads: Pads) -> tuple[int, ...]:
-    """Return padding as PyTorch has it: the last axis first."""
-    return tuple(size for pair in reversed(pads) for size in pair)
 
 
 # ----------------------------------------------------------------------------- borders
@@ -100,11 +97,7 @@ def _borders(value: Any, axes: int) -> Pads:
         value = [value]
     if len(value) != axes:
         raise ValueError(f"{value!r:.40} for {axes} axes")
-    found = []
-    for item in value:
-        before, after = per_axis(item, 2)
-        found.append((before, after))
-    return found
+    return [(before, after) for before, after in (per_axis(v, 2) for v in value)]
 
 
 @translates("SpatialDropout1D", "SpatialDropout2D", "SpatialDropout3D")
@@ -120,68 +113,37 @@ def _spatial_dropout(call: LayerCall) -> Laid:
 # ------------------------------------------------------------------------------- pools
 
 
-@translates("MaxPooling1D", "MaxPooling2D", "MaxPooling3D")
-def _max(call: LayerCall) -> Laid:
+_POOLS = [f"{kind}Pooling{n}D" for kind in ("Average", "Max") for n in (1, 2, 3)]
+
+
+@translates(*_POOLS)
+def _pool(call: LayerCall) -> Laid:
+    """Zeros that pad count for nothing: a mean is of what is in the image."""
     x, first = image(call)
-    kernel, strides, pads = _windows(call, x)
-    settings = _own_padding(x.shape[2:], kernel, strides, pads)
-    if settings is None:
-        settings, x = {}, padded(call, x, pads, "-torch.inf")
-    name = _pool(call, "MaxPool", kernel, strides, settings)
-    return call.gives(f"{name}({x})", first=first)
-
-
-@translates("AveragePooling1D", "AveragePooling2D", "AveragePooling3D")
-def _mean(call: LayerCall) -> Laid:
-    """Zeros that pad count for nothing: the mean is of what is in the image."""
-    x, first = image(call)
-    kernel, strides, pads = _windows(call, x)
-    settings = _own_padding(x.shape[2:], kernel, strides, pads)
-    if settings is not None:
-        if any(before for before, _ in pads) or settings.get("ceil_mode"):
-            settings["count_include_pad"] = False
-        name = _pool(call, "AvgPool", kernel, strides, settings)
-        return call.gives(f"{name}({x})", first=first)
-    share = _share(x.shape[2:], kernel, strides, pads)
-    x = padded(call, x, pads)
-    name = _pool(call, "AvgPool", kernel, strides, {})
-    part = call.sheet.tensor(
-        f"{call.layer.name}_share", share.shape, constant(share), trained=False
-    )
-    return call.gives(f"{name}({x}) / {part}", first=first)
-
-
-def _pool(
-    call: LayerCall,
-    kind: str,
-    kernel: Sequence[int],
-    strides: Sequence[int],
-    settings: Mapping[str, Any],
-) -> str:
-    """Add a pool; a call with images of another size may need another one."""
-    sizes = {"padding": one_number(settings.get("padding", (0,)))}
-    make = layer_class(kind, len(kernel))
-    module = make(one_number(kernel), one_number(strides), **{**settings, **sizes})
-    for text in call.layer.added.values():
-        if repr(call.sheet.empty(text)) == repr(module):
-            return text
-    text = call.sheet.layer(call.layer.name, module)
-    call.layer.added[text] = text
-    return text
-
-
-def _windows(
-    call: LayerCall, x: Symbol
-) -> tuple[tuple[int, ...], tuple[int, ...], Pads]:
-    axes = len(x.shape) - 2
+    axes, is_mean = len(x.shape) - 2, call.layer.kind.startswith("Average")
     kernel = per_axis(call.config["pool_size"], axes)
     strides = per_axis(call.config["strides"] or kernel, axes)
-    pads: Pads = [(0, 0)] * axes
-    if call.config["padding"] == "same":
-        pads = same_pads(x.shape[2:], kernel, strides, [1] * axes)
-    elif call.config["padding"] != "valid":
-        raise call.refuse(f"has padding={call.config['padding']!r:.40}")
-    return kernel, strides, pads
+    pads = pads_of(call, x.shape[2:], kernel, strides, [1] * axes)
+    settings, end = _own_padding(x.shape[2:], kernel, strides, pads), ""
+    if settings is None:
+        settings = {}
+        if is_mean:
+            share = _share(x.shape[2:], kernel, strides, pads)
+            name = f"{call.layer.name}_share"
+            weight = constant(share)
+            end = f" / {call.sheet.tensor(name, share.shape, weight, trained=False)}"
+        x = padded(call, x, pads, "" if is_mean else "-torch.inf")
+    elif is_mean and settings:
+        settings["count_include_pad"] = False
+    settings["padding"] = one_number(settings.get("padding", (0,)))
+    make = layer_class("AvgPool" if is_mean else "MaxPool", axes)
+    module = make(one_number(kernel), one_number(strides), **settings)
+    # a call with images of another size may need another one
+    known = call.layer.added.values()
+    same = (t for t in known if repr(call.sheet.empty(t)) == repr(module))
+    text = next(same, "") or call.sheet.layer(call.layer.name, module)
+    call.layer.added[text] = text
+    return call.gives(f"{text}({x}){end}", first=first)
 
 
 def _own_padding(
@@ -228,36 +190,26 @@ def _share(
 # -------------------------------------------------------------------- whole images
 
 
-def _global(method: str) -> Translator:
-    """Return the translator of a pool over all of an image."""
-
-    def translate(call: LayerCall) -> Laid:
-        x, first = image(call)
-        axes = tuple(range(2, len(x.shape)))
-        keep = ", keepdim=True" if call.config.get("keepdims") else ""
-        return call.gives(f"{x}.{method}({axes}{keep})", first=first)
-
-    return translate
+def _global(method: str, call: LayerCall) -> Laid:
+    x, first = image(call)
+    axes = tuple(range(2, len(x.shape)))
+    keep = ", keepdim=True" if call.config.get("keepdims") else ""
+    return call.gives(f"{x}.{method}({axes}{keep})", first=first)
 
 
-def _adaptive(kind: str) -> Translator:
-    """Return the translator of a pool to a size."""
-
-    def translate(call: LayerCall) -> Laid:
-        x, first = image(call)
-        axes = len(x.shape) - 2
-        sizes = one_number(per_axis(call.config["output_size"], axes))
-        name = call.add(lambda: layer_class(kind, axes)(sizes))
-        return call.gives(f"{name}({x})", first=first)
-
-    return translate
+def _adaptive(kind: str, call: LayerCall) -> Laid:
+    x, first = image(call)
+    axes = len(x.shape) - 2
+    sizes = one_number(per_axis(call.config["output_size"], axes))
+    name = call.add(lambda: layer_class(kind, axes)(sizes))
+    return call.gives(f"{name}({x})", first=first)
 
 
 for _axes in ("1D", "2D", "3D"):
-    translates(f"GlobalMaxPooling{_axes}")(_global("amax"))
-    translates(f"GlobalAveragePooling{_axes}")(_global("mean"))
-    translates(f"AdaptiveMaxPooling{_axes}")(_adaptive("AdaptiveMaxPool"))
-    translates(f"AdaptiveAveragePooling{_axes}")(_adaptive("AdaptiveAvgPool"))
+    translates(f"GlobalMaxPooling{_axes}")(partial(_global, "amax"))
+    translates(f"GlobalAveragePooling{_axes}")(partial(_global, "mean"))
+    translates(f"AdaptiveMaxPooling{_axes}")(partial(_adaptive, "AdaptiveMaxPool"))
+    translates(f"AdaptiveAveragePooling{_axes}")(partial(_adaptive, "AdaptiveAvgPool"))
 
 
 # --------------------------- images of another size: by layers of PyTorch, or matrices
@@ -269,10 +221,8 @@ def _up(call: LayerCall) -> Laid:
     factors = per_axis(call.config["size"], len(x.shape) - 2)
     kind = call.config.get("interpolation", "nearest")
     if kind == "nearest" or (kind == "bilinear" and len(factors) == 2):
-        settings = {} if kind == "nearest" else {"align_corners": False}
         scale = one_number(tuple(map(float, factors)))
-        name = call.add(lambda: nn.Upsample(scale_factor=scale, mode=kind, **settings))
-        return call.gives(f"{name}({x})", first=first)
+        return call.gives(_upsampled(call, x, kind, scale_factor=scale), first=first)
     sizes = [n * factor for n, factor in zip(x.shape[2:], factors, strict=True)]
     return call.gives(_by_matrices(call, x, sizes, kind, antialias=False), first=first)
 
@@ -292,34 +242,29 @@ def _resizing(call: LayerCall) -> Laid:
     if kind != "nearest" and (antialias or kind != "bilinear"):
         return call.gives(_by_matrices(call, x, sizes, kind, antialias), first=first)
     mode = "nearest-exact" if kind == "nearest" else kind
-    settings = {} if kind == "nearest" else {"align_corners": False}
-    name = call.add(lambda: nn.Upsample(size=sizes, mode=mode, **settings))
-    return call.gives(f"{name}({x})", first=first)
+    return call.gives(_upsampled(call, x, mode, size=sizes), first=first)
+
+
+def _upsampled(call: LayerCall, x: Symbol, mode: str, **settings: Any) -> str:
+    if mode == "bilinear":
+        settings["align_corners"] = False
+    return f"{call.add(lambda: nn.Upsample(mode=mode, **settings))}({x})"
 
 
 def _of_ratio(call: LayerCall, x: Symbol, sizes: Sequence[int]) -> Symbol:
     """Crop an image, or pad it, to the ratio of another size."""
     height, width = x.shape[2:]
     as_high, as_wide = width * sizes[0] / sizes[1], height * sizes[1] / sizes[0]
-    name = call.layer.name
     if call.config.get("crop_to_aspect_ratio"):
         wanted = max(min(height, int(as_high)), 1), max(min(width, int(as_wide)), 1)
-        starts = [
-            int((n - w) / 2) for n, w in zip((height, width), wanted, strict=True)
-        ]
-        crops = [
-            (start, n - start - w)
-            for start, n, w in zip(starts, (height, width), wanted, strict=True)
-        ]
+        over = [n - w for n, w in zip((height, width), wanted, strict=True)]
+        crops = [(size // 2, size - size // 2) for size in over]
         if any(size for pair in crops for size in pair):
-            return call.sheet.line(f"{name}_crop", f"{x}{slices(crops)}")
+            return call.sheet.line(f"{call.layer.name}_crop", f"{x}{slices(crops)}")
     elif call.config.get("pad_to_aspect_ratio"):
         further = max(height, int(as_high)) - height, max(width, int(as_wide)) - width
-        pads = [(int(size / 2), int(size / 2)) for size in further]
-        if any(further):
-            fill = float(call.config.get("fill_value", 0.0))
-            text = f'F.pad({x}, {flat_pads(pads)}, "constant", {fill!r})'
-            return call.sheet.line(f"{name}_pad", text)
+        fill = float(call.config.get("fill_value", 0.0))
+        return padded(call, x, [(size // 2, size // 2) for size in further], repr(fill))
     return x
 
 
@@ -351,7 +296,6 @@ def _matrix(size: int, target: int, kind: str, antialias: bool) -> Array:
     distance = np.abs(centers[:, None] - np.arange(size)) / stretch
     weights = np.where(distance < radius, kernel(distance), 0.0)
     weights /= weights.sum(1, keepdims=True)
-    weights[(centers < -0.5) | (centers > size - 0.5)] = 0
     return weights.astype(np.float32)
 
 

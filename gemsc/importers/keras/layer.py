@@ -109,21 +109,26 @@ class LayerCall:
     """One call of a layer: what it is given, and the sheet to write to.
 
     `inputs` are the tensors among the positional arguments, in their order; in
-    `arguments` they stand among lists and constants, as in `keywords`.
+    `arguments` they stand among lists and constants, as in `keywords`. `translate` adds
+    the lines of another call, and `find` gives a layer that this one holds.
     """
 
     sheet: Sheet
     layer: Layer
     inputs: Sequence[Laid]
     keywords: Mapping[str, Any]
-    arguments: Sequence[Any] = ()
-    translate: Translator | None = None
-    find: Callable[[Layer, Mapping[str, Any], str], Layer] | None = None
+    arguments: Sequence[Any]
+    translate: Translator
+    find: Callable[[Layer, Mapping[str, Any], str], Layer]
 
     @property
     def config(self) -> Mapping[str, Any]:
         """The layer's settings."""
         return self.layer.config
+
+    def setting(self, name: str, default: Any = None) -> Any:
+        """Return a setting, which the call may name as well."""
+        return self.keywords.get(name, self.config.get(name, default))
 
     def refuse(self, what: str, help: str | None = None) -> GemscError:
         """Return the error for a layer that cannot be had; it names the layer."""
@@ -241,6 +246,11 @@ class LayerCall:
         value = self.sheet.line(wish or self.layer.name, text)
         return Laid(value, first and len(value.shape) > 2)
 
+    def several(self, text: str, count: int) -> list[Laid]:
+        """Add a line that gives so many values: `x_0, x_1 = text`."""
+        wishes = [f"{self.layer.name}_{number}" for number in range(count)]
+        return [Laid(value) for value in self.sheet.unpack(wishes, text)]
+
     def inner(
         self, layer: Mapping[str, Any], part: str, inputs: Sequence[Laid]
     ) -> Laid:
@@ -251,8 +261,6 @@ class LayerCall:
         Raises:
             GemscError: it cannot be had, or gives several values.
         """
-        assert self.translate is not None
-        assert self.find is not None
         if part not in self.layer.parts:
             self.layer.parts[part] = self.find(self.layer, layer, part)
         held = self.layer.parts[part]

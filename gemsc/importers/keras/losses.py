@@ -6,10 +6,12 @@ Example: `loss="mse"` gives
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+
+from gemsc.importers.keras.config import snake
 
 
 @dataclass(frozen=True)
@@ -71,12 +73,26 @@ ALIASES = {
 SMALL = "1e-7"  # keras.config.epsilon()
 
 
-def snake(name: str) -> str:
+def full_name(name: str) -> str:
     """Return mean_squared_error for MeanSquaredError and for mse."""
-    if name.lower() in ALIASES:
-        return ALIASES[name.lower()]
-    name = re.sub("(.)([A-Z][a-z]+)", r"\1_\2", name.replace("KLD", "KlD"))
-    return re.sub("([a-z])([A-Z])", r"\1_\2", name).lower()
+    return ALIASES.get(name.lower()) or snake(name.replace("KLD", "KlD"))
+
+
+def kind_and_settings(setting: Any) -> tuple[str, Settings]:
+    """Return which loss or metric a setting of compile() is, and its settings.
+
+    Raises:
+        UnknownLossError: it is a function of the user's.
+    """
+    if isinstance(setting, str):
+        return full_name(setting), {}
+    config = setting.get("config") if isinstance(setting, Mapping) else setting
+    if not isinstance(config, Mapping):
+        raise UnknownLossError(f"'{config}' is a function of your own")
+    kind, function = str(setting.get("class_name")), config.get("fn")
+    if kind in ("LossFunctionWrapper", "MeanMetricWrapper"):
+        kind = function if isinstance(function, str) else kind
+    return full_name(kind), config
 
 
 def loss_form(name: str, settings: Settings, output: ModelOutput) -> LossForm:
@@ -87,7 +103,10 @@ def loss_form(name: str, settings: Settings, output: ModelOutput) -> LossForm:
     """
     if name not in LOSSES:
         raise UnknownLossError(f"{name} has no counterpart in the table of gemsc")
-    form = LOSSES[name](settings, output)
+    write = LOSSES[name]
+    if isinstance(write, str):
+        write = partial(_plain, write)
+    form = write(settings, output)
     return _reduced(form, str(settings.get("reduction")), output)
 
 
@@ -110,15 +129,11 @@ def _as_output(output: ModelOutput) -> str:
     return f"target = target.to(output.dtype){shape}"
 
 
-def _plain(text: str, **defaults: float) -> Callable[[Settings, ModelOutput], LossForm]:
-    """Return the writer of lines, in which {dim} is the last axis of Keras."""
-
-    def write(settings: Settings, output: ModelOutput) -> LossForm:
-        numbers = {k: repr(float(settings.get(k, v))) for k, v in defaults.items()}
-        filled = text.format(dim=output.dim, small=SMALL, **numbers)
-        return LossForm((_as_output(output), *filled.split("\n")))
-
-    return write
+def _plain(text: str, settings: Settings, output: ModelOutput) -> LossForm:
+    """Return lines, in which {dim} is the last axis of Keras."""
+    delta = float(settings.get("delta", 1.0))
+    filled = text.format(dim=output.dim, small=SMALL, delta=delta)
+    return LossForm((_as_output(output), *filled.split("\n")))
 
 
 def _cosine(settings: Settings, output: ModelOutput) -> LossForm:
@@ -133,7 +148,7 @@ def _cosine(settings: Settings, output: ModelOutput) -> LossForm:
     return LossForm(lines)
 
 
-def _overlap(settings: Settings, output: ModelOutput, formula: str) -> LossForm:
+def _overlap(formula: str, settings: Settings, output: ModelOutput) -> LossForm:
     """Sum over axes: over the whole batch if there are none."""
     axis = settings.get("axis")
     dims = ""
@@ -307,46 +322,32 @@ CATEGORICAL_HINGE = """right = (target * output).sum({dim})
 wrong = ((1 - target) * output).amax({dim})
 return F.relu(wrong - right + 1).mean()"""
 
-LOSSES: Mapping[str, Callable[[Settings, ModelOutput], LossForm]] = {
+# by a text for what is one for all settings and outputs
+LOSSES: Mapping[str, str | Callable[[Settings, ModelOutput], LossForm]] = {
     "binary_crossentropy": _binary,
     "binary_focal_crossentropy": _binary_focal,
     "categorical_crossentropy": _categorical,
     "categorical_focal_crossentropy": _categorical_focal,
     "categorical_generalized_cross_entropy": _generalized,
-    "categorical_hinge": _plain(CATEGORICAL_HINGE),
+    "categorical_hinge": CATEGORICAL_HINGE,
     "cosine_similarity": _cosine,
-    "dice": lambda settings, output: _overlap(settings, output, DICE),
-    "hinge": _plain(SIGNS + "return F.relu(1 - target * output).mean()"),
-    "huber": _plain("return F.huber_loss(output, target, delta={delta})", delta=1.0),
-    "kl_divergence": _plain(DIVERGENCE),
-    "log_cosh": _plain(LOG_COSH),
-    "mean_absolute_error": _plain("return F.l1_loss(output, target)"),
-    "mean_absolute_percentage_error": _plain(PERCENT),
-    "mean_squared_error": _plain("return F.mse_loss(output, target)"),
-    "mean_squared_logarithmic_error": _plain(LOGARITHMIC),
-    "poisson": _plain("return (output - target * (output + {small}).log()).mean()"),
+    "dice": partial(_overlap, DICE),
+    "hinge": SIGNS + "return F.relu(1 - target * output).mean()",
+    "huber": "return F.huber_loss(output, target, delta={delta!r})",
+    "kl_divergence": DIVERGENCE,
+    "log_cosh": LOG_COSH,
+    "mean_absolute_error": "return F.l1_loss(output, target)",
+    "mean_absolute_percentage_error": PERCENT,
+    "mean_squared_error": "return F.mse_loss(output, target)",
+    "mean_squared_logarithmic_error": LOGARITHMIC,
+    "poisson": "return (output - target * (output + {small}).log()).mean()",
     "sparse_categorical_crossentropy": _sparse,
-    "squared_hinge": _plain(SIGNS + "return (F.relu(1 - target * output) ** 2).mean()"),
-    "tversky": lambda settings, output: _overlap(settings, output, TVERSKY),
+    "squared_hinge": SIGNS + "return (F.relu(1 - target * output) ** 2).mean()",
+    "tversky": partial(_overlap, TVERSKY),
 }
 
 
 # ------------------------------------------------ metrics, that are means over samples
-
-
-def metric_name(setting: Any) -> tuple[str, str, Settings]:
-    """Return what a metric is called, its kind, and its settings."""
-    if isinstance(setting, str):
-        return setting, snake(setting), {}
-    if not isinstance(setting, Mapping):
-        raise UnknownLossError(f"the metric {setting!r} is not one of Keras")
-    config = setting.get("config")
-    if setting.get("class_name") == "function" or not isinstance(config, Mapping):
-        raise UnknownLossError(f"the metric '{config}' is a function of your own")
-    kind = snake(str(setting.get("class_name")))
-    if kind == "mean_metric_wrapper" and isinstance(config.get("fn"), str):
-        kind = snake(config["fn"])
-    return str(config.get("name") or kind), kind, config
 
 
 def metric_form(

@@ -74,28 +74,18 @@ def _batch(call: LayerCall) -> Laid:
     return call.gives(f"{name}({x})", first=last)
 
 
-@translates("LayerNormalization")
+@translates("LayerNormalization", "RMSNormalization")
 def _layer(call: LayerCall) -> Laid:
+    """Normalize the last axes; others go there, and back."""
     if call.config.get("rms_scaling"):
         raise call.refuse("has rms_scaling=True", help="use RMSNormalization")
-    sizes = [call.inputs[0].shape[axis] for axis in _axes(call)]
-    weights = _scales(call, *sizes)
-    eps, affine = float(call.config["epsilon"]), bool(weights)
-    name = call.add(lambda: nn.LayerNorm(sizes, eps, affine), "", **weights)
-    return _at_the_end(call, name)
-
-
-@translates("RMSNormalization")
-def _rms(call: LayerCall) -> Laid:
-    sizes = [call.inputs[0].shape[axis] for axis in _axes(call)]
-    eps = float(call.config["epsilon"])
-    name = call.add(lambda: nn.RMSNorm(sizes, eps), weight=call.variable(0))
-    return _at_the_end(call, name)
-
-
-def _at_the_end(call: LayerCall, name: str) -> Laid:
-    """Call a layer that normalizes the last axes; others go there, and back."""
     x, axes = call.last(), _axes(call)
+    sizes, eps = [x.shape[axis] for axis in axes], float(call.config["epsilon"])
+    if call.layer.kind == "RMSNormalization":
+        name = call.add(lambda: nn.RMSNorm(sizes, eps), weight=call.variable(0))
+    else:
+        held = _scales(call, *sizes)
+        name = call.add(lambda: nn.LayerNorm(sizes, eps, bool(held)), "", **held)
     rank = len(x.shape)
     order = [axis for axis in range(rank) if axis not in axes] + axes
     if order == sorted(order):
@@ -158,11 +148,15 @@ def _numbers(value: Any) -> Array:
 def _constant(call: LayerCall, name: str, value: Array, first: bool) -> Symbol:
     """Add numbers for the last axes of Keras."""
     rank = len(call.inputs[0].shape)
-    array = value.astype(np.float32).reshape((1,) * (rank - value.ndim) + value.shape)
-    if first:
-        array = np.moveaxis(array, -1, 1)
-    array = array[0]
+    sizes = (1,) * (rank - value.ndim) + value.shape
+    array = _of_samples(value.astype(np.float32).reshape(sizes), first)
     return call.tensor(name, array.shape, constant(array), trained=False)
+
+
+def _of_samples(array: Array, first: bool) -> Array:
+    """Return numbers beside all axes as they stand beside each sample."""
+    inner: Array = (np.moveaxis(array, -1, 1) if first else array)[0]
+    return inner
 
 
 @translates("Normalization")
@@ -178,11 +172,7 @@ def _normalization(call: LayerCall) -> Laid:
     broadcast = [n if a in kept else 1 for a, n in enumerate(shape)]
 
     def laid(array: Array) -> Array:
-        array = array.reshape(broadcast)
-        if first:
-            array = np.moveaxis(array, -1, 1)
-        inner: Array = array[0]
-        return inner
+        return _of_samples(array.reshape(broadcast), first)
 
     held = []
     for index, name in enumerate(("mean", "variance")):

@@ -6,28 +6,28 @@ Example: `keras.ops.multiply(x, 2.0)` is an operation of the class Multiply and 
 
 from __future__ import annotations
 
-import re
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from gemsc.importers.keras.activation import NAMES
-from gemsc.importers.keras.config import found_in
+from gemsc.importers.keras.activation import ELU, LEAKY_RELU, NAMES, unary
+from gemsc.importers.keras.config import found_in, snake
+from gemsc.importers.keras.core import BATCH, joined
 from gemsc.importers.keras.layer import (
     OPERATIONS,
     Function,
     Laid,
     LayerCall,
-    Translator,
     dimension,
     translates,
 )
+from gemsc.importers.sheet import filled
 from gemsc.importers.weight import constant
-
-_BATCH = "build the model of operations within each sample"
 
 
 def operation(kind: str) -> Callable[[Function], Function]:
@@ -35,43 +35,31 @@ def operation(kind: str) -> Callable[[Function], Function]:
     return translates(kind, table=OPERATIONS)
 
 
-def _elementwise(template: str, *names: str) -> Translator:
-    """Return the translator of a function of its arguments, element by element."""
-
-    def translate(call: LayerCall) -> Laid:
-        given = _given(call, *names)
-        tensors = [value for value in given if isinstance(value, Laid)]
-        firsts = {laid.first for laid in tensors}
-        ranks = {len(laid.value.shape) for laid in tensors}
-        plain = any(isinstance(value, np.ndarray) for value in given)
-        first = firsts == {True} and len(ranks) == 1 and not plain
-        texts = [_text(call, value, first) for value in given]
-        return call.gives(template.format(*texts), first=first)
-
-    return translate
+def _elementwise(template: str, call: LayerCall) -> Laid:
+    """Write a function of two arguments, element by element."""
+    given = _given(call, "x1", "x2")
+    tensors = [value for value in given if isinstance(value, Laid)]
+    firsts = {laid.first for laid in tensors}
+    ranks = {len(laid.value.shape) for laid in tensors}
+    plain = any(isinstance(value, np.ndarray) for value in given)
+    first = firsts == {True} and len(ranks) == 1 and not plain
+    texts = [_text(call, value, first) for value in given]
+    return call.gives(template.format(*texts), first=first)
 
 
-def _extreme(kind: str) -> Translator:
-    """Return the translator of the larger or smaller of two; of a number: a bound."""
-    of_two = _elementwise(f"torch.{kind}imum({{0}}, {{1}})", "x1", "x2")
-    bound = _elementwise(f"{{0}}.clamp({'min' if kind == 'max' else 'max'}={{1}})")
-
-    def translate(call: LayerCall) -> Laid:
-        numbers = [v for v in call.arguments if isinstance(v, int | float)]
-        if not numbers:
-            return of_two(call)  # type: ignore[return-value]
-        arguments = [call.inputs[0], *numbers]
-        return bound(replace(call, arguments=arguments))  # type: ignore[return-value]
-
-    return translate
+def _extreme(kind: str, call: LayerCall) -> Laid:
+    """Write the larger or smaller of two; of a value and a number, its bound."""
+    numbers = [v for v in call.arguments if isinstance(v, int | float)]
+    if not numbers:
+        return _elementwise(f"torch.{kind}imum({{0}}, {{1}})", call)
+    bound = "min" if kind == "max" else "max"
+    given = replace(call, arguments=[call.inputs[0], *numbers])
+    return _elementwise(f"{{0}}.clamp({bound}={{1}})", given)
 
 
 def _given(call: LayerCall, *names: str) -> list[Any]:
     """Return the arguments that a function takes, by place, by name or as settings."""
-    given = list(call.arguments)
-    for name in names[len(given) :]:
-        given.append(call.keywords.get(name, call.config.get(name)))
-    return given
+    return [*call.arguments, *map(call.setting, names[len(call.arguments) :])]
 
 
 def _text(call: LayerCall, value: Any, first: bool) -> str:
@@ -86,22 +74,6 @@ def _text(call: LayerCall, value: Any, first: bool) -> str:
     raise call.refuse(f"is given {type(value).__name__}", help="give a number")
 
 
-def _number(call: LayerCall, name: str, default: float) -> float:
-    value = call.keywords.get(name, call.config.get(name, default))
-    return float(value)
-
-
-def _unary(template: str, **settings: float) -> Translator:
-    """Return the translator of a function of one value, which has settings."""
-
-    def translate(call: LayerCall) -> Laid:
-        laid = call.inputs[0]
-        numbers = {key: _number(call, key, value) for key, value in settings.items()}
-        return call.gives(template.format(x=laid.value, **numbers), first=laid.first)
-
-    return translate
-
-
 @operation("Gelu")
 def _gelu(call: LayerCall) -> Laid:
     laid = call.inputs[0]
@@ -109,38 +81,27 @@ def _gelu(call: LayerCall) -> Laid:
     return call.gives(f"F.gelu({laid.value}{how})", first=laid.first)
 
 
-def _along(template: str) -> Translator:
-    """Return the translator of a function along one axis."""
-
-    def translate(call: LayerCall) -> Laid:
-        laid = call.inputs[0]
-        axis = int(_number(call, "axis", -1))
-        dim = dimension(axis, len(laid.value.shape), laid.first)
-        return call.gives(template.format(x=laid.value, dim=dim), first=laid.first)
-
-    return translate
+def _along(template: str, call: LayerCall) -> Laid:
+    laid = call.inputs[0]
+    axis = int(call.setting("axis", -1))
+    dim = dimension(axis, len(laid.value.shape), laid.first)
+    return call.gives(template.format(x=laid.value, dim=dim), first=laid.first)
 
 
-def _reduction(template: str) -> Translator:
-    """Return the translator of a function that leaves axes out."""
-
-    def translate(call: LayerCall) -> Laid:
-        laid, axis = call.inputs[0], call.config.get("axis")
-        rank = len(laid.value.shape)
-        axes = range(rank) if axis is None else found_in(axis, int)
-        if any(a % rank == 0 for a in axes):
-            raise call.refuse("goes over the samples of the batch", help=_BATCH)
-        keep = bool(call.config.get("keepdims"))
-        channels = {a % rank for a in axes} == set(range(1, rank - 1))
-        first = laid.first and (keep or channels)
-        x = laid.value if first else laid.ordered(call.sheet, first=False)
-        dims = tuple(sorted(dimension(a, rank, first) for a in axes))
-        kept = ", keepdim=True" if keep else ""
-        return call.gives(
-            template.format(x=x, dims=dims, keep=kept), first=first and keep
-        )
-
-    return translate
+def _reduction(template: str, call: LayerCall) -> Laid:
+    """Write a function that leaves axes out."""
+    laid, axis = call.inputs[0], call.config.get("axis")
+    rank = len(laid.value.shape)
+    axes = range(rank) if axis is None else found_in(axis, int)
+    if any(a % rank == 0 for a in axes):
+        raise call.refuse("goes over the samples of the batch", help=BATCH)
+    keep = bool(call.config.get("keepdims"))
+    channels = {a % rank for a in axes} == set(range(1, rank - 1))
+    first = laid.first and (keep or channels)
+    x = laid.value if first else laid.ordered(call.sheet, first=False)
+    dims = tuple(sorted(dimension(a, rank, first) for a in axes))
+    kept = ", keepdim=True" if keep else ""
+    return call.gives(template.format(x=x, dims=dims, keep=kept), first=first and keep)
 
 
 # -------------------------------------------------------------------------- shapes
@@ -152,18 +113,17 @@ def _reshape(call: LayerCall) -> Laid:
     batch, *sizes = call.config["newshape"]
     known = [-1 if size is None else int(size) for size in sizes]
     if batch not in (None, -1, x.shape[0]) or (batch == x.shape[0] and -1 in known):
-        raise call.refuse("changes the size of the batch", help=_BATCH)
-    if -1 in known:  # the batch alone may be open
-        count = int(np.prod(x.shape[1:])) // -int(np.prod(known))
-        known[known.index(-1)] = count
-    return call.gives(f"{x}.reshape(-1, {', '.join(map(str, known))})")
+        raise call.refuse("changes the size of the batch", help=BATCH)
+    # the batch alone may be open
+    texts = map(str, filled(known, math.prod(x.shape[1:])))
+    return call.gives(f"{x}.reshape(-1, {', '.join(texts)})")
 
 
 @operation("Transpose")
 def _transpose(call: LayerCall) -> Laid:
     x, axes = call.last(), call.config.get("axes")
     if axes is None or axes[0] != 0:
-        raise call.refuse("moves the axis of the batch", help=_BATCH)
+        raise call.refuse("moves the axis of the batch", help=BATCH)
     return call.gives(f"{x}.permute({', '.join(str(int(axis)) for axis in axes)})")
 
 
@@ -172,7 +132,7 @@ def _swapped(call: LayerCall) -> Laid:
     x = call.last()
     axes = [int(call.config[name]) % len(x.shape) for name in ("axis1", "axis2")]
     if 0 in axes:
-        raise call.refuse("moves the axis of the batch", help=_BATCH)
+        raise call.refuse("moves the axis of the batch", help=BATCH)
     return call.gives(f"{x}.transpose({axes[0]}, {axes[1]})")
 
 
@@ -181,7 +141,7 @@ def _expanded(call: LayerCall) -> Laid:
     x = call.last()
     axis = int(call.config["axis"]) % (len(x.shape) + 1)
     if axis == 0:
-        raise call.refuse("moves the axis of the batch", help=_BATCH)
+        raise call.refuse("moves the axis of the batch", help=BATCH)
     return call.gives(f"{x}.unsqueeze({axis})")
 
 
@@ -197,36 +157,18 @@ def _squeezed(call: LayerCall) -> Laid:
     return call.gives(f"{x}.squeeze({axes})")
 
 
-def _joined(function: str) -> Translator:
-    def translate(call: LayerCall) -> Laid:
-        axis = int(_number(call, "axis", 0))
-        values, first = call.alike()
-        if function == "stack":
-            values, first = [call.last(laid) for laid in call.inputs], False
-        rank = len(values[0].shape) + (function == "stack")
-        if axis % rank == 0:
-            raise call.refuse("joins the samples of batches", help=_BATCH)
-        texts = ", ".join(map(str, values))
-        dim = dimension(axis, rank, first)
-        return call.gives(f"torch.{function}([{texts}], {dim})", first=first)
-
-    return translate
-
-
 @operation("Split")
 def _split(call: LayerCall) -> Sequence[Laid]:
     x, parts = call.last(), call.config["indices_or_sections"]
     axis = int(call.config.get("axis", 0)) % len(x.shape)
     if axis == 0:
-        raise call.refuse("splits the batch", help=_BATCH)
+        raise call.refuse("splits the batch", help=BATCH)
     if isinstance(parts, int):
         sizes = [x.shape[axis] // parts] * parts
     else:
         ends = [0, *map(int, parts), x.shape[axis]]
         sizes = [after - before for before, after in pairwise(ends)]
-    wishes = [f"{call.layer.name}_{number}" for number in range(len(sizes))]
-    values = call.sheet.unpack(wishes, f"{x}.split({sizes}, {axis})")
-    return [Laid(value) for value in values]
+    return call.several(f"{x}.split({sizes}, {axis})", len(sizes))
 
 
 @operation("GetItem")
@@ -237,7 +179,7 @@ def _item(call: LayerCall) -> Laid:
     keys = list(key) if isinstance(key, list | tuple) else [key]
     texts = [_key(call, item) for item in keys]
     if texts[:1] not in ([":"], ["..."]):
-        raise call.refuse("takes samples out of the batch", help=_BATCH)
+        raise call.refuse("takes samples out of the batch", help=BATCH)
     return call.gives(f"{x}[{', '.join(texts)}]")
 
 
@@ -270,13 +212,6 @@ def _cast(call: LayerCall) -> Laid:
     raise call.refuse(f"casts to {name!r:.40}")
 
 
-@operation("Clip")
-def _clip(call: LayerCall) -> Laid:
-    laid = call.inputs[0]
-    low, high = _number(call, "x_min", 0), _number(call, "x_max", 0)
-    return call.gives(f"{laid.value}.clamp({low!r}, {high!r})", first=laid.first)
-
-
 # ----------------------------------------------------------------- one line for each
 
 
@@ -291,10 +226,9 @@ _ACTIVATIONS = (
     "SparsePlus SparseSigmoid TanhShrink"
 )
 for _name in _SAME.split():
-    operation(_name)(_unary(f"torch.{_name.lower()}({{x}})"))
+    operation(_name)(partial(unary, f"torch.{_name.lower()}({{x}})"))
 for _name in _ACTIVATIONS.split():
-    _snake = re.sub("(?<!^)([A-Z])", r"_\1", _name).lower()
-    operation(_name)(_unary(NAMES[_snake]))
+    operation(_name)(partial(unary, NAMES[snake(_name)]))
 for _name, _template in {
     "Add": "{0} + {1}",
     "Divide": "{0} / {1}",
@@ -303,7 +237,7 @@ for _name, _template in {
     "Subtract": "{0} - {1}",
     "TrueDivide": "{0} / {1}",
 }.items():
-    operation(_name)(_elementwise(_template, "x1", "x2"))
+    operation(_name)(partial(_elementwise, _template))
 for _name, _template in {
     "Amax": "{x}.amax({dims}{keep})",
     "Amin": "{x}.amin({dims}{keep})",
@@ -314,16 +248,15 @@ for _name, _template in {
     "Sum": "{x}.sum({dims}{keep})",
     "Var": "{x}.var({dims}, correction=0{keep})",
 }.items():
-    operation(_name)(_reduction(_template))
-operation("Absolute")(_unary("torch.abs({x})"))
-operation("Concatenate")(_joined("cat"))
-operation("Elu")(_unary("F.elu({x}, {alpha!r})", alpha=1.0))
-operation("LeakyRelu")(
-    _unary("F.leaky_relu({x}, {negative_slope!r})", negative_slope=0.2)
-)
-operation("LogSoftmax")(_along("F.log_softmax({x}, {dim})"))
-operation("Maximum")(_extreme("max"))
-operation("Minimum")(_extreme("min"))
-operation("Negative")(_unary("-{x}"))
-operation("Softmax")(_along("F.softmax({x}, {dim})"))
-operation("Stack")(_joined("stack"))
+    operation(_name)(partial(_reduction, _template))
+operation("Absolute")(partial(unary, "torch.abs({x})"))
+operation("Concatenate")(partial(joined, "cat", 0))
+operation("Clip")(partial(unary, "{x}.clamp({x_min!r}, {x_max!r})", x_min=0, x_max=0))
+operation("Elu")(partial(unary, ELU, alpha=1.0))
+operation("LeakyRelu")(partial(unary, LEAKY_RELU, negative_slope=0.2))
+operation("LogSoftmax")(partial(_along, "F.log_softmax({x}, {dim})"))
+operation("Maximum")(partial(_extreme, "max"))
+operation("Minimum")(partial(_extreme, "min"))
+operation("Negative")(partial(unary, "-{x}"))
+operation("Softmax")(partial(_along, "F.softmax({x}, {dim})"))
+operation("Stack")(partial(joined, "stack", 0))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 
+from gemsc.importers.keras.config import class_and_config
 from gemsc.importers.keras.losses import UnknownLossError
 
 Config = Mapping[str, Any]
-Written = tuple[str, list[str]]  # the arguments behind lr, and how Keras differs
 
 
 def optimizer_text(kind: str, config: Config) -> tuple[list[str], list[str]]:
@@ -21,12 +24,17 @@ def optimizer_text(kind: str, config: Config) -> tuple[list[str], list[str]]:
     """
     if kind not in OPTIMIZERS:
         raise UnknownLossError(f"PyTorch has no {kind}")
-    name, write = OPTIMIZERS[kind]
+    name, differs = OPTIMIZERS[kind]
     rate, scheduler = schedule_text(config["learning_rate"])
     decay = config.get("weight_decay")
     if kind == "Adam" and decay:
         name = "AdamW"
-    extra, notes = write(config)
+    extra, notes = _arguments(name, config), []
+    if differs:
+        notes.append(
+            f"epsilon={config['epsilon']} of Keras {differs}: the same but for small "
+            "gradients"
+        )
     if decay:
         extra += f", weight_decay={_number(decay)}"
         notes += _decay_notes(kind, config)
@@ -38,10 +46,12 @@ def optimizer_text(kind: str, config: Config) -> tuple[list[str], list[str]]:
             "PyTorch: not the same while the rate changes"
         )
     notes += _other_notes(config)
-    text = f"torch.optim.{name}(params, lr={_number(rate)}{extra})"
-    lines = ["def optimizer(params) -> torch.optim.Optimizer:"]
-    lines.append(f'    """{kind} of Keras{_but(notes)}."""')
-    lines.append(f"    return {text}")
+    but = ", with differences: see import.toml" if notes else ""
+    lines = [
+        "def optimizer(params) -> torch.optim.Optimizer:",
+        f'    """{kind} of Keras{but}."""',
+        f"    return torch.optim.{name}(params, lr={_number(rate)}{extra})",
+    ]
     return ["\n".join(lines), *scheduler], notes
 
 
@@ -50,14 +60,9 @@ def _number(value: Any) -> str:
     return repr(float(str(np.float32(value))))
 
 
-def _but(notes: list[str]) -> str:
-    return ", with differences: see import.toml" if notes else ""
-
-
 def _decay_notes(kind: str, config: Config) -> list[str]:
-    if kind in ("Adam", "AdamW"):
-        return []
-    if kind == "SGD" and not config.get("momentum"):
+    is_plain = kind == "SGD" and not config.get("momentum")
+    if is_plain or kind in ("Adam", "AdamW"):
         return []
     return [
         f"weight_decay={config['weight_decay']} of {kind} is taken from the weights in "
@@ -85,73 +90,44 @@ def _other_notes(config: Config) -> list[str]:
 # ---------------------------------------------------------------------- each of them
 
 
-def _epsilon(config: Config, how: str) -> list[str]:
-    eps = config.get("epsilon", 1e-7)
-    return [f"epsilon={eps} of Keras {how}: the same but for small gradients"]
-
-
-def _sgd(config: Config) -> Written:
-    momentum = float(config.get("momentum") or 0.0)
-    extra = f", momentum={momentum!r}" if momentum else ""
-    if config.get("nesterov") and momentum:
-        extra += ", nesterov=True"
-    return extra, []
-
-
-def _adam(config: Config) -> Written:
-    extra = _betas(config) + _eps(config)
-    if config.get("amsgrad"):
-        extra += ", amsgrad=True"
-    return extra, _epsilon(config, "stands outside of the bias correction")
-
-
-def _rmsprop(config: Config) -> Written:
-    extra = f", alpha={float(config.get('rho', 0.9))!r}{_eps(config)}"
-    if config.get("momentum"):
-        extra += f", momentum={float(config['momentum'])!r}"
-    if config.get("centered"):
-        extra += ", centered=True"
-    return extra, _epsilon(config, "stands inside of the square root")
-
-
-def _adagrad(config: Config) -> Written:
-    start = float(config.get("initial_accumulator_value", 0.1))
-    extra = f", initial_accumulator_value={start!r}{_eps(config)}"
-    return extra, _epsilon(config, "stands inside of the square root")
-
-
-def _adadelta(config: Config) -> Written:
-    return f", rho={float(config.get('rho', 0.95))!r}{_eps(config)}", []
-
-
-def _adamax(config: Config) -> Written:
-    how = "is added to the largest gradient, not to each"
-    return _betas(config) + _eps(config), _epsilon(config, how)
-
-
-def _nadam(config: Config) -> Written:
-    return f"{_betas(config)}{_eps(config)}, momentum_decay=1.0", []
-
-
-def _betas(config: Config) -> str:
-    one, two = float(config.get("beta_1", 0.9)), float(config.get("beta_2", 0.999))
-    return "" if (one, two) == (0.9, 0.999) else f", betas=({one!r}, {two!r})"
-
-
-def _eps(config: Config) -> str:
-    return f", eps={float(config.get('epsilon', 1e-7))!r}"
-
-
-OPTIMIZERS: Mapping[str, tuple[str, Callable[[Config], Written]]] = {
-    "SGD": ("SGD", _sgd),
-    "Adam": ("Adam", _adam),
-    "AdamW": ("AdamW", _adam),
-    "RMSprop": ("RMSprop", _rmsprop),
-    "Adagrad": ("Adagrad", _adagrad),
-    "Adadelta": ("Adadelta", _adadelta),
-    "Adamax": ("Adamax", _adamax),
-    "Nadam": ("NAdam", _nadam),
+# the settings of Keras that an argument of PyTorch's is, of whichever optimizer
+_ARGUMENTS: Mapping[str, Sequence[str]] = {
+    "alpha": ["rho"],
+    "amsgrad": ["amsgrad"],
+    "betas": ["beta_1", "beta_2"],
+    "centered": ["centered"],
+    "eps": ["epsilon"],
+    "initial_accumulator_value": ["initial_accumulator_value"],
+    "momentum": ["momentum"],
+    "nesterov": ["nesterov"],
+    "rho": ["rho"],
 }
+# what each is called in torch.optim, and what Keras does with its epsilon
+OPTIMIZERS: Mapping[str, tuple[str, str]] = {
+    "SGD": ("SGD", ""),
+    "Adam": ("Adam", "stands outside of the bias correction"),
+    "AdamW": ("AdamW", "stands outside of the bias correction"),
+    "RMSprop": ("RMSprop", "stands inside of the square root"),
+    "Adagrad": ("Adagrad", "stands inside of the square root"),
+    "Adadelta": ("Adadelta", ""),
+    "Adamax": ("Adamax", "is added to the largest gradient, not to each"),
+    "Nadam": ("NAdam", ""),
+}
+
+
+def _arguments(name: str, config: Config) -> str:
+    """Return the arguments that are not as PyTorch has them by itself."""
+    known = inspect.signature(getattr(torch.optim, name)).parameters
+    text = ""
+    for argument in (each for each in known if each in _ARGUMENTS):
+        given = [config[key] for key in _ARGUMENTS[argument]]
+        values = tuple(v if isinstance(v, bool) else float(v) for v in given)
+        value = values if argument == "betas" else values[0]
+        if argument == "nesterov" and not config["momentum"]:
+            continue  # neither of the two has it then
+        if value != known[argument].default:
+            text += f", {argument}={value!r}"
+    return text + ", momentum_decay=1.0" * (name == "NAdam")
 
 
 # --------------------------------------------------------------------------- schedules
@@ -166,8 +142,8 @@ def schedule_text(setting: Any) -> tuple[float, list[str]]:
     """
     if not isinstance(setting, Mapping):
         return float(setting), []
-    kind, config = str(setting.get("class_name")), setting.get("config")
-    if kind not in SCHEDULES or not isinstance(config, Mapping):
+    kind, config = class_and_config(setting)
+    if kind not in SCHEDULES:
         raise UnknownLossError(f"the schedule {kind} is not one of Keras")
     start, body = SCHEDULES[kind](config)
     base = start or 1.0  # what the rates are divided by
@@ -190,20 +166,11 @@ def _start(config: Config) -> float:
     return float(config["initial_learning_rate"])
 
 
-def _part(config: Config, steps: str = "decay_steps") -> str:
-    """Return how far the step is, in units of the decay's steps."""
+def _decay(template: str, config: Config) -> tuple[float, list[str]]:
+    start, rate = _start(config), float(config["decay_rate"])
     sign = "//" if config.get("staircase") else "/"
-    return f"step {sign} {config[steps]:d}"
-
-
-def _exponential(config: Config) -> tuple[float, list[str]]:
-    start, rate = _start(config), float(config["decay_rate"])
-    return start, [f"return {start!r} * {rate!r} ** ({_part(config)})"]
-
-
-def _inverse(config: Config) -> tuple[float, list[str]]:
-    start, rate = _start(config), float(config["decay_rate"])
-    return start, [f"return {start!r} / (1 + {rate!r} * ({_part(config)}))"]
+    steps = f"(step {sign} {config['decay_steps']:d})"
+    return start, [f"return {template.format(start=start, rate=rate, steps=steps)}"]
 
 
 def _piecewise(config: Config) -> tuple[float, list[str]]:
@@ -262,8 +229,8 @@ def _restarts(config: Config) -> tuple[float, list[str]]:
 
 
 SCHEDULES: Mapping[str, Callable[[Config], tuple[float, list[str]]]] = {
-    "ExponentialDecay": _exponential,
-    "InverseTimeDecay": _inverse,
+    "ExponentialDecay": partial(_decay, "{start!r} * {rate!r} ** {steps}"),
+    "InverseTimeDecay": partial(_decay, "{start!r} / (1 + {rate!r} * {steps})"),
     "PiecewiseConstantDecay": _piecewise,
     "PolynomialDecay": _polynomial,
     "CosineDecay": _cosine,

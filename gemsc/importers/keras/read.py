@@ -21,12 +21,12 @@ from gemsc.importers.keras import (  # noqa: F401  each has functions of layers
 )
 from gemsc.importers.keras.archive import Archive
 from gemsc.importers.keras.compiled import regularizer_notes, training_text
-from gemsc.importers.keras.config import MODELS, Listed, references
+from gemsc.importers.keras.config import MODELS, Listed, class_and_config, references
 from gemsc.importers.keras.custom import custom_layers, custom_name
-from gemsc.importers.keras.graph import MISREAD, Graph, Model
+from gemsc.importers.keras.graph import Graph, Model
 from gemsc.importers.keras.layer import LAYERS, OPERATIONS, Translator
 from gemsc.importers.keras.losses import ModelOutput
-from gemsc.importers.network import ImportedNetwork, ImportOptions
+from gemsc.importers.network import UNEXPECTED, ImportedNetwork, ImportOptions
 
 _SHOWN = 10  # of the layers that are refused
 
@@ -50,38 +50,30 @@ def read_keras(path: Path, options: ImportOptions) -> ImportedNetwork:
     try:
         _check(path, archive.config, graph, _given(options, custom))
         inputs = _inputs(Listed.of(archive.config))
-    except MISREAD as error:
+    except UNEXPECTED as error:
         raise GemscError(f"{path}: config.json is damaged: {error!r:.80}") from error
     options.check_names(path.name, inputs)
     model = graph.model(archive.config, "")
     compiled = archive.config.get("compile_config")
-    masks = [
-        f"the loss of Keras leaves out steps of an output that '{laid.masked}' masks: "
-        "here all of them count"
-        for laid in model.outputs
-        if laid.masked
-    ]
     training = training_text(compiled, _outputs(archive.config, model))
+    notes = [*dict.fromkeys(graph.notes), *_dtypes(graph)]
+    for laid in model.outputs:
+        if laid.masked:
+            notes.append(
+                f"the loss of Keras leaves out steps of an output that '{laid.masked}' "
+                "masks: here all of them count"
+            )
+    if options.channels_first and not any(laid.first for laid in model.inputs):
+        notes.append("--channels-first has no effect: no input has its channels last")
+    for layer in graph.layers:
+        notes += regularizer_notes(layer.name, layer.config)
     return ImportedNetwork(
         [*graph.sheets, model.sheet],
         archive,
         functions=training.functions,
         imports=[f"import {options.custom.stem}"] if options.custom else [],
-        notes=[
-            *dict.fromkeys(graph.notes),
-            *_dtypes(graph),
-            *masks,
-            *_unturned(options, model),
-            *regularizer_notes((each.name, each.config) for each in graph.layers),
-            *training.notes,
-        ],
+        notes=[*notes, *training.notes],
     )
-
-
-def _unturned(options: ImportOptions, model: Model) -> Iterator[str]:
-    """Say where an option has no effect."""
-    if options.channels_first and not any(laid.first for laid in model.inputs):
-        yield "--channels-first has no effect: no input has its channels last"
 
 
 def _inputs(model: Listed) -> set[str]:
@@ -101,8 +93,7 @@ def _dtypes(graph: Graph) -> Iterator[str]:
     for layer in graph.layers:
         policy = layer.config.get("dtype")
         if isinstance(policy, dict):
-            settings = policy.get("config")
-            policy = settings.get("name") if isinstance(settings, dict) else None
+            policy = class_and_config(policy)[1].get("name")
         if isinstance(policy, str) and layer.kind != "InputLayer":
             found[policy].append(layer.name)
     for policy, names in found.items():

@@ -6,7 +6,6 @@ both together would learn twice as fast.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from gemsc.importers.keras.config import Listed, numbered
 from gemsc.importers.keras.layer import Laid, LayerCall, translates
 from gemsc.importers.sheet import Symbol
 from gemsc.importers.weight import Array, Weight, constant
@@ -40,9 +40,9 @@ class Cell:
         return bool(self.config.get("use_bias", True))
 
     @property
-    def gates(self) -> int:
-        """How many matrices its kernel has."""
-        return {"LSTM": 4, "GRU": 3, "SimpleRNN": 1}[self.kind]
+    def dropout(self) -> float:
+        """The share of its input that it drops."""
+        return float(self.config.get("dropout") or 0.0)
 
     @property
     def settings(self) -> tuple[Any, ...]:
@@ -71,24 +71,15 @@ def _rnn(call: LayerCall) -> Laid | Sequence[Laid]:
             help="use a layer for each cell, such as LSTM(..., return_state=True)",
         )
     held = cell["config"]["cells"]
-    named = zip(held, _names(held), strict=True)
+    names = numbered(Listed.of(each).snake for each in held)
+    named = zip(held, names, strict=True)
     cells = [_cell(call, each, f"cell/cells/{name}") for each, name in named]
     _check_layer(call, config)
     x = _turned(call, call.last(), config)
     for index, each in enumerate(cells):
-        layer = _layer(call, [each], x.shape[-1], f"cells.{index}", "")
+        layer = _layer(call, [each], x.shape[-1], f"cells.{index}")
         x, _ = call.sheet.unpack([call.layer.name, "_"], f"{layer}({x})")
     return Laid(x) if config.get("return_sequences") else call.gives(f"{x}[:, -1]")
-
-
-def _names(cells: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield what the archive calls cells: lstm_cell, lstm_cell_1, gru_cell."""
-    words = {"LSTMCell": "lstm_cell", "GRUCell": "gru_cell"}
-    seen: Counter[str] = Counter()
-    for cell in cells:
-        name = words.get(cell["class_name"], "simple_rnn_cell")
-        yield f"{name}_{seen[name]}" if seen[name] else name
-        seen[name] += 1
 
 
 def _cell(call: LayerCall, cell: Mapping[str, Any], part: str) -> Cell:
@@ -102,7 +93,7 @@ def _run(call: LayerCall, cell: Cell) -> Laid | Sequence[Laid]:
     config = call.config
     _check_layer(call, config)
     x = _dropped(call, _turned(call, call.last(), config), cell)
-    layer = _layer(call, [cell], x.shape[-1], "cell" if _drops(cell) else "", "")
+    layer = _layer(call, [cell], x.shape[-1], "cell" if cell.dropout else "")
     given = [f"{state}.unsqueeze(0)" for state in _states(call)]
     sequence, states = _called(call, cell, layer, x, given)
     if config.get("return_sequences"):
@@ -128,13 +119,13 @@ def _bidirectional(call: LayerCall) -> Laid | Sequence[Laid]:
     config = ahead["config"]
     if config.get("go_backwards"):
         raise call.refuse("has a forward layer with go_backwards", help=WRITE_IT)
-    if _drops(one) or _drops(other):
+    if one.dropout or other.dropout:
         raise call.refuse(
             f"has dropout={one.config['dropout']}: each direction has its own mask",
             help="put a Dropout or SpatialDropout1D in front of it",
         )
     x = call.last()
-    layer = _layer(call, cells, x.shape[-1], "", "_reverse")
+    layer = _layer(call, cells, x.shape[-1], "")
     given = list(map(str, _states(call)))
     half = len(given) // 2
     pairs = zip(given[:half], given[half:], strict=True)
@@ -163,7 +154,7 @@ def _direction(call: LayerCall, layer: Mapping[str, Any], part: str) -> Cell:
     return cell
 
 
-MERGES = {"sum": "{a} + {b}", "mul": "{a} * {b}", "ave": "({a} + {b}) / 2"}
+MERGES = {"sum": "{} + {}", "mul": "{} * {}", "ave": "({} + {}) / 2"}
 
 
 def _merged(
@@ -175,28 +166,24 @@ def _merged(
         return [Laid(sequence)]
     if mode == "concat":
         return [call.gives(f"torch.cat([{last}[0], {last}[1]], 1)")]
-    name = call.layer.name
+    wishes = [f"{call.layer.name}_{word}" for word in ("forward", "backward")]
     if returns_sequences:
-        wishes = [f"{name}_forward", f"{name}_backward"]
-        a, b = call.sheet.unpack(wishes, f"{sequence}.chunk(2, -1)")
+        both = call.sheet.unpack(wishes, f"{sequence}.chunk(2, -1)")
     else:
-        a = call.gives(f"{last}[0]", wish=f"{name}_forward").value
-        b = call.gives(f"{last}[1]", wish=f"{name}_backward").value
+        both = tuple(call.sheet.line(w, f"{last}[{i}]") for i, w in enumerate(wishes))
     if mode is None:
-        return [Laid(a), Laid(b)]
-    return [call.gives(MERGES[mode].format(a=a, b=b))]
+        return [Laid(each) for each in both]
+    return [call.gives(MERGES[mode].format(*both))]
 
 
 # --------------------------------------------------------------------------- parts
 
 
-def _layer(
-    call: LayerCall, cells: Sequence[Cell], width: int, part: str, suffix: str
-) -> str:
+def _layer(call: LayerCall, cells: Sequence[Cell], width: int, part: str) -> str:
     """Return the text of a layer of PyTorch with the weights of one or two cells."""
     cell = cells[0]
     weights: dict[str, Weight] = {}
-    for each, end in zip(cells, ("", suffix), strict=False):
+    for each, end in zip(cells, ("", "_reverse"), strict=False):
         _check_cell(call, each)
         weights |= {f"{name}_l0{end}": w for name, w in _weights(call, each)}
     maker: Any = getattr(nn, cell.kind.removeprefix("Simple"))  # nn.LSTM, nn.RNN
@@ -230,7 +217,7 @@ def _weights(call: LayerCall, cell: Cell) -> Iterator[tuple[str, Weight]]:
         yield "bias_hh", bias.then(lambda array: gates(array)[1])
     else:
         yield "bias_ih", bias
-        yield "bias_hh", constant(np.zeros(cell.gates * cell.units, np.float32))
+        yield "bias_hh", constant(np.zeros(call.size(2, cell.part), np.float32))
 
 
 def _states(call: LayerCall) -> list[Symbol]:
@@ -270,16 +257,11 @@ def _turned(call: LayerCall, x: Symbol, config: Mapping[str, Any]) -> Symbol:
     return call.sheet.line(f"{x}_backwards", f"{x}.flip(1)")
 
 
-def _drops(cell: Cell) -> bool:
-    return bool(cell.config.get("dropout"))
-
-
 def _dropped(call: LayerCall, x: Symbol, cell: Cell) -> Symbol:
     """Drop features: the same ones in all steps of a sequence, as Keras does."""
-    if not _drops(cell):
+    if not cell.dropout:
         return x
-    rate = float(cell.config["dropout"])
-    drop = call.add(lambda: nn.Dropout(rate), "dropout")
+    drop = call.add(lambda: nn.Dropout(cell.dropout), "dropout")
     return call.sheet.line(f"{x}_dropped", f"{x} * {drop}(torch.ones_like({x}[:, :1]))")
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from gemsc.errors import GemscError
 from gemsc.importers.network import ImportedNetwork, ImportOptions
 from gemsc.importers.onnx.file import OnnxTensors, load_model
 from gemsc.importers.onnx.operators import CONTROL, OPERATORS
-from gemsc.importers.onnx.operators.names import SCOPES
+from gemsc.importers.onnx.operators.names import SCOPES, name_of, noted
 from gemsc.importers.onnx.operators.parameters import (
     Static,
     Value,
@@ -83,7 +82,7 @@ def read_onnx(path: Path, options: ImportOptions) -> ImportedNetwork:
         graph, tensors.table, tensors.read, ties.buffers, ties.parameters
     )
     doc = f"{path.name}, opset {opsets['']}."
-    sheet = Sheet(_class_name(path.stem), doc, path.name)
+    sheet = Sheet(path.stem, doc, path.name)
     held = {tensor.name for tensor in graph.initializer}  # old files name them, too
     inputs = [value for value in graph.input if value.name not in held]
     options.check_names(path.name, [value.name for value in inputs])
@@ -140,7 +139,7 @@ def _inlined(model: onnx.ModelProto, path: Path) -> onnx.ModelProto:
     except (RuntimeError, ValueError, TypeError) as why:
         reason = str(why).split("\n")[0]
         raise GemscError(
-            f"{path}: its functions cannot be _inlined: {reason}", help=NOT_INLINED
+            f"{path}: its functions cannot be inlined: {reason}", help=NOT_INLINED
         ) from why
     return model
 
@@ -155,10 +154,10 @@ def _refuse_gaps(
     for node in all_nodes(graph):
         gap = [*node.input, ""].index("")
         if node.op_type in functions and any(node.input[gap:]):
-            name = node.name or next(iter(node.output), "")
             raise GemscError(
-                f"{path.name}: {node.op_type} '{name}' leaves input {gap} out, and "
-                "gives later ones: onnx cannot replace it by other operators then",
+                f"{path.name}: {node.op_type} '{name_of(node)}' leaves input {gap} "
+                "out, and gives later ones: onnx cannot replace it by other operators "
+                "then",
                 help="export the operators that it is made of, or keep it outside of "
                 "the file",
             )
@@ -194,36 +193,35 @@ def _refuse_unknown(graph: onnx.GraphProto, file: str) -> None:
         GemscError: there are such nodes.
     """
     known = _known_names(graph)
-    quantized: Counter[str] = Counter()
-    unknown: Counter[str] = Counter()
-    first: dict[str, str] = {}
+    quantized: dict[str, list[str]] = defaultdict(list)
+    unknown: dict[str, list[str]] = defaultdict(list)
     for node in graph.node:  # of those within it, only some are run
         kind = f"{node.domain}.{node.op_type}" if node.domain else node.op_type
         if node.op_type in QUANTIZED:
-            quantized[kind] += 1
+            quantized[kind].append(name_of(node))
         elif node.domain not in ("", "ai.onnx") or (
             node.op_type not in KNOWN and known.isdisjoint(node.output)
         ):
-            unknown[kind] += 1
-        first.setdefault(kind, node.name or next(iter(node.output), ""))
+            unknown[kind].append(name_of(node))
     if quantized:
         raise GemscError(
-            f"{file} is a quantized file: {_list(quantized, first)}",
+            f"{file} is a quantized file: {_list(quantized)}",
             help="export the float model: that one is trained",
         )
     if unknown:
         raise GemscError(
-            f"{file} has operators that gemsc does not know: {_list(unknown, first)}",
+            f"{file} has operators that gemsc does not know: {_list(unknown)}",
             help="keep these parts outside of the file, or write them in PyTorch",
         )
 
 
-def _list(counts: Counter[str], first: dict[str, str]) -> str:
+def _list(found: Mapping[str, Sequence[str]]) -> str:
+    most = sorted(found.items(), key=lambda item: -len(item[1]))[:MOST]
     words = [
-        f"{kind} ({count} node{'s' * (count > 1)}, first '{first[kind]}')"
-        for kind, count in counts.most_common(MOST)
+        f"{kind} ({len(names)} node{'s' * (len(names) > 1)}, first '{names[0]}')"
+        for kind, names in most
     ]
-    more = len(counts) - len(words)
+    more = len(found) - len(words)
     return ", ".join(words) + (f", and {more} kinds more" if more else "")
 
 
@@ -265,37 +263,17 @@ def _input(sheet: Sheet, value: onnx.ValueInfoProto, options: ImportOptions) -> 
         kind = number_type(value.type.tensor_type.elem_type)
         if kind is None:
             raise sheet.refuse("has no numbers that PyTorch has")
-        shape = _shape(sheet, value, options)
+        shape = options.shapes.get(value.name)
+        if value.type.tensor_type.HasField("shape"):
+            sizes = [d.dim_value for d in value.type.tensor_type.shape.dim]
+            known = [size if size > 0 else None for size in sizes]
+            shape = options.shape(sheet, value.name, known)
+        if shape is None:
+            raise sheet.refuse(
+                "has a shape that the file leaves open",
+                help=f"give --shape {value.name}=..., for example",
+            )
         return sheet.input(value.name, shape, torch_type(kind))
-
-
-def _shape(
-    sheet: Sheet, value: onnx.ValueInfoProto, options: ImportOptions
-) -> tuple[int, ...]:
-    tensor = value.type.tensor_type
-    if not tensor.HasField("shape"):
-        if value.name in options.shapes:
-            return options.shapes[value.name]
-        raise sheet.refuse(
-            "has a shape that the file leaves open", help=_give_shape(value, "...")
-        )
-    sizes = [d.dim_value if d.dim_value > 0 else None for d in tensor.shape.dim]
-    given = options.shape(value.name, sizes)
-    if given is not None:
-        return given
-    if sizes and sizes[0] is None:
-        sizes[0] = options.batch
-    if None in sizes:
-        said = "x".join("?" if size is None else str(size) for size in sizes)
-        raise sheet.refuse(
-            f"has the shape {said}: the file leaves sizes open",
-            help=_give_shape(value, said),
-        )
-    return tuple(size for size in sizes if size is not None)
-
-
-def _give_shape(value: onnx.ValueInfoProto, shape: str) -> str:
-    return f"give --shape {value.name}={shape.replace('?', '224')}, for example"
 
 
 def _returns(
@@ -315,12 +293,6 @@ def _returns(
     if not texts:
         raise GemscError(f"{sheet.file} has no outputs")
     sheet.returns(texts[0] if len(texts) == 1 else f"({', '.join(texts)})")
-
-
-def _class_name(stem: str) -> str:
-    words = re.findall(r"[A-Za-z0-9]+", stem)
-    name = "".join(word[:1].upper() + word[1:] for word in words)
-    return name if name[:1].isalpha() else f"Network{name}"
 
 
 def _notes(
@@ -387,7 +359,6 @@ def _is_folded(node: onnx.NodeProto) -> bool:
     """Return whether a convolution has taken a BatchNormalization in."""
     if node.op_type not in ("Conv", "ConvTranspose"):
         return False
-    scopes = [entry.value for entry in node.metadata_props if entry.key == SCOPES]
-    is_newer = any("batch_norm" in scope.rsplit(",", 1)[-1] for scope in scopes)
+    is_newer = "batch_norm" in noted(node, SCOPES).rsplit(",", 1)[-1]
     is_older = len(node.input) > 2 and node.input[1].startswith("onnx::Conv")
     return is_newer or is_older

@@ -17,9 +17,14 @@ from itertools import count
 
 import onnx
 
-from gemsc.importers.onnx.operators.names import is_machine_made, module_of, scope
+from gemsc.importers.onnx.operators.names import (
+    is_machine_made,
+    module_of,
+    noted,
+    scope,
+)
 from gemsc.importers.onnx.operators.node import MOVES
-from gemsc.importers.onnx.trained import all_nodes, is_layer, weight_slots
+from gemsc.importers.onnx.trained import SLOTS, all_nodes, weight_slots
 from gemsc.importers.weight import Array
 
 FX_NODE = "pkg.torch.onnx.fx_node"  # %a = call_function[target=...](args = (%p_w, ...
@@ -165,17 +170,12 @@ def _calls(graph: onnx.GraphProto) -> Mapping[str, _Call]:
     inputs = {value.name for value in graph.input}
     calls: dict[str, _Call] = {}
     for node in graph.node:
-        text = _note(node)
+        text = noted(node, FX_NODE)
         if text:
             found = re.findall(r"%([pbc]_\w+)", text)
             names = [name for name in dict.fromkeys(found) if name not in inputs]
             calls.setdefault(text, _Call(text, [], names)).nodes.append(node)
     return calls
-
-
-def _note(node: onnx.NodeProto) -> str:
-    found = (entry.value for entry in node.metadata_props if entry.key == FX_NODE)
-    return next(found, "")
 
 
 def _uses(
@@ -191,7 +191,7 @@ def _uses(
         for index, name in enumerate(node.input):
             if name in tensors and node.op_type not in ("Shape", "Size"):
                 key = keys.get((_output(node), index), CONSTANT)
-                key = key if _note(node) else _key_of_module(node, index)
+                key = key if noted(node, FX_NODE) else _key_of_module(node, index)
                 uses.setdefault(name, []).append(_Use(node, index, key))
     return uses
 
@@ -241,7 +241,7 @@ def _key_of_module(node: onnx.NodeProto, index: int) -> Key:
         return UNKNOWN
     if re.fullmatch(rf"{re.escape(own)}_\d+", module):
         module = own  # called once more
-    return (module, index if is_layer(node) else -1)
+    return (module, index if node.op_type in SLOTS else -1)
 
 
 def _keys_of(name: str) -> list[Key]:

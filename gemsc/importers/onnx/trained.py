@@ -62,11 +62,6 @@ class TrainedTensors:
     shared: list[str]
 
 
-def is_layer(node: onnx.NodeProto) -> bool:
-    """Return whether a node has operands that are weights, whatever they are called."""
-    return node.op_type in SLOTS
-
-
 def weight_slots(node: onnx.NodeProto) -> list[int]:
     """Return which operands may be weights or statistics, as they are or moved."""
     found = {*SLOTS.get(node.op_type, ()), *NAMED.get(node.op_type, ())}
@@ -211,16 +206,11 @@ def fuse_bias(graph: onnx.GraphProto, table: Mapping[str, FileTensor]) -> None:
             width = table[bias].shape if bias in table else ()
             if weight and len(width) == 1 and width[0] in table[weight].shape:
                 gone.append(node.output[0])
-                users[0].CopyFrom(_with_bias(node, bias, users[0].output[0]))
+                output = users[0].output[0]
+                users[0].CopyFrom(node)
+                users[0].input.append(bias)
+                users[0].output[0] = output
                 break
     for index in reversed(range(len(graph.node))):
         if any(name in gone for name in graph.node[index].output):
             del graph.node[index]
-
-
-def _with_bias(matmul: onnx.NodeProto, bias: str, output: str) -> onnx.NodeProto:
-    node = onnx.NodeProto()
-    node.CopyFrom(matmul)
-    node.input.append(bias)
-    node.output[0] = output
-    return node

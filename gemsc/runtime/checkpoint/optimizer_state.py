@@ -27,6 +27,7 @@ from gemsc.runtime.checkpoint.manifest import Manifest
 from gemsc.runtime.checkpoint.pieces import TensorPiece
 
 PARAMETERS = "params", "param_names"  # of a group: they are not values
+KERNELS = "fused", "foreach"  # how a step is computed, which is as `optimizer()` says
 WEIGHTS_ALONE = (
     "or `gemsc export` the checkpoint and resume from that file, the weights alone"
 )
@@ -186,7 +187,8 @@ class SavedOptimizer:
             if source is not None:
                 rank, number = source
                 values = self.decode(self.ranks[rank]["groups"][number]["values"])
-            groups.append({**group, **values})
+            kernels = {name: group[name] for name in KERNELS if name in group}
+            groups.append({**group, **values, **kernels})
         return {**current, "state": state, "param_groups": groups}
 
     def scheduler(self, sources: Sequence[Source], rank: int) -> Any:

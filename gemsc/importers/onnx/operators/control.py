@@ -51,7 +51,6 @@ def _size_of(node: Node, x: Value, numbers: np.ndarray | np.int64) -> Static:
 
 @operator("If", table=CONTROL)
 def _choose(node: Node, condition: Number) -> list[Value]:
-    """The branch that is taken."""
     return node.run(node.attr.then_branch if condition else node.attr.else_branch, [])
 
 
@@ -59,7 +58,6 @@ def _choose(node: Node, condition: Number) -> list[Value]:
 def _loop(
     node: Node, rounds: Number | None, going: Value | None, *carried: Value
 ) -> list[Value]:
-    """The rounds of a loop, one after the other."""
     body = node.attr.body
     values, rows, number = list(carried), [], 0
     runs = computed("going", np.asarray(True)) if going is None else going
@@ -140,7 +138,6 @@ def _length(node: Node, sequence: list[Value]) -> list[Value]:
 
 @operator("ConcatFromSequence", table=CONTROL)
 def _concat_from_sequence(node: Node, sequence: list[Value]) -> Result:
-    """As Concat."""
     if node.attr.new_axis:
         raise node.refuse("stacks a sequence", help="export it as Concat")
     return _single(node, "Concat", sequence, node.proto.output)

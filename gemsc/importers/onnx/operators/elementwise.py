@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -66,23 +66,13 @@ SELU = (1.6732632423543772, 1.0507009873554805)
 # ------------------------------------------------------------------------ arithmetic
 
 
-def _one(text: str) -> Callable[..., Symbol]:
-    """Return the operator of one operand that an expression computes."""
-
-    def expression(node: Node, x: Symbol) -> Symbol:
-        numbers = {k: number(v) for k, v in node.attr.items() if isinstance(v, float)}
-        return node.gives(text.format(x, **numbers))
-
-    return expression
+def _one(text: str, node: Node, x: Symbol) -> Symbol:
+    numbers = {k: number(v) for k, v in node.attr.items() if isinstance(v, float)}
+    return node.gives(text.format(x, **numbers))
 
 
-def _two(text: str) -> Callable[..., Symbol]:
-    """Return the operator of two operands that an expression computes."""
-
-    def expression(node: Node, a: Value, b: Value) -> Symbol:
-        return node.gives(text.format(node.term(a), _second(node, a, b)))
-
-    return expression
+def _two(text: str, node: Node, a: Value, b: Value) -> Symbol:
+    return node.gives(text.format(node.term(a), _second(node, a, b)))
 
 
 def _second(node: Node, a: Value, b: Value) -> str:
@@ -94,9 +84,9 @@ def _second(node: Node, a: Value, b: Value) -> str:
 
 
 for _kind, _expression in ONE.items():
-    operator(_kind)(_one(_expression))
+    operator(_kind)(partial(_one, _expression))
 for _kind, _expression in TWO.items():
-    operator(_kind)(_two(_expression))
+    operator(_kind)(partial(_two, _expression))
 
 
 def _type(operand: Value) -> torch.dtype:
@@ -132,32 +122,28 @@ def _power(node: Node, a: Value, b: Value) -> Symbol:
     return node.gives(text)
 
 
-def _of_all(text: str, clamp: str = "", end: str = "") -> Callable[..., Symbol]:
-    """Return the operator of any number of operands, one pair at a time."""
-
-    def expression(node: Node, *operands: Value) -> Symbol:
-        if clamp and len(operands) == 2:
-            for operand, other in (operands, operands[::-1]):
-                bound = node.term(operand)
-                if re.fullmatch(r"\(?-?[\d.]\S*", bound):
-                    return node.gives(f"{node.tensor(other)}.clamp({clamp}={bound})")
-        total, *others = (node.tensor(operand) for operand in operands)
-        if not others:
-            return total
-        result = total.text
-        for other in others:
-            result = text.format(result, other)
-        if end:
-            result = f"({result}){end.format(len(operands))}"
-        return node.gives(result)
-
-    return expression
+def _of_all(text: str, clamp: str, end: str, node: Node, *operands: Value) -> Symbol:
+    """An expression of any number of operands, one pair at a time."""
+    if clamp and len(operands) == 2:
+        for operand, other in (operands, operands[::-1]):
+            bound = node.term(operand)
+            if re.fullmatch(r"\(?-?[\d.]\S*", bound):
+                return node.gives(f"{node.tensor(other)}.clamp({clamp}={bound})")
+    total, *others = (node.tensor(operand) for operand in operands)
+    if not others:
+        return total
+    result = total.text
+    for other in others:
+        result = text.format(result, other)
+    if end:
+        result = f"({result}){end.format(len(operands))}"
+    return node.gives(result)
 
 
-operator("Max")(_of_all("torch.maximum({}, {})", clamp="min"))
-operator("Mean")(_of_all("{} + {}", end=" / {}"))
-operator("Min")(_of_all("torch.minimum({}, {})", clamp="max"))
-operator("Sum")(_of_all("{} + {}"))
+operator("Max")(partial(_of_all, "torch.maximum({}, {})", "min", ""))
+operator("Mean")(partial(_of_all, "{} + {}", "", " / {}"))
+operator("Min")(partial(_of_all, "torch.minimum({}, {})", "max", ""))
+operator("Sum")(partial(_of_all, "{} + {}", "", ""))
 
 
 @operator("BitShift")
@@ -277,24 +263,19 @@ def _clip(node: Node, x: Symbol, low: Value | None, high: Value | None) -> Symbo
     return node.gives(x.text + "".join(f".clamp({k}={v})" for k, v in bounds.items()))
 
 
-def _along(text: str) -> Callable[..., Symbol]:
-    """Return an operator along an axis; before opset 13 it is of all axes from one."""
-
-    def expression(node: Node, x: Symbol) -> Symbol:
-        place = node.axis(node.attr.axis, x.rank)
-        if node.opset > 12 or math.prod(x.shape[place + 1 :]) == 1:
-            return node.gives(text.format(x=x, dim=dim_of(place, x.rank)))
-        flat = text.format(x=f"{x}.flatten({place})", dim=-1)
-        return node.gives(f"{flat}.unflatten(-1, {x.shape[place:]})")
-
-    return expression
+def _along(text: str, node: Node, x: Symbol) -> Symbol:
+    """An expression along an axis; before opset 13 it is of all axes from one."""
+    place = node.axis(node.attr.axis, x.rank)
+    if node.opset > 12 or math.prod(x.shape[place + 1 :]) == 1:
+        return node.gives(text.format(x=x, dim=dim_of(place, x.rank)))
+    flat = text.format(x=f"{x}.flatten({place})", dim=-1)
+    return node.gives(f"{flat}.unflatten(-1, {x.shape[place:]})")
 
 
-operator("Softmax")(_along("F.softmax({x}, dim={dim})"))
-operator("LogSoftmax")(_along("F.log_softmax({x}, dim={dim})"))
-operator("Hardmax")(
-    _along("torch.zeros_like({x}).scatter({dim}, {x}.argmax({dim}, keepdim=True), 1)")
-)
+operator("Softmax")(partial(_along, "F.softmax({x}, dim={dim})"))
+operator("LogSoftmax")(partial(_along, "F.log_softmax({x}, dim={dim})"))
+HARDMAX = "torch.zeros_like({x}).scatter({dim}, {x}.argmax({dim}, keepdim=True), 1)"
+operator("Hardmax")(partial(_along, HARDMAX))
 
 # -------------------------------------------------------------------- random numbers
 

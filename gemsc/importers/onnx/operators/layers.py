@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
 from torch import nn
@@ -18,7 +18,7 @@ from gemsc.importers.onnx.operators.node import (
 )
 from gemsc.importers.onnx.operators.parameters import Static, Value, torch_type
 from gemsc.importers.onnx.operators.windows import NodeWindows
-from gemsc.importers.sheet import Symbol, layer_class
+from gemsc.importers.sheet import Symbol, layer_class, slices
 
 Sizes = tuple[int, ...]
 
@@ -35,23 +35,10 @@ def _convolution(node: Node, x: Symbol, weight: Value, bias: Value | None) -> Sy
     if padding != windows.after:
         x = node.sheet.line("padded", windows.padded(x.text))
         padding = (0,) * rank
-    if isinstance(weight, Symbol) or isinstance(bias, Symbol):
-        tensors = _tensors(node, weight, bias)
-        settings = f"{stride}, {padding}, {windows.dilation}, {group}"
-        return node.gives(f"F.conv{rank}d({x}, {tensors}, {settings})")
-    bias = _without_zeros(bias)
-    layer = layer_class("Conv", rank)(
-        weight.shape[1] * group,
-        weight.shape[0],
-        weight.shape[2:],
-        stride,
-        padding,
-        windows.dilation,
-        group,
-        bias=bias is not None,
-        dtype=torch_type(weight.dtype),
-    )
-    return node.gives(f"{node.layer(layer, weight=weight, bias=bias)}({x})")
+    channels = weight.shape[1] * group, weight.shape[0]
+    settings = {"stride": stride, "padding": padding, "dilation": windows.dilation}
+    settings["groups"] = group
+    return node.gives(_convolved(node, x, weight, bias, channels, settings))
 
 
 @operator("ConvTranspose")
@@ -77,46 +64,50 @@ def _transposed_convolution(
         b == e or (b > e and extra < max(s, d))
         for b, e, extra, s, d in zip(begin, end, uneven, stride, dilation, strict=True)
     )
+    padding, crop = begin, ""
     if fits:
-        padding, more, crop = begin, uneven, ""
+        more = uneven
     else:
-        padding, crop = (0,) * rank, _crop(begin, end, full)
+        padding, crop = (0,) * rank, slices([*zip(begin, end, strict=True)])
+    channels = weight.shape[0], weight.shape[1] * group
+    settings = {"stride": stride, "padding": padding, "output_padding": more}
+    settings |= {"groups": group, "dilation": dilation}
+    return node.gives(_convolved(node, x, weight, bias, channels, settings) + crop)
+
+
+def _convolved(
+    node: Node,
+    x: Symbol,
+    weight: Value,
+    bias: Value | None,
+    channels: tuple[int, int],
+    settings: Mapping[str, Any],
+) -> str:
+    """Return the call of a layer; of a function, where the data give a weight."""
+    rank = weight.rank - 2
     if isinstance(weight, Symbol) or isinstance(bias, Symbol):
-        tensors = _tensors(node, weight, bias)
-        settings = f"{stride}, {padding}, {more}, {group}, {dilation}"
-        return node.gives(f"F.conv_transpose{rank}d({x}, {tensors}, {settings}){crop}")
-    bias = _without_zeros(bias)
-    layer = layer_class("ConvTranspose", rank)(
-        weight.shape[0],
-        weight.shape[1] * group,
-        kernel,
-        stride,
-        padding,
-        more,
-        group,
+        if isinstance(bias, Symbol) and bias.rank != 1:  # which torch sees too late
+            raise node.refuse(f"has a bias of {bias.shape}")
+        tensors = [weight, *([] if bias is None else [bias])]
+        texts = [str(node.tensor(tensor)) for tensor in tensors]
+        texts += ["None"] * (bias is None) + [str(v) for v in settings.values()]
+        name = "conv" if node.kind == "Conv" else "conv_transpose"
+        return f"F.{name}{rank}d({x}, {', '.join(texts)})"
+    if bias is not None and not bias.trained and not bias.array.any():
+        bias = None  # as torch.onnx writes none
+    layer = layer_class(node.kind, rank)(
+        *channels,
+        weight.shape[2:],
+        **settings,
         bias=bias is not None,
-        dilation=dilation,
         dtype=torch_type(weight.dtype),
     )
-    return node.gives(f"{node.layer(layer, weight=weight, bias=bias)}({x}){crop}")
+    return f"{node.layer(layer, weight=weight, bias=bias)}({x})"
 
 
 def _check_rank(node: Node, weight: Value) -> None:
     if not 3 <= weight.rank <= 5:
         raise node.refuse("is no convolution over 1, 2 or 3 axes")
-
-
-def _without_zeros(bias: Static | None) -> Static | None:
-    """Return the bias; None for zeros that are not trained, as torch.onnx writes."""
-    if bias is None or bias.trained or bias.array.any():
-        return bias
-    return None
-
-
-def _tensors(node: Node, weight: Value, bias: Value | None) -> str:
-    if isinstance(bias, Symbol) and bias.rank != 1:  # which torch sees too late
-        raise node.refuse(f"has a bias of {bias.shape}")
-    return f"{node.tensor(weight)}, {'None' if bias is None else node.tensor(bias)}"
 
 
 def _crops(
@@ -137,14 +128,6 @@ def _crops(
     return (few, many) if kind == "SAME_UPPER" else (many, few)
 
 
-def _crop(begin: Sequence[int], end: Sequence[int], full: Sequence[int]) -> str:
-    slices = [
-        f"{b or ''}:{n - e if e else ''}"
-        for b, e, n in zip(begin, end, full, strict=True)
-    ]
-    return f"[{', '.join([':', ':', *slices])}]"
-
-
 # ------------------------------------------------------------------- matrix products
 
 
@@ -162,7 +145,6 @@ def _matrix_product(node: Node, x: Value, weight: Value, bias: Value | None) -> 
 
 @operator("Gemm")
 def _general_product(node: Node, x: Value, weight: Value, bias: Value | None) -> Symbol:
-    """nn.Linear where the second operand is a weight."""
     left = f"{node.tensor(x)}{'.T' * node.attr.transA}"
     is_turned, alpha, beta = bool(node.attr.transB), node.attr.alpha, node.attr.beta
     if _is_matrix(weight):
@@ -190,7 +172,7 @@ def _linear(
     fits = bias is not None and bias.shape in ((width,), (1, width))
     if fits and isinstance(bias, Static) and alpha == beta == 1:
         held_bias, bias = bias.flat(), None
-    held = node.held(weight)
+    held = node.parameters.held(weight)
     if held is not None and held_bias is None:
         text = f"F.linear({left}, {held})"
     else:
@@ -265,7 +247,6 @@ def _held(shape: Sequence[int], *operands: Value | None) -> list[Static]:
 
 
 def _called(node: Node, module: nn.Module, held: Sequence[Static], x: Symbol) -> Symbol:
-    """Return what a norm gives that holds these weights."""
     weights = dict(zip(("weight", "bias"), held, strict=False))
     return node.gives(f"{node.layer(module, **weights)}({x})")
 
@@ -302,7 +283,6 @@ def _layer_norm(
 
 @operator("InstanceNormalization")
 def _instance_norm(node: Node, x: Symbol, scale: Value, bias: Value) -> Symbol:
-    """A norm of each channel of each sample."""
     held, eps = _held(x.shape[1:2], scale, bias), number(node.attr.epsilon)
     # torch.onnx makes weights up for a norm without them
     if held and node.is_filler(scale, 1) and node.is_filler(bias, 0):

@@ -39,13 +39,22 @@ def is_machine_made(name: str) -> bool:
     return any(hasattr(where, function) for where in (torch, F, torch.Tensor))
 
 
+def name_of(node: onnx.NodeProto) -> str:
+    """Return the name of a node, or that of its first output."""
+    return node.name or next(iter(node.output), "")
+
+
+def noted(node: onnx.NodeProto, key: str) -> str:
+    """Return what torch's newer exporter notes of a node, "" if nothing."""
+    return next((e.value for e in node.metadata_props if e.key == key), "")
+
+
 def scope(node: onnx.NodeProto) -> str:
     """Return the path of the module that a node is of, or its own name."""
-    for entry in node.metadata_props:
-        if entry.key == SCOPES:
-            return _of_scopes(entry.value)
+    if scopes := noted(node, SCOPES):
+        return _of_scopes(scopes)
     parts = [part for part in node.name.split("/") if part]
-    if len(parts) > 1 and _is_kind(parts[-1], node.op_type):
+    if len(parts) > 1 and re.fullmatch(rf"(?i){node.op_type}(_\d+)?", parts[-1]):
         parts.pop()
     path: list[str] = []
     for part in parts:
@@ -59,7 +68,7 @@ def scope(node: onnx.NodeProto) -> str:
 
 def module_of(node: onnx.NodeProto) -> str | None:
     """Return the module whose forward has a node; None if the file does not say."""
-    if any(entry.key == SCOPES for entry in node.metadata_props):
+    if noted(node, SCOPES):
         return scope(node)
     if not node.name.startswith("/"):
         return None
@@ -74,10 +83,6 @@ def _of_scopes(text: str) -> str:
         return ""
     scopes = [s for s in found if isinstance(s, str)] if isinstance(found, list) else []
     return scopes[-2] if len(scopes) > 1 else ""
-
-
-def _is_kind(part: str, kind: str) -> bool:
-    return re.sub(r"_\d+$", "", part).lower() == kind.lower()
 
 
 def place_of_layer(node: onnx.NodeProto, sources: Mapping[str, str]) -> str:

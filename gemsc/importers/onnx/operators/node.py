@@ -65,7 +65,8 @@ class Node:
         schema = onnx.defs.get_schema(self.kind, self.opset)
         said = [a.default_value for a in schema.attributes.values()]
         said = [a for a in said if a.type] + list(self.proto.attribute)
-        self.attr = _Attributes({a.name: _attribute(a) for a in said})
+        value = onnx.helper.get_attribute_value
+        self.attr = _Attributes({a.name: _plain(value(a)) for a in said})
 
     @property
     def kind(self) -> str:
@@ -154,10 +155,6 @@ class Node:
             and all(map(is_machine_made, operand.weight.sources))
             and bool(np.all(operand.array == value))
         )
-
-    def held(self, weight: Static) -> Symbol | None:
-        """Return the parameter of another layer that has these elements, if any."""
-        return self.parameters.held(weight.weight, weight.shape)
 
     def layer(self, module: nn.Module, **weights: Static | None) -> str:
         """Add a layer with the weights that it has; return the text that names it.
@@ -288,19 +285,13 @@ class _Attributes(dict[str, Any]):
         return self.get(name)
 
 
-def _attribute(attribute: onnx.AttributeProto) -> Any:
-    """Return an attribute as Python has it."""
-    kinds = onnx.AttributeProto
-    value = onnx.helper.get_attribute_value(attribute)
-    if attribute.type == kinds.FLOAT:
-        return shortest(value)
-    if attribute.type == kinds.FLOATS:
-        return [shortest(one) for one in value]
-    if attribute.type == kinds.STRING:
+def _plain(value: Any) -> Any:
+    """Return the value of an attribute as Python has it."""
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    if isinstance(value, bytes):
         return value.decode("utf-8", "replace")
-    if attribute.type == kinds.STRINGS:
-        return [one.decode("utf-8", "replace") for one in value]
-    return list(value) if attribute.type == kinds.INTS else value
+    return shortest(value) if isinstance(value, float) else value
 
 
 # ---------------------------------------------------------------- pieces of lines

@@ -164,10 +164,11 @@ class Parameters:
                 self.sheet.tie(f"{text}.{key}", ties[key])
         return text
 
-    def held(self, weight: Weight, shape: tuple[int, ...]) -> Symbol | None:
-        """Return the parameter that has a weight's elements, if there is one."""
-        for held in self._others(weight):
-            text = _text(held, self._numbers(held.weight), self._numbers(weight), shape)
+    def held(self, static: Static) -> Symbol | None:
+        """Return the parameter that has these elements, if there is one."""
+        mine, shape = static.weight, static.shape
+        for held in self._others(mine):
+            text = _text(held, self._numbers(held.weight), self._numbers(mine), shape)
             if text:
                 empty = torch.empty(shape, dtype=held.tensor.dtype, device="meta")
                 return Symbol(text, empty, empty)
@@ -176,7 +177,7 @@ class Parameters:
     def value(self, node: onnx.NodeProto, static: Static) -> Symbol:
         """Return a tensor of the network itself: a parameter or a buffer."""
         if static.weight.sources:
-            if found := self.held(static.weight, static.shape):
+            if found := self.held(static):
                 return found
             self._refuse_shared(static.weight)
         elif static in self._constants:

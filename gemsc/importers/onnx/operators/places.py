@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 from torch import nn
@@ -25,50 +26,39 @@ REDUCES = {"mul": "prod", "min": "amin", "max": "amax"}
 # ------------------------------------------------------------------------ reductions
 
 
-def _reduces(text: str) -> Callable[..., Symbol]:
-    """Return the operator of an expression in {x} and {dims}, the other arguments."""
-
-    def expression(node: Node, x: Symbol, axes: Numbers | None) -> Symbol:
-        places = sorted({node.axis(a, x.rank) for a in axes or range(x.rank)})
-        if not places or (node.attr.noop_with_empty_axes and not axes):
-            return node.gives(_unreduced(text).format(x=x))
-        if 0 in [x.shape[axis] for axis in places]:
-            raise node.refuse("reduces an axis of no elements")
-        keep = ", keepdim=True" * bool(node.attr.keepdims)
-        is_float = x.tensor.is_floating_point()
-        dtype = "" if is_float else f", dtype={x.tensor.dtype}"
-        if "prod" in text:  # which is of one axis
-            calls = [f".prod({axis}{keep}{dtype})" for axis in reversed(places)]
-            return node.gives(x.text + "".join(calls))
-        names = [dim_of(axis, x.rank) for axis in places]
-        dims = f"dim={names[0] if len(names) == 1 else tuple(names)}{keep}"
-        return node.gives(text.format(x=x, dims=dims + dtype * (".sum" in text)))
-
-    return expression
+def _reduces(
+    text: str, of_none: str, node: Node, x: Symbol, axes: Numbers | None
+) -> Symbol:
+    """An expression in {x} and {dims}, the other arguments; another one of no axes."""
+    places = sorted({node.axis(a, x.rank) for a in axes or range(x.rank)})
+    if not places or (node.attr.noop_with_empty_axes and not axes):
+        return node.gives(of_none.format(x=x))
+    if 0 in [x.shape[axis] for axis in places]:
+        raise node.refuse("reduces an axis of no elements")
+    keep = ", keepdim=True" * bool(node.attr.keepdims)
+    is_float = x.tensor.is_floating_point()
+    dtype = "" if is_float else f", dtype={x.tensor.dtype}"
+    if "prod" in text:  # which is of one axis
+        calls = [f".prod({axis}{keep}{dtype})" for axis in reversed(places)]
+        return node.gives(x.text + "".join(calls))
+    names = [dim_of(axis, x.rank) for axis in places]
+    dims = f"dim={names[0] if len(names) == 1 else tuple(names)}{keep}"
+    return node.gives(text.format(x=x, dims=dims + dtype * (".sum" in text)))
 
 
-def _unreduced(text: str) -> str:
-    """Return what is left of an expression that reduces no axis."""
-    if "logsumexp" in text or "norm" in text:
-        return "{x}.abs()" if "norm" in text else "{x}.clone()"
-    for word in ("sum", "mean", "amax", "amin", "prod"):
-        text = text.replace(f".{word}({{dims}})", "")
-    return text if text != "{x}" else "{x}.clone()"
-
-
-for _kind, _text in {
-    "ReduceL1": "{x}.abs().sum({dims})",
-    "ReduceL2": "torch.linalg.vector_norm({x}, {dims})",
-    "ReduceLogSum": "{x}.sum({dims}).log()",
-    "ReduceLogSumExp": "torch.logsumexp({x}, {dims})",
-    "ReduceMax": "{x}.amax({dims})",
-    "ReduceMean": "{x}.mean({dims})",
-    "ReduceMin": "{x}.amin({dims})",
-    "ReduceProd": "{x}.prod({dims})",
-    "ReduceSum": "{x}.sum({dims})",
-    "ReduceSumSquare": "{x}.square().sum({dims})",
+for _kind, _texts in {
+    "ReduceL1": ("{x}.abs().sum({dims})", "{x}.abs()"),
+    "ReduceL2": ("torch.linalg.vector_norm({x}, {dims})", "{x}.abs()"),
+    "ReduceLogSum": ("{x}.sum({dims}).log()", "{x}.log()"),
+    "ReduceLogSumExp": ("torch.logsumexp({x}, {dims})", "{x}.clone()"),
+    "ReduceMax": ("{x}.amax({dims})", "{x}.clone()"),
+    "ReduceMean": ("{x}.mean({dims})", "{x}.clone()"),
+    "ReduceMin": ("{x}.amin({dims})", "{x}.clone()"),
+    "ReduceProd": ("{x}.prod({dims})", "{x}.clone()"),
+    "ReduceSum": ("{x}.sum({dims})", "{x}.clone()"),
+    "ReduceSumSquare": ("{x}.square().sum({dims})", "{x}.square()"),
 }.items():
-    operator(_kind)(_reduces(_text))
+    operator(_kind)(partial(_reduces, *_texts))
 
 
 @operator("ArgMax", "ArgMin")
@@ -111,7 +101,7 @@ def _gather(node: Node, table: Value, places: Value) -> Symbol:
     if isinstance(places, Static):
         return node.gives(f"{node.tensor(table)}{at(place, _literal(node, places))}")
     if isinstance(table, Static) and table.trained and table.rank == 2 and place == 0:
-        held = node.held(table)
+        held = node.parameters.held(table)
         if held is not None:  # a layer has it, such as the head of a language model
             return node.gives(f"F.embedding({places}, {held})")
         rows, width = table.shape

@@ -191,7 +191,6 @@ def _resize(
     scales: Numbers | None,
     sizes: Numbers | None,
 ) -> Symbol:
-    """Other sizes, by a scale or a size for each axis."""
     coordinates = node.attr.coordinate_transformation_mode
     rounding = node.attr.nearest_mode
     if node.kind == "Upsample" or node.opset < 11:  # where input 1 is the scales
@@ -204,10 +203,7 @@ def _resize(
     if len(scales or sizes or []) != count:
         raise node.refuse(f"has neither scales nor sizes for {count} axes")
     old = [x.shape[place] for place in places]
-    if scales:
-        scales, new = _new_sizes(scales, old)
-    else:
-        scales, new = _new_scales(sizes or [], old, node.attr.keep_aspect_ratio_policy)
+    scales, new = _scaled(scales, sizes, old, node.attr.keep_aspect_ratio_policy)
     roi = roi if roi and len(roi) == 2 * count else [*[0.0] * count, *[1.0] * count]
     resized = [Resized(size, size, 1.0, "nearest") for size in x.shape]
     for i, place in enumerate(places):
@@ -223,19 +219,20 @@ def _resize(
     return _resized(node, x, resized, node.attr.extrapolation_value)
 
 
-def _new_sizes(scales: Numbers, old: Sequence[int]) -> tuple[list[float], list[int]]:
-    # 1.2 and not the float32 near it: what is whole must come out whole
-    scales = [shortest(scale) for scale in scales]
-    return scales, [math.floor(s * n + 1e-6) for s, n in zip(scales, old, strict=True)]
-
-
-def _new_scales(
-    sizes: Numbers, old: Sequence[int], policy: str
+def _scaled(
+    scales: Numbers | None, sizes: Numbers | None, old: Sequence[int], policy: str
 ) -> tuple[list[float], list[int]]:
-    scales = [new / n for new, n in zip(sizes, old, strict=True)]
+    """Return the scale of each axis and its new size, of which the file gives one."""
+    if scales:
+        # 1.2 and not the float32 near it: what is whole must come out whole
+        exact = [shortest(scale) for scale in scales]
+        return exact, [
+            math.floor(s * n + 1e-6) for s, n in zip(exact, old, strict=True)
+        ]
+    found = [new / n for new, n in zip(sizes or [], old, strict=True)]
     if policy == "stretch":
-        return scales, [int(size) for size in sizes]
-    one = min(scales) if policy == "not_larger" else max(scales)
+        return found, [int(size) for size in sizes or []]
+    one = min(found) if policy == "not_larger" else max(found)
     return [one] * len(old), [math.floor(one * n + 0.5) for n in old]
 
 

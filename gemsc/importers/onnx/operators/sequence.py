@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -75,7 +75,6 @@ def _recurrent(
 def _check(
     node: Node, activations: list[str], usual: list[str], direction: str
 ) -> None:
-    """Refuse what PyTorch's layers do not do."""
     usual = usual * (2 if direction == "bidirectional" else 1)
     named = activations[: len(usual)] or usual  # of RNN, the standard says two
     if named != usual or usual[0] not in ("Sigmoid", "Tanh", "Relu"):
@@ -124,26 +123,20 @@ def _gates(
         if bias is not None:
             parts |= {"bias_ih": (bias, 0), "bias_hh": (bias, 1)}
         for name, (whole, half) in parts.items():
-            move = _Rows(GATES[kind], direction, half, size)
+            move = partial(_rows, GATES[kind], size, direction, half)
             found[f"{name}_l0{end}"] = whole.moved(move, height, *whole.shape[2:])
     return found
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """The rows of one direction, gate by gate; `half` is which of the two biases."""
+def _rows(
+    gates: Sequence[int], size: int, direction: int, half: int, array: Array
+) -> Array:
+    """Return the rows of one direction in PyTorch's order of gates.
 
-    gates: tuple[int, ...]
-    direction: int
-    half: int
-    size: int
-
-    def __call__(self, array: Array) -> Array:
-        """Return the rows in PyTorch's order."""
-        start = self.half * len(self.gates) * self.size
-        starts = [start + gate * self.size for gate in self.gates]
-        rows = array[self.direction]
-        return np.concatenate([rows[s : s + self.size] for s in starts])
+    `half` is which of the two biases they are.
+    """
+    starts = [(half * len(gates) + gate) * size for gate in gates]
+    return np.concatenate([array[direction][s : s + size] for s in starts])
 
 
 def _state(node: Node, batch_first: bool) -> str:
@@ -330,7 +323,6 @@ def _rotary_embedding(
 def _loss(
     node: Node, scores: Symbol, labels: Symbol, weight: Symbol | None
 ) -> Sequence[Symbol]:
-    """How far scores are from labels; and the logarithms of the probabilities."""
     reduction = node.attr.reduction
     arguments = [scores.text, f"{labels}.long()"]
     if weight is not None:

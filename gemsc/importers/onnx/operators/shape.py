@@ -16,7 +16,7 @@ from gemsc.importers.onnx.operators.node import (
     operator,
 )
 from gemsc.importers.onnx.operators.parameters import Static, Value
-from gemsc.importers.sheet import Symbol
+from gemsc.importers.sheet import Symbol, filled
 
 # ----------------------------------------------------------------------------- axes
 
@@ -28,10 +28,7 @@ def _reshape(node: Node, x: Symbol, shape: Numbers) -> Symbol:
         if 0 in shape[x.rank :]:
             raise node.refuse(f"keeps an axis that {x.shape} has not")
         shape = [size or x.shape[axis] for axis, size in enumerate(shape)]
-    if -1 in shape:
-        known = math.prod(size for size in shape if size != -1)
-        shape[shape.index(-1)] = math.prod(x.shape) // max(known, 1)
-    return node.gives(f"{x}.{_reshaped(x, shape)}")
+    return node.gives(f"{x}.{_reshaped(x, filled(shape, math.prod(x.shape)))}")
 
 
 def _reshaped(x: Symbol, shape: Sequence[int]) -> str:
@@ -121,7 +118,6 @@ def _unsqueeze(node: Node, x: Symbol, axes: Numbers) -> Symbol:
 
 @operator("Expand")
 def _expand(node: Node, x: Symbol, shape: Numbers) -> Symbol:
-    """Broadcast to a shape."""
     wide = np.broadcast_shapes(x.shape, tuple(shape))
     padded = (None,) * (len(wide) - x.rank) + x.shape
     sizes = [-1 if old == new else new for old, new in zip(padded, wide, strict=True)]

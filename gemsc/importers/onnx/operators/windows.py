@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from gemsc.importers.onnx.operators.node import (
     number,
     operator,
 )
-from gemsc.importers.sheet import Symbol
+from gemsc.importers.sheet import Symbol, flat_pads, one_number
 from gemsc.importers.weight import Array
 
 MAX_RANK = 3
@@ -95,19 +96,18 @@ class NodeWindows:
     def padded(self, text: str, value: str = "") -> str:
         """Return a value with what is around it, with what ceil_mode needs."""
         sides = zip(self.before, self.after, self.beyond, strict=True)
-        pairs = [(b, a + more) for b, a, more in sides]
-        pads = tuple(size for pair in reversed(pairs) for size in pair)
+        pads = flat_pads([(b, a + more) for b, a, more in sides])
         return f"F.pad({text}, {pads}{value})" if any(pads) or value else text
 
     def settings(self, *, padding: bool = True) -> str:
         """Return the arguments of a pool behind its input."""
-        words = [_short(self.kernel)]
+        words = [str(one_number(self.kernel))]
         if self.stride != self.kernel:
-            words.append(f"stride={_short(self.stride)}")
+            words.append(f"stride={one_number(self.stride)}")
         if padding and any(self.before):
-            words.append(f"padding={_short(self.before)}")
+            words.append(f"padding={one_number(self.before)}")
         if not self.is_dense:
-            words.append(f"dilation={_short(self.dilation)}")
+            words.append(f"dilation={one_number(self.dilation)}")
         if padding and any(self.beyond):
             words.append("ceil_mode=True")
         return ", ".join(words)
@@ -136,10 +136,6 @@ def _pool(node: Node, x: Symbol) -> NodeWindows:
     if not 1 <= rank <= MAX_RANK:
         raise node.refuse(f"pools over {rank} axes; PyTorch has pools over 1 to 3")
     return NodeWindows.of(node, x.shape[2:], node.attr.kernel_shape)
-
-
-def _short(values: tuple[int, ...]) -> str:
-    return str(values[0] if len(set(values)) == 1 else values)
 
 
 @operator("MaxPool")
@@ -190,21 +186,16 @@ def _lp_pool(node: Node, x: Symbol) -> Symbol:
     return node.gives(f"{function}({padded}, {p}, {windows.settings(padding=False)})")
 
 
-def _global(function: str, otherwise: str) -> Callable[..., Symbol]:
-    """Return a pool over all that is behind the channels."""
-
-    def expression(node: Node, x: Symbol) -> Symbol:
-        rank = x.rank - 2
-        if 1 <= rank <= MAX_RANK:
-            return node.gives(f"F.adaptive_{function}_pool{rank}d({x}, 1)")
-        axes = tuple(range(2, x.rank))
-        return node.gives(f"{x}.{otherwise}(dim={axes}, keepdim=True)")
-
-    return expression
+def _global(function: str, otherwise: str, node: Node, x: Symbol) -> Symbol:
+    rank = x.rank - 2
+    if 1 <= rank <= MAX_RANK:
+        return node.gives(f"F.adaptive_{function}_pool{rank}d({x}, 1)")
+    axes = tuple(range(2, x.rank))
+    return node.gives(f"{x}.{otherwise}(dim={axes}, keepdim=True)")
 
 
-operator("GlobalAveragePool")(_global("avg", "mean"))
-operator("GlobalMaxPool")(_global("max", "amax"))
+operator("GlobalAveragePool")(partial(_global, "avg", "mean"))
+operator("GlobalMaxPool")(partial(_global, "max", "amax"))
 
 
 @operator("GlobalLpPool")
@@ -230,11 +221,11 @@ def _pad(
             pairs.pop(0)
         fill = number(0 if value is None else value)
         fill = "" if fill in ("0", "0.0", "False") else f", value={fill}"
-        return node.gives(f"F.pad({x}, {_backwards(pairs)}{fill})")
+        return node.gives(f"F.pad({x}, {flat_pads(pairs)}{fill})")
     if mode not in PAD_MODES:
         raise node.refuse(f"pads by {mode!r}")
     if _is_torchs(x, pairs, mode):
-        sizes = _backwards(pairs[2:])
+        sizes = flat_pads(pairs[2:])
         return node.gives(f'F.pad({x}, {sizes}, mode="{PAD_MODES[mode]}")')
     text = x.text
     for axis, (low, high) in enumerate(pairs):
@@ -256,11 +247,6 @@ def _pairs(
     for axis, low, high in zip(places, pads[:count], pads[count:], strict=True):
         pairs[axis] = (int(low), int(high))
     return pairs
-
-
-def _backwards(pairs: Sequence[tuple[int, int]]) -> tuple[int, ...]:
-    """Return the sizes in the order of F.pad."""
-    return tuple(size for pair in reversed(pairs) for size in pair)
 
 
 def _is_torchs(x: Symbol, pairs: Sequence[tuple[int, int]], mode: str) -> bool:
