@@ -163,11 +163,9 @@ class Observer(Protocol):
 
     def follow(self, tensors: Iterable[Tensor]) -> None:
         """Hear of tensors that are kept."""
-        ...
 
     def take(self) -> None:
         """Hear that the backward takes something of it."""
-        ...
 
 
 @contextmanager
