@@ -11,7 +11,13 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gemsc.base.nests import dense_leaves
-from gemsc.runtime.tiles.saving import is_freed
+from gemsc.runtime.tiles.saving import (
+    Decomposed,
+    decomposed,
+    forget,
+    is_freed,
+    saved_parts,
+)
 
 _active = threading.local()  # the meter of the stage that runs forward on this thread
 
@@ -112,3 +118,24 @@ class ActivationMeter:
     def _take(self, tensor: Tensor) -> Tensor:
         self.take()
         return tensor
+
+
+@contextmanager
+def saved_in_parts(meter: ActivationMeter | None) -> Iterator[None]:
+    """Let what runs inside keep redistributed values in parts, which a meter counts."""
+
+    def pack(tensor: Tensor) -> Decomposed | Tensor:
+        apart = decomposed(tensor)
+        if meter is None:
+            return apart or tensor
+        meter.follow(saved_parts(tensor))
+        return apart or tensor.detach()
+
+    def unpack(packed: Decomposed | Tensor) -> Tensor:
+        if meter is not None:
+            meter.take()
+        return packed.rebuild(packed.kept) if isinstance(packed, Decomposed) else packed
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
+    forget()

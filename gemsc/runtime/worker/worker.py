@@ -20,12 +20,11 @@ from gemsc.errors import InternalError
 from gemsc.messages.exchange import Exchange
 from gemsc.messages.grid_message import GridMessage
 from gemsc.messages.message import Message
-from gemsc.runtime.memory.meter import active_meter
+from gemsc.runtime.memory.meter import active_meter, saved_in_parts
 from gemsc.runtime.memory.offload import OffloadedRun, Store, store_for
 from gemsc.runtime.process.status import Status
 from gemsc.runtime.process.stop import Requests
 from gemsc.runtime.tiles.grid import Grid
-from gemsc.runtime.tiles.saving import saved_in_parts
 from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.mailbox import Mailbox
 from gemsc.runtime.worker.anomaly import AnomalyDetection
