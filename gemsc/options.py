@@ -59,7 +59,7 @@ class CompileOptions:
     ranks: int = option(None, "total number of processes, as for mpirun -n")
     data: int = option(1, "number of data-parallel replicas, or auto", auto=True)
     per_device: int = option(
-        1, "replicas per device, or auto: as many as pay off", auto=True
+        1, "replicas that share each device, or auto: as many as pay off", auto=True
     )
     schedule: str = option("1f1b", "pipeline schedule")
     micro_batches: int = option(
@@ -110,7 +110,7 @@ class CompileOptions:
         0, "maximum number of layers that share one wide halo (0: none)"
     )
     overlap_halos: bool = option(
-        True, "compute the inside of a tile while its halo travels"
+        True, "compute the inside of a tile while its halo is exchanged"
     )
     shards: tuple[str, ...] = option(
         (), "split heads, channels and words: off, auto, 2, or by stage: 2,1,4"
@@ -119,16 +119,16 @@ class CompileOptions:
         (), "run parallel branches on different ranks: off, auto, 2, or by stage: 2,1"
     )
     trunk: str = option(
-        "auto", "how the ranks of a stage hold values outside of shards and branches"
+        "auto", "how the ranks of a stage split values between shards or branches"
     )
     attention: str = option(
-        "gather", "how attention whose tokens are cut gets the keys of other ranks"
+        "gather", "how attention over split tokens gets the keys of other ranks"
     )
     whole: tuple[str, ...] = option(
         (), "modules that every rank computes in full: head,layers.0"
     )
     shard: str = option(
-        "off", "what ranks with the same weights keep their rows of only (ZeRO 1 to 3)"
+        "off", "what to divide among ranks with the same weights (ZeRO 1 to 3)"
     )
     shard_optimizer: InitVar[bool] = option(  # noqa: RUF009, for it is no field
         False, "the same as --shard optimizer"
@@ -149,8 +149,8 @@ class CompileOptions:
             object.__setattr__(self, "shard", "optimizer")
         if self.shard == "weights" and self.torch_compile:
             raise GemscError(
-                "--shard weights does not go with --torch-compile: a compiled stage "
-                "keeps its weights",
+                "--shard weights cannot be combined with --torch-compile: a compiled "
+                "stage keeps its weights",
                 help="leave one of them out, or use --shard gradients",
             )
         if self.data != AUTO:
@@ -180,7 +180,7 @@ class CompileOptions:
         if self.blocks or self.cuts:
             if self.balance == "memory":
                 raise GemscError(
-                    "--balance memory chooses the split, and "
+                    "--balance memory chooses the split, but "
                     f"{'--blocks' if self.blocks else '--cuts'} gives one",
                     help="leave out one of them",
                 )
@@ -318,7 +318,7 @@ class CompileOptions:
         if not 0 <= self.fuse_halos <= MOST:
             raise GemscError(
                 f"--fuse-halos is {self.fuse_halos}",
-                help="give the most layers that share one halo, or 0 for none",
+                help="give the number of layers that share one halo, or 0 for none",
             )
         if self.fuse_halos and not self.tiles:
             raise GemscError(
@@ -388,8 +388,8 @@ class CompileOptions:
             )
         if self.per_device == AUTO and AUTO in (self.data, self.micro_batches):
             raise GemscError(
-                "--per-device auto takes numbers for --data and --micro-batches",
-                help="--ranks 8 --data 8 are the replicas that share devices",
+                "--per-device auto needs numbers for --data and --micro-batches",
+                help="give the replicas that share devices: --ranks 8 --data 8",
             )
         if self.per_device == AUTO and self.data == 1:
             raise GemscError(
@@ -401,7 +401,7 @@ class CompileOptions:
         if self.data != AUTO and self.data % max(1, self.per_device):
             raise GemscError(
                 f"--per-device {self.per_device} does not divide --data {self.data}",
-                help="--data counts all replicas, also those that share a device",
+                help="use a divisor of --data, which counts all replicas",
             )
 
     def flags(self) -> list[str]:

@@ -298,7 +298,7 @@ def _wrong_rows(plan: Plan, advice: str) -> Iterator[tuple[Keys, str, str]]:
         message = f"{plan.ranks} ranks cannot be divided into {copies}"
         yield ("data",), message, "ranks counts the ranks of all replicas"
     if not re.fullmatch(r"weights(-\d+)?", plan.weights):
-        message = f"weights = {plan.weights!r} is no folder of this program"
+        message = f"weights = {plan.weights!r} is not a folder of this program"
         yield ("weights",), message, undo
     ranks = len(plan.members)
     for name in ("memory", "peak_bytes", "activation_bytes", "order"):

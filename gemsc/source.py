@@ -51,9 +51,9 @@ def import_source(
     if os.getcwd() != folder:
         os.chdir(folder)
         raise GemscError(
-            f"importing {path.name} changes the working directory: where gemsc writes "
-            "would depend on it",
-            help="leave it as it is, and name files from the folder of the model's "
+            f"importing {path.name} changes the working directory, on which the output "
+            "paths of gemsc depend",
+            help="do not change it; name files relative to the folder of the model's "
             "file: Path(__file__).parent / 'data'",
         )
     return path, module, name
@@ -67,7 +67,7 @@ def _import_file(place: str, constants: Mapping[str, str]) -> tuple[Path, Module
             help="give the path of a Python file, or package.module:name",
         )
     if path.suffix != ".py":
-        raise GemscError(f"{path} is not a Python file", help="its name ends in .py")
+        raise GemscError(f"{path} is not a Python file", help="give a .py file")
     path = path.resolve()
     _check_syntax(path)
     if (path.parent / "__init__.py").is_file():
@@ -95,7 +95,7 @@ def _refuse_constants(path: Path, constants: Mapping[str, str]) -> None:
     if constants:
         raise GemscError(
             f"--set cannot change constants of {path.name}, which is in a package",
-            help="move what runs change into a file of its own",
+            help="move the constants that runs change into a separate file",
         )
 
 
@@ -157,7 +157,7 @@ def _check_syntax(path: Path) -> None:
         raise GemscError(
             f"syntax error: {error.msg}",
             at=SourceLocation(str(path), error.lineno or 1),
-            help=f"`python {path.name}` must run",
+            help=f"make `python {path.name}` run",
         ) from error
     except ValueError as error:
         raise GemscError(
@@ -270,8 +270,8 @@ def split_constants(texts: list[str]) -> dict[str, str]:
         name, separator, value = text.partition("=")
         if not separator or not name.strip().isidentifier():
             raise GemscError(
-                f"--set {text}: that is not NAME=VALUE",
-                help="name a constant of the model's file: --set WIDTH=32",
+                f"--set {text} is not NAME=VALUE",
+                help="set a constant of the model's file: --set WIDTH=32",
             )
         found[name.strip()] = value.strip()
     return found

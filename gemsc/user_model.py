@@ -129,7 +129,7 @@ class UserModel:
             raise GemscError(
                 f"weights is of type {type(place).__name__}",
                 at=self.line_of("weights"),
-                help="name a file or a folder, from the folder of the model's file",
+                help="give a path, relative to the folder of the model's file",
             )
         return self.path.parent / Path(place).expanduser()
 
@@ -162,7 +162,7 @@ class UserModel:
         if not callable(self.init):
             raise GemscError(
                 f"{self.path.name} has no init(module)",
-                help="the program was compiled from a file that had; compile again",
+                help="the program was compiled from a file that had it: compile again",
             )
         return self.make_unfilled(), partial(self.call, "init")
 
@@ -192,7 +192,7 @@ class UserModel:
                     if tensor.dim() and not tensor.shape[0]:
                         raise GemscError(
                             f"example_inputs has no samples: {list(tensor.shape)}",
-                            help="give it one micro-batch, with at least one sample",
+                            help="return one micro-batch with at least one sample",
                         )
             return found
 
@@ -223,7 +223,7 @@ class UserModel:
                 return [*Examples.of([*shapes], made).targets]
         if self.dataset is None:
             raise GemscError(
-                "there is a loss, but nothing provides its target",
+                "there is a loss, but nothing provides a target for it",
                 at=self.line_of("loss" if self.phases is None else "phases"),
                 help="add dataset() of (input, target) pairs, or example_target()",
             )
@@ -248,7 +248,7 @@ class UserModel:
             raise GemscError(
                 f"loss is of type {type(loss).__name__}",
                 at=self.line_of("loss"),
-                help="define loss(output, target), or a torch.nn loss",
+                help="define loss(output, target), or use a loss of torch.nn",
             )
         return loss
 
@@ -266,10 +266,10 @@ class UserModel:
         for name in ("loss", "optimizer", "scheduler"):
             if getattr(self, name) is not None:
                 raise GemscError(
-                    f"there are phases, and {name} beside them",
+                    f"{name} cannot be combined with phases",
                     at=self.line_of(name),
-                    help="leave it out: each phase has its own; metrics can say how "
-                    "good the outputs are",
+                    help="leave it out: each phase has its own; use metrics to judge "
+                    "the outputs",
                 )
         return found
 
@@ -359,7 +359,7 @@ class UserModel:
             advice = "let example_target() return it; of several shapes, a list"
         try:
             if not (count := num_samples(data, at)):
-                raise GemscError("the dataset is empty", at=at, help="give it samples")
+                raise GemscError("the dataset is empty", at=at, help="add samples")
             if len(shapes) > 1 and isinstance(data, Stream):
                 raise no_shapes_known(data, at)
             items = leading_samples(data, batch, count)

@@ -109,8 +109,8 @@ def check_binding(how: str, num_ranks: int, num_cores: int) -> None:
     if how == "core" and num_ranks > num_cores:
         cores = f"{num_cores} core{'s' * (num_cores > 1)}"
         raise GemscError(
-            f"--bind core: {num_ranks} ranks on this machine, and {cores} for them",
-            help="leave --bind out: ranks then share the cores",
+            f"--bind core: {num_ranks} ranks on this machine, but only {cores}",
+            help="leave out --bind: the ranks then share the cores",
         )
 
 

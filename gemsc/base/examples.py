@@ -45,7 +45,7 @@ class Examples:
         targets = [None] * len(shapes) if target is None else target
         if not isinstance(targets, list) or len(targets) != len(shapes):
             raise GemscError(
-                f"example_target is one, example_inputs has {len(shapes)} shapes",
+                f"example_target has one shape, but example_inputs has {len(shapes)}",
                 help="return a list of targets, one for each of example_inputs()",
             )
         found = cls(shapes, targets)
@@ -57,8 +57,8 @@ class Examples:
         for number, name in enumerate(names):
             if name in names[:number]:
                 raise GemscError(
-                    f"example_inputs has two shapes that samples cannot tell: {name}",
-                    help="let each differ in the size of a sample",
+                    f"example_inputs has two shapes with equal samples: {name}",
+                    help="give the samples of each shape another size",
                 )
 
     @property

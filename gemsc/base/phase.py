@@ -73,8 +73,8 @@ def as_phases(value: object) -> tuple[Phase, ...]:
     phases = tuple(value) if isinstance(value, list | tuple) else ()
     if not phases or not all(isinstance(each, Phase) for each in phases):
         raise GemscError(
-            "phases is no list of gemsc.Phase",
-            help='phases = [gemsc.Phase("d", loss=..., train="...", '
+            "phases is not a list of gemsc.Phase",
+            help='write phases = [gemsc.Phase("d", loss=..., train="...", '
             "optimizer=...), ...]",
         )
     return phases
@@ -91,14 +91,14 @@ def check_phases(phases: Sequence[Phase], model: nn.Module) -> None:
     trained: dict[int, str] = {}
     for phase in phases:
         if not phase.name.isidentifier() or phase.name in names:
-            wrong = "twice" if phase.name in names else "which is no name in Python"
+            wrong = "twice" if phase.name in names else "which is not a name in Python"
             raise GemscError(
                 f"phases has {phase.name!r}, {wrong}",
-                help='give each phase a short name of its own: Phase("d", ...)',
+                help='give each phase its own short name: Phase("d", ...)',
             )
         if type(phase.every) is not int or phase.every < 1:
             raise GemscError(
-                f"phase {phase.name}: every={phase.every!r} is no number of steps",
+                f"phase {phase.name}: every={phase.every!r} is not a number of steps",
                 help="leave it out, or give 2 for every second step",
             )
         names.add(phase.name)
@@ -116,12 +116,12 @@ def check_phases(phases: Sequence[Phase], model: nn.Module) -> None:
             if key in trained:
                 raise GemscError(
                     f"phases {trained[key]} and {phase.name} both train '{name}'",
-                    help="let each parameter be trained in one phase: its optimizer "
-                    "keeps a state for it; or add up the losses in one phase",
+                    help="train each parameter in one phase only, or add up the losses "
+                    "in one phase",
                 )
             trained[key] = phase.name
     if all(phase.every > 1 for phase in phases):
         raise GemscError(
-            "phases: some steps have none of them",
-            help="leave out every= in one of them",
+            "phases: some steps have no phase",
+            help="leave out every= in one phase",
         )

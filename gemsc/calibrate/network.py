@@ -120,7 +120,7 @@ def measure_network(transport: Transport) -> dict[str, object]:
     """
     if transport.size < 2:
         raise GemscError(
-            "a network needs two ranks", help="use mpirun -n 2, or --ranks 2"
+            "measuring a network needs two ranks", help="use mpirun -n 2, or --ranks 2"
         )
     hosts = transport.all_gather_object(platform.node())
     inside = [rank for rank, host in enumerate(hosts) if host == hosts[0]]

@@ -371,8 +371,9 @@ def _say_nothing(what: str, share: float = 1.0) -> None:
 def _read_edited(path: Path, typed: Sequence[str]) -> EditedPlan:
     if typed:
         raise GemscError(
-            f"{' '.join(typed)} cannot be given with --plan, which decides everything",
-            help=f"change {path} instead",
+            f"{' '.join(typed)} cannot be combined with --plan, which decides "
+            "everything",
+            help=f"edit {path} instead",
         )
     if not path.is_file():
         raise GemscError(

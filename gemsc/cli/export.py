@@ -54,8 +54,8 @@ def export_command(
     max_shard_size: Annotated[
         str | None,
         typer.Option(
-            help="write a folder of .safetensors files of at most so many bytes each, "
-            "with an index, as Hugging Face ships models: 5GiB"
+            help="write a folder of .safetensors files of at most this size each, with "
+            "an index, in Hugging Face's layout: 5GiB"
         ),
     ] = None,
     ema: Annotated[
@@ -65,8 +65,7 @@ def export_command(
     loss: Annotated[
         Path | None,
         typer.Option(
-            help="also write what the loss has learned: a .safetensors file of its "
-            "own tensors"
+            help="also write the tensors of a trained loss to this .safetensors file"
         ),
     ] = None,
 ) -> None:
@@ -89,7 +88,7 @@ def export_command(
         except OSError as error:
             raise GemscError(
                 f"{output} cannot be written: {error.strerror}",
-                help="give another file with -o",
+                help="name another file with -o",
             ) from None
     for note in notes:
         tell(f"note: {note}")
@@ -135,11 +134,14 @@ def _most_bytes(size: str | None, output: Path) -> int | None:
         return None
     if output.suffix in KINDS:
         raise UsageError(
-            f"--max-shard-size writes several files, and {output} is one",
-            help="give the name of a folder with -o, without an ending",
+            f"--max-shard-size writes several files, but {output} is a single file",
+            help="name a folder with -o, without a suffix",
         )
     if (found := parse_bytes(size)) <= 0:
-        raise UsageError(f"--max-shard-size {size}", help="for example 5GiB")
+        raise UsageError(
+            f"--max-shard-size {size} is not a size",
+            help="write for example --max-shard-size 5GiB",
+        )
     return found
 
 
@@ -148,8 +150,8 @@ def _write_shards(output: Path, trained: Trained, most_bytes: int) -> list[str]:
     ours = output.is_dir() and (output / INDEX).is_file()
     if output.exists() and not ours and _has_content(output):
         raise GemscError(
-            f"{output} is there, and no folder of weights with an index",
-            help="give another folder with -o",
+            f"{output} exists and is not a folder of weights with an index",
+            help="name another folder with -o",
         )
     with _replaced_folder(output) as new:
         new.mkdir()
@@ -221,8 +223,8 @@ def _write_for_torch(output: Path, trained: Trained) -> list[str]:
         and _has_content(output)
     ):
         raise GemscError(
-            f"{output} is there, and no checkpoint of torch.distributed",
-            help="give another folder with -o",
+            f"{output} exists and is not a checkpoint of torch.distributed",
+            help="name another folder with -o",
         )
 
     def lazy(entry: Entry, read: Callable[[str], Tensor], key: str) -> Lazy:
@@ -361,7 +363,7 @@ def load_trained(program: Path, trained: Trained) -> tuple[UserModel, nn.Module]
         if entry is not None:
             if entry.shape != tuple(tensor.shape):
                 raise GemscError(
-                    f"'{name}' has the shape {list(entry.shape)}, and "
+                    f"'{name}' has the shape {list(entry.shape)}, but "
                     f"{list(tensor.shape)} in {user.path.name}",
                     help="compile and train the model as it is now",
                 )

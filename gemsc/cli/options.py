@@ -54,7 +54,7 @@ PANELS = {
     ),
     "Memory": ("device_memory", "recompute", "offload", "shard", "shard_optimizer"),
     "Kernels": ("precision", "memory_format", "torch_compile"),
-    "The machine that is planned for": ("hardware", "profile", "device"),
+    "Target machine": ("hardware", "profile", "device"),
     "Tracing": ("frontend", "check"),
 }
 

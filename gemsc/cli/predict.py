@@ -217,13 +217,13 @@ def _check_picture(
         one, other = ("volumes", "picture") if is_deep else ("pictures", "volume")
         kinds = ".nii.gz, DICOM or OME-Zarr" if is_deep else "TIFF, .svs or OME-Zarr"
         raise GemscError(
-            f"{plan.model} takes {one} (windows of {taken}), and {path} is a {other}",
+            f"{plan.model} expects {one} (windows of {taken}), but {path} is a {other}",
             help=f"give {kinds}",
         )
     for name, value in (("--orientation", orientation), ("--spacing", spacing)):
         if not is_deep and value is not None:
             raise GemscError(
-                f"{name} is only for volumes, and {path} is a picture",
+                f"{name} is only for volumes, but {path} is a picture",
                 help="leave it out",
             )
     if is_deep:
@@ -238,6 +238,6 @@ def _check_picture(
             return
     if channels != taken.channels:
         raise GemscError(
-            f"{path} has {channels} channels, the model takes {taken.channels}",
+            f"{path} has {channels} channels, but the model expects {taken.channels}",
             help=INPUT_HELP,
         )

@@ -123,7 +123,7 @@ def check_sharing_options(program: Path | None, numbers: str) -> tuple[int, ...]
     if not all(text.isdecimal() and int(text) > 0 for text in counts):
         raise GemscError(
             f"--per-device {numbers} is not a list of numbers of processes",
-            help="for example --per-device 1,2,4",
+            help="write for example --per-device 1,2,4",
         )
     trainable(program)
     return tuple(sorted({1, *map(int, counts)}))

@@ -45,7 +45,11 @@ def simulate_command(
     ] = "",
     given: dict[str, Any] | None = None,
     allreduce: Annotated[
-        str, typer.Option(help=f"auto, {', '.join(ROUNDS)} (default: the machine's)")
+        str,
+        typer.Option(
+            help=f"all-reduce algorithm: auto, {', '.join(ROUNDS)} (default: the "
+            "machine's)"
+        ),
     ] = "",
     per_device: Annotated[
         int, typer.Option(help="maximum number of processes per device", min=1)
@@ -63,8 +67,8 @@ def simulate_command(
     machine = _machine(options.hardware, allreduce)
     if per_device > 1 and options.copy_ranks > 1:
         raise GemscError(
-            f"--per-device {per_device} is simulated for replicas of one rank, these "
-            f"have {options.copy_ranks}",
+            f"--per-device {per_device} can be simulated only for replicas of one "
+            f"rank, but these have {options.copy_ranks}",
             help="leave it out, or give each replica one rank: --ranks 8 --data 8",
         )
     traced = trace_unfilled(user, machine, options.frontend, options.precision)
@@ -127,7 +131,7 @@ def _counts(
         if ranks not in (None, size * copies):
             raise GemscError(
                 f"--ranks {ranks}: each replica of this program has {size} ranks",
-                help=f"give a multiple of {size}, or leave --data out",
+                help=f"give a multiple of {size}, or leave out --data",
             )
         return {"ranks": size * copies, "data": copies}
     return {"ranks": ranks, "data": data or 1}

@@ -143,8 +143,8 @@ def _prove(directory: Path, plan: Plan) -> None:
             return
         raise GemscError(
             f"{directory} cannot run as its rank files are: {wrong}",
-            help="take back what was changed in them, or compile again: "
-            f"{plan.command} -o {directory}",
+            help=f"undo the changes in them, or compile again: {plan.command} -o "
+            f"{directory}",
         ) from None
 
 

@@ -142,7 +142,7 @@ def check_target(directory: Path) -> None:
     if found:
         names = ", ".join(found[:3]) + ", ..." * (len(found) > 3)
         raise GemscError(
-            f"{directory} holds other files ({names})",
+            f"{directory} contains other files ({names})",
             help="choose an empty or new folder with -o",
         )
 

@@ -260,7 +260,7 @@ class _StageWriter:
         source = layer_source(layer)
         if source is None:
             raise GemscError(
-                f"gemsc cannot write layer '{path}' ({type(layer).__name__})",
+                f"gemsc cannot write the layer '{path}' ({type(layer).__name__})",
                 help="build it from layers of torch.nn",
             )
         parameters = {f"{path}.{name}": p for name, p in layer.named_parameters()}

@@ -185,7 +185,7 @@ class Hardware:
             if "1" not in rates:
                 raise file.error(
                     ("device", "sharing", name),
-                    f"device.sharing.{name} has no samples a second of 1 process",
+                    f"device.sharing.{name} has no samples per second for 1 process",
                     help="let `gemsc profile --per-device` measure it, or remove it",
                 )
         return hardware

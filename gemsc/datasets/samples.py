@@ -24,13 +24,13 @@ def num_samples(dataset: Any, at: SourceLocation | None = None) -> int:
             f"the dataset, of type {kind.__name__}, does not say how many samples it "
             "has: there is no len()",
             at=at,
-            help="give it __len__ and __getitem__; a stream whose samples fit into "
-            "memory can be returned as list(stream), another as gemsc.Stream(it), if "
-            "iter(it) begins anew",
+            help="give it __len__ and __getitem__; return a stream whose samples fit "
+            "in memory as list(stream), and another one as gemsc.Stream(it), if "
+            "iter(it) starts again from the beginning",
         )
     if not (hasattr(kind, "__getitem__") or hasattr(kind, "read")):  # a TiledDataset
         raise GemscError(
-            f"the dataset, of type {kind.__name__}, gives no sample by its number",
+            f"the dataset, of type {kind.__name__}, does not return samples by index",
             at=at,
             help="return a Dataset with __getitem__, or an IterableDataset, not a "
             "DataLoader: gemsc makes the batches",
@@ -58,11 +58,11 @@ def pair_error(sample: Any, at: SourceLocation | None = None) -> GemscError | No
 def no_shapes_known(dataset: Any, at: SourceLocation | None = None) -> GemscError:
     """Return what to say where batches have several shapes, and samples no numbers."""
     return GemscError(
-        "shapes of samples cannot be told beforehand of a "
-        f"{type(dataset).__name__}: none is given whole by its number",
+        f"the shapes of the samples of a {type(dataset).__name__} cannot be known in "
+        "advance, since it returns none as a whole by index",
         at=at,
-        help="give a dataset with len() and [index], or example_inputs() of the "
-        "largest shape alone, with a pad_value for smaller samples",
+        help="return a dataset with len() and [index], or only the largest shape from "
+        "example_inputs(), with a pad_value for smaller samples",
     )
 
 
@@ -73,8 +73,8 @@ def leading_samples(data: Any, number: int, count: int) -> list[Any]:
     found = list(islice(data, number))
     if len(found) < number:
         raise GemscError(
-            f"the stream gives {len(found)} samples, and a micro-batch takes {number}",
-            help="give it more, or example_inputs() of fewer",
+            f"the stream has {len(found)} samples, but a micro-batch needs {number}",
+            help="add samples, or return fewer from example_inputs()",
         )
     return found
 

@@ -68,12 +68,12 @@ class Stream(IterableDataset[Any]):
         if not hasattr(type(source), "__iter__") or hasattr(source, "__next__"):
             raise GemscError(
                 f"a Stream of type {kind} cannot be read from its beginning again",
-                help="give an object whose __iter__ begins anew, as an IterableDataset "
-                "does, not a generator",
+                help="give an object whose __iter__ starts from the beginning, such as "
+                "an IterableDataset, not a generator",
             )
         if samples is not None and samples < 1:
             raise GemscError(
-                f"a Stream of {samples} samples", help="an epoch takes 1 or more"
+                f"a Stream of {samples} samples", help="give samples= 1 or more"
             )
         self.source = source
         self.samples = samples
@@ -230,13 +230,13 @@ class StreamPart:
             more = "" if samples is None else f", and an epoch takes {samples}"
             return StreamEndError(
                 f"the stream ends after {position} samples{more}",
-                help=f"give gemsc.Stream(..., samples={position})",
+                help=f"use gemsc.Stream(..., samples={position})",
             )
         return StreamEndError(
             f"part {self.number + 1} of {self.count} of the stream ends after "
-            f"{position} samples, and an epoch of {samples} takes more of it",
-            help="leave samples= out: the epoch then ends with the first part that "
-            "does; or give gemsc.Stream(..., split=False): each replica then reads all",
+            f"{position} samples, but an epoch of {samples} needs more of them",
+            help="leave out samples= to end the epoch with the first part that ends, "
+            "or use gemsc.Stream(..., split=False) to let each replica read all",
         )
 
 
@@ -294,8 +294,8 @@ def _samples_of(batch: Any) -> Iterator[Any]:
     sizes = {len(each) for each in tensors}
     if len(sizes) != 1 or len(tensors) < len(leaves):
         raise GemscError(
-            "a batch of the DataLoader cannot be taken apart into samples: it is not "
-            "made of tensors with as many rows",
+            "a batch of the DataLoader cannot be split into samples: its tensors do "
+            "not all have the same number of rows",
             help="give the DataLoader batch_size=None: gemsc makes the batches",
         )
     for row in range(*sizes):

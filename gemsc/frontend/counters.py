@@ -37,7 +37,7 @@ def reject_counters(*states: Mapping[str, object]) -> None:
             shown = f": {', '.join(map(str, values))}" if is_number else ""
             raise GemscError(
                 f"forward changes {name} at each call{shown}",
-                help="keep what counts in a buffer, and compute with it: "
+                help="count in a buffer, and compute with it: "
                 'self.register_buffer("count", torch.tensor(...)); draw with torch',
             )
 

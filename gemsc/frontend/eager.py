@@ -151,15 +151,15 @@ def check_optimizer(
         )
     if callable(step) and _needs_closure(step):
         raise GemscError(
-            f"{type(made).__name__} computes the loss several times in a step, and "
-            "needs a closure for it: ranks compute it once",
-            help="return an optimizer whose step() needs no argument",
+            f"{type(made).__name__} computes the loss several times per step and needs "
+            "a closure for it, but ranks compute it once",
+            help="return an optimizer whose step() needs no closure",
         )
     if all(callable(getattr(made, name, None)) for name in ("train", "eval")):
         raise GemscError(
-            f"{type(made).__name__} has other weights in training than in evaluation, "
-            "and nothing here calls its train() and eval()",
-            help="use AdamW with a schedule; `gemsc run --ema 0.999` has averages",
+            f"{type(made).__name__} has different weights in training and in "
+            "evaluation, and gemsc does not call its train() and eval()",
+            help="use AdamW with a schedule; `gemsc run --ema 0.999` averages",
         )
     return type(made).__name__ if _could_be_fused(made) else ""
 

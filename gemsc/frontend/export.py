@@ -85,7 +85,7 @@ def export(
     """
     if autocast is not None:
         raise GemscError(
-            "--frontend export traces in the precision of the weights only",
+            "--frontend export traces only in the precision of the weights",
             help="use --frontend record, or leave out --precision",
         )
     subject = model, loss, training, normalize_inputs(inputs), target

@@ -204,8 +204,8 @@ def reject_unsupported(model: nn.Module) -> None:
         if tensor.is_meta:
             raise GemscError(
                 f"the model's '{name}' has no data: it is on the meta device",
-                help='name the files of its weights beside the model: weights = "...", '
-                "or call gemsc.load_weights(model, path); gemsc plan needs none",
+                help='name its weights in the model\'s file: weights = "...", or call '
+                "gemsc.load_weights(model, path); gemsc plan needs none",
             )
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
@@ -266,7 +266,7 @@ def fake_input(
         where = ".".join(map(str, path))
         raise GemscError(
             f"{where} is a {str(tensor.layout).removeprefix('torch.')} tensor",
-            help="feed dense tensors and make them sparse in forward",
+            help="use dense tensors, and make them sparse in forward",
         )
     with fake:
         copied = torch.empty_strided(

@@ -101,7 +101,7 @@ class Gradients:
         except OSError as error:
             raise GemscError(
                 f"the check cannot keep gradients in {tempfile.gettempdir()}: {error}",
-                help="let TMPDIR name a folder with space, or compile with --no-check",
+                help="set TMPDIR to a folder with space, or compile with --no-check",
             ) from error
         self._places[name] = _Place(offset, gradient.dtype, tuple(gradient.shape))
 

@@ -334,8 +334,8 @@ def _no_random_numbers(request: _Request) -> Iterator[None]:
         "forward is not deterministic: it draws from Python's or NumPy's random "
         "numbers, on this line or before it",
         at=lines[0] if lines else None,
-        help="use torch's random functions, for example torch.rand or nn.Dropout; "
-        "where a setting turns the draw off, set it (SpecAugment of transformers: "
+        help="use torch's random functions, for example torch.rand or nn.Dropout; if a "
+        "setting turns the draw off, use it (SpecAugment of transformers: "
         "apply_spec_augment=False)",
     )
 

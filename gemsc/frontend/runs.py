@@ -76,7 +76,7 @@ def _reject_difference(at: SourceLocation | None) -> None:
     raise GemscError(
         "forward is not deterministic: it behaves differently when it is called again",
         at=at,
-        help="use neither Python's random nor attributes that forward changes",
+        help="avoid Python's random and attributes that forward changes",
     )
 
 

@@ -247,8 +247,8 @@ class Tracer(TorchFunctionMode):
         if not self._copied.holds_its_own(module):
             line = user_line(Tracer.run.__code__)
             raise DependsOnDataError(
-                f"'{path}' stays whole on one rank, and is called here with other "
-                "parameters or buffers than its own",
+                f"'{path}' stays whole on one rank, but is called here with parameters "
+                "or buffers other than its own",
                 path=self.writer.module_path,
                 at=line.location if line else None,
                 help="move it and this call into a submodule, which then stays whole",
@@ -306,8 +306,8 @@ class Tracer(TorchFunctionMode):
             if any(context.needs_input_grad):
                 name = context._forward_cls.__name__
                 raise GemscError(
-                    f"{name}.apply was taken from its class before forward ran: its "
-                    "call is not seen, and its backward would be lost",
+                    f"{name}.apply was taken from its class before forward ran: the "
+                    "trace cannot see this call, and its backward would be lost",
                     at=at,
                     help=f"write {name}.apply(...) where it is called",
                 )

@@ -98,11 +98,10 @@ def returned(output: object) -> Returned:
 def transformed(at: SourceLocation | None = None) -> GemscError:
     """Return the error of a forward that calls a transform of torch.func."""
     return GemscError(
-        "forward calls torch.vmap, or another transform of torch.func, which has no "
-        "place in a graph",
+        "forward calls torch.vmap or another transform of torch.func, which a graph "
+        "cannot contain",
         at=at,
-        help="write the further dimension yourself: torch.einsum, torch.bmm, "
-        "x.unsqueeze(0)",
+        help="write out the dimension: torch.einsum, torch.bmm, x.unsqueeze(0)",
     )
 
 

@@ -207,8 +207,7 @@ class GraphWriter:
                 raise transformed()
             raise GemscError(
                 "forward uses a tensor whose origin gemsc cannot see",
-                help="make it from the inputs, without torch.vmap and other transforms "
-                "of torch.func, or keep it with register_buffer",
+                help="compute it without torch.func, or keep it with register_buffer",
             )
         source = earlier.node_of(tensor)
         if source not in fixed_nodes(earlier.graph, self._copied.model.training):

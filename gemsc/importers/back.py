@@ -47,9 +47,9 @@ def _check_same(network: ImportedNetwork, folder: Path, origin: Origin) -> None:
         name: tuple(tensor.shape) for name, tensor in now.items()
     }:
         raise GemscError(
-            f"this gemsc reads {origin.file} otherwise than gemsc {origin.gemsc}, "
-            f"which has written {folder}",
-            help=f"export with gemsc {origin.gemsc}, or import the file once more",
+            f"this gemsc reads {origin.file} differently from gemsc {origin.gemsc}, "
+            f"which wrote {folder}",
+            help=f"export with gemsc {origin.gemsc}, or import the file again",
         )
 
 
@@ -57,15 +57,15 @@ def _check_shapes(network: ImportedNetwork, shapes: Shapes, original: Path) -> N
     state = network.model.root.state_dict()
     if not any(name in shapes for name in network.model.weights):
         raise GemscError(
-            f"no tensor of this model has a name of {original.name}'s network",
+            f"no tensor of this model has a name from the network in {original.name}",
             help="export weights of the model.py that was imported",
         )
     for name in network.model.weights:
         before = tuple(state[name].shape)
         if name in shapes and shapes[name] != before:
             raise GemscError(
-                f"'{name}' has the shape {list(shapes[name])}, and {list(before)} in "
-                f"{original.name}: it has no place there",
+                f"'{name}' has the shape {list(shapes[name])}, but {list(before)} in "
+                f"{original.name}",
                 help="export it as .onnx from PyTorch, or as .safetensors",
             )
 
@@ -114,7 +114,7 @@ def _filler(
                 raise GemscError(
                     f"'{name}' and '{uses[source][0][0]}' are one tensor in the file, "
                     f"{source!r:.80}, and differ in the model",
-                    help="keep them one in model.py, or export as .safetensors",
+                    help="keep them equal in model.py, or export as .safetensors",
                 )
             numbers[inside] = values
             filled |= inside

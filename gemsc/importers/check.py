@@ -40,7 +40,7 @@ def compared(network: ImportedNetwork) -> str:
         reason = str(why).split("\n")[0][:200]
         raise GemscError(
             f"{network.model.file} cannot be run as it was read: {reason}",
-            help="please report this file; --no-check writes the network nonetheless",
+            help="please report this file; --no-check writes the network anyway",
         ) from why
     outputs = list(found) if isinstance(found, (tuple, list)) else [found]
     far = max(
@@ -48,9 +48,9 @@ def compared(network: ImportedNetwork) -> str:
     )
     if not far <= WITHIN:
         raise GemscError(
-            f"{network.model.file} gives other numbers than the network that was read "
-            f"from it: they differ by {far:.1e} of the largest",
-            help="please report this file; --no-check writes the network nonetheless",
+            f"{network.model.file} gives different numbers than the network that was "
+            f"read from it: they differ by {far:.1e} of the largest",
+            help="please report this file; --no-check writes the network anyway",
         )
     return f"compared with the file's own definition: within {far:.0e}"
 

@@ -138,7 +138,7 @@ def _checked_custom(path: Path | None) -> Path | None:
     if path.stem in (*sys.stdlib_module_names, *INSTALLED):
         raise GemscError(
             f"--custom {path}: there is another module {path.stem}",
-            help="call it layers.py, or any name of its own",
+            help="call it layers.py, or choose an unused name",
         )
     return path
 

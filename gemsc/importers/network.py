@@ -134,8 +134,8 @@ def read(path: Path, options: ImportOptions) -> ImportedNetwork:
     """
     if path.suffix not in READERS:
         raise GemscError(
-            f"{path} is no file that gemsc imports",
-            help=f"give one that ends in {' or '.join(READERS)}",
+            f"gemsc cannot import {path}",
+            help=f"give a file that ends in {' or '.join(READERS)}",
         )
     if not path.is_file():
         raise GemscError(f"there is no file {path}", help="give the file's path")

@@ -56,7 +56,7 @@ class Origin:
             GemscError: there is none, or it was not written by gemsc.
         """
         path = folder / ORIGIN_FILE
-        advice = "import the file once more"
+        advice = "import the file again"
         file = TomlFile.read(path, what="the record of an import", advice=advice)
         found = file.build(Origin, strict=False)
         for name in (found.file, *found.files, *found.written):
@@ -92,7 +92,7 @@ class Origin:
         if not self._are(folder / ORIGINAL):
             raise GemscError(
                 f"{folder / ORIGINAL} does not hold the {self.file} that was imported",
-                help=f"import it once more: gemsc import {self.file} -o {folder}",
+                help=f"import it again: gemsc import {self.file} -o {folder}",
             )
         return folder / ORIGINAL / self.file
 
@@ -120,6 +120,6 @@ def check_inside(name: str, path: Path) -> None:
     place = PurePosixPath(name.replace("\\", "/"))
     if not name or place.is_absolute() or ".." in place.parts or "\0" in name:
         raise GemscError(
-            f"{path} names the file {name!r:.80}, which is outside of its folder",
+            f"{path} names the file {name!r:.80}, which is outside its folder",
             help="the file is damaged, or not to be trusted",
         )

@@ -66,7 +66,7 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
             found.append((_host(entry, "--hostfile", at), at))
     if not found:
         raise GemscError(
-            f"--hostfile {path} names no host", help="give lines `a slots=2`"
+            f"--hostfile {path} names no host", help="write lines `a slots=2`"
         )
     return _distinct(found)
 
@@ -92,8 +92,8 @@ def _distinct(
             raise GemscError(
                 f"host {host.name} is listed twice",
                 at=at,
-                help=f"add its numbers up: {host.name}:"
-                f"{hosts[host.name].slots + host.slots}",
+                help="add up its numbers: "
+                f"{host.name}:{hosts[host.name].slots + host.slots}",
             )
         hosts[host.name] = host
     return tuple(hosts.values())
@@ -117,10 +117,10 @@ def share_out(hosts: Sequence[Host], num_ranks: int) -> tuple[Host, ...]:
             left -= used[-1].slots
     if left:
         raise GemscError(
-            f"{listed(hosts)} takes {num_ranks - left} ranks, the program has "
-            f"{num_ranks}",
-            help="give more hosts, or more ranks to each, or compile for "
-            f"--ranks {num_ranks - left}",
+            f"{listed(hosts)} has room for {num_ranks - left} ranks, but the program "
+            f"has {num_ranks}",
+            help="add hosts, or more ranks on each, or compile for --ranks "
+            f"{num_ranks - left}",
         )
     return tuple(used)
 
@@ -156,8 +156,8 @@ def check_hosts(hosts: Sequence[Host], directory: Path) -> None:
         if code == UNREACHED:
             raise GemscError(
                 f"host {name} cannot be reached: {said or 'ssh failed'}",
-                help=f"`ssh {name} true` has to work without a question: the name, an "
-                f"ssh key (ssh-copy-id {name}), the key of the host accepted once",
+                help=f"make `ssh {name} true` work without a prompt: check the name, "
+                f"set up a key (ssh-copy-id {name}), accept the host's key once",
             )
         if code == NO_FOLDER:
             raise GemscError(f"host {name} has no folder {folder}", help=share)
@@ -169,7 +169,7 @@ def check_hosts(hosts: Sequence[Host], directory: Path) -> None:
         if code != 0:
             raise GemscError(f"host {name} has no {plan}", help=share)
         if output != plan.read_bytes():
-            raise GemscError(f"host {name} has another {plan}", help=share)
+            raise GemscError(f"host {name} has a different {plan}", help=share)
 
 
 def that_answer(hosts: Sequence[Host]) -> tuple[Host, ...]:

@@ -68,8 +68,8 @@ def measure(directory: Path, num_steps: int, device: str = "auto") -> list[list[
     plan = trainable(directory)
     if plan.phases:
         raise GemscError(
-            "--measured draws the times of one update, and a step has several phases",
-            help="look at what is predicted, without --measured",
+            "--measured draws the times of one update, but a step has several phases",
+            help="leave out --measured to see the prediction",
         )
     with tempfile.TemporaryDirectory(prefix="gemsc-times-") as name:
         _start(directory, "--record-into", name, num_steps, device)

@@ -225,14 +225,14 @@ def read_launch(
     options = parse_arguments(rest, parents=[parser])
     hosts: tuple[Host, ...] = ()
     if own.hosts is not None and own.hostfile is not None:
-        raise GemscError("--hosts and --hostfile are given", help="leave out one")
+        raise GemscError("--hosts and --hostfile are given", help="give only one")
     if own.hosts is not None:
         hosts = parse_hosts(own.hosts)
     elif own.hostfile is not None:
         hosts = read_hostfile(own.hostfile)
     if own.restarts and getattr(options, "checkpoint_every", None) == "never":
         raise GemscError(
-            "--restarts has no checkpoint to go on from with --checkpoint-every never",
+            "--restarts has no checkpoint to resume from with --checkpoint-every never",
             help="leave one of them out",
         )
     return Launch(hosts, own.restarts), rest, options
@@ -338,7 +338,7 @@ def compile_for(directory: Path, plan: Plan, slots: int) -> Path:
 
 def _impossible(plan: Plan, slots: int, why: str) -> GemscError:
     return GemscError(
-        f"{plan.model} has {plan.ranks} ranks, the hosts that answer take {slots}, and "
-        f"it cannot be compiled for so few:\n{why}",
-        help=f"compile it for {slots} ranks in another way, and go on with --resume",
+        f"{plan.model} has {plan.ranks} ranks, the hosts that answer have room for "
+        f"{slots}, and it cannot be compiled for so few:\n{why}",
+        help=f"compile it for {slots} ranks in another way, and resume with --resume",
     )

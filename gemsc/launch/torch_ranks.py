@@ -70,7 +70,7 @@ def check_one_machine(hosts: Sequence[Host]) -> None:
     """
     if hosts:
         raise GemscError(
-            "--engine torch starts ranks on this machine only",
+            "--engine torch starts ranks only on this machine",
             help=f"on each host type torchrun --nnodes {len(hosts)} --nproc-per-node "
             f"{hosts[0].slots} --rdzv-backend c10d --rdzv-endpoint "
             f"{hosts[0].name}:29400 PROGRAM, or leave --engine out",

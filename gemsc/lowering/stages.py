@@ -136,8 +136,8 @@ def _check(traced: Traced, options: CompileOptions) -> None:
     check_whole(options.whole, traced.program.module)
     if traced.is_phase and options.shard in ("gradients", "weights"):
         raise GemscError(
-            f"--shard {options.shard} does not go with phases: each of them trains "
-            "some of what a stage holds",
+            f"--shard {options.shard} cannot be combined with phases: each phase "
+            "trains only part of what a stage holds",
             help="use --shard optimizer",
         )
 

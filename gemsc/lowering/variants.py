@@ -79,8 +79,8 @@ def trace_all(
     check_phases(phases, model)
     if len(examples.inputs) > 1:
         raise GemscError(
-            "phases of a step have one shape, and example_inputs several",
-            help="give example_inputs of one shape",
+            "example_inputs has several shapes, but the phases of a step need one",
+            help="return one shape from example_inputs",
         )
     graphs = {"": trace(model, example_inputs)}
     for phase in phases:

@@ -304,7 +304,8 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 "a parameter has a sparse gradient here, which cannot be added up "
                 "over micro-batches and ranks",
                 at=meta.location(node),
-                help="use sparse=False, and a dense optimizer: Adam for SparseAdam",
+                help="use sparse=False and a dense optimizer: Adam instead of "
+                "SparseAdam",
             )
         add = torch.ops.aten.add_.Tensor
         _, works = work_of(add, (gradient, gradient), {}, gradient)

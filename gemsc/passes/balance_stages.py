@@ -175,7 +175,7 @@ class BalanceStages(Pass):
     def _from_cuts(self, blocks: Sequence[Block]) -> list[int]:
         if len(self.cuts) != self.num_stages - 1:
             raise GemscError(
-                f"--cuts {_join(self.cuts)} makes {len(self.cuts) + 1} stages, "
+                f"--cuts {_join(self.cuts)} makes {len(self.cuts) + 1} stages, but "
                 f"{self.num_stages} are needed",
                 help=f"name {self.num_stages - 1} modules",
             )

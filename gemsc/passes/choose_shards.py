@@ -139,7 +139,8 @@ class ChooseShards(Pass):
                 what = f"{own.trunk} splits a dimension of {size}"
                 raise GemscError(
                     f"--trunk {what} over {own.count} ranks in {name}",
-                    help="put more into each of example_inputs(), or use --trunk whole",
+                    help="return more samples from example_inputs(), or use --trunk "
+                    "whole",
                 )
             if size < own.count:
                 found[index] = replace(own, trunk="whole", split=())

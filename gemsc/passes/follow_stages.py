@@ -292,8 +292,8 @@ def follow_forks(
     if needed:
         paths = dict.fromkeys(map(layer_path, needed))
         raise GemscError(
-            f"'{layer_path(needed[0])}' is in a branch of one rank in training, and in "
-            f"{what} all ranks need it",
+            f"'{layer_path(needed[0])}' is in a branch of one rank in training, but "
+            f"all ranks need it in {what}",
             at=meta.location(needed[0]),
             help=f"keep it whole: --whole {','.join(paths)}",
         )

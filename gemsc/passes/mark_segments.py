@@ -151,8 +151,8 @@ def _refuse_effects(program: Program, segment: Segment) -> None:
             if runs_once(program, node):
                 raise GemscError(
                     f"--recompute {segment.name}: block '{block.name}' changes a "
-                    "tensor that it does not own, and would do so twice, or reads "
-                    "statistics, which have changed then",
+                    "tensor that it does not own, and would change it twice, or reads "
+                    "statistics that have changed by then",
                     at=meta.location(node),
-                    help="leave it out, or --offload it",
+                    help="leave the block out, or --offload it",
                 )

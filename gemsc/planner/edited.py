@@ -304,7 +304,7 @@ class EditedPlan:
             raise self.file.error(
                 ("ranks",),
                 f"rank {min(idle)} has no stage",
-                help="lower ranks, or give it a stage",
+                help="lower ranks, or give the rank a stage",
             )
         return ",".join(map(str, ranks))
 

@@ -346,7 +346,7 @@ def share_updates(program: Program, copies: int, shard: str) -> Program:
     if program.loss is None:
         raise GemscError(
             f"{flag} has no effect on a program that cannot train",
-            help="add loss(output, target) to the model's file, or leave it out",
+            help=f"add loss(output, target) to the model's file, or leave out {flag}",
         )
     named = dict(program.module.named_parameters())
     groups: dict[tuple[str, bool], list[str]] = defaultdict(list)
@@ -365,17 +365,18 @@ def share_updates(program: Program, copies: int, shard: str) -> Program:
     if max(holders.values(), default=1) == 1:
         raise GemscError(
             f"{flag} has no effect: each weight is on one rank",
-            help="use --data 2 or --schedule mast, or leave it out",
+            help=f"use --data 2 or --schedule mast, or leave out {flag}",
         )
     updated, kept = dict[str, int](), dict[str, int]()
     stages = range(len(owned))
     mirrored = {f"stage{stage}" for stage in stages if _is_mirrored(program, stage)}
     if mirrored and program.adds_at_once and max(holders.values()) == 2:
         raise GemscError(
-            f"{flag} keeps parts among ranks that run the same stages in one order, "
-            "and the two mirrored replicas do not",
-            help="use --shard optimizer: a rank has two stages here, and one that is "
-            "whole and half of each are no less than these; or add --data 3",
+            f"{flag} divides state among ranks that run the same stages in the same "
+            "order, which the two mirrored replicas do not",
+            help="use --shard optimizer, or add --data 3: without it, a rank would "
+            "hold one whole stage and half of each of its two stages, which saves "
+            "nothing",
         )
     for key, names in groups.items():
         shapes = {name: tuple(named[name].shape) for name in names}

@@ -76,7 +76,7 @@ def stage_layout(options: CompileOptions) -> StageLayout:
     explicit = _explicit(options, len(groups)) if kind[:1].isdigit() else ()
     if not explicit and kind not in PLACEMENTS:
         raise GemscError(
-            f"there is no --placement {kind}",
+            f"unknown placement '{kind}'",
             help=f"choose one of natural, {', '.join(PLACEMENTS)}, or list the rank of "
             "each stage: 0,1,1,0",
         )
@@ -150,7 +150,7 @@ def check_whole(names: Sequence[str], module: nn.Module) -> None:
             close = get_close_matches(name, known, cutoff=0.5) or known[:5]
             raise GemscError(
                 f"--whole {','.join(names)}: the model has no module '{name}'",
-                help=f"there are {', '.join(close)}",
+                help=f"the model has {', '.join(close)}",
             )
 
 
@@ -194,15 +194,15 @@ def _micro_batches(options: CompileOptions, num_replicas: int) -> tuple[int, ...
         pairs = 2 * options.times
         if total not in (pairs, CompileOptions().micro_batches):
             raise GemscError(
-                f"--times {options.times} are {pairs} micro-batches, and "
-                f"--micro-batches {total} are given",
+                f"--times {options.times} means {pairs} micro-batches, but "
+                f"--micro-batches {total} is given",
                 help="give only one of them",
             )
         total = pairs
     if total % num_replicas:
         raise GemscError(
-            f"--micro-batches {total} cannot be divided among {num_replicas} mirrored "
-            "replicas",
+            f"--micro-batches {total} cannot be divided between {num_replicas} "
+            "mirrored replicas",
             help=f"give a multiple of {num_replicas}",
         )
     return (total // num_replicas,) * num_replicas
@@ -224,12 +224,13 @@ def _check_torch_compile(options: CompileOptions) -> None:
     for name, reason in NOT_COMPILED.items():
         if value := getattr(options, name):
             raise GemscError(
-                f"--torch-compile does not go with {typed(name, value)}: {reason}",
+                f"--torch-compile cannot be combined with {typed(name, value)}: "
+                f"{reason}",
                 help=f"leave out --torch-compile or --{name}",
             )
     if SCHEDULES[options.schedule].policy.split_backward:
         raise GemscError(
-            f"--torch-compile does not go with --schedule {options.schedule}: a "
-            "compiled backward computes the gradients of weights with all others",
+            f"--torch-compile cannot be combined with --schedule {options.schedule}: a "
+            "compiled backward computes weight gradients together with all others",
             help="leave out --torch-compile, or use --schedule 1f1b",
         )

@@ -130,7 +130,7 @@ def _loss_notes(program: Program, task: Task, options: CompileOptions) -> list[s
     size = count * micro_batch_size(program)
     if program.halves and count > 1:
         return [
-            f"the loss is no mean over samples: {program.halves}. A step takes the "
+            f"the loss is not a mean over samples: {program.halves}. A step takes the "
             f"mean of the losses of its {count} micro-batches, which is not the loss "
             f"of its {size} samples together. If it should be that, return a sum and a "
             "count, or let example_inputs() have all samples of a step, with "

@@ -180,7 +180,7 @@ def alternatives(
     if not found:
         _ = options.groups  # says so where no number of copies fits tiles and shards
         raise GemscError(
-            f"nothing to choose for --schedule {options.schedule} "
+            f"no plan is possible with both --schedule {options.schedule} and "
             f"--placement {options.placement}",
             help="give only one of them",
         )

@@ -121,7 +121,7 @@ class OmeZarr:
         except Exception as error:
             raise GemscError(
                 f"{self.path / self._array.path} cannot be read: {error}",
-                help="copy it again, if none of its codecs is missing here",
+                help="copy it again, unless one of its codecs is missing here",
             ) from error
         left = [name for name in self._names if name in kept]
         found = found.transpose([left.index(name) for name in kept])

@@ -79,7 +79,7 @@ class Slide:
                 raise GemscError(
                     f"rows {rows} and columns {columns} are not within {self.path}, "
                     f"{self.shape[0]} x {self.shape[1]} pixels",
-                    help="read a part that is",
+                    help="read a part inside it",
                 )
         return self._source.read(rows, columns)
 
@@ -165,7 +165,7 @@ class _OpenSlide:
         except self._error as error:
             raise GemscError(
                 f"{path} is not a slide that OpenSlide can read: {error}",
-                help="give the file that belongs to its folder, or a TIFF file",
+                help="give the main file of its folder, or a TIFF file",
             ) from None
         self.levels: Any = tuple((h, w) for w, h in self._file.level_dimensions)
         check_level(path, level, self.levels)

@@ -142,14 +142,14 @@ class Volume:
             wanted = np.zeros((0, 2))
         if len(wanted) != 3 or {*wanted[:, 0]} != {0, 1, 2}:
             raise GemscError(
-                f"there is no orientation {orientation!r}",
+                f"unknown orientation {orientation!r}",
                 help="give three letters, of L or R, P or A, I or S: RAS, LPS, ...",
             )
         own = axes.io_orientation(self._image.affine)
         if np.isnan(own).any():
             raise GemscError(
                 f"{self.path} does not say how its axes lie in space",
-                help="leave --orientation out, if the model has seen such files",
+                help="leave out --orientation if the model was trained on such files",
             )
         return axes.ornt_transform(own, wanted), axes.ornt_transform(wanted, own)
 
@@ -160,9 +160,9 @@ class Volume:
             sizes = sizes[np.argsort(self._turn[:, 0])]
         if len(spacing) != 3 or not all(0 < n < np.inf for n in (*spacing, *sizes)):
             raise GemscError(
-                f"voxels of {' x '.join(f'{n:.4g}' for n in sizes)} cannot become ones "
-                f"of {' x '.join(f'{n:.4g}' for n in spacing)}",
-                help="give three lengths above 0, as of MONAI's Spacingd",
+                f"voxels of {' x '.join(f'{n:.4g}' for n in sizes)} cannot be "
+                f"resampled to {' x '.join(f'{n:.4g}' for n in spacing)}",
+                help="give three lengths above 0, as for MONAI's Spacingd",
             )
         old = [*zip(self.shape, sizes, spacing, strict=True)]
         self.shape = tuple(count_voxels(n, a, b) for n, a, b in old)

@@ -167,12 +167,13 @@ class SlidingWindows:
         if not all(isinstance(n, int | float) and 0 <= n < 1 for n in each):
             raise GemscError(
                 f"eval_windows overlap by {overlaps!r}",
-                help="give a part of the window, from 0 to less than 1, or one for "
+                help="give a fraction of the window from 0 to less than 1, or one for "
                 "each axis",
             )
         if found.mode not in ("constant", "gaussian"):
             raise GemscError(
-                f"eval_windows has the mode {found.mode!r}", help="constant or gaussian"
+                f"eval_windows has the mode {found.mode!r}",
+                help='use "constant" or "gaussian"',
             )
         return found
 
@@ -304,7 +305,7 @@ class Case:
                 what = f"{list(leaf.shape)} of {leaf.dtype}"
             raise GemscError(
                 f"the model returns {what} for windows of "
-                f"{' x '.join(map(str, size))}, and only scores of each pixel can be "
+                f"{' x '.join(map(str, size))}, but only scores for each pixel can be "
                 "blended",
                 help="let it return tensors of the windows' size in evaluation",
             )

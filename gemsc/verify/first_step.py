@@ -256,9 +256,9 @@ def _compared(compilation: Compilation, step: _Step) -> str:
     traced = replace(expected, outputs=step.evaluated(expected.state, gradients=True))
     if compare(actual, traced).judge(dtype)[0] == "exact":
         raise GemscError(
-            "in evaluation, the model computes something else with gradients on: "
-            "its forward asks torch.is_grad_enabled(), or a tensor's .requires_grad",
-            help="let self.training decide instead",
+            "in evaluation, the model computes something else with gradients enabled: "
+            "its forward uses torch.is_grad_enabled(), or a tensor's .requires_grad",
+            help="use self.training instead",
         )
     raise InternalError(_what_is_wrong(compilation, found, wrong, dtype))
 

@@ -253,10 +253,10 @@ def check_data(plain: PlainRun, record: RunRecord) -> None:
         _check_samples("dataset", plain.samples, epoch, digests, plain.user)
         if {index for index, _ in digests} != set(plain.rows[step]):
             raise GemscError(
-                f"in step {step + 1}, the ranks and the plain loop take different "
+                f"in step {step + 1}, the ranks and the plain loop read different "
                 "samples",
                 at=plain.user.line_of("dataset"),
-                help="give a dataset whose length does not change",
+                help="use a dataset whose length does not change",
             )
     for digests in record.eval_samples:
         _check_samples("eval_dataset", plain.eval_samples, 0, digests, plain.user)
@@ -275,8 +275,8 @@ def _check_samples(
                 f"{name} returns different data to the ranks and the plain loop: "
                 f"sample {index}, in epoch {epoch + 1}",
                 at=user.line_of(name),
-                help="a sample may depend on its index and on torch's, numpy's and "
-                "Python's own random generators only",
+                help="let a sample depend only on its index and on the random "
+                "generators of torch, numpy and Python",
             )
 
 

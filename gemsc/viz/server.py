@@ -115,7 +115,7 @@ class Server(ThreadingHTTPServer):
         except (OSError, OverflowError) as error:
             raise GemscError(
                 f"cannot serve on port {port}: {error}",
-                help="give another --port, or none for one that is free",
+                help="give another --port, or leave it out to use a free one",
             ) from None
 
     def handle_error(self, request: Any, client_address: Any) -> None:

@@ -141,7 +141,7 @@ class DistributedCheckpoint:
         if not found:
             raise GemscError(
                 f"{self.path} holds no weights",
-                help="save model.state_dict(), or a dict that has it as 'model'",
+                help="save model.state_dict(), or a dict that contains it as 'model'",
             )
         return found
 
@@ -163,8 +163,8 @@ class DistributedCheckpoint:
                 raise GemscError(
                     f"{self.path} has '{key}', a state of the optimizer, and no weight "
                     f"'{name}'",
-                    help="save what torch's get_optimizer_state_dict() gives, or take "
-                    f"the weights alone: gemsc import PROGRAM {self.path}",
+                    help="save the result of torch's get_optimizer_state_dict(), or "
+                    f"use only the weights: gemsc import PROGRAM {self.path}",
                 )
             found[state, name] = key
         return found
@@ -265,7 +265,7 @@ class DistributedCheckpoint:
             said = str(error).split("\n")[0][:200] or type(error).__name__
             raise GemscError(
                 f"{self.path} is damaged: {said}",
-                help="save it with torch.distributed.checkpoint once more",
+                help="save it again with torch.distributed.checkpoint",
             ) from None
 
 
@@ -303,7 +303,7 @@ class _Unpickler(pickle.Unpickler):
             raise GemscError(
                 f"the {DISTRIBUTED} of a checkpoint names {module}.{name}, which no "
                 "checkpoint needs",
-                help="load it with torch, if you trust it, and save its tensors alone",
+                help="if you trust it, load it with torch and save only its tensors",
             )
         return super().find_class(module, name)
 

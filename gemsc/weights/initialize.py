@@ -62,9 +62,9 @@ class Initialized:
         for name, tensor in found.items():
             if _is_unset(tensor):
                 raise GemscError(
-                    f"{what} leaves '{name}' without values",
-                    help="let it set all parameters and buffers of the module: "
-                    "module.reset_parameters() does so for layers of torch.nn",
+                    f"{what} does not initialize '{name}'",
+                    help="let it set all parameters and buffers of the module, as "
+                    "module.reset_parameters() does for layers of torch.nn",
                 )
         return found
 

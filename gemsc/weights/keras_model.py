@@ -78,7 +78,7 @@ class KerasModel(nn.Module):
 
         if torch.compiler.is_compiling():  # its casts would be to one dtype
             raise GemscError(
-                "the model is one of Keras, which torch.export does not follow exactly",
+                "torch.export does not follow Keras models exactly",
                 help="use --frontend record, which is the default",
             )
         values = list(self._values())
@@ -188,7 +188,7 @@ class _Keras:
         if len(self.model.variables) != len(self.variables) + len(_seeds(self.model)):
             raise GemscError(
                 "the model has weights that it did not have before this call",
-                help="call it once on inputs before you return it",
+                help="call the model once on inputs before you return it",
             )
 
     def packed(
@@ -253,8 +253,8 @@ def _check(model: Any) -> None:
     is_module = isinstance(model, nn.Module)
     if not is_module:
         raise GemscError(
-            "the model is one of Keras on another backend than PyTorch",
-            help='set os.environ["KERAS_BACKEND"] = "torch" before keras is imported',
+            "the Keras model uses another backend than PyTorch",
+            help='set os.environ["KERAS_BACKEND"] = "torch" before importing keras',
         )
     for layer in model._flatten_layers():
         if problem := _problem(layer):
@@ -319,6 +319,7 @@ def _as_torch(values: list[tuple[Any, torch.Tensor]]) -> Iterator[None]:
 def _no_generator(seed: object) -> None:
     if isinstance(seed, int):
         raise GemscError(
-            f"the model draws with the fixed seed {seed}: always the same numbers",
+            f"the model draws random numbers with the fixed seed {seed}: always the "
+            "same ones",
             help="give it a keras.random.SeedGenerator, kept by the layer, or none",
         )

@@ -99,8 +99,8 @@ def fill(stage: nn.Module, read: Callable[[str], Tensor], device: torch.device) 
         tensor = read(name)
         if tensor.shape != empty.shape:
             raise GemscError(
-                f"weights '{name}' have shape {list(tensor.shape)}, the program needs "
-                f"{list(empty.shape)}",
+                f"weights '{name}' have shape {list(tensor.shape)}, but the program "
+                f"needs {list(empty.shape)}",
                 help="use weights of this model, or compile again",
             )
         tensor = tensor if tensor.is_meta else tensor.to(device)

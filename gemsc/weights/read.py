@@ -54,7 +54,7 @@ def own_part(
         return (mapped if rows is None else rows_of(mapped, rows)).clone()
     if (shape := tuple(mapped.shape)) != part.shape:
         raise GemscError(
-            f"{what} has shape {list(shape)}, the program needs {list(part.shape)}",
+            f"{what} has shape {list(shape)}, but the program needs {list(part.shape)}",
             help="use weights of this model, or compile again",
         )
     found = part.of(mapped)

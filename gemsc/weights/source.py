@@ -96,7 +96,7 @@ def _of_folder(folder: Path) -> WeightFiles:
     indices = sorted(folder.glob(INDEX))
     if len(indices) > 1:
         names = " and ".join(path.name for path in indices[:2])
-        raise GemscError(f"{folder} has {names}", help="leave one of them there")
+        raise GemscError(f"{folder} has {names}", help="keep only one of them there")
     if indices:
         return _of_index(indices[0])
     if (folder / MODEL).is_file():
@@ -127,7 +127,7 @@ def _of_index(index: Path) -> WeightFiles:
     for shard in shards:
         if not shard.is_file():
             raise GemscError(
-                f"{shard} is missing: {index.name} names it",
+                f"{shard} is missing, but {index.name} names it",
                 help="download it again, or copy all files of the weights",
             )
     found = _of_files(index.parent, shards)
@@ -146,7 +146,7 @@ def _of_files(path: Path, files: Iterable[Path]) -> WeightFiles:
                 first, second = places[name].path.name, file.path.name
                 raise GemscError(
                     f"'{name}' is in {first} and in {second} of {path}",
-                    help="give the file that is meant",
+                    help="give the file that you mean",
                 )
             table[name], places[name] = entry, file
     return WeightFiles(path, table, places)
@@ -158,7 +158,7 @@ def _opened(path: Path) -> TensorFile:
     except KeyError as error:
         raise GemscError(
             f"{path} has tensors of type {error.args[0]}, which gemsc does not read",
-            help="convert them to a type that the model has",
+            help="convert them to a type of the model",
         ) from None
     except (SafetensorError, OSError) as error:
         raise _damaged(path, str(error)) from None
@@ -172,8 +172,8 @@ def _of_torch(path: Path) -> dict[str, Tensor]:
         raise _damaged(path, str(error).split("\n")[0]) from None
     except pickle.UnpicklingError:
         raise GemscError(
-            f"{path} holds more than tensors",
-            help="save model.state_dict() alone, best as .safetensors",
+            f"{path} contains more than tensors",
+            help="save only model.state_dict(), preferably as .safetensors",
         ) from None
     while isinstance(found, dict):
         inner = next((found[key] for key in INSIDE if key in found), None)
@@ -189,9 +189,7 @@ def _of_torch(path: Path) -> dict[str, Tensor]:
 
 
 def _damaged(path: Path, why: str) -> GemscError:
-    return GemscError(
-        f"{path} is damaged: {why}", help="download it, or save it, once more"
-    )
+    return GemscError(f"{path} is damaged: {why}", help="download it or save it again")
 
 
 SHOWN = 3  # names in a message
@@ -253,15 +251,16 @@ def _check(files: WeightFiles, name: str, entry: Entry) -> None:
     have = files.table[name]
     if have.shape != entry.shape:
         raise GemscError(
-            f"{files.path}: '{name}' has shape {list(have.shape)}, the model needs "
+            f"{files.path}: '{name}' has shape {list(have.shape)}, but the model needs "
             f"{list(entry.shape)}",
-            help="give weights of this model, or build the model with their sizes",
+            help="use weights of this model, or build the model with these sizes",
         )
     kinds = [(e.dtype.is_floating_point, e.dtype.is_complex) for e in (have, entry)]
     if kinds[0] != kinds[1]:
         raise GemscError(
-            f"{files.path}: '{name}' is {_word(have)}, the model needs {_word(entry)}",
-            help="give weights of this model; quantized ones have to be converted",
+            f"{files.path}: '{name}' is {_word(have)}, but the model needs "
+            f"{_word(entry)}",
+            help="use weights of this model; convert quantized ones first",
         )
 
 

@@ -163,8 +163,8 @@ def stored_name(name: str, dtype: torch.dtype) -> str:
     """
     if dtype not in _NAMES:
         raise GemscError(
-            f"'{name}' is {dtype}: a safetensors file cannot hold that",
-            help="keep it in another dtype",
+            f"'{name}' is {dtype}, which a safetensors file cannot hold",
+            help="use another dtype for it",
         )
     return _NAMES[dtype]
 

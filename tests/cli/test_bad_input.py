@@ -76,7 +76,7 @@ FILES = {
         advises="return a torch.nn.Module",
     ),
     "optimizer with a closure": Mistake(
-        ("LBFGS computes the loss several times in a step",),
+        ("LBFGS computes the loss several times per step",),
         without("optimizer")
         + "def optimizer(ps):\n    return torch.optim.LBFGS([p for _, p in ps])\n",
     ),
@@ -94,7 +94,7 @@ FILES = {
         advises="def scheduler(optimizer): return StepLR(optimizer, ...)",
     ),
     "optimizer without a schedule": Mistake(
-        ("Free has other weights in training than in evaluation",),
+        ("Free has different weights in training and in",),
         without("optimizer")
         + "class Free(torch.optim.SGD):\n    def train(self):\n        pass\n\n"
         + "    def eval(self):\n        pass\n\n"
@@ -140,7 +140,7 @@ FILES = {
         MODEL + f"def example_inputs():{HERE}\n    return 3\n",
     ),
     "loss without target": Mistake(
-        ("nothing provides its target",),
+        ("nothing provides a target for it",),
         without("dataset").replace(
             "def loss(output, target):", f"def loss(output, target):{HERE}"
         ),
@@ -176,10 +176,10 @@ FILES = {
         ("the dataset, of type generator, does not say how many samples it has",),
         MODEL
         + f"def dataset():{HERE}\n    return ((x, 0) for x in torch.zeros(9, 8))\n",
-        advises="returned as list(stream)",
+        advises="in memory as list(stream)",
     ),
     "a loader in place of a dataset": Mistake(
-        ("the dataset, of type DataLoader, gives no sample by its number",),
+        ("the dataset, of type DataLoader, does not return samples by index",),
         MODEL + "from torch.utils.data import DataLoader\n"
         f"def dataset():{HERE}\n    return DataLoader(Data(24))\n",
         advises="return a Dataset with __getitem__",
@@ -317,7 +317,8 @@ COMMANDS = {
         advises="second, third",
     ),
     "too many cuts": Mistake(
-        ("makes 3 stages, 2 are needed",), words="compile model.py --cuts second,third"
+        ("makes 3 stages, but 2 are needed",),
+        words="compile model.py --cuts second,third",
     ),
     "two splits": Mistake(
         ("both --blocks and --cuts",),
@@ -345,7 +346,7 @@ COMMANDS = {
         code=2,
     ),
     "unknown placement": Mistake(
-        ("there is no --placement round",),
+        ("unknown placement 'round'",),
         words="compile model.py --placement round",
         advises="linear",
     ),
@@ -377,7 +378,7 @@ COMMANDS = {
         ("/proc/program",), words="compile model.py -o /proc/program"
     ),
     "output onto a folder with other things": Mistake(
-        ("folder holds other files (__main__.py, notes)",),
+        ("folder contains other files (__main__.py, notes)",),
         words="compile model.py -o folder",
         advises="-o",
     ),

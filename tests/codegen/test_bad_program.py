@@ -389,7 +389,7 @@ RUN_MISTAKES = {
     ),
     "samples of another shape": (
         ("torch.randn(8), ", "torch.randn(9), "),
-        "has shape [8, 9], this program takes [8, 8]: 4 micro-batches of [2, 8]",
+        "has shape [8, 9], but this program expects [8, 8]: 4 micro-batches of [2, 8]",
     ),
 }
 

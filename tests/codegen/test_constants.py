@@ -53,7 +53,7 @@ def test_everything_sees_the_new_values(tmp_path: Path) -> None:
         ("WIDTH=True", "WIDTH is 4, of type int", 2),
         ("WIDTH=__import__('os').getpid()", "WIDTH is 4, of type int", 2),
         ("SIZES=3", r"SIZES is \(1, 2\), of type tuple", 6),
-        ("8", "--set 8: that is not NAME=VALUE", None),
+        ("8", "--set 8 is not NAME=VALUE", None),
     ],
 )
 def test_what_cannot_be_set(

@@ -238,7 +238,7 @@ def test_voxels_get_another_size_for_the_model_and_back(tmp_path: Path) -> None:
     places = [np.rint(np.arange(n) * step) for n, step in ((9, 1.5), (7, 2), (5, 1.2))]
     expected = (inside > 200)[np.ix_(*(place.astype(int) for place in places))]
     assert np.array_equal(mask, expected)
-    with pytest.raises(GemscError, match="3 cannot become ones of 1 x 0 x 1"):
+    with pytest.raises(GemscError, match="3 cannot be resampled to 1 x 0 x 1"):
         Volume(path, spacing=(1, 0, 1))
 
 
@@ -333,7 +333,7 @@ def test_what_is_no_volume_is_refused(tmp_path: Path) -> None:
     with pytest.raises(GemscError, match=r"\[4, 4\] and the type uint8: not a volume"):
         Volume(path)
     write_case(path, 9, 9, 9)
-    with pytest.raises(GemscError, match="no orientation 'RRS'"):
+    with pytest.raises(GemscError, match="unknown orientation 'RRS'"):
         Volume(path, "RRS")
     path.write_bytes(path.read_bytes()[:-200])
     with pytest.raises(GemscError, match="cannot be read"):
@@ -451,13 +451,13 @@ def test_what_does_not_fit_is_said_before_ranks_start(
     np.save("slide.npy", np.zeros((9, 9, 1), np.uint8))
     for words, message in (
         (["nowhere.nii"], "there is no file nowhere.nii"),
-        (["slide.npy"], "takes volumes (windows of 8 x 6 x 4 voxels), and slide.npy"),
-        (["two.nii.gz"], "two.nii.gz has 2 channels, the model takes 1"),
+        (["slide.npy"], "expects volumes (windows of 8 x 6 x 4 voxels), but slide.npy"),
+        (["two.nii.gz"], "two.nii.gz has 2 channels, but the model expects 1"),
         (["case.nii.gz", "-o", "x.tiff"], "x.tiff cannot hold the prediction of a"),
         (["case.nii.gz", "--overlap", "2"], "cannot overlap by 2 on each side"),
-        (["case.nii.gz", "--orientation", "up"], "there is no orientation 'up'"),
+        (["case.nii.gz", "--orientation", "up"], "unknown orientation 'up'"),
         (["case.nii.gz", "--level", "1"], "case.nii.gz has no level 1"),
-        (["case.nii.gz", "--spacing", "1", "0", "1"], "cannot become ones of 1 x 0 x"),
+        (["case.nii.gz", "--spacing", "1", "0", "1"], "cannot be resampled to 1 x 0 x"),
     ):
         done = command("predict", "p", *words)
         assert done.code == 1
@@ -622,8 +622,8 @@ class Parts(Pieces):
         ({"eval_windows": {"overlap": 1}}, "eval_windows overlap by 1"),
         ({"eval_windows": {"overlap": [0.5, 0]}}, "2 overlaps for windows of 3 axes"),
         ({"eval_windows": {"mode": "max"}}, "eval_windows has the mode 'max'"),
-        ({"eval_dataset": Parts}, "takes whole cases, and eval_dataset is read in"),
-        ({"eval_dataset": lambda: pairs(3)}, "no input of 1 channels and 3 axes"),
+        ({"eval_dataset": Parts}, "needs whole cases, but eval_dataset is read in"),
+        ({"eval_dataset": lambda: pairs(3)}, "no input with 1 channels and 3 axes"),
     ],
     ids=range(7),
 )

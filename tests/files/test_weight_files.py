@@ -267,7 +267,7 @@ def renamed(old: str, new: str) -> dict[str, Tensor]:
         (state() | {"norm.0.bias": torch.ones(3)}, r"has shape \[3\]", "of this model"),
         (
             state() | {"norm.0.bias": torch.ones(8, dtype=torch.int8)},
-            "'norm.0.bias' is int8, the model needs float32",
+            "'norm.0.bias' is int8, but the model needs float32",
             "quantized",
         ),
     ],
@@ -304,7 +304,7 @@ def copy_elsewhere(folder: Path) -> None:
         (truncate, "00001-of-00002.safetensors is damaged"),
         (
             lambda f: (f / "model-00002-of-00002.safetensors").unlink(),
-            "is missing: model",
+            "is missing, but model",
         ),
         (
             lambda f: spoil(f, embed="model-00001-of-00002.safetensors"),
@@ -343,7 +343,7 @@ def test_damaged_folders_are_named(damage: object, says: str, tmp_path: Path) ->
     [
         (b"not a file of torch", "is damaged"),
         (b"", "is damaged"),
-        (nn.Linear(2, 2), "holds more than tensors"),
+        (nn.Linear(2, 2), "contains more than tensors"),
         ([torch.ones(1)], "is not a state_dict"),
         ({"a": 3}, "is not a state_dict"),
     ],

@@ -131,7 +131,7 @@ def test_targets_come_from_the_dataset_or_from_the_user(tmp_path: Path) -> None:
     assert torch.equal(user.make_target(user.make_inputs()), torch.ones(3, 2))
 
     user = load(tmp_path, HEAD + INPUTS + MODEL + loss, "c.py")
-    with pytest.raises(GemscError, match="nothing provides its target") as caught:
+    with pytest.raises(GemscError, match="nothing provides a target for it") as caught:
         user.make_target(user.make_inputs())
     assert caught.value.at is not None
     assert caught.value.at.line == 7

@@ -358,7 +358,7 @@ def test_a_layer_may_be_called_with_other_parameters(
 
 
 def test_at_the_top_what_stays_whole_has_its_own_parameters() -> None:
-    says = "'layer' stays whole on one rank, and is called here with other parameters"
+    says = "'layer' stays whole on one rank, but is called here with parameters"
     with pytest.raises(GemscError, match=says) as caught:
         record(Lends(Gate()), (X,))
     assert caught.value.at is not None

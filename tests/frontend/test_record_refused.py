@@ -280,7 +280,7 @@ def remembers(self: Any, x: Any) -> Any:
         (swallows, "needs the value of a tensor", "# an error that is caught"),
         (picks, "size of this tensor depends", "# a size from data"),
         (maps, r"torch\.vmap", "# over rows"),
-        (maps_inputs, r"without torch\.vmap", "# of a transform"),
+        (maps_inputs, r"without torch\.func", "# of a transform"),
         (misfits, "the model fails on example_inputs", "# wrong shapes"),
         (hooks, "register_hook", "# a gradient hook"),
         (draws, "not deterministic: it draws", "# python random"),

@@ -54,8 +54,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *(*RUNTIME, "runtime.memory", "runtime.data"),
     ),
     "runtime.checkpoint": (
-        *("errors", "base", "weights", "runtime.transport", "runtime.process"),
-        "runtime.worker",
+        *("errors", "base", "weights", "runtime.process", "runtime.worker"),
     ),
     "runtime.training": (
         *("errors", "base", "weights", "source", "slides", "messages", "plan"),

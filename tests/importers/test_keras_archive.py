@@ -165,7 +165,7 @@ def test_other_files_are_refused_with_advice(tmp_path):
     weights = changed(path, {"model.weights.h5": b"no HDF5"})
     assert "is damaged" in refused(weights)
     shutil.copyfile(__file__, tmp_path / "text.keras")
-    assert "is no archive of Keras 3" in refused(tmp_path / "text.keras")
+    assert "is not a Keras 3 archive" in refused(tmp_path / "text.keras")
 
 
 def test_code_in_a_config_is_not_run(tmp_path):

@@ -306,7 +306,7 @@ def test_what_would_silently_be_something_else_is_refused(
 
 def test_torch_export_is_refused() -> None:
     net, inputs = row(layers.Dense(4)), (torch.rand(4, 8),)
-    with pytest.raises(GemscError, match="does not follow exactly"):
+    with pytest.raises(GemscError, match="does not follow Keras models exactly"):
         gemsc.compile(net, inputs, loss=squares, ranks=2, frontend="export")
 
 

@@ -143,7 +143,7 @@ def test_the_user_may_name_where_later_stages_begin() -> None:
 @pytest.mark.parametrize(
     ("cuts", "message"),
     [
-        (("1",), "makes 2 stages, 3 are needed"),
+        (("1",), "makes 2 stages, but 3 are needed"),
         (("2", "1"), "are not in the order of the model"),
         (("0", "1"), "are not in the order of the model"),
         (("1", "1"), "are not in the order of the model"),

@@ -188,8 +188,8 @@ def test_options_that_no_model_could_have(
 @pytest.mark.parametrize(
     ("name", "choices", "says"),
     [
-        ("unet", {"ranks": 2, "tiles": "2"}, "splits 1 axes, input 'x' has 2"),
-        ("unet", {"ranks": 8, "tiles": "2x2x2"}, "splits 3 axes, input 'x' has 2"),
+        ("unet", {"ranks": 2, "tiles": "2"}, "splits 1 axes, but input 'x' has 2"),
+        ("unet", {"ranks": 8, "tiles": "2x2x2"}, "splits 3 axes, but input 'x' has 2"),
         ("unet", {"ranks": 64, "tiles": "64x1"}, "the height into 64 tiles"),
         (
             "mlp",

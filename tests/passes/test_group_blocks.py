@@ -263,7 +263,7 @@ def test_what_ties_blocks_is_named_and_the_advice_works() -> None:
         r"'near' of .*test_group_blocks.py:\d+ is used until .*together", note
     )
     assert str(caught.value.help).endswith(
-        "compute 'near' anew for each layer that uses it"
+        "compute 'near' again for each layer that uses it"
     )
     assert compile(Lookups(once=False), given, ranks=4).plan.ranks == 4
 

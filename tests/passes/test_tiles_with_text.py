@@ -136,5 +136,5 @@ def test_a_grid_of_another_rank_than_the_image_is_refused_for_the_image(
 ) -> None:
     """The text would fit."""
     given = {"ranks": 2, "tiles": ("2",), "micro_batches": 2}
-    with pytest.raises(GemscError, match="splits 1 axes, input 'sample' has 2"):
+    with pytest.raises(GemscError, match="splits 1 axes, but input 'sample' has 2"):
         written(tmp_path, ToldUNet(), GIVEN, target=IMAGE, **given)

@@ -144,7 +144,7 @@ def test_calibration_keeps_what_was_measured_of_programs(
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ("2 = 10.0", "device.sharing.Net has no samples a second of 1 process"),
+        ("2 = 10.0", "device.sharing.Net has no samples per second for 1 process"),
         ("1 = 0", "device.sharing.Net.1 is 0"),
         ("1 = 5.0\ntwo = 10.0", "device.sharing.Net.two is 10.0"),
         ("1 = 5.0\n0 = 10.0", "device.sharing.Net.0 is 10.0"),

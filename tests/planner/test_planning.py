@@ -110,7 +110,9 @@ def test_pairs_of_runs_are_not_other_micro_batches() -> None:
     options = CompileOptions(schedule="master", times=3)
     assert stage_layout(options).micro_batches == (3, 3)
     assert stage_layout(replace(options, micro_batches=6)).micro_batches == (3, 3)
-    with pytest.raises(GemscError, match="--times 3 are 6 micro-batches, and --micro"):
+    with pytest.raises(
+        GemscError, match="--times 3 means 6 micro-batches, but --micro"
+    ):
         stage_layout(replace(options, micro_batches=8))
 
 
@@ -492,7 +494,7 @@ def test_a_moved_cut_and_a_new_placement_are_compiled(
         (
             lambda t: t.replace('placement = "linear"', 'placement = "sidewise"'),
             'placement = "sidewise"',
-            "there is no --placement sidewise",
+            "unknown placement 'sidewise'",
         ),
         (
             lambda t: t.replace('schedule = "1f1b"', 'schedule = "bidirectional"', 1),
@@ -536,7 +538,7 @@ def test_options_beside_a_plan_are_refused(command: Gemsc, tmp_path: Path) -> No
         words = ("compile", "model.py", "--plan", str(path), *typed.split())
         outcome = command(*words)
         assert outcome.code == 1
-        assert f"with --plan, which decides everything\nhelp: change {path}" in (
+        assert f"with --plan, which decides everything\nhelp: edit {path}" in (
             outcome.err
         )
 

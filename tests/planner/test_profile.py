@@ -101,7 +101,7 @@ def test_profiling_on_a_gpu_that_is_not_there_is_refused(
     words = ("compile", model, "-o", tmp_path / "x", "--device", "cuda")
     done = gemsc(*words, "--profile")
     assert done.code == 1
-    assert "PyTorch finds no GPU here" in done.err
+    assert "PyTorch does not find a GPU" in done.err
     done = gemsc(*words)
     assert "--device cuda has no effect without --profile" in done.err
 
@@ -335,7 +335,7 @@ def test_without_a_gpu_none_is_measured(gemsc: Gemsc, tmp_path: Path) -> None:
     path = tmp_path / "gpu.toml"
     done = gemsc("profile", "--calibrate", "--device", "cuda", "-o", path)
     assert done.code == 1
-    assert "--device cuda: PyTorch finds no GPU here" in done.err
+    assert "--device cuda: PyTorch does not find a GPU" in done.err
     done = gemsc("profile", "--calibrate", "--device", "tpu", "-o", path)
     assert done.code == 1
     assert "unknown device 'tpu'" in done.err

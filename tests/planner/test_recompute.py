@@ -356,7 +356,7 @@ class Counting(nn.Module):
 def test_a_block_that_writes_cannot_run_twice(tmp_path: Path) -> None:
     x = torch.randn(3, 4)
     arguments = (tmp_path / "program", Counting(), (x,), F.mse_loss, x)
-    with pytest.raises(GemscError, match="would do so twice"):
+    with pytest.raises(GemscError, match="would change it twice"):
         written(*arguments, ranks=1, recompute=("first",))
     written(*arguments, ranks=1, recompute=("all",))
     text = (tmp_path / "program" / "rank0.py").read_text()

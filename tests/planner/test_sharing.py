@@ -226,7 +226,7 @@ def test_a_daemon_that_does_not_start_is_told(
     smi = tmp_path / "bin" / "nvidia-smi"
     smi.write_text("#!/bin/sh\necho Exclusive_Process\n")
     smi.chmod(0o755)
-    with pytest.raises(GemscError, match="one process each, and MPS did not start"):
+    with pytest.raises(GemscError, match="only one process, and MPS did not start"):
         sharing.use_mps()
 
 
@@ -346,7 +346,7 @@ def test_the_number_that_was_compiled_is_that_of_the_run(
     done = gemsc(*words, "--data", 3, "--per-device", 2)
     assert "error: --per-device 2 does not divide --data 3" in done.err
     done = gemsc(*words, "--data", "auto", "--per-device", "auto")
-    assert "--per-device auto takes numbers for --data" in done.err
+    assert "--per-device auto needs numbers for --data" in done.err
 
 
 def chosen(gain: float, fits: int, cap: int | None = None) -> int:

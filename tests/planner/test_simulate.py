@@ -281,4 +281,4 @@ def test_the_command_prints_processes_that_share_a_device(
     assert "processes that share a device, a step of 32 samples each" in done.out
     refused = gemsc(*words, "--ranks", 2)
     assert refused.code == 1
-    assert "simulated for replicas of one rank, these have 2" in refused.err
+    assert "only for replicas of one rank, but these have 2" in refused.err

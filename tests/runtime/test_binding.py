@@ -360,6 +360,6 @@ def test_too_few_cores_are_refused_once_by_the_ranks(
 
 
 REFUSAL = """\
-error: --bind core: 2 ranks on this machine, and 1 core for them
-help: leave --bind out: ranks then share the cores
+error: --bind core: 2 ranks on this machine, but only 1 core
+help: leave out --bind: the ranks then share the cores
 """

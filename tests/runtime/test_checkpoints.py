@@ -280,7 +280,10 @@ CLIPS = ("-1", "0", "nan", "one")
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("--checkpoint-every=often", "'often' is no interval: write for example 100"),
+        (
+            "--checkpoint-every=often",
+            "'often' is not an interval: write for example 100",
+        ),
         ("--checkpoint-every=0", "'0' is not a whole number above 0"),
         ("--best=dice:larger", "'dice:larger' is not NAME, NAME:min or NAME:max"),
         ("--ema=1", "'1' is not a number from 0 up to 1"),

@@ -225,9 +225,12 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: edit(f, lambda c: c.update(ranks=0, files={}, tensors={})),
         "does not name a file of each rank",
     ),
-    "a file above": (rename_file("../rank1.safetensors"), "is no file of a checkpoint"),
-    "a file elsewhere": (rename_file("/etc/passwd"), "is no file of a checkpoint"),
-    "a name with a line": (rename_file("rank1.safetensors\n"), "is no file of a"),
+    "a file above": (
+        rename_file("../rank1.safetensors"),
+        "is not a file of a checkpoint",
+    ),
+    "a file elsewhere": (rename_file("/etc/passwd"), "is not a file of a checkpoint"),
+    "a name with a line": (rename_file("rank1.safetensors\n"), "is not a file of a"),
     "files in a list": (put("files", to=["rank0"]), f"{M} is damaged"),
     "a file without size": (drop("files", R0, "bytes"), "it has no 'bytes'"),
     "tensors in a list": (put("tensors", to=[]), f"{M} is damaged"),
@@ -351,12 +354,12 @@ FOREIGN: dict[str, tuple[Callable[[Path], Path], str, str]] = {
     "a link to nothing": (
         lambda p: linked(p / "dead", "step-000009"),
         "latest/manifest.json is missing",
-        "start anew",
+        "start again",
     ),
     "a link to itself": (
         lambda p: linked(p / "itself", "latest"),
         "latest/manifest.json is missing",
-        "start anew",
+        "start again",
     ),
     "what a link to itself leads to": (
         lambda p: linked(p / "nowhere", "latest") / "latest",
@@ -366,7 +369,7 @@ FOREIGN: dict[str, tuple[Callable[[Path], Path], str, str]] = {
     "a link to a file": (
         lambda p: linked(written_to(p / "f" / "x", "").parent / "run", "../x"),
         "manifest.json is missing",
-        "start anew",
+        "start again",
     ),
     "a pickle": (lambda p: pickled(p / "model.pt"), "is not a checkpoint", "save_file"),
     "a text": (
@@ -406,7 +409,7 @@ FOREIGN: dict[str, tuple[Callable[[Path], Path], str, str]] = {
     ),
     "other sizes": (
         lambda p: of_another(p / "sizes", net(d=nn.Linear(3, 3))),
-        r"'d.weight' has shape \[3, 3\], the program needs \[4, 4\]",
+        r"'d.weight' has shape \[3, 3\], but the program needs \[4, 4\]",
         "of this model",
     ),
     "another optimizer": (
@@ -416,7 +419,7 @@ FOREIGN: dict[str, tuple[Callable[[Path], Path], str, str]] = {
     ),
     "another seed": (
         lambda p: of_another(p / "seed", seed=4),
-        "of a run with seed 4, this one has 0",
+        "of a run with seed 4, but this run has 0",
         "leave out --seed",
     ),
 }
@@ -532,7 +535,7 @@ def test_a_program_without_the_scheduler_of_the_checkpoint_is_refused(
 
     for refusal in on_ranks(program, 2, work, optimizer=adam):
         assert str(refusal.error).startswith(
-            "error: the checkpoint has the scheduler StepLR, the program none\n"
+            "error: the checkpoint has the scheduler StepLR, but the program has none\n"
             "help: use StepLR again, "
         )
         assert refusal.is_untouched
@@ -554,7 +557,7 @@ def test_it_is_refused_by_name_and_nothing_is_taken(
         if name in FOREIGN:
             assert FOREIGN[name][2] in error.help
         elif not re.search("format|has no 'a.weight'", error.message):
-            assert "step-000001 is whole: go on from there" in error.help
+            assert "step-000001 is complete: resume with" in error.help
 
 
 def test_a_damaged_checkpoint_is_not_exported_and_the_older_one_is_whole(
@@ -566,7 +569,7 @@ def test_a_damaged_checkpoint_is_not_exported_and_the_older_one_is_whole(
         weights_in(tmp_path / "saved")
     assert error.value.help is not None
     assert not (tmp_path / "saved" / "model.safetensors").exists()
-    older = Path(error.value.help.split(" is whole")[0])
+    older = Path(error.value.help.split(" is complete")[0])
     model = net()
     model.load_state_dict(weights_in(older))
 

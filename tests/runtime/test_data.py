@@ -435,7 +435,7 @@ def test_a_process_that_reads_and_ends_is_an_error() -> None:
         text=True,
         timeout=100,
     )
-    assert "a process that reads the dataset has ended" in done.stdout
+    assert "a process that reads the dataset has died" in done.stdout
 
 
 @pytest.mark.parametrize("error", [ConnectionResetError("by peer"), EOFError("of it")])
@@ -448,7 +448,7 @@ def test_a_process_that_ends_while_its_tensors_are_fetched_is_an_error(
     batches = Batches(Noisy(), 1, seed=0, shuffle=False)
     monkeypatch.setattr("torch.utils.data.DataLoader.__iter__", lambda loader: loader)
     monkeypatch.setattr("torch.utils.data.DataLoader.__next__", fails, raising=False)
-    with pytest.raises(GemscError, match=r"has ended: (by peer|of it)"):
+    with pytest.raises(GemscError, match=r"has died: (by peer|of it)"):
         next(batches.epoch(0))
 
 

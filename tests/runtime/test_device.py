@@ -103,7 +103,7 @@ def test_a_gpu_without_a_number_is_that_of_the_rank(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_refused() -> None:
-    with pytest.raises(GemscError, match="PyTorch finds no GPU here"):
+    with pytest.raises(GemscError, match="PyTorch does not find a GPU"):
         run_local(1, lambda transport: choose_device(transport, torch.device("cuda")))
 
 
@@ -112,7 +112,7 @@ def test_without_a_gpu_nothing_is_started(tmp_path: Path, gemsc: Gemsc) -> None:
     written(tmp_path / "program", Net(lambda self, x: self.a(x)), ranks=1)
     done = gemsc("run", tmp_path / "program", "--device", "cuda")
     assert done.code == 1
-    assert "error: --device cuda: PyTorch finds no GPU here" in done.err
+    assert "error: --device cuda: PyTorch does not find a GPU" in done.err
     assert "rank" not in done.err
 
 
@@ -122,7 +122,7 @@ def test_verify_without_a_gpu_is_refused(tmp_path: Path, gemsc: Gemsc) -> None:
     for words in ((), ("--run", "2")):
         done = gemsc("verify", tmp_path / "program", "--device", "cuda", *words)
         assert done.code == 1
-        assert "PyTorch finds no GPU here" in done.err
+        assert "PyTorch does not find a GPU" in done.err
     done = gemsc("verify", tmp_path / "program", "--device", "tpu")
     assert "unknown device 'tpu'" in done.err
 

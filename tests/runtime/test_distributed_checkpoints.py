@@ -180,7 +180,7 @@ def test_names_that_do_not_fit_are_told(tmp_path: Path) -> None:
             **{"model": state, "optimizer": by_number},
         },
         r"has no 'd\.": {k: v for k, v in state.items() if not k.startswith("d.")},
-        r"has shape \[3, 4\], the program needs \[4, 4\]": {
+        r"has shape \[3, 4\], but the program needs \[4, 4\]": {
             **{**state, "a.weight": torch.zeros(3, 4)},
         },
         r"the state of the optimizer does not fit AdamW: KeyError '": {
@@ -265,7 +265,7 @@ def test_what_is_there_is_overwritten_only_if_it_is_such_a_folder(
     (tmp_path / "own.dcp" / "notes").touch()
     done = gemsc("export", program, "-o", tmp_path / "own.dcp")
     assert done.code == 1
-    assert "own.dcp is there, and no checkpoint of torch.distributed" in done.err
+    assert "own.dcp exists and is not a checkpoint of torch.distributed" in done.err
     for _ in range(2):
         done = gemsc("export", program, "-o", tmp_path / "new.dcp")
         assert done.code == 0, done.err

@@ -98,14 +98,14 @@ def test_a_run_evaluates_and_resumes_them(
     words = "--ema", "0.5", "--accumulate", "2", "--epochs"
     whole = run(tmp_path, user, *words, "4", "--save", save, result=averages)
     run(tmp_path, user, *words, "2", "--save", resume)
-    assert "go on with --ema" not in capsys.readouterr().out
+    assert "resume with --ema" not in capsys.readouterr().out
     without = ("--steps", "7", "--accumulate", "2", "--resume", str(resume))
     run(tmp_path, user, *without, "--save", tmp_path / "d")
-    assert "go on with --ema" in capsys.readouterr().out
+    assert "resume with --ema" in capsys.readouterr().out
     del losses[12:]
     again = (*words, "4", "--save", str(resume), "--resume", str(resume))
     parts = run(tmp_path, user, *again, result=averages)
-    assert "go on with --ema" not in capsys.readouterr().out
+    assert "resume with --ema" not in capsys.readouterr().out
     for one, other in zip(whole, parts, strict=True):
         assert one.keys() == other.keys()
         assert all(torch.equal(one[name], other[name]) for name in one)

@@ -149,7 +149,7 @@ def test_a_process_that_is_stopped_is_named_with_what_lets_it_go_on(stopped):
     for what, rank, culprit, words in cases:
         pids = stopped(what)
         seen = states(replace(state(0, "reading the dataset"), pid=pids[rank]))
-        text = f"({words}: kill -CONT {pids[culprit]} lets it go on)"
+        text = f"({words}: kill -CONT {pids[culprit]} continues it)"
         assert explain_hang(seen, 100)[0].endswith(text)
 
 
@@ -157,7 +157,7 @@ def test_of_many_ranks_some_are_listed():
     lines = hang_report(states(*map(state, range(40))), 200).splitlines()
     assert len(lines) == 11
     assert lines[-2] == "note: and 32 more ranks"
-    assert lines[-1].startswith("help: if it may take so long, --timeout 10min")
+    assert lines[-1].startswith("help: if it may take this long, use --timeout 10min")
 
 
 # what is a hang
@@ -220,7 +220,7 @@ def test_a_slow_job_that_works_goes_on(watched, capfd):
     for step in range(20):  # each 1.4 times half the limit
         watched.look(42.0 * step + 41)
         watched.status.enter("forward", "stage 0", step)
-    warnings = capfd.readouterr().err.count("warning: no rank has gone on for 3")
+    warnings = capfd.readouterr().err.count("warning: no rank has made progress for 3")
     assert warnings == 20  # after 30 s, or 31 as this clock rounds
 
 
@@ -228,11 +228,15 @@ def test_a_silent_job_is_warned_of_once_and_stopped(watched, capfd):
     watched.look(59)
     warning = capfd.readouterr().err
     assert warning.count("\n") == 1
-    assert warning.startswith("warning: no rank has gone on for 30 s: rank 0 has been ")
+    assert warning.startswith(
+        "warning: no rank has made progress for 30 s: rank 0 has been "
+    )
     with pytest.raises(StoppedError, match="1"):
         watched.look(63)
     report = capfd.readouterr().err
-    assert report.startswith("error: no rank has gone on for 61 s: rank 0 has been in ")
+    assert report.startswith(
+        "error: no rank has made progress for 61 s: rank 0 has been in "
+    )
     assert "forward of stage 0, micro-batch 1, step 0" in report
     assert "test_hang.py:" in report  # the line that runs
 

@@ -227,7 +227,10 @@ def test_a_job_hangs_and_says_whose_turn_it_is(
     assert "in trip: time.sleep(600)" in hung.text
     assert "note: rank 1: receive of " in hung.text
     assert "in forward_stage1: " in hung.text
-    assert "warning: no rank has gone on for 1 s: rank 1 waits for rank 0" in hung.text
+    assert (
+        "warning: no rank has made progress for 1 s: rank 1 waits for rank 0"
+        in hung.text
+    )
 
 
 def check_too_late(text: str) -> None:
@@ -302,7 +305,7 @@ def test_stopped_ranks_are_told_of(
         os.kill(ranks[rank], signal.SIGSTOP)
     first = "rank " if len(stopped) == 2 else f"rank {1 - stopped[0]} waits for rank "
     check_hang(hung, first)
-    assert f"is stopped: kill -CONT {ranks[stopped[0]]} lets it go on" in hung.text
+    assert f"is stopped: kill -CONT {ranks[stopped[0]]} continues it" in hung.text
     print(f"stopped {stopped} {time.monotonic() - begun:5.1f} s", hung.text)  # noqa: T201
 
 

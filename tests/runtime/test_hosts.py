@@ -57,7 +57,7 @@ def test_a_hostfile_is_one_of_open_mpi_or_of_mpich(tmp_path):
         ("a:0", "'a:0' has no number of ranks above 0"),
         ("a:two", "'a:two' has no number of ranks above 0"),
         ("a:-1", "'a:-1' is not a host"),
-        ("a,b,a:2", "host a is listed twice\nhelp: add its numbers up: a:3"),
+        ("a,b,a:2", "host a is listed twice\nhelp: add up its numbers: a:3"),
     ],
 )
 def test_wrong_hosts_are_refused(text, message):
@@ -94,7 +94,7 @@ def test_hosts_are_filled_in_their_order():
 
 
 WRONG = {
-    "--hosts localhost": "localhost:1 takes 1 ranks, the program has 2",
+    "--hosts localhost": "localhost:1 has room for 1 ranks, but the program has 2",
     "--hosts ,": "'' is not a host",
     "--hosts": "argument --hosts: expected one argument",
     "--hosts a --hostfile b": "--hosts and --hostfile are given",

@@ -138,7 +138,7 @@ def test_ranks_started_by_hand_say_so_and_leave_nothing(command):
     before = set(memory.glob("sm_segment.*"))
     done = run_words(sys.executable, "program")
     assert done.code == 1
-    assert "program has 2 ranks, and no mpirun started this one\nhelp: " in done.err
+    assert "program has 2 ranks, but no mpirun started this one\nhelp: " in done.err
     assert set(memory.glob("sm_segment.*")) <= before
 
 

@@ -217,7 +217,7 @@ def test_the_loss_on_tiles_is_of_all_samples_without_metrics(tmp_path: Path) -> 
 
 def test_a_figure_that_is_called_as_the_loss_is_refused(tmp_path: Path) -> None:
     metrics = lambda output, target: {"loss": output.std()}  # noqa: E731
-    with pytest.raises(GemscError, match="a figure called 'loss'"):
+    with pytest.raises(GemscError, match="a figure named 'loss'"):
         evaluated(tmp_path, Pictures, metrics, **ONE)
 
 

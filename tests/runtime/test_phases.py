@@ -644,7 +644,7 @@ def test_a_run_from_the_command_line_equals_a_plain_loop(
     assert "a step has several phases" in said("verify", "p", "--all-inputs", code=1)
     assert "a step has several phases" in said("timeline", "p", "--measured", code=1)
     (tmp_path / "model.py").write_text(f"{FILE}\nloss = nn.MSELoss()\n")
-    assert "there are phases, and loss beside them" in said(*words, code=1)
+    assert "loss cannot be combined with phases" in said(*words, code=1)
 
 
 def test_the_norm_of_a_step_is_that_of_its_last_phase(tmp_path: Path) -> None:
@@ -678,11 +678,11 @@ def compiled(*phases: Phase, **options: Any) -> Any:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"name": "1st"}, "'1st', which is no name in Python"),
+        ({"name": "1st"}, "'1st', which is not a name in Python"),
         ({"name": "g"}, "'g', twice"),
         ({"train": "judges"}, "trains 'judges', of which the model has no parameters"),
         ({"train": ["judge", "make.0"]}, "phases d and g both train 'make.0.weight'"),
-        ({"every": 0}, "every=0 is no number of steps"),
+        ({"every": 0}, "every=0 is not a number of steps"),
     ],
 )
 def test_wrong_phases_are_refused(change: dict[str, Any], message: str) -> None:
@@ -692,7 +692,7 @@ def test_wrong_phases_are_refused(change: dict[str, Any], message: str) -> None:
 
 @pytest.mark.slow
 def test_what_no_phase_can_have_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(GemscError, match="some steps have none of them"):
+    with pytest.raises(GemscError, match="some steps have no phase"):
         compiled(*(replace(phase, every=2) for phase in PHASES))
 
     def penalty(model: Any, grey: Tensor, colour: Tensor) -> Tensor:
@@ -715,5 +715,5 @@ def test_what_no_phase_can_have_is_refused(tmp_path: Path) -> None:
     def freeze(trainer: Trainer) -> None:
         trainer.freeze("make.0")
 
-    with pytest.raises(GemscError, match="cannot be frozen where steps have phases"):
+    with pytest.raises(GemscError, match="cannot be frozen in a program with phases"):
         on_ranks(tmp_path, 2, freeze, phases=seldom)

@@ -53,9 +53,11 @@ def test_other_data_and_another_seed_are_refused(tmp_path: Path) -> None:
     directory, saved = program(tmp_path / "program"), str(tmp_path / "saved")
     run(directory, user_of(), "--steps", "1", "--save", saved)
     user = user_of(dataset=lambda: pairs(16))
-    with pytest.raises(GemscError, match=r"over 12 samples, dataset\(\) now has 16"):
+    with pytest.raises(
+        GemscError, match=r"with 12 samples, but dataset\(\) now has 16"
+    ):
         run(directory, user, "--epochs", "1", "--resume", saved)
-    with pytest.raises(GemscError, match="of a run with seed 0, this one has 5"):
+    with pytest.raises(GemscError, match="of a run with seed 0, but this run has 5"):
         run(directory, user_of(), "--epochs", "1", "--resume", saved, seed=5)
 
 

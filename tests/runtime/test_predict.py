@@ -207,7 +207,7 @@ class Sum(nn.Module):
             (2, 2, 32, 32),
             4,
             None,
-            "the picture has 4 channels, the model takes 3",
+            "the picture has 4 channels, but the model expects 3",
         ),
         (Sum(), (2, 1), 3, None, r"the model returns \[1\] for a picture of 32 x 32"),
         (Net(), (2, 2, 32, 32), 3, lambda y: y[:, :9], r"predict_output returns .* 9,"),
@@ -368,7 +368,7 @@ def test_what_cannot_be_predicted_is_said_before_ranks_start(
         (["slide.npy", "--level", "3"], "slide.npy has no level 3"),
         (["slide.npy", "--overlap", "16"], "cannot overlap by 16 on each side"),
         (["slide.npy", "--output-kind", "x"], "--output-kind: unknown 'x'"),
-        (["grey.npy"], "grey.npy has 1 channels, the model takes 3"),
+        (["grey.npy"], "grey.npy has 1 channels, but the model expects 3"),
     ):
         done = command("predict", "p", *words)
         assert done.code == 1

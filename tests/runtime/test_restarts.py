@@ -156,7 +156,10 @@ def test_why_a_program_cannot_have_fewer_ranks_is_told(endings, command, monkeyp
     plan.write_text(plan.read_text().replace('frontend = "record"', 'frontend = "x"'))
     done = command(*words)
     assert (done.code, len(started)) == (137, 1)
-    assert "has 2 ranks, the hosts that answer take 1, and it cannot be" in done.err
+    assert (
+        "has 2 ranks, the hosts that answer have room for 1, and it cannot be"
+        in done.err
+    )
     assert "--frontend does not take 'x'" in done.err
 
 

@@ -77,10 +77,10 @@ def test_resume_goes_on_in_the_last_run_or_in_that_of_save(
 def test_a_run_is_never_overwritten_by_mistake(tmp_path: Path, file: str) -> None:
     folder = used(tmp_path / "own", file)
     words = ("--save", folder)
-    with pytest.raises(GemscError, match="holds a run already") as caught:
+    with pytest.raises(GemscError, match="already holds a run") as caught:
         choose(tmp_path, *words)
     assert "--resume" in str(caught.value)
-    with pytest.raises(GemscError, match="holds a run already"):
+    with pytest.raises(GemscError, match="already holds a run"):
         choose(tmp_path, *words, "--resume", used(tmp_path / "other", file))
     assert choose(tmp_path, *words, "--overwrite") == (folder, None)
     assert choose(tmp_path, *words, "--resume", folder) == (folder, folder)
@@ -94,7 +94,7 @@ def test_an_attempt_without_a_step_does_not_block_its_folder(tmp_path: Path) -> 
     assert (tmp_path / "run" / "log.jsonl").is_file()
     assert choose(tmp_path, "--save", tmp_path / "run") == (tmp_path / "run", None)
     Logged(tmp_path).train(1)
-    with pytest.raises(GemscError, match="holds a run already"):
+    with pytest.raises(GemscError, match="already holds a run"):
         choose(tmp_path, "--save", tmp_path / "run")
 
 
@@ -126,7 +126,7 @@ def test_a_folder_has_one_run_at_a_time(
     with held(folder):
         pass
     (tmp_path / "file").touch()
-    with pytest.raises(GemscError, match="no run can be in"), held(tmp_path / "file"):
+    with pytest.raises(GemscError, match="cannot hold a run"), held(tmp_path / "file"):
         pass
 
 
@@ -332,7 +332,7 @@ def test_a_run_goes_on_where_its_log_cannot_be_written(
     monkeypatch.setattr(Log, "_open", full)
     logged.train(3, evaluates=True)
     text = (
-        f"no more is logged in {logged.run}: No space left on device; the run goes on"
+        f"no more is logged in {logged.run}: No space left on device; the run continues"
     )
     assert capsys.readouterr().err.count(text) == 1
 

@@ -249,8 +249,12 @@ def test_padding_that_a_tensor_cannot_hold_is_refused(
 @pytest.mark.parametrize(
     ("how", "length", "message"),
     [
-        ({}, 9, r"it fits no shape class: input\[0\] \[9\], target \[9\]; the classes"),
-        ({"bucket": lambda sample: 3}, 2, "bucket returns 3, which is no class"),
+        (
+            {},
+            9,
+            r"it does not fit any shape: input\[0\] \[9\], target \[9\]; the shapes",
+        ),
+        ({"bucket": lambda sample: 3}, 2, "bucket returns 3, which is not the index"),
         ({"bucket": lambda sample: "4"}, 2, "bucket returns '4'"),
         ({"bucket": lambda sample: True}, 2, "bucket returns True"),
     ],
@@ -275,7 +279,9 @@ def test_a_sample_that_grows_is_refused_when_it_is_read() -> None:
     numbers = torch.tensor(numbers_of(shapes, data, 0, range(1)))
     how: dict[str, Any] = {"shapes": shapes, "numbers": numbers}
     batches = Batches(data, (1, 1, 1), seed=0, shuffle=False, **how)
-    with pytest.raises(GemscError, match=r"sample 0: input\[0\] has shape \[5\], its"):
+    with pytest.raises(
+        GemscError, match=r"sample 0: input\[0\] has shape \[5\], but its"
+    ):
         next(batches.epoch(0))
 
 
@@ -626,7 +632,9 @@ def test_other_batches_go_on_where_an_epoch_ends_only(
     found, _ = run_of(tmp_path / "y", data, other, *words)
     assert len(found) > each  # smaller ones: a whole epoch of them
     run_of(folder, data, {}, "--steps", "3")
-    with pytest.raises(GemscError, match="the checkpoint is of the middle of an epoch"):
+    with pytest.raises(
+        GemscError, match="the checkpoint is from the middle of an epoch"
+    ):
         run_of(tmp_path / "y", data, other, *words)
 
 
@@ -729,7 +737,7 @@ def test_a_step_knows_its_shape_by_the_batch(tmp_path: Path) -> None:
             assert trainer.worker.steps.done
         with pytest.raises(GemscError, match=r"has none of the shapes .*: 4, 6, 8"):
             trainer.step(torch.zeros(4, 7).long(), torch.zeros(4, 7).long())
-        with pytest.raises(GemscError, match="does not tell its shape"):
+        with pytest.raises(GemscError, match="does not determine its shape"):
             trainer.step(None, None)
         one = batches[0] if trainer.transport.rank == 0 else None
         other = batches[0] if trainer.transport.rank == 1 else None
@@ -787,12 +795,20 @@ def test_a_program_of_several_shapes_saves_one_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("inputs", "target", "message"),
     [
-        (examples(), torch.zeros(3), "example_target is one, example_inputs has 3"),
-        (examples(), [torch.zeros(3)], "example_target is one, example_inputs has 3"),
+        (
+            examples(),
+            torch.zeros(3),
+            "example_target has one shape, but example_inputs has 3",
+        ),
+        (
+            examples(),
+            [torch.zeros(3)],
+            "example_target has one shape, but example_inputs has 3",
+        ),
         (
             [*examples(), (torch.zeros(5, 8).long(),)],
             [torch.zeros(3)] * 4,
-            "two shapes that samples cannot tell: 8",
+            "two shapes with equal samples: 8",
         ),
         (
             [*examples(), (torch.zeros(5, 9),)],

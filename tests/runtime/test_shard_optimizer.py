@@ -353,7 +353,10 @@ def test_where_it_has_no_effect_it_is_refused(tmp_path: Path) -> None:
     plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     with pytest.raises(GemscError, match="each weight is on one rank") as error:
         written(tmp_path, plain, shard="optimizer")
-    assert error.value.help == "use --data 2 or --schedule mast, or leave it out"
+    assert (
+        error.value.help
+        == "use --data 2 or --schedule mast, or leave out --shard optimizer"
+    )
     written(tmp_path, plain, shard="optimizer", data=2)
     with pytest.raises(GemscError, match="a program that cannot train"):
         written(tmp_path, plain, loss=None, shard="optimizer", data=2)

@@ -407,7 +407,7 @@ def test_batches_of_a_loader_are_taken_apart() -> None:
     assert len({*flat}) == 20
     assert flat != sorted(flat)
     names = DataLoader([("a", 1), ("b", 2)], batch_size=2)
-    with pytest.raises(GemscError, match="of the DataLoader cannot be taken apart"):
+    with pytest.raises(GemscError, match="of the DataLoader cannot be split"):
         reading(gemsc.Stream(names))
 
 
@@ -462,7 +462,7 @@ def test_data_that_have_changed_are_noticed(make: Any) -> None:
     marks = reading(make(22)).marks[2]
     changed = {0: replace(marks[0], digest="of something else")}
     (note,) = reading(make(22), first=3, marks=changed).notes
-    assert note.startswith("warning: the stream does not give again what it gave")
+    assert note.startswith("warning: the stream does not repeat what it returned")
 
 
 def test_batches_of_another_size_go_on_at_the_same_sample() -> None:
@@ -677,12 +677,14 @@ def test_what_needs_the_end_says_so(tmp_path: Path) -> None:
     assert "--last-batch train needs to know how many samples" in str(caught.value)
     with pytest.raises(GemscError) as caught:
         run(directory, user_of(dataset=lambda: Pairs(3)))
-    assert "dataset ends before its first batch, of 4 samples" in str(caught.value)
+    assert "dataset ends before its first batch of 4 samples" in str(caught.value)
     saved = tmp_path / "run"
     run(directory, user_of(dataset=known), "--steps", "1", "--save", saved)
     with pytest.raises(GemscError) as caught:
         run(directory, user_of(dataset=unknown), "--resume", saved)
-    assert "over 12 samples, dataset() now has a stream without" in str(caught.value)
+    assert "with 12 samples, but dataset() now has a stream without" in str(
+        caught.value
+    )
 
 
 class Torn(Pairs):
@@ -747,16 +749,18 @@ def test_samples_of_a_stream_are_padded() -> None:
     (note,) = rest.notes  # no warning: they are the same
     assert note.startswith("12 samples of the stream were read again")
     narrow = ShapeClasses([of_length(2)])
-    with pytest.raises(GemscError, match=r"sample 2: input\[0\] has shape \[3\], its"):
+    with pytest.raises(
+        GemscError, match=r"sample 2: input\[0\] has shape \[3\], but its"
+    ):
         reading(Short(22), shapes=narrow)
 
 
 def test_shapes_of_a_stream_are_not_known_beforehand() -> None:
     shapes = ShapeClasses([of_length(2), of_length(3)])
-    with pytest.raises(GemscError, match="cannot be told beforehand of a Stream"):
+    with pytest.raises(GemscError, match="of a Stream cannot be known in advance"):
         all_numbers(shapes, as_dataset(Short()), 0)
     inputs = [(torch.zeros(2, n),) for n in (2, 3)]
     user = user_of(dataset=Short, loss=torch.nn.MSELoss())
     user = replace(user, example_inputs=lambda: inputs)
-    with pytest.raises(GemscError, match="cannot be told beforehand of a Stream"):
+    with pytest.raises(GemscError, match="of a Stream cannot be known in advance"):
         user.make_targets(user.make_shapes())

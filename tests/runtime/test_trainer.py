@@ -205,7 +205,9 @@ def test_an_input_that_is_not_batched_is_whole_in_every_micro_batch(
 def test_a_batch_of_another_size_is_refused_by_name(size: int, tmp_path: Path) -> None:
     written(tmp_path, Net(simple), micro_batches=3)
     x = torch.zeros(size, 4)
-    with pytest.raises(GemscError, match=r"has shape .*, this program takes \[6, 4\]"):
+    with pytest.raises(
+        GemscError, match=r"has shape .*, but this program expects \[6, 4\]"
+    ):
         on_ranks(tmp_path, 2, lambda t: t.step(x, x))
 
 

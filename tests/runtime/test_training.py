@@ -71,7 +71,7 @@ def test_a_run_that_goes_on_with_other_options_says_so(
     words = ("--save", save, "--clip-norm", "0.5", "--steps")
     run(folder, user_of(), *words, "1")
     run(folder, user_of(), *words, "2", "--resume", save)
-    said = "note: this run goes on with other options than it had"
+    said = "note: this run continues with other options than it had"
     assert said not in capfd.readouterr().out
     run(folder, user_of(), "--save", save, "--steps", "3", "--resume", save)
     assert f"{said}: --clip-norm none (was 0.5)\n" in capfd.readouterr().out
@@ -179,7 +179,7 @@ def test_an_optimizer_may_take_parameters_of_some_ranks_only(tmp_path: Path) -> 
         found = load_file(Path(saved, "model.safetensors"))
         for name, tensor in found.items():
             assert torch.equal(tensor, before[name]) != name.startswith("c")
-    with pytest.raises(GemscError, match=r"test_training.py:\d+: .* takes none of the"):
+    with pytest.raises(GemscError, match=r"test_training.py:\d+: .* has none of the"):
         run(tmp_path, user_of(optimizer=of("nothing")), "--steps", "1")
 
 

@@ -47,18 +47,18 @@ __all__ = [
 
 # Why a case may be refused: words of the errors
 REFUSED = {
-    "an operator that is not known": r"has operators that gemsc does not know: ",
+    "an operator that is not known": r"has operators that gemsc does not support: ",
     "a quantized file": r"is a quantized file",
     "types that PyTorch has not": r"has no numbers that PyTorch has|numbers of type",
     "unsigned arithmetic": r"which PyTorch only stores",
-    "sequences": r"is no tensor|Sequence '.*' (depends|takes|stacks)",
-    "loops and conditions on data": r"(Loop|If) .* (runs as often|chooses|depends on)",
+    "sequences": r"is not a tensor|Sequence '.*' (depends|takes|stacks)",
+    "loops and conditions on data": r"(Loop|If) .* (runs a number|chooses|depends on)",
     "sizes that are open": r"has the shape .*\?",
     "known beforehand, but fed as data": r"needs a constant as input",
     "functions that cannot be inlined": r"its functions cannot be inlined|has no value|"
     "onnx cannot replace it by other operators",
     "a mask or indices as output": r"gives (its mask|the indices)",
-    "outputs that training alone has": r"is given by no node",
+    "outputs that training alone has": r"is not computed by any node",
     "caches of attention": r"keys of several lengths|looks at a window",
     "opset 1": r"has opset 1;",
     "recurrence that PyTorch has not": r"(GRU|LSTM|RNN) '.*PyTorch",

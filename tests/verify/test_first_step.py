@@ -363,7 +363,7 @@ class Gated(Picture):
 def test_a_forward_that_asks_for_the_mode_of_autograd(
     asks: Callable[[Tensor], bool],
 ) -> None:
-    with pytest.raises(GemscError, match=r"in evaluation, .* with gradients on"):
+    with pytest.raises(GemscError, match=r"in evaluation, .* with gradients enabled"):
         compiled(Gated(asks), **STAGES)
 
 

@@ -452,7 +452,7 @@ def test_other_data_are_told(user: UserModel) -> None:
 
     record = record_of(run)
     del record.samples[1][run.rows[1][0], None]
-    with pytest.raises(GemscError, match=r"in step 2, .* take different samples"):
+    with pytest.raises(GemscError, match=r"in step 2, .* read different samples"):
         check_data(run, record)
 
     record = record_of(run)

@@ -39,7 +39,7 @@ _DAMAGE = (OSError, RuntimeError, ValueError, KeyError, TypeError, EOFError)
 _DAMAGED = (*_DAMAGE, zipfile.BadZipFile, NotImplementedError, OverflowError)
 _CONVERT = 'save it once with Keras 3: keras.models.load_model(path).save("m.keras")'
 
-_DAMAGED_FILE = "it is cut off, or something else: copy it once more, or save it again"
+_DAMAGED_FILE = "it is truncated, or not a Keras file: copy it or save it again"
 
 
 class Archive:
@@ -51,13 +51,13 @@ class Archive:
         """Read all but the variables.
 
         Raises:
-            GemscError: it is no archive of Keras 3, or damaged.
+            GemscError: it is not a Keras 3 archive, or damaged.
         """
         self.path = path
         if not zipfile.is_zipfile(path):
             is_older = h5py.is_hdf5(path)  # as TensorFlow has called them, too
             raise GemscError(
-                f"{path} is no archive of Keras 3" + ", but HDF5" * is_older,
+                f"{path} is not a Keras 3 archive" + ", but HDF5" * is_older,
                 help=_CONVERT if is_older else _DAMAGED_FILE,
             )
         with self._damage(), zipfile.ZipFile(path) as archive:

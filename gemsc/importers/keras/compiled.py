@@ -277,7 +277,7 @@ def regularizer_notes(name: str, config: Mapping[str, Any]) -> Iterator[str]:
 
 def _regularizer(what: str, setting: Any) -> str:
     """Return what a regularizer would be in an optimizer."""
-    said = f"{_named(setting)} of its {what} is no part of the loss"
+    said = f"{_named(setting)} of its {what} is not part of the loss"
     config = class_and_config(setting)[1]
     one, two = config.get("l1"), config.get("l2")
     if two and not one:

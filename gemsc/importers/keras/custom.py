@@ -140,7 +140,7 @@ def _called(call: LayerCall, layer: str, where: str) -> Laid | list[Laid]:
     arguments = [_text(call, each) for each in call.arguments]
     for key, value in call.keywords.items():
         if not key.isidentifier():
-            raise call.refuse(f"is called with {key!r:.60}, which is no name")
+            raise call.refuse(f"is called with {key!r:.60}, which is not a name")
         arguments.append(f"{key}={_text(call, value)}")
     text = f"{layer}({', '.join(arguments)})"
     try:

@@ -117,7 +117,7 @@ class Graph:
             found = self.translator(layer.kind, layer.name, layer.is_operation)
             if found is None:
                 raise call.refuse(
-                    "is no layer that gemsc has",
+                    "is not a layer that gemsc supports",
                     help="build it of other layers, or give it with --custom layers.py",
                 )
             return mask_after(call, found(call))
@@ -358,5 +358,5 @@ def _readable(sheet: Sheet) -> Iterator[None]:
         what = f"{type(error).__name__}: {str(error).splitlines()[0]:.80}"
         raise sheet.refuse(
             f"has settings that gemsc cannot read ({what})",
-            help="save the model once more with a newer Keras",
+            help="save the model again with a newer Keras",
         ) from error

@@ -356,7 +356,7 @@ def metric_form(
     """Return the body of a metric; `target` says what the loss is given.
 
     Raises:
-        UnknownLossError: it is no mean over samples, or not in the table.
+        UnknownLossError: it is not a mean over samples, or not in the table.
     """
     if kind in ("accuracy", "acc"):
         kind = _accuracy_of(output, target)
@@ -364,7 +364,7 @@ def metric_form(
         return LossForm(tuple(METRICS[kind](settings, output)))
     if kind in LOSSES:
         return loss_form(kind, {**settings, "reduction": None}, output)
-    raise UnknownLossError(f"the metric {kind} is no mean over samples in PyTorch")
+    raise UnknownLossError(f"the metric {kind} is not a mean over samples in PyTorch")
 
 
 def _accuracy_of(output: ModelOutput, target: str) -> str:

@@ -268,7 +268,7 @@ def _dropped(call: LayerCall, x: Symbol, cell: Cell) -> Symbol:
 def _check_layer(call: LayerCall, config: Mapping[str, Any]) -> None:
     if config.get("stateful"):
         raise call.refuse(
-            "is stateful: it goes on where the last batch ended",
+            "is stateful: it continues where the last batch ended",
             help="set stateful=False, or pass initial_state as an input of the model",
         )
     if call.keywords.get("mask") is not None:

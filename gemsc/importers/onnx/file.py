@@ -38,7 +38,7 @@ def load_model(path: Path) -> onnx.ModelProto:
         model.ParseFromString(path.read_bytes())
     except Exception as why:  # protobuf's, which have no types
         raise GemscError(
-            f"{path} is no ONNX file, or is cut off", help=DAMAGED
+            f"{path} is not an ONNX file, or is truncated", help=DAMAGED
         ) from why
     if not model.graph.node:
         raise GemscError(f"{path} has no graph with nodes", help=DAMAGED)

@@ -17,7 +17,7 @@ from gemsc.errors import GemscError
 from gemsc.importers.network import ImportedNetwork, ImportOptions
 from gemsc.importers.onnx.file import OnnxTensors, load_model
 from gemsc.importers.onnx.operators import CONTROL, OPERATORS
-from gemsc.importers.onnx.operators.names import SCOPES, name_of, noted
+from gemsc.importers.onnx.operators.names import SCOPES, node_name, noted
 from gemsc.importers.onnx.operators.parameters import (
     Static,
     Value,
@@ -60,13 +60,13 @@ def read_onnx(path: Path, options: ImportOptions) -> ImportedNetwork:
     """
     if options.custom is not None:
         raise GemscError(
-            f"--custom {options.custom.name} is for layers of Keras",
-            help="keep operators of your own outside of the file",
+            f"--custom {options.custom.name} is only for Keras layers",
+            help="leave out --custom, and keep custom operators out of the file",
         )
     if options.channels_first:
         raise GemscError(
-            "--channels-first is for images of Keras",
-            help="leave it out: images of ONNX have their channels first",
+            "--channels-first is only for Keras images",
+            help="leave out --channels-first: images in ONNX have their channels first",
         )
     model = load_model(path)
     tensors = OnnxTensors(path, model)
@@ -116,8 +116,8 @@ def _inlined(model: onnx.ModelProto, path: Path) -> onnx.ModelProto:
             newest = onnx.defs.onnx_opset_version()
             if not OLDEST <= entry.version <= newest:
                 raise GemscError(
-                    f"{path} has opset {entry.version}; opsets {OLDEST} to {newest} "
-                    "are read",
+                    f"{path} has opset {entry.version}; gemsc reads opsets {OLDEST} to "
+                    f"{newest}",
                     help="pip install -U onnx, or export the model with opset_version="
                     f"{newest}",
                 )
@@ -155,7 +155,7 @@ def _refuse_gaps(
         gap = [*node.input, ""].index("")
         if node.op_type in functions and any(node.input[gap:]):
             raise GemscError(
-                f"{path.name}: {node.op_type} '{name_of(node)}' leaves input {gap} "
+                f"{path.name}: {node.op_type} '{node_name(node)}' leaves input {gap} "
                 "out, and gives later ones: onnx cannot replace it by other operators "
                 "then",
                 help="export the operators that it is made of, or keep it outside of "
@@ -198,20 +198,20 @@ def _refuse_unknown(graph: onnx.GraphProto, file: str) -> None:
     for node in graph.node:  # of those within it, only some are run
         kind = f"{node.domain}.{node.op_type}" if node.domain else node.op_type
         if node.op_type in QUANTIZED:
-            quantized[kind].append(name_of(node))
+            quantized[kind].append(node_name(node))
         elif node.domain not in ("", "ai.onnx") or (
             node.op_type not in KNOWN and known.isdisjoint(node.output)
         ):
-            unknown[kind].append(name_of(node))
+            unknown[kind].append(node_name(node))
     if quantized:
         raise GemscError(
             f"{file} is a quantized file: {_list(quantized)}",
-            help="export the float model: that one is trained",
+            help="export the float model, which can be trained",
         )
     if unknown:
         raise GemscError(
-            f"{file} has operators that gemsc does not know: {_list(unknown)}",
-            help="keep these parts outside of the file, or write them in PyTorch",
+            f"{file} has operators that gemsc does not support: {_list(unknown)}",
+            help="keep these parts out of the file, or write them in PyTorch",
         )
 
 
@@ -259,7 +259,7 @@ def _is_quick(sheet: Sheet) -> bool:
 def _input(sheet: Sheet, value: onnx.ValueInfoProto, options: ImportOptions) -> Symbol:
     with sheet.place(f"input '{value.name}'"):
         if not value.type.HasField("tensor_type"):
-            raise sheet.refuse("is no tensor", help="keep that part outside")
+            raise sheet.refuse("is not a tensor", help="keep that part outside")
         kind = number_type(value.type.tensor_type.elem_type)
         if kind is None:
             raise sheet.refuse("has no numbers that PyTorch has")
@@ -284,9 +284,11 @@ def _returns(
         with sheet.place(f"output '{output.name}'"):
             value = values.get(output.name)
             if value is None:
-                raise sheet.refuse("is given by no node", help="the file is damaged")
+                raise sheet.refuse(
+                    "is not computed by any node", help="the file is damaged"
+                )
             if isinstance(value, list):
-                raise sheet.refuse("is no tensor", help="keep that part outside")
+                raise sheet.refuse("is not a tensor", help="keep that part outside")
             if isinstance(value, Static):
                 value = walk.parameters.value(onnx.NodeProto(), value)
             texts.append(value.text)

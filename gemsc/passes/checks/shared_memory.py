@@ -39,7 +39,7 @@ def check_shared_memory(program: Program) -> None:
         for other in before:
             if {id(found[name]), id(found[other])} & changed:
                 raise GemscError(
-                    f"'{other}' and '{name}' are two tensors in one memory, which "
+                    f"'{other}' and '{name}' are two tensors that share memory, which "
                     "changes: ranks would change copies of it",
                     help="register one tensor under both names (head.weight = "
                     "embedding.weight), take the part in forward, or .clone() it",

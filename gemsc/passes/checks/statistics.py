@@ -37,7 +37,7 @@ _SETTLING = frozenset(
     {"clamp_", "clip_", "clamp_min_", "clamp_max_", "relu_", "abs_", "fill_", "zero_"}
 )
 _OUT_OF_PLACE = (
-    "compute the new value under a name of its own, in each forward: w = ..., and use w"
+    "compute the new value under another name, in each forward: w = ..., and use w"
 )
 _ROWS = (
     "leave out max_norm and look up in "
@@ -81,7 +81,7 @@ class CheckStatistics(Pass):
                 for name in read_statistics(node, program).values():
                     raise GemscError(
                         f"forward reads '{name}', which each of {self.num_runs} "
-                        "replicas of the model changes apart until a step ends",
+                        "replicas of the model changes separately until a step ends",
                         at=meta.location(node),
                         help="use a schedule with one replica and --data 1, or "
                         "compute with statistics of the micro-batch",
@@ -116,7 +116,7 @@ def check_in_flight(program: Program, crowded: Collection[int]) -> None:
                     other = "write to its .data, which autograd does not look at"
                 error = GemscError(
                     f"forward changes '{name}', and the backward of an earlier "
-                    "micro-batch still needs what it was",
+                    "micro-batch still needs the old value",
                     at=meta.location(node),
                     help=f"use --micro-batches 1, or {other}",
                 )
@@ -151,7 +151,7 @@ def telling_what_ties(program: Program) -> Iterator[None]:
                 f"'{name}' of {at} is used until {meta.location(tie.last_use)}: the "
                 "layers in between stay together"
             )
-            other = f"compute '{name}' anew for each layer that uses it"
+            other = f"compute '{name}' again for each layer that uses it"
             if _is_drawn(tie.value):  # anew, it would be other numbers
                 other = f"draw '{name}' in the dataset, and pass it as an input"
             error.help = f"{error.help}; or {other}"

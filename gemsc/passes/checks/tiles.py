@@ -71,8 +71,8 @@ def _check(grid: tuple[int, ...], item: GraphInput, at: SourceLocation | None) -
     if len(sizes) != len(grid):
         given = "x".join(["2"] + ["1"] * (len(sizes) - 1))
         raise GemscError(
-            f"--tiles {_show(grid)} splits {len(grid)} axes, input '{item.name}' has "
-            f"{len(sizes)}: {item.spec}",
+            f"--tiles {_show(grid)} splits {len(grid)} axes, but input '{item.name}' "
+            f"has {len(sizes)}: {item.spec}",
             at=at,
             help=f"write one number for each axis, for example --tiles {given}",
         )
@@ -80,7 +80,7 @@ def _check(grid: tuple[int, ...], item: GraphInput, at: SourceLocation | None) -
         if size < count:
             name = AXES[axis] if len(sizes) == 2 else f"axis {axis}"
             raise GemscError(
-                f"--tiles {_show(grid)} cuts the {name} into {count} tiles, input "
+                f"--tiles {_show(grid)} cuts the {name} into {count} tiles, but input "
                 f"'{item.name}' has {size} there: {item.spec}",
                 at=at,
                 help="use fewer tiles, or larger example_inputs()",

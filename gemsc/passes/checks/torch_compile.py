@@ -32,9 +32,9 @@ class CheckTorchCompile(Pass):
         """
         for path, opaque in opaques(program.module).items():
             raise GemscError(
-                f"--torch-compile does not go with {path}, whose forward depends on "
-                "data",
+                f"--torch-compile cannot be combined with {path}, whose forward "
+                "depends on data",
                 at=opaque.at,
-                help="leave out --torch-compile, or write it with torch.where",
+                help=f"leave out --torch-compile, or write {path} with torch.where",
             )
         return program

@@ -76,7 +76,7 @@ class StoredTensors:
         except (SafetensorError, OSError, KeyError) as error:
             raise GemscError(
                 f"{path} cannot be read: {str(error) or 'it is empty'}",
-                help="give weights in safetensors format, complete",
+                help="give a complete file of weights in safetensors format",
             ) from None
         return found
 
@@ -116,8 +116,8 @@ class StoredTensors:
         stored = self._table[key]
         if stored.shape != piece.shape:
             raise GemscError(
-                f"{self._folder}: '{name}' has shape {list(stored.shape)}, the program "
-                f"needs {list(piece.shape)}",
+                f"{self._folder}: '{name}' has shape {list(stored.shape)}, but the "
+                f"program needs {list(piece.shape)}",
                 help="give a checkpoint of this model",
             )
         if not sums and not make_up(piece, (held for _, held in stored.pieces)):
@@ -231,7 +231,7 @@ def saved_model(
     found = check_checkpoint(directory)
     if (manifest := found.manifest) is None:
         raise GemscError(
-            f"{directory} holds weights alone: there is nothing to export",
+            f"{directory} holds only weights: there is nothing to export",
             help=f"use {found.place} as it is",
         )
     keys = _keys(manifest, directory, averages=averages)

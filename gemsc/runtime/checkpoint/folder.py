@@ -118,10 +118,10 @@ def _other_than(folder: Path) -> str:
             check_digests(other, _check_sizes(other), 0, 1)
         except GemscError:
             continue
-        return f"{other} is whole: go on from there with --resume {other}"
+        return f"{other} is complete: resume with --resume {other}"
     return (
-        f"no other checkpoint in {folder.parent} is whole: give another folder, or "
-        "start anew without --resume"
+        f"no other checkpoint in {folder.parent} is complete: give another folder, or "
+        "start again without --resume"
     )
 
 
@@ -181,7 +181,7 @@ def _weights_in(directory: Path) -> Path:
         raise GemscError(
             f"{directory} was saved by an older gemsc: nothing says whether its files "
             "are of the same step",
-            help=f"for the weights alone: --resume {directory / MODEL}",
+            help=f"to use only the weights: --resume {directory / MODEL}",
         )
     if not (directory / MODEL).is_file():
         raise GemscError(

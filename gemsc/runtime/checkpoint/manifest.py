@@ -206,5 +206,5 @@ def _list(found: Any) -> list[Any]:
 
 def _file(name: str) -> str:
     if not FILE.fullmatch(name):
-        raise ValueError(f"{name!r:.60} is no file of a checkpoint")
+        raise ValueError(f"{name!r:.60} is not a file of a checkpoint")
     return name

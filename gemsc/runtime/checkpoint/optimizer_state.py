@@ -73,7 +73,7 @@ def slots_of(
         for parameter, index in zip(group["params"], saved["params"], strict=True):
             if id(parameter) not in held:
                 raise GemscError(
-                    "the optimizer has a parameter that is none of the program's",
+                    "the optimizer has a parameter that is not one of the program's",
                     help="give it the parameters that optimizer() gets, and no others",
                 )
             slots.append(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from gemsc.base.process import say_note
 from gemsc.errors import GemscError
 from gemsc.runtime.checkpoint.files import StoredTensors
 from gemsc.runtime.checkpoint.folder import (
@@ -43,7 +44,6 @@ from gemsc.runtime.checkpoint.states import (
     decode,
     set_generators,
 )
-from gemsc.runtime.transport.launcher import say_note
 from gemsc.runtime.worker.updates import Updates
 from gemsc.runtime.worker.worker import Worker
 from gemsc.weights.source import open_distributed
@@ -261,20 +261,20 @@ class _Reader:
         if phases != before:
             shown = [", ".join(names) or "no phases" for names in (before, phases)]
             raise GemscError(
-                f"the checkpoint is of steps with {shown[0]}, the program's have "
+                f"the checkpoint's steps have {shown[0]}, but the program's have "
                 f"{shown[1]}",
                 help=f"use the same phases again, {WEIGHTS_ALONE}",
             )
         if manifest.step % saved and saved != accumulate:
             raise GemscError(
                 f"step {manifest.step} of the checkpoint is one of {saved} that make "
-                f"one update together, in the program {accumulate} do",
+                f"one update together, but in the program {accumulate} do",
                 help=f"resume with --accumulate {saved}, {WEIGHTS_ALONE}",
             )
         if progress["seed"] != worker.seed:
             raise GemscError(
-                f"the checkpoint is of a run with seed {progress['seed']}, this one "
-                f"has {worker.seed}: samples would come in another order",
+                f"the checkpoint is of a run with seed {progress['seed']}, but this "
+                f"run has {worker.seed}: samples would come in another order",
                 help=f"leave out --seed, {WEIGHTS_ALONE}",
             )
 
@@ -337,7 +337,8 @@ class _Reader:
                 is_asked = now is not None or updates.optimizer is not None
                 if is_asked and before not in (None, kind):
                     raise GemscError(
-                        f"the checkpoint has the {key} {before}, the program {kind}",
+                        f"the checkpoint has the {key} {before}, but the program has "
+                        f"{kind}",
                         help=f"use {before} again, {WEIGHTS_ALONE}",
                     )
         if updates.optimizer is None:

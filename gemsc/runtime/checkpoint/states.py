@@ -91,7 +91,7 @@ def encode(value: Any, put: Put, what: str) -> Any:
             return _mapping(value, put, what)
     raise GemscError(
         f"{what} holds a {type(value).__name__}, which no checkpoint can hold",
-        help="keep numbers, texts, tensors, lists and dicts in what state_dict() gives",
+        help="return only numbers, strings, tensors, lists and dicts from state_dict()",
     )
 
 
@@ -116,7 +116,7 @@ def _tensor(tensor: Tensor, put: Put, what: str) -> dict[str, Any]:
     if (name := dtype_name(tensor.dtype)) not in DTYPES:
         raise GemscError(
             f"{what} holds a tensor of {name}, which no checkpoint can hold",
-            help="keep a tensor of another dtype in what state_dict() gives",
+            help="return a tensor of another dtype from state_dict()",
         )
     if tensor.numel() > SMALL or tensor.is_complex():
         return _kind("stored", put(tensor))

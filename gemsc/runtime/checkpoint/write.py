@@ -154,8 +154,8 @@ def _told_where(directory: Path, step: int) -> Iterator[None]:
     except (OSError, RuntimeError, SafetensorError) as error:
         raise GemscError(
             f"the checkpoint of step {step} cannot be written to {directory}: {error}",
-            help="free space there, or --save elsewhere; an older checkpoint there is "
-            "still complete",
+            help="free space there, or choose another folder with --save; an older "
+            "checkpoint there is still complete",
         ) from error
 
 
@@ -357,8 +357,8 @@ class _Job:
         if not path.is_file():
             self._check_own()
             raise GemscError(
-                f"rank 0 does not see {path}, which rank {rank} has written",
-                help="--save into a folder that all machines share",
+                f"rank 0 does not see {path}, which rank {rank} wrote",
+                help="choose a --save folder that all machines share",
             )
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return found
@@ -367,8 +367,8 @@ class _Job:
         """Make sure that what rank 0 has written is still there."""
         if not (self.beside / "rank0.json").exists():
             raise GemscError(
-                f"another run has removed {self.beside} while this one wrote there",
-                help="let one run at a time save into a folder",
+                f"another run removed {self.beside} while this one was writing there",
+                help="let only one run at a time save to a folder",
             )
 
 

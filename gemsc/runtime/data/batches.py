@@ -334,7 +334,7 @@ class Batches:
                 ):
                     raise
                 raise GemscError(
-                    f"a process that reads the dataset has ended: {error}",
+                    f"a process that reads the dataset has died: {error}",
                     help="it may have taken too much memory, or called os._exit; "
                     "--workers 0 reads without such processes",
                 ) from None

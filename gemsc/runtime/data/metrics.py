@@ -122,8 +122,8 @@ class Metrics:
             raise GemscError(
                 f"metrics() fails: {type(error).__name__}{': ' * bool(text)}{text}",
                 at=user_place(error.__traceback__) or self._at,
-                help="it is called with what the model returns for a whole batch, and "
-                "with the targets, both in the host's memory",
+                help="it is called with the model's output for a whole batch and with "
+                "the targets, both in host memory",
             ) from error
 
 

@@ -60,7 +60,7 @@ class ShapeClasses:
             found = self.bucket(sample)
             if type(found) is not int or not 0 <= found < len(self.classes):
                 raise GemscError(
-                    f"bucket returns {found!r}, which is no class",
+                    f"bucket returns {found!r}, which is not the index of a shape",
                     at=self.at.get("bucket"),
                     help=f"return a number from 0 to {len(self.classes) - 1}, in the "
                     "order of example_inputs()",
@@ -75,10 +75,10 @@ class ShapeClasses:
         if not fitting:
             shapes = ", ".join(f"{named(p)} {list(s)}" for p, s in sizes.items())
             raise GemscError(
-                f"it fits no shape class: {shapes}; the classes are "
+                f"it does not fit any shape: {shapes}; the shapes are "
                 f"{', '.join(each.name for each in self.classes)}",
                 at=self.at.get("dataset"),
-                help="cut samples to the largest class, or add a larger one to "
+                help="cut samples to the largest shape, or add a larger one to "
                 "example_inputs()",
             )
         return min(fitting, key=lambda number: self.classes[number].num_elements)
@@ -101,8 +101,8 @@ class ShapeClasses:
                 return torch.as_tensor(array)
             if not _fits(tuple(array.shape), wanted):
                 raise GemscError(
-                    f"{named(place)} has shape {list(array.shape)}, its class "
-                    f"'{shape.name}' takes {list(wanted)}",
+                    f"{named(place)} has shape {list(array.shape)}, but its shape "
+                    f"class '{shape.name}' needs {list(wanted)}",
                     at=self.at.get("dataset"),
                     help="a sample may not grow from epoch to epoch: pad or cut it in "
                     "the dataset, or let bucket(sample) choose a larger class",
@@ -161,16 +161,16 @@ def shape_of_batch(
         return fitting[0]
     if fitting:
         raise GemscError(
-            "what this rank got of the batch does not tell its shape",
-            help="give all ranks the batch, or the number of its shape: "
+            "this rank's part of the batch does not determine its shape",
+            help="pass the batch on all ranks, or the index of its shape: "
             "trainer.step(..., shape=0)",
         )
     shapes = ", ".join(f"{named(p)} {list(size)}" for p, size in found.items())
     names = ", ".join(each.name for each in plan.shapes)
     raise GemscError(
         f"a batch of {shapes} has none of the shapes of this program: {names}",
-        help="pad it to the smallest one that it fits, or compile again with others in "
-        "example_inputs()",
+        help="pad it to the smallest shape that fits, or compile again with this shape "
+        "in example_inputs()",
     )
 
 
@@ -189,7 +189,7 @@ def join_samples(samples: list[Any], shapes: ShapeClasses | None, number: int) -
             f"collate() fails: {type(error).__name__}: {error}",
             at=user_place(error.__traceback__) or shapes.at.get("collate"),
             help="gemsc calls collate(samples, number) with a list of (input, target) "
-            "and the number of their class, in the order of example_inputs()",
+            "and the index of their shape, in the order of example_inputs()",
         ) from error
     if wrong := pair_error(batch, shapes.at.get("collate")):
         wrong.message = wrong.message.replace("the dataset does", "collate() does")

@@ -112,11 +112,11 @@ class SharedData:
         if len(known_all) < len(gathered):
             size = self.batches.order.sizes[0]
             raise GemscError(
-                f"{self.name} ends before its first batch, of {size} "
-                "samples, is complete",
+                f"{self.name} ends before its first batch of {size} samples is "
+                "complete",
                 at=self.at,
-                help="give more data, compile with fewer --micro-batches or --data, or "
-                "let the replicas read all of it: gemsc.Stream(..., split=False)",
+                help="add data, compile with fewer --micro-batches or --data, or let "
+                "every replica read the whole stream: gemsc.Stream(..., split=False)",
             )
         everyone = [(box, digests) for box, digests, _ in known_all]
         notes = [note for _, _, notes in known_all for note in notes]

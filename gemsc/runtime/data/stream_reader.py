@@ -138,8 +138,8 @@ class StreamReader:
         if not self._comes_back(part, mark):
             part.begin(epoch)
             self.notes.append(
-                "warning: the stream does not give again what it gave before this "
-                "run was interrupted: it goes on with other data"
+                "warning: the stream does not repeat what it returned before this "
+                "run was interrupted: the run continues with other data"
             )
             return
         if not mark.first:  # nothing but that was read again

@@ -45,7 +45,7 @@ def share_cores(
             raise GemscError(
                 f"--bind {how}: the system does not let this rank use the cores "
                 f"{','.join(map(str, sorted(cores[me])))}",
-                help="leave --bind out, or let the launcher bind ranks",
+                help="leave out --bind, or let the launcher bind the ranks",
             )
         cores = allowed
     share = share_of(me, cores)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from gemsc.base.process import is_started_by_mpirun, return_large_blocks
+from gemsc.base.process import is_started_by_mpirun, return_large_blocks, say_note
 from gemsc.errors import GemscError
 from gemsc.runtime.process.sharing import (
     LocalPlace,
@@ -20,7 +20,7 @@ from gemsc.runtime.process.sharing import (
     shared_device,
     use_mps,
 )
-from gemsc.runtime.transport.launcher import say_note
+from gemsc.runtime.transport.launcher import is_first_started
 from gemsc.runtime.transport.transport import Transport
 
 # the only one with which cuBLAS gives the same bits each time; read when it starts
@@ -41,8 +41,9 @@ def require_gpu() -> None:
     """
     if not torch.cuda.is_available():
         raise GemscError(
-            "--device cuda: PyTorch finds no GPU here",
-            help="run it on the machine with the GPU, with a PyTorch for CUDA",
+            "--device cuda: PyTorch does not find a GPU",
+            help="run it on a machine with a GPU, with a PyTorch that is built for "
+            "CUDA",
         )
 
 
@@ -95,7 +96,7 @@ def claim_device(
         return _share(per_device, copy_ranks, gpus) or wanted
     if gpus and place is not None:
         torch.cuda.set_device(_gpu(wanted, place.rank))
-        if is_open and place.size > gpus:
+        if is_open and place.size > gpus and is_first_started():
             say_note(
                 f"{place.size} ranks take turns on {gpus} GPU{'s' * (gpus > 1)}; "
                 "--per-device lets them share"
@@ -112,12 +113,13 @@ def _share(per_device: int, copy_ranks: int, gpus: int) -> torch.device | None:
         raise GemscError(
             f"--per-device {per_device}: the launcher does not say which ranks are on "
             "this machine",
-            help="start them with `gemsc run`, mpirun or srun, or leave it out",
+            help="start the ranks with `gemsc run`, mpirun or srun, or leave out "
+            "--per-device",
         )
     check_sharing(per_device, place.size, gpus)
     if not gpus:
         return None
-    if per_device > 1 and (reason := use_mps()):
+    if per_device > 1 and (reason := use_mps()) and is_first_started():
         say_note(
             f"no MPS ({reason}): the {per_device} ranks on a GPU take turns; expect no "
             "gain over one"

@@ -53,8 +53,8 @@ def hang_report(states: States, now: float) -> str:
     first, *rest = explain_hang(states, now)
     silence = show_long(_silence(states, now))
     longer = show_long(10 * limit_of(states)).replace(" ", "")
-    help = f"if it may take so long, --timeout {longer}; `never` waits for ever"
-    text = [f"error: no rank has gone on for {silence}: {first}", *rest]
+    help = f"if it may take this long, use --timeout {longer}; `never` waits forever"
+    text = [f"error: no rank has made progress for {silence}: {first}", *rest]
     return "\n".join([*text, f"help: {help}"])
 
 
@@ -147,7 +147,7 @@ def _why_silent(state: RankState, now: float) -> str:
     for what, pids in processes.items():
         for pid in pids:
             if _process(pid)[0] in ("T", "t"):
-                return f"{what} is stopped: kill -CONT {pid} lets it go on"
+                return f"{what} is stopped: kill -CONT {pid} continues it"
     if not _is_lost(state, now):
         return ""
     if not letter:

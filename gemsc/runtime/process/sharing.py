@@ -148,8 +148,8 @@ def use_mps() -> str:
         reason = f"no folder for its sockets: {error}"
     if reason and _is_exclusive():
         raise GemscError(
-            f"the GPUs take one process each, and MPS did not start: {reason}",
-            help="nvidia-smi -c DEFAULT, or --per-device 1",
+            f"each GPU accepts only one process, and MPS did not start: {reason}",
+            help="run nvidia-smi -c DEFAULT, or use --per-device 1",
         )
     return reason
 

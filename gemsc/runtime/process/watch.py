@@ -82,7 +82,7 @@ class HangWatch:
             since = max(state.changed for state in states.values())
             if is_first(f"warned-{since:.3f}"):
                 warn(
-                    f"no rank has gone on for {show_long(now - since)}: "
+                    f"no rank has made progress for {show_long(now - since)}: "
                     f"{explain_hang(states, now)[0]}; the job is stopped after "
                     f"{show_long(limit_of(states))} (--timeout)"
                 )

@@ -30,11 +30,11 @@ def must_be(value: float, test: Tensor, line: str) -> Tensor:
         return test.clone()
     if not is_branch:
         raise GemscError(
-            f"a buffer is of other numbers ({test.item()}, not {value}) than the "
-            f"program was compiled with: {line}",
-            help="compile the model again, with these buffers",
+            f"a buffer has another value ({test.item()}, not {value}) than when the "
+            f"program was compiled: {line}",
+            help="compile the model again, with the current buffers",
         )
     raise GemscError(
-        f"the data take a branch that the program was compiled without: {line}",
-        help="mend the data, or compute it with torch.where",
+        f"the data take a branch that was not compiled: {line}",
+        help="correct the data, or compute it with torch.where",
     )

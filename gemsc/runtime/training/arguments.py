@@ -68,7 +68,7 @@ def parse_arguments(
         )
     if options.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise GemscError(
-            "--tensorboard: there is no tensorboard here",
+            "--tensorboard: TensorBoard is not installed",
             help="pip install tensorboard",
         )
     if options.device == "cuda":
@@ -109,7 +109,7 @@ def make_parser(parents: Sequence[argparse.ArgumentParser] = ()) -> Parser:
         nargs="?",
         const=LAST,
         metavar="FOLDER",
-        help="go on from a checkpoint (default: the latest in the run's own folder)",
+        help="resume from a checkpoint (default: the latest in the run's own folder)",
     )
     parser.add_argument(
         "--overwrite", action="store_true", help="replace the run in the --save folder"
@@ -163,16 +163,15 @@ def make_parser(parents: Sequence[argparse.ArgumentParser] = ()) -> Parser:
     parser.add_argument(
         "--engine",
         choices=["mpi", "torch"],
-        help="what messages go by: MPI (default), or torch.distributed, which torchrun "
-        "starts, too",
+        help="communication library: MPI (default) or torch.distributed; torchrun "
+        "implies the latter",
     )
     parser.add_argument(
         "--bind",
         choices=BINDINGS,
         default="auto",
-        help="cores for each rank: those of a NUMA domain, cores of its own, or what "
-        "the launcher gives it (auto: numa, where CPUs of several domains compute and "
-        "the ranks fill them evenly)",
+        help="bind each rank to a NUMA domain, to cores of its own, or as the launcher "
+        "does (auto: numa, if CPUs compute and the ranks fill several domains evenly)",
     )
     parser.add_argument(
         "--per-device",
@@ -197,7 +196,7 @@ def make_parser(parents: Sequence[argparse.ArgumentParser] = ()) -> Parser:
     parser.add_argument(
         "--deterministic",
         action="store_true",
-        help="same bits in every run, also on GPUs; refuses operations that cannot",
+        help="same bits in every run, also on GPUs; stop at operations without support",
     )
     parser.add_argument(
         "--last-batch",
@@ -227,12 +226,12 @@ def make_parser(parents: Sequence[argparse.ArgumentParser] = ()) -> Parser:
         choices=["stop", "skip", "warn"],
         default="stop",
         help="after a loss or gradient that is NaN or infinite: stop (default), skip "
-        "the update, or warn and go on",
+        "the update, or warn and continue",
     )
     parser.add_argument(
         "--detect-anomaly",
         action="store_true",
-        help="name the line that first gives NaN or infinity; slow",
+        help="name the line that first computes NaN or infinity; slow",
     )
     for name in ("--verify-into", "--record-into", "--time-into", "--record-run"):
         parser.add_argument(name, type=Path, help=argparse.SUPPRESS)
@@ -272,7 +271,9 @@ def _cadence(text: str) -> int | float | str:
         return parse_seconds(text)
     except GemscError:
         help = "write for example 100 (steps), 10min, epoch or never"
-        raise argparse.ArgumentTypeError(f"'{text}' is no interval: {help}") from None
+        raise argparse.ArgumentTypeError(
+            f"'{text}' is not an interval: {help}"
+        ) from None
 
 
 def _rule(text: str) -> str:

@@ -210,9 +210,9 @@ class Position(Callback):
         if state["num_samples"] != batches.num_samples:
             one, other = map(_samples, (state["num_samples"], batches.num_samples))
             raise GemscError(
-                f"the checkpoint is of a run over {one}, dataset() now has {other}",
-                help="go on with the same data; or `gemsc export` the checkpoint and "
-                "--resume from that file: a new run that starts from its weights",
+                f"the checkpoint is of a run with {one}, but dataset() now has {other}",
+                help="resume with the same data; or `gemsc export` the checkpoint and "
+                "--resume from that file, which starts a new run from its weights",
             )
         sizes = batches.order.sizes
         if "sample" in state and len(sizes) == 1:
@@ -221,10 +221,10 @@ class Position(Callback):
             first = state.get("batch", state.get("sample"))
             if first and state.get("of") != self._of_shapes:
                 raise GemscError(
-                    "the checkpoint is of the middle of an epoch, whose batches had "
+                    "the checkpoint is from the middle of an epoch whose batches had "
                     "other samples than those of this program",
-                    help="go on with a program of the same shapes, --micro-batches and "
-                    "--data, or from a checkpoint of the end of an epoch",
+                    help="resume with a program of the same shapes, --micro-batches "
+                    "and --data, or from a checkpoint at the end of an epoch",
                 )
         if epochs.each is not None:
             first = min(first, epochs.each)

@@ -67,7 +67,7 @@ class Best(Callback):
         names = ["loss", *names]
         if not any(f"{self.name}_".startswith(f"{name}_") for name in names):
             raise GemscError(
-                f"--best {self.name}: an evaluation gives {', '.join(names)}",
+                f"--best {self.name}: evaluations only have {', '.join(names)}",
                 at=at,
                 help="name one of them, or return it from metrics()",
             )
@@ -77,7 +77,7 @@ class Best(Callback):
         if self.patience is not None and self.since >= self.patience:
             raise GemscError(
                 f"{self._reason}: --patience {self.patience} has ended this run",
-                help="go on with a larger --patience, or without",
+                help="resume with a larger --patience, or without",
             )
 
     def on_step(self, trainer: Trainer, report: StepReport) -> None:
@@ -96,9 +96,9 @@ class Best(Callback):
             if self.is_asked_for or waiting:
                 what = f"--best {self.name}" if self.is_asked_for else PLATEAU
                 self._problem = GemscError(
-                    f"{what}: an evaluation gives {', '.join(figures)}",
-                    help="--best names one of them; or return it from metrics(); the "
-                    "checkpoints are complete: go on with --resume",
+                    f"{what}: evaluations only have {', '.join(figures)}",
+                    help="give one of them to --best, or return it from metrics(); the "
+                    "checkpoints are complete, so use --resume",
                 )
             return
         _, within = self.epochs.place(trainer.step_number)

@@ -58,19 +58,20 @@ class Evaluator:
             raise GemscError(
                 "eval_windows needs a model of pictures or volumes",
                 at=at,
-                help="leave it out: eval_dataset gives samples as dataset does",
+                help="leave out eval_windows: eval_dataset then returns samples as "
+                "dataset does",
             )
         if self.trainer.plan.shapes:
             raise GemscError(
-                "eval_windows have one shape, and example_inputs several",
+                "eval_windows need one shape, but example_inputs has several",
                 at=at,
-                help="leave it out, or give example_inputs of one shape",
+                help="leave out eval_windows, or return one shape from example_inputs",
             )
         if self.data.batches.window is not None:
             raise GemscError(
-                "eval_windows takes whole cases, and eval_dataset is read in parts",
+                "eval_windows needs whole cases, but eval_dataset is read in parts",
                 at=at,
-                help="give an eval_dataset with [index], or leave eval_windows out",
+                help="return an eval_dataset with [index], or leave out eval_windows",
             )
         try:
             windows.steps(found.size)
@@ -95,9 +96,9 @@ class Evaluator:
         own = self.metrics.figures()
         if "loss" in own:
             raise GemscError(
-                "metrics gives a figure called 'loss', as the held-out loss is",
+                "metrics returns a figure named 'loss', like the held-out loss",
                 at=self.user.line_of("metrics"),
-                help="give it another name",
+                help="rename it",
             )
         transport, scorer = self.trainer.transport, self.holders.first
         terms = mean_loss.divisor
@@ -156,12 +157,12 @@ class Evaluator:
             return as_loss(loss)
         size = self.data.batches.order.sizes[batch.shape]
         raise GemscError(
-            "loss takes a number that the model computes of a whole micro-batch: it "
-            f"cannot be told for the last batch of eval_dataset, {batch.count} samples "
-            f"of {size}",
+            "loss uses a number that the model computes from a whole micro-batch, so "
+            f"it cannot be computed for the last batch of eval_dataset, {batch.count} "
+            f"samples of {size}",
             at=self.user.line_of("loss"),
-            help="let loss(output, target) compute it of what the model returns for "
-            f"each sample, or give eval_dataset a multiple of {size} samples",
+            help="let loss(output, target) compute it from the model's output for each "
+            f"sample, or give eval_dataset a multiple of {size} samples",
         )
 
     def _score_cases(self, mean_loss: Mean) -> None:
@@ -172,8 +173,8 @@ class Evaluator:
             input, target = batch.data
             if (shape := self.picture.shape_of(input)) is None:
                 raise GemscError(
-                    f"eval_dataset gives no input of {self.picture.channels} channels "
-                    f"and {len(self.picture.size)} axes",
+                    f"eval_dataset returns no input with {self.picture.channels} "
+                    f"channels and {len(self.picture.size)} axes",
                     at=self.user.line_of("eval_dataset"),
                     help="return whole cases, with the axes of example_inputs()",
                 )

@@ -176,7 +176,7 @@ class Log(Callback):
         except OSError as error:
             if self._lines is not None:
                 why = f"no more is logged in {self.folder}: {error.strerror}"
-                warn(f"{why}; the run goes on")
+                warn(f"{why}; the run continues")
             self._close()
 
     def _add_row(self, row: dict[str, Any]) -> None:

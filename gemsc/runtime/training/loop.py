@@ -200,7 +200,7 @@ class Training:
                 "--last-batch train needs to know how many samples an epoch has",
                 at=self.user.line_of(name),
                 help="return gemsc.Stream(..., samples=...) from dataset(), or leave "
-                "the option out",
+                "out the option",
             )
         shared = SharedData(batches, self.transport, name, self.user.line_of(name))
         if len(batches) == 0:
@@ -319,10 +319,10 @@ class Training:
             self.console.say(f"{folder} holds no checkpoint yet: from the start")
         if "Ema" in self.trainer.dropped:
             text = "warning: the checkpoint has averages of the weights, this run keeps"
-            self.console.say(f"{text} none\nhelp: go on with --ema, or they are lost")
+            self.console.say(f"{text} none\nhelp: resume with --ema, or they are lost")
         if not self.epochs.is_over(done):
             if done and (changes := changed_options(self.options, done)):
-                text = "note: this run goes on with other options than it had"
+                text = "note: this run continues with other options than it had"
                 self.console.say(f"{text}: {', '.join(changes)}")
             return True
         if not goes_on:
@@ -332,7 +332,7 @@ class Training:
                 else f"{self.options.resume} has already done all of {self.epochs}",
                 help="give more --epochs or --steps: they count from the first start",
             )
-        more = "go on from there with more --epochs or --steps"
+        more = "resume with more --epochs or --steps"
         self.console.say(f"{folder} has done all of its {self.epochs}; {more}")
         return False
 
@@ -385,7 +385,7 @@ class Training:
         folder = self.options.save
         where = "no checkpoint: none was asked for"
         if self.checkpoints is not None:
-            where = f"checkpoint in {folder}; go on with: gemsc run "
+            where = f"checkpoint in {folder}; resume with: gemsc run "
             where += shlex.join([str(self.trainer.directory), *self._arguments()])
         text = f"stopped on request at step {done}; {where}"
         if self.console.talks and is_first(REPORTED, text):

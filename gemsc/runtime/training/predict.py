@@ -61,7 +61,7 @@ def as_input(region: NDArray[Any], picture: Picture) -> Tensor:
     """
     if region.shape[-1] != picture.channels:
         raise GemscError(
-            f"the picture has {region.shape[-1]} channels, the model takes "
+            f"the picture has {region.shape[-1]} channels, but the model expects "
             f"{picture.channels}",
             help=INPUT_HELP,
         )
@@ -96,7 +96,7 @@ def as_picture(
     if scores.dim() != dims + 1 or scores.shape[1:] != size:
         raise GemscError(
             f"the model returns {list(output.shape)} for a picture of "
-            f"{' x '.join(map(str, size))}: none of that size",
+            f"{' x '.join(map(str, size))}: the sizes do not match",
             help=OUTPUT_HELP,
         )
     if kind == "mask":
@@ -296,9 +296,10 @@ class Prediction(_Prediction):
                 kinds = [f"{each.shape} of {each.dtype}" for each in (picture, like)]
                 if kinds[0] != kinds[1]:
                     raise GemscError(
-                        f"predict_output returns {kinds[0]}, and of the first window "
+                        f"predict_output returns {kinds[0]}, but for the first window "
                         f"{kinds[1]}",
-                        help="return the same shape and dtype for each, no int64",
+                        help="return the same shape and dtype for each window, and no "
+                        "int64",
                     )
                 band[:, slice(*column.kept)] = picture[row.inside, column.inside]
             yield band
@@ -362,8 +363,8 @@ class Prediction(_Prediction):
                 f"predict_input returns {shape} for {given} of {self.job.source}: "
                 "rows, columns, channels",
                 at=user.line_of("predict_input"),
-                help=f"return {self.picture.channels} channels and as many pixels: a "
-                "slide with other channels is to become one that the model takes",
+                help=f"return {self.picture.channels} channels and as many pixels as "
+                "it is given",
             )
         return found
 

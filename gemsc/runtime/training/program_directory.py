@@ -34,7 +34,7 @@ def check_dtype(plan: Plan, dtype: torch.dtype | None) -> None:
     name = str(dtype).removeprefix("torch.")
     if dtype is not None and plan.only_dtype and name != plan.dtype:
         raise GemscError(
-            f"{plan.model} can run in {plan.dtype} only: {plan.only_dtype}",
+            f"{plan.model} can run only in {plan.dtype}: {plan.only_dtype}",
             help=f"use --dtype {plan.dtype}, or take dtypes from tensors: x.dtype",
         )
 
@@ -49,16 +49,17 @@ def check_planned_phases(plan: Plan, phases: Sequence[Phase], accumulate: int) -
     if planned != given:
         shown = [", ".join(names) or "none" for names in (planned, given)]
         raise GemscError(
-            f"the program has the phases {shown[0]}, it is given {shown[1]}",
+            f"the program has the phases {shown[0]}, but is given {shown[1]}",
             help="give the phases of the model's file, and compile again if they have "
             "changed",
         )
     seldom = next((each for each in phases if each.every > 1), None)
     if seldom is not None and accumulate > 1:
         raise GemscError(
-            f"phase {seldom.name} has every={seldom.every}, and an update takes the "
-            f"gradients of {accumulate} steps",
-            help="leave out --accumulate: give more --micro-batches to compile",
+            f"phase {seldom.name} has every={seldom.every}, which cannot be combined "
+            f"with --accumulate {accumulate}",
+            help="leave out --accumulate, and compile with more --micro-batches "
+            "instead",
         )
 
 
@@ -78,7 +79,7 @@ def check_program(directory: Path, num_ranks: int) -> Plan:
         if plan.spec:  # else there is no dataset to run with
             ways += f", or `gemsc run {directory}`"
         raise GemscError(
-            f"{directory} was compiled for {plan.ranks} ranks, {starter} started "
+            f"{directory} was compiled for {plan.ranks} ranks, but {starter} started "
             f"{num_ranks}",
             help=ways,
         )

@@ -67,8 +67,8 @@ def choose_folder(program: Path, options: argparse.Namespace) -> Path | None:
         options.overwrite = False
     elif _is_begun(folder) and not options.overwrite:
         raise GemscError(
-            f"{folder} holds a run already",
-            help="go on with --resume, name another folder with --save, or replace "
+            f"{folder} already holds a run",
+            help="resume it with --resume, name another folder with --save, or replace "
             "that run with --overwrite",
         )
     return folder
@@ -86,7 +86,7 @@ def held(folder: Path) -> Iterator[None]:
         file = (folder / LOCK).open("a+", encoding="utf-8")
     except OSError as error:
         raise GemscError(
-            f"no run can be in {folder}: {error.strerror}",
+            f"{folder} cannot hold a run: {error.strerror}",
             help="name another folder with --save",
         ) from None
     with file:
@@ -115,7 +115,7 @@ def _in_use(folder: Path, holder: str) -> GemscError:
     number, _, host = holder.strip().partition(" ")
     return GemscError(
         f"another run is in {folder}: process {number} on {host}",
-        help=f"wait for its end, end it there with `kill {number}`, or name another "
+        help=f"wait until it ends, end it there with `kill {number}`, or name another "
         f"folder with --save; if {host} is gone and its file system keeps the lock, "
         f"remove {folder / LOCK}",
     )
@@ -223,11 +223,11 @@ def _new(runs: Path, last: int) -> Path:
             continue
         except OSError as error:
             raise GemscError(
-                f"no folder can be made for this run: {folder}: {error.strerror}",
+                f"no folder can be created for this run: {folder}: {error.strerror}",
                 help="name one with --save",
             ) from None
         return folder
-    raise GemscError(f"no folder can be made in {runs}", help="name one with --save")
+    raise GemscError(f"no folder can be created in {runs}", help="name one with --save")
 
 
 def _is_begun(folder: Path) -> bool:

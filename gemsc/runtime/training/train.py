@@ -123,7 +123,7 @@ def _start(directory: Path, wanted: str | None) -> JobTransport | None:
 def _check_alone(directory: Path, ranks: int) -> None:
     if ranks > 1:
         raise GemscError(
-            f"{directory} has {ranks} ranks, and no mpirun started this one",
+            f"{directory} has {ranks} ranks, but no mpirun started this one",
             help=f"use mpirun -n {ranks}, srun --mpi=pmix -n {ranks}, "
             f"torchrun --nproc-per-node {ranks}, or `gemsc run`",
         )
@@ -177,7 +177,7 @@ def train(
     if user.dataset is None:
         raise GemscError(
             f"{user.path} has no dataset()",
-            help="add dataset() -> map-style Dataset of (input, target)",
+            help="add dataset(), which returns a map-style Dataset of (input, target)",
         )
     if options.seed is None:
         options.seed = saved_seed(options.resume)

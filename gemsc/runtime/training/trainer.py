@@ -363,8 +363,8 @@ class Trainer:
     def _check_no_phases(self) -> None:
         if self.phases:
             raise GemscError(
-                "parameters cannot be frozen where steps have phases",
-                help="leave them out of what a phase trains, and compile again",
+                "parameters cannot be frozen in a program with phases",
+                help="leave them out of train= in the phases, and compile again",
             )
 
     # ----------------------------------------------------------- checkpoints

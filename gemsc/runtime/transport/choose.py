@@ -32,8 +32,8 @@ def check_engine(wanted: str | None) -> None:
         by = {"mpi": "no torchrun", "torch": "torchrun"}[found]
         starts = {"mpi": "mpirun -n RANKS python", "torch": "torchrun"}[wanted]
         raise GemscError(
-            f"--engine {wanted}: {by} started this rank",
-            help=f"start it with {starts} or with `gemsc run`, or leave --engine out",
+            f"--engine {wanted} does not match the launcher: {by} started this rank",
+            help=f"start it with {starts} or `gemsc run`, or leave out --engine",
         )
 
 

@@ -34,12 +34,6 @@ def is_first_started() -> bool:
     return next((os.environ[n] for n in names if n in os.environ), "0") == "0"
 
 
-def say_note(text: str) -> None:
-    """Print a note on the standard error of the first rank."""
-    if is_first_started():
-        print(f"note: {text}", file=sys.stderr, flush=True)  # noqa: T201
-
-
 def check_launcher() -> None:
     """Make sure that this process does not take itself for the only one.
 
@@ -51,7 +45,8 @@ def check_launcher() -> None:
     if tasks != "1" and not is_started_by_mpirun():
         raise GemscError(
             f"srun started {tasks} processes, and MPI cannot connect them",
-            help=f"srun --mpi=pmix -n {tasks} ...; `srun --mpi=list` shows what it has",
+            help=f"use srun --mpi=pmix -n {tasks} ...; `srun --mpi=list` shows what it "
+            "supports",
         )
 
 

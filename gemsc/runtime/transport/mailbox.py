@@ -219,8 +219,8 @@ class Mailbox:
         if not self._order:  # compiled before there were orders
             if self._transport.has_lanes:
                 raise GemscError(
-                    "the program does not say in which order its messages go, and here "
-                    "they have no tags",
+                    "the program does not say in which order its messages are sent, "
+                    "and this engine has no tags",
                     help="compile it again",
                 )
             return None

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import numpy
 from torch import Tensor
 
-from gemsc.base.process import end_with_launcher
-from gemsc.runtime.transport.launcher import check_size, say_note, start_mpi
+from gemsc.base.process import end_with_launcher, say_note
+from gemsc.runtime.transport.launcher import check_size, start_mpi
 from gemsc.runtime.transport.mpi_group import MpiGroup
 from gemsc.runtime.transport.mpi_messages import InSteps, Lane, TestRequest
 from gemsc.runtime.transport.streams import Streams
@@ -84,7 +84,7 @@ class MpiTransport:
             self.cuda_aware = all(arrived)
             if not self.cuda_aware:
                 note = "MPI changes messages of GPU memory: they go through the host"
-        if note:
+        if note and self.rank == 0:
             say_note(note)
 
     def send(self, tensor: Tensor, dest: int, tag: int) -> Request:

@@ -37,9 +37,9 @@ from gemsc.base.process import (
     STORE_VARIABLE,
     TORCHRUN,
     end_with_launcher,
+    say_note,
 )
 from gemsc.errors import GemscError, InternalError
-from gemsc.runtime.transport.launcher import say_note
 from gemsc.runtime.transport.streams import Streams
 from gemsc.runtime.transport.torch_meeting import dist, meet, network
 from gemsc.runtime.transport.torch_requests import (
@@ -258,7 +258,8 @@ class TorchTransport:
             return
         sharing = max(Counter(everyone).values())
         if sharing > 1 and MANY_ON_A_GPU not in os.environ:
-            say_note(SHARED)
+            if self.rank == 0:
+                say_note(SHARED)
             return
         if sharing > 1:  # blocks wait for those of other ranks: all have to fit
             gpu = torch.cuda.get_device_properties(streams.device)

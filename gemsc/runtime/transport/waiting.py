@@ -68,8 +68,8 @@ def is_gone(need: Awaited, how: str, rank: int) -> GemscError:
     """Return the error of a rank that waits for what cannot come any more."""
     return GemscError(
         f"{how}, and rank {rank} waits for {need.what}",
-        help="leave on all ranks after the same step; where one fails, raise an error "
-        "or call sys.exit with it",
+        help="leave on all ranks after the same step; if one rank fails, raise an "
+        "error or call sys.exit with it",
     )
 
 

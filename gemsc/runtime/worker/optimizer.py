@@ -37,10 +37,10 @@ def optimizer_of(
             if NO_PARAMETERS not in str(error):
                 raise
             wrong = GemscError(
-                "the optimizer takes none of the parameters",
+                "the optimizer has none of the parameters",
                 at=user_place(error.__traceback__),
-                help="optimizer(params) gets pairs: [p for name, p in params if "
-                'name.startswith("head")]',
+                help="optimizer(params) gets pairs; select parameters with [p for "
+                'name, p in params if name.startswith("head")]',
             )
     found = transport.all_gather_object((optimizer is not None, wrong))
     has_one, errors = zip(*found, strict=True)
@@ -59,8 +59,8 @@ def scheduler_of(optimizer: Optimizer, make: Callable[[Optimizer], Any]) -> Any:
     if made is not None and not callable(getattr(made, "step", None)):
         raise GemscError(
             f"scheduler() returns {type(made).__name__}, which cannot step",
-            help="return one object whose step() is called after each update, of "
-            "several a torch.optim.lr_scheduler.SequentialLR or ChainedScheduler",
+            help="return one object whose step() is called after each update; combine "
+            "several with torch.optim.lr_scheduler.SequentialLR or ChainedScheduler",
         )
     return made
 

@@ -260,10 +260,10 @@ class Freezing:
             found |= under
         if trains and (fixed := sorted(found & never)):
             raise GemscError(
-                f"'{fixed[0]}' was frozen when the program was compiled: no rank has "
-                "the messages for its gradient",
-                help="compile with requires_grad=True, and freeze it when the run "
-                "starts",
+                f"'{fixed[0]}' was frozen when the program was compiled, so no rank "
+                "has messages for its gradient",
+                help="compile with requires_grad=True, and freeze it at the start of "
+                "the run",
             )
         self.set(self.names - found if trains else self.names | found)
 

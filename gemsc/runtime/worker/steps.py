@@ -165,9 +165,9 @@ class BatchShape:
         if tuple(tensor.shape) not in (whole, (size, *shape[1:])):
             parts = f": {show_micro_batches(count)} of {list(shape)}"
             raise GemscError(
-                f"{item.name} has shape {list(tensor.shape)}, this program takes "
+                f"{item.name} has shape {list(tensor.shape)}, but this program expects "
                 f"{list(whole)}{parts if item.batched else ''}",
-                help="give such batches, or compile again with another --micro-batches "
+                help="pass such batches, or compile again with another --micro-batches "
                 "or other example_inputs()",
             )
         dtype = within(item.dtype, self.float_dtype)
@@ -175,8 +175,9 @@ class BatchShape:
         both_complex = tensor.is_complex() and dtype.is_complex
         if tensor.dtype != dtype and not (both_float or both_complex):
             raise GemscError(
-                f"{item.name} has dtype {tensor.dtype}, this program takes {dtype}",
-                help="convert it, or compile again with such example_inputs()",
+                f"{item.name} has dtype {tensor.dtype}, but this program expects "
+                f"{dtype}",
+                help="convert it, or compile again with example_inputs() of this dtype",
             )
         if item.batched and tuple(tensor.shape) == whole and self.num_copies > 1:
             tensor = tensor[self.copy * size : (self.copy + 1) * size]
@@ -202,7 +203,8 @@ def _pick(sources: Mapping[str, Any], item: Input) -> Tensor:
         except (KeyError, IndexError, TypeError):
             raise GemscError(
                 f"the batch has no {item.name}",
-                help="give it the structure of example_inputs() and of the target",
+                help="pass a batch with the structure of example_inputs() and of the "
+                "target",
             ) from None
     try:
         tensor = value if isinstance(value, Tensor) else torch.as_tensor(value)

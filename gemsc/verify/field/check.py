@@ -150,8 +150,8 @@ def check_program_for_all_inputs(directory: Path) -> AllInputs:
     user = user_model_of(directory, plan)
     if plan.phases:
         raise GemscError(
-            "--all-inputs compares one update, and a step has several phases",
-            help="compare with gemsc verify, and --run",
+            "--all-inputs compares one update, but a step has several phases",
+            help="use gemsc verify without --all-inputs, or with --run",
         )
     shapes = user.make_shapes()
     model, loss = initial_model(user, directory), user.make_loss()

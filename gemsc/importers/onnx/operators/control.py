@@ -82,8 +82,9 @@ def _is_true(node: Node, value: Value) -> bool:
 
 def _endless(node: Node) -> GemscError:
     return node.refuse(
-        f"runs as often as the data say, or more than {MOST_ROUNDS} times",
-        help="keep that part outside of the file, or export it unrolled",
+        f"runs a number of times that depends on data, or more than {MOST_ROUNDS} "
+        "times",
+        help="keep that part out of the file, or export it unrolled",
     )
 
 
@@ -108,7 +109,7 @@ def _split_to_sequence(node: Node, x: Value, split: Numbers | None) -> Result:
     """As Split, with names for the parts."""
     length, sizes = x.shape[node.axis(node.attr.axis, x.rank)], node.operand(1)
     if split is None and not node.attr.keepdims:
-        raise node.refuse("takes an axis away", help="export it as Split")
+        raise node.refuse("removes an axis", help="export it as Split")
     if split is None:
         split = [1] * length
     elif sizes is not None and not sizes.shape:  # of all parts but the last

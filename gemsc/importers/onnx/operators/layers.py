@@ -107,7 +107,7 @@ def _convolved(
 
 def _check_rank(node: Node, weight: Value) -> None:
     if not 3 <= weight.rank <= 5:
-        raise node.refuse("is no convolution over 1, 2 or 3 axes")
+        raise node.refuse("is not a convolution over 1, 2 or 3 axes")
 
 
 def _crops(

@@ -141,7 +141,7 @@ class Node:
         if found is None:
             name = onnx.helper.tensor_dtype_to_string(kind)
             raise self.refuse(
-                f"makes numbers of type {name}", help="export the model without them"
+                f"produces numbers of type {name}", help="export the model without them"
             )
         return torch_type(found)
 

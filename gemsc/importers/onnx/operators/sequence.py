@@ -98,7 +98,7 @@ def _check_lengths(node: Node, lengths: Value | None, steps: int) -> None:
         return
     if isinstance(lengths, Symbol) or bool((lengths.array != steps).any()):
         raise node.refuse(
-            "takes sequences of several lengths",
+            "has sequences of several lengths",
             help="export the model without sequence lengths",
         )
 

@@ -251,7 +251,7 @@ def narrow(low: Lowering, call: Call) -> Local:
     if axes is None or axes[dim] is None:
         return low.copy(call.node, axes)
     if not isinstance(call["start"], int):
-        raise Refused("the row that it starts at is no number")
+        raise Refused("the row that it starts at is not a number")
     start = call["start"] % max(low.shape(source)[dim], 1)
     entries: list[Any] = [slice(None)] * dims
     entries[dim] = slice(start, start + int(call["length"]))
