@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import sys
 import sysconfig
 import traceback
 from collections.abc import Collection, Mapping
@@ -89,6 +90,13 @@ class UsageError(GemscError):
 
 class InternalError(Exception):
     """A bug in gemsc itself. The command line exits with 70."""
+
+
+def warn(message: str, *, at: object = None, help: str = "") -> None:
+    """Print a warning on stderr, which is passed on at once."""
+    text = f"{at}: warning: {message}" if at else f"warning: {message}"
+    text += f"\nhelp: {help}" if help else ""
+    print(text, file=sys.stderr, flush=True)  # noqa: T201
 
 
 def one_of(name: str, known: Collection[str]) -> str:

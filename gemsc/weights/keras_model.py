@@ -257,8 +257,7 @@ def _check(model: Any) -> None:
             help='set os.environ["KERAS_BACKEND"] = "torch" before importing keras',
         )
     for layer in model._flatten_layers():
-        problem = _problem(layer)
-        if problem:
+        if problem := _problem(layer):
             what, help_text = problem
             raise GemscError(f"the model's layer '{layer.name}' {what}", help=help_text)
 

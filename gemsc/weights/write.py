@@ -66,12 +66,10 @@ class Entry:
         return self.dtype.itemsize * prod(self.shape)
 
 
-def write_tensors(
-    path: Path, tensors: Mapping[str, Tensor], *, sync: bool = False
-) -> FileFacts:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileFacts:
     """Write tensors of any device and layout; see `write_stream`."""
     table = {name: Entry.of(tensor) for name, tensor in tensors.items()}
-    return write_stream(path, table, tensors.__getitem__, sync=sync)
+    return write_stream(path, table, tensors.__getitem__)
 
 
 def write_stream(

@@ -29,8 +29,8 @@ from gemsc.passes.find_halos import FindHalos
 from gemsc.passes.manager import run_passes
 from gemsc.passes.overlap_halos import OverlapHalos
 from gemsc.passes.split_tiles import SplitTiles
+from gemsc.runtime.memory.meter import saved_in_parts
 from gemsc.runtime.tiles.grid import Grid
-from gemsc.runtime.tiles.saving import saved_in_parts
 from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.local import run_local
 from gemsc.runtime.transport.streams import Streams

@@ -56,10 +56,6 @@ class StoredTensors:
     def __contains__(self, key: str) -> bool:
         return key in self._table
 
-    def shape(self, key: str) -> tuple[int, ...]:
-        """Return the shape of a whole tensor."""
-        return self._table[key].shape
-
     def entry(self, key: str) -> Entry:
         """Return dtype and shape of a whole tensor."""
         return Entry(DTYPES[self._table[key].dtype], self._table[key].shape)
@@ -245,7 +241,7 @@ def saved_model(
             check_digests(found.place, manifest, 0, 1)
         table, loss = dict[str, Entry](), dict[str, Entry]()
         for name, key in keys.items():
-            stored.check(key, TensorPiece.whole(stored.shape(key)))
+            stored.check(key, TensorPiece.whole(stored.entry(key).shape))
             found_in = loss if name.startswith(LOSS) else table
             found_in[name] = stored.entry(key)
         yield SavedModel(
@@ -290,10 +286,10 @@ def _optimizer(stored: StoredTensors, manifest: Manifest) -> OptimizerState | No
     names = [name for names, _ in groups for name in names]
     if not names or "phases" in ranks[0]:  # with an optimizer for each
         return None
-    shapes = {name: stored.shape(f"{MODEL_KEY}{name}") for name in names}
+    shapes = {name: stored.entry(f"{MODEL_KEY}{name}").shape for name in names}
     tensors = {n: {s: tensor_key(s, n) for s in saved.states.get(n, ())} for n in names}
     for key in (key for keys in tensors.values() for key in keys.values()):
-        stored.check(key, TensorPiece.whole(stored.shape(key)))
+        stored.check(key, TensorPiece.whole(stored.entry(key).shape))
     return OptimizerState(
         tensors,
         {name: saved.rest_of(name, TensorPiece.whole(shapes[name])) for name in names},

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 from gemsc.base.boxes import Box
 from gemsc.base.rng import seed_all, seed_of
-from gemsc.errors import GemscError, SourceLocation
+from gemsc.errors import GemscError, SourceLocation, warn
 from gemsc.runtime.data.batches import Batch, Batches
 from gemsc.runtime.data.stream_batches import StreamBatches
+from gemsc.runtime.process.stop import Requests
 from gemsc.runtime.transport.transport import Transport
 
 # by index and, where a rank reads only a part of each image, the box of it
@@ -22,16 +21,6 @@ ADVICE = (
     "the dataset holds, are seeded alike for each sample; draw from no others, sort "
     "files and sets, and let no sample depend on the time, or on what was read before"
 )
-
-
-class Ends(Protocol):
-    """What ranks ask each other for, an "end" of the data among it."""
-
-    def ask(self, kind: str, reason: str = "") -> None:
-        """Ask all ranks, with the next sum of the losses."""
-
-    def agreed(self, kind: str) -> bool:
-        """Whether all ranks know of such a request."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +63,7 @@ class SharedData:
         number: int,
         first: int = 0,
         *,
-        requests: Ends | None = None,
+        requests: Requests | None = None,
         reads: bool = True,
     ) -> Iterator[tuple[Batch, Digests]]:
         """Yield each batch, from the `first` one on, and what all ranks read in it.
@@ -144,15 +133,13 @@ class SharedData:
                         f"{index}{when}"
                     )
         if changing and self.transport.rank == 0:
-            self._warn(min(changing))
+            warn(
+                f"{self.name} returns other data when sample {min(changing)} is read "
+                "again: this run cannot be resumed or repeated bit for bit",
+                at=self.at,
+                help=ADVICE,
+            )
         return {key: found for key, (_, found) in known.items()}
-
-    def _warn(self, index: int) -> None:
-        """Say that a run does not go on as if it had not been interrupted."""
-        place = f"{self.at}: " if self.at else ""
-        text = f"{place}warning: {self.name} returns other data when sample {index} is "
-        text += "read again: this run cannot be resumed or repeated bit for bit"
-        print(f"{text}\nhelp: {ADVICE}", file=sys.stderr, flush=True)  # noqa: T201
 
     def _differs(self, how: str) -> GemscError:
         return GemscError(f"{self.name} {how}", at=self.at, help=ADVICE)

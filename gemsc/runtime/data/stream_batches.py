@@ -63,9 +63,7 @@ class _StreamSamples(Dataset[Any]):
         self.at = rows.samples[0]
         try:
             return [*self._read(rows)]
-        except StreamEndError as end:
-            return [end]
-        except GemscError as error:
+        except GemscError as error:  # perhaps the end
             return [error]
         except Exception as error:
             what = f"{type(error).__name__}: {error}"
@@ -93,7 +91,7 @@ class _StreamSamples(Dataset[Any]):
                 if not (rows.fills_up and place):
                     raise
                 return self._filled(rows, found, place)
-            if isinstance(wrong := pair_error(sample), GemscError):
+            if wrong := pair_error(sample):
                 raise wrong
             texts = (digest(sample),) if rows.has_digests else ()
             found.append(_Read(index, self._padded(index, sample), texts))

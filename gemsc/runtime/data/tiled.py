@@ -29,7 +29,6 @@ class TiledDataset(Protocol):
 
     def __len__(self) -> int:
         """The number of samples."""
-        ...
 
     def read(self, index: int, box: Box) -> tuple[Any, Any]:
         """Return (input, target) of one sample.
@@ -39,7 +38,6 @@ class TiledDataset(Protocol):
         as labels, are whole.
         The box is empty for a rank that needs no part of the image.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)

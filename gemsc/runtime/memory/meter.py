@@ -5,13 +5,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gemsc.base.nests import dense_leaves
-from gemsc.runtime.tiles.saving import is_freed
+from gemsc.runtime.tiles.saving import (
+    Decomposed,
+    decomposed,
+    forget,
+    is_freed,
+    saved_parts,
+)
 
 _active = threading.local()  # the meter of the stage that runs forward on this thread
 
@@ -21,6 +28,7 @@ def active_meter() -> ActivationMeter | None:
     return getattr(_active, "meter", None)
 
 
+@dataclass(eq=False)
 class ActivationMeter:
     """Follows every storage that a backward will need, each counted once.
 
@@ -35,25 +43,20 @@ class ActivationMeter:
     gradients, optimizer state, buffers.
     """
 
-    def __init__(
-        self,
-        persistent: Callable[[], Iterable[Tensor]],
-        others: Callable[[], Iterable[Tensor]] = tuple,
-    ) -> None:
-        self._persistent = persistent
-        self._others = others
-        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._own: set[int] = set()
-        self._constant: set[int] = set()
-        self.brings_back = False  # whether blocks are recomputed or offloaded
-        self.closely = True  # at each tensor that a backward takes
-        self.peak_bytes = 0
-        self.peak_total_bytes = 0
+    persistent: Callable[[], Iterable[Tensor]]
+    others: Callable[[], Iterable[Tensor]] = tuple
+    brings_back: bool = False  # whether blocks are recomputed or offloaded
+    closely: bool = True  # at each tensor that a backward takes
+    peak_bytes: int = 0
+    peak_total_bytes: int = 0
+    _alive: dict[int, tuple[StorageWeakRef, int]] = field(default_factory=dict)
+    _own: set[int] = field(default_factory=set)
+    _constant: set[int] = field(default_factory=set)
 
     @contextmanager
     def forward(self, inputs: Iterable[Tensor]) -> Iterator[None]:
         """Follow what a stage's forward receives and saves."""
-        self._own = {t.untyped_storage()._cdata for t in self._persistent()}
+        self._own = {t.untyped_storage()._cdata for t in self.persistent()}
         self.follow(tensor for tensor in inputs if tensor.requires_grad)
         _active.meter = self
         try:
@@ -89,7 +92,7 @@ class ActivationMeter:
         self.peak_bytes = max(self.peak_bytes, activations)
         others = {
             tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
-            for tensor in self._others()
+            for tensor in self.others()
         }
         total = activations + sum(others.values())
         self.peak_total_bytes = max(self.peak_total_bytes, total)
@@ -112,3 +115,24 @@ class ActivationMeter:
     def _take(self, tensor: Tensor) -> Tensor:
         self.take()
         return tensor
+
+
+@contextmanager
+def saved_in_parts(meter: ActivationMeter | None) -> Iterator[None]:
+    """Let what runs inside keep redistributed values in parts, which a meter counts."""
+
+    def pack(tensor: Tensor) -> Decomposed | Tensor:
+        apart = decomposed(tensor)
+        if meter is None:
+            return apart or tensor
+        meter.follow(saved_parts(tensor))
+        return apart or tensor.detach()
+
+    def unpack(packed: Decomposed | Tensor) -> Tensor:
+        if meter is not None:
+            meter.take()
+        return packed.rebuild(packed.kept) if isinstance(packed, Decomposed) else packed
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
+    forget()

@@ -20,7 +20,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from weakref import ReferenceType, finalize, ref
 
@@ -132,7 +132,8 @@ class _Moved:
     def __init__(self, storage: torch.UntypedStorage, store: Store) -> None:
         self.original = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         self.device = storage.device
-        self._kept = store.put(_as_bytes(storage))
+        data = torch.empty(0, dtype=torch.uint8, device=storage.device)
+        self._kept = store.put(data.set_(storage))
         self._arrival: Arrival | None = None
         finalize(self, self._kept.free).atexit = False
 
@@ -240,6 +241,7 @@ class _OffloadedPart:
             self._before = None
 
 
+@dataclass(eq=False)
 class OffloadedRun:
     """One forward of one stage: what has moved, each storage once.
 
@@ -247,17 +249,13 @@ class OffloadedRun:
     nor what is on the host already: the seed of an attention kernel's dropout.
     """
 
-    def __init__(
-        self,
-        store: Callable[[], Store],
-        stage: nn.Module,
-        staying: tuple[Tensor, ...] = (),
-    ) -> None:
-        self._make_store = store
-        self._stage = stage
-        self._staying = staying
-        self._known: dict[tuple[int, int], tuple[ReferenceType[_Moved], Tensor]] = {}
-        self._last: _OffloadedPart | None = None
+    make_store: Callable[[], Store]
+    stage: nn.Module
+    staying: tuple[Tensor, ...] = ()
+    _known: dict[tuple[int, int], tuple[ReferenceType[_Moved], Tensor]] = field(
+        default_factory=dict
+    )
+    _last: _OffloadedPart | None = None
 
     def __enter__(self) -> OffloadedRun:
         """Let `offloaded()` find this run, in its forward."""
@@ -271,13 +269,13 @@ class OffloadedRun:
 
     @cached_property
     def _store(self) -> Store:
-        return self._make_store()
+        return self.make_store()
 
     @cached_property
     def _own(self) -> set[int]:
         """The storages that do not move."""
-        stage = self._stage
-        tensors = (*stage.parameters(), *stage.buffers(), *self._staying)
+        stage = self.stage
+        tensors = (*stage.parameters(), *stage.buffers(), *self.staying)
         return {tensor.untyped_storage()._cdata for tensor in tensors}
 
     def begin_part(self) -> _OffloadedPart:
@@ -316,10 +314,6 @@ class OffloadedRun:
         if self._last is not None:
             self._last.fetch()
             self._last = None
-
-
-def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _counts_versions_of(counter: Tensor, tensor: Tensor) -> bool:

@@ -72,9 +72,7 @@ def generated_lines(path: Path, number: int) -> list[str]:
     In backward the line runs a whole stage: then that is the user's first and last line
     on that rank.
     """
-    try:
-        source = path.read_text(encoding="utf-8").splitlines()
-    except OSError:
+    if not (source := _source(path)):
         return []
     for line in reversed(source[: number - 1]):
         found = LOCATION.match(line)
@@ -87,14 +85,17 @@ def generated_lines(path: Path, number: int) -> list[str]:
 
 def computed_lines(path: Path) -> list[str]:
     """Return one line that says which of the user's lines a rank's file computes."""
-    try:
-        source = path.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
-    named = [found[1] for found in map(LOCATION.match, source) if found]
+    named = [found[1] for found in map(LOCATION.match, _source(path)) if found]
     if not named:
         return []
     return ["this rank computes " + " to ".join(dict.fromkeys((named[0], named[-1])))]
+
+
+def _source(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
 
 
 def stop_all(

@@ -13,7 +13,6 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    TaskID,
     TextColumn,
     TimeRemainingColumn,
 )
@@ -38,7 +37,6 @@ class ProgressBar:
         self._done = 0
         self._hidden = ""  # the last line, if it has not been shown
         self._bar: Progress | None = None
-        self._task: TaskID | None = None
         if wants_bar(sys.stdout):
             self._bar = Progress(
                 TextColumn("{task.description}"),
@@ -46,10 +44,12 @@ class ProgressBar:
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[facts]}"),
                 TimeRemainingColumn(),
-                console=Console(force_terminal=True, width=_width()),
+                console=Console(
+                    force_terminal=True, width=int(os.environ.get("COLUMNS", "100"))
+                ),
             )
             self._bar.start()
-            self._task = self._bar.add_task(title, total=total, facts="")
+            self._bar.add_task(title, total=total, facts="")
 
     def step(self, loss: float | Mapping[str, float] | None, samples: int) -> None:
         """Count one step of `samples` samples, with a loss or several of them."""
@@ -61,8 +61,8 @@ class ProgressBar:
         speed = samples / seconds
         digits = 1 if speed >= 1 else 3
         facts = f"{shown}{speed:.{digits}f} samples/s  {seconds * 1e3:.0f} ms/step"
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, advance=1, facts=facts)
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], advance=1, facts=facts)
             return
         number = f"{self._done}" + ("" if self.total is None else f"/{self.total}")
         self._hidden = f"{self.title} {number}  {facts}"
@@ -94,7 +94,3 @@ def wants_bar(stream: TextIO) -> bool:
     if is_started_by_mpirun():
         return os.environ.get(BAR_VARIABLE) == "1"
     return stream.isatty()
-
-
-def _width() -> int:
-    return int(os.environ.get("COLUMNS", "100"))

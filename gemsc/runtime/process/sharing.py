@@ -93,8 +93,8 @@ def check_sharing(per_device: int, num_ranks: int, num_gpus: int) -> None:
         ways.append(f"set CUDA_VISIBLE_DEVICES={few}")
     ways.append(f"compile for {wanted} ranks, with more --data")
     raise GemscError(
-        f"{option} on {_gpus(num_gpus)} is for {wanted} ranks, and {num_ranks} are on "
-        "this machine",
+        f"{option} on {num_gpus} GPU{'s' * (num_gpus > 1)} is for {wanted} ranks, and "
+        f"{num_ranks} are on this machine",
         help=", or ".join(ways),
     )
 
@@ -114,10 +114,6 @@ def shared_device(
     if copy % per_device % 2:
         place = copy_ranks - 1 - place
     return copy // per_device * copy_ranks + place
-
-
-def _gpus(number: int) -> str:
-    return "1 GPU" if number == 1 else f"{number} GPUs"
 
 
 CONTROL = "nvidia-cuda-mps-control"

@@ -160,17 +160,13 @@ class Status:
         """Write what the watch saw, with as many needs as there is room for."""
         if self._memory is None:
             return
-        needs = state.needs
-        while len(data := _encoded(state)) > STATUS_BYTES - ACTION_BYTES - 1:
+        needs, room = state.needs, STATUS_BYTES - ACTION_BYTES - 1
+        while len(data := json.dumps(dataclasses.asdict(state)).encode()) > room:
             if not needs:
                 return
             needs = needs[:-1]
             state = dataclasses.replace(state, needs=needs, place=state.place[:80])
         self._memory[ACTION_BYTES : ACTION_BYTES + len(data) + 1] = data + b"\0"
-
-
-def _encoded(state: RankState) -> bytes:
-    return json.dumps(dataclasses.asdict(state)).encode()
 
 
 def read_status(folder: Path, rank: int) -> str | None:

@@ -1,8 +1,12 @@
-"""SIGTERM and SIGUSR1 to a rank: end after this step, with a checkpoint.
+"""What one rank asks for, all do after the same step: to stop, save, leave, end epochs.
 
-A scheduler that takes a machine away sends one of them first. The first one asks all
-ranks, on the way of `Requests`; SIGINT, and a second SIGTERM, end the rank at once.
-After a SIGTERM the watch ends a job whose step does not end within GRACE_SECONDS;
+    ask("stop", "enough")       on any rank, at any time, also in a signal handler
+    numbers, agree              around the next sum of the losses, which carries them
+    agreed("stop")              after that sum, the same on every rank
+
+SIGTERM and SIGUSR1 to a rank ask all to leave with a checkpoint: a scheduler that takes
+a machine away sends one of them first. SIGINT, and a second SIGTERM, end the rank at
+once. After a SIGTERM the watch ends a job whose step does not end within GRACE_SECONDS;
 SIGUSR1 leaves it the time that the scheduler gives.
 """
 
@@ -12,7 +16,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 
 from gemsc.base.process import end_with_parent
@@ -21,6 +25,42 @@ STOPPED = 75  # exit code, EX_TEMPFAIL of <sysexits.h>: start me again
 STOPPING = (signal.SIGTERM, signal.SIGUSR1)
 GRACE_SECONDS = 30.0  # what Slurm gives between SIGTERM and SIGKILL
 ECHO_SECONDS = 1.0  # one signal may come twice: to the launcher, and to all processes
+
+
+KINDS = ("stop", "save", "leave", "end")
+
+
+class Requests:
+    """The requests of this rank, and those that all ranks know of."""
+
+    def __init__(self) -> None:
+        self._asked: dict[str, str] = {}
+        self._agreed: set[str] = set()
+
+    def ask(self, kind: str, reason: str = "") -> None:
+        """Ask all ranks for one of `KINDS`; the first reason stays."""
+        self._asked.setdefault(kind, reason)
+
+    def reason(self, kind: str) -> str:
+        """Return why this rank asks, "" if it does not or gave no reason."""
+        return self._asked.get(kind, "")
+
+    def numbers(self) -> list[float]:
+        """Return what to add up over all ranks, one number for each kind."""
+        return [float(kind in self._asked) for kind in KINDS]
+
+    def agree(self, sums: Sequence[float]) -> None:
+        """Take the sums of all ranks' `numbers`."""
+        self._agreed |= {kind for kind, sum in zip(KINDS, sums, strict=True) if sum > 0}
+
+    def agreed(self, kind: str) -> bool:
+        """Whether all ranks know of such a request."""
+        return kind in self._agreed
+
+    def done(self, kind: str) -> None:
+        """Forget the request: all ranks have done what was asked for."""
+        self._agreed.discard(kind)
+        self._asked.pop(kind, None)
 
 
 class StopSignal:

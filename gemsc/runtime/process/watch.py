@@ -19,6 +19,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from gemsc.base.units import show_long
+from gemsc.errors import warn
 from gemsc.runtime.process.failure import end_job, is_first, line_of
 from gemsc.runtime.process.hang import explain_hang, hang_report, is_hanging, limit_of
 from gemsc.runtime.process.scratch import scratch_folder
@@ -80,8 +81,8 @@ class HangWatch:
         elif is_hanging(states, now, share=0.5):
             since = max(state.changed for state in states.values())
             if is_first(f"warned-{since:.3f}"):
-                _say(
-                    f"warning: no rank has made progress for {show_long(now - since)}: "
+                warn(
+                    f"no rank has made progress for {show_long(now - since)}: "
                     f"{explain_hang(states, now)[0]}; the job is stopped after "
                     f"{show_long(limit_of(states))} (--timeout)"
                 )
@@ -145,8 +146,3 @@ def _start(transport: Transport, folder: str, limit: float) -> None:
     os.environ[STATUS_VARIABLE] = folder
     Status(transport.rank)
     HangWatch(transport, Path(folder), limit).start()
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gemsc.base.rng import are_draws_same, seed_of, torch_seeded
+from gemsc.runtime.tiles.collectives import applied
 
 __all__ = ["nothing", "own_numbers", "pack", "tied", "unpack"]
 
@@ -63,8 +64,7 @@ def tied(value: Tensor, others: Sequence[Tensor]) -> Tensor:
     The others came to a rank that has no use for them. The ranks that have send their
     gradients, and this one takes part.
     """
-    result: Tensor = _Tied.apply(value, *others)  # type: ignore[no-untyped-call]
-    return result
+    return applied(_Tied, value, *others)
 
 
 class _Tied(torch.autograd.Function):

@@ -69,16 +69,20 @@ class TileGrid(Protocol):
         """Start to send home the gradients of what came from each tile."""
 
 
+def applied(kind: Any, *given: Any) -> Tensor:
+    """Return what a function of autograd, which has no types, gives."""
+    result: Tensor = kind.apply(*given)
+    return result
+
+
 def redistribute(grid: TileGrid, value: Tensor, exchange: Exchange) -> Tensor:
     """Return this tile's wanted box of a value of which it gives its held box."""
-    result: Tensor = _Redistribute.apply(value, grid, exchange)  # type: ignore[no-untyped-call]
-    return result
+    return applied(_Redistribute, value, grid, exchange)
 
 
 def all_reduce(grid: TileGrid, value: Tensor, among: tuple[int, ...] = ()) -> Tensor:
     """Return the sum over the tiles, or some of them, the same on all of these."""
-    result: Tensor = _AllReduce.apply(value, grid.among(among))  # type: ignore[no-untyped-call]
-    return result
+    return applied(_AllReduce, value, grid.among(among))
 
 
 def rows(grid: TileGrid, row: Tensor) -> Tensor:

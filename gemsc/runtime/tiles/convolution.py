@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from gemsc.base.boxes import intersection, shape_of
 from gemsc.base.dtypes import lowered
 from gemsc.messages.exchange import Exchange, View, index_of
-from gemsc.runtime.tiles.collectives import TileGrid
+from gemsc.runtime.tiles.collectives import TileGrid, applied
 
 __all__ = ["convolution", "reach"]
 
@@ -54,8 +54,7 @@ def convolution(
     way = _way(exchange, grid.tile, _window(layer))
     weight, bias = lowered(layer.weight), layer.bias
     bias = lowered(bias) if bias is not None else None
-    result: Tensor = _Convolution.apply(lowered(value), weight, bias, grid, way)  # type: ignore[no-untyped-call]
-    return result
+    return applied(_Convolution, lowered(value), weight, bias, grid, way)
 
 
 def _window(layer: Convolution) -> _Window:

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from gemsc.base.boxes import Box
 from gemsc.base.dtypes import lowered
-from gemsc.runtime.tiles.collectives import TileGrid, all_reduce
+from gemsc.runtime.tiles.collectives import TileGrid, all_reduce, applied
 
 __all__ = ["linear", "lowered"]
 
@@ -40,8 +40,7 @@ def linear(
     whole; the products are added up, and the bias once.
     """
     factors = lowered(value), lowered(weight)
-    part: Tensor = _Multiplied.apply(*factors, shape, box)  # type: ignore[no-untyped-call]
-    result = all_reduce(grid, part, among)
+    result = all_reduce(grid, applied(_Multiplied, *factors, shape, box), among)
     return result if bias is None else result + lowered(bias)
 
 

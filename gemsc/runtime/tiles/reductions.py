@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from gemsc.base.boxes import Box
 from gemsc.base.dtypes import widened
-from gemsc.runtime.tiles.collectives import TileGrid, all_reduce, rows
+from gemsc.runtime.tiles.collectives import TileGrid, all_reduce, applied, rows
 from gemsc.runtime.tiles.norms import merged
 
 __all__ = ["amax", "amin", "cumsum", "global_max", "softmax", "std", "var"]
@@ -31,7 +31,8 @@ def amax(
 
     Those that are equal to it share the gradient evenly, as in `torch.amax`.
     """
-    return _extreme(grid.among(among), value, dims, keepdim, largest=True)
+    result = applied(_Extreme, value, grid.among(among), dims, True)
+    return result if keepdim else result.squeeze(dims)
 
 
 def amin(
@@ -42,18 +43,7 @@ def amin(
     among: tuple[int, ...] = (),
 ) -> Tensor:
     """Return `value.amin(dims, keepdim)` over the tiles."""
-    return _extreme(grid.among(among), value, dims, keepdim, largest=False)
-
-
-def _extreme(
-    grid: TileGrid,
-    value: Tensor,
-    dims: tuple[int, ...],
-    keepdim: bool,
-    *,
-    largest: bool,
-) -> Tensor:
-    result: Tensor = _Extreme.apply(value, grid, dims, largest)  # type: ignore[no-untyped-call]
+    result = applied(_Extreme, value, grid.among(among), dims, False)
     return result if keepdim else result.squeeze(dims)
 
 
@@ -69,8 +59,7 @@ def global_max(
     The whole value has `shape` there, the tile `box` of it. Of equal elements the first
     in row-major order gets the gradient, as in `F.adaptive_max_pool2d`.
     """
-    result: Tensor = _GlobalMax.apply(value, grid.among(among), shape, box)  # type: ignore[no-untyped-call]
-    return result
+    return applied(_GlobalMax, value, grid.among(among), shape, box)
 
 
 def var(
@@ -82,8 +71,7 @@ def var(
     among: tuple[int, ...] = (),
 ) -> Tensor:
     """Return `value.var(dims, correction=..., keepdim=...)` over the tiles."""
-    grid = grid.among(among)
-    result: Tensor = _Variance.apply(value, grid, dims, correction, False)  # type: ignore[no-untyped-call]
+    result = applied(_Variance, value, grid.among(among), dims, correction, False)
     return result if keepdim else result.squeeze(dims)
 
 
@@ -96,8 +84,7 @@ def std(
     among: tuple[int, ...] = (),
 ) -> Tensor:
     """Return `value.std(dims, correction=..., keepdim=...)` over the tiles."""
-    grid = grid.among(among)
-    result: Tensor = _Variance.apply(value, grid, dims, correction, True)  # type: ignore[no-untyped-call]
+    result = applied(_Variance, value, grid.among(among), dims, correction, True)
     return result if keepdim else result.squeeze(dims)
 
 
@@ -109,8 +96,7 @@ def softmax(
     among: tuple[int, ...] = (),
 ) -> Tensor:
     """Return `value.softmax(dims)` over the tiles, or `log_softmax`."""
-    result: Tensor = _Softmax.apply(value, grid.among(among), dims, log)  # type: ignore[no-untyped-call]
-    return result
+    return applied(_Softmax, value, grid.among(among), dims, log)
 
 
 def cumsum(

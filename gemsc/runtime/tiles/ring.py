@@ -30,7 +30,7 @@ from torch.autograd.function import once_differentiable
 from gemsc.base.boxes import Box, Interval
 from gemsc.base.dtypes import lowered, widened
 from gemsc.messages.exchange import Exchange
-from gemsc.runtime.tiles.collectives import InFlight, TileGrid
+from gemsc.runtime.tiles.collectives import InFlight, TileGrid, applied
 from gemsc.runtime.tiles.dropout import PairMask, query_strips
 
 __all__ = ["ring_attention"]
@@ -80,8 +80,7 @@ def ring_attention(
     how = is_causal, scale, heads, pieces, drops, box, in_kernel
     ring = _Ring(grid, exchange, *how)
     given = map(lowered, (key, value, query))
-    result: Tensor = _RingAttention.apply(*given, attn_mask, ring)  # type: ignore[no-untyped-call]
-    return result
+    return applied(_RingAttention, *given, attn_mask, ring)
 
 
 class _Part(NamedTuple):

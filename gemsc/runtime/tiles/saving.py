@@ -14,10 +14,8 @@ A block that is recomputed or offloaded has hooks of its own for what autograd s
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,7 +27,6 @@ __all__ = [
     "forget",
     "is_freed",
     "remember",
-    "saved_in_parts",
     "saved_parts",
 ]
 
@@ -156,36 +153,3 @@ def decomposed(tensor: Tensor) -> Decomposed | None:
         tensor.stride(),
         int(tensor.storage_offset()),
     )
-
-
-class Observer(Protocol):
-    """Whoever counts the memory of what autograd keeps."""
-
-    def follow(self, tensors: Iterable[Tensor]) -> None:
-        """Hear of tensors that are kept."""
-        ...
-
-    def take(self) -> None:
-        """Hear that the backward takes something of it."""
-        ...
-
-
-@contextmanager
-def saved_in_parts(observer: Observer | None = None) -> Iterator[None]:
-    """Let what runs inside keep redistributed values in parts."""
-
-    def pack(tensor: Tensor) -> Decomposed | Tensor:
-        apart = decomposed(tensor)
-        if observer is None:
-            return apart or tensor
-        observer.follow(saved_parts(tensor))
-        return apart or tensor.detach()
-
-    def unpack(packed: Decomposed | Tensor) -> Tensor:
-        if observer is not None:
-            observer.take()
-        return packed.rebuild(packed.kept) if isinstance(packed, Decomposed) else packed
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        yield
-    forget()

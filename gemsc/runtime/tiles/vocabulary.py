@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from gemsc.base.boxes import Interval
 from gemsc.base.dtypes import current_autocast, widened
-from gemsc.runtime.tiles.collectives import TileGrid, rows
+from gemsc.runtime.tiles.collectives import TileGrid, applied, rows
 
 __all__ = ["embedding", "parallel_cross_entropy"]
 
@@ -67,9 +67,7 @@ def parallel_cross_entropy(
     the same result, bit for bit. `among` are the tiles that have some, () for all.
     """
     how = _Loss(words, num_words, ignore_index, reduction, label_smoothing)
-    grid = grid.among(among)
-    result: Tensor = _CrossEntropy.apply(logits, target, weight, grid, how)  # type: ignore[no-untyped-call]
-    return result
+    return applied(_CrossEntropy, logits, target, weight, grid.among(among), how)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from gemsc.base.boxes import Box, Interval, everything, shape_of
 from gemsc.base.dtypes import widened
+from gemsc.runtime.tiles.collectives import applied
 
 __all__ = [
     "AxisWindows",
@@ -169,7 +170,7 @@ def resize(value: Tensor, how: Resize) -> Tensor:
         for axis in range(len(how.sizes)):
             taps(how, axis, wide.dtype, wide.device)
     for axis in range(len(how.sizes)):
-        wide = _WeightedSum.apply(wide, how, axis)  # type: ignore[no-untyped-call]
+        wide = applied(_WeightedSum, wide, how, axis)
     return wide.to(value.dtype)
 
 

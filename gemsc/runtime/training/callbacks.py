@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
@@ -32,7 +31,7 @@ from torch import Tensor
 
 from gemsc.base.units import show_bytes, show_seconds
 from gemsc.datasets.stream import ENDLESS
-from gemsc.errors import GemscError
+from gemsc.errors import GemscError, warn
 from gemsc.runtime.checkpoint.holdings import EMA_KEY
 from gemsc.runtime.checkpoint.states import encode
 from gemsc.runtime.data.held_generators import parts_held
@@ -149,10 +148,12 @@ class Hooks(Callback):
 
     def _tell(self, hook: str, names: str) -> None:
         at = self.user.line_of(hook)
-        text = f"{at.short if at else self.user.path.name}: warning: {hook} changes "
-        text += f"{names}: the program keeps what that was when it was compiled"
-        advice = "let forward compute it, of a buffer in which it counts its calls"
-        print(f"{text}\nhelp: {advice}", file=sys.stderr, flush=True)  # noqa: T201
+        warn(
+            f"{hook} changes {names}: the program keeps what that was when it was "
+            "compiled",
+            at=at.short if at else self.user.path.name,
+            help="let forward compute it, of a buffer in which it counts its calls",
+        )
 
 
 def _state(value: object) -> object:

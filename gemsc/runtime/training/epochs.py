@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from gemsc.runtime.data.batches import Batches
 from gemsc.runtime.data.stream_batches import StreamBatches
-from gemsc.runtime.worker.steps import Requests
+from gemsc.runtime.process.stop import Requests
 
 
 @dataclass

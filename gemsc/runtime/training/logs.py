@@ -20,7 +20,6 @@ import json
 import math
 import os
 import platform
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -31,6 +30,7 @@ import torch
 
 from gemsc.base.files import replaced
 from gemsc.base.phase import LOSS_OF
+from gemsc.errors import warn
 from gemsc.runtime.process.device import peak_bytes
 from gemsc.runtime.training.callbacks import Callback
 from gemsc.runtime.training.run_folder import LOG, TABLE, clear, describe_run
@@ -175,8 +175,8 @@ class Log(Callback):
             yield
         except OSError as error:
             if self._lines is not None:
-                text = f"warning: no more is logged in {self.folder}: {error.strerror}"
-                print(f"{text}; the run continues", file=sys.stderr, flush=True)  # noqa: T201
+                why = f"no more is logged in {self.folder}: {error.strerror}"
+                warn(f"{why}; the run continues")
             self._close()
 
     def _add_row(self, row: dict[str, Any]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from gemsc.base.examples import Examples
 from gemsc.base.rng import seed_of
 from gemsc.datasets.stream import ENDLESS
-from gemsc.errors import GemscError
+from gemsc.errors import GemscError, warn
 from gemsc.plan import Plan
 from gemsc.plan_tables import PlannedShape
 from gemsc.runtime.checkpoint.files import export_model
@@ -238,19 +237,17 @@ class Training:
 
     def _note_shapes(self, shared: SharedData) -> None:
         """Say which shapes have too few samples for a batch."""
-        order, place = shared.batches.order, f"{shared.at}: " if shared.at else ""
+        order = shared.batches.order
         for number, each in enumerate(self.plan.shapes):
             count = order.counts[number]
             if count and not order.batches[number] and self.transport.rank == 0:
-                text = (
-                    f"{place}warning: no batch has shape {each.name}: {count} samples "
+                warn(
+                    f"no batch has shape {each.name}: {count} samples have it, a batch "
+                    f"takes {order.sizes[number]}",
+                    at=shared.at,
+                    help="--last-batch train, fewer --micro-batches, or bucket() that "
+                    "puts them into a larger shape",
                 )
-                text += f"have it, a batch takes {order.sizes[number]}"
-                help = (
-                    "--last-batch train, fewer --micro-batches, or bucket() that puts "
-                )
-                help += "them into a larger shape"
-                print(f"{text}\nhelp: {help}", file=sys.stderr, flush=True)  # noqa: T201
 
     def run(self) -> None:
         """Make the steps that are left, evaluating and saving after each epoch.

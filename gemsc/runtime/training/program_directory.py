@@ -15,7 +15,7 @@ from gemsc.base.files import ELSEWHERE
 from gemsc.base.fingerprint import changed_definitions, changed_settings
 from gemsc.base.phase import Phase
 from gemsc.base.process import is_started_by_torch
-from gemsc.errors import GemscError
+from gemsc.errors import GemscError, warn
 from gemsc.plan import Plan, rank_file
 from gemsc.source import run_file
 
@@ -108,10 +108,11 @@ def check_program(directory: Path, num_ranks: int) -> Plan:
 def tell_of_settings(directory: Path, plan: Plan) -> None:
     """Say which files of settings, which the model's file reads, are others now."""
     for file in changed_settings(plan.sources):
-        sys.stderr.write(
-            f"warning: {file} has changed since {directory} was compiled, whose model "
-            f"has the settings of then\nhelp: compile again, unless only the data, the "
-            f"optimizer or hooks use what has changed: {plan.command} -o {directory}\n"
+        warn(
+            f"{file} has changed since {directory} was compiled, whose model has the "
+            "settings of then",
+            help="compile again, unless only the data, the optimizer or hooks use what "
+            f"has changed: {plan.command} -o {directory}",
         )
 
 

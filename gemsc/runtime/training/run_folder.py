@@ -250,7 +250,5 @@ def _is_saved(folder: Path) -> bool:
 
 def _is_in(source: Path | None, folder: Path) -> bool:
     """Whether what is resumed is in the folder itself."""
-    if source is None:
-        return False
-    source = Path(os.path.realpath(source))
-    return Path(os.path.realpath(folder)) in (source, *source.parents)
+    where = None if source is None else Path(os.path.realpath(source))
+    return where is not None and where.is_relative_to(os.path.realpath(folder))

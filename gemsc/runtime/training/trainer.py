@@ -22,7 +22,7 @@ from gemsc.runtime.checkpoint.write import PendingSave, save
 from gemsc.runtime.data.shapes import shape_of_batch
 from gemsc.runtime.data.tiled import Window
 from gemsc.runtime.process.device import cap_memory, choose_device
-from gemsc.runtime.process.stop import StopSignal
+from gemsc.runtime.process.stop import Requests, StopSignal
 from gemsc.runtime.training.program_directory import check_dtype, check_planned_phases
 from gemsc.runtime.training.starting import RankFiles, first_weights
 from gemsc.runtime.training.step_report import (
@@ -36,7 +36,6 @@ from gemsc.runtime.transport.streams import Streams, streams_for
 from gemsc.runtime.transport.transport import Transport
 from gemsc.runtime.worker.program import RankPlace
 from gemsc.runtime.worker.stages import Freezing
-from gemsc.runtime.worker.steps import Requests
 from gemsc.runtime.worker.worker import Worker
 
 SchedulerFactory = Callable[[torch.optim.Optimizer], Any]

@@ -17,7 +17,6 @@ class JobTransport(Transport, Protocol):
 
     def leave(self) -> None:
         """Tell all ranks that this one takes part in nothing more."""
-        ...
 
 
 def check_engine(wanted: str | None) -> None:

@@ -13,6 +13,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 
 import torch
@@ -97,15 +98,13 @@ def _hand_out(values: dict[int, object]) -> None:
         box += [data for _, data in pairs]
 
 
+@dataclass(frozen=True, eq=False)
 class LocalGroup:
     """Some of the threads."""
 
-    def __init__(
-        self, transport: LocalTransport, ranks: tuple[int, ...], key: str
-    ) -> None:
-        self.ranks = ranks
-        self._key = key
-        self._transport = transport
+    _transport: LocalTransport
+    ranks: tuple[int, ...]
+    _key: str
 
     def connect(self) -> None:
         """There is nothing to make."""

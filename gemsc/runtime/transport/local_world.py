@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -20,14 +21,14 @@ class RankStoppedError(Exception):
     """Another rank failed; this one was woken to end."""
 
 
+@dataclass(eq=False)
 class LocalRequest:
     """One send, receive or collective of one rank."""
 
-    def __init__(self, world: World, text: str, tensor: Tensor | None = None) -> None:
-        self.world = world
-        self.text = text
-        self.tensor = tensor
-        self.complete = False
+    world: World
+    text: str
+    tensor: Tensor | None = None
+    complete: bool = False
 
     def done(self) -> bool:
         """Whether it is complete; an error if another rank has failed meanwhile."""
@@ -37,13 +38,13 @@ class LocalRequest:
             return self.complete
 
 
+@dataclass(eq=False)
 class Collective:
     """What the ranks brought so far to one barrier, sum or exchange."""
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-        self.values: dict[int, object] = {}
-        self.requests: list[LocalRequest] = []
+    kind: str
+    values: dict[int, object] = field(default_factory=dict)
+    requests: list[LocalRequest] = field(default_factory=list)
 
 
 class World:

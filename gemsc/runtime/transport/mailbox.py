@@ -212,7 +212,7 @@ class Mailbox:
         """Let what comes after an action of all tiles have its turn."""
         if self._acting is not None:
             entry, self._acting = self._acting, None
-            self._turns.offer(entry, _nothing)
+            self._turns.offer(entry, lambda: None)  # it has begun
 
     def _lane(self, entry: Hashable) -> Hashable | None:
         """Return in which order an entry begins: see `Turns`."""
@@ -251,10 +251,6 @@ class Mailbox:
         return message.join(
             self._rank, received, dtypes, self._transport.streams.device
         )
-
-
-def _nothing() -> None:
-    """Begin what has begun already."""
 
 
 def _misfit(value: Value, tensor: Tensor) -> GemscError:

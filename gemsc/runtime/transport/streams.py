@@ -34,7 +34,6 @@ class StreamEvent(Protocol):
 
     def query(self) -> bool:
         """Whether the stream has come there."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,13 +63,13 @@ class TorchRequest:
         return True
 
 
+@dataclass(slots=True, eq=False)
 class AwaitedWork:
     """The works of a message, for which a thread waits."""
 
-    def __init__(self, works: list[Any]) -> None:
-        self._works = works
-        self._is_over = False
-        self._error: RuntimeError | None = None
+    _works: list[Any]
+    _is_over: bool = False
+    _error: RuntimeError | None = None
 
     def await_it(self) -> None:
         """Wait for them, in a thread."""
@@ -90,12 +90,12 @@ class AwaitedWork:
             raise self._error
 
 
+@dataclass(slots=True, eq=False)
 class OwnMessage:
     """One end of a message of a rank to itself: complete when both ends are there."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-        self.is_there = False
+    tensor: Tensor
+    is_there: bool = False
 
     def done(self) -> bool:
         """Whether it is complete."""

@@ -25,14 +25,12 @@ class Group(Protocol):
     @property
     def ranks(self) -> tuple[int, ...]:
         """The members, ascending."""
-        ...
 
     def connect(self) -> None:
         """Make what sums on the device need, where the transport has any.
 
         All members call this, in the same order of their groups.
         """
-        ...
 
     def all_reduce(self, tensor: Tensor) -> Request:
         """Start the sum over the members, in place; the same bits on every member.
@@ -41,7 +39,6 @@ class Group(Protocol):
         All members start their sums in the same order.
         bfloat16 and float16 are added in float32 and rounded once.
         """
-        ...
 
     def reduce_scatter(
         self, tensor: Tensor, sizes: Sequence[int], result: Tensor
@@ -53,7 +50,6 @@ class Group(Protocol):
         bfloat16 and float16 as in `all_reduce`: with two members the bits are those of
         `all_reduce`.
         """
-        ...
 
     def all_gather(
         self, tensor: Tensor, sizes: Sequence[int], result: Tensor
@@ -62,7 +58,6 @@ class Group(Protocol):
 
         The i-th member brings `sizes[i]` elements.
         """
-        ...
 
 
 class Transport(Protocol):
@@ -71,47 +66,37 @@ class Transport(Protocol):
     @property
     def rank(self) -> int:
         """Its number, from 0."""
-        ...
 
     @property
     def size(self) -> int:
         """How many ranks there are."""
-        ...
 
     @property
     def local_rank(self) -> int:
         """Its number among the ranks of one machine: for the choice of a device."""
-        ...
 
     @property
     def cuda_aware(self) -> bool:
         """Whether CUDA tensors can be sent and received as they are."""
-        ...
 
     @property
     def sums_on_device(self) -> bool:
         """Whether groups that are connected take CUDA tensors, too."""
-        ...
 
     def try_device(self, streams: Streams) -> None:
         """Find out what can be done with the device's tensors; all ranks call this."""
-        ...
 
     def send(self, tensor: Tensor, dest: int, tag: int) -> Request:
         """Start to send a contiguous tensor; it must not change until that is done."""
-        ...
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> Request:
         """Start to receive into a contiguous tensor: exactly its size must come."""
-        ...
 
     def wait(self, *requests: Request) -> None:
         """Return when all requests are complete; leave the core to others till then."""
-        ...
 
     def progress(self) -> None:
         """Give the library one cheap turn, between two layers for instance."""
-        ...
 
     def group(self, ranks: tuple[int, ...], key: str = "") -> Group:
         """Return the group of these ranks, who all ask for it, in the same order.
@@ -119,23 +104,18 @@ class Transport(Protocol):
         Sums of one group start in the same order on all its ranks; groups with
         different keys do not wait for each other.
         """
-        ...
 
     def all_gather_object(self, value: T) -> list[T]:
         """Return every rank's small value, by rank."""
-        ...
 
     def barrier(self) -> None:
         """Return when all ranks have come here."""
-        ...
 
     def abort(self, code: int) -> NoReturn:
         """End all ranks at once with this exit code."""
-        ...
 
     def close(self) -> None:
         """Wait for the others and give back what the library holds."""
-        ...
 
 
 class LaneTransport(Transport, Protocol):
@@ -155,7 +135,6 @@ class LaneTransport(Transport, Protocol):
 
         It is over when all of them are, in any order.
         """
-        ...
 
 
 def members(ranks: Iterable[int], rank: int) -> tuple[int, ...]:

@@ -68,18 +68,18 @@ def try_message(transport: Transport, streams: Streams) -> bool:
 
 def library_takes_cuda() -> bool:
     """Ask the MPI library in this process; Open MPI and MPICH have this function."""
-    for path in _loaded_libraries("libmpi"):
+    for path in _libraries_of_mpi():
         query = getattr(ctypes.CDLL(path), "MPIX_Query_cuda_support", None)
         if query is not None:
             return bool(query())
     return False
 
 
-def _loaded_libraries(prefix: str) -> list[str]:
-    """Paths of the shared libraries in this process whose file name starts so."""
+def _libraries_of_mpi() -> list[str]:
+    """Paths of the shared libraries of MPI in this process."""
     try:
         maps = Path("/proc/self/maps").read_text().splitlines()
     except OSError:  # not Linux: no CUDA either
         return []
     paths = {line.split(maxsplit=5)[-1] for line in maps if "/" in line}
-    return sorted(path for path in paths if Path(path).name.startswith(prefix))
+    return sorted(path for path in paths if Path(path).name.startswith("libmpi"))

@@ -83,7 +83,6 @@ class Request(Protocol):
 
     def done(self) -> bool:
         """Give the library a turn; True once complete, and from then on."""
-        ...
 
 
 class Wait(NamedTuple):

@@ -9,7 +9,7 @@ may be the factor of the loss: see `LossScale`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -128,6 +128,7 @@ SMALLEST = 1.0  # below it, what overflows is not what was scaled
 INTERVAL = 2000  # updates between two growths
 
 
+@dataclass
 class LossScale:
     """The factor of the loss, with which float16 gradients neither vanish nor overflow.
 
@@ -140,10 +141,9 @@ class LossScale:
     changed, `skipped` all that were left out.
     """
 
-    def __init__(self) -> None:
-        self.factor = FIRST
-        self.good = 0
-        self.skipped = 0
+    factor: float = FIRST
+    good: int = 0
+    skipped: int = 0
 
     def take(self, *, is_overflow: bool) -> bool:
         """Change the factor after an update, or after one that is left out.
@@ -163,7 +163,7 @@ class LossScale:
 
     def state_dict(self) -> dict[str, float]:
         """Return what a checkpoint keeps, as numbers for JSON."""
-        return {"factor": self.factor, "good": self.good, "skipped": self.skipped}
+        return asdict(self)
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Go on from what `state_dict` returned."""

@@ -10,7 +10,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from gemsc.base.dtypes import Autocast, autocasting, whole
@@ -20,11 +20,11 @@ from gemsc.errors import InternalError
 from gemsc.messages.exchange import Exchange
 from gemsc.messages.grid_message import GridMessage
 from gemsc.messages.message import Message
-from gemsc.runtime.memory.meter import active_meter
+from gemsc.runtime.memory.meter import active_meter, saved_in_parts
 from gemsc.runtime.memory.offload import OffloadedRun, Store, store_for
 from gemsc.runtime.process.status import Status
+from gemsc.runtime.process.stop import Requests
 from gemsc.runtime.tiles.grid import Grid
-from gemsc.runtime.tiles.saving import saved_in_parts
 from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.mailbox import Mailbox
 from gemsc.runtime.worker.anomaly import AnomalyDetection
@@ -33,7 +33,7 @@ from gemsc.runtime.worker.deferral import Deferred
 from gemsc.runtime.worker.finite import NotFiniteError, Problem, not_finite
 from gemsc.runtime.worker.program import RankPlace, RankProgram, Run
 from gemsc.runtime.worker.stages import Stages, without_trace
-from gemsc.runtime.worker.steps import Requests, Steps
+from gemsc.runtime.worker.steps import Steps
 from gemsc.runtime.worker.updates import Updates
 from gemsc.runtime.worker.variants import Variant, Variants, grids_of
 
@@ -219,7 +219,10 @@ class Worker:
         deferred = None
         if counts and self.defers(run, m):
             deferred = Deferred(f"{run}, micro-batch {m}")
-        anomalies = self._detection(stage)
+        anomalies = None
+        if self.detects_anomalies:
+            scaled = self.updates.scaler is not None
+            anomalies = AnomalyDetection(stage, backward=not scaled)
         with ExitStack() as around, anomalies or nullcontext():
             for context in self._contexts(run, m, deferred):
                 around.enter_context(context)
@@ -365,12 +368,6 @@ class Worker:
     def _evaluate(self, forward: Any, *inputs: Tensor) -> Any:
         with torch.no_grad(), autocasting(self._autocast):
             return forward(*inputs)
-
-    def _detection(self, stage: nn.Module) -> AnomalyDetection | None:
-        """Return what looks at each operation of a stage, if that is asked for."""
-        if not self.detects_anomalies:
-            return None
-        return AnomalyDetection(stage, backward=self.updates.scaler is None)
 
     def _look_for_problem(self) -> None:
         """Add up the losses; find out whether they and all gradients are finite."""
