@@ -15,9 +15,8 @@ from safetensors.torch import load_file
 
 from gemsc.errors import GemscError
 from gemsc.importers import folder as folders
-from gemsc.importers.folder import import_file
+from gemsc.importers.folder import Origin, import_file
 from gemsc.importers.network import READERS, ImportedNetwork, ImportOptions
-from gemsc.importers.origin import Origin
 from gemsc.user_model import load_user_model
 
 torch.set_num_threads(1)
