@@ -156,7 +156,7 @@ def test_an_import_that_fails_leaves_what_was_there(
     def fail(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(folders, "_write_weights", fail)
+    monkeypatch.setattr(folders, "write_stream", fail)
     for place in (net, small.with_name("new")):
         with pytest.raises(KeyboardInterrupt):
             import_file(small, place, ImportOptions(batch=7))

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from gemsc.importers.keras.core import linear
+from gemsc.importers.keras.core import linear_layer
 from gemsc.importers.keras.layer import Laid, LayerCall, translates
 from gemsc.importers.sheet import Symbol
 
@@ -72,7 +72,7 @@ def _heads(call: LayerCall, word: str, x: Symbol, count: int, size: int) -> Symb
 
 def _linear(call: LayerCall, word: str, inside: int, outside: int) -> str:
     bias = call.config.get("use_bias", True)
-    return linear(call, inside, outside, bias, word, _part(call, word))
+    return linear_layer(call, inside, outside, bias, word, _part(call, word))
 
 
 def _part(call: LayerCall, word: str) -> str:

@@ -30,11 +30,13 @@ BATCH = "build the model of operations within each sample"
 def _dense(call: LayerCall) -> Laid:
     """Use nn.Linear, whose weight is Keras' kernel transposed."""
     config, x = call.config, call.last()
-    layer = linear(call, x.shape[-1], config["units"], config.get("use_bias", True))
+    layer = linear_layer(
+        call, x.shape[-1], config["units"], config.get("use_bias", True)
+    )
     return activated(call, f"{layer}({x})", config.get("activation"))
 
 
-def linear(
+def linear_layer(
     call: LayerCall, inside: int, outside: int, bias: bool, part: str = "", at: str = ""
 ) -> str:
     """Return the text of an nn.Linear, whose kernel and bias may have more axes.
@@ -89,7 +91,7 @@ def _as_linear(call: LayerCall, equation: str) -> str | None:
         return None
     x, size = call.last(), call.size(0)
     inside, outside = math.prod(size[:count]), math.prod(size[count:])
-    layer = linear(call, inside, outside, bool(axes))
+    layer = linear_layer(call, inside, outside, bool(axes))
     flat = f"{x}.flatten({-len(summed)})" if len(summed) > 1 else f"{x}"
     text = f"{layer}({flat})"
     return f"{text}.unflatten(-1, {size[count:]})" if len(made) > 1 else text

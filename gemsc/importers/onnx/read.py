@@ -18,7 +18,7 @@ from gemsc.errors import GemscError
 from gemsc.importers.network import ImportedNetwork, ImportOptions
 from gemsc.importers.onnx.file import OnnxTensors, load_model
 from gemsc.importers.onnx.operators import CONTROL, OPERATORS
-from gemsc.importers.onnx.operators.names import SCOPES, name_of, noted
+from gemsc.importers.onnx.operators.names import SCOPES, node_name, noted
 from gemsc.importers.onnx.operators.parameters import (
     Static,
     Value,
@@ -156,7 +156,7 @@ def _refuse_gaps(
         gap = [*node.input, ""].index("")
         if node.op_type in functions and any(node.input[gap:]):
             raise GemscError(
-                f"{path.name}: {node.op_type} '{name_of(node)}' leaves input {gap} "
+                f"{path.name}: {node.op_type} '{node_name(node)}' leaves input {gap} "
                 "out, and gives later ones: onnx cannot replace it by other operators "
                 "then",
                 help="export the operators that it is made of, or keep it outside of "
@@ -199,11 +199,11 @@ def _refuse_unknown(graph: onnx.GraphProto, file: str) -> None:
     for node in graph.node:  # of those within it, only some are run
         kind = f"{node.domain}.{node.op_type}" if node.domain else node.op_type
         if node.op_type in QUANTIZED:
-            quantized[kind].append(name_of(node))
+            quantized[kind].append(node_name(node))
         elif node.domain not in ("", "ai.onnx") or (
             node.op_type not in KNOWN and known.isdisjoint(node.output)
         ):
-            unknown[kind].append(name_of(node))
+            unknown[kind].append(node_name(node))
     if quantized:
         raise GemscError(
             f"{file} is a quantized file: {_list(quantized)}",

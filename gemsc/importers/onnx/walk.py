@@ -12,7 +12,7 @@ import onnx
 from gemsc.errors import GemscError, InternalError
 from gemsc.importers.onnx.file import OnnxTensors
 from gemsc.importers.onnx.operators import CONTROL, OPERATORS
-from gemsc.importers.onnx.operators.names import name_of
+from gemsc.importers.onnx.operators.names import node_name
 from gemsc.importers.onnx.operators.node import DAMAGED, Node, Result
 from gemsc.importers.onnx.operators.parameters import (
     Parameters,
@@ -60,7 +60,7 @@ class Walk:
         for tensor in graph.initializer:
             values[tensor.name] = self._static(tensor.name, tensor)
         for proto in graph.node:
-            with self.sheet.place(f"{proto.op_type} '{name_of(proto)}'"):
+            with self.sheet.place(f"{proto.op_type} '{node_name(proto)}'"):
                 results = self._node(proto, values)
                 for output, value in zip(proto.output, results, strict=False):
                     if output and value is not None:

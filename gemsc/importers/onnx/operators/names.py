@@ -39,7 +39,7 @@ def is_machine_made(name: str) -> bool:
     return any(hasattr(where, function) for where in (torch, F, torch.Tensor))
 
 
-def name_of(node: onnx.NodeProto) -> str:
+def node_name(node: onnx.NodeProto) -> str:
     """Return the name of a node, or that of its first output."""
     return node.name or next(iter(node.output), "")
 
