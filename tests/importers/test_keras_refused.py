@@ -67,6 +67,21 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: of(layers.Dense(3, activity_regularizer="l2", name="a")),
         "Dense 'a' has an activity_regularizer",
     ),
+    "activity in both directions": (
+        lambda: of(
+            layers.Bidirectional(layers.LSTM(3, activity_regularizer="l2"), name="a")
+        ),
+        "Bidirectional 'a' has an activity_regularizer",
+    ),
+    "activity of a cell": (
+        lambda: of(
+            layers.RNN(
+                [layers.GRUCell(3), layers.LSTMCell(3, activity_regularizer="l2")],
+                name="a",
+            )
+        ),
+        "RNN 'a' has an activity_regularizer",
+    ),
     "activity layer": (
         lambda: of(layers.ActivityRegularization(0.1, name="a")),
         "ActivityRegularization 'a' adds its input to the loss",
@@ -180,6 +195,12 @@ def test_the_second_bias_of_a_recurrent_layer_is_not_trained(tmp_path: Path) -> 
     frozen = {n for n, p in net.named_parameters() if not p.requires_grad}
     assert frozen == {"lstm.bias_hh_l0"}
     assert not net.lstm.bias_hh_l0.any()
+
+
+def test_regularizers_of_several_cells_are_noted(tmp_path: Path) -> None:
+    cells = [layers.GRUCell(3), layers.LSTMCell(3, kernel_regularizer="l2")]
+    read, _ = imported(of(layers.RNN(cells, name="rnn"), (4, 5)), tmp_path)
+    assert any("'rnn': L2(" in note and "its kernel" in note for note in read.notes)
 
 
 def test_dropout_of_an_lstm_leaves_out_features_of_whole_sequences(
