@@ -190,6 +190,23 @@ def test_regularizers_and_constraints_are_noted(tmp_path: Path) -> None:
     assert "'both': UnitNorm(axis=0) of its recurrent is left out" in notes
 
 
+def test_a_direction_or_cell_that_keras_does_not_train_is_frozen(
+    tmp_path: Path,
+) -> None:
+    both = layers.Bidirectional(layers.LSTM(3), name="both")
+    cells = [layers.LSTMCell(3), layers.GRUCell(3)]
+    for name, layer in [("both", both), ("cells", layers.RNN(cells, name="cells"))]:
+        model = of(layer)
+        frozen = both.forward_layer if name == "both" else cells[0]
+        frozen.trainable = False
+        (tmp_path / name).mkdir()
+        _, net = imported(model, tmp_path / name)
+        trained = {n for n, p in net.named_parameters() if p.requires_grad}
+        mine = {n for n in trained if n.endswith("_reverse") or "cells.1" in n}
+        assert trained == mine
+        assert len(mine) == {"both": 3, "cells": 4}[name]
+
+
 def test_the_second_bias_of_a_recurrent_layer_is_not_trained(tmp_path: Path) -> None:
     _, net = imported(of(layers.LSTM(3, name="lstm")), tmp_path)
     frozen = {n for n, p in net.named_parameters() if not p.requires_grad}
