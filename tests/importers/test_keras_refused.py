@@ -67,6 +67,21 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: of(layers.Dense(3, activity_regularizer="l2", name="a")),
         "Dense 'a' has an activity_regularizer",
     ),
+    "activity in both directions": (
+        lambda: of(
+            layers.Bidirectional(layers.LSTM(3, activity_regularizer="l2"), name="a")
+        ),
+        "Bidirectional 'a' has an activity_regularizer",
+    ),
+    "activity of a cell": (
+        lambda: of(
+            layers.RNN(
+                [layers.GRUCell(3), layers.LSTMCell(3, activity_regularizer="l2")],
+                name="a",
+            )
+        ),
+        "RNN 'a' has an activity_regularizer",
+    ),
     "activity layer": (
         lambda: of(layers.ActivityRegularization(0.1, name="a")),
         "ActivityRegularization 'a' adds its input to the loss",
@@ -175,11 +190,34 @@ def test_regularizers_and_constraints_are_noted(tmp_path: Path) -> None:
     assert "'both': UnitNorm(axis=0) of its recurrent is left out" in notes
 
 
+def test_a_direction_or_cell_that_keras_does_not_train_is_frozen(
+    tmp_path: Path,
+) -> None:
+    both = layers.Bidirectional(layers.LSTM(3), name="both")
+    cells = [layers.LSTMCell(3), layers.GRUCell(3)]
+    for name, layer in [("both", both), ("cells", layers.RNN(cells, name="cells"))]:
+        model = of(layer)
+        frozen = both.forward_layer if name == "both" else cells[0]
+        frozen.trainable = False
+        (tmp_path / name).mkdir()
+        _, net = imported(model, tmp_path / name)
+        trained = {n for n, p in net.named_parameters() if p.requires_grad}
+        mine = {n for n in trained if n.endswith("_reverse") or "cells.1" in n}
+        assert trained == mine
+        assert len(mine) == {"both": 3, "cells": 4}[name]
+
+
 def test_the_second_bias_of_a_recurrent_layer_is_not_trained(tmp_path: Path) -> None:
     _, net = imported(of(layers.LSTM(3, name="lstm")), tmp_path)
     frozen = {n for n, p in net.named_parameters() if not p.requires_grad}
     assert frozen == {"lstm.bias_hh_l0"}
     assert not net.lstm.bias_hh_l0.any()
+
+
+def test_regularizers_of_several_cells_are_noted(tmp_path: Path) -> None:
+    cells = [layers.GRUCell(3), layers.LSTMCell(3, kernel_regularizer="l2")]
+    read, _ = imported(of(layers.RNN(cells, name="rnn"), (4, 5)), tmp_path)
+    assert any("'rnn': L2(" in note and "its kernel" in note for note in read.notes)
 
 
 def test_dropout_of_an_lstm_leaves_out_features_of_whole_sequences(

@@ -271,8 +271,9 @@ def regularizer_notes(name: str, config: Mapping[str, Any]) -> Iterator[str]:
                 f"'{name}': {_named(setting)} of its {what} is left out: set "
                 "the weight back in on_step(trainer, report)"
             )
-        elif key in ("layer", "backward_layer", "cell"):
-            yield from regularizer_notes(name, class_and_config(setting)[1])
+        elif key in ("layer", "backward_layer", "cell", "cells"):
+            for held in setting if isinstance(setting, list) else [setting]:
+                yield from regularizer_notes(name, class_and_config(held)[1])
 
 
 def _regularizer(what: str, setting: Any) -> str:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial, reduce
+from typing import Any
 
 from torch import nn
 
@@ -359,14 +360,23 @@ def check_activity(call: LayerCall) -> None:
     """Refuse a layer whose output is part of the loss.
 
     Raises:
-        GemscError: it has an activity_regularizer.
+        GemscError: it has an activity_regularizer, or a layer or cell that it holds.
     """
-    if call.config.get("activity_regularizer"):
+    if _regularizes(call.config):
         raise call.refuse(
             "has an activity_regularizer, which is part of the loss",
             help="leave it out, return the layer's output as one more output of the "
             "model, and add its norm in your loss(output, target)",
         )
+
+
+def _regularizes(config: Any) -> bool:
+    if isinstance(config, list):
+        return any(map(_regularizes, config))
+    if not isinstance(config, Mapping):
+        return False
+    own = config.get("activity_regularizer")
+    return bool(own) or any(map(_regularizes, config.values()))
 
 
 @translates("ActivityRegularization")

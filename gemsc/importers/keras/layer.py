@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -175,12 +175,16 @@ class LayerCall:
         )
 
     def add(
-        self, make: Callable[[], nn.Module], part: str = "", **weights: Weight | None
+        self,
+        make: Callable[[], nn.Module],
+        part: str = "",
+        frozen: Collection[str] = (),
+        **weights: Weight | None,
     ) -> str:
         """Return the text that names a layer, which the first call makes.
 
         It stands under the Keras layer's name; those of several parts below it. Of its
-        weights, None is one that it has not. What Keras does not train is frozen:
+        weights, None is one that it has not. What Keras does not train is frozen, too:
         layers that say so, and weights that the file does not hold.
 
         Raises:
@@ -190,13 +194,11 @@ class LayerCall:
         if part not in self.layer.added:
             module, known = make(), {k: w for k, w in weights.items() if w is not None}
             self._check(module, known)
-            frozen = [
-                name
-                for name, _ in module.named_parameters()
-                if self.layer.frozen or not known[name].sources
-            ]
+            still = {*frozen, *(name for name, w in known.items() if not w.sources)}
+            if self.layer.frozen:
+                still = {name for name, _ in module.named_parameters()}
             path = f"{self.layer.name}.{part}" if part else self.layer.name
-            text = self.sheet.layer(path, module, known, frozen=frozen)
+            text = self.sheet.layer(path, module, known, frozen=still)
             self.layer.added[part] = text
         return self.layer.added[part]
 

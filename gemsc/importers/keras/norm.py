@@ -61,7 +61,9 @@ def _batch(call: LayerCall) -> Laid:
     weights["running_var"] = call.variable(count + 1)
     eps = float(config["epsilon"])
     if call.layer.frozen:
-        name = call.add(lambda: gemsc.nn.FrozenBatchNorm(size, eps=eps), "", **weights)
+        name = call.add(
+            lambda: gemsc.nn.FrozenBatchNorm(size, eps=eps), "", (), **weights
+        )
         return call.gives(f"{name}({x})", first=last)
     if not 2 <= rank <= 5:
         raise call.refuse(f"has an input of {rank} axes, and 2 to 5 are supported")
@@ -69,7 +71,7 @@ def _batch(call: LayerCall) -> Laid:
     momentum = round(1.0 - float(config["momentum"]), 12)
     affine = "weight" in weights
     name = call.add(
-        lambda: make(size, eps=eps, momentum=momentum, affine=affine), "", **weights
+        lambda: make(size, eps=eps, momentum=momentum, affine=affine), "", (), **weights
     )
     return call.gives(f"{name}({x})", first=last)
 
@@ -85,7 +87,7 @@ def _layer(call: LayerCall) -> Laid:
         name = call.add(lambda: nn.RMSNorm(sizes, eps), weight=call.variable(0))
     else:
         held = _scales(call, *sizes)
-        name = call.add(lambda: nn.LayerNorm(sizes, eps, bool(held)), "", **held)
+        name = call.add(lambda: nn.LayerNorm(sizes, eps, bool(held)), "", (), **held)
     rank = len(x.shape)
     order = [axis for axis in range(rank) if axis not in axes] + axes
     if order == sorted(order):
@@ -102,7 +104,7 @@ def _group(call: LayerCall) -> Laid:
     groups = size if groups == -1 else groups
     weights = _scales(call, size)
     eps, affine = float(call.config["epsilon"]), bool(weights)
-    name = call.add(lambda: nn.GroupNorm(groups, size, eps, affine), "", **weights)
+    name = call.add(lambda: nn.GroupNorm(groups, size, eps, affine), "", (), **weights)
     if last and call.inputs[0].value in call.sheet.inputs:
         # PyTorch 2.13 crashes in the backward of a permuted input without gradient
         return call.gives(f"{name}({x}.contiguous())", first=last)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -179,16 +180,18 @@ def _layer(call: LayerCall, cells: Sequence[Cell], width: int, part: str) -> str
     """Return the text of a layer of PyTorch with the weights of one or two cells."""
     cell = cells[0]
     weights: dict[str, Weight] = {}
+    frozen: list[str] = []
     for each, end in zip(cells, ("", "_reverse"), strict=False):
         _check_cell(call, each)
-        weights |= {f"{name}_l0{end}": w for name, w in _weights(call, each)}
+        held = {f"{name}_l0{end}": w for name, w in _weights(call, each)}
+        weights |= held
+        frozen += held if each.config.get("trainable") is False else []
     maker: Any = getattr(nn, cell.kind.removeprefix("Simple"))  # nn.LSTM, nn.RNN
     settings: dict[str, Any] = {"bias": cell.has_bias, "bidirectional": len(cells) > 1}
     if cell.kind == "SimpleRNN":
         settings["nonlinearity"] = cell.config.get("activation", "tanh")
-    return call.add(
-        lambda: maker(width, cell.units, batch_first=True, **settings), part, **weights
-    )
+    make = partial(maker, width, cell.units, batch_first=True, **settings)
+    return call.add(make, part, frozen, **weights)
 
 
 def _weights(call: LayerCall, cell: Cell) -> Iterator[tuple[str, Weight]]:
