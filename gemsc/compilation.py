@@ -188,8 +188,7 @@ class Compilation:
 
     def _place(self, rank: int) -> tuple[list[int], int]:
         """Return the stages that a rank runs, and which tile of their grid it is."""
-        placement = self.program.placement
-        assert placement is not None
+        placement = self.program.require_placement()
         grid = next(ranks for ranks in placement.groups if rank in ranks)
         stages = {i for row in placement.ranks for i, r in enumerate(row) if rank in r}
         return sorted(stages), grid.index(rank)

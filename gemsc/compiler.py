@@ -305,8 +305,7 @@ def prove_files(files: Mapping[str, str], compilation: Compilation, task: Task) 
     Raises:
         InternalError: the files are wrong; names stage, micro-batch and user's line.
     """
-    placement = compilation.program.placement
-    assert placement is not None
+    placement = compilation.program.require_placement()
     training, evaluation = read_ranks(files)
     prove(evaluation, task.evaluation, groups=placement.groups)
     if not task.has_backward:

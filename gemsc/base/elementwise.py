@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from gemsc.errors import GemscError
 STEPS, ALIKE = 2, 8  # of gradients that have nothing in common, and that nearly agree
 NOISE = 0.3  # of the latter
 SIZES = (4, 6, 2, 2, 2)  # of what is tried, along each dimension
+SCALES = 1.0, 100.0  # of what is tried: a bound of a norm may hold for small ones alone
 NUMBERS = "step", "mu_product", "eta", "mu"  # torch's, of a parameter as a whole
 ROUNDING = 1e-9  # in float64, relative to the largest step
 
@@ -34,11 +35,12 @@ def updated_whole(
         return {}
     with generator_lock, fork_torch():
         torch.manual_seed(0)
-        drawn = _drawn(trained)
         try:
-            return _differences(drawn, factory)
+            found = [_differences(each, factory) for each in _scaled(trained)]
         except Exception:  # its first real step will say why
             return dict.fromkeys(trained, math.inf)
+    names = [name for name in trained if any(name in each for each in found)]
+    return {name: max(each.get(name, 0.0) for each in found) for name in names}
 
 
 def updated_together(
@@ -52,23 +54,12 @@ def updated_together(
     trained = {name: p for name, p in parameters.items() if p.requires_grad}
     if factory is None or len(trained) < 2:
         return 0.0
-    names = [*trained]
-    halves = names[: len(names) // 2], names[len(names) // 2 :]
     with generator_lock, fork_torch():
         torch.manual_seed(0)
-        drawn = _drawn(trained)
         try:
-            whole = _after_steps(drawn, factory)
-            parts = [
-                _after_steps([{n: each[n] for n in half} for each in drawn], factory)
-                for half in halves
-            ]
+            return max(_difference_apart(each, factory) for each in _scaled(trained))
         except Exception:  # it may want a parameter that is in the other half
             return 0.0
-    apart = {**parts[0], **parts[1]}
-    step = max(float((whole[n] - drawn[0][n]).abs().max()) for n in names)
-    error = max(float((whole[n] - apart[n]).abs().max()) for n in names)
-    return 0.0 if error <= ROUNDING * step else error / step
 
 
 def check_elementwise(differences: Mapping[str, float], names: Iterable[str]) -> None:
@@ -113,6 +104,26 @@ def _differences(
             if not error <= ROUNDING * step:
                 found[name] = max(found.get(name, 0.0), error / (step or 1.0))
     return found
+
+
+def _difference_apart(
+    drawn: Sequence[Mapping[str, Tensor]], factory: OptimizerFactory
+) -> float:
+    """Return by how much halves of all parameters step otherwise than all do."""
+    names, whole = [*drawn[0]], _after_steps(drawn, factory)
+    apart: dict[str, Tensor] = {}
+    for half in names[: len(names) // 2], names[len(names) // 2 :]:
+        apart |= _after_steps([{n: each[n] for n in half} for each in drawn], factory)
+    step = max(float((whole[n] - drawn[0][n]).abs().max()) for n in names)
+    error = max(float((whole[n] - apart[n]).abs().max()) for n in names)
+    return 0.0 if error <= ROUNDING * step else error / step
+
+
+def _scaled(parameters: Mapping[str, Tensor]) -> Iterator[list[dict[str, Tensor]]]:
+    """Yield what is tried, of all sizes in turn."""
+    drawn = _drawn(parameters)
+    for scale in SCALES:
+        yield [{name: t * scale for name, t in each.items()} for each in drawn]
 
 
 def _drawn(parameters: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:

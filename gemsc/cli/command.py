@@ -124,16 +124,26 @@ def _app_for(words: list[str]) -> typer.Typer:
     return make_app(loaded=False)
 
 
+def _options_of(app: typer.Typer, name: str) -> dict[str, Any]:
+    """Return the options of a command by their flags, `--no-check` among them."""
+    commands: Any = get_command(app)
+    command = commands.commands.get(name)
+    return {
+        flag: parameter
+        for parameter in (command.params if command else ())
+        for flag in (*parameter.opts, *parameter.secondary_opts)
+        if parameter.param_type_name == "option"
+    }
+
+
 def _defaults(app: typer.Typer, words: list[str]) -> dict[str, dict[str, Any]]:
     """Return what this folder's settings give `compile`, as its parameters."""
     if words[0] != "compile" or "--help" in words:
         return {}
-    command: Any = get_command(app)
     options = {
         flag.removeprefix("--"): parameter
-        for parameter in command.commands["compile"].params
-        for flag in parameter.opts
-        if flag.startswith("--") and parameter.param_type_name == "option"
+        for flag, parameter in _options_of(app, "compile").items()
+        if flag.startswith("--") and flag in parameter.opts
     }
     found: dict[str, Any] = {}
     for name, value in read_settings("compile", options).items():
@@ -223,14 +233,7 @@ def _check_values(app: typer.Typer, words: list[str]) -> None:
     Raises:
         UsageError: names the option that has none.
     """
-    commands: Any = get_command(app)
-    command = commands.commands.get(words[0])
-    options = {
-        flag: parameter
-        for parameter in (command.params if command else ())
-        for flag in (*parameter.opts, *parameter.secondary_opts)
-        if parameter.param_type_name == "option"
-    }
+    options = _options_of(app, words[0])
     for word, value in pairwise(words):
         if word in options and not options[word].is_flag and value in options:
             raise UsageError(

@@ -20,9 +20,9 @@ from gemsc.base.units import parse_bytes
 from gemsc.cli.terminal import tell
 from gemsc.errors import GemscError, UsageError
 from gemsc.importers.back import write_back
+from gemsc.importers.folder import ORIGIN_FILE, Origin
 from gemsc.importers.network import READERS
 from gemsc.importers.onnx.from_torch import export_onnx
-from gemsc.importers.origin import ORIGIN_FILE, Origin
 from gemsc.plan import Plan
 from gemsc.runtime.checkpoint.files import OptimizerState, saved_model
 from gemsc.runtime.checkpoint.folder import LATEST, MODEL

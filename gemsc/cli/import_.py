@@ -16,9 +16,8 @@ from gemsc.base.files import sync, write_text
 from gemsc.base.nests import tensor_leaves
 from gemsc.cli.terminal import say, tell
 from gemsc.errors import GemscError
-from gemsc.importers.folder import default_folder, import_file, import_once
+from gemsc.importers.folder import MODEL_FILE, default_folder, import_file, import_once
 from gemsc.importers.network import READERS, ImportedNetwork, ImportOptions
-from gemsc.importers.origin import MODEL_FILE
 from gemsc.importers.write import counts
 from gemsc.plan import Plan
 from gemsc.runtime.training.starting import first_weights, tensors_of_program

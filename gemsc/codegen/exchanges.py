@@ -79,10 +79,8 @@ def gathers_of(evaluation: Program, tile: int | None) -> dict[fx.Node, Exchange]
     """
     if tile is None:
         return {}
-    placement = evaluation.placement
-    assert placement is not None
-    stages = evaluation.require_stages()
-    stage_of = {node: stage.index for stage in stages for node in stage.nodes}
+    placement = evaluation.require_placement()
+    stage_of = evaluation.stage_of
     home = placement.grid(evaluation.home)
     found = {}
     for node in evaluation.outputs:

@@ -89,8 +89,7 @@ class _Groups:
     """What each group of ranks does, in the order of its text."""
 
     def __init__(self, compilation: Compilation) -> None:
-        assert compilation.program.placement is not None
-        self.placement = compilation.program.placement
+        self.placement = compilation.program.require_placement()
         self.own = compilation.tiles[0]
         self.steps = compilation.steps
         self.count = compilation.plan.micro_batches

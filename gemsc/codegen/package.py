@@ -80,8 +80,7 @@ exit $$code
 
 def rank_modules(compilation: Compilation) -> dict[str, str]:
     """Return file name -> text for every rank of one copy of the model."""
-    placement = compilation.program.placement
-    assert placement is not None
+    placement = compilation.program.require_placement()
     found = orders(compilation)
     return {
         rank_file(rank): write_rank(rank_text(compilation, rank, found))

@@ -64,8 +64,7 @@ class StageText:
     @property
     def noun(self) -> str:
         """What its ranks compute: tiles or shards."""
-        assert self.program.placement is not None
-        return self.program.placement.grid(self.flow.index).noun
+        return self.program.require_placement().grid(self.flow.index).noun
 
     @property
     def apart(self) -> bool:
@@ -133,8 +132,7 @@ class RankText:
     @property
     def placement(self) -> Placement:
         """Where the stages are."""
-        assert self.program.placement is not None
-        return self.program.placement
+        return self.program.require_placement()
 
     def ranks(self, replica: int, stage: int) -> tuple[int, ...]:
         """Return the ranks of a stage, by tile."""
@@ -160,8 +158,7 @@ def rank_text(
     `orders` are those of all groups' communication, in training and in evaluation.
     """
     plan = compilation.plan
-    placement = compilation.program.placement
-    assert placement is not None
+    placement = compilation.program.require_placement()
     group = next(i for i, ranks in enumerate(placement.groups) if rank in ranks)
     ranks = placement.groups[group]
     tile = ranks.index(rank) if len(ranks) > 1 else None
@@ -200,10 +197,9 @@ def _transfers(own: TileProgram) -> tuple[Transfer, ...]:
 
 def _reductions(compilation: Compilation, rank: int) -> dict[str, tuple[int, ...]]:
     """Return what a rank adds up, each with the ranks that hold the same of it."""
-    placement, sums = compilation.program.placement, {}
-    assert placement is not None
+    placement, sums = compilation.program.require_placement(), {}
     for key, stages in reductions(compilation.program, compilation.owned).items():
-        places = sorted({r for s in stages for row in placement.ranks for r in row[s]})
+        places = sorted({rank for s in stages for rank in placement.ranks_of(s)})
         if rank not in places:
             continue
         tied = key in compilation.shared

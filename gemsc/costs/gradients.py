@@ -74,11 +74,6 @@ class GradientFlow:
         for tensor in made.values():
             self.storage(tensor)
 
-    def take(self, num_bytes: int) -> None:
-        """Say that the running node holds so many bytes more for a moment."""
-        here = self.by_node[self._running]
-        here.most = max(here.most, self._more + num_bytes)
-
     def storage(self, tensor: Tensor) -> tuple[int, int]:
         """Return the number of a tensor's storage, and its bytes."""
         memory, key = tensor.untyped_storage(), _key(tensor)
@@ -88,7 +83,8 @@ class GradientFlow:
         self._alive[key] = found
         found.reference = weakref.ref(memory, lambda _: self._free(key))
         self._more += found.num_bytes
-        self.take(0)
+        here = self.by_node[self._running]
+        here.most = max(here.most, self._more)
         return found.number, found.num_bytes
 
     def _free(self, key: int) -> None:

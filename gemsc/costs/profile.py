@@ -20,6 +20,7 @@ from gemsc.base.dtypes import convert, converted
 from gemsc.base.nests import normalize_inputs, on_device, tensor_leaves
 from gemsc.base.rng import seeded
 from gemsc.ir import meta
+from gemsc.ir.holder import hold
 from gemsc.ir.interpret import run_nodes
 from gemsc.ir.program import Block, Program
 
@@ -69,9 +70,7 @@ def time_nodes(
     the steps of a training soon have all of.
     """
     holder = nn.Module()
-    holder._modules.update(program.module._modules)
-    holder._parameters.update(program.module._parameters)
-    holder._buffers.update(program.module._buffers)
+    hold(holder, program.module)
     module = copy.deepcopy(holder).train(program.loss is not None)
     if device is not None:
         module.to(device)

@@ -10,8 +10,8 @@ import numpy as np
 from torch import Tensor
 
 from gemsc.errors import GemscError
+from gemsc.importers.folder import WEIGHTS_FILE, Origin
 from gemsc.importers.network import ImportedNetwork, read
-from gemsc.importers.origin import WEIGHTS_FILE, Origin
 from gemsc.importers.weight import Array, to_numpy
 from gemsc.weights.source import WeightFiles
 

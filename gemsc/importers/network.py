@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.func import functional_call
 
 from gemsc.errors import GemscError, InternalError
 from gemsc.importers.sheet import Sheet
-from gemsc.importers.weight import FileTensors, to_torch
+from gemsc.importers.weight import Array, FileTensors, to_torch
 
 # the function of each kind of file, and what pip installs for it
 READERS = {
@@ -26,6 +27,8 @@ UNEXPECTED = (
     *(ArithmeticError, AttributeError, LookupError, MemoryError),
     *(RecursionError, RuntimeError, TypeError, ValueError),
 )
+REPORT = "please report this file; --no-check writes the network anyway"
+WITHIN = 1e-3  # of the largest output; in float32 they differ by 1e-6
 Reference = Callable[[Sequence[np.ndarray]], Sequence[np.ndarray]]
 
 
@@ -123,6 +126,69 @@ class ImportedNetwork:
         if tensor.shape != empty.shape:
             raise InternalError(f"'{name}' is {tensor.shape}, not {empty.shape}")
         return tensor
+
+    def compared(self) -> str:
+        """Run it once beside another implementation of the file, where there is one.
+
+        Returns a note on how far it is from what the file gives.
+
+        Raises:
+            GemscError: so far that it is another network.
+        """
+        if self.reference is None:
+            return ""
+        inputs = [_example(value.tensor) for value in self.model.inputs]
+        try:
+            wanted = self.reference([value.numpy() for value in inputs])
+        except GemscError:
+            raise
+        except Exception as why:  # of the other implementation: no error of the file
+            reason = str(why).split("\n")[0][:200]
+            return f"not compared with the file's own definition: {reason}"
+        try:
+            root = self.model.root
+            empty = root.state_dict()
+            state = {name: self.tensor(name, value) for name, value in empty.items()}
+            with torch.no_grad(), torch.device("cpu"):
+                found = functional_call(root, state, tuple(inputs), tie_weights=False)
+        except (RuntimeError, IndexError, ValueError, TypeError) as why:
+            reason = str(why).split("\n")[0][:200]
+            raise GemscError(
+                f"{self.model.file} cannot be run as it was read: {reason}",
+                help=REPORT,
+            ) from why
+        outputs = list(found) if isinstance(found, (tuple, list)) else [found]
+        far = max(
+            (distance(o, w) for o, w in zip(outputs, wanted, strict=True)), default=0.0
+        )
+        if not far <= WITHIN:
+            raise GemscError(
+                f"{self.model.file} gives different numbers than the network that was "
+                f"read from it: they differ by {far:.1e} of the largest",
+                help=REPORT,
+            )
+        return f"compared with the file's own definition: within {far:.0e}"
+
+
+def _example(like: Tensor) -> Tensor:
+    if like.is_floating_point():
+        generator = torch.Generator().manual_seed(0)
+        numbers = torch.rand(like.shape, generator=generator, device="cpu")
+        return numbers.to(like.dtype)
+    return torch.zeros(like.shape, dtype=like.dtype, device="cpu")
+
+
+def distance(found: Tensor, wanted: Array | Tensor) -> float:
+    """Return how far values are from others, in parts of the largest; NaN is NaN."""
+    ours, theirs = found.double().numpy(), np.asarray(wanted, np.float64)
+    if ours.shape != theirs.shape:
+        return float("inf")
+    same = (ours == theirs) | (np.isnan(ours) & np.isnan(theirs))
+    if same.all():
+        return 0.0
+    scale = max(float(np.abs(theirs[np.isfinite(theirs)]).max(initial=0)), 1e-30)
+    far = np.where(same, 0.0, np.abs(ours - theirs)) / scale
+    return float("inf") if np.isnan(far).any() else float(far.max())
 
 
 def read(path: Path, options: ImportOptions) -> ImportedNetwork:

@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import _disable_current_modes
 
 from gemsc.base.dtypes import empty, format_of
+from gemsc.ir.holder import hold
 
 
 def fake_copy(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
@@ -22,13 +23,7 @@ def fake_copy(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
     The module itself, its parameters and its buffers stay as they are.
     """
     holder = nn.Module()
-    holder.training = module.training
-    for name, child in module.named_children():
-        holder.add_module(name, child)
-    for name, parameter in module.named_parameters(recurse=False):
-        holder.register_parameter(name, parameter)
-    for name, buffer in module.named_buffers(recurse=False):
-        holder.register_buffer(name, buffer)
+    hold(holder, module)
     memo = fake_parameters(holder, mode)
     with FakeCopyMode(mode):
         copied = copy.deepcopy(holder, memo)

@@ -293,23 +293,15 @@ def owned_tensors(program: Program, *others: Program) -> tuple[tuple[str, ...], 
     """
     if program.owned is not None:
         return program.owned
-    stages = range(len(program.require_stages()))
-    names: list[list[str]] = [[] for _ in stages]
     programs = program, *others
-    all_names = list(
-        dict.fromkeys(n for p in programs for n in _tensor_names(p.module))
-    )
-    for each in programs:
-        for index, stage in enumerate(each.require_stages()):
-            for node in stage.nodes:
-                names[index] += _uses(each, node)
-    used = {program.aliases.get(name, name) for stage in names for name in stage}
-    names[0] += [name for name in all_names if name not in used]
-    order = {name: position for position, name in enumerate(all_names)}
-    return tuple(
-        tuple(sorted({program.aliases.get(n, n) for n in stage}, key=order.__getitem__))
-        for stage in names
-    )
+    known = dict.fromkeys(n for p in programs for n in _tensor_names(p.module))
+    order = {name: position for position, name in enumerate(known)}
+    names = [
+        {n for p in programs for n in used_tensors(p, p.require_stages()[index].nodes)}
+        for index in range(len(program.require_stages()))
+    ]
+    names[0] |= order.keys() - set().union(*names)
+    return tuple(tuple(sorted(own, key=order.__getitem__)) for own in names)
 
 
 def used_tensors(program: Program, nodes: Iterable[fx.Node]) -> list[str]:

@@ -15,11 +15,10 @@ Wide = dict[tuple[tuple[str | int, ...], GridShape], tuple[Box, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What each tile wants of a value; outside is `fill`, or the other side."""
+    """What each tile wants of a value; outside is padding, or the other side."""
 
     source: fx.Node
     wanted: tuple[Box, ...]
-    fill: float
     wraps: bool = False
 
 

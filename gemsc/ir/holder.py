@@ -22,19 +22,29 @@ class _Holder(fx.GraphModule):
 def with_graph(module: nn.Module, graph: fx.Graph) -> fx.GraphModule:
     """Return a module with the same children and tensors, used or not, and a graph."""
     holder = _Holder(nn.Module(), fx.Graph())
+    hold(holder, module)
+    holder.graph = graph
+    return holder
+
+
+def hold(holder: nn.Module, module: nn.Module) -> None:
+    """Give a holder the children and tensors of a module, and its mode."""
     holder._modules.update(module._modules)
     holder._parameters.update(module._parameters)
     holder._buffers.update(module._buffers)
     holder._non_persistent_buffers_set |= module._non_persistent_buffers_set
     holder.training = module.training
-    holder.graph = graph
-    return holder
 
 
 def attribute(module: nn.Module, path: str) -> Any:
     """Return a layer, a parameter or a buffer."""
     owner, _, name = path.rpartition(".")
     return getattr(module.get_submodule(owner), name)
+
+
+def called_layer(node: fx.Node, module: nn.Module) -> nn.Module | None:
+    """Return the layer that a node calls, if it does."""
+    return module.get_submodule(str(node.target)) if node.op == "call_module" else None
 
 
 def attributes_of(node: fx.Node) -> list[str]:
@@ -47,9 +57,8 @@ def copied_graph(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     """Return a copy with all that is known of each node, and each node's copy."""
     copied = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
-    copied.output(copied.graph_copy(graph, mapping))
-    for old, new in mapping.items():
-        meta.copy_meta(old, new)
+    output = copied.output(copied.graph_copy(graph, mapping))
+    meta.copy_meta(next(iter(graph.find_nodes(op="output"))), output)
     return copied, mapping
 
 

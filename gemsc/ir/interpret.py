@@ -16,16 +16,12 @@ from gemsc.runtime.tiles import own_numbers, with_whole_gradients
 NodeContext = Callable[[fx.Node], AbstractContextManager[Any]]
 
 
-def _observe_nothing(node: fx.Node) -> AbstractContextManager[Any]:
-    return nullcontext()
-
-
 def run_nodes(
     nodes: Iterable[fx.Node],
     values: dict[fx.Node, Any],
     module: torch.nn.Module,
     *,
-    observe: NodeContext = _observe_nothing,
+    observe: NodeContext = lambda node: nullcontext(),
 ) -> None:
     """Run `nodes` in order and put what each computes into `values`.
 

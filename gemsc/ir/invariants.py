@@ -113,8 +113,7 @@ def transfers_cover_what_stages_use(program: Program) -> None:
     """A stage gets each foreign value it uses in exactly one transfer, and no other."""
     if program.transfers is None:
         return
-    stages = program.require_stages()
-    stage_of = {node: stage.index for stage in stages for node in stage.nodes}
+    stage_of = program.stage_of
     wanted = {
         (source, stage_of[user])
         for source in stage_of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
@@ -27,10 +28,7 @@ class TensorSpec:
     @property
     def num_elements(self) -> int:
         """The product of the shape."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return prod(self.shape)
 
     @property
     def num_bytes(self) -> int:

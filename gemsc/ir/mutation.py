@@ -11,6 +11,7 @@ from torch import fx, nn
 from torch.nn import functional
 
 from gemsc.ir import meta
+from gemsc.ir.holder import called_layer
 from gemsc.ir.operators.calls import Call, call_of
 from gemsc.ir.operators.table import operator_of
 from gemsc.ir.program import Program
@@ -82,9 +83,7 @@ def functional_call(node: fx.Node, module: nn.Module) -> Call:
 
 def changed_by_layer(node: fx.Node, module: torch.nn.Module) -> tuple[str, ...]:
     """Return the parameters that a layer of torch changes whenever it is called."""
-    if node.op != "call_module":
-        return ()
-    layer = module.get_submodule(str(node.target))
+    layer = called_layer(node, module)
     renormalizes = isinstance(layer, _EMBEDDING_LAYERS) and layer.max_norm is not None
     return (f"{node.target}.weight",) if renormalizes else ()
 

@@ -120,6 +120,11 @@ def opaque_of(module: nn.Module | None) -> Opaque | None:
     return found
 
 
+def has_state(layer: nn.Module) -> bool:
+    """Whether a layer may remember what it saw: it has buffers, or is opaque."""
+    return opaque_of(layer) is not None or any(True for _ in layer.buffers())
+
+
 _OF_TORCH = ("aten", "prim", "prims")  # namespaces of operators
 
 

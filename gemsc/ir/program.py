@@ -146,6 +146,10 @@ class Placement:
         """
         return tuple(sorted({ranks for replica in self.ranks for ranks in replica}))
 
+    def ranks_of(self, stage: int) -> set[int]:
+        """Return all ranks that run a stage, in any replica."""
+        return {rank for row in self.ranks for rank in row[stage]}
+
     def group(self, replica: int, stage: int) -> int:
         """Return the number of the group that runs a stage."""
         return self.groups.index(self.ranks[replica][stage])
@@ -333,6 +337,12 @@ class Program:
     def adds_at_once(self) -> bool:
         """Whether gradients are added up after each backward, and kept in parts."""
         return self.shard in ("gradients", "weights")
+
+    @property
+    def stage_of(self) -> dict[fx.Node, int]:
+        """The stage of each node."""
+        stages = self.require_stages()
+        return {node: stage.index for stage in stages for node in stage.nodes}
 
     def require_placement(self) -> Placement:
         """Return the placement; it is our fault if there is none yet."""

@@ -8,6 +8,7 @@ from torch import fx
 
 from gemsc.ir import meta
 from gemsc.ir.flow import external_inputs
+from gemsc.ir.holder import called_layer
 from gemsc.ir.mutation import changed_by_layer, mutated_inputs, read_statistics
 from gemsc.ir.opaque import opaque_of
 from gemsc.ir.program import Block, Program, Stage
@@ -50,10 +51,9 @@ def may_recompute(program: Program, block: Block) -> bool:
 
 def runs_once(program: Program, node: fx.Node) -> bool:
     """Whether a node changes what it does not own, or reads what has changed then."""
-    if node.op == "call_module":
-        opaque = opaque_of(program.module.get_submodule(str(node.target)))
-        if opaque is not None and opaque.changes:
-            return True
     module = program.module
+    opaque = opaque_of(called_layer(node, module))
+    if opaque is not None and opaque.changes:
+        return True
     changed = mutated_inputs(node, module) or changed_by_layer(node, module)
     return bool(changed or read_statistics(node, program))

@@ -19,9 +19,9 @@ from torch import fx, nn
 from gemsc.base.rng import may_draw
 from gemsc.errors import InternalError
 from gemsc.ir import meta
-from gemsc.ir.holder import attribute, attributes_of, with_graph
-from gemsc.ir.mutation import mutated_inputs
-from gemsc.ir.program import Block, Program
+from gemsc.ir.holder import attribute, attributes_of, called_layer, with_graph
+from gemsc.ir.mutation import memory, mutated_inputs
+from gemsc.ir.program import Program
 
 _Keys = set[object]  # of memory
 
@@ -41,22 +41,33 @@ def in_order(
     passive = [n for n in program.graph.nodes if n.op in ("placeholder", "get_attr")]
     for node in (*passive, *order, program.output):
         copies[node] = graph.node_copy(node, copies.__getitem__)
-        meta.copy_meta(node, copies[node])
     return program.with_module(with_graph(program.module, graph)), copies
 
 
-def keep_stages(
-    program: Program,
-    graph: fx.Graph,
-    mapping: Mapping[fx.Node, fx.Node],
+def moved(
+    program: Program, graph: fx.Graph, mapping: Mapping[fx.Node, fx.Node]
 ) -> Program:
-    """Return the program on another graph, with its blocks, stages and barriers.
+    """Return the program on another graph, with all that is known of its nodes.
 
-    `mapping` leads from the program's nodes to those of the graph.
+    `mapping` leads from the program's nodes to those of the graph. There are no
+    transfers yet.
     """
     new = program.with_module(with_graph(program.module, graph))
-    barriers = tuple(replace(b, node=mapping[b.node]) for b in program.barriers)
-    return same_stages(program, replace(new, barriers=barriers), mapping)
+    towers, skips = program.towers, program.skips
+    if towers is not None:
+        towers = tuple(tuple(mapping[n] for n in tower) for tower in towers)
+    if skips is not None:
+        skips = tuple(
+            replace(s, value=mapping[s.value], last_use=mapping[s.last_use])
+            for s in skips
+        )
+    return replace(
+        same_stages(program, new, mapping),
+        towers=towers,
+        skips=skips,
+        facts=program.facts,
+        barriers=tuple(replace(b, node=mapping[b.node]) for b in program.barriers),
+    )
 
 
 def same_stages(
@@ -66,16 +77,18 @@ def same_stages(
 
     Nodes that `mapping` does not have are gone.
     """
-
-    def moved(block: Block) -> Block:
-        nodes = tuple(mapping[node] for node in block.nodes if node in mapping)
-        return replace(block, nodes=nodes)
-
-    stages = tuple(
-        replace(stage, blocks=tuple(map(moved, stage.blocks)))
-        for stage in program.require_stages()
-    )
-    blocks = tuple(block for stage in stages for block in stage.blocks)
+    blocks, stages = program.blocks, program.stages
+    if blocks is not None:
+        blocks = tuple(
+            replace(b, nodes=tuple(mapping[n] for n in b.nodes if n in mapping))
+            for b in blocks
+        )
+    if blocks is not None and stages is not None:
+        found = {block.index: block for block in blocks}
+        stages = tuple(
+            replace(stage, blocks=tuple(found[b.index] for b in stage.blocks))
+            for stage in stages
+        )
     return replace(
         other,
         blocks=blocks,
@@ -103,7 +116,6 @@ def with_copies(
     for node in program.graph.nodes:
         given = {twin_of(each): new[each] for each in node.all_input_nodes}
         new[node] = graph.node_copy(twin_of(node), given.__getitem__)
-        meta.copy_meta(twin_of(node), new[node])
     return other.with_module(with_graph(other.module, graph)), new
 
 
@@ -222,8 +234,8 @@ def random_nodes(program: Program, order: Iterable[fx.Node]) -> list[fx.Node]:
 
 
 def _name(program: Program, node: fx.Node) -> str:
-    if node.op == "call_module":
-        return type(program.module.get_submodule(str(node.target))).__name__
+    if (layer := called_layer(node, program.module)) is not None:
+        return type(layer).__name__
     return str(getattr(node.target, "__name__", node.target))
 
 
@@ -250,11 +262,7 @@ class _Memory:
         """Return the storages of a value."""
         if node not in self.of_value:
             is_layer = isinstance(self._attribute(node), nn.Module)
-            self.of_value[node] = {
-                tensor.untyped_storage()._cdata
-                for tensor in (() if is_layer else meta.tensors(node))
-                if tensor.layout is torch.strided
-            }
+            self.of_value[node] = set() if is_layer else {*memory(node)}
         return self.of_value[node]
 
     def _attribute(self, node: fx.Node) -> object:

@@ -12,6 +12,7 @@ from gemsc.compilation import Followed, Traced
 from gemsc.costs.hardware import Hardware, read_hardware
 from gemsc.costs.signature import alike_ranks
 from gemsc.errors import GemscError, choose
+from gemsc.ir.opaque import opaques
 from gemsc.ir.program import Program
 from gemsc.ir.shards import Placed
 from gemsc.options import CompileOptions
@@ -24,7 +25,6 @@ from gemsc.passes.checks.statistics import (
     telling_what_ties,
 )
 from gemsc.passes.checks.tiles import CheckTiles
-from gemsc.passes.checks.torch_compile import CheckTorchCompile
 from gemsc.passes.choose_shards import ChooseShards
 from gemsc.passes.constants.make_again import MakeAgain
 from gemsc.passes.find_halos import FindHalos
@@ -134,6 +134,14 @@ def _check(traced: Traced, options: CompileOptions) -> None:
     """Refuse options that do not go with the model."""
     choose("schedule", options.schedule, SCHEDULES)
     check_whole(options.whole, traced.program.module)
+    for path, opaque in opaques(traced.program.module).items():
+        if options.torch_compile:
+            raise GemscError(
+                f"--torch-compile cannot be combined with {path}, whose forward "
+                "depends on data",
+                at=opaque.at,
+                help=f"leave out --torch-compile, or write {path} with torch.where",
+            )
     if traced.is_phase and options.shard in ("gradients", "weights"):
         raise GemscError(
             f"--shard {options.shard} cannot be combined with phases: each phase "
@@ -218,8 +226,7 @@ def _cut(
 ) -> Program:
     """Return the program with its stages; the same one for all that cut it alike."""
     choose_stages, again = passes
-    one_graph = (CheckTorchCompile(),) if options.torch_compile else ()
-    cut = run(traced.program, *one_graph, choose_stages)
+    cut = run(traced.program, choose_stages)
     edges = tuple(len(stage.blocks) for stage in cut.require_stages())
     cut = run.once(("cut", id(traced.program), edges), lambda found: found, cut)
     check_statistics = CheckStatistics(chosen.num_replicas * options.data)

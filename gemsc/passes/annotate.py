@@ -37,12 +37,12 @@ from gemsc.costs.signature import signature
 from gemsc.errors import GemscError
 from gemsc.ir import meta
 from gemsc.ir.fake import LSTM, fake_copy, fake_like, with_workspace
-from gemsc.ir.holder import attribute, attributes_of, copied_graph, with_graph
+from gemsc.ir.holder import attribute, attributes_of, copied_graph
 from gemsc.ir.interpret import run_nodes
 from gemsc.ir.opaque import OpaqueCall, told_of_calls
 from gemsc.ir.program import Program
 from gemsc.ir.shape_grid import told_of_sums
-from gemsc.ir.staged import keep_stages
+from gemsc.ir.staged import moved
 from gemsc.ir.work import Work
 from gemsc.passes.base import Pass
 from gemsc.runtime import tiles
@@ -78,11 +78,8 @@ class Annotate(Pass):
 
     def apply(self, program: Program) -> Program:
         """Return the program with facts on every node (of a copied graph)."""
-        graph, copies = copied_graph(program.graph)
-        if program.stages is None:
-            program = program.with_module(with_graph(program.module, graph))
-        else:
-            program = keep_stages(program, graph, copies)
+        program = moved(program, *copied_graph(program.graph))
+        graph = program.graph
         # a rank whose branches do not use a value sends a gradient of zeros
         learning = set(filter(meta.needs_gradient, _travelling(program)))
         key = str(self.device), self.training, signature(program)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, combinations, pairwise
+from itertools import accumulate, chain, combinations, pairwise
 from typing import ClassVar
 
 from gemsc.base.grid_shape import ALONE, GridShape
@@ -19,7 +19,12 @@ from gemsc.ir import meta
 from gemsc.ir.program import Block, Program, Stage
 from gemsc.passes.base import Pass
 from gemsc.passes.branches.choice import choose_forks
-from gemsc.passes.group_blocks import lies_in, module_paths, not_found
+from gemsc.passes.group_blocks import (
+    crossing_bytes,
+    lies_in,
+    module_paths,
+    not_found,
+)
 from gemsc.planner.partition import partition
 
 FEW_BOUNDS = 6
@@ -82,7 +87,9 @@ class BalanceStages(Pass):
         return replace(program, stages=stages)
 
     def _balanced(self, program: Program, blocks: Sequence[Block]) -> list[int]:
-        crossing = _crossing(program, blocks)
+        carried = crossing_bytes([node for block in blocks for node in block.nodes])
+        gaps = accumulate(len(block.nodes) for block in blocks[:-1])
+        crossing = [carried[gap] for gap in gaps]
         grids = self.grids or (ALONE,) * self.num_stages
         known = {grid: self.shares(program, blocks, grid) for grid in set(grids)}
         shares = [known[grid] for grid in grids]
@@ -190,17 +197,6 @@ class BalanceStages(Pass):
 
 def _join(values: Sequence[object]) -> str:
     return ",".join(map(str, values))
-
-
-def _crossing(program: Program, blocks: Sequence[Block]) -> list[float]:
-    """Return the bytes of the values that cross each gap between two blocks."""
-    block_of = {node: block.index for block in blocks for node in block.nodes}
-    bytes_at = [0.0] * (len(blocks) - 1)
-    for node, index in block_of.items():
-        last = max((block_of[u] for u in node.users if u in block_of), default=index)
-        for gap in range(index, last):
-            bytes_at[gap] += meta.facts(node).output_bytes
-    return bytes_at
 
 
 def _needs(blocks: Sequence[Block]) -> list[set[int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -12,16 +11,24 @@ from torch import fx, nn
 
 from gemsc.base.rng import may_draw
 from gemsc.ir import meta
-from gemsc.ir.holder import put_layer, shallow_copy, with_graph
+from gemsc.ir.holder import (
+    attribute,
+    called_layer,
+    copied_graph,
+    put_layer,
+    shallow_copy,
+    with_graph,
+)
 from gemsc.ir.interpret import run_node
 from gemsc.ir.mutation import (
     SIZED,
     changed_by_layer,
     functional_twin,
     layer_has_twin,
+    memory,
     mutated_inputs,
 )
-from gemsc.ir.opaque import opaque_of
+from gemsc.ir.opaque import has_state
 from gemsc.ir.program import Program
 from gemsc.passes.base import Pass
 from gemsc.runtime.tiles import must_be
@@ -72,22 +79,16 @@ class Canonicalize(Pass):
 
 
 def _copy(program: Program) -> Program:
-    graph = fx.Graph()
-    nodes: dict[fx.Node, fx.Node] = {}
-    result = graph.graph_copy(program.graph, nodes)
-    graph.output(result)
-    meta.copy_meta(program.output, next(iter(reversed(graph.nodes))))
-    module = with_graph(program.module, graph)
+    graph, nodes = copied_graph(program.graph)
     new_names = {node.name: copied.name for node, copied in nodes.items()}
     inputs = tuple(replace(i, name=new_names[i.name]) for i in program.inputs)
-    return replace(program.with_module(module), inputs=inputs)
+    copied = program.with_module(with_graph(program.module, graph))
+    return replace(copied, inputs=inputs)
 
 
 def _remove_identities(module: fx.GraphModule) -> None:
     for node in list(module.graph.nodes):
-        if node.op != "call_module":
-            continue
-        if type(module.get_submodule(str(node.target))) is nn.Identity:
+        if type(called_layer(node, module)) is nn.Identity:
             given = [*node.args, *node.kwargs.values()][0]
             if isinstance(given, fx.Node):  # and no tuple
                 node.replace_all_uses_with(given)
@@ -118,10 +119,9 @@ def _has_effect(node: fx.Node, module: nn.Module) -> bool:
     if changed_by_layer(node, module):
         return True
     name = str(getattr(node.target, "__name__", node.target))
-    if node.op == "call_module":
-        layer = module.get_submodule(str(node.target))
+    if (layer := called_layer(node, module)) is not None:
         name = type(layer).__name__
-        if opaque_of(layer) or any(True for _ in layer.buffers()):
+        if has_state(layer):
             return True
     return may_draw(name)
 
@@ -167,12 +167,7 @@ class _Rewriter:
     def _add_member(self, node: fx.Node) -> None:
         if node.op == "output":
             return
-        found = frozenset(
-            tensor.untyped_storage()._cdata
-            for tensor in meta.tensors(node)
-            if tensor.layout is torch.strided
-        )
-        self.storage[node] = found
+        self.storage[node] = found = frozenset(memory(node))
         for key in found:
             self.members.setdefault(key, []).append(node)
             self.starts.setdefault(key, node)
@@ -224,18 +219,17 @@ class _Rewriter:
 
     def _readers(self, name: str) -> Iterator[fx.Node]:
         """Yield the nodes with the memory of a parameter."""
-        tensor = _attribute(self.module, name)
+        tensor = attribute(self.module, name)
         for node in self.module.graph.find_nodes(op="get_attr"):
-            if _attribute(self.module, str(node.target)) is tensor:
+            if attribute(self.module, str(node.target)) is tensor:
                 for key in self.storage[node]:
                     yield from self.members[key]
 
     def _layers_with(self, names: set[str]) -> Iterator[fx.Node]:
         """Yield the calls of layers that own one of these tensors."""
-        tensors = {id(_attribute(self.module, name)) for name in names}
+        tensors = {id(attribute(self.module, name)) for name in names}
         for node in self.module.graph.nodes:
-            if node.op == "call_module":
-                layer = self.module.get_submodule(str(node.target))
+            if (layer := called_layer(node, self.module)) is not None:
                 own = (*layer.parameters(), *layer.buffers())
                 if any(id(tensor) in tensors for tensor in own):
                     yield node
@@ -368,10 +362,6 @@ def _gives_same(node: fx.Node, module: nn.Module) -> bool:
         (made.shape, made.dtype, made.requires_grad)
         == (old.shape, old.dtype, old.requires_grad)
     )
-
-
-def _attribute(module: nn.Module, path: str) -> Any:
-    return operator.attrgetter(path)(module)
 
 
 def _replace_layer(module: nn.Module, path: str) -> None:

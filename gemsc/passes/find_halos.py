@@ -99,7 +99,7 @@ def _choose_fused(low: Lowering, stages: Iterable[Stage], layers: int) -> Halos:
     wide: dict[str, Boxes] = {}
     fetched: dict[tuple[str, int], Boxes] = {}
     for stage in stages:
-        if low.is_split(stage):
+        if low.grids[stage.index]:
             chains = _Chains(low, stage, layers)
             chains.fuse()
             wide |= {node.name: chains.boxes[node] for node in chains.layers}
@@ -261,11 +261,8 @@ class _Chains:
         wanted = [boxes for each in wishes.values() for boxes in each]
         return tuple(
             hull(mine, *(intersection(boxes[tile], image) for boxes in wanted))
-            for tile, mine in enumerate(self._own(node))
+            for tile, mine in enumerate(self._low.owned(shape, self._low.axes(node)))
         )
-
-    def _own(self, node: fx.Node) -> Boxes:
-        return self._low.owned(self._low.shape(node), self._low.axes(node))
 
 
 def _cuts(stage: Stage) -> set[fx.Node]:

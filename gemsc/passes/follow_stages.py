@@ -85,7 +85,7 @@ class FollowStages(Pass):
     def _by_owners(self, program: Program) -> dict[fx.Node, tuple[int, str]]:
         """Return the same where the two graphs are not alike."""
         training = self.training
-        used = {name for n in training.compute_nodes for name in _tensors(training, n)}
+        used = set(used_tensors(training, training.compute_nodes))
         earlier = predecessors(program)
         together = sharing(program)
         stage_of = dict.fromkeys(program.compute_nodes, 0)
@@ -108,7 +108,7 @@ class FollowStages(Pass):
     ) -> int:
         """Return the first stage from `earliest` on that has what the node needs."""
         stage = earliest
-        for name in used.intersection(_tensors(program, node)):
+        for name in used.intersection(used_tensors(program, [node])):
             homes = [i for i, names in enumerate(self.owned) if name in names]
             stage = max(stage, min((h for h in homes if h >= earliest), default=-1))
             if homes[-1] < earliest:
@@ -188,16 +188,6 @@ class FollowOrder(Pass):
         if random_nodes(program, order) != random_nodes(program, nodes):
             return program
         return in_order(program, order)[0]
-
-
-def _tensors(program: Program, node: fx.Node) -> list[str]:
-    """Return the names of the parameters and buffers that a node uses."""
-    names = [str(s.target) for s in node.all_input_nodes if s.op == "get_attr"]
-    if node.op == "call_module":
-        layer = program.module.get_submodule(str(node.target))
-        tensors = (*layer.named_parameters(), *layer.named_buffers())
-        names += [f"{node.target}.{name}" for name, _ in tensors]
-    return [program.aliases.get(name, name) for name in names]
 
 
 def find_twins(training: Program, evaluation: Program) -> dict[fx.Node, fx.Node] | None:

@@ -19,6 +19,7 @@ from torch import fx
 from gemsc.errors import GemscError
 from gemsc.ir import meta
 from gemsc.ir.flow import layer_path, shared_path, unique_names
+from gemsc.ir.holder import called_layer
 from gemsc.ir.mutation import read_statistics
 from gemsc.ir.program import Block, Program, Skip
 from gemsc.passes.base import Pass
@@ -127,10 +128,9 @@ def _indivisible(
         group = meta.glue(node)
         if group is not None:
             glued.setdefault(("glue", group), []).append(index)
-        if node.op == "call_module":
-            layer = program.module.get_submodule(str(node.target))
-            if any(True for _ in layer.buffers()):
-                glued.setdefault(("layer", node.target), []).append(index)
+        layer = called_layer(node, program.module)
+        if layer is not None and any(True for _ in layer.buffers()):
+            glued.setdefault(("layer", node.target), []).append(index)
         for path in read_statistics(node, program):
             glued.setdefault(("layer", path), []).append(index)
         if not meta.is_one_tensor(node):
@@ -155,7 +155,7 @@ def _choose_cuts(
     bounds: Sequence[int],
 ) -> list[int]:
     nodes = tuple(order)
-    crossing = _crossing_bytes(nodes, order)
+    crossing = crossing_bytes(nodes)
     heavy = [i for i, node in enumerate(nodes) if meta.facts(node).heavy]
     long = [skip for skip in program.skips or () if skip.long]
     cuts = list(bounds)
@@ -186,8 +186,9 @@ def _sent_apart(
     )
 
 
-def _crossing_bytes(nodes: tuple[fx.Node, ...], order: dict[fx.Node, int]) -> list[int]:
+def crossing_bytes(nodes: Sequence[fx.Node]) -> list[int]:
     """Return, for each position, the bytes of the values that a cut there carries."""
+    order = {node: i for i, node in enumerate(nodes)}
     change = [0] * (len(nodes) + 2)
     for node in nodes:
         uses = [order[user] for user in node.users if user in order]

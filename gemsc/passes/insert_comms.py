@@ -42,8 +42,7 @@ class InsertComms(Pass):
 
     def apply(self, program: Program) -> Program:
         """Return the program with its transfers, in order of source and destination."""
-        stages = program.require_stages()
-        stage_of = {node: stage.index for stage in stages for node in stage.nodes}
+        stage_of = program.stage_of
         users = {
             node: {stage_of[u] for u in node.users if u in stage_of}
             for node in stage_of

@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import fx
 from torch.nn import functional as F
 
 from gemsc.ir import meta
+from gemsc.ir.holder import copied_graph
 from gemsc.ir.program import Program
-from gemsc.ir.staged import keep_stages
+from gemsc.ir.staged import moved
 from gemsc.passes.base import Pass
 from gemsc.runtime import tiles
 
@@ -33,13 +33,8 @@ class LocalBatchnorm(Pass):
 
     def apply(self, program: Program) -> Program:
         """Return the program with the user's own layers in the place of the grid's."""
-        graph = fx.Graph()
-        mapping: dict[fx.Node, fx.Node] = {}
-        for node in program.graph.nodes:
-            mapping[node] = graph.node_copy(node, mapping.__getitem__)
-            meta.copy_meta(node, mapping[node])
-        changed = keep_stages(program, graph, mapping)
-        for node in graph.nodes:
+        changed = moved(program, *copied_graph(program.graph))
+        for node in changed.graph.nodes:
             if node.target is tiles.functional_batch_norm:
                 node.target, node.args = F.batch_norm, node.args[1:]
             if node.target is tiles.batch_norm:

@@ -16,7 +16,7 @@ from torch import fx, nn
 from gemsc.ir import meta
 from gemsc.ir.flow import exchange_of, grid_of, is_exchange, source_of
 from gemsc.ir.program import Program
-from gemsc.ir.staged import keep_stages
+from gemsc.ir.staged import moved
 from gemsc.passes.base import Pass
 from gemsc.runtime.tiles.convolution import convolution, reach
 
@@ -34,35 +34,29 @@ class OverlapHalos(Pass):
 
     def apply(self, program: Program) -> Program:
         """Return the program in which these layers get their halo on the way."""
-        return overlap(program)
+        chosen = set(_candidates(program))
+        gone = {node.args[0] for node in chosen}
+        graph = fx.Graph()
+        mapping: dict[fx.Node, fx.Node] = {}
+        for node in program.graph.nodes:
+            if node in chosen:
+                mapping[node] = _overlapped(node, graph, mapping)
+            elif node not in gone:
+                mapping[node] = graph.node_copy(node, mapping.__getitem__)
+        return moved(program, graph, mapping)
 
 
-def overlap(program: Program) -> Program:
-    """Return the program in which the layers that can overlap; without facts."""
-    chosen = set(_candidates(program))
-    gone = {node.args[0] for node in chosen}
-    graph = fx.Graph()
-    mapping: dict[fx.Node, fx.Node] = {}
-    for node in program.graph.nodes:
-        if node in gone:
-            continue
-        if node in chosen:
-            halo = node.args[0]
-            assert isinstance(halo, fx.Node)
-            args: tuple[Any, ...] = (
-                grid_of(halo),
-                mapping[source_of(halo)],
-                exchange_of(halo),
-                graph.get_attr(str(node.target)),
-            )
-            new = graph.create_node("call_function", convolution, args, {}, node.name)
-            meta.copy_meta(node, new)
-            meta.set_layer(new, str(node.target))
-        else:
-            new = graph.node_copy(node, mapping.__getitem__)
-            meta.copy_meta(node, new)
-        mapping[node] = new
-    return keep_stages(program, graph, mapping)
+def _overlapped(
+    node: fx.Node, graph: fx.Graph, mapping: dict[fx.Node, fx.Node]
+) -> fx.Node:
+    """Add a convolution that begins before its halo has come."""
+    (halo,) = node.all_input_nodes
+    layer = graph.get_attr(str(node.target))
+    args: Any = grid_of(halo), mapping[source_of(halo)], exchange_of(halo), layer
+    new = graph.create_node("call_function", convolution, args, {}, node.name)
+    meta.copy_meta(node, new)
+    meta.set_layer(new, str(node.target))
+    return new
 
 
 def _candidates(program: Program) -> list[fx.Node]:

@@ -17,8 +17,9 @@ from gemsc.base.dtypes import CHANNELS_LAST, format_of
 from gemsc.base.units import show_seconds
 from gemsc.costs.profile import BlockTimes, Progress, time_nodes
 from gemsc.ir import meta
-from gemsc.ir.holder import copied_graph, with_graph
+from gemsc.ir.holder import copied_graph
 from gemsc.ir.program import Block, Program
+from gemsc.ir.staged import moved
 from gemsc.passes.base import Pass
 
 WORTH_IT = 0.1  # of the blocks' seconds: another option is named that saves as much
@@ -42,21 +43,10 @@ class TimeBlocks(Pass):
         blocks, times = program.blocks or (), self._times(program)
         notes = self._faster_format(program, sum(map(_seconds, times)))
         graph, copies = copied_graph(program.graph)
-        for block, found in zip(blocks, times, strict=True):
-            _share(block, found, copies)
-        return replace(
-            program,
-            module=with_graph(program.module, graph),
-            blocks=tuple(
-                replace(block, nodes=tuple(copies[node] for node in block.nodes))
-                for block in blocks
-            ),
-            skips=tuple(
-                replace(s, value=copies[s.value], last_use=copies[s.last_use])
-                for s in program.skips or ()
-            ),
-            notes=(*program.notes, *notes),
-        )
+        for block, measured in zip(blocks, times, strict=True):
+            _share(block, measured, copies)
+        found = moved(program, graph, copies)
+        return replace(found, notes=(*program.notes, *notes))
 
     def _times(self, program: Program, **how: Any) -> list[BlockTimes]:
         given = program, program.blocks or (), self.inputs, self.target

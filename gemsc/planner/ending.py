@@ -396,7 +396,7 @@ def _is_mirrored(program: Program, stage: int) -> bool:
 def _holders(program: Program, stages: tuple[int, ...], key: tuple[str, bool]) -> int:
     """Return how many ranks of one copy hold the same of a group of parameters."""
     placement, (_, is_part) = program.require_placement(), key
-    ranks = {r for stage in stages for row in placement.ranks for r in row[stage]}
+    ranks = {rank for stage in stages for rank in placement.ranks_of(stage)}
     return len(ranks) // placement.grid(stages[0]).beside if is_part else len(ranks)
 
 

@@ -334,7 +334,7 @@ class MemoryFit:
                 for saving in self._savings_of(stage, longest)
                 if saving.freed > 0 and taken.isdisjoint(saving.blocks)
             ]
-            for rank in {r for row in placement.ranks for r in row[stage.index]}:
+            for rank in placement.ranks_of(stage.index):
                 by_rank[rank] += mine
         return by_rank
 

@@ -146,14 +146,10 @@ def _loss_notes(program: Program, task: Task, options: CompileOptions) -> list[s
 
 def _optimizer_note(program: Program) -> list[str]:
     """Say that an optimizer would need all parameters, where no rank has them."""
-    replicas = program.require_placement().ranks
-    stages_of = Counter(
-        rank
-        for stage in program.require_stages()
-        for rank in {rank for ranks in replicas for rank in ranks[stage.index]}
-    )
+    placement, stages = program.require_placement(), program.require_stages()
+    stages_of = Counter(r for s in stages for r in placement.ranks_of(s.index))
     is_cut = program.shards or program.shard != "off"
-    if not is_cut and min(stages_of.values()) == len(program.require_stages()):
+    if not is_cut and min(stages_of.values()) == len(stages):
         return []
     if not (difference := program.updated_together()):
         return []
@@ -202,7 +198,7 @@ def _stages(
         planned.append(
             PlannedStage(
                 index=stage.index,
-                ranks=sorted({r for row in placement.ranks for r in row[stage.index]}),
+                ranks=sorted(placement.ranks_of(stage.index)),
                 blocks=[block.name for block in stage.blocks],
                 flops=stage.total("flops"),
                 parameter_bytes=stage.total("parameter_bytes"),

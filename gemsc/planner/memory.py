@@ -70,10 +70,8 @@ def stage_weights(program: Program) -> list[StageWeights]:
     """
     module = program.module
     tensors = dict([*module.named_parameters(), *module.named_buffers()])
-    placement = program.require_placement()
-    rows = zip(*placement.ranks, strict=True)
-    ranks = [{rank for row in stage for rank in row} for stage in rows]
     names_of = owned_tensors(program)
+    ranks = list(map(program.require_placement().ranks_of, range(len(names_of))))
     weights = []
     for index, names in enumerate(names_of):
         elsewhere = {
@@ -113,10 +111,7 @@ def frozen_parts(
         return [[] for _ in names_of]
     frozen = {n for n, p in program.module.named_parameters() if not p.requires_grad}
     held = Counter[tuple[int, str]]()
-    ranks = [
-        {rank for row in stage for rank in row}
-        for stage in zip(*program.require_placement().ranks, strict=True)
-    ]
+    ranks = list(map(program.require_placement().ranks_of, range(len(names_of))))
     for stage, names in enumerate(names_of):
         held.update((rank, name) for rank in ranks[stage] for name in names)
     return [

@@ -10,6 +10,7 @@ from gemsc.costs.collectives import sum_seconds
 from gemsc.costs.hardware import Hardware, Network
 from gemsc.ir import meta
 from gemsc.ir.flow import exchange_of, is_exchange
+from gemsc.ir.holder import called_layer
 from gemsc.ir.opaque import opaque_of
 from gemsc.ir.program import Program, Stage, Transfer, busy_seconds
 from gemsc.ir.segments import recomputed_nodes
@@ -152,11 +153,7 @@ def _waiting_seconds(program: Program, stage: Stage) -> float:
     a module does that is not looked into is its own.
     """
     placement = program.require_placement()
-    whole = any(
-        opaque_of(program.module.get_submodule(str(node.target)))
-        for node in stage.nodes
-        if node.op == "call_module"
-    )
+    whole = any(opaque_of(called_layer(n, program.module)) for n in stage.nodes)
     if whole or placement.grid(stage.index) or program.segments_of(stage.index):
         return 0.0
     return float(stage.total("weight_seconds"))

@@ -140,11 +140,6 @@ def _rounded(task: Task, steps: int) -> Task:
     )
 
 
-def _kinds(task: Task, policy: Policy) -> tuple[Kind, ...]:
-    """Return the kinds of actions to be scheduled, in the order of one micro-batch."""
-    return task.kinds if policy.split_backward else task.kinds[:2]
-
-
 def _lines(order: Sequence[Action]) -> int:
     """Return the lines of a rank's text."""
     return num_lines(find_loops(order))
@@ -201,7 +196,7 @@ class _Scheduler:
         self.task = task
         self.policy = policy
         self.clock = Clock(task)
-        kinds = _kinds(task, policy)
+        kinds = task.kinds if policy.split_backward else task.kinds[:2]
         self.kinds = tuple(kind for kind in policy.kinds if kind in kinds)
         self.last_kind = kinds[-1]
         lanes = [lane for rank in task.lanes for lane in rank]

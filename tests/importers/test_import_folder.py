@@ -15,9 +15,8 @@ from safetensors.torch import load_file
 
 from gemsc.errors import GemscError
 from gemsc.importers import folder as folders
-from gemsc.importers.folder import import_file
+from gemsc.importers.folder import Origin, import_file
 from gemsc.importers.network import READERS, ImportedNetwork, ImportOptions
-from gemsc.importers.origin import Origin
 from gemsc.user_model import load_user_model
 
 torch.set_num_threads(1)
@@ -157,7 +156,7 @@ def test_an_import_that_fails_leaves_what_was_there(
     def fail(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(folders, "_write_weights", fail)
+    monkeypatch.setattr(folders, "write_stream", fail)
     for place in (net, small.with_name("new")):
         with pytest.raises(KeyboardInterrupt):
             import_file(small, place, ImportOptions(batch=7))

@@ -196,6 +196,22 @@ def test_dropout_of_an_lstm_leaves_out_features_of_whole_sequences(
     assert (given[0] != given[1]).any()
 
 
+def test_each_of_several_cells_leaves_out_features_of_its_own(tmp_path: Path) -> None:
+    cells = [layers.LSTMCell(90, dropout=0.5), layers.GRUCell(3, dropout=0.5)]
+    _, net = imported(of(layers.RNN(cells, name="rnn"), (4, 90)), tmp_path)
+    seen = []
+    for cell in net.rnn["cells"].values():
+        cell.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    net.train()
+    net(torch.ones(2, 4, 90))
+    assert len(seen) == 2
+    for given in seen:
+        left_out = given == 0
+        assert 0.2 < left_out.float().mean() < 0.8
+        assert (left_out == left_out[:, :1]).all()
+    assert not torch.equal(*(given == 0 for given in seen))
+
+
 @pytest.mark.parametrize(
     ("layer", "spread"),
     [

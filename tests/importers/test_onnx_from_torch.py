@@ -13,7 +13,7 @@ from norm_models import NORM_MODELS
 from torch import Tensor, nn
 
 from gemsc.errors import GemscError
-from gemsc.importers.check import distance
+from gemsc.importers.network import distance
 from gemsc.importers.onnx.from_torch import export_onnx
 
 onnx: Any = pytest.importorskip("onnx")

@@ -501,6 +501,19 @@ def test_a_function_that_leaves_an_input_out_before_another_is_named(tmp_path):
     assert "damaged" not in message
 
 
+def test_a_function_of_the_file_that_calls_itself_is_refused(tmp_path):
+    path = file_of(tmp_path / "a.onnx", [node("Relu", ["x"], ["y"])], {"x": [2, 3]})
+    model = onnx.load(path)
+    model.opset_import.append(onnx.helper.make_opsetid("own", 1))
+    call = onnx.helper.make_node("F", ["x"], ["y"], domain="own")
+    model.functions.append(
+        onnx.helper.make_function("own", "F", ["x"], ["y"], [call], model.opset_import)
+    )
+    model.graph.node[0].CopyFrom(call)
+    path.write_bytes(model.SerializeToString())
+    assert "a.onnx: its functions cannot be inlined: " in refused(path)
+
+
 @pytest.mark.parametrize("mode", ["SAME_UPPER", "SAME_LOWER"])
 @pytest.mark.parametrize("size", [(7, 9), (8, 6), (6, 5), (5, 11)])
 def test_means_of_windows_with_gaps_between_them(mode, size, tmp_path):

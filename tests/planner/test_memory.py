@@ -130,14 +130,30 @@ class Columns(torch.optim.SGD):
         return super().step(closure)
 
 
-def clipped(parameters):
+def clipped(parameters, bound=0.1):
     """An optimizer that scales all gradients by the norm of all of them."""
     optimizer = torch.optim.SGD(parameters, lr=0.1)
     whole = optimizer.param_groups[0]["params"]
     optimizer.register_step_pre_hook(
-        lambda *_: nn.utils.clip_grad_norm_(whole, 0.1) and None
+        lambda *_: nn.utils.clip_grad_norm_(whole, bound) and None
     )
     return optimizer
+
+
+def loosely_clipped(parameters):
+    """One whose bound small gradients do not come to."""
+    return clipped(parameters, bound=50.0)
+
+
+class MaxNorm(torch.optim.Adam):
+    """Rows of weights stay below a norm, which small ones are far from."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.dim() == 2:
+                parameter.copy_(parameter.renorm(2, 0, 10.0))
 
 
 @pytest.mark.parametrize(
@@ -155,6 +171,8 @@ def clipped(parameters):
         (lambda p: Columns(p, lr=0.1), {"a"}),
         (lambda p: torch.optim.Muon([p for n, p in p if n == "a"]), {"a"}),
         (clipped, {"a", "b"}),
+        (loosely_clipped, {"a", "b"}),
+        (lambda p: MaxNorm(p, lr=0.1), {"a"}),
     ],
 )
 def test_optimizers_that_look_across_a_tensor_are_found(optimizer, wanted) -> None:
@@ -191,6 +209,7 @@ def deeper_is_faster(parameters):
     ("optimizer", "options", "count"),
     [
         (clipped, {"ranks": 2}, 1),
+        (loosely_clipped, {"ranks": 2}, 1),
         (deeper_is_faster, {"ranks": 2}, 1),
         (lambda p: Distance([q for _, q in p], lr=1.0), {"ranks": 2}, 1),
         (clipped, {"ranks": 1}, 0),

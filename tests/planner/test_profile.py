@@ -61,6 +61,22 @@ def test_profiling_leaves_the_model_and_the_random_numbers_as_they_are() -> None
     assert [module.training for module in model.modules()] == modes
 
 
+def test_towers_and_skips_are_of_the_graph_whose_blocks_were_timed() -> None:
+    image, text = (nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(2))
+    table = torch.arange(64.0).reshape(8, 8)
+    model = Net(
+        lambda self, x, y: self.a(x) @ table.tril() + self.b(y) @ table.tril(),
+        a=image,
+        b=text,
+    )
+    rows = torch.randn(4, 8), torch.randn(4, 8)
+    program = trace(model, rows, loss=mean, profile=True, check=False).program
+    towers = [node for tower in program.towers or () for node in tower]
+    skips = [node for s in program.skips or () for node in (s.value, s.last_use)]
+    assert len(towers) > 3
+    assert {node.graph for node in (*towers, *skips)} == {program.graph}
+
+
 class Counts(nn.Module):
     """Makes numbers where its input is."""
 

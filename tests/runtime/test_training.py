@@ -89,7 +89,7 @@ def test_a_run_that_goes_on_with_another_rate_in_its_file_says_what_counts(
 
     run(folder, of(0.5), "--save", save, "--steps", "1")
     run(folder, of(0.5), "--save", save, "--steps", "2", "--resume", save)
-    assert "goes on with the values" not in capfd.readouterr().err
+    assert "keeps the values" not in capfd.readouterr().err
     run(folder, of(0.25), "--save", save, "--steps", "3", "--resume", save)
     said = f"of the checkpoint: {name} 0.5 (optimizer() gives 0.25); on_step"
     assert capfd.readouterr().err.count(said) == 1
@@ -109,12 +109,24 @@ def test_a_run_that_goes_on_takes_the_kernels_of_its_optimizer_from_the_file(
         run(folder, user, "--save", save, "--steps", str(number + 1), *goes_on)
         assert [*found] == [is_fused] * 2  # of both ranks
         found.clear()
-    assert "goes on with the values" not in capfd.readouterr().err
+    assert "keeps the values" not in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("reads", [0.6, 0.2])
+@pytest.mark.parametrize(
+    ("reads", "is_stream", "workers", "advice"),
+    [
+        (0.6, False, 0, "; try --workers 2 to"),
+        (0.6, False, 1, "; try more --workers to"),
+        (0.6, True, 0, "; try --workers 1 to"),
+        (0.6, True, 1, ""),
+        (0.2, False, 0, ""),
+    ],
+)
 def test_a_run_whose_ranks_wait_for_data_says_so_once(
     reads: float,
+    is_stream: bool,
+    workers: int,
+    advice: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
@@ -131,10 +143,15 @@ def test_a_run_whose_ranks_wait_for_data_says_so_once(
             yield item
 
     monkeypatch.setattr(Status, "while_reading", read)
-    run(program(tmp_path), user_of(), "--epochs", "2")
-    said = [line for line in capfd.readouterr().out.splitlines() if "waited" in line]
-    text = "note: for 60% of the time so far the ranks waited for data; --workers 2 or"
-    assert [line[: len(text)] for line in said] == [text] * (reads > 0.5)
+    user = (
+        user_of(dataset=lambda: gemsc.Stream([*pairs()], samples=12))
+        if is_stream
+        else user_of()
+    )
+    run(program(tmp_path), user, "--epochs", "2", "--workers", str(workers))
+    said = capfd.readouterr().out
+    text = f"note: so far, the ranks have waited for data 60% of the time{advice}"
+    assert said.count(text) == said.count("have waited") == bool(advice)
 
 
 def test_the_time_in_which_ranks_wait_for_data_is_that_of_the_source() -> None:

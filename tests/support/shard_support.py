@@ -17,7 +17,7 @@ from gemsc.passes.canonicalize import Canonicalize
 from gemsc.passes.choose_shards import ChooseShards
 from gemsc.passes.find_halos import FindHalos
 from gemsc.passes.manager import run_passes
-from gemsc.passes.overlap_halos import overlap
+from gemsc.passes.overlap_halos import OverlapHalos
 from gemsc.passes.separate_towers import SeparateTowers
 from gemsc.passes.split_tiles import SplitTiles
 
@@ -85,7 +85,7 @@ def on_mesh(
     traced = record(model, inputs, loss=loss, target=target)
     whole, ranks = _lowered(traced, grid, FREE, "auto", keep_whole, fuse)
     if fuse:
-        ranks = [overlap(rank) for rank in ranks]
+        ranks = [OverlapHalos().apply(rank) for rank in ranks]
     return on_ranks(whole, ranks, inputs, target)
 
 

@@ -27,7 +27,7 @@ from gemsc.passes.annotate import Annotate
 from gemsc.passes.canonicalize import Canonicalize
 from gemsc.passes.find_halos import FindHalos
 from gemsc.passes.manager import run_passes
-from gemsc.passes.overlap_halos import overlap
+from gemsc.passes.overlap_halos import OverlapHalos
 from gemsc.passes.split_tiles import SplitTiles
 from gemsc.runtime.memory.meter import saved_in_parts
 from gemsc.runtime.tiles.grid import Grid
@@ -161,7 +161,7 @@ def on_tiles(
     ]
     programs = [run_passes(program, each) for each in passes]
     if overlaps:
-        programs = [overlap(each) for each in programs]
+        programs = [OverlapHalos().apply(each) for each in programs]
     return on_ranks(program, programs, inputs, target)
 
 

@@ -215,9 +215,9 @@ class LayerCall:
                     help="the file is damaged, or its settings were changed by hand",
                 )
 
-    def first(self, of: int | Laid = 0) -> Symbol:
-        """Return an input with its channels first; a line permutes it where needed."""
-        return self._input(of).ordered(self.sheet, first=True)
+    def first(self) -> Symbol:
+        """Return the input with its channels first; a line permutes it where needed."""
+        return self._input(0).ordered(self.sheet, first=True)
 
     def last(self, of: int | Laid = 0) -> Symbol:
         """Return an input with its axes as Keras has them."""

@@ -53,33 +53,54 @@ class Cell:
 # --------------------------------------------------------------------- translators
 
 
-@translates("GRU", "LSTM", "SimpleRNN")
+@translates("GRU", "LSTM", "RNN", "SimpleRNN")
 def _recurrent(call: LayerCall) -> Laid | Sequence[Laid]:
-    return _run(call, Cell(call.layer.kind, call.config, "cell"))
+    config, name = call.config, call.layer.name
+    _check_layer(call, config)
+    if call.layer.kind == "RNN" and config["cell"]["class_name"] == "StackedRNNCells":
+        return _stacked(call, config["cell"]["config"]["cells"])
+    cell = _cell_of(call, call.layer.kind, config, "cell")
+    x = _dropped(call, _turned(call, call.last(), config), cell, "dropout")
+    layer = _layer(call, [cell], x.shape[-1], "cell" if cell.dropout else "")
+    given = [f"{state}.unsqueeze(0)" for state in _states(call)]
+    sequence, states = _called(call, cell, layer, x, given)
+    found = _last_or_all(call, sequence)
+    if not config.get("return_state"):
+        return found
+    return [found, *(call.gives(f"{s}[0]", wish=f"{name}_{w}") for w, s in states)]
 
 
-@translates("RNN")
-def _rnn(call: LayerCall) -> Laid | Sequence[Laid]:
-    """Run a cell, or several of them one above the other."""
-    cell = call.config["cell"]
-    if cell.get("class_name") != "StackedRNNCells":
-        return _run(call, _cell(call, cell, "cell"))
-    config = call.config
-    if config.get("return_state") or _states(call):
+def _stacked(call: LayerCall, held: Sequence[Mapping[str, Any]]) -> Laid:
+    """Run several cells, one above the other."""
+    if call.config.get("return_state") or _states(call):
         raise call.refuse(
             "gives or takes states of several cells",
             help="use a layer for each cell, such as LSTM(..., return_state=True)",
         )
-    held = cell["config"]["cells"]
     names = numbered(Listed.of(each).snake for each in held)
     named = zip(held, names, strict=True)
     cells = [_cell(call, each, f"cell/cells/{name}") for each, name in named]
-    _check_layer(call, config)
-    x = _turned(call, call.last(), config)
+    x = _turned(call, call.last(), call.config)
     for index, each in enumerate(cells):
+        x = _dropped(call, x, each, f"dropout.{index}")
         layer = _layer(call, [each], x.shape[-1], f"cells.{index}")
         x, _ = call.sheet.unpack([call.layer.name, "_"], f"{layer}({x})")
-    return Laid(x) if config.get("return_sequences") else call.gives(f"{x}[:, -1]")
+    return _last_or_all(call, x)
+
+
+def _last_or_all(call: LayerCall, sequence: Symbol) -> Laid:
+    if call.config.get("return_sequences"):
+        return Laid(sequence)
+    return call.gives(f"{sequence}[:, -1]")
+
+
+def _cell_of(call: LayerCall, kind: str, config: Mapping[str, Any], part: str) -> Cell:
+    """Return the cell of a layer of this class."""
+    if kind == "RNN":
+        return _cell(call, config["cell"], part)
+    if kind not in ("LSTM", "GRU", "SimpleRNN"):
+        raise call.refuse(f"holds a layer of class {kind}", help=WRITE_IT)
+    return Cell(kind, config, part)
 
 
 def _cell(call: LayerCall, cell: Mapping[str, Any], part: str) -> Cell:
@@ -87,23 +108,6 @@ def _cell(call: LayerCall, cell: Mapping[str, Any], part: str) -> Cell:
     if kind not in ("LSTMCell", "GRUCell", "SimpleRNNCell"):
         raise call.refuse(f"has a cell of class {kind}", help=WRITE_IT)
     return Cell(kind.removesuffix("Cell"), cell["config"], part)
-
-
-def _run(call: LayerCall, cell: Cell) -> Laid | Sequence[Laid]:
-    config = call.config
-    _check_layer(call, config)
-    x = _dropped(call, _turned(call, call.last(), config), cell)
-    layer = _layer(call, [cell], x.shape[-1], "cell" if cell.dropout else "")
-    given = [f"{state}.unsqueeze(0)" for state in _states(call)]
-    sequence, states = _called(call, cell, layer, x, given)
-    if config.get("return_sequences"):
-        found = Laid(sequence)
-    else:
-        found = call.gives(f"{sequence}[:, -1]")
-    if not config.get("return_state"):
-        return found
-    name = call.layer.name
-    return [found, *(call.gives(f"{s}[0]", wish=f"{name}_{w}") for w, s in states)]
 
 
 @translates("Bidirectional")
@@ -142,16 +146,8 @@ def _bidirectional(call: LayerCall) -> Laid | Sequence[Laid]:
 
 
 def _direction(call: LayerCall, layer: Mapping[str, Any], part: str) -> Cell:
-    kind, config = str(layer.get("class_name")), layer["config"]
-    part = f"{part}/cell"
-    if kind in ("LSTM", "GRU", "SimpleRNN"):
-        cell = Cell(kind, config, part)
-    elif kind == "RNN":
-        cell = _cell(call, config["cell"], part)
-    else:
-        raise call.refuse(f"holds a layer of class {kind}", help=WRITE_IT)
-    _check_layer(call, config)
-    return cell
+    _check_layer(call, layer["config"])
+    return _cell_of(call, str(layer.get("class_name")), layer["config"], f"{part}/cell")
 
 
 MERGES = {"sum": "{} + {}", "mul": "{} * {}", "ave": "({} + {}) / 2"}
@@ -257,11 +253,11 @@ def _turned(call: LayerCall, x: Symbol, config: Mapping[str, Any]) -> Symbol:
     return call.sheet.line(f"{x}_backwards", f"{x}.flip(1)")
 
 
-def _dropped(call: LayerCall, x: Symbol, cell: Cell) -> Symbol:
+def _dropped(call: LayerCall, x: Symbol, cell: Cell, part: str) -> Symbol:
     """Drop features: the same ones in all steps of a sequence, as Keras does."""
     if not cell.dropout:
         return x
-    drop = call.add(lambda: nn.Dropout(cell.dropout), "dropout")
+    drop = call.add(lambda: nn.Dropout(cell.dropout), part)
     return call.sheet.line(f"{x}_dropped", f"{x} * {drop}(torch.ones_like({x}[:, :1]))")
 
 

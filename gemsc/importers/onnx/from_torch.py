@@ -27,7 +27,7 @@ from gemsc.base.nests import Inputs, call_model, normalize_inputs, tensor_leaves
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.frontend.user_code import is_user_file, printed_line
 from gemsc.frontend.values import input_names
-from gemsc.importers.check import distance
+from gemsc.importers.network import distance
 
 BATCH = "batch"  # the name of the size that the file leaves open
 _NEEDED = ("onnx", "onnxscript")

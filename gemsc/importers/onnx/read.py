@@ -11,6 +11,7 @@ from typing import Any
 import onnx
 import onnx.inliner
 import torch
+from onnx.checker import ValidationError
 from torch.utils.flop_counter import FlopCounterMode
 
 from gemsc.errors import GemscError
@@ -136,7 +137,7 @@ def _inlined(model: onnx.ModelProto, path: Path) -> onnx.ModelProto:
             model = onnx.inliner.inline_selected_functions(
                 _typed(model), standard, inline_schema_functions=True
             )
-    except (RuntimeError, ValueError, TypeError) as why:
+    except (RuntimeError, ValueError, TypeError, ValidationError) as why:
         reason = str(why).split("\n")[0]
         raise GemscError(
             f"{path}: its functions cannot be inlined: {reason}", help=NOT_INLINED

@@ -23,7 +23,8 @@ from gemsc.importers.onnx.operators.parameters import (
     Static,
     Value,
     computed,
-    numpy_type,
+    number_type,
+    type_code,
 )
 from gemsc.importers.weight import Array, Weight
 
@@ -105,7 +106,7 @@ def _as_row(operand: Value | None) -> Value | None:
 
 
 def _as_float(operand: Value | None) -> Value | None:
-    if operand is None or _type(operand).tensor_type.elem_type not in FLOATS:
+    if operand is None or type_code(operand) not in FLOATS:
         return operand
     return computed("", np.broadcast_to(np.float32(0), operand.shape))
 
@@ -118,7 +119,8 @@ def _infer(
     for name, operand in zip(proto.input, operands, strict=True):
         if operand is None:
             continue
-        types[name] = _type(operand)
+        code = type_code(operand)
+        types[name] = onnx.helper.make_tensor_type_proto(code, operand.shape)
         if not isinstance(operand, Static) or operand.dtype.kind != "i":
             continue
         if math.prod(operand.shape) <= MOST:
@@ -128,15 +130,6 @@ def _infer(
     shape_inference.infer_node_outputs(
         schema, proto, types, data, opset_imports=imports
     )
-
-
-def _type(operand: Value) -> onnx.TypeProto:
-    if isinstance(operand, Static):
-        kind = operand.dtype
-    else:
-        kind = numpy_type(operand.tensor.dtype)
-    number = onnx.helper.np_dtype_to_tensor_dtype(kind)
-    return onnx.helper.make_tensor_type_proto(number, operand.shape)
 
 
 def _imports(opsets: Mapping[str, int]) -> list[onnx.OperatorSetIdProto]:
@@ -210,7 +203,7 @@ def _moved(
     settings = [None if o is None else o.array for o in operands[count:]]
     if proto.op_type == "Pad" and not _pads_with_zeros(proto, settings):
         return None
-    is_cast = proto.op_type in ("Cast", "CastLike")
+    is_cast = proto.op_type == "Cast"
     starts = np.cumsum([0, *(len(o.weight.sources) for o in data)]).tolist()
 
     def move(output: int) -> Callable[..., Array]:
@@ -249,10 +242,11 @@ def _results(
 ) -> list[tuple[tuple[int, ...], np.dtype[Any]]] | None:
     """Return shapes and types of the results; None if elements are there twice."""
     first = data[0]
-    if proto.op_type in ("Cast", "CastLike"):
-        kind = _cast_to(proto, settings)
-        is_number = kind is not None and _is_float(kind) and _is_float(first.dtype)
-        return [(first.shape, kind)] if is_number and kind is not None else None
+    if proto.op_type == "Cast":
+        kind = number_type(next(a.i for a in proto.attribute if a.name == "to"))
+        if kind is None or not (_is_float(kind) and _is_float(first.dtype)):
+            return None
+        return [(first.shape, kind)]
     if len({o.dtype for o in data}) > 1:
         return None
     if proto.op_type in REPEATING:
@@ -266,15 +260,6 @@ def _results(
     # without memory: arrays of one number that is in all places
     parts = [np.broadcast_to(np.zeros((), np.int8), o.shape) for o in data]
     return [(array.shape, first.dtype) for array in run([*parts, *settings])]
-
-
-def _cast_to(proto: onnx.NodeProto, settings: Sequence[Any]) -> np.dtype[Any] | None:
-    if proto.op_type == "CastLike":
-        return None if settings[0] is None else settings[0].dtype
-    kind = next((a.i for a in proto.attribute if a.name == "to"), 0)
-    if kind not in onnx.helper.get_all_tensor_dtypes():
-        return None
-    return np.dtype(onnx.helper.tensor_dtype_to_np_dtype(kind))
 
 
 def _is_float(kind: np.dtype[Any]) -> bool:

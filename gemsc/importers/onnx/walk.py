@@ -19,7 +19,6 @@ from gemsc.importers.onnx.operators.parameters import (
     Static,
     Value,
     computed,
-    numpy_type,
 )
 from gemsc.importers.onnx.standard import (
     NoFitError,
@@ -99,8 +98,6 @@ class Walk:
         for name, operand in zip(proto.input, operands, strict=True):
             if isinstance(operand, list):
                 raise self.sheet.refuse(f"takes '{name}', which is not a tensor")
-        if proto.op_type == "CastLike":
-            operands[1] = _zero_like(operands[1])
         results = self._known(proto, operands)
         if results is not None:
             return results
@@ -186,10 +183,3 @@ class Walk:
         if kind is None:
             raise self.sheet.refuse(f"has a {attribute.name}, which torch has not")
         return computed(proto.output[0], np.asarray(value, kind))
-
-
-def _zero_like(operand: Value | None) -> Static | None:
-    """Return a number of an operand's type."""
-    if not isinstance(operand, Symbol):
-        return operand
-    return computed("like", np.zeros(1, numpy_type(operand.tensor.dtype)))

@@ -14,15 +14,21 @@ from torch import fx, nn
 
 import gemsc.nn
 
-_CONV = "input weight bias stride padding dilation groups"
-_TRANSPOSED = "input weight bias stride padding output_padding groups dilation"
 _MAX_POOL = "input kernel_size stride padding dilation ceil_mode return_indices"
-_MAX_UNPOOL = "input indices kernel_size stride padding output_size"
-_AVG_POOL = (
-    "input kernel_size stride padding ceil_mode count_include_pad divisor_override"
-)
-_LP_POOL = "input norm_type kernel_size stride ceil_mode"
-_ADAPTIVE = "input output_size return_indices"
+_FUNCTIONS_OF_RANK = {
+    "conv": "input weight bias stride padding dilation groups",
+    "conv_transpose": (
+        "input weight bias stride padding output_padding groups dilation"
+    ),
+    "max_pool": _MAX_POOL,
+    "max_unpool": "input indices kernel_size stride padding output_size",
+    "avg_pool": (
+        "input kernel_size stride padding ceil_mode count_include_pad divisor_override"
+    ),
+    "lp_pool": "input norm_type kernel_size stride ceil_mode",
+    "adaptive_avg_pool": "input output_size return_indices",
+    "adaptive_max_pool": "input output_size return_indices",
+}
 _INTERPOLATE = (
     "input size scale_factor mode align_corners recompute_scale_factor antialias"
 )
@@ -32,6 +38,9 @@ _INSTANCE_NORM = (
 )
 _LOSS = "input target size_average reduce reduction"
 _WEIGHTED = "input target weight size_average reduce reduction"
+_CROSS_ENTROPY = (
+    "input target weight size_average ignore_index reduce reduction label_smoothing"
+)
 _REDUCTION = "input dim keepdim dtype"
 _EMBEDDING = "input weight padding_idx max_norm norm_type scale_grad_by_freq sparse"
 _ATTENTION = "query key value attn_mask dropout_p is_causal scale enable_gqa"
@@ -96,19 +105,19 @@ def call_of(node: fx.Node, module: nn.Module, alike: Any = None) -> Call:
 
 
 def _describe_layer(node: fx.Node, layer: nn.Module) -> Call:
-    for cls, kind, settings in LAYERS:
-        if type(layer) is cls:
-            arguments = {
-                name: getattr(layer, attribute)
-                for name, attribute in (_pair(word) for word in settings.split())
-            }
-            signature = inspect.signature(layer.forward)
-            bound = signature.bind(*node.args, **node.kwargs).arguments
-            arguments |= {_renamed(name): value for name, value in bound.items()}
-            names = tuple(map(_renamed, signature.parameters))
-            kind, _, detail = kind.partition(":")
-            return Call(node, kind, arguments, layer, names, detail)
-    return Call(node, "", {}, layer)
+    if type(layer) not in LAYERS:
+        return Call(node, "", {}, layer)
+    kind, settings = LAYERS[type(layer)]
+    arguments = {
+        name: getattr(layer, attribute)
+        for name, attribute in (_pair(word) for word in settings.split())
+    }
+    signature = inspect.signature(layer.forward)
+    bound = signature.bind(*node.args, **node.kwargs).arguments
+    arguments |= {_renamed(name): value for name, value in bound.items()}
+    names = tuple(map(_renamed, signature.parameters))
+    kind, _, detail = kind.partition(":")
+    return Call(node, kind, arguments, layer, names, detail)
 
 
 def _renamed(name: str) -> str:
@@ -124,6 +133,14 @@ _OTHER_NAMES = {
     "keepdims": "keepdim",
     "train": "training",
 }
+
+
+def numbered(given: Any, count: int) -> set[int] | None:
+    """Return dimensions as numbers from the first; None for anything else."""
+    numbers = given if isinstance(given, tuple | list) else [given]
+    if not numbers or any(type(number) is not int for number in numbers):
+        return None
+    return {number % count for number in numbers}
 
 
 def _pair(word: str) -> tuple[str, str]:
@@ -189,15 +206,9 @@ _ALIKE = {
 
 def _functions() -> Iterator[tuple[Any, str, str]]:
     for rank in (1, 2, 3):
-        yield f"conv{rank}d", f"conv:{rank}", _CONV
-        yield f"conv_transpose{rank}d", f"conv_transpose:{rank}", _TRANSPOSED
-        yield f"max_pool{rank}d", f"max_pool:{rank}", _MAX_POOL
+        for kind, names in _FUNCTIONS_OF_RANK.items():
+            yield f"{kind}{rank}d", f"{kind}:{rank}", names
         yield f"max_pool{rank}d_with_indices", f"max_pool:{rank}", _MAX_POOL
-        yield f"max_unpool{rank}d", f"max_unpool:{rank}", _MAX_UNPOOL
-        yield f"avg_pool{rank}d", f"avg_pool:{rank}", _AVG_POOL
-        yield f"lp_pool{rank}d", f"lp_pool:{rank}", _LP_POOL
-        yield f"adaptive_avg_pool{rank}d", f"adaptive_avg_pool:{rank}", _ADAPTIVE
-        yield f"adaptive_max_pool{rank}d", f"adaptive_max_pool:{rank}", _ADAPTIVE
         yield f"dropout{rank}d", f"channel_dropout:{rank}", "input p training inplace"
     yield "feature_dropout", "channel_dropout", "input p training"
     yield "feature_alpha_dropout", "channel_dropout", "input p training inplace"
@@ -228,17 +239,8 @@ def _functions() -> Iterator[tuple[Any, str, str]]:
     yield "smooth_l1_loss", "loss", f"{_LOSS} beta"
     yield "huber_loss", "loss", "input target reduction delta"
     yield "binary_cross_entropy", "loss", _WEIGHTED
-    yield (
-        "binary_cross_entropy_with_logits",
-        "loss",
-        f"{_WEIGHTED} pos_weight",
-    )
-    yield (
-        "cross_entropy",
-        "cross_entropy",
-        "input target weight size_average ignore_index reduce reduction "
-        "label_smoothing",
-    )
+    yield "binary_cross_entropy_with_logits", "loss", f"{_WEIGHTED} pos_weight"
+    yield "cross_entropy", "cross_entropy", _CROSS_ENTROPY
 
 
 FUNCTIONS: dict[Any, tuple[str, str]] = {
@@ -274,61 +276,45 @@ del FUNCTIONS[torch.binary_cross_entropy_with_logits]
 _METHODS = _ALIKE
 
 
+_WINDOW = "kernel_size stride padding"
+_UPSAMPLE = "size scale_factor mode align_corners recompute_scale_factor"
+# layers of images of one, two and three dimensions: the start of the class's name
+_LAYERS_OF_RANK = {
+    "Conv": ("conv", f"{_WINDOW} dilation groups padding_mode"),
+    "ConvTranspose": (
+        "conv_transpose",
+        f"{_WINDOW} dilation groups padding_mode output_padding",
+    ),
+    "MaxPool": ("max_pool", f"{_WINDOW} dilation ceil_mode return_indices"),
+    "MaxUnpool": ("max_unpool", _WINDOW),
+    "AvgPool": ("avg_pool", f"{_WINDOW} ceil_mode count_include_pad"),
+    "LPPool": ("lp_pool", "norm_type kernel_size stride ceil_mode"),
+    "AdaptiveAvgPool": ("adaptive_avg_pool", "output_size"),
+    "AdaptiveMaxPool": ("adaptive_max_pool", "output_size return_indices"),
+    "Dropout": ("channel_dropout", "p"),
+}
+_PADDING = {
+    "ZeroPad": "constant",
+    "ConstantPad": "constant",
+    "ReflectionPad": "reflect",
+    "ReplicationPad": "replicate",
+    "CircularPad": "circular",
+}
+
+
 def _layers() -> Iterator[tuple[type[nn.Module], str, str]]:
-    windows = "kernel_size stride padding"
     for rank in (1, 2, 3):
-        d = f"{rank}d"
-        conv = f"{windows} dilation groups padding_mode"
-        yield getattr(nn, f"Conv{d}"), f"conv:{rank}", conv
-        yield (
-            getattr(nn, f"ConvTranspose{d}"),
-            f"conv_transpose:{rank}",
-            (f"{conv} output_padding"),
-        )
-        yield (
-            getattr(nn, f"MaxPool{d}"),
-            f"max_pool:{rank}",
-            (f"{windows} dilation ceil_mode return_indices"),
-        )
-        yield getattr(nn, f"MaxUnpool{d}"), f"max_unpool:{rank}", windows
-        average = f"{windows} ceil_mode count_include_pad"
-        yield (
-            getattr(nn, f"AvgPool{d}"),
-            f"avg_pool:{rank}",
-            (average if d == "1d" else f"{average} divisor_override"),
-        )
-        yield (
-            getattr(nn, f"LPPool{d}"),
-            f"lp_pool:{rank}",
-            ("norm_type kernel_size stride ceil_mode"),
-        )
-        yield (
-            getattr(nn, f"AdaptiveAvgPool{d}"),
-            f"adaptive_avg_pool:{rank}",
-            "output_size",
-        )
-        yield (
-            getattr(nn, f"AdaptiveMaxPool{d}"),
-            f"adaptive_max_pool:{rank}",
-            ("output_size return_indices"),
-        )
-        for mode, cls in (
-            ("constant", "ConstantPad"),
-            ("reflect", "ReflectionPad"),
-            ("replicate", "ReplicationPad"),
-            ("circular", "CircularPad"),
-        ):
+        for name, (kind, settings) in _LAYERS_OF_RANK.items():
+            if name == "AvgPool" and rank > 1:
+                settings += " divisor_override"
+            yield getattr(nn, f"{name}{rank}d"), f"{kind}:{rank}", settings
+        for name, mode in _PADDING.items():
             value = " value" if mode == "constant" else ""
-            yield getattr(nn, f"{cls}{d}"), f"pad:{mode}", f"pad:padding{value}"
-        yield getattr(nn, f"ZeroPad{d}"), "pad:constant", "pad:padding value"
-        yield getattr(nn, f"BatchNorm{d}"), "batch_norm", "eps"
-        yield getattr(gemsc.nn, f"BatchNorm{d}"), "batch_norm", "eps"
-        yield (
-            getattr(nn, f"InstanceNorm{d}"),
-            "instance_norm",
-            ("eps track_running_stats"),
-        )
-        yield getattr(nn, f"Dropout{d}"), f"channel_dropout:{rank}", "p"
+            yield getattr(nn, f"{name}{rank}d"), f"pad:{mode}", f"pad:padding{value}"
+        for space in (nn, gemsc.nn):
+            yield getattr(space, f"BatchNorm{rank}d"), "batch_norm", "eps"
+        instance_norm = getattr(nn, f"InstanceNorm{rank}d")
+        yield instance_norm, "instance_norm", "eps track_running_stats"
     yield nn.FeatureAlphaDropout, "channel_dropout", "p"
     yield nn.Dropout, "dropout", "p"
     yield nn.GroupNorm, "group_norm", "num_groups eps"
@@ -344,21 +330,9 @@ def _layers() -> Iterator[tuple[type[nn.Module], str, str]]:
     yield nn.RMSNorm, "rms_norm", "normalized_shape eps"
     yield nn.Embedding, "embedding", "padding_idx max_norm scale_grad_by_freq sparse"
     yield nn.Linear, "linear", ""
-    yield (
-        nn.Upsample,
-        "interpolate",
-        ("size scale_factor mode align_corners recompute_scale_factor"),
-    )
-    yield (
-        nn.UpsamplingNearest2d,
-        "interpolate",
-        ("size scale_factor mode align_corners recompute_scale_factor"),
-    )
-    yield (
-        nn.UpsamplingBilinear2d,
-        "interpolate",
-        ("size scale_factor mode align_corners recompute_scale_factor"),
-    )
+    yield nn.Upsample, "interpolate", _UPSAMPLE
+    yield nn.UpsamplingNearest2d, "interpolate", _UPSAMPLE
+    yield nn.UpsamplingBilinear2d, "interpolate", _UPSAMPLE
     yield nn.PixelShuffle, "pixel_shuffle", "upscale_factor"
     yield nn.PixelUnshuffle, "pixel_unshuffle", "downscale_factor"
     yield nn.MSELoss, "loss", "reduction"
@@ -370,4 +344,4 @@ def _layers() -> Iterator[tuple[type[nn.Module], str, str]]:
     yield nn.CrossEntropyLoss, "cross_entropy", "reduction ignore_index label_smoothing"
 
 
-LAYERS = tuple(_layers())
+LAYERS = {cls: (kind, settings) for cls, kind, settings in _layers()}

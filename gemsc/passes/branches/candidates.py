@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
+from operator import itemgetter
 
 from torch import fx
 
@@ -102,14 +103,9 @@ def heaviest(candidates: list[ForkChoice], bonus: float = 0.0) -> list[ForkChoic
     best: list[tuple[float, list[ForkChoice]]] = [(0.0, [])]
     for number, each in enumerate(order):
         saved, before = best[bisect_right(lasts, each.first - 1, hi=number)]
-        best.append(
-            max(best[-1], (saved + each.saved + bonus, [*before, each]), key=_saved)
-        )
+        taken = saved + each.saved + bonus, [*before, each]
+        best.append(max(best[-1], taken, key=itemgetter(0)))
     return best[-1][1]
-
-
-def _saved(choice: tuple[float, list[ForkChoice]]) -> float:
-    return choice[0]
 
 
 def names_of(parts: Sequence[Component]) -> tuple[str, list[str]]:

@@ -127,12 +127,9 @@ class ForkHere:
             return low.whole(source)
         if local.axes is None:
             return local.node
-        users = self._users(source)
+        users = {self.ranks[n.name] for n in self.nodes if n in source.users}
         shape = low.shape(source)
         return low.part(source, [box_of(shape, t in users) for t in range(low.tiles)])
-
-    def _users(self, source: fx.Node) -> set[int]:
-        return {self.ranks[node.name] for node in self.nodes if node in source.users}
 
     def _unused(self, like: fx.Node) -> list[fx.Node]:
         """Return what only other ranks' branches use, and yet this rank needs.

@@ -23,7 +23,8 @@ from torch import Tensor, fx
 
 from gemsc.ir import meta
 from gemsc.ir.flow import used_tensors
-from gemsc.ir.opaque import has_own_backward, opaque_of
+from gemsc.ir.holder import called_layer
+from gemsc.ir.opaque import has_own_backward, has_state
 from gemsc.ir.program import Program, Stage
 from gemsc.passes.shards.choice import kept_whole
 
@@ -130,10 +131,9 @@ class Finder:
         for node in self.nodes:
             if meta.glue(node) is not None:
                 groups.setdefault(("glue", meta.glue(node)), []).append(node)
-            if node.op == "call_module":
-                layer = program.module.get_submodule(str(node.target))
-                if opaque_of(layer) or any(True for _ in layer.buffers()):
-                    groups.setdefault(("layer", node.target), []).append(node)
+            layer = called_layer(node, program.module)
+            if layer is not None and has_state(layer):
+                groups.setdefault(("layer", node.target), []).append(node)
             for source in node.all_input_nodes:
                 if source.op != "get_attr" and not meta.is_one_tensor(source):
                     groups.setdefault(source, [source]).append(node)

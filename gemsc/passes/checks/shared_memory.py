@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from gemsc.errors import GemscError
+from gemsc.ir.holder import called_layer
 from gemsc.ir.mutation import mutated_state
 from gemsc.ir.opaque import opaque_of
 from gemsc.ir.program import Program
@@ -26,8 +27,7 @@ def check_shared_memory(program: Program) -> None:
     changed = {id(t) for t in found.values() if t.requires_grad}
     for node in program.compute_nodes:
         changed |= {id(found[n]) for n in mutated_state(node, module) if n in found}
-        if node.op == "call_module":
-            layer = module.get_submodule(str(node.target))
+        if (layer := called_layer(node, module)) is not None:
             opaque = opaque_of(layer)
             names = opaque.changes if opaque is not None else _statistics(layer)
             paths = (f"{node.target}.{name}" for name in names)

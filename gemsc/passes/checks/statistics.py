@@ -20,7 +20,7 @@ from torch import fx, nn
 
 from gemsc.errors import GemscError
 from gemsc.ir import meta
-from gemsc.ir.holder import attribute
+from gemsc.ir.holder import attribute, called_layer
 from gemsc.ir.layers import NORM_STATISTICS
 from gemsc.ir.mutation import (
     changed_by_layer,
@@ -206,23 +206,22 @@ def _changes(program: Program) -> Iterator[tuple[fx.Node, str]]:
             continue
         if any(counts[name] > 1 or not _is_settled(node) for name in names):
             yield node, names[0]
-        elif node.op == "call_module":
-            layer = module.get_submodule(str(node.target))
-            opaque = opaque_of(layer)
-            if isinstance(layer, nn.modules.instancenorm._InstanceNorm):
-                if layer.track_running_stats:
-                    yield node, f"{node.target}.running_mean"
-            elif opaque is not None and opaque.changes:
-                yield node, f"{node.target}.{opaque.changes[0]}"
+            continue
+        layer = called_layer(node, module)
+        opaque = opaque_of(layer)
+        if isinstance(layer, nn.modules.instancenorm._InstanceNorm):
+            if layer.track_running_stats:
+                yield node, f"{node.target}.running_mean"
+        elif opaque is not None and opaque.changes:
+            yield node, f"{node.target}.{opaque.changes[0]}"
 
 
 def _changed_and_kept(node: fx.Node, program: Program) -> Iterator[str]:
     """Yield what a module that is not looked into changes and keeps for backward."""
-    if node.op == "call_module":
-        opaque = opaque_of(program.module.get_submodule(str(node.target)))
-        if opaque is not None:
-            both = {*opaque.changes}.intersection(opaque.keeps)
-            yield from (f"{node.target}.{name}" for name in sorted(both))
+    opaque = opaque_of(called_layer(node, program.module))
+    if opaque is not None:
+        both = {*opaque.changes}.intersection(opaque.keeps)
+        yield from (f"{node.target}.{name}" for name in sorted(both))
 
 
 def _as_layers_do(

@@ -36,8 +36,7 @@ class CheckTiles(Pass):
         Raises:
             GemscError: a grid does not fit; names the input and where it is used.
         """
-        placement = program.placement
-        assert placement is not None
+        placement = program.require_placement()
         nodes = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
         images = [
             (item, nodes[item.name])

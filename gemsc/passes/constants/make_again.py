@@ -24,7 +24,7 @@ from gemsc.ir.constants import constant_nodes
 from gemsc.ir.flow import used_tensors
 from gemsc.ir.holder import copied_graph
 from gemsc.ir.program import Program, Stage
-from gemsc.ir.staged import keep_stages
+from gemsc.ir.staged import moved
 from gemsc.passes.base import Pass
 
 _Copies = dict[int, dict[fx.Node, fx.Node]]  # of nodes, by the stage that has them
@@ -58,7 +58,7 @@ class MakeAgain(Pass):
         if not wanted:
             return program
         graph, mapping = copied_graph(program.graph)
-        program = _moved(program, graph, mapping)
+        program = moved(program, graph, mapping)
         copies: _Copies = {}
         for dest, nodes in wanted.items():
             here = [mapping[node] for node in nodes]
@@ -82,7 +82,7 @@ class MakeAgain(Pass):
     def _wanted(self, program: Program) -> dict[int, list[fx.Node]]:
         """Return the nodes that each stage makes again, in order."""
         constant = constant_nodes(program, self.changing)
-        stage_of = {n: s.index for s in program.require_stages() for n in s.nodes}
+        stage_of = program.stage_of
         place = {node: i for i, node in enumerate(program.compute_nodes)}
         crossing: dict[int, list[fx.Node]] = defaultdict(list)
         for value in filter(constant.__contains__, place):
@@ -138,22 +138,6 @@ def _items(node: fx.Node) -> Iterable[fx.Node]:
     return () if meta.is_one_tensor(node) else node.users
 
 
-def _moved(
-    program: Program, graph: fx.Graph, mapping: dict[fx.Node, fx.Node]
-) -> Program:
-    """Return the program on a copy of its graph."""
-    towers, skips = program.towers, program.skips
-    if towers is not None:
-        towers = tuple(tuple(mapping[n] for n in tower) for tower in towers)
-    if skips is not None:
-        skips = tuple(
-            replace(s, value=mapping[s.value], last_use=mapping[s.last_use])
-            for s in skips
-        )
-    program = keep_stages(program, graph, mapping)
-    return replace(program, towers=towers, skips=skips, facts=True)
-
-
 def _copied(
     program: Program, dest: int, nodes: Iterable[fx.Node]
 ) -> dict[fx.Node, fx.Node]:
@@ -167,7 +151,6 @@ def _copied(
     with program.graph.inserting_before(first):
         for node in nodes:
             copy = program.graph.node_copy(node, lambda n: copies.get(n, n))
-            meta.copy_meta(node, copy)
             meta.copy_of.set(copy, node.name)
             copies[node] = copy
     for node, copy in copies.items():

@@ -202,12 +202,10 @@ def _of_parameters(
             if reason:
                 refused.setdefault(factor, reason)
             else:
-                found.setdefault(factor, _new(factor)).names.append(name)
+                noun = "expert" if factor.takes else "feature"
+                new = _Candidate(factor, noun=noun)
+                found.setdefault(factor, new).names.append(name)
     return found, refused
-
-
-def _new(factor: Factor) -> _Candidate:
-    return _Candidate(factor, noun="expert" if factor.takes else "feature")
 
 
 def kept_whole(name: str, keep_whole: Mapping[str, str]) -> str:

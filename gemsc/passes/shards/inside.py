@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import fx
+from torch import fx, nn
 
 from gemsc.base.parts import Part
 from gemsc.ir import meta
+from gemsc.ir.holder import called_layer
 from gemsc.ir.mutation import elements
 from gemsc.ir.operators.calls import Call
 from gemsc.passes.shards.analysis import Analysis, cut_parts
@@ -31,6 +32,11 @@ class Inside:
     def call(self) -> Call:
         """What the node computes."""
         return self.analysis.calls[self.node]
+
+    @property
+    def layer(self) -> nn.Module | None:
+        """The layer that the node calls, if it does."""
+        return called_layer(self.node, self.analysis.program.module)
 
     @property
     def is_summed(self) -> bool:

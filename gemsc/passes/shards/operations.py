@@ -20,7 +20,7 @@ from gemsc.passes.shards.factors import size_of
 from gemsc.passes.shards.inside import Inside
 from gemsc.passes.spatial.emit import add_call, masked, on_tiles
 from gemsc.passes.spatial.rules.lower_call import lower_call
-from gemsc.passes.spatial.values import Local, Refused, layout_of, whole_shape
+from gemsc.passes.spatial.values import Local, Refused, refined, whole_shape
 from gemsc.runtime import tiles
 
 
@@ -50,17 +50,10 @@ def _same_call(x: Inside) -> Local:
     args = fx.node.map_arg(x.node.args, x.input)
     kwargs = fx.node.map_arg(x.node.kwargs, x.input)
     name = str(getattr(x.node.target, "__name__", x.node.target))
-    name = "unflatten" if isinstance(_layer(x), nn.Unflatten) else name
+    name = "unflatten" if isinstance(x.layer, nn.Unflatten) else name
     if name in _SIZED:
         return _SIZED[name](x, args, kwargs)
     return x.create(x.node.op, x.node.target, args, kwargs)
-
-
-def _layer(x: Inside) -> nn.Module | None:
-    """Return the layer that a node calls, if it does."""
-    if x.node.op != "call_module":
-        return None
-    return x.analysis.program.module.get_submodule(str(x.node.target))
 
 
 # --------------------------------------------------- parts of a tile's part
@@ -85,8 +78,7 @@ def _on_tiles(x: Inside, kind: str, sources: Sequence[fx.Node]) -> Local:
         return local
     addend = local.node
     if kind == "mean":
-        parts = next(filter(None, map(x.parts, sources)))
-        addend = _weighted(x, addend, parts[low.place].share)
+        addend = _weighted(x, addend, sources)
     total = x.added_up(addend, local.axes)
     if kind in ("conv", "conv_transpose"):
         return _with_bias(x, total, (-1, *(1,) * x.call.rank))
@@ -103,8 +95,9 @@ def _gathered(x: Inside, cut: Sequence[fx.Node], reason: str) -> Local:
     return local
 
 
-def _weighted(x: Inside, value: fx.Node, share: float) -> fx.Node:
+def _weighted(x: Inside, value: fx.Node, sources: Sequence[fx.Node]) -> fx.Node:
     """Add a mean times its share of all elements."""
+    share = next(filter(None, map(x.parts, sources)))[x.low.place].share
     return add_call(x.low, x.node, operator.mul, value, share, partial=True).node
 
 
@@ -122,7 +115,7 @@ def _unflattened(x: Inside, args: Any, kwargs: Any) -> Local:
     source = x.node.all_input_nodes[0]
     count = len(whole_shape(x.node)) - len(whole_shape(source)) + 1
     given: Any = x.node.kwargs.get("dim", x.node.args[1:2])
-    given = getattr(_layer(x), "dim", given)
+    given = getattr(x.layer, "dim", given)
     dim = int(given[0] if isinstance(given, tuple) else given)
     dim %= len(whole_shape(source))
     sizes = x.own.local_shape[dim : dim + count]
@@ -235,8 +228,7 @@ def _addmm(x: Inside) -> Local | None:
         total = x.added_up(addend.node)
     else:
         total = x.low.all_reduce(x.node, addend.node, None, x.low.beside)
-    args = total.node, _as_added(x, _met(x, x.input(bias), total, -1))
-    return add_call(x.low, x.node, operator.add, *args, axes=total.axes)
+    return _plus(x, total, _met(x, x.input(bias), total, -1))
 
 
 def _index_add(x: Inside) -> Local | None:
@@ -259,8 +251,7 @@ def _with_bias(x: Inside, total: Local, view: tuple[int, ...]) -> Local:
     bias = _met(x, bias, total, -len(view) or -1)
     if view:
         bias = add_call(x.low, x.node, "view", bias, *view, partial=True).node
-    args = total.node, _as_added(x, bias)
-    return add_call(x.low, x.node, operator.add, *args, axes=total.axes)
+    return _plus(x, total, bias)
 
 
 def _met(x: Inside, bias: fx.Node, total: Local, dim: int) -> fx.Node:
@@ -272,11 +263,11 @@ def _met(x: Inside, bias: fx.Node, total: Local, dim: int) -> fx.Node:
     return add_call(x.low, x.node, operator.getitem, *args, partial=True).node
 
 
-def _as_added(x: Inside, bias: fx.Node) -> fx.Node:
-    """Return a bias in the precision of the sum that it is added to."""
-    if meta.region(x.node).autocast is None:
-        return bias
-    return add_call(x.low, x.node, tiles.lowered, bias, partial=True).node
+def _plus(x: Inside, total: Local, bias: fx.Node) -> Local:
+    """Add a bias to a sum, in its precision."""
+    if meta.region(x.node).autocast is not None:
+        bias = add_call(x.low, x.node, tiles.lowered, bias, partial=True).node
+    return add_call(x.low, x.node, operator.add, total.node, bias, axes=total.axes)
 
 
 # ------------------------------------------------- words, losses, random numbers
@@ -342,14 +333,9 @@ def _reduced(x: Inside) -> Local | None:
     """Weigh each rank's mean by its share of all elements; add up."""
     if not x.is_summed:
         return None
-    local = _same_call(x)
-    mean = x.call.kind == "mean" or (
-        x.call.kind == "loss" and x.call.get("reduction", "mean") == "mean"
-    )
-    addend = local.node
-    if mean:
-        parts = next(filter(None, map(x.parts, x.node.all_input_nodes)))
-        addend = _weighted(x, addend, parts[x.low.place].share)
+    addend, kind = _same_call(x).node, x.call.kind
+    if (x.call.get("reduction", "mean") if kind == "loss" else kind) == "mean":
+        addend = _weighted(x, addend, x.node.all_input_nodes)
     return x.added_up(addend)
 
 
@@ -357,8 +343,9 @@ def _dropout(x: Inside) -> Local:
     """Multiply by the rank's part of the mask: of the whole value, or of channels."""
     if x.own.outer > 1:
         raise Refused("its mask is drawn for the whole value")
-    source, box = x.input(x.call.input), layout_of(x.parts()).boxes[x.low.place]
-    return masked(x.low, x.call, source, whole_shape(x.node), box, None, x.parts())
+    source, shape = x.input(x.call.input), whole_shape(x.node)
+    box = refined(x.low.owned(shape, None), x.parts())[x.low.place]
+    return masked(x.low, x.call, source, shape, box, None, x.parts())
 
 
 OPERATIONS: dict[str, Callable[[Inside], Local | None]] = {

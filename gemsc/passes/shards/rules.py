@@ -12,11 +12,11 @@ from torch import Tensor, fx
 from gemsc.ir import meta
 from gemsc.ir.mutation import elements, mutated_inputs
 from gemsc.ir.opaque import has_own_backward
-from gemsc.ir.operators.calls import ALONG, Call, call_of
+from gemsc.ir.operators.calls import ALONG, Call, call_of, numbered
 from gemsc.ir.operators.table import operands_of, operator_of
 from gemsc.ir.program import Program
 from gemsc.passes.shards.equations import Roles, solve
-from gemsc.passes.shards.factors import Dim, Dims, fixed, freeze, fresh, regroup, take
+from gemsc.passes.shards.factors import Dims, fixed, freeze, fresh, regroup, take
 from gemsc.passes.spatial.classify import Probe
 
 Lookup = Callable[[fx.Node | str], Dims]  # dimensions of a value, or of a parameter
@@ -93,7 +93,7 @@ def reason_at(node: fx.Node) -> str:
 def _along(call: Call, dims: Lookup, reason: str) -> Roles | None:
     """Let all dimensions be the same but those along which it works."""
     given, source = call.get("dim"), dims(call.input)
-    places = _places(given, len(source))
+    places = numbered(given, len(source))
     if places is None or len(_tensor_inputs(call.node)) > 1:
         return None
     for place in places:
@@ -105,7 +105,7 @@ def _reduction(call: Call, dims: Lookup, reason: str) -> Roles | None:
     """Sum over some dimensions: all of them where none is given."""
     source = dims(call.input)
     given = call.get("dim")
-    places = set(range(len(source))) if given is None else _places(given, len(source))
+    places = set(range(len(source))) if given is None else numbered(given, len(source))
     if places is None:
         return None
     roles = _kept(call.node, source, places)
@@ -303,7 +303,7 @@ def _same_dtype(a: fx.Node, b: fx.Node) -> bool:
 def _unknown(call: Call, dims: Lookup, reason: str) -> Roles:
     """Let all that goes in and comes out be whole, and a layer's tensors."""
     node, roles, layer = call.node, Roles(), call.layer
-    taken = [_all_dims(source, dims) for source in elements(node)]
+    taken = list(map(dims, _tensor_inputs(node)))
     if layer is not None:
         taken += [
             dims(f"{node.target}.{name}") for name in dict(layer.named_parameters())
@@ -319,18 +319,6 @@ def _unknown(call: Call, dims: Lookup, reason: str) -> Roles:
         tensors = [v for v in value if isinstance(v, Tensor)]
         roles.results = [[fixed(n, reason) for n in t.shape] for t in tensors]
     return roles
-
-
-def _places(given: Any, count: int) -> set[int] | None:
-    """Return dimensions as numbers from the first; None for anything else."""
-    numbers = given if isinstance(given, tuple | list) else [given]
-    if not numbers or any(type(number) is not int for number in numbers):
-        return None
-    return {number % count for number in numbers}
-
-
-def _all_dims(node: fx.Node, dims: Lookup) -> Sequence[Dim]:
-    return dims(node) if meta.is_one_tensor(node) else ()
 
 
 def _tensor_inputs(node: fx.Node) -> list[fx.Node]:

@@ -138,16 +138,13 @@ class Probe:
 
     def _run(self, node: fx.Node) -> _Ran:
         if node not in self._known:
-            self._known[node] = self._run_once(node)
+            recorder = _Operators()
+            with self._mode, torch.no_grad():
+                values = {n: _contiguous(meta.value(n)) for n in node.all_input_nodes}
+                with recorder:
+                    result = run_node(node, values, self._module)
+            self._known[node] = recorder.seen, values, result
         return self._known[node]
-
-    def _run_once(self, node: fx.Node) -> _Ran:
-        recorder = _Operators()
-        with self._mode, torch.no_grad():
-            values = {n: _contiguous(meta.value(n)) for n in node.all_input_nodes}
-            with recorder:
-                result = run_node(node, values, self._module)
-        return recorder.seen, values, result
 
 
 _PROBES: WeakKeyDictionary[nn.Module, Probe] = WeakKeyDictionary()

@@ -25,7 +25,7 @@ from gemsc.ir import meta
 from gemsc.ir.halos import Halos, Need
 from gemsc.ir.layout import Layout
 from gemsc.passes.spatial.classify import Probe
-from gemsc.passes.spatial.cuts import Axes, fits
+from gemsc.passes.spatial.cuts import Axes, fits, or_whole
 from gemsc.passes.spatial.inputs import Placeholders
 from gemsc.passes.spatial.pieces import Pieces
 from gemsc.passes.spatial.values import (
@@ -70,11 +70,7 @@ class Conversions(Pieces):
         self.parts_of: PartsOf = _of_all  # see `sharing`
         given = self.program, self.grids, self.tile, self.halos.inputs, self.probe
         self.inputs = Placeholders(*given)
-        self._stage_of = {
-            node: stage.index
-            for stage in self.program.require_stages()
-            for node in stage.nodes
-        }
+        self._stage_of = self.program.stage_of
 
     @contextmanager
     def instead(self, locals_: Mapping[fx.Node, Local]) -> Iterator[None]:
@@ -172,6 +168,12 @@ class Conversions(Pieces):
     def axes(self, node: fx.Node) -> Axes | None:
         """Return which dimensions of a value are cut, None if it is whole."""
         return self.local(node).axes
+
+    def cut_axes(self, node: fx.Node) -> Axes:
+        """Return which dimensions of a value are cut, of which some are."""
+        axes = self.axes(node)
+        assert axes is not None
+        return axes
 
     def held(self, node: fx.Node) -> tuple[Box, ...]:
         """Return what each tile holds of a value."""
@@ -274,31 +276,21 @@ class Conversions(Pieces):
         wanted = tuple(wanted)
         local = self.local(node)
         if local.flattened == self._flattened.get(node):  # not that, laid flat
-            self._needs.append(Need(node, wanted, fill, wraps))
+            self._needs.append(Need(node, wanted, wraps))
         parts = local.held_parts
-        if node.op == "placeholder" and self.inputs[node, self._form].axes is not None:
-            return self._part_of_input(node, wanted, fill, wraps, parts)
         shape, held = self.shape(node), self.held(node)
         source, owned = local.node, self.owned(shape, local.axes)
+        given = self.inputs[node, self._form] if node.op == "placeholder" else None
+        if given is not None and given.axes is not None:
+            source, owned = given.node, self.owned(shape, given.axes)
+            held = self.inputs.held(node, self._form, wanted)
+            return self._part_of(source, shape, held, wanted, fill, owned, wraps, parts)
         fetched = self.halos.fetched.get((node.name, self._stage))
         if fetched and not wraps and not covers(held, wanted, shape):
             source = self._part_of(source, shape, held, fetched, 0.0, parts=parts)
             held = fetched
         if held not in (wanted, owned) and all(map(is_inside, wanted, held)):
             return self.cropped(source, shape, held, wanted, parts)
-        return self._part_of(source, shape, held, wanted, fill, owned, wraps, parts)
-
-    def _part_of_input(
-        self,
-        node: fx.Node,
-        wanted: tuple[Box, ...],
-        fill: float,
-        wraps: bool,
-        parts: tuple[Part, ...],
-    ) -> fx.Node:
-        local, shape = self.inputs[node, self._form], self.shape(node)
-        source, owned = local.node, self.owned(shape, local.axes)
-        held = self.inputs.held(node, self._form, wanted)
         return self._part_of(source, shape, held, wanted, fill, owned, wraps, parts)
 
     def stands_for(self, new: fx.Node, old: fx.Node, axes: Axes) -> Local:
@@ -335,7 +327,7 @@ class Conversions(Pieces):
 
     def spread(self, node: fx.Node, axes: Axes | None) -> fx.Node:
         """Return the node that holds a value cut like this."""
-        if axes is None:
+        if axes is None or or_whole(axes) is None:
             return self.whole(node)
         return self.part(node, self.owned(self.shape(node), axes))
 

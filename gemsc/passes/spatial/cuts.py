@@ -14,9 +14,8 @@ from typing import TypeGuard
 
 from gemsc.base.boxes import Box, Interval
 
-Axes = tuple[
-    int | None, ...
-]  # for each dimension of a value: the grid axis that cuts it
+# for each dimension of a value: the grid axis that cuts it
+Axes = tuple[int | None, ...]
 
 
 def cut(size: int, parts: int) -> tuple[Interval, ...]:
@@ -32,9 +31,9 @@ def are_samples(axes: Axes | None) -> TypeGuard[Axes]:
     return all(axis is None for axis in axes[1:])
 
 
-def num_tiles(grid: tuple[int, ...]) -> int:
-    """Return the number of tiles; 1 for a stage that is not split."""
-    return math.prod(grid)
+def or_whole(axes: Axes) -> Axes | None:
+    """Return the axes of a value, None if they cut none of its dimensions."""
+    return axes if any(axis is not None for axis in axes) else None
 
 
 def coordinates(grid: tuple[int, ...], tile: int) -> tuple[int, ...]:
@@ -50,7 +49,7 @@ def coordinates(grid: tuple[int, ...], tile: int) -> tuple[int, ...]:
 def boxes(shape: tuple[int, ...], axes: Axes, grid: tuple[int, ...]) -> tuple[Box, ...]:
     """Return what each tile owns of a value, by tile."""
     result = []
-    for tile in range(num_tiles(grid)):
+    for tile in range(math.prod(grid)):
         place = coordinates(grid, tile)
         result.append(
             tuple(

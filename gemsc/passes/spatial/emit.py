@@ -52,7 +52,9 @@ def call_again(
     positional arguments changes in its place. `partial`: what the tile computes is not
     yet its part of the result. An addend has no bias.
     """
-    changed = _different(call, changes or {}) | call.groups
+    given, missing = call.arguments, object()
+    asked = (changes or {}).items()
+    changed = {n: v for n, v in asked if given.get(n, missing) != v} | call.groups
     as_function = call.kind == "linear" or operator_of(call).settings
     if low.is_addend and as_function:
         source = inputs[call.input]
@@ -176,14 +178,6 @@ def masked(
     if call.layer is not None:
         settings["training"] = low.trains(call.node)
     return on_tiles(low, call, tiles.dropout, (source,), axes, parts, **settings)
-
-
-def _different(call: Call, changes: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: value
-        for name, value in changes.items()
-        if name not in call.arguments or call.arguments[name] != value
-    }
 
 
 def alike(low: Lowering, call: Call, source: fx.Node, axes: Axes) -> fx.Node:

@@ -15,6 +15,7 @@ The weight is not cut: every tile keeps all of it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -25,7 +26,7 @@ from gemsc.ir import meta
 from gemsc.ir.mutation import elements
 from gemsc.ir.operators.calls import Call
 from gemsc.ir.operators.table import operator_of
-from gemsc.passes.spatial.cuts import fits
+from gemsc.passes.spatial.cuts import fits, or_whole
 from gemsc.passes.spatial.emit import call_again, on_tiles
 from gemsc.passes.spatial.lowering import Lowering
 from gemsc.passes.spatial.values import Flattened, Local, Refused, whole_shape
@@ -38,9 +39,9 @@ def join(low: Lowering, node: fx.Node, source: fx.Node) -> Local:
     Raises:
         Refused: it does something else.
     """
-    shape = low.shape(source)
-    groups = _groups(shape, whole_shape(node))
-    if groups is None or not low.probe.is_reshape(node):
+    shape, is_reshape = low.shape(source), low.probe.is_reshape(node)
+    groups = _groups(shape, whole_shape(node)) if is_reshape else None
+    if groups is None:
         raise Refused("it joins or splits a dimension that is cut")
     how = Flattened(shape, groups)
     low.hold(node, how)
@@ -49,20 +50,31 @@ def join(low: Lowering, node: fx.Node, source: fx.Node) -> Local:
 
 def _groups(shape: tuple[int, ...], result: tuple[int, ...]) -> tuple[int, ...] | None:
     """Return how many dimensions each of the result joins, in order; None if not so."""
-    sizes = list(shape)
-    groups = []
-    for size in result:
-        joined, count = 1, 0
-        while sizes and (count == 0 or joined < size):
-            joined *= sizes.pop(0)
-            count += 1
-        if joined != size or not count:
+    groups: list[int] = []
+    for before, after in runs_of(shape, result):
+        if groups and not after:  # further ones of size 1
+            groups[-1] += len(before)
+        elif len(after) == 1 and before:
+            groups.append(len(before))
+        else:
             return None
-        groups.append(count)
-    while sizes and sizes[0] == 1 and groups:
-        groups[-1] += len(sizes[:1])
-        sizes.pop(0)
-    return None if sizes else tuple(groups)
+    return tuple(groups)
+
+
+def runs_of(
+    shape: tuple[int, ...], result: tuple[int, ...]
+) -> Iterator[tuple[range, range]]:
+    """Yield the dimensions of two shapes that have as many elements, the least runs."""
+    first = second = 0
+    while first < len(shape) or second < len(result):
+        stop, end = min(first + 1, len(shape)), min(second + 1, len(result))
+        while prod(shape[first:stop]) != prod(result[second:end]):
+            if prod(shape[first:stop]) < prod(result[second:end]):
+                stop += 1
+            else:
+                end += 1
+        yield range(first, stop), range(second, end)
+        first, second = stop, end
 
 
 def check(low: Lowering, call: Call, elementwise: bool) -> None:
@@ -89,8 +101,7 @@ def check(low: Lowering, call: Call, elementwise: bool) -> None:
 def linear(low: Lowering, call: Call) -> Local:
     """Multiply along the last dimension; if that is cut, add up the tiles' products."""
     source, node = call.input, call.node
-    shape, axes = low.shape(source), low.axes(source)
-    assert axes is not None
+    shape, axes = low.shape(source), low.cut_axes(source)
     flattened = low.flattened(source)
     groups = (1,) * len(shape) if flattened is None else flattened.groups
     first = len(shape) - groups[-1]
@@ -102,8 +113,7 @@ def linear(low: Lowering, call: Call) -> Local:
         low.hold(node, Flattened((*shape[:first], size), (*groups[:-1], 1)))
     if inner == (None,):
         return call_again(low, call, axes, {source: low.get(source).node})
-    rest = (*axes[:first], None)
-    result = rest if any(axis is not None for axis in rest) else None
+    result = or_whole((*axes[:first], None))
     own, parts = list(shape), low.local(source).held_parts
     box = list(low.owned(shape, axes)[low.place])
     if parts:  # the rank's weight has columns of its own units alone

@@ -8,11 +8,10 @@ from dataclasses import replace
 import torch
 from torch import fx, nn
 
-from gemsc.base.boxes import Box, everything, hull, intersection, shape_of
+from gemsc.base.boxes import Box, everything, hull, intersection
 from gemsc.base.grid_shape import ALONE, GridShape
 from gemsc.ir import meta
 from gemsc.ir.halos import Wide
-from gemsc.ir.layout import Layout
 from gemsc.ir.operators.calls import call_of
 from gemsc.ir.operators.table import operator_of
 from gemsc.ir.program import GraphInput, Program
@@ -55,11 +54,7 @@ class Placeholders:
         given = [node for node in program.graph.nodes if node.op == "placeholder"]
         images, others = images_among(given, program.module)
         self._others = set(others) if images else set()
-        self._stage_of = {
-            node: stage.index
-            for stage in program.require_stages()
-            for node in stage.nodes
-        }
+        self._stage_of = program.stage_of
 
     def __getitem__(self, key: Key) -> Local:
         return self._locals[key]
@@ -94,27 +89,13 @@ class Placeholders:
             for grid in grids or {ALONE: None}:
                 axes = self._image_axes(node, grid)
                 new = graph.placeholder(node.name)
-                annotate_part(new, node, axes, grid.axes, self._tile)
-                self._widen(new, node, axes, grid)
+                wide = self._given(node, grid)  # with the halo that its users want
+                annotate_part(new, node, axes, grid.axes, self._tile, wide)
                 self._locals[node, grid] = Local(new, axes)
                 item = self._items[node.name]
                 spec = replace(item.spec, shape=tuple(meta.value(new).shape))
                 result.append(replace(item, name=new.name, spec=spec))
         return tuple(result)
-
-    def _widen(
-        self, new: fx.Node, node: fx.Node, axes: Axes | None, grid: GridShape
-    ) -> None:
-        """Let an input come with the halo that its users want."""
-        wide = self._given(node, grid)
-        if wide is None:
-            return
-        shape, fake = whole_shape(node), meta.value(node)
-        owned = held_boxes(shape, axes, grid.axes)
-        meta.layout.set(new, Layout(shape, wide, owned))
-        with fake.fake_mode:
-            place = self._tile % grid.size
-            meta.set_value(new, fake.new_empty(shape_of(wide[place])))
 
     def wide_inputs(self) -> Wide:
         """Return what each input that is cut should hold, so that nothing is sent."""

@@ -15,11 +15,7 @@ from gemsc.ir.holder import attribute, with_graph
 from gemsc.ir.layout import Layout
 from gemsc.messages.exchange import Exchange
 from gemsc.passes.spatial.position import StagePosition
-from gemsc.passes.spatial.values import (
-    local_sizes,
-    refined,
-    unfolded,
-)
+from gemsc.passes.spatial.values import describe, local_sizes, refined, unfolded
 from gemsc.runtime import tiles
 
 
@@ -65,7 +61,7 @@ class Pieces(StagePosition):
         """Add a call whose value has a dtype like another's, and this shape."""
         name = name or like.name
         new = self._create("call_function", target, args, kwargs, name)
-        self._describe_part(new, like, layout, shape)
+        describe(new, like, layout, shape)
         return new
 
     def _create(
@@ -136,7 +132,7 @@ class Pieces(StagePosition):
         args = (self.here, given, exchange)
         new = self._create("call_function", tiles.redistribute, args, {}, source.name)
         layout = Layout(shape, wanted)
-        self._describe_part(new, source, layout, layout.local_shape(self.place))
+        describe(new, source, layout, layout.local_shape(self.place))
         self._parts[key] = self._viewed(new, layout, sizes) if repeats else new
         return self._parts[key]
 
@@ -169,7 +165,7 @@ class Pieces(StagePosition):
         if key not in self._parts:
             args = (source, *shape)
             new = self._create("call_method", "reshape", args, {}, source.name)
-            self._describe_part(new, source, layout if here == shape else None, shape)
+            describe(new, source, layout if here == shape else None, shape)
             self._parts[key] = new
         return self._parts[key]
 
@@ -185,18 +181,4 @@ class Pieces(StagePosition):
         sizes = local_sizes(shape_of(boxes[self.place]), parts, self.place)
         repeats = bool(parts) and parts[0].outer > 1
         layout = None if repeats else Layout(shape, refined(boxes, parts))
-        self._describe_part(new, source, layout, sizes)
-
-    def _describe_part(
-        self,
-        new: fx.Node,
-        source: fx.Node,
-        layout: Layout | None,
-        shape: tuple[int, ...],
-    ) -> None:
-        meta.copy_meta(source, new)
-        meta.whole_gradients.set(new, None)
-        meta.layout.set(new, layout)
-        fake = meta.value(source)
-        with fake.fake_mode:
-            meta.set_value(new, fake.new_empty(shape))
+        describe(new, source, layout, sizes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import prod
 
 from torch import fx
 
@@ -14,7 +15,7 @@ from gemsc.ir.opaque import has_own_backward
 from gemsc.ir.program import Program, Stage
 from gemsc.ir.shape_grid import ShapeGrid
 from gemsc.ir.shards import StageShards
-from gemsc.passes.spatial.cuts import Axes, coordinates, cut, num_tiles
+from gemsc.passes.spatial.cuts import Axes, coordinates, cut
 from gemsc.passes.spatial.values import (
     Refused,
     held_boxes,
@@ -61,10 +62,6 @@ class StagePosition:
         rank, axis = len(whole_shape(node)), len(self.pictures)
         return tuple(axis if d == dim else None for d in range(rank))
 
-    def is_split(self, stage: Stage) -> bool:
-        """Whether a stage has a grid."""
-        return bool(self.grids[stage.index])
-
     def enter(self, stage: Stage) -> None:
         """Let a stage be the one at hand."""
         self._stage, self._form = stage.index, self.grids[stage.index]
@@ -73,7 +70,7 @@ class StagePosition:
     @property
     def place(self) -> int:
         """The number of the tile at hand in the stage's grid."""
-        return self.tile % num_tiles(self.grid)
+        return self.tile % self.tiles
 
     @property
     def here(self) -> ShapeGrid:
@@ -83,7 +80,7 @@ class StagePosition:
     @property
     def tiles(self) -> int:
         """How many tiles the stage's grid has, each counted for all of its shards."""
-        return num_tiles(self.grid)
+        return prod(self.grid)
 
     @property
     def pictures(self) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from gemsc.ir import meta
 from gemsc.ir.holder import put_layer, shallow_copy
 from gemsc.ir.layout import Layout
 from gemsc.ir.program import Program
-from gemsc.passes.spatial.cuts import Axes, boxes, num_tiles
+from gemsc.passes.spatial.cuts import Axes, boxes
 
 NOTHING: Box = ((0, 0),)
 CUT_TWICE = "tiles and shards cut the same dimension"
@@ -116,7 +116,7 @@ def held_boxes(
 ) -> tuple[Box, ...]:
     """Return what each tile of a grid holds of a value."""
     if axes is None:
-        return (everything(shape),) * num_tiles(grid)
+        return (everything(shape),) * prod(grid)
     return boxes(shape, axes, grid)
 
 
@@ -126,16 +126,6 @@ def last_axes(dims: int, grid: tuple[int, ...]) -> Axes | None:
         return None
     cuts = tuple(axis if parts > 1 else None for axis, parts in enumerate(grid))
     return (*(None,) * (dims - len(grid)), *cuts)
-
-
-def layout_of(parts: tuple[Part, ...]) -> Layout:
-    """Return the layout of a value of which each rank has one of these parts.
-
-    Where units repeat, their dimension stands there as two: repetitions, and the rest.
-    """
-    shape = parts[0].shape
-    whole = (everything(shape),) * len(parts)
-    return Layout(unfolded(shape, parts), refined(whole, parts))
 
 
 def unfolded(shape: tuple[int, ...], parts: tuple[Part, ...]) -> tuple[int, ...]:
@@ -200,25 +190,34 @@ def annotate_part(
     that in which it is held, where that is another one; `parts` what shards have of it.
     A layout cannot say units that repeat.
     """
-    meta.copy_meta(old, new)
-    fake = meta.value(old)
-    meta.layout.set(new, None)
-    if not isinstance(fake, Tensor):
+    if not grid or not meta.is_one_tensor(old):
+        describe(new, old, None, None if shape == whole_shape(old) else shape)
         return
-    shape = tuple(fake.shape) if shape is None else shape
-    if not grid:
-        if shape != tuple(fake.shape):
-            with fake.fake_mode:  # type: ignore[attr-defined]
-                meta.set_value(new, fake.new_empty(shape))
-        return
-    owned, place = held_boxes(shape, axes, grid), tile % num_tiles(grid)
+    shape = whole_shape(old) if shape is None else shape
+    owned, place = held_boxes(shape, axes, grid), tile % prod(grid)
     boxes = wide if wide is not None and axes is not None else owned
+    layout = None
     if not parts or parts[0].outer == 1:
         given = refined(owned, parts) if boxes is not owned else ()
-        meta.layout.set(new, Layout(shape, refined(boxes, parts), given))
-    local = shape_of(boxes[place])
-    with fake.fake_mode:  # type: ignore[attr-defined]
-        meta.set_value(new, fake.new_empty(local_sizes(local, parts, place)))
+        layout = Layout(shape, refined(boxes, parts), given)
+    sizes = local_sizes(shape_of(boxes[place]), parts, place)
+    describe(new, old, layout, sizes)
+
+
+def describe(
+    new: fx.Node,
+    old: fx.Node,
+    layout: Layout | None,
+    shape: tuple[int, ...] | None,
+) -> None:
+    """Give a node the facts of an old one, with a layout and, if given, a shape."""
+    meta.copy_meta(old, new)
+    meta.whole_gradients.set(new, None)
+    meta.layout.set(new, layout)
+    if shape is not None:
+        fake = meta.value(old)
+        with fake.fake_mode:
+            meta.set_value(new, fake.new_empty(shape))
 
 
 def local_sizes(

@@ -109,14 +109,14 @@ def _say_kept(made: list[dict[str, Any]], loaded: list[dict[str, Any]]) -> None:
             cycled = ("lr", "momentum", "betas") if "initial_lr" in mine else ()
             names = (n for n in mine if n in theirs and n not in (*PARAMETERS, *cycled))
             for name in names:
-                if mine[name] != theirs[name]:
-                    text = f"{name} {theirs[name]} (optimizer() gives {mine[name]})"
-                    found[text] = None
+                now, then = str(mine[name]), str(theirs[name])  # some are tensors
+                if now != then:
+                    found[f"{name} {then:.40} (optimizer() gives {now:.40})"] = None
     if found:
         first, count = [*found][:MOST_NAMED], len(found) - MOST_NAMED
         rest = f" and {count} more" if count > 0 else ""
-        text = "the optimizer goes on with the values of the checkpoint"
-        say_note(f"{text}: {', '.join(first)}{rest}; on_step may change them")
+        text = "the optimizer keeps the values of the checkpoint"
+        say_note(f"{text}: {', '.join(first)}{rest}; on_step can change them")
 
 
 def _fit(reader: _Reader, directory: Path) -> _Fit:

@@ -262,11 +262,11 @@ def _storable(mark: Mark) -> Mark:
 class Console(Callback):
     """What the first rank prints: a bar for each epoch, figures, how the run ends."""
 
-    def __init__(self, trainer: Trainer, epochs: Epochs, workers: int) -> None:
+    def __init__(self, trainer: Trainer, epochs: Epochs, reads_ahead: str) -> None:
+        """Advise what `reads_ahead` where ranks wait for data; "" if nothing can."""
         self.talks = trainer.transport.rank == 0
         self.epochs = epochs
-        self._workers = workers  # processes that read the data
-        self._begin, self._knows_reading = 0.0, False
+        self._reads_ahead, self._begin, self._read = reads_ahead, 0.0, 0.0
         self._bar: ProgressBar | None = None
         self._shapes: dict[int, list[float]] = defaultdict(lambda: [0, 0, 0.0])
 
@@ -277,7 +277,7 @@ class Console(Callback):
 
     def on_start(self, trainer: Trainer) -> None:
         """Begin to measure."""
-        self._begin = perf_counter()
+        self._begin, self._read = perf_counter(), trainer.worker.status.read_seconds
 
     def on_step(self, trainer: Trainer, report: StepReport) -> None:
         """Count the step; an epoch's first and last one begin and end a bar."""
@@ -303,14 +303,13 @@ class Console(Callback):
     def _note_reading(self, trainer: Trainer) -> None:
         """Say once, after the first minute, if data is what the ranks wait for."""
         seconds = perf_counter() - self._begin
-        if self._knows_reading or seconds < FIRST_SECONDS:
+        if not self._reads_ahead or seconds < FIRST_SECONDS:
             return
-        self._knows_reading = True
-        share = trainer.worker.status.read_seconds / seconds
+        way, self._reads_ahead = self._reads_ahead, ""
+        share = (trainer.worker.status.read_seconds - self._read) / seconds
         if share > MUCH_READING:
-            way = "more --workers" if self._workers else "--workers 2 or more"
-            text = f"for {share:.0%} of the time so far the ranks waited for data"
-            self.say(f"note: {text}; {way} would read it ahead")
+            text = f"so far, the ranks have waited for data {share:.0%} of the time"
+            self.say(f"note: {text}; try {way} to read ahead")
 
     def on_evaluation(self, trainer: Trainer, figures: Mapping[str, float]) -> None:
         """Print the loss and the user's metrics."""

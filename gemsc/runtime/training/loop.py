@@ -21,7 +21,7 @@ from gemsc.runtime.data.batches import Batches
 from gemsc.runtime.data.metrics import figure_names
 from gemsc.runtime.data.shapes import ShapeClasses, all_numbers
 from gemsc.runtime.data.shared import SharedData
-from gemsc.runtime.data.stream_batches import batches_of
+from gemsc.runtime.data.stream_batches import StreamBatches, batches_of
 from gemsc.runtime.data.tiled import TiledDataset, window_of
 from gemsc.runtime.process.failure import is_first
 from gemsc.runtime.process.status import REPORTED
@@ -98,9 +98,11 @@ class Training:
         self.evaluator = (
             Evaluator(self.trainer, self.user, data, self.record) if data else None
         )
-        options = self.options
+        options, is_stream = self.options, isinstance(self._batches, StreamBatches)
         self.epochs = Epochs(self._batches, options.steps, options.epochs)
-        self.console = Console(self.trainer, self.epochs, options.workers)
+        more = "" if is_stream else "more --workers"  # a stream has one at most
+        ahead = more if options.workers else f"--workers {1 if is_stream else 2}"
+        self.console = Console(self.trainer, self.epochs, ahead)
         self.checkpoints: Checkpoints | None = None
         self.trainer.add_callbacks(self._callbacks())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import onnx
@@ -17,7 +18,7 @@ from gemsc.importers.onnx.operators.node import (
     Result,
     operator,
 )
-from gemsc.importers.onnx.operators.parameters import Static, Value, computed
+from gemsc.importers.onnx.operators.parameters import Static, Value, computed, type_code
 from gemsc.importers.sheet import Symbol
 
 MOST_ROUNDS = 64  # of a loop that is unrolled
@@ -44,6 +45,11 @@ def _size(node: Node, x: Value) -> list[Value]:
 def _size_of(node: Node, x: Value, numbers: np.ndarray | np.int64) -> Static:
     is_sized = isinstance(x, Symbol) or x.sized
     return computed(node.proto.output[0], np.asarray(numbers), sized=is_sized)
+
+
+@operator("CastLike", table=CONTROL)
+def _cast_like(node: Node, x: Value, like: Value) -> Result:
+    return _single(node, "Cast", [x], node.proto.output, to=type_code(like))
 
 
 # ---------------------------------------------------------------------------- graphs
@@ -117,7 +123,8 @@ def _split_to_sequence(node: Node, x: Value, split: Numbers | None) -> Result:
         split = [min(part, length - start) for start in range(0, length, part)]
     names = [f"{node.proto.output[0]}_{number}" for number in range(len(split))]
     sizes = computed("split", np.asarray(split))
-    return [list(_single(node, "Split", [x, sizes], names))]
+    parts = _single(node, "Split", [x, sizes], names, axis=node.attr.axis)
+    return [list(parts)]
 
 
 @operator("SequenceConstruct", table=CONTROL)
@@ -141,15 +148,20 @@ def _length(node: Node, sequence: list[Value]) -> list[Value]:
 def _concat_from_sequence(node: Node, sequence: list[Value]) -> Result:
     if node.attr.new_axis:
         raise node.refuse("stacks a sequence", help="export it as Concat")
-    return _single(node, "Concat", sequence, node.proto.output)
+    outputs = node.proto.output
+    return _single(node, "Concat", sequence, outputs, axis=node.attr.axis)
 
 
 def _single(
-    node: Node, kind: str, operands: Sequence[Value], outputs: Sequence[str]
+    node: Node,
+    kind: str,
+    operands: Sequence[Value],
+    outputs: Sequence[str],
+    **attributes: Any,
 ) -> Sequence[Value | None]:
-    """Return what another operator gives along the same axis."""
+    """Return what another operator gives in the place of this one."""
     names = [f"x{number}" for number in range(len(operands))]
-    proto = onnx.helper.make_node(kind, names, outputs, axis=node.attr.axis)
+    proto = onnx.helper.make_node(kind, names, outputs, **attributes)
     proto.name = node.proto.name
     proto.metadata_props.extend(node.proto.metadata_props)
     return node.single(proto, operands)

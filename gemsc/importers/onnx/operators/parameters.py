@@ -107,6 +107,12 @@ def numpy_type(kind: torch.dtype) -> np.dtype[Any]:
     return found
 
 
+def type_code(value: Value) -> int:
+    """Return the code that the format has for a value's type."""
+    kind = value.dtype if isinstance(value, Static) else numpy_type(value.tensor.dtype)
+    return int(onnx.helper.np_dtype_to_tensor_dtype(kind))
+
+
 @dataclass(frozen=True)
 class _Held:
     """A tensor that the network has: its text, and where its elements come from."""

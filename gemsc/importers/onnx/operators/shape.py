@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-import onnx
 
 from gemsc.importers.onnx.operators.node import (
     Node,
@@ -15,7 +14,6 @@ from gemsc.importers.onnx.operators.node import (
     dim_of,
     operator,
 )
-from gemsc.importers.onnx.operators.parameters import Static, Value
 from gemsc.importers.sheet import Symbol, filled
 
 # ----------------------------------------------------------------------------- axes
@@ -242,18 +240,8 @@ def _triangle(node: Node, x: Symbol, k: Number | None) -> Symbol:
 
 @operator("Cast")
 def _cast(node: Node, x: Symbol) -> Symbol:
-    return _to(node, x, node.attr.to)
-
-
-def _to(node: Node, x: Symbol, kind: int) -> Symbol:
-    dtype = node.dtype(kind)
+    dtype = node.dtype(node.attr.to)
     return x if x.tensor.dtype == dtype else node.gives(f"{x}.to({dtype})")
-
-
-@operator("CastLike")
-def _cast_like(node: Node, x: Symbol, like: Value) -> Symbol:
-    assert isinstance(like, Static)  # see Walk
-    return _to(node, x, onnx.helper.np_dtype_to_tensor_dtype(like.dtype))
 
 
 @operator("BitCast")

@@ -63,7 +63,7 @@ def _gathered(low: Lowering, call: Call, axes: Axes) -> Local:
     given = [low.get(query).node]
     for node in (key, value):
         own = others[len(others) - len(low.shape(node)) :]
-        given.append(low.spread(node, own if any(a is not None for a in own) else None))
+        given.append(low.spread(node, own))
     mask = _mask(low, call, (*axes[:-1], None))
     given += [mask] if mask is not None else []
     names = ("scale", "enable_gqa")
@@ -218,9 +218,8 @@ def _mask(low: Lowering, call: Call, axes: Axes) -> fx.Node | None:
     if mask is not None:
         shape = low.shape(mask)
         own = axes[len(axes) - len(shape) :]
-        cut = [a if size > 1 else None for size, a in zip(shape, own, strict=True)]
-        is_cut = any(axis is not None for axis in cut)
-        return low.spread(mask, tuple(cut) if is_cut else None)
+        cut = (a if size > 1 else None for size, a in zip(shape, own, strict=True))
+        return low.spread(mask, tuple(cut))
     if not call.get("is_causal", False) or axes[-2] is None:
         return None
     start, stop = low.owned(low.shape(call["query"]), axes)[low.place][-2]

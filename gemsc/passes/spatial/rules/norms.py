@@ -8,28 +8,22 @@ import torch.nn.functional as F
 
 from gemsc.base.boxes import everything
 from gemsc.ir.operators.calls import Call
-from gemsc.passes.spatial.cuts import Axes, are_samples
+from gemsc.passes.spatial.cuts import Axes, are_samples, or_whole
 from gemsc.passes.spatial.emit import alike, call_again, masked, on_tiles
 from gemsc.passes.spatial.lowering import Lowering
 from gemsc.passes.spatial.values import Local, Refused
 from gemsc.runtime import tiles
 
 
-def _axes(low: Lowering, call: Call) -> Axes:
-    axes = low.axes(call.input)
-    assert axes is not None
-    return axes
-
-
 def _channels_whole(low: Lowering, call: Call) -> Axes:
-    axes = _axes(low, call)
+    axes = low.cut_axes(call.input)
     if any(axis is not None for axis in axes[:2]):
         raise Refused("it is cut along batch or channels")
     return axes
 
 
 def _normalized(low: Lowering, call: Call, function: Any, **settings: Any) -> Local:
-    axes = _axes(low, call)
+    axes = low.cut_axes(call.input)
     own = low.own_rows(call.node, axes)  # if the tile computes more: these count once
     if own is not None:
         settings["own"] = own
@@ -40,7 +34,7 @@ def _normalized(low: Lowering, call: Call, function: Any, **settings: Any) -> Lo
 
 def batch_norm(low: Lowering, call: Call) -> Local:
     """Normalize by the statistics of all tiles."""
-    axes = _axes(low, call)
+    axes = low.cut_axes(call.input)
     if len(axes) > 1 and axes[1] is not None:
         raise Refused("it is cut along channels")
     if call.layer is None:
@@ -58,7 +52,7 @@ def instance_norm(low: Lowering, call: Call) -> Local:
     """Normalize each channel over all tiles."""
     if call.get("track_running_stats", False) or call.get("running_mean") is not None:
         raise Refused("it keeps running statistics")
-    axes, channels = _axes(low, call), low.shape(call.input)[1]
+    axes, channels = low.cut_axes(call.input), low.shape(call.input)[1]
     alone: Any = getattr(call.layer, "_get_no_batch_dim", int)
     if are_samples(axes) and len(axes) != alone():
         # as groups: for a single sample PyTorch 2.13 gives wrong gradients
@@ -68,32 +62,22 @@ def instance_norm(low: Lowering, call: Call) -> Local:
     return _normalized(low, call, tiles.instance_norm)
 
 
-def layer_norm(low: Lowering, call: Call) -> Local:
-    """Normalize the last dimensions, over all tiles if they are cut."""
-    axes = _axes(low, call)
-    shape = tuple(call["normalized_shape"])
-    last = axes[len(axes) - len(shape) :]
-    if all(axis is None for axis in last):
+def last_norm(low: Lowering, call: Call) -> Local:
+    """Normalize the last dimensions; those of a layer norm over all tiles."""
+    axes, shape = low.cut_axes(call.input), call["normalized_shape"]
+    first = len(axes) - (1 if isinstance(shape, int) else len(tuple(shape)))
+    if or_whole(axes[first:]) is None:
         return call_again(low, call, axes, {call.input: low.get(call.input).node})
-    if any(axis is not None for axis in axes[: len(axes) - len(shape)]):
+    if call.kind == "rms_norm" or or_whole(axes[:first]) is not None:
         raise Refused("some of the dimensions that are cut are normalized")
-    box = low.result(call.node, axes)[low.place][len(axes) - len(shape) :]
+    box = low.result(call.node, axes)[low.place][first:]
     args = (low.here, alike(low, call, call.input, axes), box)
     return on_tiles(low, call, tiles.layer_norm, args, axes, among=low.among(axes))
 
 
-def rms_norm(low: Lowering, call: Call) -> Local:
-    """Normalize the last dimensions, which are not cut."""
-    axes, shape = _axes(low, call), call["normalized_shape"]
-    count = 1 if isinstance(shape, int) else len(tuple(shape))
-    if any(axis is not None for axis in axes[len(axes) - count :]):
-        raise Refused("some of the dimensions that are cut are normalized")
-    return call_again(low, call, axes, {call.input: low.get(call.input).node})
-
-
 def dropout(low: Lowering, call: Call) -> Local:
     """Multiply by the tile's part of the mask of the whole value."""
-    axes = _axes(low, call)
+    axes = low.cut_axes(call.input)
     box = low.box(call.node, axes)
     source = alike(low, call, call.input, axes)
     return masked(low, call, source, low.shape(call.input), box, axes)
@@ -104,7 +88,7 @@ def channel_dropout(low: Lowering, call: Call) -> Local:
 
     Where samples or channels are cut each rank takes its own of the numbers of all.
     """
-    axes, shape = _axes(low, call), low.shape(call.input)
+    axes, shape = low.cut_axes(call.input), low.shape(call.input)
     box, source = low.box(call.node, axes), alike(low, call, call.input, axes)
     if box[:2] == everything(shape)[:2]:
         return call_again(low, call, axes, {call.input: source})

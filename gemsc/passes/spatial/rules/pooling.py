@@ -185,9 +185,7 @@ def _counts_are_equal(low: Lowering, call: Call, window: WindowSettings) -> bool
 
 def mean_of_everything(low: Lowering, call: Call) -> Local:
     """Add up the tiles' means, each by its share of the elements."""
-    source = call.input
-    axes = low.axes(source)
-    assert axes is not None
+    source, axes = call.input, low.cut_axes(call.input)
     dims = tuple(range(-call.rank, 0))
     among = low.among(axes)
     args = (low.get(source).node, dims)

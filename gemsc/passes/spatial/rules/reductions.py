@@ -16,11 +16,11 @@ from typing import Any
 from torch import Tensor, fx
 
 from gemsc.ir import meta
-from gemsc.ir.operators.calls import Call
-from gemsc.passes.spatial.cuts import Axes
+from gemsc.ir.operators.calls import Call, numbered
+from gemsc.passes.spatial.cuts import Axes, or_whole
 from gemsc.passes.spatial.emit import add_call, call_again, on_tiles, weighted_sum
 from gemsc.passes.spatial.lowering import Lowering
-from gemsc.passes.spatial.rules.shapes import along, are_dims, elementwise
+from gemsc.passes.spatial.rules.shapes import along, elementwise
 from gemsc.passes.spatial.values import Flattened, Local, Refused
 from gemsc.runtime import tiles
 
@@ -48,9 +48,8 @@ def extreme(low: Lowering, call: Call) -> Local:
 def reduction(low: Lowering, call: Call) -> Local:
     """Reduce over some dimensions: on each tile, and over tiles if they are cut."""
     source = call.input
-    shape, axes = low.shape(source), low.axes(source)
+    shape, axes = low.shape(source), low.cut_axes(source)
     flattened = low.flattened(source)
-    assert axes is not None
     if any(
         low.axes(n) is not None for n in call.node.all_input_nodes if n is not source
     ):
@@ -66,8 +65,7 @@ def reduction(low: Lowering, call: Call) -> Local:
     if any(count > 1 for count in result_groups):
         held = tuple(size for size, _ in kept)
         low.hold(call.node, Flattened(held, result_groups))
-    cut = result if any(axis is not None for axis in result) else None
-    return _over_tiles(low, call, dims, cut)
+    return _over_tiles(low, call, dims, or_whole(result))
 
 
 def along_tiles(
@@ -79,13 +77,13 @@ def along_tiles(
     the tiles that differ in these dimensions.
     """
     source = call.input
-    shape, axes = low.shape(source), low.axes(source)
+    shape, axes = low.shape(source), low.cut_axes(source)
     flattened = low.flattened(source)
-    assert axes is not None
     groups = (1,) * len(shape) if flattened is None else flattened.groups
-    if not are_dims(call.get("dim")) or call.get("dtype") is not None:
+    over = numbered(call.get("dim"), len(groups))
+    if over is None or call.get("dtype") is not None:
         return along(low, call)
-    dims, _, _ = _held(shape, axes, groups, _dims(call, len(groups)), True)
+    dims, _, _ = _held(shape, axes, groups, over, True)
     if all(axes[dim] is None for dim in dims):
         if flattened is not None:
             raise Refused("it needs a value flattened")
@@ -105,9 +103,9 @@ def _dims(call: Call, count: int) -> set[int]:
         given = None
     if given is None or given in ((), []):
         return set(range(count))
-    if not are_dims(given):
+    if (dims := numbered(given, count)) is None:
         raise Refused("its dimensions are not numbers")
-    return {int(d) % count for d in ([given] if isinstance(given, int) else given)}
+    return dims
 
 
 def _held(
@@ -143,8 +141,7 @@ def _over_tiles(
 ) -> Local:
     """Reduce on the tile, then put together what the tiles found."""
     node, source = call.node, call.input
-    shape, axes = low.shape(source), low.axes(source)
-    assert axes is not None
+    shape, axes = low.shape(source), low.cut_axes(source)
     part = low.get(source).node
     among = low.among(axes[dim] for dim in dims if axes[dim] is not None)
     options: dict[str, Any] = {}

@@ -11,14 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from string import digits
 
-from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
+from torch import fx, nn
 
 from gemsc.ir import meta
 from gemsc.ir.operators.calls import Call
 from gemsc.ir.operators.equations import letters_of, parse
 from gemsc.ir.operators.table import operands_of, operator_of
-from gemsc.passes.spatial.cuts import Axes, are_samples, fits
+from gemsc.passes.spatial.cuts import Axes, are_samples, fits, or_whole
 from gemsc.passes.spatial.emit import call_again
 from gemsc.passes.spatial.lowering import Lowering
 from gemsc.passes.spatial.values import Local, Refused
@@ -32,8 +31,7 @@ def by_sample(low: Lowering, call: Call) -> Local | None:
     axes = low.axes(source)
     if not are_samples(axes) or not _has_samples(call, len(axes)):
         return None
-    leaves = pytree.tree_leaves(meta.value(call.node))
-    rank = next(leaf.dim() for leaf in leaves if isinstance(leaf, Tensor))
+    rank = meta.tensors(call.node)[0].dim()
     inputs = {source: low.get(source).node}
     if call.kind == "max_unpool":
         inputs[call["indices"]] = low.spread(call["indices"], axes)
@@ -81,15 +79,14 @@ def by_equation(low: Lowering, call: Call) -> Local:
     result = letters_of(parsed.result, len(low.shape(node)))
     axes = tuple(axis_of.get(letter) for letter in result)
     over = [axis for letter, axis in axis_of.items() if letter in summed]
-    is_cut = any(axis is not None for axis in axes)
-    if not (is_cut or over) or not fits(low.shape(node), axes, low.grid):
+    cut = or_whole(axes)
+    if not (cut or over) or not fits(low.shape(node), axes, low.grid):
         raise Refused("its result is not cut")
     inputs: dict[fx.Node, fx.Node] = {}
     for source, letters in operands:
         wanted = _spread(low, source, tuple(axis_of.get(letter) for letter in letters))
         if inputs.setdefault(source, wanted) is not wanted:
             raise Refused("two of its operands are one value")
-    cut = axes if is_cut else None
     local = call_again(low, call, cut, inputs, partial=bool(over))
     return low.all_reduce(node, local.node, cut, low.among(over)) if over else local
 
@@ -120,5 +117,5 @@ def _cut_letters(
 def _spread(low: Lowering, source: fx.Node, axes: Axes) -> fx.Node:
     """Return the part of an operand that meets the others; of size 1 there is one."""
     shape = low.shape(source)
-    own = tuple(a if size > 1 else None for size, a in zip(shape, axes, strict=True))
-    return low.spread(source, own if any(a is not None for a in own) else None)
+    own = (a if size > 1 else None for size, a in zip(shape, axes, strict=True))
+    return low.spread(source, tuple(own))

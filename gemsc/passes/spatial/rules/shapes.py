@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
 from math import prod
 from typing import Any
 
-from torch import Tensor, fx
+from torch import fx
 from torch.utils import _pytree as pytree
 
 from gemsc.base.boxes import Box
 from gemsc.ir import meta
 from gemsc.ir.mutation import elements
-from gemsc.ir.operators.calls import Call
+from gemsc.ir.operators.calls import Call, numbered
 from gemsc.passes.spatial import need
-from gemsc.passes.spatial.cuts import Axes, cut, fits
+from gemsc.passes.spatial.cuts import Axes, cut, fits, or_whole
 from gemsc.passes.spatial.emit import add_call, alike, call_again, meeting
-from gemsc.passes.spatial.flattened import join
+from gemsc.passes.spatial.flattened import join, runs_of
 from gemsc.passes.spatial.lowering import Lowering
 from gemsc.passes.spatial.rules.windows import numbers
 from gemsc.passes.spatial.values import Local, Refused
@@ -54,8 +53,8 @@ def _broadcast_axes(low: Lowering, node: fx.Node, shape: tuple[int, ...]) -> Axe
         for dim, axis in enumerate(axes or (), len(shape) - len(axes or ())):
             if result[dim] is None and axis not in result:
                 result[dim] = axis
-    found = tuple(result)
-    if all(axis is None for axis in found) or not fits(shape, found, low.grid):
+    found = or_whole(tuple(result))
+    if found is None or not fits(shape, found, low.grid):
         raise Refused("no input is cut like the result")
     return found
 
@@ -72,13 +71,15 @@ def _fitted(
     if not own or not meta.is_one_tensor(source):
         return low.get(source).node
     ahead = len(shape) - len(own)
-    first = [
-        axis if size == shape[dim + ahead] and size > 1 else None
-        for dim, (size, axis) in enumerate(zip(own, axes[ahead:], strict=True))
-    ]
-    if any(axis is not None for axis in first):
-        return meeting(low, source, tuple(first), (box[ahead:] for box in boxes))
-    return low.whole(source)
+    first = or_whole(
+        tuple(
+            axis if size == shape[dim + ahead] and size > 1 else None
+            for dim, (size, axis) in enumerate(zip(own, axes[ahead:], strict=True))
+        )
+    )
+    if first is None:
+        return low.whole(source)
+    return meeting(low, source, first, (box[ahead:] for box in boxes))
 
 
 def view(low: Lowering, node: fx.Node) -> Local | None:
@@ -93,13 +94,11 @@ def view(low: Lowering, node: fx.Node) -> Local | None:
     if node.op == "call_function":
         name = getattr(node.target, "__name__", "")
     name = str(name)
-    axes = low.axes(source)
-    assert axes is not None
+    axes = low.cut_axes(source)
     are_cut = [dim for dim, axis in enumerate(axes) if axis is not None]
     if not all(dim in kept for dim in are_cut):
         return _regrouped(low, node, source, axes) or join(low, node, source)
-    tensors = [t for t in pytree.tree_leaves(meta.value(node)) if isinstance(t, Tensor)]
-    result: list[int | None] = [None] * tensors[0].dim()
+    result: list[int | None] = [None] * meta.tensors(node)[0].dim()
     for dim in are_cut:
         result[kept[dim]] = axes[dim]
     if name not in _WITH_SIZES:
@@ -121,7 +120,7 @@ def _regrouped(
     if low.flattened(source) is not None or not low.probe.is_reshape(node):
         return None
     found: list[int | None] = [None] * len(result)
-    for before, after in _groups(shape, result):
+    for before, after in runs_of(shape, result):
         inside = [dim for dim in before if axes[dim] is not None]
         if not inside:
             continue
@@ -142,22 +141,6 @@ def _regrouped(
     cut_alike = tuple(found)
     args = (low.get(source).node, *low.sizes(node, cut_alike))
     return add_call(low, node, "reshape", *args, axes=cut_alike)
-
-
-def _groups(
-    shape: tuple[int, ...], result: tuple[int, ...]
-) -> Iterator[tuple[range, range]]:
-    """Yield the dimensions of two shapes that have as many elements, the least runs."""
-    first = second = 0
-    while first < len(shape) or second < len(result):
-        stop, end = min(first + 1, len(shape)), min(second + 1, len(result))
-        while prod(shape[first:stop]) != prod(result[second:end]):
-            if prod(shape[first:stop]) < prod(result[second:end]):
-                stop += 1
-            else:
-                end += 1
-        yield range(first, stop), range(second, end)
-        first, second = stop, end
 
 
 def subscript(low: Lowering, node: fx.Node) -> Local | None:
@@ -196,8 +179,7 @@ def _entries(index: Any, dims: int) -> list[Any] | None:
 
 
 def _slice(low: Lowering, node: fx.Node, source: fx.Node, entries: list[Any]) -> Local:
-    axes = low.axes(source)
-    assert axes is not None
+    axes = low.cut_axes(source)
     if 0 in low.shape(node):
         raise Refused("its result is empty")
     shape, sizes = low.shape(source), iter(low.shape(node))
@@ -213,7 +195,7 @@ def _slice(low: Lowering, node: fx.Node, source: fx.Node, entries: list[Any]) ->
         if not isinstance(entry, int):  # all tiles want what is too small to be cut
             result.append(axis if axis is None or size >= low.grid[axis] else None)
     cut_alike = tuple(result)
-    out_axes = cut_alike if any(axis is not None for axis in result) else None
+    out_axes = or_whole(cut_alike)
     places = [dim for dim, entry in enumerate(entries) if not isinstance(entry, int)]
     wanted = []
     for box in low.owned(low.shape(node), out_axes):
@@ -335,7 +317,7 @@ def roll(low: Lowering, call: Call) -> Local:
     source, node = call.input, call.node
     axes = low.axes(source)
     given, shifts = call.get("dim", call.get("dims")), call["shifts"]
-    if axes is None or not are_dims(given):
+    if axes is None or numbered(given, len(axes)) is None:
         raise Refused("it goes over all elements")
     by = dict.fromkeys(range(len(axes)), 0)
     dims = [given] if isinstance(given, int) else list(given)
@@ -356,10 +338,9 @@ def flip(low: Lowering, call: Call) -> Local:
     """Let each tile want what lies opposite to it, and turn that around."""
     source = call.input
     shape, axes = low.shape(source), low.axes(source)
-    given = call.get("dims")
-    if axes is None or not are_dims(given):
+    dims = numbered(call.get("dims"), len(shape))
+    if axes is None or dims is None:
         raise Refused("its dimensions are not numbers")
-    dims = {int(d) % len(shape) for d in ([given] if isinstance(given, int) else given)}
     wanted = tuple(
         tuple(
             (size - stop, size - start) if dim in dims else (start, stop)
@@ -375,18 +356,16 @@ def along(low: Lowering, call: Call) -> Local:
     source = call.input
     axes = low.axes(source)
     dims = len(low.shape(source))
-    given = call.get("dim", call.get("dims"))
-    if axes is None or not are_dims(given):
+    along_dims = numbered(call.get("dim", call.get("dims")), dims)
+    if axes is None or along_dims is None:
         raise Refused("it goes over all elements")
-    along_dims = {int(d) % dims for d in ([given] if isinstance(given, int) else given)}
     if any(axes[dim] is not None for dim in along_dims):
         raise Refused("it goes along a dimension that is cut")
     if any(
         low.axes(n) is not None for n in call.node.all_input_nodes if n is not source
     ):
         raise Refused("it takes several values that are cut")
-    tensors = pytree.tree_leaves(meta.value(call.node))
-    rank = next(t.dim() for t in tensors if isinstance(t, Tensor))
+    rank = meta.tensors(call.node)[0].dim()
     if rank == dims:
         result = axes
     elif rank == dims - len(along_dims):
@@ -394,12 +373,3 @@ def along(low: Lowering, call: Call) -> Local:
     else:
         raise Refused("its result has other dimensions")
     return call_again(low, call, result, {source: low.get(source).node})
-
-
-def are_dims(value: Any) -> bool:
-    """Whether an argument names dimensions by numbers."""
-    if isinstance(value, bool):
-        return False
-    if isinstance(value, (tuple, list)):
-        return bool(value) and all(isinstance(v, int) for v in value)
-    return isinstance(value, int)

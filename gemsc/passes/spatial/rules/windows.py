@@ -12,7 +12,6 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from gemsc.base.boxes import Box, Interval
 from gemsc.ir import meta
@@ -62,7 +61,7 @@ def result_axes(low: Lowering, call: Call, axes: Axes) -> Axes:
 
 def _result_shape(call: Call) -> tuple[int, ...]:
     """Return the shape of the result; of several tensors, that of the first."""
-    return tuple(pytree.tree_leaves(meta.value(call.node))[0].shape)
+    return tuple(meta.tensors(call.node)[0].shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +90,6 @@ class WindowSettings:
         reach = self.dilation[dim] * (self.kernel[dim] - 1)
         stride = self.stride[dim]
         return -(-(start - reach) // stride), (stop - 1) // stride + 1
-
-    @property
-    def is_symmetric(self) -> bool:
-        """Whether there are as many rows of padding on both sides."""
-        return self.before == self.after
 
 
 def wanted_boxes(
@@ -149,7 +143,7 @@ def convolution(low: Lowering, call: Call) -> Local:
     if mode != "zeros":
         explicit = (True,) * rank
         changes["padding_mode"] = "zeros"
-    elif not window.is_symmetric:
+    elif window.before != window.after:
         explicit = (True,) * rank
     wanted = wanted_boxes(low, call, axes, window.need, explicit)
     if mode == "zeros":
@@ -258,8 +252,7 @@ def transposed_convolution(low: Lowering, call: Call) -> Local:
 def pad(low: Lowering, call: Call) -> Local:
     """Let each tile want its part of the padded value; negative padding crops."""
     source, node = call.input, call.node
-    axes = low.axes(source)
-    assert axes is not None
+    axes = low.cut_axes(source)
     if not fits(low.shape(node), axes, low.grid):
         raise Refused("the result is smaller than the grid")
     before = _before(call["pad"], len(axes))
