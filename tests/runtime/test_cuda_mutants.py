@@ -30,6 +30,7 @@ MUTANTS = [
     *(m for m in mutants_of(offload) if any(text in m.name for text in MOVES)),
 ]
 MUTANTS = [m for m in MUTANTS if not m.name.endswith((*ONLY_SAVES_TIME, NEVER_ENDS))]
+QUICK = 9  # checks: the others take long, and run in test_cuda_streams.py at night
 BY_DAY = ("CudaStreams._bring: without", "CudaStreams.to_host: without")
 
 
@@ -43,6 +44,13 @@ def what_fails(mutant: Mutant) -> str:
             except Exception as error:
                 return f"{name}: {type(error).__name__}"
     return ""
+
+
+@pytest.mark.parametrize("name", [*CHECKS][:QUICK])
+def test_without_a_mutant_a_check_passes(name: str) -> None:
+    """One that fails anyway would find every mutant."""
+    with ends():
+        CHECKS[name]()
 
 
 def cases() -> list[object]:

@@ -240,6 +240,8 @@ def nobody_takes() -> None:
 class Host:
     """A library, and a group, that notes what it gets; a sum is twice a tensor."""
 
+    sums_on_device = False
+
     def __init__(self, *, cuda_aware: bool = False) -> None:
         self.cuda_aware = cuda_aware
         self.sent: list[Tensor] = []
