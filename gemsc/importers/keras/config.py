@@ -61,7 +61,7 @@ def snake(name: str) -> str:
     return re.sub("([a-z])([A-Z])", r"\1_\2", name).lower()
 
 
-def numbered(names: Iterable[str]) -> Iterator[str]:
+def with_numbers(names: Iterable[str]) -> Iterator[str]:
     """Yield names as Keras counts them in files: dense, lstm, dense_1."""
     seen: Counter[str] = Counter()
     for name in names:

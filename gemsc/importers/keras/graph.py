@@ -21,9 +21,9 @@ from gemsc.importers.keras.config import (
     MODELS,
     Listed,
     found_in,
-    numbered,
     plain,
     references,
+    with_numbers,
 )
 from gemsc.importers.keras.core import check_activity, mask_after
 from gemsc.importers.keras.layer import Laid, Layer, LayerCall, Translator
@@ -217,7 +217,7 @@ class _Calls:
         self.inputs: list[Laid] = []
         self.values: dict[tuple[str, int], Sequence[Laid]] = {}
         held = [e for e in entries if not e.is_operation and e.kind != "InputLayer"]
-        words = numbered(entry.snake for entry in held)
+        words = with_numbers(entry.snake for entry in held)
         folder = f"{path}/layers" if path else "layers"
         places = {e.name: f"{folder}/{w}" for e, w in zip(held, words, strict=True)}
         self.layers = {

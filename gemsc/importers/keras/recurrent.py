@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from gemsc.importers.keras.config import Listed, numbered
+from gemsc.importers.keras.config import Listed, with_numbers
 from gemsc.importers.keras.layer import Laid, LayerCall, translates
 from gemsc.importers.sheet import Symbol
 from gemsc.importers.weight import Array, Weight, constant
@@ -78,7 +78,7 @@ def _stacked(call: LayerCall, held: Sequence[Mapping[str, Any]]) -> Laid:
             "gives or takes states of several cells",
             help="use a layer for each cell, such as LSTM(..., return_state=True)",
         )
-    names = numbered(Listed.of(each).snake for each in held)
+    names = with_numbers(Listed.of(each).snake for each in held)
     named = zip(held, names, strict=True)
     cells = [_cell(call, each, f"cell/cells/{name}") for each, name in named]
     x = _turned(call, call.last(), call.config)
