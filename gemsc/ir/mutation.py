@@ -16,20 +16,10 @@ from gemsc.ir.operators.calls import Call, call_of
 from gemsc.ir.operators.table import operator_of
 from gemsc.ir.program import Program
 
+_NAMES = "add sub mul truediv floordiv mod pow matmul and_ or_ xor lshift rshift"
 _OPERATORS: dict[Any, Any] = {
-    operator.iadd: operator.add,
-    operator.isub: operator.sub,
-    operator.imul: operator.mul,
-    operator.itruediv: operator.truediv,
-    operator.ifloordiv: operator.floordiv,
-    operator.imod: operator.mod,
-    operator.ipow: operator.pow,
-    operator.imatmul: operator.matmul,
-    operator.iand: operator.and_,
-    operator.ior: operator.or_,
-    operator.ixor: operator.xor,
-    operator.ilshift: operator.lshift,
-    operator.irshift: operator.rshift,
+    getattr(operator, f"i{name.strip('_')}"): getattr(operator, name)
+    for name in _NAMES.split()
 }
 # Without the change they draw other random numbers, or their backward rounds in
 # another way (the one in place computes from the result).

@@ -5,9 +5,9 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_support import equal_task, random_task
+from schedule_support import chain_of, equal_task, random_task
 
-from gemsc.schedules import SCHEDULES, Action, Kind, StageCost, Task, run
+from gemsc.schedules import SCHEDULES, Action, Kind, StageCost, run
 from gemsc.schedules.loops import Loop, expand, find_loops, num_lines
 
 
@@ -92,7 +92,7 @@ def test_the_loops_of_a_schedule_are_the_schedule(name: str, seed: int) -> None:
 
 
 def test_2000_actions_are_no_matter_of_minutes() -> None:
-    task = Task.chain((StageCost(1.0, 2.0),) * 2, (1000,))
+    task = chain_of((StageCost(1.0, 2.0),) * 2, (1000,))
     order = run(task, SCHEDULES["1f1b"].policy).order(0)
     start = time.perf_counter()
     assert num_lines(find_loops(order)) == 5

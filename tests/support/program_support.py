@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from gemsc.base.elementwise import OptimizerFactory
+from gemsc.base.grid_shape import ALONE
 from gemsc.codegen.package import write_directory
 from gemsc.compiler import CompiledProgram, compile, trace
 from gemsc.ir.program import Program
@@ -73,7 +74,7 @@ def cut(program: Program, stages: int, **options: Any) -> Program:
     """Return a program with blocks, cut into stages that talk to each other."""
     passes = (
         BalanceStages(num_stages=stages, **options),
-        PlaceStages(num_ranks=stages),
+        PlaceStages("linear", (tuple(range(stages)),), (ALONE,) * stages),
         InsertComms(),
     )
     return run_passes(program, passes)
