@@ -28,7 +28,7 @@ _NO_TWIN = frozenset(
     | {"elu", "celu", "selu", "rrelu"}
     | {"embedding", "embedding_bag"}  # of their weights
 )
-_NO_TWIN_LAYERS = (torch.nn.ELU, torch.nn.CELU, torch.nn.SELU, torch.nn.RReLU)
+NO_TWIN_LAYERS = (torch.nn.ELU, torch.nn.CELU, torch.nn.SELU, torch.nn.RReLU)
 _ATEN = torch.ops.aten
 _ALIKE: dict[Any, Any] = {
     _ATEN.batch_norm.default: torch.batch_norm,
@@ -149,11 +149,6 @@ def functional_twin(node: fx.Node) -> tuple[Any, dict[str, Any]] | None:
         if twin is not None and twin is not target:
             return twin, kwargs
     return None
-
-
-def layer_has_twin(layer: torch.nn.Module) -> bool:
-    """Return whether `inplace=False` gives the same numbers, backward too."""
-    return not isinstance(layer, _NO_TWIN_LAYERS)
 
 
 def _aten_twin(target: torch._ops.OpOverload) -> Any:

@@ -235,14 +235,10 @@ class Timeline:
     peak_live: tuple[int, ...]
     peak_activation_bytes: tuple[int, ...] = ()
 
-    def order(self, rank: int) -> tuple[Action, ...]:
-        """Return the actions of one rank, in order."""
-        return tuple(timed.action for timed in self.ranks[rank])
-
     @property
     def orders(self) -> tuple[tuple[Action, ...], ...]:
         """The actions of all ranks, in order."""
-        return tuple(self.order(rank) for rank in range(len(self.ranks)))
+        return tuple(tuple(timed.action for timed in rank) for rank in self.ranks)
 
     @property
     def bubble(self) -> float:

@@ -92,7 +92,7 @@ def test_gpipe_works_in_groups_that_fit_into_memory() -> None:
     task = chain_of((UNIT, UNIT), (4,), memory_cap=2)
     timeline = run(task, SCHEDULES["gpipe"].policy)
     assert timeline.peak_bytes == (2, 2)
-    assert timeline.order(1)[:4] == row("1F0", "1F1", "1B0", "1B1")
+    assert timeline.orders[1][:4] == row("1F0", "1F1", "1B0", "1B1")
 
 
 def test_resident_bytes_count_towards_the_cap() -> None:
@@ -117,7 +117,7 @@ def test_replicas_with_different_numbers_of_micro_batches_take_turns() -> None:
     task = chain_of((UNIT, UNIT), (3, 1), placement=place("mirrored", 2, 2, 2))
     timeline = run(task, SCHEDULES["master"].policy)
     assert timeline.peak_live == (1, 1)
-    forwards = [a for a in timeline.order(0) if a.kind is Kind.FORWARD]
+    forwards = [a for a in timeline.orders[0] if a.kind is Kind.FORWARD]
     assert tuple(forwards) == row("0F0", "1F0'", "0F1", "0F2")
 
 

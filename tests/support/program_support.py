@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,8 +22,9 @@ from gemsc.codegen.package import write_directory
 from gemsc.compiler import CompiledProgram, compile, trace
 from gemsc.ir.program import Program
 from gemsc.passes.balance_stages import BalanceStages
+from gemsc.passes.base import Pass
 from gemsc.passes.insert_comms import InsertComms
-from gemsc.passes.manager import run_passes
+from gemsc.passes.manager import Observer, Runs
 from gemsc.passes.place_stages import PlaceStages
 from gemsc.runtime.checkpoint.files import export_model
 from gemsc.runtime.training.trainer import Trainer
@@ -63,6 +64,13 @@ def trunk(count: int = 6) -> nn.Sequential:
 
 def mse(output: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(output, target)
+
+
+def run_passes(
+    program: Program, passes: Iterable[Pass], *, after_each: Observer | None = None
+) -> Program:
+    """Return the program after all passes."""
+    return Runs(after_each)(program, *passes)
 
 
 def blocks_of(model: nn.Module, *inputs: Any, loss: Any = mean) -> Program:
