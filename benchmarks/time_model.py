@@ -37,7 +37,7 @@ from gemsc.costs.profile import BlockTimes, time_nodes
 from gemsc.ir.program import Program, Stage
 from gemsc.launch.launch import launch
 from gemsc.passes.balance_stages import BalanceStages
-from gemsc.passes.manager import run_passes
+from gemsc.passes.manager import Runs
 from gemsc.passes.time_blocks import TimeBlocks
 
 MOMENTS = 3  # in which each case is measured
@@ -259,7 +259,7 @@ class Bench:
 
     def stages(self, program: Program, count: int) -> tuple[Stage, ...]:
         """Return the cuts that the compiler chooses for what it knows."""
-        done = run_passes(program, (BalanceStages(num_stages=count),))
+        done = Runs()(program, BalanceStages(num_stages=count))
         return done.require_stages()
 
 
@@ -320,7 +320,7 @@ def show_errors(
 def loss_of_balance(bench: Bench, stages: Sequence[Stage], pairs: int = 5) -> float:
     """Return how much slower the slowest stage is than if the blocks are measured."""
     time_blocks = TimeBlocks(bench.inputs, bench.target, rounds=bench.rounds)
-    timed = run_passes(bench.program, (time_blocks,))
+    timed = Runs()(bench.program, time_blocks)
     best = in_program(bench.stages(timed, len(stages)), bench.program)
     if [len(s.blocks) for s in best] == [len(s.blocks) for s in stages]:
         return 0.0

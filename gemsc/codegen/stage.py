@@ -16,7 +16,7 @@ from gemsc.codegen.writer import Names, Writer
 from gemsc.errors import GemscError
 from gemsc.ir import meta
 from gemsc.ir.flow import has_random
-from gemsc.ir.holder import attributes_of
+from gemsc.ir.holder import attributes_of, called_layer
 from gemsc.ir.layers import layer_source, norm_of_torch
 from gemsc.ir.mutation import mutated_state
 from gemsc.ir.opaque import opaque_of
@@ -103,10 +103,9 @@ class _StageWriter:
         changed: list[str] = []
         for node in self.stage.flow.nodes:
             changed += mutated_state(node, self.module)
-            if node.op == "call_module":
-                opaque = opaque_of(self.module.get_submodule(str(node.target)))
-                inside = opaque.changes if opaque is not None else ()
-                changed += [f"{node.target}.{name}" for name in inside]
+            opaque = opaque_of(called_layer(node, self.module))
+            inside = opaque.changes if opaque is not None else ()
+            changed += [f"{node.target}.{name}" for name in inside]
         owned = self.stage.owned
         names = {n if n in owned else self.aliases.get(n, n) for n in changed}
         parameters = dict(self.module.named_parameters(remove_duplicate=False))

@@ -20,18 +20,11 @@ from gemsc.codegen.expressions import (
     literal,
 )
 from gemsc.errors import GemscError, InternalError
-from gemsc.ir.layers import layer_source
+from gemsc.ir.layers import HOOKS, layer_source
 from gemsc.ir.opaque import Opaque
 
 _INTERNAL = frozenset(vars(nn.Module()))
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_state_dict_hooks",
-    "_load_state_dict_pre_hooks",
-)
+_HOOKS = (*HOOKS, "_state_dict_hooks", "_load_state_dict_pre_hooks")
 MOST_NUMBERS = 64  # of a tensor that is written as text
 _BUILTIN = (list, dict, tuple, set, slice, range, int, float, complex, str)
 

@@ -22,7 +22,7 @@ import gemsc.nn
 _SPACES = {"nn": nn, "gemsc.nn": gemsc.nn}
 _INTERNAL = frozenset(vars(nn.Module())) - {"_non_persistent_buffers_set"}
 _EVALUATED = {"nn": nn, "torch": torch, "gemsc": gemsc, "float": float}
-_HOOKS = (
+HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",
     "_backward_hooks",
@@ -132,7 +132,7 @@ def _is_plain(module: nn.Module) -> bool:
         any(_is_of(space, cls) for space in _SPACES)
         and not isinstance(module, _CONTAINERS)
         and not any(True for _ in module.children())
-        and not any(vars(module).get(name) for name in _HOOKS)
+        and not any(vars(module).get(name) for name in HOOKS)
         and not any(is_lazy(parameter) for parameter in module.parameters())
         and not _shadowed(module)
     )
@@ -171,23 +171,13 @@ def _parameters(cls: Any) -> tuple[inspect.Parameter, ...]:
 
 
 def _recurrent_parameters(cls: type) -> Iterator[inspect.Parameter]:
-    settings: dict[str, Any] = {
-        "input_size": inspect.Parameter.empty,
-        "hidden_size": inspect.Parameter.empty,
-        "num_layers": 1,
-        "bias": True,
-        "batch_first": False,
-        "dropout": 0.0,
-        "bidirectional": False,
-        "dtype": None,
-    }
-    if cls is nn.LSTM:
-        settings["proj_size"] = 0
+    _, _, *rest = inspect.signature(nn.RNNBase.__init__).parameters.values()
+    for parameter in rest:  # all but self and the mode, which the class says
+        if parameter.name != "proj_size" or cls is nn.LSTM:
+            yield parameter
     if cls is nn.RNN:
-        settings["nonlinearity"] = "tanh"
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    for name, default in settings.items():
-        yield inspect.Parameter(name, kind, default=default)
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        yield inspect.Parameter("nonlinearity", kind, default="tanh")
 
 
 def _setting(module: nn.Module, name: str) -> Any:
@@ -301,5 +291,5 @@ def _same(a: Any, b: Any) -> bool:
     if type(a).__name__ == type(b).__name__ == "ReferenceType":
         return True  # an LSTM's weak references to its own weights
     if (isinstance(a, float) and a != a) or (isinstance(b, float) and b != b):
-        return a is not None and b is not None and a != a and b != b
+        return bool(a != a and b != b)
     return bool(a == b)

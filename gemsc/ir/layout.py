@@ -21,11 +21,6 @@ class Layout:
     boxes: tuple[Box, ...]
     owned: tuple[Box, ...] = ()
 
-    @staticmethod
-    def whole(shape: tuple[int, ...], num_tiles: int) -> Layout:
-        """Return the layout where every tile holds everything."""
-        return Layout(tuple(shape), (everything(shape),) * num_tiles)
-
     @property
     def num_tiles(self) -> int:
         """How many tiles the grid has."""
@@ -35,11 +30,6 @@ class Layout:
     def is_whole(self) -> bool:
         """Whether every tile holds everything."""
         return all(box == everything(self.shape) for box in self.boxes)
-
-    @property
-    def given(self) -> tuple[Box, ...]:
-        """The boxes from which other tiles take: disjoint unless whole."""
-        return self.owned or self.boxes
 
     def local_shape(self, tile: int) -> tuple[int, ...]:
         """Return the shape of what one tile holds."""

@@ -16,20 +16,10 @@ from gemsc.ir.operators.calls import Call, call_of
 from gemsc.ir.operators.table import operator_of
 from gemsc.ir.program import Program
 
+_NAMES = "add sub mul truediv floordiv mod pow matmul and_ or_ xor lshift rshift"
 _OPERATORS: dict[Any, Any] = {
-    operator.iadd: operator.add,
-    operator.isub: operator.sub,
-    operator.imul: operator.mul,
-    operator.itruediv: operator.truediv,
-    operator.ifloordiv: operator.floordiv,
-    operator.imod: operator.mod,
-    operator.ipow: operator.pow,
-    operator.imatmul: operator.matmul,
-    operator.iand: operator.and_,
-    operator.ior: operator.or_,
-    operator.ixor: operator.xor,
-    operator.ilshift: operator.lshift,
-    operator.irshift: operator.rshift,
+    getattr(operator, f"i{name.strip('_')}"): getattr(operator, name)
+    for name in _NAMES.split()
 }
 # Without the change they draw other random numbers, or their backward rounds in
 # another way (the one in place computes from the result).
@@ -38,7 +28,7 @@ _NO_TWIN = frozenset(
     | {"elu", "celu", "selu", "rrelu"}
     | {"embedding", "embedding_bag"}  # of their weights
 )
-_NO_TWIN_LAYERS = (torch.nn.ELU, torch.nn.CELU, torch.nn.SELU, torch.nn.RReLU)
+NO_TWIN_LAYERS = (torch.nn.ELU, torch.nn.CELU, torch.nn.SELU, torch.nn.RReLU)
 _ATEN = torch.ops.aten
 _ALIKE: dict[Any, Any] = {
     _ATEN.batch_norm.default: torch.batch_norm,
@@ -159,11 +149,6 @@ def functional_twin(node: fx.Node) -> tuple[Any, dict[str, Any]] | None:
         if twin is not None and twin is not target:
             return twin, kwargs
     return None
-
-
-def layer_has_twin(layer: torch.nn.Module) -> bool:
-    """Return whether `inplace=False` gives the same numbers, backward too."""
-    return not isinstance(layer, _NO_TWIN_LAYERS)
 
 
 def _aten_twin(target: torch._ops.OpOverload) -> Any:

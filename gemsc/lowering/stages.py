@@ -80,12 +80,7 @@ def schedule_stages(
             check_blocks(options, chosen, traced.program)
     choose_stages = balance if like is None else _following(like, traced)
     cut = _cut(traced, options, chosen, (choose_stages, again), run)
-    place = PlaceStages(
-        chosen.placement,
-        num_replicas=chosen.num_replicas,
-        rows=chosen.rows,
-        groups=chosen.groups,
-    )
+    place = PlaceStages(chosen.placement, chosen.rows, chosen.groups)
     if lowered == "none":
         alone = replace(place, groups=(ALONE,) * len(chosen.groups))
         program = run(cut, alone, InsertComms())

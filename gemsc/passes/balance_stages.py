@@ -24,6 +24,7 @@ from gemsc.passes.group_blocks import (
     lies_in,
     module_paths,
     not_found,
+    tower_bounds,
 )
 from gemsc.planner.partition import partition
 
@@ -87,8 +88,9 @@ class BalanceStages(Pass):
         return replace(program, stages=stages)
 
     def _balanced(self, program: Program, blocks: Sequence[Block]) -> list[int]:
-        carried = crossing_bytes([node for block in blocks for node in block.nodes])
-        gaps = accumulate(len(block.nodes) for block in blocks[:-1])
+        nodes = [node for block in blocks for node in block.nodes]
+        gaps = list(accumulate(len(block.nodes) for block in blocks[:-1]))
+        carried = crossing_bytes(nodes)
         crossing = [carried[gap] for gap in gaps]
         grids = self.grids or (ALONE,) * self.num_stages
         known = {grid: self.shares(program, blocks, grid) for grid in set(grids)}
@@ -100,9 +102,11 @@ class BalanceStages(Pass):
                 for row in shares
             ]
             needs = _needs(blocks)
+            towers = tower_bounds(program, {node: i for i, node in enumerate(nodes)})
+            bounds = [index for index, gap in enumerate(gaps, 1) if gap in towers]
             found = [
                 partition(rows, cut_costs=crossing, begins=begins)
-                for begins in _choices(_bounds(program, blocks), self.num_stages - 1)
+                for begins in _choices(bounds, self.num_stages - 1)
             ]
             steps = [self._step(starts, rows, needs) for starts in found]
             shortest = min(steps)
@@ -206,15 +210,6 @@ def _needs(blocks: Sequence[Block]) -> list[set[int]]:
         {block_of[s] for n in block.nodes for s in n.all_input_nodes if s in block_of}
         for block in blocks
     ]
-
-
-def _bounds(program: Program, blocks: Sequence[Block]) -> list[int]:
-    """Return the blocks with which towers begin, and those behind towers."""
-    first = {block.nodes[0]: block.index for block in blocks}
-    last = {block.nodes[-1]: block.index + 1 for block in blocks}
-    found = {first.get(tower[0], 0) for tower in program.towers or ()}
-    found |= {last.get(tower[-1], 0) for tower in program.towers or ()}
-    return sorted(found - {0, len(blocks)})
 
 
 def _choices(bounds: Sequence[int], most: int) -> list[tuple[int, ...]]:

@@ -21,10 +21,10 @@ from gemsc.ir.holder import (
 )
 from gemsc.ir.interpret import run_node
 from gemsc.ir.mutation import (
+    NO_TWIN_LAYERS,
     SIZED,
     changed_by_layer,
     functional_twin,
-    layer_has_twin,
     memory,
     mutated_inputs,
 )
@@ -299,8 +299,9 @@ class _Rewriter:
                     meta.value(source).requires_grad and not meta.region(node).grad
                 )
                 layer = self.module.get_submodule(str(node.target))
-                fits = layer_has_twin(layer) and not (
-                    state
+                fits = not (
+                    isinstance(layer, NO_TWIN_LAYERS)
+                    or state
                     or blocks_gradient
                     or self._others_used_later(node, source, members)
                 )

@@ -54,7 +54,7 @@ class GroupBlocks(Pass):
         allowed = [True] * (len(nodes) + 1)
         for first, last in _indivisible(program, order):
             _forbid(allowed, first, last)
-        bounds = [p for p in _bounds(program, order) if allowed[p]]
+        bounds = [p for p in tower_bounds(program, order) if allowed[p]]
         self._keep_short_skips(program, order, allowed, bounds)
         cuts = _choose_cuts(program, order, allowed, bounds)
         edges = [0, *cuts, len(nodes)]
@@ -140,7 +140,7 @@ def _indivisible(
         yield min(members), max(members)
 
 
-def _bounds(program: Program, order: dict[fx.Node, int]) -> list[int]:
+def tower_bounds(program: Program, order: dict[fx.Node, int]) -> list[int]:
     """Return where towers begin and what is behind them, but for the graph's ends."""
     towers = program.towers or ()
     places = {order[tower[0]] for tower in towers}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -61,13 +61,6 @@ class Runs:
         if self._after_each is not None:
             self._after_each(step, result, seconds)
         return result, program
-
-
-def run_passes(
-    program: Program, passes: Iterable[Pass], *, after_each: Observer | None = None
-) -> Program:
-    """Return the program after all passes."""
-    return Runs(after_each)(program, *passes)
 
 
 def _check_facts(

@@ -8,7 +8,7 @@ Example, --recompute layer1,layer3.1..layer4.0 --offload layer2.0:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import ClassVar
@@ -50,20 +50,8 @@ class MarkSegments(Pass):
             GemscError: no block has such a name, a block is named twice, or cannot run
                 twice because it changes something.
         """
-        wishes = [
-            (kind, name)
-            for kind, names in (
-                (
-                    "recompute",
-                    _expanded(program, self.recompute, "offload", self.offload),
-                ),
-                (
-                    "offload",
-                    _expanded(program, self.offload, "recompute", self.recompute),
-                ),
-            )
-            for name in names
-        ]
+        given = {"recompute": self.recompute, "offload": self.offload}
+        wishes = [(k, name) for k in given for name in _expanded(program, given, k)]
         blocks = program.blocks or ()
         owner: dict[int, tuple[str, str]] = {}
         for kind, name in wishes:
@@ -86,28 +74,29 @@ class MarkSegments(Pass):
 
 
 def _expanded(
-    program: Program, names: Sequence[str], other: str, others: Sequence[str]
+    program: Program, given: Mapping[str, Sequence[str]], kind: str
 ) -> Sequence[str]:
     """Return names of blocks or modules: for "all" each block where it helps.
 
-    Those that are named for the `other` kind are left out.
+    Those that are named for the other kind are left out.
     """
-    if tuple(names) == ("all",):
-        blocks = program.blocks or ()
-        taken = {
-            block.index
-            for name in others
-            if name not in WORDS
-            for block in (*_named(other, name, blocks), *_inside(blocks, name))
-        }
-        return [
-            block.name
-            for block in blocks
-            if block.index not in taken
-            and frees_anything(block)
-            and may_recompute(program, block)
-        ]
-    return [name for name in names if name not in ("auto", "off")]
+    if tuple(given[kind]) != ("all",):
+        return [name for name in given[kind] if name not in ("auto", "off")]
+    blocks = program.blocks or ()
+    taken = {
+        block.index
+        for other in given.keys() - {kind}
+        for name in given[other]
+        if name not in WORDS
+        for block in (*_named(other, name, blocks), *_inside(blocks, name))
+    }
+    return [
+        block.name
+        for block in blocks
+        if block.index not in taken
+        and frees_anything(block)
+        and may_recompute(program, block)
+    ]
 
 
 def _inside(blocks: Sequence[Block], name: str) -> list[Block]:

@@ -20,34 +20,29 @@ from typing import ClassVar
 from gemsc.base.grid_shape import GridShape
 from gemsc.ir.program import Placement, Program
 from gemsc.passes.base import Pass
-from gemsc.schedules import place
 
 
 @dataclass(frozen=True)
 class PlaceStages(Pass):
     """Give every (replica, stage) its ranks.
 
-    `rows[replica][stage]` is a group of ranks; without rows the groups are placed as
-    `kind` says. `groups` are the shapes of their grids: by default lone ranks.
+    `rows[replica][stage]` is a group of ranks, `groups` are the shapes of their grids;
+    `kind` is the name of such rows.
     """
 
     name: ClassVar[str] = "place-stages"
     requires: ClassVar[tuple[str, ...]] = ("stages",)
     provides: ClassVar[tuple[str, ...]] = ("placement",)
 
-    kind: str = "linear"
-    num_ranks: int = 1
-    num_replicas: int = 1
-    rows: tuple[tuple[int, ...], ...] = ()
-    groups: tuple[GridShape, ...] = ()
+    kind: str
+    rows: tuple[tuple[int, ...], ...]
+    groups: tuple[GridShape, ...]
 
     def apply(self, program: Program) -> Program:
         """Return the program with its placement."""
-        num_stages = len(program.require_stages())
-        groups = self.groups or (GridShape(),) * self.num_ranks
-        rows = self.rows or place(self.kind, num_stages, len(groups), self.num_replicas)
-        edges = [0, *accumulate(grid.size for grid in groups)]
+        edges = [0, *accumulate(grid.size for grid in self.groups)]
         members = [tuple(range(start, end)) for start, end in pairwise(edges)]
-        ranks = tuple(tuple(members[group] for group in row) for row in rows)
-        grids = tuple(groups[group] for group in rows[0]) if any(groups) else ()
+        ranks = tuple(tuple(members[group] for group in row) for row in self.rows)
+        grids = tuple(self.groups[group] for group in self.rows[0])
+        grids = grids if any(self.groups) else ()
         return replace(program, placement=Placement(self.kind, ranks, grids))

@@ -12,7 +12,7 @@ from gemsc.base.grid_shape import BESIDE, SPLITS, GridShape
 from gemsc.errors import GemscError
 from gemsc.ir.program import Program
 from gemsc.options import CompileOptions, typed
-from gemsc.schedules import SCHEDULES, StageCost, Task, place, run
+from gemsc.schedules import SCHEDULES, Edge, StageCost, Task, place, run
 
 PLACEMENTS = ("linear", "mirrored", "folded", "looped")
 NOT_COMPILED = {  # option -> why it does not go with --torch-compile
@@ -95,8 +95,9 @@ def stage_layout(options: CompileOptions) -> StageLayout:
         rows = place(kind, num_stages, len(groups), len(counts), mirror=_mirror(groups))
     live: tuple[int, ...] = ()
     if options.balance == "memory":
-        equal = [StageCost(1.0, 2.0, 1.0)] * num_stages
-        task = Task.chain(equal, counts, placement=rows)
+        equal = (StageCost(1.0, 2.0, 1.0),) * num_stages
+        edges = tuple(Edge(s, s + 1, 0.0) for s in range(num_stages - 1))
+        task = Task(equal, edges, rows, counts)
         peak = run(task, schedule.policy).peak_live
         live = tuple(-(-peak[group] // rows[0].count(group)) for group in rows[0])
     name = "explicit" if explicit else kind

@@ -86,30 +86,6 @@ class Task:
             if not 0 <= edge.source < edge.dest < len(self.stages):
                 raise InternalError(f"{edge} does not lead to a later stage")
 
-    @classmethod
-    def chain(
-        cls,
-        stages: Sequence[StageCost],
-        micro_batches: Sequence[int],
-        *,
-        placement: Sequence[Sequence[int]] | None = None,
-        seconds: float = 0.0,
-        skips: Sequence[Edge] = (),
-        has_backward: bool = True,
-        memory_cap: int | None = None,
-    ) -> Task:
-        """Return the task of a row of stages, by default each on a rank of its own."""
-        links = [Edge(s, s + 1, seconds) for s in range(len(stages) - 1)]
-        ranks = placement or [range(len(stages))] * len(micro_batches)
-        return cls(
-            tuple(stages),
-            (*links, *skips),
-            tuple(tuple(replica) for replica in ranks),
-            tuple(micro_batches),
-            has_backward,
-            memory_cap,
-        )
-
     @property
     def evaluation(self) -> Task:
         """Forwards alone, all of them in the first replica."""
@@ -259,14 +235,10 @@ class Timeline:
     peak_live: tuple[int, ...]
     peak_activation_bytes: tuple[int, ...] = ()
 
-    def order(self, rank: int) -> tuple[Action, ...]:
-        """Return the actions of one rank, in order."""
-        return tuple(timed.action for timed in self.ranks[rank])
-
     @property
     def orders(self) -> tuple[tuple[Action, ...], ...]:
         """The actions of all ranks, in order."""
-        return tuple(self.order(rank) for rank in range(len(self.ranks)))
+        return tuple(tuple(timed.action for timed in rank) for rank in self.ranks)
 
     @property
     def bubble(self) -> float:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import MODELS
-from program_support import Net, blocks_of, mean, node
+from program_support import Net, blocks_of, mean, node, run_passes
 from torch import Tensor, fx, nn
 
 from gemsc.errors import GemscError
@@ -21,7 +21,6 @@ from gemsc.ir.interpret import run_nodes
 from gemsc.ir.program import Program
 from gemsc.passes.annotate import Annotate
 from gemsc.passes.canonicalize import Canonicalize
-from gemsc.passes.manager import run_passes
 
 
 def annotated(model: nn.Module, *inputs: Tensor, training: bool = True) -> Program:

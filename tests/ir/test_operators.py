@@ -22,7 +22,7 @@ from gemsc.passes.spatial.rules.lower_call import RULES
 
 def test_each_kind_has_a_row_and_what_stands_behind_it() -> None:
     kinds = {kind.partition(":")[0] for kind, _ in FUNCTIONS.values()}
-    kinds |= {kind.partition(":")[0] for _, kind, _ in LAYERS}
+    kinds |= {kind.partition(":")[0] for kind, _ in LAYERS.values()}
     assert kinds <= OPERATORS.keys()
     assert {kind for kind, row in OPERATORS.items() if row.how} == RULES.keys()
     assert {row.how for row in OPERATORS.values()} == {"", *HOW}

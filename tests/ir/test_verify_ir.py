@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from program_support import Net, blocks_of, cut, mean, trunk
+from program_support import Net, blocks_of, cut, mean, run_passes, trunk
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
@@ -18,7 +18,6 @@ from gemsc.ir.holder import copied_graph, with_graph
 from gemsc.ir.invariants import data_operands, lost_nothing, sources, verify
 from gemsc.ir.program import Block, Placement, Program, Stage, Transfer
 from gemsc.passes.base import Pass
-from gemsc.passes.manager import run_passes
 from gemsc.runtime import tiles
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from program_support import Net, against_one_process, mse
+from program_support import Net, against_one_process, mse, run_passes
 from torch import Tensor, nn
 
 from gemsc.compiler import trace
@@ -18,7 +18,6 @@ from gemsc.frontend import FRONTENDS
 from gemsc.ir.program import Program
 from gemsc.passes.canonicalize import Canonicalize
 from gemsc.passes.constants.causal_masks import CausalMasks
-from gemsc.passes.manager import run_passes
 
 N = 6
 TEXT = torch.randn(2, N, 4, generator=torch.Generator().manual_seed(0))

@@ -13,7 +13,7 @@ from branch_models import BRANCH_MODELS, ConvNorm, InceptionE, ParallelLayer
 from models import Cell
 from networks import mean
 from nightly import at_night
-from program_support import Net, node
+from program_support import Net, node, run_passes
 from random_branches import random_branches
 from tile_support import one_stage
 from torch import Tensor, fx, nn
@@ -26,7 +26,6 @@ from gemsc.ir.shards import Fork, StageShards
 from gemsc.passes.annotate import Annotate
 from gemsc.passes.branches.choice import choose_forks, placed_tensors
 from gemsc.passes.canonicalize import Canonicalize
-from gemsc.passes.manager import run_passes
 
 LINK = LinkSpeed(latency=1e-6, bandwidth=3e9)
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))

@@ -17,6 +17,7 @@ from program_support import (
     batch_of,
     mse,
     on_ranks,
+    run_passes,
     written,
 )
 from threads import run_on_threads
@@ -30,7 +31,6 @@ from gemsc.ir import meta
 from gemsc.ir.program import Program
 from gemsc.passes.balance_stages import BalanceStages
 from gemsc.passes.constants.make_again import MakeAgain
-from gemsc.passes.manager import run_passes
 from gemsc.runtime.memory.once import once
 
 TABLE = torch.randn(4)

@@ -8,13 +8,13 @@ from typing import ClassVar
 
 import pytest
 import torch
+from program_support import run_passes
 from torch import nn
 
 from gemsc.errors import GemscError, InternalError
 from gemsc.frontend import record
 from gemsc.ir.program import Block, Program
 from gemsc.passes.base import Pass
-from gemsc.passes.manager import run_passes
 
 
 @dataclass(frozen=True)

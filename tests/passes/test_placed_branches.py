@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from program_support import run_passes
 from torch import Tensor, nn
 
 from gemsc.base.grid_shape import GridShape
@@ -14,7 +15,6 @@ from gemsc.ir.shards import Fork
 from gemsc.passes.balance_stages import BalanceStages
 from gemsc.passes.branches.choice import NOT_PLACED, choose_forks
 from gemsc.passes.branches.forks import most_branches
-from gemsc.passes.manager import run_passes
 
 FAST = LinkSpeed(latency=0.0, bandwidth=1e12)
 Placed = dict[str, list[list[str]]]

@@ -13,7 +13,7 @@ from models import MODELS
 from parity_support import traced
 from plan_support import metered_peaks
 from rich.console import Console
-from schedule_support import proved
+from schedule_support import chain_of, proved
 from threads import run_on_threads
 from torch import nn
 
@@ -26,7 +26,6 @@ from gemsc.schedules import (
     SCHEDULES,
     Kind,
     StageCost,
-    Task,
     Timeline,
     run,
     split_last_backwards,
@@ -71,7 +70,7 @@ def test_a_step_is_shorter_by_weight_gradients(
     num_stages: int, schedule: str, micro_batches: int, earlier: int | None
 ) -> None:
     """For equal stages, B = 2F = 2W: 3 (M + N - 1) without."""
-    task = Task.chain([STAGE] * num_stages, [micro_batches])
+    task = chain_of([STAGE] * num_stages, [micro_batches])
     plain = run(task, SCHEDULES[schedule].policy)
     assert plain.makespan == 3 * (micro_batches + num_stages - 1)
     found = split_last_backwards(task, plain)
@@ -89,7 +88,7 @@ def test_what_is_held_meanwhile_is_counted(schedule: str, micro_batches: int) ->
         STAGE, split_transient_bytes=400, first_split_transient_bytes=450,
         waiting_gradient_bytes=15, waiting_bytes=300,
     )  # fmt: skip
-    task = Task.chain([replace(STAGE, resident_bytes=1000), stage], [micro_batches])
+    task = chain_of([replace(STAGE, resident_bytes=1000), stage], [micro_batches])
     plain = run(task, SCHEDULES[schedule].policy)
     found = split_last_backwards(task, plain)
     if schedule == "gpipe" and micro_batches > 1:
@@ -104,12 +103,12 @@ def test_what_is_held_meanwhile_is_counted(schedule: str, micro_batches: int) ->
 
 def test_no_rank_holds_more_than_the_fullest_did() -> None:
     leaner = replace(STAGE, first_split_transient_bytes=7, waiting_bytes=87)
-    task = Task.chain([STAGE, leaner, leaner], [1])
+    task = chain_of([STAGE, leaner, leaner], [1])
     plain = run(task, SCHEDULES["1f1b"].policy)
     assert plain.peak_bytes == (107, 107, 107)
     assert split_stages(split_last_backwards(task, plain)) == [1, 2]
     for more in ({"first_split_transient_bytes": 8}, {"waiting_bytes": 88}):
-        fuller = Task.chain([STAGE, leaner, replace(leaner, **more)], [1])
+        fuller = chain_of([STAGE, leaner, replace(leaner, **more)], [1])
         found = split_last_backwards(fuller, plain)
         assert split_stages(found) == [1]
         assert found.makespan == plain.makespan - SECONDS
@@ -117,7 +116,7 @@ def test_no_rank_holds_more_than_the_fullest_did() -> None:
 
 
 def test_what_all_backwards_split_is_left_as_it_is() -> None:
-    task = Task.chain([STAGE] * 3, [4])
+    task = chain_of([STAGE] * 3, [4])
     plain = run(task, SCHEDULES["zb-h1"].policy)
     assert split_last_backwards(task, plain) is plain
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from models import MODELS
 from parity_support import traced
 from plan_support import metered_peaks
+from schedule_support import chain_of
 from threads import run_on_threads
 from torch import nn
 
@@ -30,7 +31,7 @@ from gemsc.planner.fitting import Saving, cheapest
 from gemsc.planner.memory import MemoryParts, memory_curve, stage_weights
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.runtime.transport.local import LocalTransport, run_local
-from gemsc.schedules import SCHEDULES, StageCost, Task, held_bytes, run
+from gemsc.schedules import SCHEDULES, StageCost, held_bytes, run
 from gemsc.verify.compare import compare
 
 
@@ -264,7 +265,7 @@ def test_what_a_rank_holds_over_time() -> None:
         1.0, 2.0, saved_bytes=10, resident_bytes=100, transient_bytes=5,
         first_transient_bytes=8, gradient_bytes=50,
     )  # fmt: skip
-    task = Task.chain([cost], [2])
+    task = chain_of([cost], [2])
     timeline = run(task, SCHEDULES["gpipe"].policy)
     rows = [
         (held.saved, held.transient, held.gradients)

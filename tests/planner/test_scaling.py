@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from schedule_support import chain_of
 
 from gemsc.costs.collectives import BUCKET_BYTES
 from gemsc.costs.hardware import Hardware, LinkSpeed, read_hardware
@@ -158,7 +159,7 @@ def test_sums_hide_behind_their_backward_but_for_a_bucket(
     seconds: float, count: int
 ) -> None:
     stage = StageCost(1.0, 2.0)
-    task = Task.chain((stage,), (1,))
+    task = chain_of((stage,), (1,))
     timeline = run(task, SCHEDULES["1f1b"].policy)
     fast = replace(MACHINE.device, memory_bandwidth=1e30)
     sums = [StageSum(seconds, count * BUCKET_BYTES, 0.0, 0.0, frozenset())]
@@ -174,7 +175,7 @@ def test_sums_hide_behind_their_backward_but_for_a_bucket(
 def test_a_memory_cap_changes_only_what_does_not_fit(share: float) -> None:
     """As in a program, which is scheduled without the cap first."""
     stages = (StageCost(0.01, 0.02, 0.01, saved_bytes=10, gradient_bytes=7),) * 4
-    task = Task.chain(stages, (8,))
+    task = chain_of(stages, (8,))
     policy = SCHEDULES["gpipe"].policy
     free = run(task, policy)
     cap = int(max(free.peak_bytes) * share)

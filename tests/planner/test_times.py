@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from program_support import mean
+from program_support import mean, run_passes
 from torch import Tensor, nn
 
 from gemsc.calibrate.kernels import fit_seconds, least_squares
@@ -22,7 +22,7 @@ from gemsc.ir import meta
 from gemsc.options import CompileOptions
 from gemsc.passes.annotate import Annotate
 from gemsc.passes.canonicalize import Canonicalize
-from gemsc.passes.manager import Runs, run_passes
+from gemsc.passes.manager import Runs
 
 ATEN = torch.ops.aten
 

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
-from schedule_support import equal_task, in_order, random_task, ranks_of, shared_by
+from schedule_support import (
+    chain_of,
+    equal_task,
+    in_order,
+    random_task,
+    ranks_of,
+    shared_by,
+)
 
 from gemsc.base.parts import Part
 from gemsc.errors import InternalError
@@ -29,7 +36,7 @@ from gemsc.schedules.rank_step import (
 Orders = Sequence[Sequence[Action]]
 Damage = Callable[[list[RankStep]], None]
 
-CHAIN = Task.chain((StageCost(1.0, 2.0, saved_bytes=0),) * 2, (2,))
+CHAIN = chain_of((StageCost(1.0, 2.0, saved_bytes=0),) * 2, (2,))
 FINE = (("0F0", "0F1", "0B0", "0B1"), ("1F0", "1B0", "1F1", "1B1"))
 
 
@@ -100,7 +107,7 @@ def test_an_error_names_stage_micro_batch_and_user_lines() -> None:
 
 
 def test_weight_gradients_come_after_their_backward() -> None:
-    task = Task.chain((StageCost(1.0, 2.0, 1.0),), (1,))
+    task = chain_of((StageCost(1.0, 2.0, 1.0),), (1,))
     proved([["0F0", "0B0", "0W0"]], task)
     with pytest.raises(InternalError, match="before its 0B0: 0W0"):
         proved([["0F0", "0W0", "0B0"]], task)
@@ -123,7 +130,7 @@ def test_weight_gradients_are_computed_where_a_backward_deferred_them() -> None:
 
 
 def test_what_is_handed_over_on_a_rank_must_be_made_first_and_not_yet_freed() -> None:
-    together = Task.chain((StageCost(1.0, 2.0),) * 2, (1,), placement=((0, 0),))
+    together = chain_of((StageCost(1.0, 2.0),) * 2, (1,), placement=((0, 0),))
     proved([["0F0", "1F0", "1B0", "0B0"]], together)
     for order, message in [
         ("1F0 0F0 1B0 0B0", "uses a value before 0F0 computes it, x, tag 0: 1F0"),
@@ -166,7 +173,7 @@ def test_every_send_has_a_receive_that_agrees_with_it(
 
 
 def test_tags_tell_messages_apart() -> None:
-    twice = Task.chain((StageCost(1.0, 2.0),) * 2, (2,), skips=(Edge(0, 1),))
+    twice = chain_of((StageCost(1.0, 2.0),) * 2, (2,), skips=(Edge(0, 1),))
     proved(FINE, twice)
     both = X, replace(X, values=("y",))
 
@@ -196,7 +203,7 @@ def test_ranks_that_wait_for_each_other_are_found() -> None:
 
 
 def test_two_replicas_that_block_each_other_are_found() -> None:
-    task = Task.chain((StageCost(1.0, 2.0),) * 2, (1, 1), placement=((0, 1), (1, 0)))
+    task = chain_of((StageCost(1.0, 2.0),) * 2, (1, 1), placement=((0, 1), (1, 0)))
     shared = shared_by(task)
     other = ("1F0", "1B0", "0F0'", "0B0'")
     proved((("0F0", "0B0", "1F0'", "1B0'"), other), task, shared=shared)
@@ -231,7 +238,7 @@ DOWN = replace(UP, sends=(), receives=(MessageEnd(1, 9, ("[0:1]",)),))
 
 def tiles(*calls: Sequence[GridCall], placed: Sequence[Mapping[str, int]] = ()) -> None:
     """Prove one stage whose tiles, each on a rank, make these calls."""
-    task = Task.chain((StageCost(1.0, 2.0),), (1,))
+    task = chain_of((StageCost(1.0, 2.0),), (1,))
     (rank,) = ranks_of(
         task, [[Action(Kind.FORWARD, 0, 0), Action(Kind.BACKWARD, 0, 0)]]
     )
@@ -369,7 +376,7 @@ def test_ranks_reduce_their_groups_in_one_order() -> None:
 
 # Two stages, each on two ranks that hold parts of `w`, and a mirrored replica of them.
 GRIDS = [(0, 1), (2, 3)]
-MIRRORED = Task.chain(CHAIN.stages, (1, 1), placement=((0, 1), (1, 0)))
+MIRRORED = chain_of(CHAIN.stages, (1, 1), placement=((0, 1), (1, 0)))
 HALVES = [Part((6, 4), dim=0, outer=1, units=3, rows=rows) for rows in ((0, 1), (1, 3))]
 TIED = {"stage0": (0,), "stage1": (1,), "tied": (0, 1)}
 WEIGHTS = (

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from schedule_support import chain_of
 
 from gemsc.errors import GemscError, InternalError
 from gemsc.schedules import Action, Edge, Kind, Policy, StageCost, Task, replay, run
@@ -42,7 +43,7 @@ def test_other_text_is_no_action(text: str) -> None:
 
 
 def test_a_transfer_takes_its_time_between_ranks_and_none_within_one() -> None:
-    chain = Task.chain((UNIT, UNIT), (1,), seconds=0.5)
+    chain = chain_of((UNIT, UNIT), (1,), seconds=0.5)
     assert run(chain, Policy()).makespan == 7.0
     together = dataclasses.replace(chain, placement=((0, 0),))
     assert run(together, Policy()).makespan == 6.0
@@ -56,7 +57,7 @@ def test_no_gradient_travels_where_there_is_none() -> None:
 
 def test_a_skip_over_stages_is_waited_for() -> None:
     stages = (UNIT,) * 3
-    task = Task.chain(stages, (1,), skips=(Edge(0, 2, 5.0),))
+    task = chain_of(stages, (1,), skips=(Edge(0, 2, 5.0),))
     last = run(task, Policy()).ranks[2]
     assert [timed.start for timed in last] == [6.0, 7.0]
     # The gradient of the skip goes straight back: 9 + 5, longer than through stage 1.
@@ -76,34 +77,34 @@ def test_branches_run_side_by_side() -> None:
 
 
 def test_1f1b_holds_fewer_micro_batches_where_a_rank_has_several_stages() -> None:
-    task = Task.chain((UNIT,) * 8, (16,), placement=place("linear", 8, 4))
+    task = chain_of((UNIT,) * 8, (16,), placement=place("linear", 8, 4))
     assert run(task, SCHEDULES["1f1b"].policy).peak_live == (8, 6, 4, 2)
 
 
 def test_a_folded_pipeline_is_nearly_as_fast_as_a_straight_one() -> None:
     half = StageCost(0.5, 1.0)
-    task = Task.chain((half,) * 8, (16,), placement=place("folded", 8, 4))
+    task = chain_of((half,) * 8, (16,), placement=place("folded", 8, 4))
     assert task.placement == ((0, 1, 2, 3, 3, 2, 1, 0),)
     assert run(task, SCHEDULES["1f1b"].policy).makespan <= 3 * (16 + 4 - 1)
 
 
 def test_gpipe_works_in_groups_that_fit_into_memory() -> None:
-    task = Task.chain((UNIT, UNIT), (4,), memory_cap=2)
+    task = chain_of((UNIT, UNIT), (4,), memory_cap=2)
     timeline = run(task, SCHEDULES["gpipe"].policy)
     assert timeline.peak_bytes == (2, 2)
-    assert timeline.order(1)[:4] == row("1F0", "1F1", "1B0", "1B1")
+    assert timeline.orders[1][:4] == row("1F0", "1F1", "1B0", "1B1")
 
 
 def test_resident_bytes_count_towards_the_cap() -> None:
     heavy = StageCost(1.0, 2.0, saved_bytes=4, resident_bytes=10)
-    task = Task.chain((heavy, heavy), (4,), memory_cap=14)
+    task = chain_of((heavy, heavy), (4,), memory_cap=14)
     assert run(task, SCHEDULES["gpipe"].policy).peak_bytes == (14, 14)
     assert run(task, SCHEDULES["gpipe"].policy).peak_live == (1, 1)
 
 
 def test_a_cap_that_nothing_fits_names_rank_bytes_and_a_way_out() -> None:
     small, large = StageCost(1, 2, saved_bytes=10), StageCost(1, 2, saved_bytes=2000)
-    task = Task.chain((small, large), (4,), memory_cap=100)
+    task = chain_of((small, large), (4,), memory_cap=100)
     with pytest.raises(GemscError) as caught:
         run(task, SCHEDULES["gpipe"].policy)
     assert caught.value.message == (
@@ -113,20 +114,20 @@ def test_a_cap_that_nothing_fits_names_rank_bytes_and_a_way_out() -> None:
 
 
 def test_replicas_with_different_numbers_of_micro_batches_take_turns() -> None:
-    task = Task.chain((UNIT, UNIT), (3, 1), placement=place("mirrored", 2, 2, 2))
+    task = chain_of((UNIT, UNIT), (3, 1), placement=place("mirrored", 2, 2, 2))
     timeline = run(task, SCHEDULES["master"].policy)
     assert timeline.peak_live == (1, 1)
-    forwards = [a for a in timeline.order(0) if a.kind is Kind.FORWARD]
+    forwards = [a for a in timeline.orders[0] if a.kind is Kind.FORWARD]
     assert tuple(forwards) == row("0F0", "1F0'", "0F1", "0F2")
 
 
 def test_the_bubble_is_the_idle_share() -> None:
-    task = Task.chain((UNIT, UNIT), (1,))
+    task = chain_of((UNIT, UNIT), (1,))
     assert run(task, Policy()).bubble == 0.5
 
 
 def test_orders_that_block_each_other_are_our_fault() -> None:
-    task = Task.chain((UNIT, UNIT), (1,))
+    task = chain_of((UNIT, UNIT), (1,))
     with pytest.raises(InternalError, match="block each other at 0B0, 1B0"):
         replay(task, (row("0B0", "0F0"), row("1B0", "1F0")))
 

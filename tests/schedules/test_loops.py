@@ -5,9 +5,9 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_support import equal_task, random_task
+from schedule_support import chain_of, equal_task, random_task
 
-from gemsc.schedules import SCHEDULES, Action, Kind, StageCost, Task, run
+from gemsc.schedules import SCHEDULES, Action, Kind, StageCost, run
 from gemsc.schedules.loops import Loop, expand, find_loops, num_lines
 
 
@@ -21,7 +21,7 @@ def read(actions: tuple[Action, ...]) -> list[str]:
 
 def test_1f1b_reads_as_fill_steady_state_and_drain() -> None:
     timeline = run(equal_task(SCHEDULES["1f1b"], 4, 8), SCHEDULES["1f1b"].policy)
-    assert read(timeline.order(1)) == [
+    assert read(timeline.orders[1]) == [
         "for m in range(0, 2): 1F(m)",
         "for m in range(2, 8): 1F(m) 1B(m-2)",
         "for m in range(6, 8): 1B(m)",
@@ -30,7 +30,7 @@ def test_1f1b_reads_as_fill_steady_state_and_drain() -> None:
 
 def test_gpipe_reads_as_two_loops() -> None:
     timeline = run(equal_task(SCHEDULES["gpipe"], 4, 8), SCHEDULES["gpipe"].policy)
-    assert read(timeline.order(2)) == [
+    assert read(timeline.orders[2]) == [
         "for m in range(0, 8): 2F(m)",
         "for m in range(0, 8): 2B(m)",
     ]
@@ -38,7 +38,7 @@ def test_gpipe_reads_as_two_loops() -> None:
 
 def test_mirrored_runs_read_as_one_loop() -> None:
     timeline = run(equal_task(SCHEDULES["master"], 4, 8), SCHEDULES["master"].policy)
-    assert read(timeline.order(0)) == [
+    assert read(timeline.orders[0]) == [
         "for m in range(0, 4): 0F(m) 0B(m) 3F(m)' 3B(m)'"
     ]
 
@@ -92,8 +92,8 @@ def test_the_loops_of_a_schedule_are_the_schedule(name: str, seed: int) -> None:
 
 
 def test_2000_actions_are_no_matter_of_minutes() -> None:
-    task = Task.chain((StageCost(1.0, 2.0),) * 2, (1000,))
-    order = run(task, SCHEDULES["1f1b"].policy).order(0)
+    task = chain_of((StageCost(1.0, 2.0),) * 2, (1000,))
+    order = run(task, SCHEDULES["1f1b"].policy).orders[0]
     start = time.perf_counter()
     assert num_lines(find_loops(order)) == 5
     assert time.perf_counter() - start < 5

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_support import (
+    chain_of,
     equal_task,
     least_memory,
     proved,
@@ -82,7 +83,7 @@ def test_in_a_v_no_rank_is_idle_once_it_has_begun(n: int, extra: int) -> None:
     m = n + extra
     half = StageCost(0.5, 1.0, 0.5, saved_bytes=1, waiting_bytes=1)
     rows = place("folded", 2 * n, n)
-    task = Task.chain((half,) * (2 * n), (m,), placement=rows)
+    task = chain_of((half,) * (2 * n), (m,), placement=rows)
     found = run(task, SCHEDULES["zb-v"].policy)
     late = found.makespan - 3 * m - (n - 1) / 2
     assert 0 <= late <= (n / 4 if n > 4 else 0)
@@ -190,7 +191,7 @@ def uneven(name: str, seed: int, num_micro_batches: int) -> Task:
     ]
     micro_batches = (num_micro_batches,) * entry.num_replicas
     placement = place(entry.placement, stages, 4, entry.num_replicas)
-    return Task.chain(costs, micro_batches, placement=placement)
+    return chain_of(costs, micro_batches, placement=placement)
 
 
 @pytest.mark.by_day(12)
@@ -225,7 +226,7 @@ def test_every_schedule_fits_into_the_memory_of_one_micro_batch(name: str) -> No
 
 @pytest.mark.slow
 def test_512_micro_batches_on_8_ranks_take_seconds_at_most() -> None:
-    task = Task.chain((StageCost(1.0, 2.0),) * 8, (512,))
+    task = chain_of((StageCost(1.0, 2.0),) * 8, (512,))
     timeline = run(task, SCHEDULES["1f1b"].policy)
     assert timeline.makespan == 3 * (512 + 7)
     assert max(num_lines(find_loops(order)) for order in timeline.orders) == 7

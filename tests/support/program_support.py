@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,12 +17,14 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from gemsc.base.elementwise import OptimizerFactory
+from gemsc.base.grid_shape import ALONE
 from gemsc.codegen.package import write_directory
 from gemsc.compiler import CompiledProgram, compile, trace
 from gemsc.ir.program import Program
 from gemsc.passes.balance_stages import BalanceStages
+from gemsc.passes.base import Pass
 from gemsc.passes.insert_comms import InsertComms
-from gemsc.passes.manager import run_passes
+from gemsc.passes.manager import Observer, Runs
 from gemsc.passes.place_stages import PlaceStages
 from gemsc.runtime.checkpoint.files import export_model
 from gemsc.runtime.training.trainer import Trainer
@@ -64,6 +66,13 @@ def mse(output: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(output, target)
 
 
+def run_passes(
+    program: Program, passes: Iterable[Pass], *, after_each: Observer | None = None
+) -> Program:
+    """Return the program after all passes."""
+    return Runs(after_each)(program, *passes)
+
+
 def blocks_of(model: nn.Module, *inputs: Any, loss: Any = mean) -> Program:
     """Return the program of a model, cut into blocks."""
     return trace(model, inputs, loss=loss, check=False).program
@@ -73,7 +82,7 @@ def cut(program: Program, stages: int, **options: Any) -> Program:
     """Return a program with blocks, cut into stages that talk to each other."""
     passes = (
         BalanceStages(num_stages=stages, **options),
-        PlaceStages(num_ranks=stages),
+        PlaceStages("linear", (tuple(range(stages)),), (ALONE,) * stages),
         InsertComms(),
     )
     return run_passes(program, passes)

@@ -104,6 +104,29 @@ def shared_by(task: Task) -> dict[str, tuple[int, ...]]:
     return {f"stage{stage}": (stage,) for stage in range(len(task.stages))}
 
 
+def chain_of(
+    stages: Sequence[StageCost],
+    micro_batches: Sequence[int],
+    *,
+    placement: Sequence[Sequence[int]] | None = None,
+    seconds: float = 0.0,
+    skips: Sequence[Edge] = (),
+    has_backward: bool = True,
+    memory_cap: int | None = None,
+) -> Task:
+    """Return the task of a row of stages, by default each on a rank of its own."""
+    links = [Edge(s, s + 1, seconds) for s in range(len(stages) - 1)]
+    ranks = placement or [range(len(stages))] * len(micro_batches)
+    return Task(
+        tuple(stages),
+        (*links, *skips),
+        tuple(tuple(replica) for replica in ranks),
+        tuple(micro_batches),
+        has_backward,
+        memory_cap,
+    )
+
+
 def equal_task(
     schedule: Schedule, num_ranks: int, num_micro_batches: int, *, chunks: int = 1
 ) -> Task:
@@ -111,7 +134,7 @@ def equal_task(
     stages = num_ranks * chunks
     cost = StageCost(1 / chunks, 2 / chunks, 1 / chunks)
     replicas = schedule.num_replicas
-    return Task.chain(
+    return chain_of(
         (cost,) * stages,
         (num_micro_batches // replicas,) * replicas,
         placement=place(schedule.placement, stages, num_ranks, replicas),

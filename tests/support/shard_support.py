@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from program_support import run_passes
 from tile_support import Step, on_ranks, one_stage
 from torch import Tensor, nn
 
@@ -16,7 +17,6 @@ from gemsc.passes.annotate import Annotate
 from gemsc.passes.canonicalize import Canonicalize
 from gemsc.passes.choose_shards import ChooseShards
 from gemsc.passes.find_halos import FindHalos
-from gemsc.passes.manager import run_passes
 from gemsc.passes.overlap_halos import OverlapHalos
 from gemsc.passes.separate_towers import SeparateTowers
 from gemsc.passes.split_tiles import SplitTiles

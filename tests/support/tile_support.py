@@ -11,6 +11,7 @@ from math import prod
 from typing import Any
 
 import torch
+from program_support import run_passes
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
@@ -26,7 +27,6 @@ from gemsc.ir.shape_grid import ShapeGrid
 from gemsc.passes.annotate import Annotate
 from gemsc.passes.canonicalize import Canonicalize
 from gemsc.passes.find_halos import FindHalos
-from gemsc.passes.manager import run_passes
 from gemsc.passes.overlap_halos import OverlapHalos
 from gemsc.passes.split_tiles import SplitTiles
 from gemsc.runtime.memory.meter import saved_in_parts

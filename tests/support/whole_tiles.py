@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
+from gemsc.base.boxes import everything
 from gemsc.base.grid_shape import GridShape
 from gemsc.ir import meta
 from gemsc.ir.holder import with_graph
@@ -73,7 +74,9 @@ class WholeTiles(Pass):
     def _spread(self, node: fx.Node, stage: int) -> None:
         if self.grids[stage] and len(meta.tensors(node)) == 1:
             shape = meta.spec(node).shape
-            meta.layout.set(node, Layout.whole(shape, self.grids[stage].size))
+            meta.layout.set(
+                node, Layout(shape, (everything(shape),) * self.grids[stage].size)
+            )
 
     def _exchange(self, node: fx.Node, source: int, dest: int) -> Exchange:
         shape = meta.spec(node).shape

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from torch import fx
 
-from gemsc.errors import GemscError, SourceLocation
+from gemsc.errors import GemscError
 from gemsc.ir import meta
 from gemsc.ir.program import GraphInput, Program
 from gemsc.passes.base import Pass
@@ -52,7 +52,7 @@ class CheckTiles(Pass):
                 inside = set(stage.nodes)
                 for item, node in images:
                     if inside.intersection(node.users):
-                        _check(grid, item, _first_use(node))
+                        _check(grid, item, node)
         grid = placement.grid(0).tiles
         if grid and not images:
             shapes = ", ".join(f"{i.name}: {i.spec}" for i in program.inputs)
@@ -65,7 +65,8 @@ class CheckTiles(Pass):
         return program
 
 
-def _check(grid: tuple[int, ...], item: GraphInput, at: SourceLocation | None) -> None:
+def _check(grid: tuple[int, ...], item: GraphInput, node: fx.Node) -> None:
+    at = next((meta.location(user) for user in node.users), None)
     sizes = item.spec.shape[2:]
     if len(sizes) != len(grid):
         given = "x".join(["2"] + ["1"] * (len(sizes) - 1))
@@ -84,10 +85,6 @@ def _check(grid: tuple[int, ...], item: GraphInput, at: SourceLocation | None) -
                 at=at,
                 help="use fewer tiles, or larger example_inputs()",
             )
-
-
-def _first_use(node: fx.Node) -> SourceLocation | None:
-    return next((meta.location(user) for user in node.users), None)
 
 
 def _show(grid: tuple[int, ...]) -> str:

@@ -94,7 +94,7 @@ def _along(call: Call, dims: Lookup, reason: str) -> Roles | None:
     """Let all dimensions be the same but those along which it works."""
     given, source = call.get("dim"), dims(call.input)
     places = numbered(given, len(source))
-    if places is None or len(_tensor_inputs(call.node)) > 1:
+    if places is None or len(tensor_inputs(call.node)) > 1:
         return None
     for place in places:
         freeze(source[place], reason)
@@ -115,7 +115,7 @@ def _reduction(call: Call, dims: Lookup, reason: str) -> Roles | None:
 
 def _loss(call: Call, dims: Lookup, reason: str) -> Roles | None:
     """Compare element by element, and sum over all of them."""
-    tensors = _tensor_inputs(call.node)
+    tensors = tensor_inputs(call.node)
     shape = tuple(meta.value(call.node).shape)
     if call.get("weight") is not None or call.get("pos_weight") is not None:
         return None
@@ -245,7 +245,7 @@ def _by_operators(
     takers: Collection[str],
 ) -> Roles | None:
     """Take what is element by element, or a view, for what it is."""
-    tensors = _tensor_inputs(node)
+    tensors = tensor_inputs(node)
     if not meta.is_one_tensor(node):
         return None
     if node.target in FILLED:
@@ -266,7 +266,7 @@ def _view(
     probe: Probe, node: fx.Node, dims: Lookup, shape: tuple[int, ...], reason: str
 ) -> Roles | None:
     """Take a view for what it is: the same factors, in other groups or places."""
-    tensors = _tensor_inputs(node)
+    tensors = tensor_inputs(node)
     source = dims(tensors[0])
     if probe.is_reshape(node) and _same_dtype(node, tensors[0]):
         roles = _roles(source)
@@ -289,7 +289,7 @@ def _view(
 
 def is_lookup(node: fx.Node) -> bool:
     """Whether a node takes rows of a value by their numbers: `rows[numbers]`."""
-    if node.target is not operator.getitem or len(_tensor_inputs(node)) != 2:
+    if node.target is not operator.getitem or len(tensor_inputs(node)) != 2:
         return False
     numbers = node.args[1]
     return isinstance(numbers, fx.Node) and meta.value(numbers).dtype == torch.int64
@@ -303,7 +303,7 @@ def _same_dtype(a: fx.Node, b: fx.Node) -> bool:
 def _unknown(call: Call, dims: Lookup, reason: str) -> Roles:
     """Let all that goes in and comes out be whole, and a layer's tensors."""
     node, roles, layer = call.node, Roles(), call.layer
-    taken = list(map(dims, _tensor_inputs(node)))
+    taken = list(map(dims, tensor_inputs(node)))
     if layer is not None:
         taken += [
             dims(f"{node.target}.{name}") for name in dict(layer.named_parameters())
@@ -321,7 +321,8 @@ def _unknown(call: Call, dims: Lookup, reason: str) -> Roles:
     return roles
 
 
-def _tensor_inputs(node: fx.Node) -> list[fx.Node]:
+def tensor_inputs(node: fx.Node) -> list[fx.Node]:
+    """Return the tensors of which a node reads elements."""
     return [n for n in elements(node) if meta.is_one_tensor(n)]
 
 

@@ -16,12 +16,12 @@ from torch import fx
 
 from gemsc.errors import GemscError
 from gemsc.ir import meta
-from gemsc.ir.mutation import elements
 from gemsc.ir.operators.table import operator_of
 from gemsc.ir.shards import StageShards
 from gemsc.passes.shards.analysis import Analysis, place_of, split_dim
 from gemsc.passes.shards.choice import chosen_factors
 from gemsc.passes.shards.factors import Dims, Factor, leaves
+from gemsc.passes.shards.rules import tensor_inputs
 
 PRODUCTS = ("matmul", "einsum")
 GAIN = 0.05  # of a stage's seconds on a rank: what a split must save to be worth it
@@ -140,7 +140,9 @@ class _Product:
 
         They are no parameters: of one that is cut a rank has no more than its part.
         """
-        known = [n for n in self._inputs if place_of(self._dims(n), self.cut)]
+        known = [
+            n for n in tensor_inputs(self.node) if place_of(self._dims(n), self.cut)
+        ]
         own, count = [self._dims(self.node), *map(self._dims, known)], self.shards.count
         splits = (split_dim(dims, self.trunk, count) for dims in own)
         return None not in splits and all(n.op != "get_attr" for n in known)
@@ -148,24 +150,19 @@ class _Product:
     @property
     def sent_split(self) -> float:
         """What is sent if each rank computes it of its samples, or tokens."""
-        given = [n for n in self._inputs if self._is_cut(n)]
+        given = [n for n in tensor_inputs(self.node) if self._is_cut(n)]
         given += [self.node] if self._knows(self.node) else []
         return sum(map(_bytes, given)) / self.shards.count
 
     @property
     def sent_cut(self) -> float:
         """What is sent if each rank computes its part of what is cut."""
-        split = [n for n in self._inputs if self._is_split(n)]
+        split = [n for n in tensor_inputs(self.node) if self._is_split(n)]
         here = [place_of(self._dims(n), self.cut) for n in split]
         shares = [self.shards.count if place else 1 for place in here]
         sent = [_bytes(n) / share for n, share in zip(split, shares, strict=True)]
         is_summed = self.analysis.is_summed(self.node, self.cut)
         return sum(sent) + (_bytes(self.node) if is_summed else 0)
-
-    @property
-    def _inputs(self) -> list[fx.Node]:
-        inputs = elements(self.node)
-        return [n for n in inputs if meta.is_one_tensor(n)]
 
     def _dims(self, source: fx.Node) -> Dims:
         """Return the dimensions of an input as the product has it."""

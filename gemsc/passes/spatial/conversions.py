@@ -321,7 +321,8 @@ class Conversions(Pieces):
             whole = self.part(node, (everything(self.shape(node)),) * self.tiles)
         if local.flattened is None:
             return whole
-        given = Layout.whole(whole_shape(node), self.tiles)
+        shape = whole_shape(node)
+        given = Layout(shape, self.owned(shape, None))
         held = local_sizes(local.flattened.shape, local.held_parts, self.place)
         return self._viewed(whole, given, local.flattened.sizes(held))
 

@@ -72,7 +72,7 @@ def call_again(
         source = inputs[call.input]
         return _as_function(low, call, axes, source, settings, partial=partial)
     if settings:
-        low.layers.replace(str(target), low.layers.changed(call.node, settings))
+        low.layers.change(call.node, settings)
     places = {name: i for i, name in enumerate(call.names[: len(args)])}
     args = tuple(
         changed.get(call.names[i], argument) if i < len(call.names) else argument

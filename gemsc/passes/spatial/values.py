@@ -245,11 +245,6 @@ class Layers:
         """Whether a layer is called more than once."""
         return self._calls[path] > 1
 
-    def replace(self, path: str, layer: nn.Module) -> None:
-        """Put a layer in the place of the user's, whose module stays as it is."""
-        self._replaced.append((path, self._new.get_submodule(path)))
-        put_layer(self._new, path, layer)
-
     @property
     def num_replaced(self) -> int:
         """How many layers were put in the place of others."""
@@ -260,8 +255,8 @@ class Layers:
         while len(self._replaced) > count:
             put_layer(self._new, *self._replaced.pop())
 
-    def changed(self, node: fx.Node, changes: dict[str, Any]) -> nn.Module:
-        """Return a copy of a node's layer with other settings; the same parameters.
+    def change(self, node: fx.Node, changes: dict[str, Any]) -> None:
+        """Put a copy with other settings, the same parameters, in a layer's place.
 
         Raises:
             Refused: the layer is called elsewhere too.
@@ -272,4 +267,5 @@ class Layers:
         layer = shallow_copy(self._old.get_submodule(path))
         for name, value in changes.items():
             setattr(layer, name, value)
-        return layer
+        self._replaced.append((path, self._new.get_submodule(path)))
+        put_layer(self._new, path, layer)
