@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -72,3 +73,31 @@ def test_the_state_of_the_loop_is_that_of_the_step(tmp_path: Path) -> None:
     run(directory, user_of(), "--steps", "2", "--save", saved, result=steps)
     words = "--epochs", "2", "--resume", saved, "--save", saved
     assert run(directory, user_of(), *words, result=steps) == [6, 6]
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1)])
+def test_a_log_goes_on_in_the_steps_of_batches_of_another_size(
+    tmp_path: Path, sizes: tuple[int, int]
+) -> None:
+    before, after = (
+        program(tmp_path / str(n), ranks=1, micro_batches=n) for n in sizes
+    )
+    saved = tmp_path / "saved"
+    words = "--save", str(saved)
+    run(before, user_of(), "--epochs", "2", *words, ranks=1)
+    log = saved / "log.jsonl"
+
+    def losses() -> list[tuple[int, float]]:
+        records = map(json.loads, log.read_text().splitlines())
+        return [(r["step"], r["loss"]) for r in records if r["event"] == "step"]
+
+    old, count = losses(), 12 // sizes[0]  # of them in two epochs
+    assert [step for step, _ in old] == [*range(1, count + 1)]
+    with log.open("a") as file:  # a step after the checkpoint, when the run was killed
+        file.write(json.dumps({"event": "step", "step": count + 1, "loss": 9.0}) + "\n")
+    run(after, user_of(), "--epochs", "3", "--resume", str(saved), *words, ranks=1)
+    found, each = losses(), 6 // sizes[1]
+    assert [loss for _, loss in found[:count]] == [loss for _, loss in old]
+    steps = [step for step, _ in found]
+    assert steps[:count] == [-(-n * 2 * each // count) for n in range(1, count + 1)]
+    assert steps[count:] == [*range(2 * each + 1, 3 * each + 1)]

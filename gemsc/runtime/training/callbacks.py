@@ -207,6 +207,7 @@ class Position(Callback):
                 middle of an epoch of other batches.
         """
         batches, steps, epochs = self.batches, self.trainer.worker.steps, self.epochs
+        steps.saved = steps.done
         if state["num_samples"] != batches.num_samples:
             one, other = map(_samples, (state["num_samples"], batches.num_samples))
             raise GemscError(

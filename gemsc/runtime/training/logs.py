@@ -61,6 +61,7 @@ class Log(Callback):
         self._last = 0.0  # when the last step ended
         self._steps_seconds = self._waited = 0.0
         self._updates = 0  # before the step
+        self._saved = 0  # what the checkpoint calls the step that it is of
 
     def on_start(self, trainer: Trainer) -> None:
         """Open the log, after the last step that counts."""
@@ -68,6 +69,7 @@ class Log(Callback):
         hosts = trainer.transport.all_gather_object(platform.node())
         if trainer.transport.rank == 0:
             phases = [f"{LOSS_OF}{phase.name}" for phase in trainer.phases]
+            self._saved = trainer.worker.steps.saved
             self._open(step, phases)
             describe_run(self.folder, trainer.directory, self._options, step, hosts)
             self._write("start", step, ranks=len(hosts))
@@ -145,10 +147,13 @@ class Log(Callback):
             clear(self.folder)
         lines = self.folder / LOG
         self._of_steps = (*COLUMNS, *phases)
-        columns = dict.fromkeys(self._of_steps)
+        columns, saved = dict.fromkeys(self._of_steps), self._saved or step
         with replaced(lines) as beside, beside.open("w", encoding="utf-8") as file:
             for line, record in _records(lines):
-                if record["step"] <= step:
+                if record["step"] <= saved:
+                    if saved != step:  # count as if all batches had the size of now
+                        record["step"] = -(-record["step"] * step // saved)
+                        line = json.dumps(record)
                     file.write(f"{line}\n")
                     columns |= dict.fromkeys(_found(record))
         self._columns = (*columns,)

@@ -38,6 +38,7 @@ class Steps:
     ) -> None:
         """Prepare for steps of which every `accumulate`-th ends with an update."""
         self.done = 0
+        self.saved = 0  # the number that the last of them had in the checkpoint
         self.is_training = True
         self.results: list[tuple[Tensor | None, Any]] = []
         self.num_micro_batches = program.copy_micro_batches * place.num_copies
