@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gemsc.base.boxes import everything
 from gemsc.ir import meta
+from gemsc.passes.spatial.flattened import runs_of
 from gemsc.runtime.tiles import linear
 from gemsc.runtime.tiles.grid import Grid
 from gemsc.runtime.transport.device_transport import DeviceTransport
@@ -238,3 +239,23 @@ def test_what_a_tile_keeps_is_predicted_to_the_byte() -> None:
         for program in step.programs
     ]
     assert step.saved == predicted
+
+
+@pytest.mark.parametrize(
+    ("shape", "result", "runs"),
+    [
+        ((2, 3, 4), (6, 4), [("ab", "a"), ("c", "b")]),
+        ((6, 4), (2, 3, 4), [("a", "ab"), ("b", "c")]),
+        ((2, 3), (2, 3, 1), [("a", "a"), ("b", "b"), ("", "c")]),
+        ((3, 0), (0,), [("ab", "a")]),
+        ((0,), (3, 0), [("a", "ab")]),
+    ],
+)
+def test_runs_of_dimensions_have_as_many_elements_also_of_none(
+    shape: tuple[int, ...], result: tuple[int, ...], runs: list[tuple[str, str]]
+) -> None:
+    found = [
+        ("".join("abc"[i] for i in one), "".join("abc"[i] for i in two))
+        for one, two in runs_of(shape, result)
+    ]
+    assert found == runs

@@ -68,8 +68,8 @@ def runs_of(
     first = second = 0
     while first < len(shape) or second < len(result):
         stop, end = min(first + 1, len(shape)), min(second + 1, len(result))
-        while prod(shape[first:stop]) != prod(result[second:end]):
-            if prod(shape[first:stop]) < prod(result[second:end]):
+        while (one := prod(shape[first:stop])) != (two := prod(result[second:end])):
+            if end == len(result) or (one < two and stop < len(shape)):
                 stop += 1
             else:
                 end += 1
