@@ -194,7 +194,7 @@ def notes(loss: Any, size: int = 6, **options: Any) -> list[str]:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
     given = {"loss": loss, "example_target": CLASSES[:size], "ranks": 2} | options
     found = compile(model, (X[:size],), **given).plan.notes
-    return [note for note in found if "no mean over samples" in note]
+    return [note for note in found if "not a mean over samples" in note]
 
 
 def test_the_plan_says_what_a_step_makes_of_it() -> None:

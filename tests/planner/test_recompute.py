@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from gemsc.base import rng
 from gemsc.base.rng import same_draws
 from gemsc.codegen.package import write_directory
 from gemsc.compiler import lower
@@ -248,7 +249,7 @@ def test_a_rank_that_recomputes_does_not_disturb_what_another_draws(
         with same_draws():
             return F.dropout(torch.ones(40), 0.5)
 
-    seed, expected = torch.manual_seed, draw()
+    seed, expected = rng.seed_torch, draw()
 
     def seed_and_wait(number: int) -> None:
         seed(number)
@@ -259,7 +260,7 @@ def test_a_rank_that_recomputes_does_not_disturb_what_another_draws(
     with same_draws(), ThreadPoolExecutor(1) as other:
         stage, x = Dropping(), torch.randn(5, 4, requires_grad=True)
         result = recompute(stage.block, x)
-        monkeypatch.setattr(torch, "manual_seed", seed_and_wait)
+        monkeypatch.setattr(rng, "seed_torch", seed_and_wait)
         found = other.submit(draw)
         assert seeded.wait(60)
         result.sum().backward()

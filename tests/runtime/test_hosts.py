@@ -89,7 +89,9 @@ def test_hosts_are_filled_in_their_order():
     c = Host("c", 4)
     assert share_out((A, B, c), 4) == (A, B, Host("c", 1))
     assert share_out((c, A), 3) == (Host("c", 3),)
-    with pytest.raises(GemscError, match=r"a:2,b\.c-d:1 takes 3 ranks, .* has 4"):
+    with pytest.raises(
+        GemscError, match=r"a:2,b\.c-d:1 has room for 3 ranks, .* has 4"
+    ):
         share_out((A, B), 4)
 
 

@@ -185,7 +185,7 @@ def test_a_mask_has_one_type_that_other_programs_read(tmp_path: Path) -> None:
     assert np.array_equal(mask, whole(model, picture).argmax(-1) * 70_000)
     sizes = itertools.count(1)
     user = user_of(predict_output=lambda output: np.full((32, 32), 9 ** next(sizes)))
-    with pytest.raises(GemscError, match=r"returns \(32, 32\) of int64, and of the fi"):
+    with pytest.raises(GemscError, match=r"returns \(32, 32\) of int64, but for the "):
         predict(tmp_path, 2, colours(150, 150), user)
 
 

@@ -347,7 +347,7 @@ def test_each_rank_picks_what_it_reads() -> None:
     ("name", "sources", "message"),
     [
         ("x", {"input": (torch.zeros(5, 4),)}, r"input\[0\] has shape \[5, 4\]"),
-        ("x", {"input": (torch.zeros(6, 5),)}, r"takes \[6, 4\]: 3 micro-batches of"),
+        ("x", {"input": (torch.zeros(6, 5),)}, r"expects \[6, 4\]: 3 micro-batches of"),
         ("x", {"input": (torch.zeros(12, 4),)}, r"input\[0\] has shape \[12, 4\]"),
         ("x", {"input": (torch.zeros(6, 4).long(),)}, "has dtype torch.int64"),
         ("x", {"input": ()}, r"the batch has no input\[0\]"),
