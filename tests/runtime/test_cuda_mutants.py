@@ -30,7 +30,7 @@ MUTANTS = [
     *(m for m in mutants_of(offload) if any(text in m.name for text in MOVES)),
 ]
 MUTANTS = [m for m in MUTANTS if not m.name.endswith((*ONLY_SAVES_TIME, NEVER_ENDS))]
-QUICK = 9  # checks: the others take long, and run in test_cuda_streams.py at night
+QUICK = 11  # checks: the others take long, and run in test_cuda_streams.py at night
 BY_DAY = ("CudaStreams._bring: without", "CudaStreams.to_host: without")
 
 

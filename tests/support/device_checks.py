@@ -240,22 +240,38 @@ def nobody_takes() -> None:
 class Host:
     """A library, and a group, that notes what it gets; a sum is twice a tensor."""
 
-    sums_on_device = False
+    has_lanes = False
 
-    def __init__(self, *, cuda_aware: bool = False) -> None:
-        self.cuda_aware = cuda_aware
+    def __init__(self, *, cuda_aware: bool = False, sums: bool = False) -> None:
+        self.cuda_aware, self.sums_on_device = cuda_aware, sums
         self.sent: list[Tensor] = []
+        self.begun: list[str] = []
         self.num_turns = 0
 
     def send(self, tensor: Tensor, dest: int, tag: int) -> Request:
         self.sent.append(tensor)
+        self.begun.append("send")
         return Done()
+
+    def group(self, ranks: tuple[int, ...], key: str) -> Host:
+        self.begun.append("group")
+        return self
+
+    def connect(self) -> None:
+        pass
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        self.begun.append("together")
+        yield
+        self.begun.append("over")
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> Request:
         return Done()
 
     def all_reduce(self, tensor: Tensor) -> Request:
         assert not tensor.is_complex()  # MPI has no sums of these
+        self.sent.append(tensor)
         tensor.mul_(2)
         return Done()
 
@@ -289,6 +305,37 @@ def the_library_reads_the_device() -> None:
         turns = host.num_turns
         assert incoming.take() is incoming.buffer
         assert host.num_turns == turns  # nothing is copied that would be waited for
+
+
+def the_library_sums_on_the_device() -> None:
+    """Where it can, nothing goes through the host; else it gets the host's memory."""
+    for sums in (True, False):
+        with on_device(0, "keeps up") as device:
+            host: Any = Host(sums=sums)
+            transport = DeviceTransport(host, CudaStreams(DEVICE, device))
+            transport.wait(transport.all_reduce(host, torch.ones(3).to(DEVICE)))
+            assert device.owns(host.sent[0]) is sums
+
+
+def what_waits_starts_before_others_do() -> None:
+    """A group that all ranks ask for, and messages that are one operation."""
+    for has_lanes in (True, False):
+        with on_device(0, "keeps up") as device:
+            host: Any = Host()
+            host.has_lanes = has_lanes
+            transport = DeviceTransport(host, CudaStreams(DEVICE, device))
+            sent = torch.ones(3).to(DEVICE)
+            device.keeps_up = False
+            transport.send(sent, 1, 7)
+            assert not host.begun  # the device has not computed it
+            transport.group((0, 1))
+            assert host.begun == ["send", "group"]
+            transport.send(sent, 1, 7)
+            with transport.together():
+                last = transport.send(sent, 1, 7)
+            transport.wait(last)
+            found = ["send", "together", "send", "over"] if has_lanes else ["send"] * 2
+            assert host.begun[2:] == found
 
 
 def few_messages_wait() -> None:
@@ -377,6 +424,8 @@ CHECKS: dict[str, Callable[[], None]] = {  # those that take long come last
     "nothing on the CPU": nothing_on_the_cpu,
     "sums are there once done": sums_are_there_once_done,
     "the library reads the device": the_library_reads_the_device,
+    "the library sums on the device": the_library_sums_on_the_device,
+    "what waits starts before others do": what_waits_starts_before_others_do,
     "few messages wait": few_messages_wait,
     "copies overlap": copies_overlap,
     "moments": moments,
