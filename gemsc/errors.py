@@ -99,6 +99,11 @@ def warn(message: str, *, at: object = None, help: str = "") -> None:
     print(text, file=sys.stderr, flush=True)  # noqa: T201
 
 
+def say_note(text: str) -> None:
+    """Print a note on stderr, which is passed on at once."""
+    print(f"note: {text}", file=sys.stderr, flush=True)  # noqa: T201
+
+
 def one_of(name: str, known: Collection[str]) -> str:
     """Return advice for a name that is not known: the one it looks like, and all."""
     close = get_close_matches(name, known, n=1, cutoff=0.5)

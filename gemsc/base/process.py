@@ -36,11 +36,6 @@ WORKER_SECONDS = 30  # from a SIGTERM to the end of a data loader's process
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
-def say_note(text: str) -> None:
-    """Print a note on the standard error."""
-    print(f"note: {text}", file=sys.stderr, flush=True)  # noqa: T201
-
-
 def end_with_parent(parent: int, number: signal.Signals) -> None:
     """Let the system send this process a signal as soon as its parent has ended.
 

@@ -129,14 +129,14 @@ def _check(traced: Traced, options: CompileOptions) -> None:
     """Refuse options that do not go with the model."""
     choose("schedule", options.schedule, SCHEDULES)
     check_whole(options.whole, traced.program.module)
-    for path, opaque in opaques(traced.program.module).items():
-        if options.torch_compile:
-            raise GemscError(
-                f"--torch-compile cannot be combined with {path}, whose forward "
-                "depends on data",
-                at=opaque.at,
-                help=f"leave out --torch-compile, or write {path} with torch.where",
-            )
+    whole = opaques(traced.program.module) if options.torch_compile else {}
+    for path, opaque in whole.items():
+        raise GemscError(
+            f"--torch-compile cannot be combined with {path}, whose forward depends "
+            "on data",
+            at=opaque.at,
+            help=f"leave out --torch-compile, or write {path} with torch.where",
+        )
     if traced.is_phase and options.shard in ("gradients", "weights"):
         raise GemscError(
             f"--shard {options.shard} cannot be combined with phases: each phase "

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from gemsc.base.process import say_note
-from gemsc.errors import GemscError
+from gemsc.errors import GemscError, say_note
 from gemsc.runtime.checkpoint.files import StoredTensors
 from gemsc.runtime.checkpoint.folder import (
     check_checkpoint,

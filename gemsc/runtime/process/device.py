@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from gemsc.base.process import is_started_by_mpirun, return_large_blocks, say_note
-from gemsc.errors import GemscError
+from gemsc.base.process import is_started_by_mpirun, return_large_blocks
+from gemsc.errors import GemscError, say_note
 from gemsc.runtime.process.sharing import (
     LocalPlace,
     check_sharing,

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import numpy
 from torch import Tensor
 
-from gemsc.base.process import end_with_launcher, say_note
+from gemsc.base.process import end_with_launcher
+from gemsc.errors import say_note
 from gemsc.runtime.transport.launcher import check_size, start_mpi
 from gemsc.runtime.transport.mpi_group import MpiGroup
 from gemsc.runtime.transport.mpi_messages import InSteps, Lane, TestRequest

@@ -37,9 +37,8 @@ from gemsc.base.process import (
     STORE_VARIABLE,
     TORCHRUN,
     end_with_launcher,
-    say_note,
 )
-from gemsc.errors import GemscError, InternalError
+from gemsc.errors import GemscError, InternalError, say_note
 from gemsc.runtime.transport.streams import Streams
 from gemsc.runtime.transport.torch_meeting import dist, meet, network
 from gemsc.runtime.transport.torch_requests import (
