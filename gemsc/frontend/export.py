@@ -41,7 +41,7 @@ from gemsc.frontend.counters import counters_of, reject_counters, tensors_in
 from gemsc.frontend.eager import detached, failures, set_training
 from gemsc.frontend.fake_copy import LOSS, fake_input, reject_unsupported
 from gemsc.frontend.opaque import DATA_ERRORS
-from gemsc.frontend.runs import mark_dtypes, other_generators
+from gemsc.frontend.runs import mark_dtypes, other_generators, reject_rounded
 from gemsc.frontend.user_code import failing_line, printed_line
 from gemsc.frontend.values import (
     Returned,
@@ -137,6 +137,7 @@ def _in_another_dtype(
             model = wrapper.get_submodule(_MODEL)
             other = _traced(model, wrapper.loss, wrapper)
         mark_dtypes(program.graph, other.graph, dtype)
+        reject_rounded(program.module, other.module)
     except GemscError as error:
         at = f"{error.at.short}: " if error.at is not None else ""
         return replace(program, only_dtype=f"{at}{error.message}")

@@ -21,7 +21,7 @@ from torch import fx
 
 from gemsc.base.dtypes import is_real, within
 from gemsc.errors import GemscError, SourceLocation
-from gemsc.frontend.writer import GraphWriter, fixed_nodes
+from gemsc.frontend.writer import CONSTANTS, GraphWriter, fixed_nodes
 from gemsc.ir import meta
 from gemsc.ir.meta import Dtypes, TypedNumber
 
@@ -111,6 +111,19 @@ def mark_dtypes(graph: fx.Graph, other: fx.Graph, dtype: torch.dtype) -> None:
     for node, marks, (args, kwargs) in found:
         meta.dtypes.set(node, marks)
         node.args, node.kwargs = args, kwargs
+
+
+def reject_rounded(root: fx.GraphModule, other: fx.GraphModule) -> None:
+    """Raise if a constant of `root` is rounded: `other` has it in a wider dtype.
+
+    torch.export makes constants of `torch.tensor([0.1])` and `x.new_tensor([0.1])`.
+    """
+    for node in root.graph.find_nodes(op="get_attr"):
+        if str(node.target).startswith(CONSTANTS):
+            mine, wide = map(operator.attrgetter(str(node.target)), (root, other))
+            if not torch.equal(mine.to(wide.dtype), wide):
+                kept = f"torch.export keeps a tensor of numbers in {mine.dtype}"
+                raise GemscError(kept, at=meta.location(node))
 
 
 @dataclass(frozen=True)

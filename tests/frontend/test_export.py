@@ -157,6 +157,24 @@ def test_a_model_that_asks_for_its_dtype_runs_in_its_own_only() -> None:
     assert not export(TakesDtypes(), (X,)).only_dtype
 
 
+class Makes(TakesDtypes):
+    number = 0.1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + x.new_tensor([self.number]) + torch.tensor(3.0)
+
+
+class MakesHalf(Makes):
+    number = 0.5
+
+
+def test_numbers_that_export_rounds_are_those_of_one_dtype(tmp_path: Path) -> None:
+    assert "of numbers in torch.float32" in export(Makes(), (X,)).only_dtype
+    assert not export(MakesHalf(), (X,)).only_dtype
+    how: Any = {"ranks": 2, "frontend": "export"}
+    assert against_one_process(tmp_path, MakesHalf(), **how).worst < 1e-12
+
+
 @pytest.mark.slow
 def test_evaluation_returns_what_an_exported_model_returns(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
