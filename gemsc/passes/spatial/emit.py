@@ -10,7 +10,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from gemsc.base.boxes import Box, first_cut
+from gemsc.base.boxes import Box, first_cut, shape_of
 from gemsc.base.parts import Part
 from gemsc.ir.operators.calls import Call
 from gemsc.ir.operators.table import operator_of
@@ -181,9 +181,9 @@ def masked(
         boxes = [(*box[:2], *((0, 1),) * rest) for box in boxes]
     box = boxes[low.place]
     settings: dict[str, Any] = {"shape": shape, "box": box, "draw": low.draw(call.node)}
-    cut = [first_cut(shape, each) for each in boxes]
+    cut = [first_cut(shape, each) for each in boxes if all(shape_of(each))]
     along = min((dim for dim in cut if dim is not None), default=None)
-    if cut[low.place] != along:
+    if first_cut(shape, box) != along:
         settings["along"] = along
     if call.layer is not None:
         settings["training"] = low.trains(call.node)
