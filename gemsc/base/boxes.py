@@ -16,6 +16,12 @@ def everything(shape: tuple[int, ...]) -> Box:
     return tuple((0, size) for size in shape)
 
 
+def first_cut(shape: tuple[int, ...], box: Box) -> int | None:
+    """Return the first dimension of which a box has a part; None if it has all."""
+    cut = (d for d, sides in enumerate(everything(shape)) if sides != box[d])
+    return next(cut, None)
+
+
 def tile_boxes(*axes: Interval | list[Interval]) -> tuple[Box, ...]:
     """Return the boxes of a grid of tiles, row-major: a list has an axis' cuts.
 

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from program_support import run_passes
+from tile_support import one_stage
+from torch import Tensor, nn
 
 from gemsc.base.boxes import Box, shape_of
+from gemsc.base.grid_shape import GridShape
+from gemsc.frontend.record import record
+from gemsc.passes.canonicalize import Canonicalize
+from gemsc.passes.find_halos import FindHalos
 from gemsc.passes.spatial.cuts import Axes, boxes
+from gemsc.passes.split_tiles import SplitTiles
 from gemsc.runtime.tiles import dropout
 from gemsc.runtime.tiles.dropout import LARGE
 
@@ -52,3 +60,34 @@ def test_every_dropout_has_a_mask_of_its_own() -> None:
 def test_nothing_and_everything(p: float) -> None:
     (box, _) = boxes(SHAPE, (None, 0, None), (2,))
     assert drawn(box, p=p).unique().tolist() == [1.0 - p]
+
+
+class Slices(nn.Module):
+    """A few slices: with a wide halo, one of two tiles has all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Conv2d(1, 4, 3, padding=1)
+        self.b = nn.Conv2d(4, 1, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(F.dropout(self.a(x), 0.5))
+
+
+def test_tiles_of_which_one_has_all_rows_draw_the_same_mask() -> None:
+    inputs = (torch.zeros(1, 1, 3, LARGE // 8),)
+    traced = record(Slices(), inputs, loss=F.mse_loss, target=inputs[0])
+    grid = (GridShape((2, 1)),)
+    program = one_stage(run_passes(traced, (Canonicalize(),)))
+    program = run_passes(program, (FindHalos(grid, 2),))
+    masks, rows = [], []
+    for tile in range(2):
+        nodes = run_passes(program, (SplitTiles(grid, tile),)).graph.nodes
+        (settings,) = (node.kwargs for node in nodes if node.target is dropout)
+        box = settings["box"]
+        torch.manual_seed(5)
+        masks.append(dropout(torch.ones(shape_of(box)), 0.5, **settings))
+        rows.append(box[2])
+    assert rows == [(0, 3), (1, 3)]
+    assert torch.equal(masks[0][:, :, 1:], masks[1])
+    assert masks[0].unique().tolist() == [0.0, 2.0]

@@ -101,8 +101,6 @@ class ForkHere:
         with low.on_member(rank), low.instead(given), low.sharing(alone, addend=False):
             local = low.lower(node, lower_call)
             assert local is not None
-            if meta.facts(node).random and local.node.target == node.target:
-                meta.set_draw(local.node, low.draw(node))
         return local
 
     def _alone(self, value: fx.Node, rank: int) -> tuple[Part, ...]:

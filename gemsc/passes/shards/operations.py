@@ -344,8 +344,8 @@ def _dropout(x: Inside) -> Local:
     if x.own.outer > 1:
         raise Refused("its mask is drawn for the whole value")
     source, shape = x.input(x.call.input), whole_shape(x.node)
-    box = refined(x.low.owned(shape, None), x.parts())[x.low.place]
-    return masked(x.low, x.call, source, shape, box, None, x.parts())
+    boxes = refined(x.low.owned(shape, None), x.parts())
+    return masked(x.low, x.call, source, shape, boxes, None, x.parts())
 
 
 OPERATIONS: dict[str, Callable[[Inside], Local | None]] = {

@@ -187,16 +187,16 @@ class Conversions(Pieces):
         wide = self.halos.wide.get(node.name) if axes is not None else None
         return wide or self.owned(self.shape(node), axes)
 
-    def box(self, node: fx.Node, axes: Axes) -> Box:
-        """Return what the rank computes of a value with these axes.
+    def boxes(self, node: fx.Node, axes: Axes) -> tuple[Box, ...]:
+        """Return what each rank computes of a value with these axes.
 
         Raises:
-            Refused: it is several boxes.
+            Refused: some have several boxes.
         """
         parts = self._held_parts_of(node)
         if parts and parts[0].outer > 1:
             raise Refused("its mask is drawn for the whole value")
-        return refined(self.result(node, axes), parts)[self.place]
+        return refined(self.result(node, axes), parts)
 
     def own_rows(self, node: fx.Node, axes: Axes | None) -> Box | None:
         """Return where the tile's own part is in what it computes; None if all is."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from gemsc.base.boxes import Box
+from gemsc.base.boxes import Box, first_cut, shape_of
 from gemsc.base.parts import Part
 from gemsc.ir.operators.calls import Call
 from gemsc.ir.operators.table import operator_of
@@ -166,15 +166,25 @@ def masked(
     call: Call,
     source: fx.Node,
     shape: tuple[int, ...],
-    box: Box,
+    boxes: Sequence[Box],
     axes: Axes | None,
     parts: tuple[Part, ...] = (),
 ) -> Local:
-    """Multiply by `box` of a dropout mask of a shape, or of its channels."""
+    """Multiply by the rank's box of a dropout mask of a shape, or of its channels.
+
+    A rank whose box is all of a dimension that is cut, as a wide halo may be, is told
+    so: it draws as the others do.
+    """
     if call.kind == "channel_dropout":
         rest = len(shape) - 2
-        shape, box = (*shape[:2], *(1,) * rest), (*box[:2], *((0, 1),) * rest)
+        shape = (*shape[:2], *(1,) * rest)
+        boxes = [(*box[:2], *((0, 1),) * rest) for box in boxes]
+    box = boxes[low.place]
     settings: dict[str, Any] = {"shape": shape, "box": box, "draw": low.draw(call.node)}
+    cut = [first_cut(shape, each) for each in boxes if all(shape_of(each))]
+    along = min((dim for dim in cut if dim is not None), default=None)
+    if first_cut(shape, box) != along:
+        settings["along"] = along
     if call.layer is not None:
         settings["training"] = low.trains(call.node)
     return on_tiles(low, call, tiles.dropout, (source,), axes, parts, **settings)

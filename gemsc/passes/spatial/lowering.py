@@ -129,8 +129,11 @@ class Lowering(Conversions):
                 return self.barrier(node, str(found))
             return found
         finally:  # what it takes of other values, it takes here
+            draws = self.is_in_branch(node) and meta.facts(node).random
             for made in self._made[before[0] :]:
                 meta.traced_place.set(made, meta.traced_place(node))
+                if draws and (made.target == node.target or "draw" in made.kwargs):
+                    meta.set_draw(made, self.draw(node))
 
     def tried(self, node: fx.Node, rule: Rule) -> Local | Refused | None:
         """Return what a rule gives, or why it refused: then nothing is left of it."""

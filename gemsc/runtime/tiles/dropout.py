@@ -10,7 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gemsc.base.boxes import Box, Interval, everything, intersection, shape_of
+from gemsc.base.boxes import (
+    Box,
+    Interval,
+    everything,
+    first_cut,
+    intersection,
+    shape_of,
+)
 from gemsc.base.dtypes import lowered
 from gemsc.base.rng import are_draws_same, same_draws, seed_of
 from gemsc.messages.exchange import index_of
@@ -30,6 +37,7 @@ def dropout(
     shape: tuple[int, ...],
     box: Box,
     draw: int = 0,
+    along: int | None = None,
 ) -> Tensor:
     """Return `F.dropout` with the tile's part of the mask of the whole value.
 
@@ -37,17 +45,18 @@ def dropout(
     stage's seed: each draws a small mask as a whole. A large one is drawn in strips
     along the first dimension that is cut, each with a seed of its own, which depends on
     `draw`, the number of this dropout in its stage: a tile draws those that it meets,
-    and the mask is the same for any number of tiles.
+    and the mask is the same for any number of tiles. `along` is that dimension where
+    the tile's part has all of it.
     """
     if not training or p == 0:
         return value
-    cut = [d for d, sides in enumerate(everything(shape)) if sides != box[d]]
-    in_strips = cut and prod(shape) >= LARGE and p < 1
-    if not in_strips or are_draws_same():
+    along = first_cut(shape, box) if along is None else along
+    in_strips = prod(shape) >= LARGE and p < 1 and not are_draws_same()
+    if along is None or not in_strips:
         whole = torch.ones(shape, dtype=value.dtype, device=value.device)
         mask = F.dropout(whole, p)[tuple(slice(start, stop) for start, stop in box)]
         return value * mask.clone()
-    return value * _mask(value, p, shape, box, cut[0], draw)
+    return value * _mask(value, p, shape, box, along, draw)
 
 
 def _mask(

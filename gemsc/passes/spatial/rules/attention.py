@@ -81,7 +81,7 @@ def _dropout(low: Lowering, call: Call, axes: Axes) -> dict[str, Any]:
     """Return which part of the mask of all weights the rank takes."""
     keys = low.shape(call["key"])[-2]
     shape = (*low.shape(call["query"])[:-1], keys)
-    box = (*low.box(call.node, axes)[:-1], (0, keys))
+    box = (*low.boxes(call.node, axes)[low.place][:-1], (0, keys))
     given = {"dropout_p": call["dropout_p"], "shape": shape, "box": box}
     return given | {"draw": low.draw(call.node)}
 

@@ -78,9 +78,9 @@ def last_norm(low: Lowering, call: Call) -> Local:
 def dropout(low: Lowering, call: Call) -> Local:
     """Multiply by the tile's part of the mask of the whole value."""
     axes = low.cut_axes(call.input)
-    box = low.box(call.node, axes)
+    boxes = low.boxes(call.node, axes)
     source = alike(low, call, call.input, axes)
-    return masked(low, call, source, low.shape(call.input), box, axes)
+    return masked(low, call, source, low.shape(call.input), boxes, axes)
 
 
 def channel_dropout(low: Lowering, call: Call) -> Local:
@@ -89,9 +89,9 @@ def channel_dropout(low: Lowering, call: Call) -> Local:
     Where samples or channels are cut each rank takes its own of the numbers of all.
     """
     axes, shape = low.cut_axes(call.input), low.shape(call.input)
-    box, source = low.box(call.node, axes), alike(low, call, call.input, axes)
-    if box[:2] == everything(shape)[:2]:
+    boxes, source = low.boxes(call.node, axes), alike(low, call, call.input, axes)
+    if boxes[low.place][:2] == everything(shape)[:2]:
         return call_again(low, call, axes, {call.input: source})
     if axes[1] is not None or call.detail != str(len(shape) - 2):
         raise Refused("it draws numbers for all channels")
-    return masked(low, call, source, shape, box, axes)
+    return masked(low, call, source, shape, boxes, axes)

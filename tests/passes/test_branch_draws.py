@@ -1,0 +1,62 @@
+"""What branches draw is apart from what all ranks draw; tiles of one draw the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from parity_support import options
+from torch import Tensor, nn
+
+from gemsc.compiler import lower, trace
+from gemsc.ir import meta
+from gemsc.ir.program import Program
+
+
+def attend(x: Tensor) -> Tensor:
+    tokens = x.flatten(2).transpose(1, 2).unflatten(2, (2, 3)).transpose(1, 2)
+    found = F.scaled_dot_product_attention(tokens, tokens, tokens, dropout_p=0.5)
+    return found.transpose(1, 2).flatten(2).transpose(1, 2).view(x.shape)
+
+
+NOISE: dict[str, Callable[[Tensor], Tensor]] = {
+    "dropout": nn.Dropout(0.5),
+    "its function": lambda x: F.dropout(x, 0.5),
+    "of channels": nn.Dropout2d(0.5),
+    "gathered": nn.AlphaDropout(0.5),
+    "attention": attend,
+}
+
+
+class Noisy(nn.Module):
+    """Three branches, of which one rank has two: it would draw more than the other."""
+
+    def __init__(self, noise: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Conv2d(6, 6, 3, padding=1) for _ in range(3))
+        self.noise = noise
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = torch.cat([self.noise(branch(x)) for branch in self.branches], 1)
+        return F.dropout(found, 0.5)
+
+
+def draws(program: Program) -> list[int | None]:
+    """Return the number of each node that draws apart, None for those that do not."""
+    nodes = (node for node in program.compute_nodes if meta.facts(node).random)
+    return [meta.region(node).draw for node in nodes]
+
+
+@pytest.mark.parametrize("noise", NOISE)
+@pytest.mark.parametrize("grid", [{"ranks": 2}, {"ranks": 4, "tiles": "2x1"}], ids=str)
+def test_branches_draw_apart(noise: str, grid: dict[str, object]) -> None:
+    model, x = Noisy(NOISE[noise]), torch.randn(2, 6, 8, 8)
+    traced = trace(model, (x,), loss=F.mse_loss, example_target=x.repeat(1, 3, 1, 1))
+    found = lower(traced, options(branches="2", **grid)).compilation.tiles
+    each = [draws(tile.program) for tile in found]
+    assert [draw.count(None) for draw in each] == [1] * len(each)  # after the branches
+    assert [len(draw) for draw in each] == [3, 2] * (len(each) // 2)
+    assert len({draw for drawn in each[:2] for draw in drawn}) == 4
+    assert each == each[:2] * (len(each) // 2)  # all tiles draw the same
