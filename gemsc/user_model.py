@@ -367,6 +367,8 @@ class UserModel:
                 raise wrong
             if len(shapes) > 1:
                 items = [(0, target_like(item, shapes, number)) for item in items]
+            elif self.collate is not None:
+                return self.collate(items, 0)[1]
             collated = default_collate(items)
         except GemscError:
             raise

@@ -5,9 +5,11 @@ from __future__ import annotations
 import enum
 import keyword
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
 
 import torch
 from torch import nn
@@ -161,11 +163,8 @@ class _Source:
             return f"torch.device({str(value)!r})"
         if type(value) in (list, tuple, set, dict) or isinstance(value, torch.Size):
             return self._collection(path, value)
-        if type(value) is partial:
-            made = self.named(UserObject("functools", "partial"))
-            given = [self.value(path, each) for each in (value.func, *value.args)]
-            named = [f"{k}={self.value(path, v)}" for k, v in value.keywords.items()]
-            return f"{made}({', '.join([*given, *named])})"
+        if (text := self._of_libraries(path, value)) is not None:
+            return text
         if type(value) is torch.Tensor and value.numel() <= MOST_NUMBERS:
             numbers = self.value(path, value.tolist())
             return f'torch.tensor({numbers}, dtype={value.dtype}, device="cpu")'
@@ -181,6 +180,27 @@ class _Source:
             return literal(value)
         except InternalError:
             raise self._unknown(path, value) from None
+
+    def _of_libraries(self, path: str, value: Any) -> str | None:
+        """Return the text of what Python's own modules make; None of other values."""
+        if type(value) is partial:
+            made = self.named(UserObject("functools", "partial"))
+            given = [self.value(path, each) for each in (value.func, *value.args)]
+            named = [f"{k}={self.value(path, v)}" for k, v in value.keywords.items()]
+            return f"{made}({', '.join([*given, *named])})"
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            made = self._imported(path, type(value))
+            return f"{made}({', '.join(self.value(path, each) for each in value)})"
+        if type(value) is OrderedDict:
+            made = self.named(UserObject("collections", "OrderedDict"))
+            return f"{made}({self._collection(path, dict(value))})"
+        if get_origin(value) in (Union, UnionType):  # Optional[Tensor], int | str
+            made = self.named(UserObject("typing", "Union"))
+            kinds = [self.value(path, kind) for kind in get_args(value)]
+            return f"{made}[{', '.join(kinds)}]"
+        if value is type(None):  # builtins do not have it
+            return self.named(UserObject("types", "NoneType"))
+        return None
 
     def _collection(self, path: str, value: Any) -> str:
         if isinstance(value, set):

@@ -161,7 +161,40 @@ def check_optimizer(
             "evaluation, and gemsc does not call its train() and eval()",
             help="use AdamW with a schedule; `gemsc run --ema 0.999` averages",
         )
+    if trained:
+        # those of ranks have names and numbers, and nothing else of the model's
+        theirs = [(name, nn.Parameter(p.detach())) for name, p in trained]
+        _check_groups(_groups(made, trained), _groups(factory(theirs), theirs))
     return type(made).__name__ if _could_be_fused(made) else ""
+
+
+def _check_groups(model: list[Any], ranks: list[Any]) -> None:
+    if any(None in names for names, _ in ranks):
+        raise GemscError(
+            "optimizer() takes other parameters than it gets, such as those of a model "
+            "at the top of the file: these are not trained",
+            help="use the (name, parameter) pairs that it gets",
+        )
+    if model != ranks:
+        raise GemscError(
+            "optimizer() goes by attributes of the model's parameters (p.no_decay), "
+            "which those of ranks do not have",
+            help="go by names; NO_DECAY = {name for name, p in Net().named_parameters()"
+            ' if hasattr(p, "no_decay")} at the top of the file has them',
+        )
+
+
+def _groups(made: Any, pairs: Iterable[tuple[str, nn.Parameter]]) -> list[Any]:
+    """Return the groups of an optimizer: names (None if not among them), and values."""
+    names = {id(p): name for name, p in pairs}
+    plain = int | float | str | tuple | None  # type: ignore[type-arg]
+    return [
+        (
+            [names.get(id(p)) for p in group["params"]],
+            {key: value for key, value in group.items() if isinstance(value, plain)},
+        )
+        for group in getattr(made, "param_groups", ())
+    ]
 
 
 def _could_be_fused(made: Any) -> bool:

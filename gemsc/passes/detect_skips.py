@@ -13,6 +13,7 @@ from typing import ClassVar
 import torch
 from torch import fx
 
+from gemsc.base.dtypes import is_real
 from gemsc.ir import meta
 from gemsc.ir.constants import constant_nodes
 from gemsc.ir.program import Program, Skip
@@ -27,8 +28,8 @@ class DetectSkips(Pass):
     `short_layers` heavy nodes or `short_share` of the predicted time. It is long
     whatever its span if what it joins has come down in resolution and up again (an
     encoder level that its mirror in the decoder joins), or if several layers further on
-    join it, each anew (dense connections). What any stage can make of constants, as a
-    mask, skips nothing.
+    join it, each anew (dense connections), or if it is an index or a mask (the edges of
+    a graph). What any stage can make of constants, as a mask, skips nothing.
     """
 
     name: ClassVar[str] = "detect-skips"
@@ -61,7 +62,7 @@ class DetectSkips(Pass):
             short = len(heavy) <= self.short_layers or share <= self.short_share
             if _hourglass(node, span, last):
                 short = False
-            if _is_joined_again_and_again(node, nodes, uses):
+            if _is_joined_again_and_again(node, nodes, uses) or not _is_real(node):
                 short = False
             size = meta.facts(node).output_bytes
             skips.append(Skip(node, last, num_bytes=size, long=not short))
@@ -102,6 +103,11 @@ def _is_joined_again_and_again(
         return False
     between = nodes[joins[0] + 1 : joins[-1]]
     return any(meta.facts(other).heavy for other in between)
+
+
+def _is_real(node: fx.Node) -> bool:
+    fake = meta.value(node)
+    return not isinstance(fake, torch.Tensor) or is_real(fake.dtype)
 
 
 def _num_values(node: fx.Node) -> int:

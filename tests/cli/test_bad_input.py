@@ -34,6 +34,19 @@ def without(name: str) -> str:
     return re.sub(rf"def {name}\(.*?\n(?=\n\n|\Z)", "", MODEL, flags=re.DOTALL)
 
 
+MARKED = "net = Net()\n    net.second.bias.no_decay = 3\n    return net"
+
+
+def with_attributes(test: str, top: str = "") -> str:
+    """Return the file with weights that have no decay where a test of them says so."""
+    return without("optimizer").replace("return Net()", MARKED) + (
+        f"{top}\ndef optimizer(ps):\n    groups = [[], []]\n    for name, p in ps:\n"
+        f"        groups[{test}].append(p)\n"
+        "    groups = [dict(params=g, weight_decay=i) for i, g in enumerate(groups)]\n"
+        "    return torch.optim.AdamW(groups)\n"
+    )
+
+
 @dataclass(frozen=True)
 class Mistake:
     """A file, a command line, and what the message must say."""
@@ -100,6 +113,30 @@ FILES = {
         + "    def eval(self):\n        pass\n\n"
         + "def optimizer(ps):\n    return Free(ps, lr=0.1)\n",
         advises="AdamW with a schedule",
+    ),
+    "optimizer of another model": Mistake(
+        ("optimizer() takes other parameters than it gets",),
+        without("optimizer")
+        + "other = Net()\ndef optimizer(ps):\n"
+        + "    return torch.optim.SGD(other.parameters(), 0.1)\n",
+        advises="(name, parameter) pairs that it gets",
+    ),
+    "optimizer of the model at the top of the file": Mistake(
+        ("optimizer() takes other parameters than it gets",),
+        without("optimizer").replace("def model():\n    return Net()", "model = Net()")
+        + "def optimizer(ps):\n    return torch.optim.SGD(model.parameters(), 0.1)\n",
+    ),
+    "optimizer that asks for attributes": Mistake(
+        ("optimizer() goes by attributes of the model's parameters",),
+        with_attributes('hasattr(p, "no_decay")'),
+        advises="NO_DECAY = {name for name, p in Net().named_parameters()",
+    ),
+    "optimizer with a rate in an attribute": Mistake(
+        ("optimizer() goes by attributes of the model's parameters",),
+        without("optimizer").replace("return Net()", MARKED)
+        + "def optimizer(ps):\n    rate = lambda p: getattr(p, 'no_decay', 0.1)\n"
+        + "    groups = [dict(params=[p], lr=rate(p)) for _, p in ps]\n"
+        + "    return torch.optim.SGD(groups)\n",
     ),
     "several optimizers": Mistake(
         ("optimizer() returns list, which cannot step",),
@@ -565,3 +602,23 @@ def test_an_interruption_says_nothing(
 def test_what_the_advice_says_works(words: str, gemsc: Gemsc, tmp_path: Path) -> None:
     prepare(tmp_path)
     assert gemsc(*words.split()).code == 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        with_attributes("p.ndim < 2 or p.shape[0] == 4"),
+        with_attributes('name.endswith("bias")'),
+        with_attributes(
+            "name in NO_DECAY",
+            "NO_DECAY = {name for name, p in model().named_parameters() "
+            'if hasattr(p, "no_decay")}',
+        ),
+    ],
+    ids=["dimensions", "name", "names of those with an attribute"],
+)
+def test_parameters_may_have_attributes(
+    text: str, gemsc: Gemsc, tmp_path: Path
+) -> None:
+    prepare(tmp_path, text)
+    assert gemsc("compile", "model.py").code == 0

@@ -8,7 +8,7 @@ import hashlib
 from collections import OrderedDict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Optional
 
 import pytest
 import torch
@@ -172,6 +172,32 @@ class Handy(Gate):
 
 def test_partial_functions_and_small_tensors_have_a_text(tmp_path: Path) -> None:
     assert worst(tmp_path / "program", Around(made(Handy))) <= EXACT
+
+
+class Signature(NamedTuple):
+    kind: Any
+    weights: OrderedDict[str, Any]
+
+
+class Inspected(Gate):
+    """What a layer of PyTorch Geometric holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weights = OrderedDict(one=0.25, two=Tensor | None, three=type(None))
+        self.signatures = {"message": Signature(Optional[Tensor], weights)}  # noqa: UP045
+
+    def forward(self, x: Tensor) -> Tensor:
+        kind, weights = self.signatures["message"]
+        assert kind == weights["two"] == Tensor | None
+        assert [*weights] == ["one", "two", "three"]
+        assert weights["three"] is type(None)
+        assert type(self.signatures["message"]) is Signature
+        return super().forward(x) * weights["one"]
+
+
+def test_named_tuples_of_types_have_a_text(tmp_path: Path) -> None:
+    assert worst(tmp_path / "program", Around(made(Inspected))) <= EXACT
 
 
 class Caching(Gate):

@@ -638,9 +638,22 @@ def test_other_batches_go_on_where_an_epoch_ends_only(
         run_of(tmp_path / "y", data, other, *words)
 
 
-@pytest.mark.slow
-def test_one_shape_is_padded_where_there_is_a_pad_value(
-    tmp_path: Path, in_double: None
+def padded_to_largest(samples: list[Any], number: int) -> Any:
+    assert number == 0
+    size = LENGTHS[2]
+    words = [F.pad(words, (0, size - len(words))) for words, _ in samples]
+    targets = [F.pad(t, (0, size - len(t)), value=IGNORED) for _, t in samples]
+    return torch.stack(words), torch.stack(targets)
+
+
+@pytest.mark.slow(1)
+@pytest.mark.parametrize(
+    "how",
+    [{"collate": padded_to_largest}, {"pad_value": (0, IGNORED)}],
+    ids=["collate", "pad_value"],
+)
+def test_one_shape_is_padded_as_the_file_says(
+    how: dict[str, Any], tmp_path: Path, in_double: None
 ) -> None:
     data, (words,) = texts(12), examples()[2]
     model, seen = Words().double(), list[float]()
@@ -654,10 +667,13 @@ def test_one_shape_is_padded_where_there_is_a_pad_value(
         example_target=lambda: words,
         loss=counted,
         optimizer=sgd,
-        pad_value=(0, IGNORED),
+        **how,
         on_step=lambda trainer, report: seen.append(report.loss),
     )
     user = replace(user, example_inputs=lambda: (words,))
+    if "collate" in how:  # it makes a target, too
+        target = replace(user, example_target=None).make_target((words,))
+        assert target.shape == words.shape
     words_of_run = ("--save", str(tmp_path / "run"))
     run(tmp_path, user, *words_of_run, dtype=torch.float64)
     order = torch.randperm(12, generator=torch.Generator().manual_seed(seed_of(0, 0)))

@@ -471,3 +471,15 @@ def test_a_rank_file_that_leaves_out_a_part_of_its_program_is_refused(
     path.write_text(text.replace(old, new))
     with pytest.raises(error, match=says):
         on_ranks(tmp_path, 2, lambda t: t.device)
+
+
+def test_an_optimizer_of_other_parameters_is_refused_before_it_trains(
+    tmp_path: Path,
+) -> None:
+    written(tmp_path, Net(simple), micro_batches=1)
+    other = Net(simple)
+    with pytest.raises(GemscError, match="a parameter that is not one of the program"):
+        on_ranks(
+            tmp_path, 2, lambda t: t.device,
+            optimizer=lambda pairs: torch.optim.SGD(other.parameters(), 0.1),
+        )  # fmt: skip

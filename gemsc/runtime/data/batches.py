@@ -370,7 +370,8 @@ def _collate(
         return GemscError(
             f"samples of the dataset cannot be collated into a batch: "
             f"{_odd_one(good) or error}",
-            help="return samples of the same structure, shapes and dtypes",
+            help="return samples of the same structure, shapes and dtypes, or let the "
+            "model's file pad them: pad_value, collate(samples, number)",
         )
     digests = [each.digests for each in good]
     return _Collated((batch[0], batch[1]), digests, whole_targets, good[0].facts)

@@ -47,10 +47,10 @@ from gemsc.user_model import UserModel
 def shape_classes(plan: Plan, user: UserModel, name: str) -> ShapeClasses | None:
     """Return how samples of `dataset` or `eval_dataset` are padded, if they are.
 
-    They are where batches have several shapes, or the file has a `pad_value`.
+    They are where batches have several shapes, or the file says how to make one.
     """
     shapes = plan.shapes
-    if not shapes and user.pad_value is not None:
+    if not shapes and (user.pad_value, user.collate) != (None, None):
         inputs = user.make_shapes()
         examples = Examples(inputs, user.make_targets(inputs))
         shapes = [
@@ -70,7 +70,7 @@ def shape_classes(plan: Plan, user: UserModel, name: str) -> ShapeClasses | None
         shapes,
         0 if user.pad_value is None else user.pad_value,
         user.bucket,
-        user.collate if plan.shapes else None,
+        user.collate,
         {**at, "dataset": user.line_of(name)},
     )
 

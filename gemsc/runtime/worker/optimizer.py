@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from typing import Any
 
@@ -25,7 +25,7 @@ def optimizer_of(
     """Return the optimizer of this rank; None if it takes other ranks' parameters only.
 
     Raises:
-        GemscError: it takes no parameters of any rank.
+        GemscError: it takes no parameters of any rank, or others than the program's.
     """
     optimizer, wrong = None, None
     if parameters:
@@ -42,11 +42,22 @@ def optimizer_of(
                 help="optimizer(params) gets pairs; select parameters with [p for "
                 'name, p in params if name.startswith("head")]',
             )
+        if _others(optimizer, parameters.values()):
+            raise GemscError(
+                "the optimizer has a parameter that is not one of the program's",
+                help="give it the parameters that optimizer() gets, and no others",
+            )
     found = transport.all_gather_object((optimizer is not None, wrong))
     has_one, errors = zip(*found, strict=True)
     if not any(has_one) and (first := next(filter(None, errors), None)):
         raise first
     return optimizer
+
+
+def _others(optimizer: Any, parameters: Iterable[nn.Parameter]) -> bool:
+    known = {id(each) for each in parameters}
+    groups = getattr(optimizer, "param_groups", ())
+    return any(id(each) not in known for group in groups for each in group["params"])
 
 
 def scheduler_of(optimizer: Optimizer, make: Callable[[Optimizer], Any]) -> Any:
