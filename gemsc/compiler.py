@@ -22,7 +22,7 @@ from gemsc.costs.hardware import read_hardware
 from gemsc.costs.profile import Progress
 from gemsc.costs.sharing import SharedDevice
 from gemsc.ir.flow import reductions
-from gemsc.ir.invariants import lost_nothing
+from gemsc.ir.invariants import drawn_alike, lost_nothing
 from gemsc.ir.shards import Placed
 from gemsc.lowering.evaluation import evaluate
 from gemsc.lowering.stages import schedule_stages
@@ -184,6 +184,7 @@ def lower(
             done = cut(own)
         whole, tiles = evaluate(graphs[name], done, own, run)
         lost_nothing(whole.program, [t.program for t in tiles])
+        drawn_alike([t.program for t in tiles])
         lost_nothing(whole.evaluation, [t.evaluation for t in tiles], draws=False)
         steps = tuple(find_loops(order) for order in done.timeline.orders)
         plan = _planned(graphs[name], done, own, source, run)

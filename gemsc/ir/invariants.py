@@ -8,8 +8,10 @@ a source, although all its shapes are right.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from itertools import zip_longest
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,9 +21,11 @@ from gemsc.errors import InternalError
 from gemsc.ir import meta
 from gemsc.ir.holder import attribute
 from gemsc.ir.mutation import SIZED, elements, mutated_inputs
+from gemsc.ir.operators.calls import call_of
 from gemsc.ir.program import Program
 from gemsc.ir.staged import out_of_order
 from gemsc.runtime import tiles
+from gemsc.runtime.tiles.dropout import strips_along
 
 # What takes of its operands no more than their shape.
 _LIKE = frozenset(f"{name}_like" for name in ("zeros", "ones", "empty", "full"))
@@ -231,6 +235,52 @@ def lost_nothing(
                 f"{where}wrong program: {name} is part of what the model computes, "
                 "but not of what the ranks do"
             )
+
+
+def drawn_alike(ranks: Sequence[Program]) -> None:
+    """See that the ranks of a stage draw the same numbers, from one seed, in one order.
+
+    Each draws the mask of a whole value and takes its part. A rank that draws more or
+    fewer before has another mask: no loss shows it, nor does a run in `same_draws`.
+
+    Raises:
+        InternalError: one draws another number of them.
+    """
+    by_stage = zip(*(program.stages or () for program in ranks), strict=True)
+    for stages in by_stage:
+        drawn = [
+            list(_drawn(program, stage.nodes))
+            for program, stage in zip(ranks, stages, strict=True)
+        ]
+        for others in drawn[1:]:
+            for mine, other in zip_longest(drawn[0], others):
+                if mine is None or other is None or mine[1] != other[1]:
+                    node, _ = mine or other
+                    raise InternalError(
+                        f"{meta.location(node)}: wrong program: from here on, the "
+                        "ranks of a stage draw different random numbers"
+                    )
+
+
+def _drawn(
+    program: Program, nodes: Iterable[fx.Node]
+) -> Iterator[tuple[fx.Node, object]]:
+    """Yield nodes that draw by the seed of the stage: how many, and in what strips."""
+    for node in nodes:
+        kwargs: dict[str, Any] = node.kwargs
+        if meta.region(node).draw is not None or node.target is tiles.ring_attention:
+            continue  # each part has a seed of its own
+        if "draw" in kwargs:
+            count = math.prod(kwargs["shape"])
+            along = strips_along(kwargs["shape"], kwargs["box"], kwargs.get("along"))
+        elif meta.facts(node).random:
+            is_of_channels = call_of(node, program.module).kind == "channel_dropout"
+            rest = slice(None, 2 if is_of_channels else None)
+            count = sum(math.prod(each.shape[rest]) for each in meta.tensors(node))
+            along = None
+        else:
+            continue
+        yield node, (meta.traced_place(node), count, along)
 
 
 def _writes(program: Program) -> dict[int | None, list[fx.Node]]:

@@ -8,10 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from parity_support import options
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
+from gemsc.base.boxes import everything
 from gemsc.compiler import lower, trace
+from gemsc.errors import InternalError
 from gemsc.ir import meta
+from gemsc.ir.invariants import drawn_alike
 from gemsc.ir.program import Program
 
 
@@ -60,3 +63,36 @@ def test_branches_draw_apart(noise: str, grid: dict[str, object]) -> None:
     assert [len(draw) for draw in each] == [3, 2] * (len(each) // 2)
     assert len({draw for drawn in each[:2] for draw in drawn}) == 4
     assert each == each[:2] * (len(each) // 2)  # all tiles draw the same
+
+
+def draw_whole(node: fx.Node) -> None:
+    node.kwargs = {**node.kwargs, "box": everything(node.kwargs["shape"])}
+
+
+def draw_other_strips(node: fx.Node) -> None:
+    node.kwargs = {**node.kwargs, "along": 3}
+
+
+def test_what_draws_apart_and_does_not_say_so_is_a_wrong_program(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, x = Noisy(nn.Dropout(0.5)), torch.randn(2, 6, 8, 8)
+    traced = trace(model, (x,), loss=F.mse_loss, example_target=x.repeat(1, 3, 1, 1))
+    monkeypatch.setattr(meta, "set_draw", lambda node, draw: None)
+    with pytest.raises(InternalError, match=r"_draws.py:\d+: .* draw different random"):
+        lower(traced, options(ranks=2, branches="2"))
+
+
+@pytest.mark.parametrize("change", [draw_whole, draw_other_strips])
+def test_ranks_that_draw_otherwise_are_a_wrong_program(
+    change: Callable[[fx.Node], None],
+) -> None:
+    """In `same_draws`, in which programs are compared, each has the same numbers."""
+    model, x = Noisy(nn.Dropout(0.5)), torch.randn(1, 6, 256, 256)
+    traced = trace(model, (x,), loss=F.mse_loss, example_target=x.repeat(1, 3, 1, 1))
+    ranks = lower(traced, options(ranks=2, tiles="2x1")).compilation.tiles
+    programs = [rank.program for rank in ranks]
+    change([n for n in programs[1].compute_nodes if "draw" in n.kwargs][-1])
+    with pytest.raises(InternalError, match=r"_draws.py:\d+: .* draw different random"):
+        drawn_alike(programs)
+    drawn_alike(programs[:1])

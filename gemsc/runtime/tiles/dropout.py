@@ -50,13 +50,21 @@ def dropout(
     """
     if not training or p == 0:
         return value
-    along = first_cut(shape, box) if along is None else along
-    in_strips = prod(shape) >= LARGE and p < 1 and not are_draws_same()
-    if along is None or not in_strips:
+    along = strips_along(shape, box, along)
+    if along is None or p == 1 or are_draws_same():
         whole = torch.ones(shape, dtype=value.dtype, device=value.device)
         mask = F.dropout(whole, p)[tuple(slice(start, stop) for start, stop in box)]
         return value * mask.clone()
     return value * _mask(value, p, shape, box, along, draw)
+
+
+def strips_along(
+    shape: tuple[int, ...], box: Box, along: int | None = None
+) -> int | None:
+    """Return the dimension of the strips of a mask; None if it is drawn as a whole."""
+    if prod(shape) < LARGE:
+        return None
+    return first_cut(shape, box) if along is None else along
 
 
 def _mask(
