@@ -14,7 +14,7 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib.machinery import SourceFileLoader
@@ -176,6 +176,37 @@ def definition(path: Path, name: str) -> SourceLocation | None:
         if name in _defined(node):
             line = node.lineno
     return None if line is None else SourceLocation(str(path), line)
+
+
+# what others call what a file may define, where it is spelled otherwise
+_ALSO = {
+    "criterion": "loss",
+    "loss_fn": "loss",
+    "test_dataset": "eval_dataset",
+    "train_dataset": "dataset",
+    "validation": "eval_dataset",
+}
+
+
+def unused(path: Path, names: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Yield what a file defines and does not use, if it may mean one of `names`.
+
+    So nothing trains for a week without an `optimiser`. Each has the name that may be
+    meant, one that the file lacks.
+    """
+    tree = ast.parse(path.read_bytes())
+    loaded = {
+        node.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+    }
+    for node in tree.body:
+        if not isinstance(node, ast.Import | ast.ImportFrom):
+            for name in sorted(_defined(node) - loaded - {*names}):
+                close = get_close_matches(name.lower(), names, n=1, cutoff=0.75)
+                meant = _ALSO.get(name.lower(), *close[:1] or [""])
+                if meant in names:
+                    yield name, meant
 
 
 def _defined(node: ast.stmt) -> set[str]:

@@ -6,7 +6,7 @@ import os
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -44,7 +44,7 @@ from gemsc.compiler import (
     trace_all,
 )
 from gemsc.costs.hardware import read_hardware
-from gemsc.errors import GemscError
+from gemsc.errors import GemscError, say_note, warn
 from gemsc.ir.dump import dump
 from gemsc.ir.program import Program
 from gemsc.launch.start import not_compared
@@ -56,7 +56,7 @@ from gemsc.planner.edited import EditedPlan
 from gemsc.planner.explain import speed
 from gemsc.runtime.process.device import device_named
 from gemsc.search.candidates import Candidate, reason
-from gemsc.source import split_constants
+from gemsc.source import definition, split_constants, unused
 from gemsc.user_model import UserModel, load_user_model
 from gemsc.viz.terminal import notes, of_this_machine, show_candidates
 from gemsc.viz.terminal import show as show_plan
@@ -123,6 +123,7 @@ def compile_command(
         own = values if is_typed(context, "constants") else {}
         values = {**edited.plan.constants, **own}
     user = load_user_model(model, constants=values)
+    _say_unused(user)
     if not overwrite:
         _check_same(output, user)
     shows = nullcontext(_say_nothing) if options.profile else pass_line()
@@ -228,6 +229,20 @@ def _report(
     tell(f"{plan.summary}{where}")
     for note in (*(of_this_machine(plan) if candidates else ()), *notes(plan)):
         tell(note)
+
+
+def _say_unused(user: UserModel) -> None:
+    """Say what may be a name of ours in other letters, and what is done without it."""
+    lacking = [each.name for each in fields(user) if getattr(user, each.name) is None]
+    for name, meant in unused(user.path, lacking):
+        warn(
+            f"nothing uses {name}",
+            at=definition(user.path, name),
+            help=f"if it is for gemsc, call it {meant}",
+        )
+    if user.loss is not None and user.optimizer is None:
+        text = "it trains with SGD, learning rate 0.01"
+        say_note(f"no optimizer() in {user.path.name}: {text}")
 
 
 def compiled(

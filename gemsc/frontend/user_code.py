@@ -192,9 +192,26 @@ def guarded(frame: FrameType) -> bool | None:
     """Return which value of the test that a frame asks for takes no branch.
 
     None, where the branch is not one that only raises, or that replaces what is not
-    finite: such a one is part of what the model computes.
+    finite: such a one is part of what the model computes. A function that does no more
+    than `return bool(test)` asks for its caller.
     """
-    return _guards(frame.f_code.co_filename).get(_running(frame))
+    file, span = frame.f_code.co_filename, _running(frame)
+    if span in _passed_on(file) and frame.f_back is not None:
+        return guarded(frame.f_back)
+    return _guards(file).get(span)
+
+
+@cache
+def _passed_on(file: str) -> set[_Span]:
+    """Return the spans of `bool(test)` where that is what a function returns."""
+    return {
+        _span(node.value)
+        for node in ast.walk(_tree(file))
+        if isinstance(node, ast.Return)
+        and isinstance(node.value, ast.Call)
+        and isinstance(node.value.func, ast.Name)
+        and node.value.func.id == "bool"
+    }
 
 
 @cache

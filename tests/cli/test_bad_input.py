@@ -622,3 +622,39 @@ def test_parameters_may_have_attributes(
 ) -> None:
     prepare(tmp_path, text)
     assert gemsc("compile", "model.py").code == 0
+
+
+WITHOUT = MODEL.partition("def optimizer")[0] + "dataset = Data(24)\n\n\n"
+
+
+@pytest.mark.parametrize(
+    ("definition", "meant"),
+    [
+        ("def optimiser(p): ...", "optimizer"),
+        ("def criterion(y, t): ...", ""),  # it has a loss
+        ("def validation(): ...", "eval_dataset"),
+        ("class Metric: ...", "metrics"),
+        ("lr_scheduler = None", "scheduler"),
+        ("def metric(): ...\nprint(metric)", ""),
+        ("def helper(): ...", ""),
+        ("from torch.optim import Optimizer", ""),
+    ],
+)
+def test_what_is_spelled_otherwise_is_told(
+    definition: str, meant: str, gemsc: Gemsc, tmp_path: Path
+) -> None:
+    prepare(tmp_path, f"{WITHOUT}{definition}\n")
+    said = gemsc("compile", "model.py").err
+    name = definition.replace("(", " ").replace(":", " ").split()
+    told = f"warning: nothing uses {name['=' not in name]}\nhelp: if it is for gemsc, "
+    line = f"model.py:{WITHOUT.count(chr(10)) + 1}: {told}call it {meant}\n"
+    assert (line in said) == ("warning" in said) == bool(meant)
+    note = "note: no optimizer() in model.py: it trains with SGD, learning rate 0.01\n"
+    assert note in said
+
+
+def test_a_model_with_an_optimizer_trains_with_that(
+    gemsc: Gemsc, tmp_path: Path
+) -> None:
+    prepare(tmp_path)
+    assert gemsc("compile", "model.py").err == ""
