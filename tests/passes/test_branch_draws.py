@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from parity_support import options
+from threads import run_on_threads
 from torch import Tensor, fx, nn
 
 from gemsc.base.boxes import everything
+from gemsc.codegen.package import write_directory
 from gemsc.compiler import lower, trace
 from gemsc.errors import InternalError
 from gemsc.ir import meta
@@ -96,3 +100,37 @@ def test_ranks_that_draw_otherwise_are_a_wrong_program(
     with pytest.raises(InternalError, match=r"_draws.py:\d+: .* draw different random"):
         drawn_alike(programs)
     drawn_alike(programs[:1])
+
+
+class Gated(nn.Module):
+    """Two branches, of which one gives what lies otherwise in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.channels = (
+            nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))) for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        channels = self.channels(x.transpose(1, 2)).transpose(1, 2)
+        return F.dropout(channels * self.words(x), 0.5)
+
+
+def test_what_all_ranks_draw_for_lies_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mask is drawn in the order of memory, of which an own branch has another."""
+    x = torch.randn(2, 8, 8)
+    traced = trace(Gated(), (x,), loss=F.mse_loss, example_target=x)
+    program = lower(traced, options(ranks=2, branches="2", trunk="whole"))
+    write_directory(program.compilation, tmp_path)
+    dropout, seen = F.dropout, []
+
+    def spied(x: Tensor, *args: Any, **settings: Any) -> Tensor:
+        seen.append(x.stride())
+        return dropout(x, *args, **settings)
+
+    monkeypatch.setattr(F, "dropout", spied)
+    batch = torch.randn(8, 8, 8, dtype=torch.float64)
+    run_on_threads(tmp_path, 2, [(batch, batch)])
+    assert seen == [(64, 8, 1)] * 8  # four micro-batches, on each rank

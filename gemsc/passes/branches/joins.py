@@ -17,6 +17,7 @@ from torch import fx
 
 from gemsc.base.boxes import Box, Interval, everything, shape_of, volume
 from gemsc.ir import meta
+from gemsc.ir.flow import has_random
 from gemsc.ir.layout import Layout
 from gemsc.messages.exchange import Exchange
 from gemsc.passes.branches.fork_here import ForkHere, box_of, dtypes_of
@@ -120,12 +121,20 @@ class JoinHere(ForkHere):
         return Layout(shape, self.low.owned(shape, self._axes(value)))
 
     def _own(self, value: fx.Node) -> fx.Node:
-        """Return what the join wants of a value that this rank has computed."""
-        here, wanted = self.low.local(value).node, self._wanted(value)
-        held = self._computed(value)
-        if wanted.boxes == held:
+        """Return what the join wants of a value that this rank has computed.
+
+        If all ranks draw random numbers, for a dropout of what they make of it, it lies
+        in memory as it does where it arrives: they are drawn in that order.
+        """
+        low, wanted, held = self.low, self._wanted(value), self._computed(value)
+        here = low.local(value).node
+        if wanted.boxes != held:
+            return low.cropped(here, wanted.shape, held, wanted.boxes)
+        shared = (node for node in low.stage.nodes if not low.is_in_branch(node))
+        if not has_random(tuple(shared)):
             return here
-        return self.low.cropped(here, wanted.shape, held, wanted.boxes)
+        shape = tuple(meta.value(here).shape)
+        return low.add(value, "contiguous", (here,), shape, meta.layout(here))
 
     def _packed(self, values: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
         """Return the values that this rank has computed."""

@@ -59,8 +59,8 @@ class Pieces(StagePosition):
         **kwargs: Any,
     ) -> fx.Node:
         """Add a call whose value has a dtype like another's, and this shape."""
-        name = name or like.name
-        new = self._create("call_function", target, args, kwargs, name)
+        op = "call_method" if isinstance(target, str) else "call_function"
+        new = self._create(op, target, args, kwargs, name or like.name)
         describe(new, like, layout, shape)
         return new
 
