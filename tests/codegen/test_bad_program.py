@@ -373,7 +373,7 @@ def test_a_wrong_number_of_ranks_is_told_once(
     assert outcome.code == 1
     assert outcome.err.count("error: ") == 1
     assert (
-        f"{program} was compiled for 2 ranks, mpirun started {started}" in outcome.err
+        f"{program} was compiled for 2 ranks, but mpirun started {started}" in outcome.err
     )
     assert f"help: use mpirun -n 2, or `gemsc run {program}`" in outcome.err
 
