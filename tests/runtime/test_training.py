@@ -415,3 +415,15 @@ def test_the_samples_of_a_micro_batch_that_fails_are_named(
     two = [8, 9] if name == "eval_dataset" else order[place : place + 2]
     found = f"note: this micro-batch has samples {two[0]}, {two[1]}"
     assert caught.value.__notes__[0] == found
+
+
+class Fails(SGD):
+    def step(self, closure: Any = None) -> None:
+        raise ZeroDivisionError("no step")
+
+
+def test_no_samples_are_named_where_something_else_fails(tmp_path: Path) -> None:
+    user = user_of(optimizer=partial(Fails, lr=0.1))
+    with pytest.raises(ZeroDivisionError) as caught:
+        run(program(tmp_path), user, "--epochs", "1")
+    assert not any("samples" in note for note in caught.value.__notes__)

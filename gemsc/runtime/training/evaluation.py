@@ -208,6 +208,8 @@ def naming_samples(
     except GemscError:
         raise
     except Exception as error:
+        if trainer.worker.status.what not in ("forward", "evaluation"):
+            raise
         row = next(batches.rows(epoch, number))
         size = trainer.plan.micro_batch_sizes[row.shape]
         own = row.indices[trainer.worker.number * size :][:size] or row.indices[-1:]
