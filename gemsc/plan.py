@@ -259,10 +259,11 @@ class Plan:
         return cls.of(plan_file(path))
 
     @classmethod
-    def of(cls, file: TomlFile) -> Plan:
+    def of(cls, file: TomlFile, *, is_edited: bool = False) -> Plan:
         """Return what the file holds, as `read` does.
 
-        A plan of another version of gemsc may have entries that this one lacks.
+        A plan of another version of gemsc may have entries that this one lacks. One
+        that `is_edited` may have predictions for another number of ranks.
         """
         folder = file.path.parent.resolve()
         same = file.entries.get("gemsc") == version("gemsc")
@@ -270,7 +271,7 @@ class Plan:
         if plan.options.pop("shard_optimizer", False):  # an option of its own, once
             kept = plan.options.get("shard", "off")
             plan.options["shard"] = "optimizer" if kept == "off" else kept
-        for keys, message, help in _wrong_rows(plan, file.advice):
+        for keys, message, help in _wrong_rows(plan, file.advice, is_edited):
             raise file.error(keys, message, help=help)
         return _map_files(plan, lambda found: os.path.normpath(folder / found))
 
@@ -290,7 +291,9 @@ def plan_file(path: Path) -> TomlFile:
     return TomlFile.read(path, what="plan", advice="compile again to rewrite it")
 
 
-def _wrong_rows(plan: Plan, advice: str) -> Iterator[tuple[Keys, str, str]]:
+def _wrong_rows(
+    plan: Plan, advice: str, is_edited: bool
+) -> Iterator[tuple[Keys, str, str]]:
     """Yield what is wrong with ranks and tables: where it is, what, and advice."""
     undo = f"undo the change, or {advice}"
     if plan.ranks % plan.data:
@@ -302,7 +305,7 @@ def _wrong_rows(plan: Plan, advice: str) -> Iterator[tuple[Keys, str, str]]:
         yield ("weights",), message, undo
     ranks = len(plan.members)
     for name in ("memory", "peak_bytes", "activation_bytes", "order"):
-        if len(rows := getattr(plan, name)) != ranks:
+        if len(rows := getattr(plan, name)) != ranks and not is_edited:
             message = f"{name} has {len(rows)} entries, of {ranks} ranks of a replica"
             yield (name, 0), message, undo
     for name, wanted in ENTRIES.items():

@@ -154,15 +154,20 @@ def _check_syntax(path: Path) -> None:
     try:
         ast.parse(path.read_bytes(), str(path))
     except SyntaxError as error:
-        raise GemscError(
-            f"syntax error: {error.msg}",
-            at=SourceLocation(str(path), error.lineno or 1),
-            help=f"make `python {path.name}` run",
-        ) from error
+        raise syntax_error(path, error) from error
     except ValueError as error:
         raise GemscError(
             f"{path} is not Python: {error}", help="give the path of a Python file"
         ) from error
+
+
+def syntax_error(path: Path, error: SyntaxError) -> GemscError:
+    """Return an error at the line of a file that Python cannot read."""
+    return GemscError(
+        f"syntax error: {error.msg}",
+        at=SourceLocation(str(path), error.lineno or 1),
+        help=f"make `python {path.name}` run",
+    )
 
 
 def definition(path: Path, name: str) -> SourceLocation | None:

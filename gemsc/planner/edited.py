@@ -19,6 +19,7 @@ from gemsc.ir.program import Block, Program
 from gemsc.options import CompileOptions
 from gemsc.plan import Plan, cut_name, plan_file
 from gemsc.plan_tables import PlannedFork, PlannedStage
+from gemsc.planner.layout import stages_per_rank
 from gemsc.schedules import SCHEDULES, place
 
 DEFAULTS = CompileOptions()
@@ -42,7 +43,7 @@ class EditedPlan:
             GemscError: it cannot be read, or is no plan.
         """
         file = plan_file(path)
-        return cls(Plan.of(file), file)
+        return cls(Plan.of(file, is_edited=True), file)
 
     def options(self) -> CompileOptions:
         """Return the options that give this plan: stages, their ranks, the schedule.
@@ -331,6 +332,9 @@ class EditedPlan:
     def _is_placed_as_named(self) -> bool:
         """Whether the ranks of each stage are those under the plan's placement."""
         plan = self.plan
+        per_rank = stages_per_rank(plan.placement, plan.options.get("chunks", 2))
+        if len(plan.stages) != per_rank * plan.copy_ranks:
+            return False
         replicas = SCHEDULES[plan.schedule].num_replicas
         placed = place(plan.placement, len(plan.stages), plan.copy_ranks, replicas)
         named = [sorted(set(ranks)) for ranks in zip(*placed, strict=True)]

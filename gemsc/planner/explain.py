@@ -154,7 +154,9 @@ def _limit(
     blocks = plan.stages[stage].blocks
     edges = ((each.edge.source, each.edge.dest) for each in plan.transfers)
     others = beside(stage, len(plan.stages), edges)
-    if others:
+    if plan.options.get("balance") == "explicit":
+        advice = "without --blocks, --cuts and --placement gemsc chooses the stages"
+    elif others:
         shown = " and ".join(map(str, others))
         advice = f"it runs beside stage {shown}; --placement joins light ones"
     elif len(blocks) == 1:

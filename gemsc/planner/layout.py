@@ -87,8 +87,7 @@ def stage_layout(options: CompileOptions) -> StageLayout:
             + ("two mirrored replicas" if two else "one replica"),
             help="leave --placement out, or use natural",
         )
-    per_rank = {"folded": 2, "looped": options.chunks}.get(kind, 1)
-    num_stages = len(explicit) or per_rank * len(groups)
+    num_stages = len(explicit) or stages_per_rank(kind, options.chunks) * len(groups)
     counts = _micro_batches(options, schedule.num_replicas)
     rows: tuple[tuple[int, ...], ...] = (explicit,)
     if not explicit:
@@ -102,6 +101,11 @@ def stage_layout(options: CompileOptions) -> StageLayout:
         live = tuple(-(-peak[group] // rows[0].count(group)) for group in rows[0])
     name = "explicit" if explicit else kind
     return StageLayout(name, num_stages, counts, live, rows, groups)
+
+
+def stages_per_rank(placement: str, chunks: int) -> int:
+    """Return how many stages a rank, or a grid of ranks, has under a placement."""
+    return {"folded": 2, "looped": chunks}.get(placement, 1)
 
 
 def check_blocks(

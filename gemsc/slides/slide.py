@@ -1,4 +1,4 @@
-"""A picture of any size, of which parts are read: TIFF, NumPy, OpenSlide, OME-Zarr.
+"""A picture of any size, of which parts are read: TIFF, PNG, OpenSlide, OME-Zarr, ...
 
     slide = Slide("slide.tiff", level=1)
     slide.read((4096, 6144), (0, 2048))     # 2048 x 2048 x 3, uint8
@@ -24,6 +24,7 @@ from gemsc.slides import needed
 from gemsc.slides.ome_zarr import OmeZarr, check_level, is_zarr
 
 Picture = NDArray[Any]
+OF_PILLOW = (".png", ".jpg", ".jpeg", ".bmp")
 OF_OPENSLIDE = (".bif", ".mrxs", ".ndpi", ".scn", ".svs", ".svslide", ".vms", ".vmu")
 CACHE_BYTES = 128 * 2**20  # of decoded tiles: windows overlap
 MICROMETRES = {2: 25400.0, 3: 10000.0}  # of an inch, of a centimetre: TIFF's units
@@ -54,7 +55,7 @@ class Slide:
             raise GemscError(f"there is no file {self.path}", help="give a TIFF file")
         suffix = self.path.suffix.lower()
         opened: Any = _OpenSlide if suffix in OF_OPENSLIDE else _Tiff
-        opened = _Array if suffix == ".npy" else opened
+        opened = _Array if suffix in (".npy", *OF_PILLOW) else opened
         opened = _Zarr if is_zarr(self.path) else opened
         self._source: _Array | _OpenSlide | _Tiff | _Zarr = opened(self.path, level)
         self.levels: tuple[tuple[int, int], ...] = self._source.levels
@@ -107,18 +108,37 @@ def _pixel_of(file: Any) -> tuple[float, float] | None:
         return None
 
 
+def _mapped(path: Path) -> Picture:
+    try:
+        found: Picture = np.load(path, mmap_mode="r")
+    except (ValueError, OSError, EOFError) as error:
+        raise GemscError(
+            f"{path} is not a NumPy array: {error}", help="write it with numpy.save"
+        ) from None
+    return found
+
+
+def _decoded(path: Path) -> Picture:
+    image = needed("PIL.Image", path.suffix, "slides")
+    try:
+        with image.open(path) as file:
+            has_colours = file.mode in ("P", "CMYK", "YCbCr")  # a palette, or others
+            return np.asarray(file.convert("RGB") if has_colours else file)
+    except (OSError, image.DecompressionBombError) as error:
+        text = " ".join(str(error).split())
+        raise GemscError(
+            f"{path} cannot be read as a picture: {text}",
+            help="write it again, a large one as TIFF",
+        ) from None
+
+
 class _Array:
-    """A NumPy file, mapped into memory."""
+    """A NumPy file, mapped into memory, or a picture that Pillow decodes as a whole."""
 
     pixel = None
 
     def __init__(self, path: Path, level: int) -> None:
-        try:
-            array = np.load(path, mmap_mode="r")
-        except (ValueError, OSError, EOFError) as error:
-            raise GemscError(
-                f"{path} is not a NumPy array: {error}", help="write it with numpy.save"
-            ) from None
+        array = (_decoded if path.suffix.lower() in OF_PILLOW else _mapped)(path)
         if array.ndim not in (2, 3):
             raise GemscError(
                 f"{path} has the shape {list(array.shape)}: not a picture",

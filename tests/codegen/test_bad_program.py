@@ -372,9 +372,8 @@ def test_a_wrong_number_of_ranks_is_told_once(
     outcome = run_ranks(program, started, tmp_path)
     assert outcome.code == 1
     assert outcome.err.count("error: ") == 1
-    assert (
-        f"{program} was compiled for 2 ranks, mpirun started {started}" in outcome.err
-    )
+    found = f"{program} was compiled for 2 ranks, but mpirun started {started}"
+    assert found in outcome.err
     assert f"help: use mpirun -n 2, or `gemsc run {program}`" in outcome.err
 
 

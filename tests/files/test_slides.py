@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tifffile
+from PIL import Image
 
 from gemsc.errors import GemscError
 from gemsc.slides.mask import write_rows
@@ -68,6 +69,32 @@ def test_levels_and_arrays(tmp_path: Path) -> None:
     assert np.array_equal(found[..., 0], GREY[7:9])
 
 
+@pytest.mark.parametrize("suffix", [".png", ".BMP", ".jpg"])
+def test_what_pillow_decodes(suffix: str, tmp_path: Path) -> None:
+    picture = np.broadcast_to(np.uint8(90), (9, 7, 3)).copy()
+    picture[:, 3:] = 200, 10, 60
+    Image.fromarray(picture).save(path := tmp_path / f"x{suffix}", quality=95)
+    slide = Slide(path)
+    assert (slide.shape, slide.dtype, slide.levels) == ((9, 7, 3), np.uint8, ((9, 7),))
+    found, exact = slide.read((2, 9), (1, 6)), suffix != ".jpg"
+    assert np.allclose(found, picture[2:9, 1:6], atol=0 if exact else 90)
+    with pytest.raises(GemscError, match="no level 1"):
+        Slide(path, level=1)
+    path.write_bytes(path.read_bytes()[:60])
+    with pytest.raises(GemscError, match="cannot be read as a picture"):
+        Slide(path)
+
+
+def test_a_palette_is_taken_as_colours_and_deep_greys_stay(tmp_path: Path) -> None:
+    picture = Image.fromarray(COLOURS[:8, :8]).quantize(4)
+    picture.save(tmp_path / "x.png")
+    found = Slide(tmp_path / "x.png").read((0, 8), (0, 8))
+    assert np.array_equal(found, np.asarray(picture.convert("RGB")))
+    grey = np.arange(64, dtype=np.uint16).reshape(8, 8) * 1000
+    Image.fromarray(grey).save(tmp_path / "y.png")
+    assert np.array_equal(Slide(tmp_path / "y.png").read((0, 8), (0, 8))[..., 0], grey)
+
+
 @pytest.mark.parametrize(
     ("write", "level", "message", "advice"),
     [
@@ -114,7 +141,8 @@ def test_a_damaged_part_and_one_beyond_the_edge_are_refused(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("module", "file"), [("tifffile", "x.tiff"), ("openslide", "x.svs")]
+    ("module", "file"),
+    [("tifffile", "x.tiff"), ("openslide", "x.svs"), ("PIL.Image", "x.png")],
 )
 def test_without_its_reader_the_extra_is_named(
     module: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

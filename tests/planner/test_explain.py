@@ -38,6 +38,12 @@ def test_the_slowest_stage_is_named_with_the_imbalance() -> None:
     assert "these 8 blocks cannot be balanced better over 4 stages" in why.line
 
 
+def test_stages_that_were_given_could_be_chosen() -> None:
+    plan = made_up_plan(4, 64, seconds=(0.01, 0.01, 0.02, 0.01))
+    why = explain(replace(plan, options={**plan.options, "balance": "explicit"}))
+    assert "without --blocks, --cuts and --placement gemsc chooses" in why.advice
+
+
 def test_a_block_that_is_too_large_is_named() -> None:
     seconds = (0.01, 0.01, 0.02, 0.01)
     why = explain(made_up_plan(4, 64, seconds=seconds, num_blocks=1))

@@ -532,6 +532,23 @@ def test_a_wrong_edit_is_refused_with_its_line(
     assert not (tmp_path / "second").exists()
 
 
+@pytest.mark.parametrize(("ranks", "data"), [(1, 1), (4, 2), (2, 2)])
+def test_an_edit_may_change_the_number_of_ranks(
+    ranks: int, data: int, command: Gemsc, tmp_path: Path
+) -> None:
+    """What was predicted for another number of ranks is made again."""
+    path = _compiled(command, tmp_path)
+    text = path.read_text().replace("ranks = 2\ndata = 1", f"{ranks=}\n{data=}", 1)
+    if ranks == data:  # one rank has all stages
+        text = text.replace("ranks = [\n    1,\n]", "ranks = [\n    0,\n]")
+    path.write_text(text)
+    outcome = command("compile", "model.py", "--plan", str(path), "-o", "second")
+    assert outcome.code == 0, outcome.err
+    plan = Plan.read(tmp_path / "second" / "plan.toml")
+    assert (plan.ranks, plan.data, len(plan.stages)) == (ranks, data, 2)
+    assert len(plan.memory) == ranks // data
+
+
 def test_options_beside_a_plan_are_refused(command: Gemsc, tmp_path: Path) -> None:
     path = _compiled(command, tmp_path)
     for typed in ("--ranks 3", "--ranks 2", "--no-check --data 1"):

@@ -457,6 +457,7 @@ def test_weights_of_the_same_names_and_another_shape_are_refused(
     ("old", "new", "error", "says"),
     [
         ("PROGRAM = ", "OTHER = ", GemscError, r"rank0\.py has no PROGRAM"),
+        ("PROGRAM = ", "PROGRAM 2 ", GemscError, r"rank0\.py:\d+: .*syntax error"),
         ("    reductions={},\n", "", TypeError, "missing .* 'reductions'"),
         ("    reductions=", "    sums=", TypeError, "unexpected .* 'sums'"),
     ],

@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import StepLR
 from training_support import pairs, program, run, simple, user_of
 
 import gemsc
+from gemsc.base.rng import seed_of
 from gemsc.errors import GemscError
 from gemsc.runtime.process.status import Status
 from gemsc.runtime.training import callbacks
@@ -389,3 +390,40 @@ def test_load_takes_what_a_trainer_takes() -> None:
     ours = {"directory", "transport", "streams", "self"}
     taken = inspect.signature(Trainer.__init__).parameters.keys() - ours
     assert taken <= inspect.signature(gemsc.load).parameters.keys()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", ["dataset", "eval_dataset"])
+def test_the_samples_of_a_micro_batch_that_fails_are_named(
+    name: str, ranks: int, tmp_path: Path
+) -> None:
+    """A class that is not there: 13 samples are not read in order, or in order."""
+
+    def labelled(label: int) -> list[tuple[Tensor, int]]:
+        return [(X[0], label if i == 9 else i % 4) for i in range(13)]
+
+    given = {"loss": nn.CrossEntropyLoss(), "target": torch.tensor([0, 1])}
+    program(tmp_path, ranks=ranks, data=ranks // 2, **given)
+    data = {"dataset": labelled(1), "eval_dataset": labelled(1), name: labelled(4)}
+    user = user_of(**{key: partial(list, value) for key, value in data.items()})
+    with pytest.raises(IndexError, match="out of bounds") as caught:
+        run(tmp_path, user, "--epochs", "1", ranks=ranks)
+    order = torch.randperm(
+        13, generator=torch.Generator().manual_seed(seed_of(0, 0))
+    ).tolist()
+    place = order.index(9) // 2 * 2
+    two = [8, 9] if name == "eval_dataset" else order[place : place + 2]
+    found = f"note: this micro-batch has samples {two[0]}, {two[1]}"
+    assert caught.value.__notes__[0] == found
+
+
+class Fails(SGD):
+    def step(self, closure: Any = None) -> None:
+        raise ZeroDivisionError("no step")
+
+
+def test_no_samples_are_named_where_something_else_fails(tmp_path: Path) -> None:
+    user = user_of(optimizer=partial(Fails, lr=0.1))
+    with pytest.raises(ZeroDivisionError) as caught:
+        run(program(tmp_path), user, "--epochs", "1")
+    assert not any("samples" in note for note in caught.value.__notes__)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +22,7 @@ from gemsc.base.nests import Mean, as_loss
 from gemsc.errors import GemscError
 from gemsc.runtime.checkpoint.holdings import LOSS_KEY, Holdings
 from gemsc.runtime.checkpoint.pieces import TensorPiece
-from gemsc.runtime.data.batches import Batch
+from gemsc.runtime.data.batches import Batch, Batches
 from gemsc.runtime.data.metrics import Metrics, first_samples, is_texts
 from gemsc.runtime.data.shared import SharedData
 from gemsc.runtime.data.tiled import Window
@@ -119,9 +120,10 @@ class Evaluator:
 
     def _score_batches(self, mean_loss: Mean) -> None:
         batches, status = self.data.batches, self.trainer.worker.status
-        for batch in self._batches():
+        for number, batch in enumerate(self._batches()):
             input, target = batch.data
-            with self.record.draws():
+            naming = naming_samples(self.trainer, batches, 0, number)
+            with self.record.draws(), naming:
                 result = self.trainer.evaluate(
                     input, target, window=batches.window, shape=batch.shape
                 )
@@ -194,6 +196,25 @@ class Evaluator:
         """Return a target in the dtype that the program runs in, as in training."""
         dtype = self.trainer.worker.float_dtype
         return cast(target, dtype) if dtype is not None else target
+
+
+@contextmanager
+def naming_samples(
+    trainer: Trainer, batches: Batches, epoch: int, number: int
+) -> Iterator[None]:
+    """Name the samples of a micro-batch that fails: one may have a wrong label."""
+    try:
+        yield
+    except GemscError:
+        raise
+    except Exception as error:
+        if trainer.worker.status.what not in ("forward", "evaluation"):
+            raise
+        row = next(batches.rows(epoch, number))
+        size = trainer.plan.micro_batch_sizes[row.shape]
+        own = row.indices[trainer.worker.number * size :][:size] or row.indices[-1:]
+        error.add_note(f"note: this micro-batch has samples {', '.join(map(str, own))}")
+        raise
 
 
 def bring_up_to_date(loss: nn.Module, trainer: Trainer, *, frozen: bool) -> None:

@@ -29,7 +29,7 @@ from gemsc.runtime.process.stop import StopSignal
 from gemsc.runtime.training.callbacks import Callback, Console, Ema, Hooks, Position
 from gemsc.runtime.training.checkpoints import Best, Checkpoints, plateaus
 from gemsc.runtime.training.epochs import Epochs
-from gemsc.runtime.training.evaluation import Evaluator
+from gemsc.runtime.training.evaluation import Evaluator, naming_samples
 from gemsc.runtime.training.logs import Log
 from gemsc.runtime.training.run_folder import changed_options
 from gemsc.runtime.training.trainer import Trainer
@@ -348,13 +348,14 @@ class Training:
         )
         left = self.epochs.left(self.trainer.step_number)
         numbers = count(first) if left is None else range(first, first + left)
-        for _, (batch, seen) in zip(numbers, source, strict=False):
+        for number, (batch, seen) in zip(numbers, source, strict=False):
             (input, target), ends = batch.data, batch.ends
             shape = batch.shape
             whole = batch.count // self.plan.micro_batch_sizes[shape]
             how: dict[str, Any] = {"micro_batches": whole, "shape": shape}
+            naming = naming_samples(self.trainer, self._batches, epoch, number)
             try:
-                with self.record.draws():
+                with self.record.draws(), naming:
                     loss = self.trainer.step(input, target, window=window, **how)
             except NotFiniteError as error:
                 for note in self._where(error.problem, batch.data):

@@ -85,7 +85,7 @@ def as_picture(
         GemscError: the output is no picture of this size.
     """
     if not isinstance(output, Tensor):
-        what = type(output).__name__
+        what = "dict" if isinstance(output, dict) else type(output).__name__
         raise GemscError(f"the model returns a {what}: not a picture", help=OUTPUT_HELP)
     scores, dims = output, len(size)
     if scores.dim() == dims:

@@ -17,7 +17,7 @@ from gemsc.base.phase import Phase
 from gemsc.base.process import is_started_by_torch
 from gemsc.errors import GemscError, warn
 from gemsc.plan import Plan, rank_file
-from gemsc.source import run_file
+from gemsc.source import run_file, syntax_error
 
 if TYPE_CHECKING:  # what starts ranks loads no PyTorch
     import torch
@@ -172,4 +172,8 @@ def load_rank_module(directory: Path, rank: int, name: str = "") -> ModuleType:
             f"{directory} has no {path.name}",
             help="start as many ranks as the program has: `gemsc run` does",
         )
-    return run_file(f"gemsc_program_{abs(hash(str(directory)))}_{path.stem}", path, {})
+    own_name = f"gemsc_program_{abs(hash(str(directory)))}_{path.stem}"
+    try:
+        return run_file(own_name, path, {})
+    except SyntaxError as error:  # it was edited
+        raise syntax_error(path, error) from error

@@ -98,7 +98,7 @@ class Worker:
         self._buffers: list[tuple[Tensor, Tensor]] = []  # and what they were
         everyone = tuple(range(transport.host.size))
         self._everyone = transport.host.group(everyone, "losses")
-        self._number = 0  # of the micro-batch that ran last, over all replicas
+        self.number = 0  # of the micro-batch that ran last, over all replicas
         self.seed = seed
         self._in_flight: dict[tuple[Run, int], _InFlight] = {}
         self._deferred: dict[tuple[Run, int], Deferred] = {}
@@ -210,8 +210,7 @@ class Worker:
     def run(self, run: Run, m: int, *inputs: Tensor) -> Any:
         """Run a stage forward and keep what its backward needs."""
         self._begin("forward", run, m)
-        self._number = self._number_of(run, m)
-        counts = self._number < self.steps.count
+        counts = self.number < self.steps.count
         self.mail.release_arrived()
         stage = self.stages[run]
         staying = tuple(tensor for tensor in inputs if tensor.requires_grad)
@@ -291,7 +290,7 @@ class Worker:
 
     def add_loss(self, loss: Tensor) -> None:
         """Book the loss of the micro-batch that ran last."""
-        self.steps.add_loss(loss, self._number)
+        self.steps.add_loss(loss, self.number)
 
     def evaluate(self, run: Run, m: int, *inputs: Tensor) -> Any:
         """Run a stage in evaluation mode, without gradients."""
@@ -360,6 +359,7 @@ class Worker:
 
     def _begin(self, what: str, run: Run, m: int) -> None:
         """Begin an action, of all tiles where the rank has one."""
+        self.number = self._number_of(run, m)
         self.status.enter(what, run, m)
         self.updates.settle()
         if self.grid is not None:
