@@ -270,9 +270,9 @@ def _normalizes_without(name: str, node: fx.Node, program: Program) -> bool:
 
 def _is_settled(node: fx.Node) -> bool:
     """Whether a change gives the same again, as w.clamp_(0, 1) and w[0] = 0 do."""
-    alone = node.op == "call_method" and node.target in _SETTLING
-    alone |= node.target is operator.setitem
-    return alone and len(node.all_input_nodes) == 1
+    is_method = node.op == "call_method" and node.target in _SETTLING
+    settles = is_method or node.target is operator.setitem
+    return settles and len(node.all_input_nodes) == 1
 
 
 def _is_unseen(node: fx.Node) -> bool:
