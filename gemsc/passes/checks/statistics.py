@@ -270,15 +270,15 @@ def _normalizes_without(name: str, node: fx.Node, program: Program) -> bool:
 
 def _is_settled(node: fx.Node) -> bool:
     """Whether a change gives the same again, as w.clamp_(0, 1) and w[0] = 0 do."""
-    is_method = node.op == "call_method" and node.target in _SETTLING
-    settles = is_method or node.target is operator.setitem
-    return settles and len(node.all_input_nodes) == 1
+    alone = node.op == "call_method" and node.target in _SETTLING
+    alone |= node.target is operator.setitem
+    return alone and len(node.all_input_nodes) == 1
 
 
 def _is_unseen(node: fx.Node) -> bool:
     """Whether autograd does not notice a change, because it is one of `w.data`."""
     (source,) = node.all_input_nodes
-    return source.target is getattr and source.args[1] == "data"
+    return source.target is getattr and source.args[1:2] == ("data",)
 
 
 def _or_without_change(node: fx.Node, program: Program) -> str:
