@@ -195,7 +195,7 @@ def test_a_pass_that_takes_the_shape_for_the_value_is_caught(target: str) -> Non
         def apply(self, program: Program) -> Program:
             graph = fx.Graph()
             graph.output(graph.graph_copy(program.graph, copied := {}))
-            meta.copy_meta(program.output, next(reversed(graph.nodes)))
+            meta.copy_meta(program.output, graph.output_node())
             for node in graph.nodes:
                 if node.target == target:
                     node.args = (node.args[1], node.args[1])
@@ -234,7 +234,7 @@ def test_what_a_rank_gives_counts_if_another_uses_it(exchange: Any) -> None:
         graph = fx.Graph()
         nodes: dict[fx.Node, fx.Node] = {}
         graph.output(graph.graph_copy(whole.graph, nodes))
-        meta.copy_meta(whole.output, next(reversed(graph.nodes)))
+        meta.copy_meta(whole.output, graph.output_node())
         found = {n.name: n for n in graph.nodes}
         b = found["b"]
         with graph.inserting_before(b):
@@ -255,7 +255,7 @@ def without(program: Program, name: str) -> Program:
     """Return the program with what a node computes replaced by its first operand."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(program.graph, {}))
-    meta.copy_meta(program.output, next(reversed(graph.nodes)))
+    meta.copy_meta(program.output, graph.output_node())
     for node in [n for n in graph.nodes if n.name == name]:
         node.replace_all_uses_with(node.all_input_nodes[0])
         graph.erase_node(node)
