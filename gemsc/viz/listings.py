@@ -263,7 +263,7 @@ def _list_made(plan: Plan, most: int) -> Listing:
         column("on stages", (m["stages"] for m in shown), _join, left=True),
         column("when", (m["when"] for m in shown), left=True),
     )
-    return "made anew instead of sent" + _of(shown, plan.made), columns
+    return "computed on each rank instead of sent" + _of(shown, plan.made), columns
 
 
 def _list_transfers(plan: Plan, most: int) -> Listing:
