@@ -67,11 +67,12 @@ class Trainer:
         learning rate of 0.01. `scheduler` gets the optimizer and gives what steps the
         learning rate after each update. A program whose steps have several `phases`
         takes those that it was compiled with, or None to evaluate only. Gradients of
-        `accumulate` steps are averaged for one update; `clip_norm` bounds their norm over all ranks. `dtype`
-        runs the program in another floating-point type. A loss or gradient that is not
-        finite raises on all ranks, before the update; `on_nonfinite="skip"` leaves that
-        update out, "warn" makes it. `streams` are those of the device, if they are not
-        the usual ones. `callbacks` follow the training (see `Callback`).
+        `accumulate` steps are averaged for one update; `clip_norm` bounds their norm
+        over all ranks. `dtype` runs the program in another floating-point type. A loss
+        or gradient that is not finite raises on all ranks, before the update;
+        `on_nonfinite="skip"` leaves that update out, "warn" makes it. `streams` are
+        those of the device, if they are not the usual ones. `callbacks` follow the
+        training (see `Callback`).
         """
         self.directory = directory
         self.transport = transport
