@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from program_support import Net, X, batch_of, mse, written
+from program_support import Net, X, batch_of, mse, on_ranks, written
 from threads import run_on_threads
 from torch import Tensor, nn
 
@@ -23,6 +23,7 @@ from gemsc.base.rng import (
     seeded,
     torch_state,
 )
+from gemsc.runtime.training.trainer import Trainer
 from gemsc.verify.compare import compare
 from gemsc.verify.one_process import reference_steps
 
@@ -87,6 +88,33 @@ def test_a_program_draws_what_the_model_draws(tmp_path: Path) -> None:
     assert found.equal == found.total
     record = run_on_threads(tmp_path, 3, batches)
     assert compare(record, expected).worst > 1e-3  # which is why
+
+
+def test_evaluation_draws_by_what_is_computed(tmp_path: Path) -> None:
+    """Not by what was drawn before; each batch after a step has numbers of its own."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.a(x if self.training else F.dropout(x, 0.5))
+
+    written(tmp_path, Net(forward), ranks=1, micro_batches=2)
+    batch = torch.cat([X, X]), torch.cat([X, X])
+
+    def evaluated(count: int) -> list[Tensor]:
+        def work(trainer: Trainer) -> list[Tensor]:
+            for _ in range(count):
+                trainer.evaluate(*batch)
+            torch.rand(count)
+            trainer.step(*batch)
+            return [trainer.evaluate(*batch).output for _ in range(2)]
+
+        (found,) = on_ranks(tmp_path, 1, work)
+        return found
+
+    (first, second), again = evaluated(0), evaluated(3)
+    assert torch.equal(first, again[0])
+    assert torch.equal(second, again[1])
+    assert not torch.equal(first, second)
+    assert not torch.equal(*first.chunk(2))  # two micro-batches
 
 
 def test_what_a_draw_keeps_for_the_backward_is_there() -> None:

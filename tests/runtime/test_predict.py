@@ -325,6 +325,61 @@ def predict_input(region):
 """
 
 
+PHASED = """\
+import gemsc
+import torch
+from torch import nn
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.make = nn.Conv2d(3, 1, 3, padding=1)
+        self.judge = nn.Conv2d(1, 1, 3, padding=1)
+
+    def forward(self, x):
+        return self.make(x)
+
+model = Pair
+
+def example_inputs():
+    return (torch.zeros(1, 3, 16, 16),)
+
+def judged(model, x, target):
+    return (model.judge(target) - model.judge(model(x).detach())).mean()
+
+def made(model, x, target):
+    return (model(x) - target).square().mean() + model.judge(model(x)).mean()
+
+phases = [
+    gemsc.Phase("judge", loss=judged, train="judge"),
+    gemsc.Phase("make", loss=made, train="make"),
+]
+
+def dataset():
+    return [(torch.rand(3, 16, 16), torch.rand(1, 16, 16))] * 4
+"""
+
+
+@pytest.mark.mpi
+def test_a_run_in_phases_predicts(
+    tmp_path: Path, command: Gemsc, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.py").write_text(PHASED)
+    np.save("slide.npy", colours(16, 16))
+    words = ("--ranks", 1, "--micro-batches", 2, "-o", "program")
+    assert command("compile", "model.py", *words).code == 0
+    assert command("run", "program", "--save", "run").code == 0
+    ways = ("--output-kind", "scores", "--dtype", "float64", "-o", "mask.tiff")
+    done = command("predict", "run", "slide.npy", *ways)
+    assert done.code == 0, done.err
+    weights = load_file("run/model.safetensors")
+    net = nn.Conv2d(3, 1, 3, padding=1).double()
+    net.load_state_dict({name: weights[f"make.{name}"] for name in ("weight", "bias")})
+    wanted = whole(net, np.load("slide.npy"))[..., 0]
+    assert np.allclose(tifffile.imread("mask.tiff"), wanted, rtol=0, atol=1e-12)
+
+
 @pytest.mark.mpi
 def test_a_run_predicts_with_the_constants_that_it_was_trained_with(
     tmp_path: Path, command: Gemsc, monkeypatch: pytest.MonkeyPatch

@@ -147,7 +147,7 @@ def main(path: Path) -> None:
     """Run this rank under mpirun."""
     job = Job.read(path)
     wanted = None if job.device == "auto" else torch.device(job.device)
-    trainer = load(job.program, device=wanted, dtype=DTYPES[job.dtype])
+    trainer = load(job.program, phases=None, device=wanted, dtype=DTYPES[job.dtype])
     for number in STOPPING:  # there is nothing to save
         signal.signal(number, signal.SIG_DFL)
     trainer.resume(job.weights)

@@ -211,7 +211,7 @@ def load(
     directory: str | Path,
     *,
     optimizer: OptimizerFactory | None = None,
-    phases: Sequence[Phase] = (),
+    phases: Sequence[Phase] | None = (),
     device: torch.device | None = None,
     dtype: torch.dtype | None = None,
     seed: int = 0,
@@ -229,8 +229,8 @@ def load(
     `optimizer` gets the rank's (name, parameter) pairs; the default is SGD with a
     learning rate of 0.01. `scheduler` gets the optimizer and gives what steps the
     learning rate after each update. `phases` are those that `compile` got, if a step
-    has several. `dtype`, torch.float64 for example, becomes the default dtype, too.
-    `seed`, `accumulate`, `clip_norm`, `on_nonfinite`,
+    has several; None if it shall only evaluate. `dtype`, torch.float64 for example,
+    becomes the default dtype, too. `seed`, `accumulate`, `clip_norm`, `on_nonfinite`,
     `deterministic` and `per_device` are those of `gemsc run`; `callbacks` follow the
     training (see `gemsc.Callback`).
 

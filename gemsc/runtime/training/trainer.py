@@ -50,7 +50,7 @@ class Trainer:
         transport: Transport,
         *,
         optimizer: OptimizerFactory | None = None,
-        phases: Sequence[Phase] = (),
+        phases: Sequence[Phase] | None = (),
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
         seed: int = 0,
@@ -66,12 +66,13 @@ class Trainer:
         `optimizer` gets (name, parameter) pairs of this rank; the default is SGD with a
         learning rate of 0.01. `scheduler` gets the optimizer and gives what steps the
         learning rate after each update. A program whose steps have several `phases`
-        takes those that it was compiled with. Gradients of `accumulate` steps are
-        averaged for one update; `clip_norm` bounds their norm over all ranks. `dtype`
-        runs the program in another floating-point type. A loss or gradient that is not
-        finite raises on all ranks, before the update; `on_nonfinite="skip"` leaves that
-        update out, "warn" makes it. `streams` are those of the device, if they are not
-        the usual ones. `callbacks` follow the training (see `Callback`).
+        takes those that it was compiled with, or None to evaluate only. Gradients of
+        `accumulate` steps are averaged for one update; `clip_norm` bounds their norm
+        over all ranks. `dtype` runs the program in another floating-point type. A loss
+        or gradient that is not finite raises on all ranks, before the update;
+        `on_nonfinite="skip"` leaves that update out, "warn" makes it. `streams` are
+        those of the device, if they are not the usual ones. `callbacks` follow the
+        training (see `Callback`).
         """
         self.directory = directory
         self.transport = transport
@@ -108,8 +109,9 @@ class Trainer:
         in_parts = self.worker.updates.gradients_in_parts
         self._freezing = Freezing(self.program, self.stages, transport, in_parts)
         self.worker.updates.make_optimizer(optimizer, scheduler)
-        check_planned_phases(plan, phases, accumulate)
-        self.phases = tuple(phases)
+        if phases is not None:
+            check_planned_phases(plan, phases, accumulate)
+        self.phases = tuple(phases or ())
         for phase in self.phases:
             self._add_phase(phase)
         for each in plan.shapes:

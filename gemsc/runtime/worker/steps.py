@@ -38,6 +38,7 @@ class Steps:
     ) -> None:
         """Prepare for steps of which every `accumulate`-th ends with an update."""
         self.done = 0
+        self.evaluated = 0  # batches since then
         self.saved = 0  # the number that the last of them had in the checkpoint
         self.is_training = True
         self.results: list[tuple[Tensor | None, Any]] = []
@@ -67,10 +68,13 @@ class Steps:
         self._batch = batch
 
     def end(self, *, counts: bool = True) -> None:
-        """Let go of the batch; count the step if it was one of training."""
+        """Let go of the batch; count the step, or what is evaluated between two."""
         self._batch = {}
-        if self.is_training and counts:
+        if not self.is_training:
+            self.evaluated += 1
+        elif counts:
             self.done += 1
+            self.evaluated = 0
 
     @property
     def is_update(self) -> bool:

@@ -295,12 +295,12 @@ class Worker:
     def evaluate(self, run: Run, m: int, *inputs: Tensor) -> Any:
         """Run a stage in evaluation mode, without gradients."""
         self._begin("evaluation", run, m)
-        return self._evaluate(self._forwards[run], *inputs)
+        return self._evaluate(run, m, self._forwards[run], *inputs)
 
     def evaluate_apart(self, run: Run, m: int, *inputs: Tensor) -> Any:
         """Run a stage whose evaluation differs from its training in more than modes."""
         self._begin("evaluation", run, m)
-        return self._evaluate(self.stages[run].forward_eval, *inputs)
+        return self._evaluate(run, m, self.stages[run].forward_eval, *inputs)
 
     def gather(self, tensor: Tensor, exchange: Exchange) -> Tensor:
         """Return all of a value of which each tile has a part, in evaluation."""
@@ -365,8 +365,9 @@ class Worker:
         if self.grid is not None:
             self.mail.act(run)
 
-    def _evaluate(self, forward: Any, *inputs: Tensor) -> Any:
-        with torch.no_grad(), autocasting(self._autocast):
+    def _evaluate(self, run: Run, m: int, forward: Any, *inputs: Tensor) -> Any:
+        drawing = self._drawing(run, m, "evaluation", self.steps.evaluated)
+        with torch.no_grad(), autocasting(self._autocast), drawing:
             return forward(*inputs)
 
     def _look_for_problem(self) -> None:
@@ -425,6 +426,16 @@ class Worker:
         """Where offloaded activations wait."""
         return store_for(self.transport.streams)
 
+    def _drawing(
+        self, run: Run, m: int, *when: int | str
+    ) -> AbstractContextManager[None]:
+        """Seed what a stage draws: by what is computed and not by where."""
+        if run not in self.stages.drawing or are_draws_same():
+            return nullcontext()
+        parts = *when, run.stage_name, self._number_of(run, m)
+        seed = seed_of(self.seed, self.steps.done, *parts)
+        return torch_seeded(seed, self.device)
+
     def _contexts(
         self, run: Run, m: int, deferred: Deferred | None
     ) -> Iterator[AbstractContextManager[Any]]:
@@ -432,11 +443,6 @@ class Worker:
         yield autocasting(self._autocast)
         if deferred is not None:
             yield deferred.forward()
-        if run in self.stages.drawing and not are_draws_same():
-            # by what is computed and not by where
-            number = self._number_of(run, m)
-            phase = (self.variant,) if self.variant else ()
-            seed = seed_of(self.seed, self.steps.done, *phase, run.stage_name, number)
-            yield torch_seeded(seed, self.device)
+        yield self._drawing(run, m, *((self.variant,) if self.variant else ()))
         if self._grids:  # keep halos as what other tiles sent, no copies
             yield saved_in_parts(active_meter())
