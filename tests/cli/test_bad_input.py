@@ -201,6 +201,12 @@ FILES = {
         MODEL + f"def dataset():{HERE}\n    return [torch.zeros(8)] * 9\n",
         advises="return a pair",
     ),
+    "dataset of batches": Mistake(
+        ("the loss fails on float32 [2, 4] and int64 [2, 2]: ",),
+        MODEL.replace("(output, target)\n\n", f"(output, target){HERE}\n\n")
+        + "def dataset():\n    return [(torch.zeros(2, 8), torch.tensor([0, 1]))] * 9\n",
+        advises="whose first dimension counts samples",
+    ),
     "dataset of dictionaries": Mistake(
         ("(input, target) pairs: a sample is of type dict, with the keys 'x', 'y'",),
         MODEL + f"def dataset():{HERE}\n    return [dict(x=torch.zeros(8), y=0)] * 9\n",
