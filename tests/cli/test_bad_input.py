@@ -204,7 +204,7 @@ FILES = {
     "dataset of batches": Mistake(
         ("the loss fails on float32 [2, 4] and int64 [2, 2]: ",),
         MODEL.replace("(output, target)\n\n", f"(output, target){HERE}\n\n")
-        + "def dataset():\n    return [(torch.zeros(2, 8), torch.tensor([0, 1]))] * 9\n",
+        + "def dataset():\n    return [(torch.zeros(2, 8), torch.arange(2))] * 9\n",
         advises="whose first dimension counts samples",
     ),
     "dataset of dictionaries": Mistake(
