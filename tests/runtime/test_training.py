@@ -22,11 +22,12 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import StepLR
-from training_support import pairs, program, run, simple, user_of
+from torch.utils.data import DataLoader
+from training_support import FromTest, pairs, program, run, simple, user_of
 
 import gemsc
 from gemsc.base.rng import seed_of
-from gemsc.errors import GemscError
+from gemsc.errors import GemscError, SourceLocation
 from gemsc.runtime.process.status import Status
 from gemsc.runtime.training import callbacks
 from gemsc.runtime.training.callbacks import Hooks
@@ -427,3 +428,15 @@ def test_no_samples_are_named_where_something_else_fails(tmp_path: Path) -> None
     with pytest.raises(ZeroDivisionError) as caught:
         run(program(tmp_path), user, "--epochs", "1")
     assert not any("samples" in note for note in caught.value.__notes__)
+
+
+def test_a_wrong_eval_dataset_is_named_with_its_line(tmp_path: Path) -> None:
+    def eval_dataset() -> Any:
+        return DataLoader(pairs())
+
+    user = user_of(eval_dataset=eval_dataset)
+    here = SourceLocation(__file__, 7)
+    FromTest.known[user.path, "eval_dataset"] = here
+    with pytest.raises(GemscError, match="does not return samples by index") as caught:
+        run(program(tmp_path), user, "--epochs", "1")
+    assert caught.value.at == here

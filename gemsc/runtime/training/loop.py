@@ -10,6 +10,7 @@ from typing import Any
 
 from gemsc.base.examples import Examples
 from gemsc.base.rng import seed_of
+from gemsc.datasets.samples import num_samples
 from gemsc.datasets.stream import ENDLESS
 from gemsc.errors import GemscError, warn
 from gemsc.plan import Plan
@@ -165,6 +166,7 @@ class Training:
         if getattr(self.user, name) is None:
             return None
         items = self.user.make_dataset(name, seed=seed)
+        num_samples(items, self.user.line_of(name))
         worker = self.trainer.worker
         window = None
         trains_rest = shuffle and self.options.last_batch == "train"
