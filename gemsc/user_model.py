@@ -28,6 +28,7 @@ from gemsc.base.nests import Inputs, tensor_leaves
 from gemsc.base.phase import Phase, as_phases
 from gemsc.base.rng import seeded
 from gemsc.datasets.samples import (
+    joins_samples,
     leading_samples,
     no_shapes_known,
     num_samples,
@@ -367,14 +368,13 @@ class UserModel:
                 raise wrong
             if len(shapes) > 1:
                 items = [(0, target_like(item, shapes, number)) for item in items]
-            elif self.collate is not None:
+            elif joins_samples(self.collate):
                 return self.collate(items, 0)[1]
-            collated = default_collate(items)
+            return default_collate(items)[1]
         except GemscError:
             raise
         except (Exception, SystemExit) as error:
             raise user_failure("dataset fails", error, self.path, at, advice) from error
-        return collated[1]
 
     def _make(self, name: str, value: Any, seed: int) -> Any:
         """Call what is a function; an object is taken as it is."""

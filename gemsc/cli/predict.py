@@ -40,7 +40,7 @@ def predict_command(
     picture: Annotated[
         Path,
         typer.Argument(
-            help="slide (.tiff, .svs, ...), volume (.nii.gz, DICOM) or OME-Zarr"
+            help="slide (.tiff, .svs, .png), volume (.nii.gz, DICOM) or OME-Zarr"
         ),
     ],
     output: Annotated[
@@ -215,10 +215,10 @@ def _check_picture(
     is_deep = len(taken.size) == 3
     if is_deep != is_volume(path):
         one, other = ("volumes", "picture") if is_deep else ("pictures", "volume")
-        kinds = ".nii.gz, DICOM or OME-Zarr" if is_deep else "TIFF, .svs or OME-Zarr"
+        own = ".nii.gz, DICOM" if is_deep else "a file, TIFF, .svs or .png,"
         raise GemscError(
             f"{plan.model} expects {one} (windows of {taken}), but {path} is a {other}",
-            help=f"give {kinds}",
+            help=f"give {own} or OME-Zarr",
         )
     for name, value in (("--orientation", orientation), ("--spacing", spacing)):
         if not is_deep and value is not None:

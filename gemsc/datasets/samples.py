@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from inspect import signature
 from itertools import islice
 from typing import Any
 
@@ -36,6 +37,18 @@ def num_samples(dataset: Any, at: SourceLocation | None = None) -> int:
             "DataLoader: gemsc makes the batches",
         )
     return len(dataset)
+
+
+def joins_samples(collate: Any) -> bool:
+    """Whether a `collate` is made for gemsc, and not for a loader of the user's own.
+
+    It takes samples and the number of their shape.
+    """
+    try:
+        signature(collate).bind([], 0)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def pair_error(sample: Any, at: SourceLocation | None = None) -> GemscError | None:

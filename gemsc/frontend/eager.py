@@ -177,8 +177,8 @@ def _check_groups(model: list[Any], ranks: list[Any]) -> None:
         )
     if model != ranks:
         raise GemscError(
-            "optimizer() goes by attributes of the model's parameters (p.no_decay), "
-            "which those of ranks do not have",
+            "optimizer() goes by the model's own parameters, or by their attributes "
+            "(p.no_decay): ranks have others, of the same names",
             help="go by names; NO_DECAY = {name for name, p in Net().named_parameters()"
             ' if hasattr(p, "no_decay")} at the top of the file has them',
         )
@@ -190,7 +190,7 @@ def _groups(made: Any, pairs: Iterable[tuple[str, nn.Parameter]]) -> list[Any]:
     plain = int | float | str | tuple | None  # type: ignore[type-arg]
     return [
         (
-            [names.get(id(p)) for p in group["params"]],
+            {names.get(id(p)) for p in group["params"]},
             {key: value for key, value in group.items() if isinstance(value, plain)},
         )
         for group in getattr(made, "param_groups", ())

@@ -126,7 +126,8 @@ def user_error(what: str, error: Exception, boundary: CodeType) -> GemscError:
     fails = GemscError(
         f"{what}: {text}",
         at=at,
-        help="the model and its loss must run as plain PyTorch on example_inputs()",
+        help="the model and its loss must run as plain PyTorch on example_inputs(), "
+        "whose first dimension counts samples, and on a target for each of these",
     )
     if not isinstance(error, RuntimeError):
         return fails

@@ -127,12 +127,18 @@ FILES = {
         + "def optimizer(ps):\n    return torch.optim.SGD(model.parameters(), 0.1)\n",
     ),
     "optimizer that asks for attributes": Mistake(
-        ("optimizer() goes by attributes of the model's parameters",),
+        ("optimizer() goes by the model's own parameters, or by their attributes",),
         with_attributes('hasattr(p, "no_decay")'),
         advises="NO_DECAY = {name for name, p in Net().named_parameters()",
     ),
+    "optimizer that knows parameters of the model": Mistake(
+        ("optimizer() goes by the model's own parameters, or by their attributes",),
+        with_attributes("p in NORMS", "NORMS = {*net.second.parameters()}").replace(
+            "def model():\n    net = Net()\n", "net = Net()\ndef model():\n"
+        ),
+    ),
     "optimizer with a rate in an attribute": Mistake(
-        ("optimizer() goes by attributes of the model's parameters",),
+        ("optimizer() goes by the model's own parameters, or by their attributes",),
         without("optimizer").replace("return Net()", MARKED)
         + "def optimizer(ps):\n    rate = lambda p: getattr(p, 'no_decay', 0.1)\n"
         + "    groups = [dict(params=[p], lr=rate(p)) for _, p in ps]\n"
@@ -200,6 +206,12 @@ FILES = {
         ("does not return (input, target) pairs",),
         MODEL + f"def dataset():{HERE}\n    return [torch.zeros(8)] * 9\n",
         advises="return a pair",
+    ),
+    "dataset of batches": Mistake(
+        ("the loss fails on float32 [2, 4] and int64 [2, 2]: ",),
+        MODEL.replace("(output, target)\n\n", f"(output, target){HERE}\n\n")
+        + "def dataset():\n    return [(torch.zeros(2, 8), torch.arange(2))] * 9\n",
+        advises="whose first dimension counts samples",
     ),
     "dataset of dictionaries": Mistake(
         ("(input, target) pairs: a sample is of type dict, with the keys 'x', 'y'",),
@@ -609,13 +621,15 @@ def test_what_the_advice_says_works(words: str, gemsc: Gemsc, tmp_path: Path) ->
     [
         with_attributes("p.ndim < 2 or p.shape[0] == 4"),
         with_attributes('name.endswith("bias")'),
+        without("optimizer")
+        + "def optimizer(ps):\n    return torch.optim.Adam([*{p for _, p in ps}])\n",
         with_attributes(
             "name in NO_DECAY",
             "NO_DECAY = {name for name, p in model().named_parameters() "
             'if hasattr(p, "no_decay")}',
         ),
     ],
-    ids=["dimensions", "name", "names of those with an attribute"],
+    ids=["dimensions", "name", "any order", "names of those with an attribute"],
 )
 def test_parameters_may_have_attributes(
     text: str, gemsc: Gemsc, tmp_path: Path

@@ -22,11 +22,12 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import StepLR
-from training_support import pairs, program, run, simple, user_of
+from torch.utils.data import DataLoader
+from training_support import FromTest, pairs, program, run, simple, user_of
 
 import gemsc
 from gemsc.base.rng import seed_of
-from gemsc.errors import GemscError
+from gemsc.errors import GemscError, SourceLocation
 from gemsc.runtime.process.status import Status
 from gemsc.runtime.training import callbacks
 from gemsc.runtime.training.callbacks import Hooks
@@ -393,14 +394,16 @@ def test_load_takes_what_a_trainer_takes() -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("name", ["dataset", "eval_dataset"])
+@pytest.mark.parametrize(
+    ("name", "wrong"), [("dataset", 9), ("eval_dataset", 9), ("eval_dataset", 12)]
+)
 def test_the_samples_of_a_micro_batch_that_fails_are_named(
-    name: str, ranks: int, tmp_path: Path
+    name: str, wrong: int, ranks: int, tmp_path: Path
 ) -> None:
     """A class that is not there: 13 samples are not read in order, or in order."""
 
     def labelled(label: int) -> list[tuple[Tensor, int]]:
-        return [(X[0], label if i == 9 else i % 4) for i in range(13)]
+        return [(X[0], label if i == wrong else i % 4) for i in range(13)]
 
     given = {"loss": nn.CrossEntropyLoss(), "target": torch.tensor([0, 1])}
     program(tmp_path, ranks=ranks, data=ranks // 2, **given)
@@ -412,8 +415,10 @@ def test_the_samples_of_a_micro_batch_that_fails_are_named(
         13, generator=torch.Generator().manual_seed(seed_of(0, 0))
     ).tolist()
     place = order.index(9) // 2 * 2
-    two = [8, 9] if name == "eval_dataset" else order[place : place + 2]
-    found = f"note: this micro-batch has samples {two[0]}, {two[1]}"
+    found = {9: "8, 9", 12: "12"}[wrong]  # the last one fills up the other replica's
+    if name == "dataset":
+        found = ", ".join(map(str, order[place : place + 2]))
+    found = f"note: this micro-batch has samples {found}"
     assert caught.value.__notes__[0] == found
 
 
@@ -427,3 +432,15 @@ def test_no_samples_are_named_where_something_else_fails(tmp_path: Path) -> None
     with pytest.raises(ZeroDivisionError) as caught:
         run(program(tmp_path), user, "--epochs", "1")
     assert not any("samples" in note for note in caught.value.__notes__)
+
+
+def test_a_wrong_eval_dataset_is_named_with_its_line(tmp_path: Path) -> None:
+    def eval_dataset() -> Any:
+        return DataLoader(pairs())
+
+    user = user_of(eval_dataset=eval_dataset)
+    here = SourceLocation(__file__, 7)
+    FromTest.known[user.path, "eval_dataset"] = here
+    with pytest.raises(GemscError, match="does not return samples by index") as caught:
+        run(program(tmp_path), user, "--epochs", "1")
+    assert caught.value.at == here

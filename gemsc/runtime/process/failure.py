@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from gemsc.errors import GemscError, SourceLocation, is_users, user_place
+from gemsc.runtime.process.breakpoints import Breakpoints
 from gemsc.runtime.process.status import REPORTED, STATUS_VARIABLE, Status
 from gemsc.runtime.process.stop import STOPPED, StopSignal
 
@@ -167,7 +168,8 @@ def watch_exit(transport: JobTransport) -> None:
 def install_hooks(transport: Transport) -> None:
     """Make an uncaught exception in a thread or in the user's own loop stop all ranks.
 
-    Without this, the other ranks wait for ever for a rank that has left.
+    Without this, the other ranks wait for ever for a rank that has left. `breakpoint()`
+    waits for a terminal from then on.
     """
 
     def in_main(
@@ -179,5 +181,6 @@ def install_hooks(transport: Transport) -> None:
         if args.exc_value is not None:
             stop_all(args.exc_value, transport, Status.current)
 
+    Breakpoints.install(transport.rank)
     sys.excepthook = in_main
     threading.excepthook = in_thread

@@ -10,6 +10,7 @@ from typing import Any
 
 from gemsc.base.examples import Examples
 from gemsc.base.rng import seed_of
+from gemsc.datasets.samples import joins_samples, num_samples
 from gemsc.datasets.stream import ENDLESS
 from gemsc.errors import GemscError, warn
 from gemsc.plan import Plan
@@ -49,8 +50,8 @@ def shape_classes(plan: Plan, user: UserModel, name: str) -> ShapeClasses | None
 
     They are where batches have several shapes, or the file says how to make one.
     """
-    shapes = plan.shapes
-    if not shapes and (user.pad_value, user.collate) != (None, None):
+    shapes, joins = plan.shapes, joins_samples(user.collate)
+    if not shapes and (user.pad_value is not None or joins):
         inputs = user.make_shapes()
         examples = Examples(inputs, user.make_targets(inputs))
         shapes = [
@@ -70,7 +71,7 @@ def shape_classes(plan: Plan, user: UserModel, name: str) -> ShapeClasses | None
         shapes,
         0 if user.pad_value is None else user.pad_value,
         user.bucket,
-        user.collate,
+        user.collate if plan.shapes or joins else None,
         {**at, "dataset": user.line_of(name)},
     )
 
@@ -165,6 +166,7 @@ class Training:
         if getattr(self.user, name) is None:
             return None
         items = self.user.make_dataset(name, seed=seed)
+        num_samples(items, self.user.line_of(name))
         worker = self.trainer.worker
         window = None
         trains_rest = shuffle and self.options.last_batch == "train"
