@@ -193,12 +193,8 @@ _ALSO = {
 }
 
 
-def unused(path: Path, names: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield what a file defines and does not use, if it may mean one of `names`.
-
-    So nothing trains for a week without an `optimiser`. Each has the name that may be
-    meant, one that the file lacks.
-    """
+def unused(path: Path) -> Iterator[str]:
+    """Yield what a file defines at its top, by names that it does not use itself."""
     tree = ast.parse(path.read_bytes())
     loaded = {
         node.id
@@ -207,11 +203,14 @@ def unused(path: Path, names: Collection[str]) -> Iterator[tuple[str, str]]:
     }
     for node in tree.body:
         if not isinstance(node, ast.Import | ast.ImportFrom):
-            for name in sorted(_defined(node) - loaded - {*names}):
-                close = get_close_matches(name.lower(), names, n=1, cutoff=0.75)
-                meant = _ALSO.get(name.lower(), *close[:1] or [""])
-                if meant in names:
-                    yield name, meant
+            yield from sorted(_defined(node) - loaded)
+
+
+def meant_by(name: str, lacking: Collection[str]) -> str:
+    """Return which of the names that a file lacks another one may mean, "" if none."""
+    close = get_close_matches(name.lower(), lacking, n=1, cutoff=0.75)
+    meant = _ALSO.get(name.lower(), close[0] if close else "")
+    return meant if meant in lacking else ""
 
 
 def _defined(node: ast.stmt) -> set[str]:

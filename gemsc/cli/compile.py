@@ -44,6 +44,7 @@ from gemsc.compiler import (
     trace_all,
 )
 from gemsc.costs.hardware import read_hardware
+from gemsc.datasets.samples import joins_samples
 from gemsc.errors import GemscError, say_note, warn
 from gemsc.ir.dump import dump
 from gemsc.ir.program import Program
@@ -56,7 +57,7 @@ from gemsc.planner.edited import EditedPlan
 from gemsc.planner.explain import speed
 from gemsc.runtime.process.device import device_named
 from gemsc.search.candidates import Candidate, reason
-from gemsc.source import definition, split_constants, unused
+from gemsc.source import definition, meant_by, split_constants, unused
 from gemsc.user_model import UserModel, load_user_model
 from gemsc.viz.terminal import notes, of_this_machine, show_candidates
 from gemsc.viz.terminal import show as show_plan
@@ -234,12 +235,14 @@ def _report(
 def _say_unused(user: UserModel) -> None:
     """Say what may be a name of ours in other letters, and what is done without it."""
     lacking = [each.name for each in fields(user) if getattr(user, each.name) is None]
-    for name, meant in unused(user.path, lacking):
-        warn(
-            f"nothing uses {name}",
-            at=definition(user.path, name),
-            help=f"if it is for gemsc, call it {meant}",
-        )
+    for name in unused(user.path):
+        at = definition(user.path, name)
+        if meant := meant_by(name, lacking):
+            help = f"if it is for gemsc, call it {meant}"
+            warn(f"nothing uses {name}", at=at, help=help)
+        elif name == "collate" and not joins_samples(user.collate):
+            help = "if it is for gemsc, let it take (samples, number)"
+            warn("nothing uses collate, of one argument", at=at, help=help)
     if user.loss is not None and user.optimizer is None:
         text = "it trains with SGD, learning rate 0.01"
         say_note(f"no optimizer() in {user.path.name}: {text}")
