@@ -193,8 +193,8 @@ _ALSO = {
 }
 
 
-def unused(path: Path) -> Iterator[str]:
-    """Yield what a file defines at its top, by names that it does not use itself."""
+def unused(path: Path) -> Iterator[tuple[str, SourceLocation]]:
+    """Yield names that a file defines at its top and does not use itself, and where."""
     tree = ast.parse(path.read_bytes())
     loaded = {
         node.id
@@ -203,7 +203,8 @@ def unused(path: Path) -> Iterator[str]:
     }
     for node in tree.body:
         if not isinstance(node, ast.Import | ast.ImportFrom):
-            yield from sorted(_defined(node) - loaded)
+            at = SourceLocation(str(path), node.lineno)
+            yield from ((name, at) for name in sorted(_defined(node) - loaded))
 
 
 def meant_by(name: str, lacking: Collection[str]) -> str:

@@ -57,7 +57,7 @@ from gemsc.planner.edited import EditedPlan
 from gemsc.planner.explain import speed
 from gemsc.runtime.process.device import device_named
 from gemsc.search.candidates import Candidate, reason
-from gemsc.source import definition, meant_by, split_constants, unused
+from gemsc.source import meant_by, split_constants, unused
 from gemsc.user_model import UserModel, load_user_model
 from gemsc.viz.terminal import notes, of_this_machine, show_candidates
 from gemsc.viz.terminal import show as show_plan
@@ -235,8 +235,7 @@ def _report(
 def _say_unused(user: UserModel) -> None:
     """Say what may be a name of ours in other letters, and what is done without it."""
     lacking = [each.name for each in fields(user) if getattr(user, each.name) is None]
-    for name in unused(user.path):
-        at = definition(user.path, name)
+    for name, at in unused(user.path):
         if meant := meant_by(name, lacking):
             help = f"if it is for gemsc, call it {meant}"
             warn(f"nothing uses {name}", at=at, help=help)

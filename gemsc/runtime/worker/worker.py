@@ -223,7 +223,7 @@ class Worker:
             scaled = self.updates.scaler is not None
             anomalies = AnomalyDetection(stage, backward=not scaled)
         with ExitStack() as around, anomalies or nullcontext():
-            for context in self._contexts(run, m, deferred):
+            for context in self._contexts(run, deferred):
                 around.enter_context(context)
             around.enter_context(offloaded)
             if not counts:
@@ -277,7 +277,7 @@ class Worker:
         self._begin("weight gradients", run, m)
         self.mail.release_arrived()
         with self.updates.adding(run):
-            if self._number_of(run, m) < self.steps.count:
+            if self.number < self.steps.count:
                 self._deferred.pop((run, m)).compute()
         self.updates.scatter(run)
 
@@ -295,12 +295,12 @@ class Worker:
     def evaluate(self, run: Run, m: int, *inputs: Tensor) -> Any:
         """Run a stage in evaluation mode, without gradients."""
         self._begin("evaluation", run, m)
-        return self._evaluate(run, m, self._forwards[run], *inputs)
+        return self._evaluate(run, self._forwards[run], *inputs)
 
     def evaluate_apart(self, run: Run, m: int, *inputs: Tensor) -> Any:
         """Run a stage whose evaluation differs from its training in more than modes."""
         self._begin("evaluation", run, m)
-        return self._evaluate(run, m, self.stages[run].forward_eval, *inputs)
+        return self._evaluate(run, self.stages[run].forward_eval, *inputs)
 
     def gather(self, tensor: Tensor, exchange: Exchange) -> Tensor:
         """Return all of a value of which each tile has a part, in evaluation."""
@@ -365,8 +365,8 @@ class Worker:
         if self.grid is not None:
             self.mail.act(run)
 
-    def _evaluate(self, run: Run, m: int, forward: Any, *inputs: Tensor) -> Any:
-        drawing = self._drawing(run, m, "evaluation", self.steps.evaluated)
+    def _evaluate(self, run: Run, forward: Any, *inputs: Tensor) -> Any:
+        drawing = self._drawing(run, "evaluation", self.steps.evaluated)
         with torch.no_grad(), autocasting(self._autocast), drawing:
             return forward(*inputs)
 
@@ -426,23 +426,21 @@ class Worker:
         """Where offloaded activations wait."""
         return store_for(self.transport.streams)
 
-    def _drawing(
-        self, run: Run, m: int, *when: int | str
-    ) -> AbstractContextManager[None]:
+    def _drawing(self, run: Run, *when: int | str) -> AbstractContextManager[None]:
         """Seed what a stage draws: by what is computed and not by where."""
         if run not in self.stages.drawing or are_draws_same():
             return nullcontext()
-        parts = *when, run.stage_name, self._number_of(run, m)
+        parts = *when, run.stage_name, self.number
         seed = seed_of(self.seed, self.steps.done, *parts)
         return torch_seeded(seed, self.device)
 
     def _contexts(
-        self, run: Run, m: int, deferred: Deferred | None
+        self, run: Run, deferred: Deferred | None
     ) -> Iterator[AbstractContextManager[Any]]:
         """Yield what a stage's forward runs within."""
         yield autocasting(self._autocast)
         if deferred is not None:
             yield deferred.forward()
-        yield self._drawing(run, m, *((self.variant,) if self.variant else ()))
+        yield self._drawing(run, *((self.variant,) if self.variant else ()))
         if self._grids:  # keep halos as what other tiles sent, no copies
             yield saved_in_parts(active_meter())
