@@ -73,6 +73,15 @@ def draw_whole(node: fx.Node) -> None:
     node.kwargs = {**node.kwargs, "box": everything(node.kwargs["shape"])}
 
 
+def draw_fewer(node: fx.Node) -> None:
+    half = tuple(size // 2 for size in node.kwargs["shape"])
+    node.kwargs = {**node.kwargs, "shape": half, "along": 2}
+
+
+def draw_for_another(node: fx.Node) -> None:
+    meta.traced_place.set(node, meta.traced_place(node) + 1)
+
+
 def draw_other_strips(node: fx.Node) -> None:
     node.kwargs = {**node.kwargs, "along": 3}
 
@@ -87,7 +96,9 @@ def test_what_draws_apart_and_does_not_say_so_is_a_wrong_program(
         lower(traced, options(ranks=2, branches="2"))
 
 
-@pytest.mark.parametrize("change", [draw_whole, draw_other_strips])
+@pytest.mark.parametrize(
+    "change", [draw_whole, draw_other_strips, draw_fewer, draw_for_another]
+)
 def test_ranks_that_draw_otherwise_are_a_wrong_program(
     change: Callable[[fx.Node], None],
 ) -> None:
@@ -100,6 +111,13 @@ def test_ranks_that_draw_otherwise_are_a_wrong_program(
     with pytest.raises(InternalError, match=r"_draws.py:\d+: .* draw different random"):
         drawn_alike(programs)
     drawn_alike(programs[:1])
+
+
+def test_tiles_of_other_sizes_draw_alike_for_channels() -> None:
+    model, x = Noisy(nn.Dropout2d(0.5)), torch.randn(1, 6, 7, 8)
+    traced = trace(model, (x,), loss=F.mse_loss, example_target=x.repeat(1, 3, 1, 1))
+    found = lower(traced, options(ranks=2, tiles="2x1")).compilation.tiles
+    drawn_alike([rank.program for rank in found])
 
 
 class Gated(nn.Module):
