@@ -73,9 +73,9 @@ def draw_whole(node: fx.Node) -> None:
     node.kwargs = {**node.kwargs, "box": everything(node.kwargs["shape"])}
 
 
-def draw_fewer(node: fx.Node) -> None:
-    half = tuple(size // 2 for size in node.kwargs["shape"])
-    node.kwargs = {**node.kwargs, "shape": half, "along": 2}
+def draw_more(node: fx.Node) -> None:
+    larger = tuple(2 * size for size in node.kwargs["shape"])
+    node.kwargs = {**node.kwargs, "shape": larger, "along": 2}
 
 
 def draw_for_another(node: fx.Node) -> None:
@@ -97,7 +97,7 @@ def test_what_draws_apart_and_does_not_say_so_is_a_wrong_program(
 
 
 @pytest.mark.parametrize(
-    "change", [draw_whole, draw_other_strips, draw_fewer, draw_for_another]
+    "change", [draw_whole, draw_other_strips, draw_more, draw_for_another]
 )
 def test_ranks_that_draw_otherwise_are_a_wrong_program(
     change: Callable[[fx.Node], None],
