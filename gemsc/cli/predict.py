@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -15,7 +16,13 @@ from gemsc.errors import GemscError
 from gemsc.launch.launch import bar_settings, launch
 from gemsc.plan import Plan
 from gemsc.runtime.process.device import require_gpu
-from gemsc.runtime.training.predict import DTYPES, INPUT_HELP, KINDS, Job
+from gemsc.runtime.training.predict import (
+    DTYPES,
+    INPUT_HELP,
+    KINDS,
+    Job,
+    write_jobs,
+)
 from gemsc.runtime.training.program_directory import (
     check_program,
     load_program,
@@ -37,10 +44,11 @@ def predict_command(
         Path,
         typer.Argument(help="run folder, one of its checkpoints, or a program"),
     ],
-    picture: Annotated[
-        Path,
+    pictures: Annotated[
+        list[Path],
         typer.Argument(
-            help="slide (.tiff, .svs, .png), volume (.nii.gz, DICOM) or OME-Zarr"
+            help="slides (.tiff, .svs, .png), volumes (.nii.gz, DICOM) or OME-Zarr",
+            show_default=False,
         ),
     ],
     output: Annotated[
@@ -48,7 +56,8 @@ def predict_command(
         typer.Option(
             "-o",
             "--output",
-            help="file to write (default: mask.tiff, or mask.nii.gz for a volume)",
+            help="file to write, or the folder for several pictures (default: "
+            "mask.tiff, mask.nii.gz for a volume, masks/ for several)",
         ),
     ] = None,
     level: Annotated[int, typer.Option(help="pyramid level; 0 is the finest")] = 0,
@@ -90,7 +99,7 @@ def predict_command(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
     dtype: Annotated[str, typer.Option(help="float32 or float64")] = "float32",
 ) -> None:
-    """Predict a whole slide or volume, window by window, on a program's ranks."""
+    """Predict whole slides or volumes, window by window, on a program's ranks."""
     for name, value, choices in (
         ("--output-kind", output_kind, KINDS),
         ("--device", device, DEVICES),
@@ -106,14 +115,14 @@ def predict_command(
             help="give the folder of a run, or a program, and then the picture",
         )
     program = program_of(run)
-    if output is None:
-        output = Path("mask.nii.gz" if is_volume(picture) else "mask.tiff")
-    _check_output(output, picture, overwrite=overwrite)
+    outputs = _outputs(output, pictures)
+    _check_outputs(outputs, pictures, overwrite=overwrite)
     plan = check_program(program, Plan.read(program / "plan.toml").ranks)
     tell_of_settings(program, plan)
     taken = _taken(program, plan)
-    _check_picture(plan, picture, level, orientation, spacing, taken)
-    if overlap is None and not is_volume(picture):
+    for picture in pictures:
+        _check_picture(plan, picture, level, orientation, spacing, taken)
+    if overlap is None and not is_volume(pictures[0]):
         overlap = min(USUAL_OVERLAP, min(taken.size) // 8)
     if overlap is not None and 2 * overlap >= min(taken.size):
         raise GemscError(
@@ -121,22 +130,23 @@ def predict_command(
             "left of them",
             help="give a smaller --overlap, or compile with larger example_inputs()",
         )
+    (folder := outputs[0].parent).mkdir(exist_ok=True)
     with (
         trained_model(run, averages=ema) as trained,
         tempfile.TemporaryDirectory(
-            dir=output.parent, prefix=f".{output.name}.", ignore_cleanup_errors=True
+            dir=folder, prefix=f".{outputs[0].name}.", ignore_cleanup_errors=True
         ) as name,
     ):
-        folder = Path(name)
-        write_stream(folder / "weights.safetensors", trained.table, trained.read)
+        work = Path(name)
+        write_stream(work / "weights.safetensors", trained.table, trained.read)
         job = Job(
             program=str(program),
-            weights=str(folder / "weights.safetensors"),
-            source=str(picture),
+            weights=str(work / "weights.safetensors"),
+            source=str(pictures[0]),
             level=level,
             orientation=orientation,
             spacing=spacing,
-            output=str(folder / f"new-{output.name}"),
+            output=str(outputs[0]),
             overlap=overlap,
             kind=output_kind,
             threshold=threshold,
@@ -144,19 +154,66 @@ def predict_command(
             dtype=dtype,
             constants=trained.constants,
         )
-        job.write(folder / "job.json")
-        code = _launch(plan, folder / "job.json")
+        jobs = [*map(job.of, pictures, outputs)]
+        write_jobs(work / "jobs.json", jobs)
+        code = _launch(plan, work / "jobs.json")
         if code != 0:
             raise typer.Exit(code)
-        Path(job.output).replace(output)
-    line = f"wrote {output}: {trained.what}"
-    tell(line)
+    several = len(outputs) > 1
+    written = f"{len(outputs)} files in {folder}" if several else outputs[0]
+    tell(f"wrote {written}: {trained.what}")
 
 
-def _launch(plan: Plan, job: Path) -> int:
+def _launch(plan: Plan, jobs: Path) -> int:
     """Let the ranks predict; return the exit code."""
-    words = [sys.executable, "-m", "gemsc.runtime.training.predict", str(job)]
+    words = [sys.executable, "-m", "gemsc.runtime.training.predict", str(jobs)]
     return launch(plan.ranks, words, env=bar_settings())
+
+
+def _outputs(given: Path | None, pictures: Sequence[Path]) -> list[Path]:
+    """Return the file to write for each picture: in a folder, by the picture's name.
+
+    Raises:
+        GemscError: a picture is missing, or there is one file for several.
+    """
+    for picture in pictures:
+        if not picture.exists():
+            advice = "give a slide or a volume"
+            raise GemscError(f"there is no file {picture}", help=advice)
+    if len(pictures) == 1 and not (given and given.is_dir()):
+        return [given or Path("mask.nii.gz" if is_volume(pictures[0]) else "mask.tiff")]
+    folder, found = given or Path("masks"), dict[Path, Path]()
+    if folder.is_file() or folder.name.lower().endswith((*SUFFIXES, *TIFF_SUFFIXES)):
+        raise GemscError(
+            f"{folder} is one file, but there are {len(pictures)} pictures",
+            help="name a folder with -o, or predict them one by one",
+        )
+    for picture in pictures:
+        name = picture.resolve().name
+        if picture.is_file():
+            name = Path(name.removesuffix(".gz")).stem
+        output = folder / f"{name}{'.nii.gz' if is_volume(picture) else '.tiff'}"
+        if (other := found.setdefault(output, picture)) is not picture:
+            raise GemscError(
+                f"{other} and {picture} would both be written to {output}",
+                help="predict them one by one, into different folders",
+            )
+    return [*found]
+
+
+def _check_outputs(
+    outputs: Sequence[Path], pictures: Sequence[Path], *, overwrite: bool
+) -> None:
+    for output, picture in zip(outputs, pictures, strict=True):
+        _check_output(output, picture, overwrite=overwrite)
+    folder = needed = outputs[0].parent
+    if len(outputs) > 1 and not folder.exists():  # that is made
+        needed = folder.parent
+    if not needed.is_dir():
+        raise GemscError(
+            f"{outputs[0]} cannot be written: there is no folder {needed}",
+            help=f"make it (mkdir -p {folder}), or name another one with -o",
+        )
 
 
 def _check_output(output: Path, picture: Path, *, overwrite: bool) -> None:
@@ -170,10 +227,10 @@ def _check_output(output: Path, picture: Path, *, overwrite: bool) -> None:
         )
     if output.is_dir():
         raise GemscError(f"{output} is a folder", help="name a file with -o")
-    if not output.parent.is_dir():
+    if output.exists() and output.samefile(picture):
         raise GemscError(
-            f"{output} cannot be written: there is no folder {output.parent}",
-            help=f"make it (mkdir -p {output.parent}), or name another file with -o",
+            f"{output} would replace the picture that is read",
+            help="name another file or folder with -o",
         )
     if output.exists() and not overwrite:
         raise GemscError(
@@ -210,8 +267,6 @@ def _check_picture(
     taken: Picture,
 ) -> None:
     """Refuse what the model cannot take."""
-    if not path.exists():
-        raise GemscError(f"there is no file {path}", help="give a slide or a volume")
     is_deep = len(taken.size) == 3
     if is_deep != is_volume(path):
         one, other = ("volumes", "picture") if is_deep else ("pictures", "volume")

@@ -361,7 +361,7 @@ def dataset():
 
 
 @pytest.mark.mpi
-def test_a_run_in_phases_predicts(
+def test_a_run_in_phases_predicts_several_pictures(
     tmp_path: Path, command: Gemsc, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -370,14 +370,18 @@ def test_a_run_in_phases_predicts(
     words = ("--ranks", 1, "--micro-batches", 2, "-o", "program")
     assert command("compile", "model.py", *words).code == 0
     assert command("run", "program", "--save", "run").code == 0
-    ways = ("--output-kind", "scores", "--dtype", "float64", "-o", "mask.tiff")
-    done = command("predict", "run", "slide.npy", *ways)
+    np.save("other.npy", colours(40, 24)[::-1])
+    ways = ("--output-kind", "scores", "--dtype", "float64", "-o", "found")
+    done = command("predict", "run", "slide.npy", "other.npy", *ways)
     assert done.code == 0, done.err
+    assert "wrote 2 files in found" in done.out
     weights = load_file("run/model.safetensors")
     net = nn.Conv2d(3, 1, 3, padding=1).double()
     net.load_state_dict({name: weights[f"make.{name}"] for name in ("weight", "bias")})
-    wanted = whole(net, np.load("slide.npy"))[..., 0]
-    assert np.allclose(tifffile.imread("mask.tiff"), wanted, rtol=0, atol=1e-12)
+    for name in ("slide", "other"):
+        wanted, found = whole(net, np.load(f"{name}.npy")), f"found/{name}.tiff"
+        assert np.allclose(tifffile.imread(found), wanted[..., 0], rtol=0, atol=1e-12)
+    assert {*Path("found").iterdir()} == {*Path("found").glob("*.tiff")}
 
 
 @pytest.mark.mpi
@@ -414,6 +418,8 @@ def test_what_cannot_be_predicted_is_said_before_ranks_start(
     monkeypatch.chdir(tmp_path)
     np.save("slide.npy", colours(40, 40))
     np.save("grey.npy", colours(40, 40)[..., 0])
+    np.save("p/slide.npy", colours(40, 40))
+    tifffile.imwrite("same.tiff", colours(40, 40))
     (tmp_path / "there.tiff").touch()
     for words, message in (
         (["slide.npy", "-o", "there.tiff"], "there.tiff exists already"),
@@ -424,6 +430,13 @@ def test_what_cannot_be_predicted_is_said_before_ranks_start(
         (["slide.npy", "--overlap", "16"], "cannot overlap by 16 on each side"),
         (["slide.npy", "--output-kind", "x"], "--output-kind: unknown 'x'"),
         (["grey.npy"], "grey.npy has 1 channels, but the model expects 3"),
+        (["slide.npy", "grey.npy"], "grey.npy has 1 channels, but the model expects"),
+        (["slide.npy", "no.npy"], "there is no file no.npy"),
+        (["slide.npy", "grey.npy", "-o", "m.tiff"], "m.tiff is one file, but there"),
+        (["slide.npy", "grey.npy", "-o", "grey.npy"], "grey.npy is one file, but"),
+        (["slide.npy", "p/slide.npy"], "would both be written to masks/slide.tiff"),
+        (["slide.npy", "grey.npy", "-o", "no/where"], "there is no folder no"),
+        (["same.tiff", "-o", ".", "--overwrite"], "same.tiff would replace the pict"),
     ):
         done = command("predict", "p", *words)
         assert done.code == 1
@@ -431,6 +444,7 @@ def test_what_cannot_be_predicted_is_said_before_ranks_start(
         assert "help: " in done.err
     assert "there is no folder q" in command("predict", "q", "slide.npy").err
     assert "slide.npy is a file" in command("predict", "slide.npy", "p").err
+    assert not Path("masks").exists()
 
 
 @pytest.mark.nightly

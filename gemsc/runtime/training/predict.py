@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +114,7 @@ DTYPES = {"float32": None, "float64": torch.float64}
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is asked for; `weights` is a file of them, `output` a file to write.
+    """What is asked of one picture; `weights` is a file of them, `output` one to write.
 
     `constants` are those that `--set` gave to the run that trained them.
     """
@@ -133,19 +133,20 @@ class Job:
     dtype: str
     constants: Mapping[str, str] = field(default_factory=dict)
 
-    def write(self, path: Path) -> None:
-        """Write it for the ranks."""
-        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+    def of(self, source: Path, output: Path) -> Job:
+        """Return the same of another picture."""
+        return replace(self, source=str(source), output=str(output))
 
-    @classmethod
-    def read(cls, path: Path) -> Job:
-        """Read what `write` wrote."""
-        return cls(**json.loads(path.read_bytes()))
+
+def write_jobs(path: Path, jobs: Sequence[Job]) -> None:
+    """Write for the ranks what is asked of each picture, in one program."""
+    path.write_text(json.dumps([asdict(job) for job in jobs]), encoding="utf-8")
 
 
 def main(path: Path) -> None:
-    """Run this rank under mpirun."""
-    job = Job.read(path)
+    """Run this rank under mpirun; what is not whole yet stands beside the jobs."""
+    jobs = [Job(**fields) for fields in json.loads(path.read_bytes())]
+    job = jobs[0]
     wanted = None if job.device == "auto" else torch.device(job.device)
     trainer = load(job.program, phases=None, device=wanted, dtype=DTYPES[job.dtype])
     for number in STOPPING:  # there is nothing to save
@@ -154,18 +155,24 @@ def main(path: Path) -> None:
     plan = trainer.plan
     constants = {**plan.constants, **job.constants}
     user = load_user_model(plan.spec, constants=constants) if plan.spec else None
-    start = time.perf_counter()
-    of_source = VolumePrediction if is_volume(Path(job.source)) else Prediction
-    prediction = of_source(trainer, job, user)
-    prediction.run()
     transport = trainer.transport
-    peaks = transport.all_gather_object(peak_bytes(trainer.device))
-    if transport.rank == 0:
-        print(  # noqa: T201
-            f"{prediction.what}, in {time.perf_counter() - start:.0f} s; a rank took "
-            f"at most {show_bytes(max(peaks))} of memory",
-            flush=True,
-        )
+    for job in jobs:
+        start = time.perf_counter()
+        whole = Path(job.output)
+        begun = path.parent / f"new-{whole.name}"
+        of_source = VolumePrediction if is_volume(Path(job.source)) else Prediction
+        prediction = of_source(trainer, replace(job, output=str(begun)), user)
+        prediction.run()
+        # all wait for the rank that writes
+        peaks = transport.all_gather_object(peak_bytes(trainer.device))
+        if transport.rank == 0:
+            begun.replace(whole)
+            name = f"{whole}: " if len(jobs) > 1 else ""
+            print(  # noqa: T201
+                f"{name}{prediction.what}, in {time.perf_counter() - start:.0f} s; "
+                f"a rank took at most {show_bytes(max(peaks))} of memory",
+                flush=True,
+            )
     transport.close()
 
 
