@@ -40,7 +40,7 @@ _KINDS = (np.random.RandomState, np.random.BitGenerator, random.Random, torch.Ge
 _OF_NUMPY = {"MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"}
 _PLAIN = (
     *(str, bytes, bytearray, int, float, complex, type(None), PurePath, ModuleType),
-    *(Tensor, np.ndarray, np.generic),
+    *(Tensor, np.ndarray, np.generic, TypeVar),
 )
 _SHARED = (  # seeded for each sample anyway
     random.random.__self__,  # type: ignore[attr-defined]
@@ -167,8 +167,9 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     elif issubclass(kind, BuiltinMethodType):  # rng.random
         yield ".__self__", value.__self__
     yield from _attributes(value)
-    for base in kind.__mro__[:-1]:
-        yield f".{base.__name__}", base
+    for base in kind.__mro__:
+        if base.__module__ != "builtins":
+            yield f".{base.__name__}", base
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
@@ -179,6 +180,8 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
     except AttributeError:
         own = {}
     for name, item in list(own.items()):
+        if name == "__annotations__":  # leads through typing, and holds nothing
+            continue
         if not (is_class and isinstance(item, type | MemberDescriptorType)):
             yield f".{name}", item
     for base in () if is_class else type(value).__mro__:
