@@ -42,16 +42,26 @@ def room_of(path: Path) -> str:
 
 
 @functools.cache
+def tree(path: Path) -> ast.Module:
+    """Return the syntax of a file."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def rooms() -> dict[str, list[Path]]:
+    """Return the files of each room."""
+    found: dict[str, list[Path]] = {}
+    for path in sorted((ROOT / "gemsc").rglob("*.py")):
+        found.setdefault(room_of(path), []).append(path)
+    return found
+
+
 def sizes() -> dict[str, Size]:
     """Return the size of each room, the largest first."""
-    rooms: dict[str, list[Path]] = {}
-    for path in sorted((ROOT / "gemsc").rglob("*.py")):
-        rooms.setdefault(room_of(path), []).append(path)
     found = {
         name: Size(
             len(paths), sum(map(count_lines, paths)), sum(map(count_code, paths))
         )
-        for name, paths in rooms.items()
+        for name, paths in rooms().items()
     }
     return dict(sorted(found.items(), key=lambda item: -item[1].lines))
 
@@ -64,13 +74,12 @@ def count_lines(path: Path) -> int:
 def count_code(path: Path) -> int:
     """Return the number of lines that are no blank, comment or docstring."""
     documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    tree = ast.parse(path.read_text(encoding="utf-8"))
     code: set[int] = set()
     with path.open("rb") as file:
         for token in tokenize.tokenize(file.readline):
             if token.type not in NO_CODE and token.type != tokenize.ENCODING:
                 code.update(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(tree):
+    for node in ast.walk(tree(path)):
         if isinstance(node, documented) and ast.get_docstring(node) is not None:
             docstring = node.body[0]
             code.difference_update(range(docstring.lineno, docstring.end_lineno + 1))

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from size import tree
 
 import gemsc
 import gemsc.runtime
@@ -187,15 +188,20 @@ def is_for_types(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
 
 
-def imports(node: ast.AST, *, deep: bool, for_types: bool = False) -> Iterator[str]:
-    """Yield what is imported; with `deep` in functions, too."""
-    for child in ast.iter_child_nodes(node):
-        if is_for_types(child) and not for_types:
-            continue
-        yield from names_of(child)
-        is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
-        if deep or not is_function:
-            yield from imports(child, deep=deep, for_types=for_types)
+def imports(
+    node: ast.AST, *, in_function: bool = False, for_types: bool = False
+) -> Iterator[tuple[str, bool, bool]]:
+    """Yield what is imported, whether in a function, and whether for types alone."""
+    for field in ("body", "orelse", "finalbody", "handlers", "cases"):
+        for child in getattr(node, field, ()):
+            for name in names_of(child):
+                yield name, in_function, for_types
+            is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
+            yield from imports(
+                child,
+                in_function=in_function or is_function,
+                for_types=for_types or is_for_types(child),
+            )
 
 
 @functools.cache
@@ -209,14 +215,13 @@ def modules() -> dict[str, Path]:
 
 
 @functools.cache
-def tree(module: str) -> ast.Module:
-    return ast.parse(modules()[module].read_text(encoding="utf-8"))
+def imports_of(module: str) -> tuple[tuple[str, bool, bool], ...]:
+    return tuple(imports(tree(modules()[module])))
 
 
 def own_imports(module: str) -> set[str]:
     """Return what a module imports of ours, for types and in functions, too."""
-    found = set(imports(tree(module), deep=True, for_types=True))
-    return found & modules().keys()
+    return {name for name, *_ in imports_of(module)} & modules().keys()
 
 
 def room(module: str) -> str:
@@ -227,11 +232,10 @@ def room(module: str) -> str:
     return ".".join(words)
 
 
-def arrows(*, for_types: bool = True) -> Iterator[tuple[str, str]]:
-    """Yield which module imports which of another room, in functions too."""
+def arrows() -> Iterator[tuple[str, str]]:
+    """Yield which module imports which of another room, for types too."""
     for module in modules():
-        found = imports(tree(module), deep=True, for_types=for_types)
-        for name in set(found) & modules().keys():
+        for name in own_imports(module):
             if name != "gemsc" and room(name) != room(module):
                 yield module, name
 
@@ -272,7 +276,7 @@ def test_a_name_is_one_thing():
     places = defaultdict(set)
     for module in modules():
         of_tiles = room(module) in OF_OPERATIONS
-        for node in tree(module).body:
+        for node in tree(modules()[module]).body:
             if isinstance(node, ast.ClassDef | ast.FunctionDef):
                 is_operation = of_tiles and isinstance(node, ast.FunctionDef)
                 places[node.name].add("tiles" if is_operation else module)
@@ -287,13 +291,15 @@ def test_no_two_modules_import_each_other():
 
 
 def test_imports_stand_at_the_top_of_a_file():
-    wrong = [
-        f"{module} imports {name} in a function"
-        for module in modules()
-        for name in imports(tree(module), deep=True)
-        if name not in set(imports(tree(module), deep=False))
-        and (module, name) not in IN_FUNCTIONS
-    ]
+    wrong = []
+    for module in modules():
+        found = imports_of(module)
+        above = {name for name, in_function, for_types in found if not in_function}
+        wrong += [
+            f"{module} imports {name} in a function"
+            for name, in_function, _ in found
+            if name not in above and (module, name) not in IN_FUNCTIONS
+        ]
     assert not wrong, "\n".join(wrong)
 
 
@@ -302,7 +308,7 @@ def test_no_import_is_relative():
     wrong = [
         module
         for module in modules()
-        for node in ast.walk(tree(module))
+        for node in ast.walk(tree(modules()[module]))
         if isinstance(node, ast.ImportFrom) and node.level
     ]
     assert not wrong, "\n".join(wrong)
