@@ -301,39 +301,21 @@ def test_the_example_learns_from_a_slide_and_predicts_it(
     assert np.array_equal(tifffile.imread(mask), scores > 0)
 
 
-SCALED = """\
+PHASED = """\
 import json, pathlib
+import gemsc
 import torch
 from torch import nn
 
 SCALE = 1.0
 WIDTH = json.loads(pathlib.Path("width.json").read_text())
 
-def model():
-    return nn.Sequential(nn.Conv2d(3, WIDTH, 3, padding=1), nn.Conv2d(WIDTH, 1, 1))
-
-def example_inputs():
-    return (torch.zeros(1, 3, 16, 16),)
-
-loss = nn.MSELoss()
-
-def dataset():
-    return [(torch.rand(3, 16, 16) * SCALE, torch.rand(1, 16, 16))] * 4
-
-def predict_input(region):
-    return torch.from_numpy(region).movedim(-1, 0).float() / 255 * SCALE
-"""
-
-
-PHASED = """\
-import gemsc
-import torch
-from torch import nn
-
 class Pair(nn.Module):
     def __init__(self):
         super().__init__()
-        self.make = nn.Conv2d(3, 1, 3, padding=1)
+        self.make = nn.Sequential(
+            nn.Conv2d(3, WIDTH, 3, padding=1), nn.Conv2d(WIDTH, 1, 1)
+        )
         self.judge = nn.Conv2d(1, 1, 3, padding=1)
 
     def forward(self, x):
@@ -356,58 +338,44 @@ phases = [
 ]
 
 def dataset():
-    return [(torch.rand(3, 16, 16), torch.rand(1, 16, 16))] * 4
+    return [(torch.rand(3, 16, 16) * SCALE, torch.rand(1, 16, 16))] * 4
+
+def predict_input(region):
+    return torch.from_numpy(region).movedim(-1, 0).float() / 255 * SCALE
 """
 
 
 @pytest.mark.mpi
-def test_a_run_in_phases_predicts_several_pictures(
+def test_a_run_in_phases_predicts_with_the_constants_that_it_was_trained_with(
     tmp_path: Path, command: Gemsc, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model.py").write_text(PHASED)
-    np.save("slide.npy", colours(16, 16))
-    words = ("--ranks", 1, "--micro-batches", 2, "-o", "program")
-    assert command("compile", "model.py", *words).code == 0
-    assert command("run", "program", "--save", "run").code == 0
-    np.save("other.npy", colours(40, 24)[::-1])
-    ways = ("--output-kind", "scores", "--dtype", "float64", "-o", "found")
-    done = command("predict", "run", "slide.npy", "other.npy", *ways)
-    assert done.code == 0, done.err
-    assert "wrote 2 files in found" in done.out
-    weights = load_file("run/model.safetensors")
-    net = nn.Conv2d(3, 1, 3, padding=1).double()
-    net.load_state_dict({name: weights[f"make.{name}"] for name in ("weight", "bias")})
-    for name in ("slide", "other"):
-        wanted, found = whole(net, np.load(f"{name}.npy")), f"found/{name}.tiff"
-        assert np.allclose(tifffile.imread(found), wanted[..., 0], rtol=0, atol=1e-12)
-    assert {*Path("found").iterdir()} == {*Path("found").glob("*.tiff")}
-
-
-@pytest.mark.mpi
-def test_a_run_predicts_with_the_constants_that_it_was_trained_with(
-    tmp_path: Path, command: Gemsc, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "model.py").write_text(SCALED)
     (tmp_path / "width.json").write_text("4")
     np.save("slide.npy", colours(16, 16))
-    words = ("--ranks", 1, "--micro-batches", 2, "-o", "program")
+    np.save("other.npy", colours(40, 24)[::-1])
+    words = ("--ranks", 2, "--micro-batches", 2, "-o", "program")
     assert command("compile", "model.py", *words).code == 0
     assert command("run", "program", "--set", "SCALE=3.0", "--save", "run").code == 0
     ways = ("--output-kind", "scores", "--dtype", "float64", "--overwrite")
-    done = command("predict", "run", "slide.npy", *ways, "-o", "mask.tiff")
+    done = command("predict", "run", "slide.npy", "other.npy", *ways, "-o", "found")
     assert done.code == 0, done.err
     assert "warning" not in done.err
+    assert "wrote 2 files in found" in done.out
+    weights = load_file("run/model.safetensors").items()
     net = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 1, 1)).double()
-    net.load_state_dict(load_file("run/model.safetensors"))
-    x = torch.from_numpy(np.load("slide.npy")).movedim(-1, 0)[None].float() / 255 * 3.0
-    with torch.no_grad():
-        wanted = net(x.double())[0, 0].numpy()
-    assert np.allclose(tifffile.imread("mask.tiff"), wanted, rtol=0, atol=1e-12)
+    own = {n.removeprefix("make."): w for n, w in weights if n.startswith("make.")}
+    net.load_state_dict(own)
+    for name in ("slide", "other"):
+        x = torch.from_numpy(np.load(f"{name}.npy")).movedim(-1, 0)[None].float()
+        with torch.no_grad():
+            wanted = net((x / 255 * 3.0).double())[0, 0].numpy()
+        found = tifffile.imread(f"found/{name}.tiff")
+        assert np.allclose(found, wanted, rtol=0, atol=1e-12)
+    assert {*Path("found").iterdir()} == {*Path("found").glob("*.tiff")}
 
     (tmp_path / "width.json").write_text("8")
-    told = command("predict", "run", "slide.npy", *ways, "-o", "mask.tiff").err
+    told = command("predict", "run", "slide.npy", *ways, "--level", "3").err
     assert "width.json has changed since" in told
 
 

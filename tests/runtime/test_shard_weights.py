@@ -446,12 +446,15 @@ Written = tuple[Path, CompiledProgram]
 def two_whole(tmp_path_factory: pytest.TempPathFactory) -> Written:
     """A program with room for the weights of two stages at a time, and its folder."""
     folder = tmp_path_factory.mktemp("two_whole")
-    for room in range(350, 500, 10):  # KiB; in less, there is none for one
+    least, most = 350, 500  # KiB: in less there is no room for one, in more for all
+    while most - least > 1:
+        room, whole = (least + most) // 2, 0
         with suppress(GemscError):
             given = {"shard": "weights", "device_memory": room * 2**10}
             found = four_stages(folder, **given)
-            if found.plan.whole_stages == 2:
+            if (whole := found.plan.whole_stages) == 2:
                 return folder, found
+        least, most = (room, most) if whole < 2 else (least, room)
     raise AssertionError("no memory has room for two stages")
 
 
