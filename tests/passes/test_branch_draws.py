@@ -56,6 +56,7 @@ def draws(program: Program) -> list[int | None]:
     return [meta.region(node).draw for node in nodes]
 
 
+@pytest.mark.slow(5)
 @pytest.mark.parametrize("noise", NOISE)
 @pytest.mark.parametrize("grid", [{"ranks": 2}, {"ranks": 4, "tiles": "2x1"}], ids=str)
 def test_branches_draw_apart(noise: str, grid: dict[str, object]) -> None:

@@ -119,6 +119,7 @@ def test_of_a_view_the_next_rank_has_the_view(placement: str, tmp_path: Path) ->
     check(program, tmp_path, x)
 
 
+@pytest.mark.slow(4)
 @pytest.mark.parametrize("given", [{}, {"device_memory": 4 * 2**20}], ids=["", "room"])
 @pytest.mark.parametrize("shard", ["gradients", "weights"])
 @pytest.mark.parametrize("frozen", [0, 6])
@@ -163,6 +164,7 @@ def test_frozen_weights_have_no_gradients(shard: str, tmp_path: Path) -> None:
     check(program, tmp_path, x, bounds=(0.97, 1.03))
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("shard", ["gradients", "weights"])
 @pytest.mark.parametrize("schedule", ["mast", "chimera"])
 def test_mirrored_ranks_keep_parts_of_their_replica(
