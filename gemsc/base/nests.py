@@ -228,5 +228,15 @@ def named_tuple(like: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
     return tuple(items)
 
 
+def stored_items(value: list[Any] | tuple[Any, ...] | dict[Any, Any]) -> Any:
+    """Return the pairs of key, or index, and item that are there now.
+
+    A dict of transformers imports a class for each item when its own `items` is asked.
+    """
+    if isinstance(value, dict):
+        return dict.items(value)
+    return enumerate((list if isinstance(value, list) else tuple).__iter__(value))
+
+
 def _key(key: object) -> str | int:
     return key if isinstance(key, (str, int)) else str(key)

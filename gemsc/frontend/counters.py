@@ -8,7 +8,7 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from numbers import Number
 from pathlib import Path
 from types import CellType, FunctionType, ModuleType
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from gemsc.base.nests import stored_items
 from gemsc.errors import GemscError, is_users
 
 T = TypeVar("T")
@@ -123,8 +124,8 @@ def _items(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, partial):
         yield f"{name}.func", value.func
     elif isinstance(value, (list, tuple, dict)):
-        pairs = value.items() if isinstance(value, dict) else enumerate(value)
-        if len(value) <= _MOST_ITEMS:
+        pairs = [*islice(stored_items(value), _MOST_ITEMS + 1)]
+        if len(pairs) <= _MOST_ITEMS:
             yield from ((f"{name}[{key!r}]", item) for key, item in pairs)
     else:
         is_class = isinstance(value, type)

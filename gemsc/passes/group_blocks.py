@@ -37,7 +37,8 @@ class GroupBlocks(Pass):
     2. A block begins with each tower, and behind it: no block lies across two towers,
        and what joins them is a block of its own even if nothing in it is heavy.
     3. Between two heavy nodes one cut is enough: where the fewest bytes are sent, the
-       later one of equals, so that normalisation and activation follow their layer.
+       later one of equals, so that normalisation and activation follow their layer; but
+       before a norm of what a later sum needs, too: behind it, both would be sent.
     """
 
     name: ClassVar[str] = "group-blocks"
@@ -166,7 +167,7 @@ def _choose_cuts(
         far = [s for s in long if order[s.value] < after < order[s.last_use]]
         cost = {p: crossing[p] - _sent_apart(far, order, p, after) for p in options}
         if options:
-            cuts.append(min(options, key=lambda p: (cost[p], -p)))
+            cuts.append(min(options, key=lambda p: (cost[p], crossing[p], -p)))
     return sorted(cuts)
 
 

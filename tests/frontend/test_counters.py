@@ -291,3 +291,31 @@ def test_a_tensor_of_the_loss_hides_none_that_the_model_keeps() -> None:
     model = Model(forward, kept=torch.zeros(3, 4))
     with pytest.raises(GemscError, match=r"an earlier call made: self\.kept"):
         FRONTENDS["export"](model, (X,), loss=Scaled())
+
+
+class Lazy(dict[str, object]):
+    """As in transformers: makes an item when it is asked for, and some it cannot."""
+
+    def items(self) -> Any:
+        raise ValueError("a class of it cannot be imported")
+
+
+@pytest.mark.parametrize("is_of_the_loss", [False, True])
+def test_what_a_dict_makes_when_it_is_asked_is_not_asked_for(
+    is_of_the_loss: bool,
+) -> None:
+    lazy = Lazy(count=1)
+
+    def forward(self: Any, x: Any) -> Any:
+        if not is_of_the_loss:
+            lazy["count"] = lazy["count"] + 1  # type: ignore[operator]
+        return self.fc(x)
+
+    def loss(output: torch.Tensor) -> torch.Tensor:
+        return output.mean() * len(lazy)
+
+    if is_of_the_loss:
+        checked(Model(forward), loss=loss)
+        return
+    with pytest.raises(GemscError, match=r"forward changes lazy\['count'\] at each"):
+        record(Model(forward), (X,), loss=loss)

@@ -146,6 +146,31 @@ def test_a_transformer_of_modules_is_cut_between_its_sums() -> None:
     assert len(program.blocks or ()) >= 8
 
 
+class Projected(nn.Module):
+    """A layer as Llama has it: four products between a norm and its residual sum."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.ffn_norm = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.q, self.k, self.v, self.o, self.ffn = (
+            nn.Linear(width, width) for _ in range(5)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        heads = (p(h).unflatten(-1, (2, -1)).mT for p in (self.q, self.k, self.v))
+        x = x + self.o(F.scaled_dot_product_attention(*heads).mT.flatten(-2))
+        return x + F.silu(self.ffn(self.ffn_norm(x)))
+
+
+def test_a_norm_is_behind_the_cut_where_the_sum_before_it_is_added_up_later() -> None:
+    """Else both would be sent: the sum, and what the norm makes of it."""
+    layers = [Projected(16) for _ in range(4)]
+    program = blocks_of(nn.Sequential(nn.Linear(16, 16), *layers), torch.ones(2, 8, 16))
+    assert [skip.long for skip in program.skips or ()].count(True) == 4
+    assert crossing(program) == [1, 2, 1] * 4  # before, in and after each attention
+
+
 @pytest.mark.slow
 def test_towers_can_be_cut_anywhere() -> None:
     program = blocks_of(networks.TwoTowers(), TEXT, TEXT)

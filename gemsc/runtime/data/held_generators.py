@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset
 
+from gemsc.base.nests import stored_items
 from gemsc.base.rng import seed_all, seed_of
 from gemsc.errors import GemscError, is_users, user_place
 
@@ -159,10 +160,11 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     if issubclass(kind, np.random.Generator):
         yield ".bit_generator", value.bit_generator
     elif issubclass(kind, dict):
-        for number, (key, item) in enumerate(islice(value.items(), MOST_ITEMS)):
+        for number, (key, item) in enumerate(islice(stored_items(value), MOST_ITEMS)):
             yield f"[{key!r}]" if isinstance(key, str) else f"[{number}]", item
     elif issubclass(kind, list | tuple | deque):
-        for number, item in enumerate(islice(value, MOST_ITEMS)):
+        items = [*value] if issubclass(kind, deque) else value
+        for number, item in islice(stored_items(items), MOST_ITEMS):
             yield f"[{number}]", item
     elif issubclass(kind, BuiltinMethodType):  # rng.random
         yield ".__self__", value.__self__
