@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -228,14 +228,18 @@ def named_tuple(like: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
     return tuple(items)
 
 
-def stored_items(value: list[Any] | tuple[Any, ...] | dict[Any, Any]) -> Any:
+def stored_items(
+    value: list[Any] | tuple[Any, ...] | dict[Any, Any],
+) -> Iterable[tuple[Any, Any]]:
     """Return the pairs of key, or index, and item that are there now.
 
     A dict of transformers imports a class for each item when its own `items` is asked.
     """
     if isinstance(value, dict):
         return dict.items(value)
-    return enumerate((list if isinstance(value, list) else tuple).__iter__(value))
+    if isinstance(value, list):
+        return enumerate(list.__iter__(value))
+    return enumerate(tuple.__iter__(value))
 
 
 def _key(key: object) -> str | int:

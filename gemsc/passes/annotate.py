@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -356,7 +356,7 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             saved=tuple(count.saved.items()),
             saved_state=tuple(count.saved_state),
             storages=_storage_sizes(outputs),
-            heavy=count.flops > 0 or any(p.dim() > 1 for p in parameters),
+            heavy=count.flops > 0 or _takes_table(node, parameters),
             random=count.random,
             forward_seconds=forward + count.forward_seconds,
             backward_seconds=backward + count.backward_seconds,
@@ -373,6 +373,13 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             freed=tuple(flow.freed),
             casts=tuple(count.casts),
         )
+
+
+def _takes_table(node: fx.Node, parameters: Sequence[Tensor]) -> bool:
+    """Whether a node brings a parameter of two dimensions to something else."""
+    given = node.all_input_nodes
+    alone = bool(given) and all(source.op == "get_attr" for source in given)  # weight.T
+    return not alone and any(parameter.dim() > 1 for parameter in parameters)
 
 
 def _parameters(node: fx.Node, module: nn.Module) -> list[nn.Parameter]:

@@ -226,7 +226,8 @@ def test_heavy_nodes_multiply_or_own_a_weight() -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         line = self.a(x)
         normed = self.norm(line)
-        weighted = F.linear(normed, self.b.weight)
+        turned = self.b.weight.T  # by itself no work: what multiplies with it is
+        weighted = normed @ turned
         scaled = weighted * self.gain
         return scaled.relu()
 
