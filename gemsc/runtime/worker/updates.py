@@ -135,10 +135,13 @@ class Updates:
         if self._program.train_step is None:
             return
         make = optimizer or partial(torch.optim.SGD, lr=0.01)
-        self.optimizer = optimizer_of(self.parameters, make, self._transport.host)
+        own, parts = self.parameters, self._program.parts
+        held = {n: p.shape for n, p in self._stages.parameters.items() if n in own}
+        whole = {n: parts[n].shape if n in parts else held[n] for n in own}
+        self.optimizer = optimizer_of(own, make, self._transport.host, whole)
         if self.optimizer is None:
             return
-        if parts := self._program.parts:  # it may be another one than at compile time
+        if parts:  # it may be another one than at compile time
             check_elementwise(updated_whole(self.parameters, make), parts)
         if scheduler is not None:
             self.scheduler = scheduler_of(self.optimizer, scheduler)
