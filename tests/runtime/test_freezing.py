@@ -68,6 +68,13 @@ def tied() -> Net:
     return model
 
 
+def twice() -> Net:
+    """Return a model whose `c` is its `a`."""
+    model = Net(simple)
+    model.c = model.a
+    return model
+
+
 LAYERS = Net(simple), (SIZE, WIDTH)
 WAYS: dict[str, tuple[nn.Module, tuple[int, ...], dict[str, Any]]] = {
     "deferred": (*LAYERS, {"schedule": "zb-h1"}),
@@ -75,6 +82,7 @@ WAYS: dict[str, tuple[nn.Module, tuple[int, ...], dict[str, Any]]] = {
     "optimizer": (*LAYERS, {"ranks": 4, "data": 2, "shard": "optimizer"}),
     "shards": (*LAYERS, {"shards": (2,)}),
     "tied": (tied(), (SIZE, WIDTH), {}),
+    "twice": (twice(), (SIZE, WIDTH), {}),
     "tiles": (Pictures(), (SIZE, 2, 8, 8), {"tiles": ("2x1",)}),
 }
 

@@ -244,7 +244,9 @@ class Freezing:
     ) -> None:
         self._program = program
         self._named = stages.parameters
-        self._all_names = stages.all_names
+        known = stages.all_names
+        further = {a: n for a, n in program.aliases.items() if n in known}
+        self._all_names = known | {alias: known[n] for alias, n in further.items()}
         self._transport = transport
         self._in_parts = in_parts
         self._never = {n for n, p in self._named.items() if not p.requires_grad}
