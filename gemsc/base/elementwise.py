@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from numbers import Number
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +21,7 @@ SCALES = 1.0, 100.0  # of what is tried: a bound of a norm may hold for small on
 NUMBERS = "step", "mu_product", "eta", "mu"  # torch's, of a parameter as a whole
 ROUNDING = 1e-9  # in float64, relative to the largest step
 
+Size = Sequence[int]
 OptimizerFactory = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
 
@@ -29,6 +33,7 @@ def updated_whole(
     Halves of them step otherwise than the whole does: by how much, relative to the
     largest step. That is tried on small random tensors, cut both ways, in float64. An
     optimizer that cannot step there may do anything. Without a factory it is plain SGD.
+    Where it goes by sizes, halves may be in another group than the whole.
     """
     trained = {name: p for name, p in parameters.items() if p.requires_grad}
     if factory is None or not trained:
@@ -39,6 +44,7 @@ def updated_whole(
             found = [_differences(each, factory) for each in _scaled(trained)]
         except Exception:  # its first real step will say why
             return dict.fromkeys(trained, math.inf)
+        found.append(dict.fromkeys(_grouped_by_size(trained, factory), 1.0))
     names = [name for name in trained if any(name in each for each in found)]
     return {name: max(each.get(name, 0.0) for each in found) for name in names}
 
@@ -60,6 +66,72 @@ def updated_together(
             return max(_difference_apart(each, factory) for each in _scaled(trained))
         except Exception:  # it may want a parameter that is in the other half
             return 0.0
+
+
+def _grouped_by_size(
+    parameters: Mapping[str, Tensor], factory: OptimizerFactory
+) -> set[str]:
+    """Return the names of those of which halves are in another group."""
+    whole = {name: tuple(p.shape) for name, p in parameters.items()}
+    blanks = {n: torch.empty(p.shape, device="meta") for n, p in parameters.items()}
+    ways = (
+        {n: tuple(_half(t, way, 0).shape) for n, t in blanks.items()} for way in (0, 1)
+    )
+    pairs = ((whole, halves) for halves in ways)
+    return {n for pair in pairs for n in others_by_size(parameters, *pair, factory)}
+
+
+def others_by_size(
+    like: Mapping[str, Tensor],
+    one: Mapping[str, Size],
+    other: Mapping[str, Size],
+    factory: OptimizerFactory,
+) -> list[str]:
+    """Return the parameters that an optimizer treats otherwise where shapes differ.
+
+    They are in another group then, or its numbers are others.
+    """
+    if one == other:
+        return []
+    first, second = (_groups_of(like, shapes, factory) for shapes in (one, other))
+    is_known = first and second
+    return [n for n in other if is_known and first.get(n) != second.get(n)]
+
+
+def _groups_of(
+    like: Mapping[str, Tensor], shapes: Mapping[str, Size], factory: OptimizerFactory
+) -> dict[str, Any]:
+    """Return number and values of the group that each parameter of a shape is in.
+
+    None is known where the optimizer cannot be made of tensors without memory.
+    """
+    for device in (torch.device("meta"), None):  # some want a device that exists
+        numbers = {n: like[n].new_zeros((), device=device) for n in shapes}
+        blanks = {
+            name: nn.Parameter(numbers[name].expand(shape), like[name].requires_grad)
+            for name, shape in shapes.items()
+        }
+        names = {id(parameter): name for name, parameter in blanks.items()}
+        with suppress(Exception):
+            groups = enumerate(factory(blanks.items()).param_groups)
+            return {
+                names[id(parameter)]: (number, _numbers_of(group))
+                for number, group in groups
+                for parameter in group["params"]
+            }
+    return {}
+
+
+def _numbers_of(group: Mapping[str, Any]) -> dict[str, object]:
+    """Return what a group says of steps, as far as it can be compared."""
+    return {
+        key: value
+        for key, value in group.items()
+        if all(
+            each is None or isinstance(each, Number | str)
+            for each in (value if isinstance(value, tuple) else (value,))
+        )
+    }
 
 
 def check_elementwise(differences: Mapping[str, float], names: Iterable[str]) -> None:

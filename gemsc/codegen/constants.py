@@ -16,6 +16,7 @@ from gemsc.codegen.expressions import literal
 from gemsc.codegen.order import turns_text
 from gemsc.codegen.python_text import quoted
 from gemsc.codegen.rank_text import RankText, RunText
+from gemsc.codegen.stage import uses_layer
 from gemsc.codegen.writer import Names, Writer
 from gemsc.errors import InternalError
 from gemsc.ir import meta
@@ -133,6 +134,12 @@ class Constants:
                 f"{text.tile}.",
                 seldom=True,
             )
+            self._write_table(
+                "aliases",
+                self._aliases(),
+                "Further names of what it holds, of modules that are never called.",
+                seldom=True,
+            )
             if any(each.fork_of for each in text.program.shards.values()):
                 line("branches=True,  # others may have gradients that are absent here")
             self._write_table(
@@ -160,6 +167,21 @@ class Constants:
             line(f"train_step={'train_step' if trains else None},")
             line("eval_step=eval_step,")
         line(")")
+
+    def _aliases(self) -> dict[str, str]:
+        """Return the names for which no stage of the program has a place.
+
+        A module that the model has twice is called by its first name.
+        """
+        program = self.text.program
+        held = {name for run in self.text.runs for name in run.stage.owned}
+        nodes = program.graph.nodes
+        used = {meta.layer(node) for node in nodes if uses_layer(node)}
+        return {
+            repr(alias): repr(first)
+            for alias, first in program.aliases.items()
+            if first in held and not any(alias.startswith(f"{path}.") for path in used)
+        }
 
     def _sums(self, num_tiles: int) -> tuple[tuple[int, ...], ...]:
         """Return the tiles of each sum of tiles in which the rank takes part."""

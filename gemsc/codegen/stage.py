@@ -298,7 +298,7 @@ def _paths_of(stage: StageText) -> dict[str, None]:
     """
     flows = [stage.flow, stage.evaluation] if stage.apart else [stage.flow]
     nodes = [node for each in flows for node in each.nodes]
-    called = {meta.layer(node) for node in nodes if _uses_layer(node)}
+    called = {meta.layer(node) for node in nodes if uses_layer(node)}
     whole = _whole_modules(stage.program, called)
     layers = {name.rpartition(".")[0] for name in stage.owned} & called
     order = {
@@ -311,7 +311,7 @@ def _paths_of(stage: StageText) -> dict[str, None]:
     return dict.fromkeys(path for _, path in places if not _holder(path, whole))
 
 
-def _uses_layer(node: fx.Node) -> bool:
+def uses_layer(node: fx.Node) -> bool:
     """Whether a node calls a layer, or takes it or its tensors for a function."""
     inside = f"{meta.layer(node)}."
     return inside != "." and any(

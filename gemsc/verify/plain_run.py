@@ -333,7 +333,8 @@ class PlainRun:
                     if self.loss is not None:
                         mean.add(as_loss(self.loss(output, target)))
                 outputs.append(settings.precision.output(output))
-            output = first_samples(pytree.tree_map(_join, *outputs), len(samples))
+            output = pytree.tree_map(_join, *outputs)
+            output = first_samples(output, len(samples), size)
             target = self._batch(samples)[1]
             scored, wanted = on_device((output, target), HOST)
             metrics.add(scored, wanted, len(samples))

@@ -174,6 +174,9 @@ class MaxNorm(torch.optim.Adam):
         (clipped, {"a", "b"}),
         (loosely_clipped, {"a", "b"}),
         (lambda p: MaxNorm(p, lr=0.1), {"a"}),
+        (lambda p: by_size(p, 9), {"a"}),
+        (lambda p: by_size(p, 4, fused=True), {"b"}),
+        (lambda p: by_size(p, 1), set()),
     ],
 )
 def test_optimizers_that_look_across_a_tensor_are_found(optimizer, wanted) -> None:
@@ -182,6 +185,17 @@ def test_optimizers_that_look_across_a_tensor_are_found(optimizer, wanted) -> No
     assert set(found) == wanted
     assert all(1e-4 < difference < 10 for difference in found.values())
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def by_size(parameters, size, **options):
+    """Let what is small decay, and nothing else."""
+    all_of_them = [parameter for _, parameter in parameters]
+    small, large = (
+        [each for each in all_of_them if (each.numel() > size) is is_large]
+        for is_large in (False, True)
+    )
+    groups = [{"params": small}, {"params": large, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=0.01, **options)
 
 
 class Distance(torch.optim.SGD):

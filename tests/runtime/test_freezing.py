@@ -68,6 +68,13 @@ def tied() -> Net:
     return model
 
 
+def twice() -> Net:
+    """Return a model whose `c` is its `a`."""
+    model = Net(simple)
+    model.c = model.a
+    return model
+
+
 LAYERS = Net(simple), (SIZE, WIDTH)
 WAYS: dict[str, tuple[nn.Module, tuple[int, ...], dict[str, Any]]] = {
     "deferred": (*LAYERS, {"schedule": "zb-h1"}),
@@ -75,6 +82,7 @@ WAYS: dict[str, tuple[nn.Module, tuple[int, ...], dict[str, Any]]] = {
     "optimizer": (*LAYERS, {"ranks": 4, "data": 2, "shard": "optimizer"}),
     "shards": (*LAYERS, {"shards": (2,)}),
     "tied": (tied(), (SIZE, WIDTH), {}),
+    "twice": (twice(), (SIZE, WIDTH), {}),
     "tiles": (Pictures(), (SIZE, 2, 8, 8), {"tiles": ("2x1",)}),
 }
 
@@ -135,6 +143,32 @@ def test_what_was_added_up_goes_wherever_it_is_kept(tmp_path: Path) -> None:
         for found in on_ranks(tmp_path / shard, 2, work, optimizer=adam, accumulate=2):
             assert torch.equal(found["a.weight"], model.a.weight), shard
             assert not torch.equal(found["b.weight"], model.b.weight), shard
+
+
+@pytest.mark.parametrize("shard", ["off", "optimizer"])
+def test_what_stages_share_without_gradients_does_not_decay(
+    shard: str, tmp_path: Path
+) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        x = torch.tanh(self.a(x)) * self.scale.detach()
+        return self.c(torch.tanh(self.b(x))) * self.scale.detach()
+
+    model, x = Net(forward), torch.randn(4, WIDTH)
+    model.scale = nn.Parameter(torch.ones(WIDTH))
+    options: dict[str, Any] = {"ranks": 4, "data": 2} if shard != "off" else {}
+    program = written(
+        tmp_path, model, (x,), target=x, micro_batches=1, shard=shard, **options
+    )
+    batch = torch.randn(program.plan.batch_size, WIDTH)
+
+    def work(trainer: Trainer) -> dict[str, Tensor]:
+        trainer.step(batch, batch)
+        return trainer.state_dict()
+
+    found = on_ranks(tmp_path, program.plan.ranks, work, optimizer=adam)
+    held = [each["scale"] for each in found if "scale" in each]
+    assert len(held) == program.plan.ranks
+    assert all(torch.equal(each, model.scale) for each in held)
 
 
 @pytest.mark.slow

@@ -317,11 +317,20 @@ class Returns(Convolutions):
         return Result(picture, loss=picture.square().mean())
 
 
-def of_result(folder: Path, loss: Any, metrics: Any = None) -> dict[str, float]:
+class Rows(Convolutions):
+    """Rows of all samples, one after the other, as logits of words often are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).flatten(0, 2)
+
+
+def of_result(
+    folder: Path, loss: Any, metrics: Any = None, kind: type = Returns
+) -> dict[str, float]:
     """Return the figures of 5 samples, in batches of 4."""
     found: list[dict[str, float]] = []
     x = torch.zeros(1, 1, SIZE, SIZE)
-    written(folder, Returns(), (x,), loss, {"mask": x > 0}, **ONE)
+    written(folder, kind(), (x,), loss, {"mask": x > 0}, **ONE)
     user = user_of(
         dataset=lambda: Pictures(4),
         eval_dataset=lambda: Pictures(5),
@@ -352,6 +361,17 @@ def test_a_loss_and_metrics_take_fields_of_what_the_model_returns(
     output, target = whole(Pictures(5))
     assert found["loss"] == pytest.approx(float(loss(output, target)), rel=1e-5)
     assert found["mean"] == pytest.approx(float(output.mean()), rel=1e-5)
+
+
+def test_a_sample_may_have_several_rows_of_an_output(tmp_path: Path) -> None:
+    def of_rows(output: Any, target: Any) -> Tensor:
+        return loss(output.unflatten(0, (-1, 1, SIZE)), target)
+
+    metrics = lambda output, target: {"mean": output.mean()}  # noqa: E731
+    found = of_result(tmp_path, of_rows, metrics, Rows)
+    output, target = whole(Pictures(5))
+    expected = {"loss": float(loss(output, target)), "mean": float(output.mean())}
+    assert found == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_loss_that_the_model_computes_cannot_leave_samples_out(

@@ -265,6 +265,22 @@ def test_what_an_optimizer_updates_as_a_whole_is_left_to_one_rank(
     assert max(shares) < 2 * min(shares)
 
 
+def test_rows_are_not_in_a_group_that_goes_by_sizes(tmp_path: Path) -> None:
+    """On the first rank one group is empty, and the parameters have names."""
+    numel = net().a.weight.numel()
+
+    def by_size(named: Any) -> torch.optim.Optimizer:
+        pairs = [*named]
+        groups = ([pair for pair in pairs if of(pair[1].numel())] for of in sizes)
+        return torch.optim.AdamW([{"params": group} for group in groups], lr=0.01)
+
+    sizes = (lambda n: n < numel), (lambda n: n >= numel)
+    written(tmp_path, net(), optimizer=adamw, shard="optimizer", **PLANS["master"])
+    text = r"a part of '[\w.]+' otherwise than the whole"
+    with pytest.raises(GemscError, match=text):
+        on_ranks(tmp_path, 2, lambda trainer: None, optimizer=by_size)
+
+
 @pytest.mark.slow(1)
 @pytest.mark.parametrize("name", ["master", "data of three", "chimera and data"])
 def test_predicted_state_is_that_of_the_fullest_rank(name: str, tmp_path: Path) -> None:

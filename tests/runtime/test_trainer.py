@@ -410,12 +410,16 @@ def test_a_checkpoint_is_that_of_the_users_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_tied_model_takes_its_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_module", [False, True])
+def test_a_tied_model_takes_its_checkpoint(is_module: bool, tmp_path: Path) -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         return self.c(self.trunk(self.a(x)))
 
     model = Net(forward, trunk=trunk())
-    model.c.weight = model.a.weight
+    if is_module:
+        model.c = model.a
+    else:
+        model.c.weight = model.a.weight
     written(tmp_path / "program", model, micro_batches=2)
     steps(tmp_path / "program", [batch_of((X, X), 2)], tmp_path)
     saved = weights_in(tmp_path)

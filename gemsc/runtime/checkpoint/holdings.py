@@ -111,6 +111,10 @@ class Holdings:
     def aliases(self) -> dict[str, str]:
         """Return each further name of a tensor of the model, with its first name."""
         found = {}
+        known = {n for each in self.worker.stages.values() for n in model_state(each)}
+        for alias, first in self.worker.program.aliases.items():
+            if first in known and not alias.startswith(NOT_OF_THE_MODEL):
+                found[alias] = first
         for stage in self.worker.stages.values():
             firsts = {id(tensor): name for name, tensor in stage_tensors(stage).items()}
             for named in (stage.named_parameters, stage.named_buffers):

@@ -177,12 +177,17 @@ def figure_names(given: Any) -> list[str] | None:
     return found or None
 
 
-def first_samples(value: Any, count: int) -> Any:
-    """Return the first `count` samples of all that a batch holds."""
+def first_samples(value: Any, count: int, size: int) -> Any:
+    """Return the first `count` samples of all that a batch of `size` holds.
+
+    A sample may have several rows: `logits.flatten(0, 1)` has one for each word. What
+    has no whole number of them for each sample stays whole.
+    """
 
     def first(leaf: Any) -> Any:
-        has_samples = leaf.dim() if isinstance(leaf, Tensor) else is_texts(leaf)
-        return leaf[:count] if has_samples else leaf
+        has_rows = leaf.dim() if isinstance(leaf, Tensor) else is_texts(leaf)
+        rows = len(leaf) if has_rows else 0
+        return leaf[: rows // size * count] if rows and rows % size == 0 else leaf
 
     return pytree.tree_map(first, value, is_leaf=is_texts)
 

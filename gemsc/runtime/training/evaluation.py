@@ -141,7 +141,8 @@ class Evaluator:
             scored = self.holders.join((result.output, self._cast(batch.targets)))
             if scored is None:
                 continue
-            output, target = (first_samples(value, count) for value in scored)
+            size = batches.order.sizes[batch.shape]
+            output, target = (first_samples(value, count, size) for value in scored)
             self.metrics.add(output, target, count)
             if not is_full and self.loss is not None:
                 mean_loss.add(self._loss_of_rest(output, target, batch), count)

@@ -43,7 +43,10 @@ def tensors_of_program(
     names: dict[str, list[str]] = defaultdict(list)
     persistent: set[str] = set()
     for rank in range(plan.copy_ranks):
-        for kind in load_program(directory, rank).stages.values():
+        program = load_program(directory, rank)
+        for alias, first_name in program.aliases.items():
+            names[first_name].append(alias)
+        for kind in program.stages.values():
             with torch.device("meta"):
                 stage = kind()
             own: dict[int, str] = {}

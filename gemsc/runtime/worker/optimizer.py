@@ -12,7 +12,7 @@ from torch import _compile as compile_hooks
 from torch.optim import Optimizer
 from torch.optim import optimizer as of_torch
 
-from gemsc.base.elementwise import OptimizerFactory
+from gemsc.base.elementwise import OptimizerFactory, Size, others_by_size
 from gemsc.errors import GemscError, user_place
 from gemsc.runtime.transport.transport import Transport
 
@@ -20,17 +20,30 @@ NO_PARAMETERS = "empty parameter list"  # what torch.optim says
 
 
 def optimizer_of(
-    parameters: Mapping[str, nn.Parameter], make: OptimizerFactory, transport: Transport
+    parameters: Mapping[str, nn.Parameter],
+    make: OptimizerFactory,
+    transport: Transport,
+    whole: Mapping[str, Size],
 ) -> Optimizer | None:
     """Return the optimizer of this rank; None if it takes other ranks' parameters only.
 
+    `whole` are the shapes of the parameters, of which the rank may have parts.
+
     Raises:
-        GemscError: it takes no parameters of any rank, or others than the program's.
+        GemscError: it takes no parameters of any rank, or others than the program's; or
+            it goes by sizes, which parts have not.
     """
     optimizer, wrong = None, None
     if parameters:
         without_dynamo()
         Optimizer.add_param_group = _add_group  # type: ignore[assignment,method-assign]
+        here = {name: parameter.shape for name, parameter in parameters.items()}
+        if others := others_by_size(parameters, whole, here, make):
+            raise GemscError(
+                f"optimizer() treats a part of '{others[0]}' otherwise than the whole",
+                help="choose by names or numbers of dimensions, not by sizes: this "
+                "rank has a part",
+            )
         try:
             optimizer = make(parameters.items())
         except ValueError as error:

@@ -58,6 +58,8 @@ class RankProgram:
     parts: the parameters and buffers of which the rank has a part only, by all names.
     placed: the tile of the grid that alone holds all parameters and buffers under a
         path, those of a branch.
+    aliases: further names of parameters and buffers that the rank holds, with the first
+        ones, where no module of a stage has them.
     branches: whether branches of some stage are on different ranks: a rank may lack
         gradients that others have, of what leads to their branches.
     shard: what each of the ranks in a reduction keeps its rows of only, as `--shard`.
@@ -87,6 +89,7 @@ class RankProgram:
     reductions: Mapping[str, tuple[int, ...]]
     parts: Mapping[str, Part] = field(default_factory=dict)
     placed: Mapping[str, int] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
     branches: bool = False
     shard: str = "off"
     shard_optimizer: InitVar[bool] = False  # as older files say it

@@ -42,23 +42,36 @@ def without_memory(tensor: Tensor, device: torch.device) -> Tensor:
     return found
 
 
-@contextmanager
-def without_trace(stage: nn.Module) -> Iterator[None]:
-    """Run a stage for its outputs alone: no gradients, and its tensors as they were."""
-    changed = getattr(stage, "changed_parameters", ())
-    parameters = [stage.get_parameter(name) for name in changed]
-    values = [parameter.detach().clone() for parameter in parameters]
+def keep_buffers(stage: nn.Module) -> Callable[[], None]:
+    """Return what gives a stage its buffers back, with the values that they have now.
+
+    Forward may have put others in their place.
+    """
     before = [
         (module, name, buffer, buffer.clone())
         for module in stage.modules()
         for name, buffer in module._buffers.items()
         if buffer is not None
     ]
+
+    def give_back() -> None:
+        for module, name, buffer, value in before:
+            module._buffers[name] = buffer
+            buffer.data.copy_(value)  # autograd may hold it for micro-batches in flight
+
+    return give_back
+
+
+@contextmanager
+def without_trace(stage: nn.Module) -> Iterator[None]:
+    """Run a stage for its outputs alone: no gradients, and its tensors as they were."""
+    changed = getattr(stage, "changed_parameters", ())
+    parameters = [stage.get_parameter(name) for name in changed]
+    values = [parameter.detach().clone() for parameter in parameters]
+    give_back = keep_buffers(stage)
     with torch.no_grad():
         yield
-    for module, name, buffer, value in before:
-        module._buffers[name] = buffer
-        buffer.data.copy_(value)  # autograd may hold it for micro-batches in flight
+    give_back()
     for parameter, value in zip(parameters, values, strict=True):
         parameter.data.copy_(value)
 
@@ -231,7 +244,9 @@ class Freezing:
     ) -> None:
         self._program = program
         self._named = stages.parameters
-        self._all_names = stages.all_names
+        known = stages.all_names
+        further = {a: n for a, n in program.aliases.items() if n in known}
+        self._all_names = known | {alias: known[n] for alias, n in further.items()}
         self._transport = transport
         self._in_parts = in_parts
         self._never = {n for n, p in self._named.items() if not p.requires_grad}

@@ -135,10 +135,13 @@ class Updates:
         if self._program.train_step is None:
             return
         make = optimizer or partial(torch.optim.SGD, lr=0.01)
-        self.optimizer = optimizer_of(self.parameters, make, self._transport.host)
+        own, parts = self.parameters, self._program.parts
+        held = {n: p.shape for n, p in self._stages.parameters.items() if n in own}
+        whole = {n: parts[n].shape if n in parts else held[n] for n in own}
+        self.optimizer = optimizer_of(own, make, self._transport.host, whole)
         if self.optimizer is None:
             return
-        if parts := self._program.parts:  # it may be another one than at compile time
+        if parts:  # it may be another one than at compile time
             check_elementwise(updated_whole(self.parameters, make), parts)
         if scheduler is not None:
             self.scheduler = scheduler_of(self.optimizer, scheduler)
@@ -189,7 +192,7 @@ class Updates:
         follows hides the communication.
         """
         if self._steps.is_update and key not in self._at_once:
-            self._start(key)
+            self._start(key, counts=self._are_counted)
 
     def scatter(self, run: Run) -> None:
         """Start to add up what a backward made, where gradients are kept in parts."""
@@ -225,12 +228,8 @@ class Updates:
         """All-reduce tied parameters' gradients and statistics; wait for all sums."""
         named = self._stages.parameters if self._steps.is_update else {}
         for name in self._groups:
-            if name in named:
-                parameter = named[name]
-                is_present = parameter.grad is not None or not parameter.requires_grad
-                if not is_present and not self._program.depends_on_data:
-                    parameter.grad = torch.zeros_like(parameter)
-                self._start(name)
+            if name in named:  # perhaps not all its stages, or none, have gradients
+                self._start(name, counts=True)
         num_runs = self._steps.count / self._program.num_micro_batches
         waits = [
             request
@@ -337,10 +336,10 @@ class Updates:
         program = self._program
         return program.depends_on_data or program.branches or is_partial
 
-    def _start(self, key: str) -> None:
-        if self._are_counted and key in self.own.sums:
+    def _start(self, key: str, *, counts: bool) -> None:
+        if counts and key in self.own.sums:
             self.parts.count(key)
-        elif self._are_counted:
+        elif counts:
             self._sums.count(self._groups[key], self._summed[key])
         self._departures[key].finish()
         if key in self._to_start:

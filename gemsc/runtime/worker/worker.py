@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -32,7 +32,7 @@ from gemsc.runtime.worker.backward import edge_of, gradient_of, present, run_bac
 from gemsc.runtime.worker.deferral import Deferred
 from gemsc.runtime.worker.finite import NotFiniteError, Problem, not_finite
 from gemsc.runtime.worker.program import RankPlace, RankProgram, Run
-from gemsc.runtime.worker.stages import Stages, without_trace
+from gemsc.runtime.worker.stages import Stages, keep_buffers, without_trace
 from gemsc.runtime.worker.steps import Steps
 from gemsc.runtime.worker.updates import Updates
 from gemsc.runtime.worker.variants import Variant, Variants, grids_of
@@ -95,7 +95,7 @@ class Worker:
         self.detects_anomalies = False  # in each operation: many times as slow
         self.problem: Problem | None = None  # the first of the last step
         self._on_nonfinite = on_nonfinite
-        self._buffers: list[tuple[Tensor, Tensor]] = []  # and what they were
+        self._give_back: list[Callable[[], None]] = []  # what buffers were
         everyone = tuple(range(transport.host.size))
         self._everyone = transport.host.group(everyone, "losses")
         self.number = 0  # of the micro-batch that ran last, over all replicas
@@ -170,9 +170,7 @@ class Worker:
         if training:
             self.updates.begin()
         if training and self._on_nonfinite == "skip":
-            stages = self.stages.values()
-            buffers = [buffer for stage in stages for buffer in stage.buffers()]
-            self._buffers = [(buffer, buffer.clone()) for buffer in buffers]
+            self._give_back = [keep_buffers(each) for each in self.stages.values()]
 
     def end(self, *, counts: bool = True) -> None:
         """Wait until all that this rank sent has arrived; a step `counts` once."""
@@ -393,8 +391,8 @@ class Worker:
             raise NotFiniteError(problem)
         if self._on_nonfinite == "skip":
             self.updates.is_spoilt = True
-            for buffer, before in self._buffers:
-                buffer.copy_(before)
+            for give_back in self._give_back:
+                give_back()
 
     def _problem(self, *, is_wrong: bool) -> Problem:
         """Return what is not finite on any rank; here, it `is_wrong` with gradients."""
