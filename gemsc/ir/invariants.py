@@ -268,18 +268,18 @@ def _drawn(
     """Yield nodes that draw by the seed of the stage: how many, and in what strips."""
     for node in nodes:
         kwargs: dict[str, Any] = node.kwargs
+        if not meta.facts(node).random:
+            continue  # such as a dropout of none
         if meta.region(node).draw is not None or node.target is tiles.ring_attention:
             continue  # each part has a seed of its own
         if "draw" in kwargs:
             count = math.prod(kwargs["shape"])
             along = strips_along(kwargs["shape"], kwargs["box"], kwargs.get("along"))
-        elif meta.facts(node).random:
+        else:
             is_of_channels = call_of(node, program.module).kind == "channel_dropout"
             rest = slice(None, 2 if is_of_channels else None)
             count = sum(math.prod(each.shape[rest]) for each in meta.tensors(node))
             along = None
-        else:
-            continue
         yield node, (meta.traced_place(node), count, along)
 
 

@@ -16,10 +16,44 @@ from gemsc.ir.program import Block, Program, Stage
 TO = ".."  # between the names of the first and the last block
 
 
-def segment_name(blocks: Sequence[Block]) -> str:
-    """Return what a segment of neighbouring blocks is called: `first..last`."""
-    first, last = blocks[0].name, blocks[-1].name
-    return first if len(blocks) == 1 else f"{first}{TO}{last}"
+def segment_name(run: Sequence[Block], blocks: Sequence[Block]) -> str:
+    """Return what a segment of neighbouring blocks is called: `first..last`.
+
+    One block alone goes by its name, unless others lie in a module of that name.
+    """
+    first, last = run[0].name, run[-1].name
+    return first if blocks_in(blocks, first) == [*run] else f"{first}{TO}{last}"
+
+
+def blocks_named(blocks: Sequence[Block], name: str) -> Sequence[Block]:
+    """Return the block of a name, or those from first to last of `first..last`.
+
+    There are none if the model has no such block.
+    """
+    first, _, last = name.partition(TO)
+    names = [block.name for block in blocks]
+    if not {first, last or first} <= {*names}:
+        return ()
+    return blocks[names.index(first) : 1 + names.index(last or first)]
+
+
+def blocks_in(blocks: Sequence[Block], name: str) -> list[Block]:
+    """Return the blocks that have layers in a module, or bear its name."""
+    return [b for b in blocks if any(lies_in(p, name) for p in module_paths(b))]
+
+
+def module_paths(block: Block) -> list[str]:
+    """Return in which modules a block has its heavy layers, then its own name."""
+    heavy = [n for n in block.nodes if meta.facts(n).heavy] or list(block.nodes)
+    return [
+        str(node.target) if node.op == "call_module" else meta.module_path(node)
+        for node in heavy
+    ] + [block.name]
+
+
+def lies_in(path: str, module: str) -> bool:
+    """Whether a path is that of a module or leads into it."""
+    return path == module or path.startswith(f"{module}.")
 
 
 def frees_anything(block: Block) -> bool:

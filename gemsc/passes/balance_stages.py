@@ -17,12 +17,11 @@ from gemsc.costs.hardware import LinkSpeed
 from gemsc.errors import GemscError
 from gemsc.ir import meta
 from gemsc.ir.program import Block, Program, Stage
+from gemsc.ir.segments import lies_in, module_paths
 from gemsc.passes.base import Pass
 from gemsc.passes.branches.choice import choose_forks
 from gemsc.passes.group_blocks import (
     crossing_bytes,
-    lies_in,
-    module_paths,
     not_found,
     tower_bounds,
 )

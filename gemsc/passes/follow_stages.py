@@ -270,12 +270,12 @@ def follow_forks(
     }
     finder = Finder(program, stage, {})
     ends = {finder.position[node] for node in stage.nodes if owners[node]}
-    found = [
-        candidate
-        for join, added in finder.joins()
-        for window in finder.windows(join, added, ends)
-        for candidate in _followed(finder, window, owners)
-    ]
+    found: list[ForkChoice] = []
+    for join, added in finder.joins():
+        for window in finder.windows(join, added, ends):
+            found += _followed(finder, window, owners)
+        if any(each.last == join for each in found):
+            ends.add(join)  # as in training: a fork may begin behind another one
     forks = tuple(each.fork() for each in heaviest(found))
     inside = {name for fork in forks for b in fork.branches for name in b.nodes}
     needed = [node for node in stage.nodes if owners[node] and node.name not in inside]

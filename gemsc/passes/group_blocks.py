@@ -213,20 +213,6 @@ def _block_name(nodes: tuple[fx.Node, ...]) -> str:
 # Blocks of modules, as users name them
 
 
-def module_paths(block: Block) -> list[str]:
-    """Return in which modules a block has its heavy layers, then its own name."""
-    heavy = [n for n in block.nodes if meta.facts(n).heavy] or list(block.nodes)
-    return [
-        str(node.target) if node.op == "call_module" else meta.module_path(node)
-        for node in heavy
-    ] + [block.name]
-
-
-def lies_in(path: str, module: str) -> bool:
-    """Whether a path is that of a module or leads into it."""
-    return path == module or path.startswith(f"{module}.")
-
-
 def not_found(option: str, module: str, blocks: Sequence[Block]) -> GemscError:
     """Return the error of an option that names a module in which no block lies."""
     names = [block.name for block in blocks]

@@ -16,9 +16,17 @@ from typing import ClassVar
 from gemsc.errors import GemscError
 from gemsc.ir import meta
 from gemsc.ir.program import Block, Program, Segment
-from gemsc.ir.segments import TO, frees_anything, may_recompute, runs_once
+from gemsc.ir.segments import (
+    TO,
+    blocks_in,
+    blocks_named,
+    frees_anything,
+    may_recompute,
+    runs_once,
+    segment_name,
+)
 from gemsc.passes.base import Pass
-from gemsc.passes.group_blocks import lies_in, module_paths, not_found
+from gemsc.passes.group_blocks import not_found
 
 WORDS = ("all", "auto", "off")
 
@@ -61,10 +69,10 @@ class MarkSegments(Pass):
         for kind, name in wishes:
             if TO in name:
                 continue
-            inside = _inside(blocks, name)
-            if not inside and not self.follows:
+            found = blocks_in(blocks, name)
+            if not found and not self.follows:
                 raise not_found(kind, name, blocks)
-            for block in inside:
+            for block in found:
                 owner.setdefault(block.index, (kind, name))
         segments = tuple(_segments(program, owner))
         for segment in segments:
@@ -88,20 +96,15 @@ def _expanded(
         for other in given.keys() - {kind}
         for name in given[other]
         if name not in WORDS
-        for block in (*_named(other, name, blocks), *_inside(blocks, name))
+        for block in (*_named(other, name, blocks), *blocks_in(blocks, name))
     }
     return [
-        block.name
+        segment_name([block], blocks)
         for block in blocks
         if block.index not in taken
         and frees_anything(block)
         and may_recompute(program, block)
     ]
-
-
-def _inside(blocks: Sequence[Block], name: str) -> list[Block]:
-    """Return the blocks that have layers in a module, or bear its name."""
-    return [b for b in blocks if any(lies_in(p, name) for p in module_paths(b))]
 
 
 def _segments(program: Program, owner: dict[int, tuple[str, str]]) -> Iterator[Segment]:
@@ -114,15 +117,11 @@ def _segments(program: Program, owner: dict[int, tuple[str, str]]) -> Iterator[S
 
 
 def _named(kind: str, name: str, blocks: Sequence[Block]) -> Sequence[Block]:
-    """Return the blocks of this name, or those from first to last of `first..last`."""
-    if TO not in name:
-        return [block for block in blocks if block.name == name]
-    names = [block.name for block in blocks]
-    first, _, last = name.partition(TO)
-    for end in (first, last):
-        if end not in names:
+    """Return the block of this name, or those from first to last of `first..last`."""
+    for end in name.split(TO) if TO in name else ():
+        if not blocks_named(blocks, end):
             raise not_found(kind, end, blocks)
-    return blocks[names.index(first) : 1 + names.index(last)]
+    return blocks_named(blocks, name)
 
 
 def _refuse_twice(block: Block, known: tuple[str, str] | None, kind: str) -> None:

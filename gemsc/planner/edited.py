@@ -16,6 +16,7 @@ from gemsc.base.toml_file import TomlFile
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.ir.flow import used_tensors
 from gemsc.ir.program import Block, Program
+from gemsc.ir.segments import blocks_in, blocks_named
 from gemsc.options import CompileOptions
 from gemsc.plan import Plan, cut_name, plan_file
 from gemsc.plan_tables import PlannedFork, PlannedStage
@@ -109,7 +110,10 @@ class EditedPlan:
                     raise self._misplaced(stage, name, names, following)
                 following += 1
             for entry in ("recompute", "offload"):
-                for name in set(getattr(stage, entry)) - set(stage.blocks):
+                for name in getattr(stage, entry):
+                    found = (*blocks_named(blocks, name), *blocks_in(blocks, name))
+                    if {block.name for block in found} & {*stage.blocks}:
+                        continue
                     message = f"stage {stage.index} has no block '{name}'"
                     help = f"{entry} names blocks of its stage"
                     raise self._error(stage, entry, message, help, name)

@@ -313,7 +313,7 @@ class MemoryFit:
         blocks = self.program.blocks or ()
         kinds = {s.blocks: s.kind for savings in chosen.values() for s in savings}
         added = (
-            Segment(segment_name([blocks[b] for b in row]), kind, row)
+            Segment(segment_name([blocks[b] for b in row], blocks), kind, row)
             for row, kind in kinds.items()
         )
         segments = (*(self.program.segments or ()), *added)

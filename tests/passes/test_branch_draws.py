@@ -70,6 +70,14 @@ def test_branches_draw_apart(noise: str, grid: dict[str, object]) -> None:
     assert each == each[:2] * (len(each) // 2)  # all tiles draw the same
 
 
+@pytest.mark.parametrize("grid", [{"ranks": 2}, {"ranks": 4, "tiles": "2x1"}], ids=str)
+def test_a_branch_may_have_a_dropout_of_nothing(grid: dict[str, object]) -> None:
+    model, x = Noisy(nn.Dropout(0.0)), torch.randn(2, 6, 8, 8)
+    traced = trace(model, (x,), loss=F.mse_loss, example_target=x.repeat(1, 3, 1, 1))
+    found = lower(traced, options(branches="2", **grid)).compilation.tiles
+    assert {len(draws(tile.program)) for tile in found} == {1}  # after the branches
+
+
 def draw_whole(node: fx.Node) -> None:
     node.kwargs = {**node.kwargs, "box": everything(node.kwargs["shape"])}
 

@@ -56,13 +56,30 @@ class OneBranch(nn.Module):
         return (self.one(x),)
 
 
+class ForkInAFork(nn.Module):
+    """One branch joins two and goes on; evaluation has an operation more before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.aside = linear(), linear(), linear()
+        self.on = nn.Sequential(nn.Linear(8, 8), linear())
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        if not self.training:
+            x = x.clamp(-0.5, 0.5)
+        return (self.on(self.one(x) + self.two(x)) + self.aside(x),)
+
+
 def loss(outputs: tuple[Tensor, ...], target: Tensor) -> Tensor:
     return sum((output.square().mean() for output in outputs), target.sum() * 0)
 
 
 @pytest.mark.slow
-def test_each_rank_computes_what_it_has_the_weights_of(tmp_path: Path) -> None:
-    model = OtherGraph()
+@pytest.mark.parametrize("kind", [OtherGraph, ForkInAFork])
+def test_each_rank_computes_what_it_has_the_weights_of(
+    kind: type[nn.Module], tmp_path: Path
+) -> None:
+    model = kind()
     program = written(tmp_path, model, (X,), loss, TARGET, **OPTIONS)
     assert program.compilation.whole.twins is None
     (shards,) = program.compilation.whole.program.shards.values()

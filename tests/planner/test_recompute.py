@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from gemsc.base import rng
 from gemsc.base.rng import same_draws
 from gemsc.codegen.package import write_directory
-from gemsc.compiler import lower
+from gemsc.compiler import lower, trace
 from gemsc.errors import GemscError
 from gemsc.options import CompileOptions
 from gemsc.planner.edited import EditedPlan
@@ -315,8 +315,36 @@ def test_an_edited_plan_keeps_them(options: CompileOptions, tmp_path: Path) -> N
     program = lowered("resnet18", options)
     write_directory(program.compilation, tmp_path / "one")
     edited = EditedPlan.read(tmp_path / "one" / "plan.toml")
+    edited.check(traced("resnet18").program.blocks or ())
     again = lower(traced("resnet18"), edited.options())
     assert again.compilation.program.segments == program.compilation.program.segments
+
+
+class Attending(nn.Module):
+    """Its block is called as it is, and the one of a layer in it draws in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.softmax(x @ x.mT, 2) @ x
+        return self.layer(x) * torch.empty(len(x), 1, 1).bernoulli_(0.5)
+
+
+def test_all_takes_a_block_without_the_others_of_its_module(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Attending(), nn.Linear(4, 4))
+    x, options = torch.randn(2, 8, 4), CompileOptions(ranks=1, recompute=("all",))
+    graph = trace(model, (x,), loss=F.mse_loss, example_target=x)
+    program = lower(graph, options)
+    (stage,) = program.plan.stages
+    assert stage.blocks == ["0", "1", "1.layer", "2"]
+    assert stage.recompute == ["1..1", "2"]
+    write_directory(program.compilation, tmp_path)
+    edited = EditedPlan.read(tmp_path / "plan.toml")
+    edited.check(graph.program.blocks or ())
+    again = lower(graph, edited.options()).compilation.program
+    assert again.segments == program.compilation.program.segments
 
 
 def test_blocks_from_the_first_to_the_last_are_one() -> None:
