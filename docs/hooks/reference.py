@@ -254,7 +254,7 @@ def names_of_kinds() -> dict[str, tuple[str, ...]]:
     """Return the layers of each kind, or its functions where there are none."""
     layers: dict[str, dict[str, None]] = {}
     functions: dict[str, dict[str, None]] = {}
-    for cls, kind, _ in LAYERS:
+    for cls, (kind, _) in LAYERS.items():
         name = re.sub(r"[123]d$", "Nd", cls.__name__)
         layers.setdefault(kind.partition(":")[0], {})[name] = None
     for function, (kind, _) in FUNCTIONS.items():

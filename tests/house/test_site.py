@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -69,6 +70,15 @@ def site(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def pages(site) -> dict[Path, Links]:
     return {path: Links(path.read_text("utf-8")) for path in site.rglob("*.html")}
+
+
+def test_the_reference_is_made_from_the_code():
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("griffe")
+    made = runpy.run_path(str(ROOT / "docs" / "hooks" / "reference.py"))["MAKERS"]
+    assert "`ConvNd`" in made["operators"]()
+    assert "`--ranks`" in made["commands"]()
+    assert "[[stages]]" in made["plan"]()
 
 
 @pytest.mark.slow

@@ -262,51 +262,51 @@ def test_names_of_blocks_are_unique_and_say_where_they_are() -> None:
     assert names == ["a.weight", "a", "a (2)"]
 
 
-class Lookups(nn.Module):
-    """Layers that look up neighbours, by an index that is computed once or for each."""
+class Scaled(nn.Module):
+    """Layers to which something is added that is computed once or for each."""
 
     def __init__(self, once: bool) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
         self.once = once
 
-    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
-        near = edges.flip(0)
+    def forward(self, x: Tensor, rates: Tensor) -> Tensor:
+        scale = rates.exp()
         for layer in self.layers:
-            near = near if self.once else edges.flip(0)
-            x = torch.relu(layer(x[near[0]]))
+            scale = scale if self.once else rates.exp()
+            x = torch.relu(layer(x) + scale.tanh())
         return x
 
 
 @pytest.mark.slow
 def test_what_ties_blocks_is_named_and_the_advice_works() -> None:
-    given = torch.randn(8, 6), torch.randint(0, 8, (2, 8))
+    given = torch.randn(8, 6), torch.randn(8, 6)
     with pytest.raises(GemscError, match="4 stages need at least 4 blocks") as caught:
-        compile(Lookups(once=True), given, ranks=4)
+        compile(Scaled(once=True), given, ranks=4)
     (note,) = caught.value.__notes__
     assert re.match(
-        r"'near' of .*test_group_blocks.py:\d+ is used until .*together", note
+        r"'scale' of .*test_group_blocks.py:\d+ is used until .*together", note
     )
     assert str(caught.value.help).endswith(
-        "compute 'near' again for each layer that uses it"
+        "compute 'scale' again for each layer that uses it"
     )
-    assert compile(Lookups(once=False), given, ranks=4).plan.ranks == 4
+    assert compile(Scaled(once=False), given, ranks=4).plan.ranks == 4
 
 
-class Drawn(Lookups):
-    """Layers that look up neighbours which are drawn."""
+class Drawn(Scaled):
+    """Layers to which something drawn is added."""
 
-    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
-        return super().forward(x, torch.randint(0, 8, edges.shape))
+    def forward(self, x: Tensor, rates: Tensor) -> Tensor:
+        return super().forward(x, torch.randn_like(rates))
 
 
 @pytest.mark.slow
 def test_what_is_drawn_is_not_to_be_drawn_again() -> None:
-    given = torch.randn(8, 6), torch.randint(0, 8, (2, 8))
+    given = torch.randn(8, 6), torch.randn(8, 6)
     with pytest.raises(GemscError, match="4 stages need at least 4 blocks") as caught:
         compile(Drawn(once=True), given, ranks=4)
     assert str(caught.value.help).endswith(
-        "draw 'near' in the dataset, and pass it as an input"
+        "draw 'scale' in the dataset, and pass it as an input"
     )
 
 

@@ -174,7 +174,7 @@ def test_patience_ends_a_run_and_goes_on_after_a_resume(
 
 @pytest.mark.slow
 def test_a_figure_that_no_evaluation_gives(tmp_path: Path) -> None:
-    with pytest.raises(GemscError, match="an evaluation gives loss, score"):
+    with pytest.raises(GemscError, match="evaluations only have loss, score"):
         evaluated([1.0, 2.0], tmp_path, "--best", "dice:max")
     assert saved(tmp_path / "saved") == [1]
     with pytest.raises(GemscError, match=r"--patience needs evaluations, and .* no "):
@@ -210,7 +210,7 @@ def test_a_learning_rate_that_falls_on_a_plateau(tmp_path: Path) -> None:
     assert worker.variants.updates["d"].scheduler.get_last_lr() == [pytest.approx(0.1)]
     assert best.since == 2
     best.on_evaluation(trainer, {"score": 1.0})  # the phases of a step have no loss
-    with pytest.raises(GemscError, match="takes a figure: an evaluation gives score"):
+    with pytest.raises(GemscError, match="takes a figure: evaluations only have score"):
         best.on_end(trainer)
 
 
@@ -237,7 +237,7 @@ def test_a_figure_that_metrics_cannot_give_is_refused_at_the_start(
     given = (dice, {"dice": max, "parts": max}, short, None)
     for metrics in given:
         user = user_of(dataset=pairs, eval_dataset=pairs, metrics=metrics)
-        said = "--best dise: an evaluation gives loss"
+        said = "--best dise: evaluations only have loss"
         said += ", dice, parts" if metrics else "\n"
         with pytest.raises(GemscError, match=said):
             run(tmp_path, user, "--best", "dise:max", "--save", str(tmp_path / "new"))

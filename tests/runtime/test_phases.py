@@ -425,7 +425,7 @@ def test_a_run_goes_on_bit_for_bit(kind: str, tmp_path: Path) -> None:
 
     other = PHASES[0], replace(PHASES[1], name="h")
     written(tmp_path / "r", other)
-    with pytest.raises(GemscError, match="steps with d, g, the program's have d, h"):
+    with pytest.raises(GemscError, match="d, g, but the program's have d, h"):
         on_ranks(tmp_path / "r", 2, rest, phases=other, dtype=torch.float64)
 
 

@@ -41,7 +41,7 @@ def test_ranks_that_srun_does_not_connect_say_so_once(cluster, program):
     done = cluster.run("srun", "--mpi=none", "-n", "2", sys.executable, program)
     assert done.returncode == 1
     assert done.stderr.count("srun started 2 processes, and MPI cannot") == 1
-    assert done.stderr.count("help: srun --mpi=pmix -n 2") == 1
+    assert done.stderr.count("help: use srun --mpi=pmix -n 2") == 1
 
 
 @pytest.mark.nightly

@@ -536,7 +536,7 @@ MUTANTS = (
         "            box=((0, 4), (2, 4), (0, 10), (0, 10)),\n            draw=16,",
         0,
     ),
-    Mutant("another chance to drop", "heads", "p=0.1,", "p=0.2,"),
+    Mutant("another chance to drop", "heads", "p=0.1,", "p=0.2,", is_named=False),
     Mutant(
         "always dropped as in evaluation",
         "heads",
