@@ -709,7 +709,7 @@ def test_what_no_phase_can_have_is_refused(tmp_path: Path) -> None:
     written(tmp_path, seldom)
     with pytest.raises(GemscError, match="phase g has every=2"):
         trained(tmp_path, [], 2, seldom, accumulate=2)
-    with pytest.raises(GemscError, match="the phases d, g, it is given g, d"):
+    with pytest.raises(GemscError, match="the phases d, g, but is given g, d"):
         trained(tmp_path, [], 2, seldom[::-1])
 
     def freeze(trainer: Trainer) -> None:
