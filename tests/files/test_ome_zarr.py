@@ -129,7 +129,7 @@ def test_a_volume_is_predicted_as_by_plain_pytorch_in_windows(
     assert found.affine[0].tolist() == pytest.approx([0, 0, 250e-6, 8 * 250e-6])
     write_image(tmp_path / "slide.zarr", data[:1], "zyx")
     for words, message in (
-        (["slide.zarr"], "takes volumes (windows of 8 x 6 x 4 voxels), and slide.zarr"),
+        (["slide.zarr"], "expects volumes (windows of 8 x 6 x 4 voxels), but slide"),
         (["a.ome.zarr", "--level", "2"], "a.ome.zarr has no level 2"),
         (["a.ome.zarr", "-o", "x.tiff"], "x.tiff cannot hold the prediction of a"),
     ):
