@@ -74,11 +74,11 @@ def _grouped_by_size(
     """Return the names of those of which halves are in another group."""
     whole = {name: tuple(p.shape) for name, p in parameters.items()}
     blanks = {n: torch.empty(p.shape, device="meta") for n, p in parameters.items()}
-    ways = (
-        {n: tuple(_half(t, way, 0).shape) for n, t in blanks.items()} for way in (0, 1)
-    )
-    pairs = ((whole, halves) for halves in ways)
-    return {n for pair in pairs for n in others_by_size(parameters, *pair, factory)}
+    found = set[str]()
+    for way in (0, 1):
+        halves = {n: tuple(_half(t, way, 0).shape) for n, t in blanks.items()}
+        found.update(others_by_size(parameters, whole, halves, factory))
+    return found
 
 
 def others_by_size(

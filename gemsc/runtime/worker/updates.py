@@ -136,8 +136,8 @@ class Updates:
             return
         make = optimizer or partial(torch.optim.SGD, lr=0.01)
         own, parts = self.parameters, self._program.parts
-        held = {n: p.shape for n, p in self._stages.parameters.items() if n in own}
-        whole = {n: parts[n].shape if n in parts else held[n] for n in own}
+        held = self._stages.parameters
+        whole = {n: (parts[n] if n in parts else held[n]).shape for n in own}
         self.optimizer = optimizer_of(own, make, self._transport.host, whole)
         if self.optimizer is None:
             return
