@@ -106,7 +106,10 @@ def _groups_of(
     None is known where the optimizer cannot be made of tensors without memory.
     """
     for device in (torch.device("meta"), None):  # some want a device that exists
-        numbers = {n: like[n].new_zeros((), device=device) for n in shapes}
+        numbers = {
+            n: torch.zeros((), dtype=like[n].dtype, device=device or like[n].device)
+            for n in shapes
+        }
         blanks = {
             name: nn.Parameter(numbers[name].expand(shape), like[name].requires_grad)
             for name, shape in shapes.items()

@@ -496,6 +496,7 @@ class Every:
 
 
 SMALL, LARGE = (0, 2, 3, 6, 10), (1, 4, 5, 7, 8, 9, 11, 12, 13)
+GATED = (11, 13)  # a gate stays outside of a fork, which `Every` does not try
 
 
 @pytest.mark.slow(1)
@@ -506,4 +507,4 @@ def test_no_other_choice_of_forks_saves_more(seed: int) -> None:
     program = traced(case.model, *case.inputs)
     best = Every(program, 2).best()
     saved = sum(fork.saved for fork in shared(program))
-    assert saved == pytest.approx(best, rel=0.01)
+    assert saved > best if seed in GATED else saved == pytest.approx(best, rel=0.01)

@@ -147,9 +147,9 @@ def test_an_engine_that_the_launcher_does_not_start_is_refused_once(command):
     Path("model.py").write_text(MODEL)
     assert command("compile", "model.py", "-o", "program").code == 0
     says = (
-        "error: --engine mpi: torchrun started this rank\n"
-        "help: start it with mpirun -n RANKS python or with `gemsc run`, or leave "
-        "--engine out\n"
+        "error: --engine mpi does not match the launcher: torchrun started this rank\n"
+        "help: start it with mpirun -n RANKS python or `gemsc run`, or leave out "
+        "--engine\n"
     )
     for rank, said in enumerate((says, "")):
         by_torchrun = {"TORCHELASTIC_RUN_ID": "none", "RANK": str(rank)}

@@ -263,11 +263,13 @@ class _NormalizeChannels(torch.autograd.Function):
     def backward(
         ctx: Any, gradient: Tensor, *_: Tensor
     ) -> tuple[Tensor, Tensor | None, Tensor | None, None, None, None]:
-        value, weight, mean, variance, count = ctx.saved_tensors
+        saved, weight, mean, variance, count = ctx.saved_tensors
+        # in half precision the mean would be subtracted from what is rounded already
+        value = widened(saved)
         result, product, total = torch.ops.aten.native_batch_norm_backward(
-            gradient.contiguous(),
+            widened(gradient.contiguous()),
             value,
-            weight,
+            None if weight is None else widened(weight),
             mean,
             variance,
             None,
@@ -284,13 +286,13 @@ class _NormalizeChannels(torch.autograd.Function):
         slope = slope * rstd
         constant = torch.addcmul(constant, slope, mean, value=-1)
         shape = (1, -1, *(1,) * (value.dim() - 2))
-        slope, constant = slope.to(result.dtype), constant.to(result.dtype)
         own, its_value = result, value
         if ctx.own is not ...:
             own, its_value = result[ctx.own], value[ctx.own]
         own.addcmul_(its_value, slope.view(shape)).add_(constant.view(shape))
         weight_gradient = product if ctx.needs_input_grad[1] else None
         bias_gradient = total if ctx.needs_input_grad[2] else None
+        result = result.to(saved.dtype)
         return result, weight_gradient, bias_gradient, None, None, None
 
 
