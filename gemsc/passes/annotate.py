@@ -37,6 +37,7 @@ from gemsc.costs.signature import signature
 from gemsc.errors import GemscError
 from gemsc.ir import meta
 from gemsc.ir.fake import LSTM, fake_copy, fake_like, with_workspace
+from gemsc.ir.flow import is_exchange
 from gemsc.ir.holder import attribute, attributes_of, copied_graph
 from gemsc.ir.interpret import run_nodes
 from gemsc.ir.opaque import OpaqueCall, told_of_calls
@@ -93,12 +94,12 @@ class Annotate(Pass):
 
 
 def _travelling(program: Program) -> Iterator[fx.Node]:
-    """Yield values that one stage makes and another uses, or that came in vain."""
+    """Yield what goes from rank to rank, and from stage to stage, also in vain."""
     for stage in program.stages or ():
         inside = set(stage.nodes)
         for node in stage.nodes:
             is_tied = any(user.target is tiles.tied for user in node.users)
-            if is_tied or node.users.keys() - inside:
+            if is_tied or is_exchange(node) or node.users.keys() - inside:
                 yield node
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TypeVar
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gemsc.base.boxes import Box, everything, intersection, shape_of
@@ -17,6 +19,7 @@ from gemsc.ir.shape_grid import ShapeGrid
 from gemsc.messages.exchange import Exchange
 from gemsc.runtime.tiles import all_reduce, redistribute
 from gemsc.runtime.tiles.grid import Grid
+from gemsc.runtime.tiles.norms import functional_batch_norm
 from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.local import run_local
 from gemsc.runtime.transport.streams import Streams
@@ -209,6 +212,29 @@ def test_many_addends_of_half_precision_are_rounded_once() -> None:
         return float(redistribute(grid, value, exchange))
 
     assert on_tiles(4, work) == [260.0] * 4  # 256 + 1 is 256 in bfloat16
+
+
+def test_gradients_before_a_batch_norm_are_rounded_once() -> None:
+    """They are mostly their mean, which is subtracted: the rest has all its bits."""
+    torch.manual_seed(0)
+    value = torch.randn(2, 3, 8, 8).bfloat16()
+    gradient = (1 + torch.randn(2, 3, 8, 8) / 32).bfloat16()
+
+    def before(value: Tensor, gradient: Tensor, norm: Callable[..., Tensor]) -> Tensor:
+        value = value.clone().requires_grad_()
+        norm(value, training=True).backward(gradient)
+        assert value.grad is not None
+        return value.grad
+
+    def work(grid: Grid) -> Tensor:
+        rows = slice(4 * grid.tile, 4 * grid.tile + 4)
+        norm = partial(functional_batch_norm, grid)
+        return before(value[:, :, rows], gradient[:, :, rows], norm)
+
+    norm = partial(F.batch_norm, running_mean=None, running_var=None)
+    exact = before(value.double(), gradient.double(), norm)
+    error = (torch.cat(on_tiles(2, work), 2) - exact).abs().max()
+    assert error <= exact.abs().max() * torch.finfo(torch.bfloat16).eps / 2
 
 
 def test_nothing_is_sent_where_every_tile_holds_what_it_wants() -> None:
