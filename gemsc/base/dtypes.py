@@ -95,6 +95,20 @@ def widened(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in HALF else tensor
 
 
+def nudge(module: nn.Module, seed: int, dtype: torch.dtype | None = None) -> None:
+    """Change each number of the parameters by a last bit of a dtype, up or down.
+
+    What a ReLU or a pool decides may change with it, as with sums in another order.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.is_floating_point() or parameter.is_complex():
+                last_bit = torch.finfo(dtype or parameter.dtype).eps
+                signs = torch.rand(parameter.shape, generator=generator).sub_(0.5)
+                parameter.mul_(1.0 + last_bit * signs.sign_().to(parameter))
+
+
 def cast_module(
     module: nn.Module, dtype: torch.dtype, kept: Collection[str] = ()
 ) -> None:

@@ -157,6 +157,15 @@ def gradients_differ(
     )
 
 
+def distance(have: Gradients, want: Gradients, name: str) -> float:
+    """Return how far a gradient is off, relative to its largest element."""
+    if name not in have or name not in want:
+        return 0.0
+    pairs = zip(have.chunks(name), want.chunks(name), strict=True)
+    furthest = max((float((a - b).abs().max()) for a, b in pairs), default=0.0)
+    return furthest / (want.largest(name) or math.inf)
+
+
 def _other_kind(have: _Kind, want: _Kind) -> str | None:
     if have == want:
         return None

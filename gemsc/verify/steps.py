@@ -23,6 +23,7 @@ from gemsc.base.dtypes import (
     convert,
     converted,
     like_examples,
+    nudge,
 )
 from gemsc.base.plain_forward import with_threads
 from gemsc.base.process import num_cores
@@ -264,17 +265,11 @@ def nudged(
 ) -> nn.Module:
     """Return the model in a dtype, with weights that differ in their last bit.
 
-    What a ReLU or a pool decides may change with it, as with sums in another order. The
-    bit is that of the `lower` precision, where products are computed in one.
+    The bit is that of the `lower` precision, where products are computed in one.
     """
     model = copy.deepcopy(model)
     cast_module(model, dtype)
-    last_bit = torch.finfo(lower or dtype).eps
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            signs = torch.rand(parameter.shape, generator=generator).sub_(0.5).sign_()
-            parameter.mul_(1.0 + last_bit * signs.to(dtype))
+    nudge(model, seed, lower or dtype)
     return model
 
 

@@ -13,6 +13,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -576,6 +577,41 @@ class _Off(torch.autograd.Function):
         return grad
 
 
+def _other_gradient_in_graph(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
+    """Let the second run of the check, the graph's, have another gradient."""
+    runs, original = iter((1.0, factor)), check._finish
+
+    def run(*args: Any) -> Any:
+        _Off.factor = next(runs, 1.0)
+        return original(*args)
+
+    monkeypatch.setattr(check, "_finish", run)
+
+
+@pytest.mark.parametrize(
+    ("size", "off", "says"),
+    [
+        (1e-3, 2e-5, ""),  # a last bit of the weights changes as much
+        (1e-3, 1e-3, "differs by 1.0e-03"),
+        (1.0, 2e-5, "differs by 2.0e-05"),
+    ],
+)
+def test_a_gradient_may_be_off_by_what_rounding_changes(
+    size: float, off: float, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forward(self: Any, x: Any) -> Any:
+        return (_Off.apply(self.gains) - x).square().sum()
+
+    model = Model(forward)
+    model.register_parameter("gains", nn.Parameter(torch.ones(100)))
+    x = torch.full((100,), 1 - size)
+    program = record(model, (x,), loss=mean)
+    _other_gradient_in_graph(monkeypatch, 1 + off)
+    refused = pytest.raises(GemscError, match=says) if says else nullcontext()
+    with refused:
+        check_against_eager(program, model, (x,), mean)
+
+
 @pytest.mark.parametrize(
     ("factor", "message"),
     [
@@ -597,14 +633,7 @@ def test_the_check_compares_every_chunk(
     model.register_parameter("gains", nn.Parameter(torch.ones(100)))
     x = torch.ones(100)
     program = record(model, (x,), loss=mean)
-    runs = iter((1.0, factor))
-
-    def run(*args: Any) -> Any:
-        _Off.factor = next(runs)
-        return original(*args)
-
-    original = check._finish
-    monkeypatch.setattr(check, "_finish", run)
+    _other_gradient_in_graph(monkeypatch, factor)
     if not message:
         check_against_eager(program, model, (x,), mean)
         return
