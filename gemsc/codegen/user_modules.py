@@ -42,7 +42,11 @@ def user_module_source(path: str, opaque: Opaque, named: NamedObject) -> str:
     Raises:
         GemscError: it holds something that has no text; names the attribute.
     """
-    return _Source(opaque, named).module(path, opaque.module)
+    try:
+        return _Source(opaque, named).module(path, opaque.module)
+    except GemscError as error:
+        error.add_note(f"'{path}' stays whole, for {opaque.at}: {opaque.why}")
+        raise
 
 
 def tensor_source(tensor: torch.Tensor) -> str:

@@ -154,6 +154,9 @@ def test_what_has_no_text_is_refused_by_name(inner: Any, message: str) -> None:
         compiled(Around(inner())).rank_modules()
     assert caught.value.at is not None
     assert caught.value.help
+    (note,) = caught.value.__notes__
+    assert note.startswith("'inner' stays whole, for ")
+    assert note.endswith("differs from step to step")
 
 
 def scaled(x: Tensor, by: float) -> Tensor:
