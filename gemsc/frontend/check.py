@@ -32,7 +32,7 @@ from gemsc.frontend.fake_copy import LOSS
 from gemsc.frontend.gradients import (
     Gradients,
     difference_of,
-    distance,
+    gradient_distance,
     gradients_differ,
 )
 from gemsc.frontend.halves import loss_of_halves
@@ -358,7 +358,9 @@ def _compare(
     for name, tensor in expected.tensors.items():
         _report(name, difference_of(actual.tensors.get(name), tensor, least), actual)
     for name in expected.parameters:
-        moved = max((distance(each, want, name) for each in nudged), default=0.0)
+        moved = max(
+            (gradient_distance(each, want, name) for each in nudged), default=0.0
+        )
         allowed = max(least, min(_LIMIT, _TWICE * moved))
         problem = gradients_differ(have, want, name, allowed, noise)
         _report(f"the gradient of {name}", problem, actual)

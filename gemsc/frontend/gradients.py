@@ -157,7 +157,7 @@ def gradients_differ(
     )
 
 
-def distance(have: Gradients, want: Gradients, name: str) -> float:
+def gradient_distance(have: Gradients, want: Gradients, name: str) -> float:
     """Return how far a gradient is off, relative to its largest element."""
     if name not in have or name not in want:
         return 0.0
