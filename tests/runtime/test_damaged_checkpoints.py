@@ -400,7 +400,7 @@ FOREIGN: dict[str, tuple[Callable[[Path], Path], str, str]] = {
     "an older gemsc": (
         lambda p: written_to(p / "old" / "optimizer-rank0.pt", "").parent,
         "saved by an older gemsc",
-        "weights alone",
+        "only the weights",
     ),
     "another model": (
         lambda p: of_another(p / "wide", net(a=nn.Linear(4, 4, bias=False))),
@@ -414,7 +414,7 @@ FOREIGN: dict[str, tuple[Callable[[Path], Path], str, str]] = {
     ),
     "another optimizer": (
         lambda p: of_another(p / "sgd", optimizer=sgd),
-        "has the optimizer SGD, the program Adam",
+        "has the optimizer SGD, but the program has Adam",
         "use SGD again, or `gemsc export`",
     ),
     "another seed": (

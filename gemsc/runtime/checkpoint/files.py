@@ -177,6 +177,8 @@ class StoredTensors:
                 self._files[file] = TensorFile.open(path)
             found: StoredSlice = self._files[file].get_slice(key)
             return found
+        except KeyError:
+            raise damaged(path, f"is damaged: it has no '{key}'") from None
         except (SafetensorError, OSError) as error:
             raise damaged(path, f"is damaged: {error}") from None
 
