@@ -247,6 +247,13 @@ def test_a_figure_that_metrics_cannot_give_is_refused_at_the_start(
         run(tmp_path, user, "--steps", "1", "--best", rule)
 
 
+def test_a_best_checkpoint_of_none_is_refused() -> None:
+    words = "--checkpoint-every", "never", "--best", "dice:max"
+    with pytest.raises(GemscError, match="--checkpoint-every never saves none"):
+        parse_arguments(words)
+    assert parse_arguments([*words, "--patience", "3"]).best == "dice:max"
+
+
 def test_names_are_known_only_if_every_result_says_them() -> None:
     def some(output: Any, target: Any) -> Any:
         if output is None:

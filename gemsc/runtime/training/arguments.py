@@ -66,6 +66,12 @@ def parse_arguments(
         raise GemscError(
             f"argument --save: {problem}", help="choose another folder with --save"
         )
+    marks_best = options.best is not None and options.patience is None
+    if marks_best and options.checkpoint_every == "never":
+        raise GemscError(
+            "--best marks a checkpoint, and --checkpoint-every never saves none",
+            help="leave out one of the two",
+        )
     if options.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise GemscError(
             "--tensorboard: TensorBoard is not installed",
