@@ -130,22 +130,24 @@ def check_against_eager(
     least = _ROUNDINGS * torch.finfo(lower).eps if lower else 0.0
     try:
         _compare(actual, expected, least)
+        return expected.halves
     except GemscError as error:
-        with preserve_rng(), torch.enable_grad(), plain_forward():
-            node = _first_difference(program, copies(), inputs, target)
-            if node is None:  # a backward that adds in another order?
-                nudged = []
-                for seed in range(_NUDGES):
-                    own = _copies(program, model, loss, {}, training)
-                    found = _nudged_gradients(program, own, inputs, target, seed)
-                    nudged.append(found)
-                _compare(actual, expected, least, nudged)
-                return expected.halves
-        raise GemscError(
-            f"{error.message}; the first value that differs is that of '{node.name}'",
-            at=location(node) or error.at,
-            help=error.help,
-        ) from None
+        problem = error
+    with preserve_rng(), torch.enable_grad(), plain_forward():
+        node = _first_difference(program, copies(), inputs, target)
+        if node is not None:
+            raise GemscError(
+                f"{problem.message}; the first value that differs is that of "
+                f"'{node.name}'",
+                at=location(node) or problem.at,
+                help=problem.help,
+            )
+        nudged = []  # perhaps a backward that adds in another order
+        for seed in range(_NUDGES):
+            own = _copies(program, model, loss, {}, training)
+            found = _nudged_gradients(program, own, inputs, target, seed)
+            nudged.append(found)
+    _compare(actual, expected, least, nudged)
     return expected.halves
 
 

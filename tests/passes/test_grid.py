@@ -214,15 +214,21 @@ def test_many_addends_of_half_precision_are_rounded_once() -> None:
     assert on_tiles(4, work) == [260.0] * 4  # 256 + 1 is 256 in bfloat16
 
 
-def test_gradients_before_a_batch_norm_are_rounded_once() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_before_a_batch_norm_are_rounded_once(dtype: torch.dtype) -> None:
     """They are mostly their mean, which is subtracted: the rest has all its bits."""
     torch.manual_seed(0)
+    weight = torch.tensor([1.0, 2.0, -0.5], dtype=dtype)
     value = torch.randn(2, 3, 8, 8).bfloat16()
     gradient = (1 + torch.randn(2, 3, 8, 8) / 32).bfloat16()
 
     def before(value: Tensor, gradient: Tensor, norm: Callable[..., Tensor]) -> Tensor:
-        value = value.clone().requires_grad_()
-        norm(value, training=True).backward(gradient)
+        value, own = value.clone().requires_grad_(), weight.clone().requires_grad_()
+        if value.dtype is torch.float64:
+            own = own.detach().double()
+        bias = torch.zeros_like(own)
+        norm(value, weight=own, bias=bias, training=True).backward(gradient)
+        assert own.grad is None or own.grad.dtype is dtype
         assert value.grad is not None
         return value.grad
 

@@ -250,8 +250,9 @@ class _NormalizeChannels(torch.autograd.Function):
         own: Rows,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         mean, variance, count = _merged_channels(grid, value[own])
+        scale, shift = (None if t is None else widened(t) for t in (weight, bias))
         result = torch.native_batch_norm(
-            value, weight, bias, mean, variance, False, 0.0, eps
+            value, scale, shift, mean, variance, False, 0.0, eps
         )[0]
         ctx.save_for_backward(value, weight, mean, variance, count)
         ctx.grid, ctx.eps, ctx.own = grid, eps, own
