@@ -118,3 +118,22 @@ def test_words_that_are_pairs_are_shared_in_one_run(
     target = torch.randint(classes, (10, others))
     model = Factored(first, second, tells)
     compare(ShardCase(model, (ids,), F.cross_entropy, target, 2, "whole"), seed=0)
+
+
+class Residual(nn.Module):
+    """All that could be cut is as wide as the input that goes by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.layer(x)
+        return out
+
+
+def test_a_refusal_says_what_is_as_wide_as_an_input() -> None:
+    says = "layer.weight: an input of the model has this dimension"
+    x, target = torch.randn(2, 64), torch.randn(2, 64)
+    with pytest.raises(GemscError, match=f"{NOTHING}; {says}"):
+        on_shards(Residual(), (x,), F.mse_loss, target, 2, "whole")

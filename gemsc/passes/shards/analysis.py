@@ -77,8 +77,11 @@ class Analysis:
                 outside.append(node)
             for value in outside:
                 if value.op != "get_attr" and meta.is_one_tensor(value):
+                    why = "it goes from stage to stage"
+                    if value.op == "placeholder":
+                        why = "an input of the model has this dimension"
                     for dim in self.dims(value):
-                        freeze(dim, "it goes from stage to stage")
+                        freeze(dim, why)
         self._keep_words_together()
 
     def _keep_words_together(self) -> None:
