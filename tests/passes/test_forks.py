@@ -507,4 +507,7 @@ def test_no_other_choice_of_forks_saves_more(seed: int) -> None:
     program = traced(case.model, *case.inputs)
     best = Every(program, 2).best()
     saved = sum(fork.saved for fork in shared(program))
-    assert saved > best if seed in GATED else saved == pytest.approx(best, rel=0.01)
+    if seed in GATED:
+        assert 1 < saved / best < 1.2
+    else:
+        assert saved == pytest.approx(best, rel=0.01)
