@@ -23,7 +23,7 @@ from gemsc.plan import Plan
 from gemsc.runtime.process.device import exact_arithmetic, require_gpu
 from gemsc.runtime.process.progress import ProgressBar
 from gemsc.runtime.training.arguments import parse_arguments
-from gemsc.runtime.training.loop import shape_classes
+from gemsc.runtime.training.datasets import shape_classes
 from gemsc.runtime.training.verification import NEAR_ZERO, Figures, RunRecord
 from gemsc.user_model import UserModel
 from gemsc.verify.compare import (

@@ -35,7 +35,7 @@ from gemsc.runtime.data.batches import Batch, repeated
 from gemsc.runtime.data.shapes import all_numbers
 from gemsc.runtime.data.stream_batches import batches_of
 from gemsc.runtime.process.device import exact_arithmetic, require_gpu
-from gemsc.runtime.training.loop import shape_classes
+from gemsc.runtime.training.datasets import shape_classes
 from gemsc.runtime.training.program_directory import check_dtype, check_program
 from gemsc.runtime.training.starting import first_weights
 from gemsc.runtime.training.step_report import as_structure

@@ -181,6 +181,47 @@ def test_a_figure_that_no_evaluation_gives(tmp_path: Path) -> None:
         run(tmp_path, user_of(), "--patience", "3")
 
 
+def test_an_evaluation_that_fails_loses_nothing(tmp_path: Path) -> None:
+    """It is made again after a resume: then all is as if it had not failed."""
+    program(tmp_path)
+    called: list[tuple[int, float]] = []
+
+    def on_epoch(trainer: Trainer, epoch: int, figures: Any) -> None:
+        if trainer.transport.rank == 0:
+            called.append((epoch, figures["score"]))
+
+    def user(*wrong: int) -> Any:
+        def metrics(output: Tensor, target: Tensor) -> Any:
+            count.append(0)
+            if len(count) in wrong:
+                raise ZeroDivisionError("no positives")
+            return {"score": float(output.sum())}
+
+        count: list[int] = []
+        return user_of(
+            dataset=lambda: pairs(8),
+            eval_dataset=lambda: pairs(6, seed=1),  # two batches
+            metrics=metrics,
+            on_epoch=on_epoch,
+            scheduler=plateau,
+        )
+
+    words = "--epochs", "3", "--best", "score", "--save"
+    wanted = run(tmp_path, user(), *words, tmp_path / "whole")
+    undisturbed, called = called, []
+    again: tuple[str, ...] = ()
+    for calls in ((3, 4), (4,)):  # after epochs 2 and 3; two calls each
+        with pytest.raises(GemscError, match="no positives") as caught:
+            run(tmp_path, user(*calls), *words, tmp_path / "saved", *again)
+        again = "--resume", str(tmp_path / "saved")
+        assert "then go on with --resume" in str(caught.value.help)
+    found = run(tmp_path, user(), *words, tmp_path / "saved", *again)
+    assert called == undisturbed
+    assert len(called) == 3
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+
 def plateau(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
 
@@ -210,8 +251,8 @@ def test_a_learning_rate_that_falls_on_a_plateau(tmp_path: Path) -> None:
     assert worker.variants.updates["d"].scheduler.get_last_lr() == [pytest.approx(0.1)]
     assert best.since == 2
     best.on_evaluation(trainer, {"score": 1.0})  # the phases of a step have no loss
-    with pytest.raises(GemscError, match="takes a figure: evaluations only have score"):
-        best.on_end(trainer)
+    found = str(best.problem)
+    assert "ReduceLROnPlateau takes a figure: evaluations only have score" in found
 
 
 def dice(output: Tensor, target: Tensor) -> Any:

@@ -444,3 +444,17 @@ def test_a_wrong_eval_dataset_is_named_with_its_line(tmp_path: Path) -> None:
     with pytest.raises(GemscError, match="does not return samples by index") as caught:
         run(program(tmp_path), user, "--epochs", "1")
     assert caught.value.at == here
+
+
+def test_an_eval_dataset_that_does_not_fit_is_refused_before_the_first_step(
+    tmp_path: Path,
+) -> None:
+    steps: list[int] = []
+    user = user_of(
+        eval_dataset=lambda: [(torch.randn(7), X[0])] * 4,
+        on_step=lambda trainer, report: steps.append(report.step),
+    )
+    with pytest.raises(GemscError, match=r"eval_dataset: .* shape \[4, 7\]") as caught:
+        run(program(tmp_path), user, "--epochs", "1")
+    assert caught.value.at == user.line_of("eval_dataset")
+    assert not steps

@@ -329,3 +329,15 @@ def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"'{text}' is not a whole number above 0")
     return int(text)
+
+
+def to_resume(options: argparse.Namespace) -> list[str]:
+    """Return the options of a run, with those that let it go on."""
+    words = [word for word in options.typed if word != "--overwrite"]
+    if "--resume" in words:
+        at = words.index("--resume")
+        has_folder = at + 1 < len(words) and not words[at + 1].startswith("-")
+        del words[at : at + 1 + has_folder]
+    if not any(word.split("=")[0] == "--save" for word in words):
+        words += ["--save", str(options.save)]
+    return [*words, "--resume"]

@@ -56,7 +56,8 @@ class Best(Callback):
         self.value: float | None = None
         self.step = self.since = 0
         self.is_new = False  # the last evaluation is the best
-        self._problem: GemscError | None = None
+        self.is_owed = False  # it failed: it is to be made again
+        self.problem: GemscError | None = None  # the figure is not there
 
     def check(self, names: Iterable[str], at: SourceLocation | None) -> None:
         """Make sure that the figure is one of those whose names begin so.
@@ -80,25 +81,16 @@ class Best(Callback):
                 help="resume with a larger --patience, or without",
             )
 
-    def on_step(self, trainer: Trainer, report: StepReport) -> None:
-        """Say what is wrong, now that the epoch's checkpoint is saved."""
-        self._check()
-
-    def on_end(self, trainer: Trainer) -> None:
-        """Say what is wrong, now that the last checkpoint is saved."""
-        self._check()
-
     def on_evaluation(self, trainer: Trainer, figures: Mapping[str, float]) -> None:
         """Compare the figure with the best one."""
-        self.is_new = False
+        self.is_new = self.is_owed = False
         waiting = plateaus(trainer)
         if self.name not in figures:
             if self.is_asked_for or waiting:
                 what = f"--best {self.name}" if self.is_asked_for else PLATEAU
-                self._problem = GemscError(
+                self.problem = GemscError(
                     f"{what}: evaluations only have {', '.join(figures)}",
-                    help="give one of them to --best, or return it from metrics(); the "
-                    "checkpoints are complete, so use --resume",
+                    help="give one of them to --best, or return it from metrics()",
                 )
             return
         _, within = self.epochs.place(trainer.step_number)
@@ -122,10 +114,12 @@ class Best(Callback):
             "value": self.value,
             "step": self.step,
             "since": self.since,
+            "is_owed": self.is_owed,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with what was the best, if it is the same figure."""
+        self.is_owed = state.get("is_owed", False)
         if state["name"] == self.name:
             self.value, self.step = state["value"], state["step"]
             self.since = state["since"]
@@ -139,10 +133,6 @@ class Best(Callback):
             f"{self.name} was not better than {self.value:.6g}, of step {self.step}, "
             f"in the last {evaluations}"
         )
-
-    def _check(self) -> None:
-        if self._problem is not None:
-            raise self._problem
 
 
 @dataclass(eq=False)
@@ -164,7 +154,8 @@ class Checkpoints(Callback):
 
     def on_start(self, trainer: Trainer) -> None:
         """Start the clock."""
-        self._step = trainer.step_number
+        is_whole = self.best is None or not self.best.is_owed
+        self._step = trainer.step_number if is_whole else -1
         self._start_clock()
 
     def on_step(self, trainer: Trainer, report: StepReport) -> None:

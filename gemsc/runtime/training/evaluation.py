@@ -10,6 +10,7 @@ import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -22,13 +23,16 @@ from gemsc.base.nests import Mean, as_loss
 from gemsc.errors import GemscError
 from gemsc.runtime.checkpoint.holdings import LOSS_KEY, Holdings
 from gemsc.runtime.checkpoint.pieces import TensorPiece
-from gemsc.runtime.data.batches import Batch, Batches
+from gemsc.runtime.data.batches import Batch
 from gemsc.runtime.data.metrics import Metrics, first_samples, is_texts
 from gemsc.runtime.data.shared import SharedData
+from gemsc.runtime.data.stream_batches import StreamBatches
 from gemsc.runtime.data.tiled import Window
+from gemsc.runtime.training.step_report import as_structure
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.runtime.training.verification import Figures, RunRecord
 from gemsc.runtime.transport.transport import LARGEST_TAG, Transport
+from gemsc.runtime.worker.steps import BatchError
 from gemsc.slides.windows import Case, Picture, SlidingWindows
 from gemsc.user_model import UserModel
 from gemsc.weights.load import stage_tensors
@@ -43,6 +47,7 @@ class Evaluator:
     data: SharedData
     record: RunRecord
     has_frozen: bool = field(default=False, init=False)  # what never changes, in loss
+    _problem: GemscError | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.metrics = Metrics(self.user.make_metrics(), self.user.line_of("metrics"))
@@ -81,9 +86,33 @@ class Evaluator:
             raise
         self.picture: Picture = found
 
-    def run(self) -> dict[str, float]:
-        """Return the figures of all samples, the same on every rank."""
-        mean_loss = Mean()
+    def check_first(self) -> None:
+        """Read the first batch, so that a wrong one shows before anything is trained.
+
+        Whole cases and slides are too large for that, and streams may begin slowly.
+
+        Raises:
+            GemscError: it does not fit the program.
+        """
+        batches, worker = self.data.batches, self.trainer.worker
+        is_read_in_parts = batches.window is not None or self.windows is not None
+        if is_read_in_parts or isinstance(batches, StreamBatches):
+            return
+        for batch, _ in islice(self.data.epoch(0), 1):
+            sources = dict(zip(("input", "target"), batch.data, strict=True))
+            sources["input"] = as_structure(sources["input"])
+            worker.use(self.trainer.plan.variant_of(batch.shape))
+            with naming_samples(self.trainer, self.data, 0, 0):
+                worker.steps.shape.bind(sources)
+            worker.use("")
+
+    def run(self) -> tuple[dict[str, float], GemscError | None]:
+        """Return the figures of all samples, the same on every rank.
+
+        None where the user's metrics or loss fail: that error is given, and not raised,
+        since only one rank scores, and all have to save first what they have trained.
+        """
+        self._problem, mean_loss = None, Mean()
         self.metrics.reset()
         if isinstance(self.loss, nn.Module):
             bring_up_to_date(self.loss, self.trainer, frozen=not self.has_frozen)
@@ -94,20 +123,31 @@ class Evaluator:
             self._score_cases(mean_loss)
         status = self.trainer.worker.status
         status.enter("metrics")
-        own = self.metrics.figures()
-        if "loss" in own:
-            raise GemscError(
-                "metrics returns a figure named 'loss', like the held-out loss",
-                at=self.user.line_of("metrics"),
-                help="rename it",
-            )
+        own: dict[str, tuple[float, int]] = {}
+        with self._later():
+            own = self.metrics.figures()
+            if "loss" in own:
+                raise GemscError(
+                    "metrics returns a figure named 'loss', like the held-out loss",
+                    at=self.user.line_of("metrics"),
+                    help="rename it",
+                )
         transport, scorer = self.trainer.transport, self.holders.first
         terms = mean_loss.divisor
         losses: Figures = {"loss": (mean_loss.value, terms)} if terms else {}
-        found = transport.all_gather_object(losses | own)[scorer]
+        mine = losses | own if self._problem is None else {}, self._problem
+        found, problem = transport.all_gather_object(mine)[scorer]
         status.idle()
         self.record.add_figures(found)
-        return {name: value for name, (value, _) in found.items()}
+        return {name: value for name, (value, _) in found.items()}, problem
+
+    @contextmanager
+    def _later(self) -> Iterator[None]:
+        """Keep the first error for later, when the ranks do not wait for each other."""
+        try:
+            yield
+        except GemscError as error:
+            self._problem = self._problem or error
 
     def _batches(self) -> Iterator[Batch]:
         """Yield all batches, until the first rank that reads has none."""
@@ -122,7 +162,7 @@ class Evaluator:
         batches, status = self.data.batches, self.trainer.worker.status
         for number, batch in enumerate(self._batches()):
             input, target = batch.data
-            naming = naming_samples(self.trainer, batches, 0, number)
+            naming = naming_samples(self.trainer, self.data, 0, number)
             with self.record.draws(), naming:
                 result = self.trainer.evaluate(
                     input, target, window=batches.window, shape=batch.shape
@@ -143,9 +183,11 @@ class Evaluator:
                 continue
             size = batches.order.sizes[batch.shape]
             output, target = (first_samples(value, count, size) for value in scored)
-            self.metrics.add(output, target, count)
+            with self._later():
+                self.metrics.add(output, target, count)
             if not is_full and self.loss is not None:
-                mean_loss.add(self._loss_of_rest(output, target, batch), count)
+                with self._later():
+                    mean_loss.add(self._loss_of_rest(output, target, batch), count)
 
     @torch.no_grad()
     def _loss_of_rest(self, output: Any, target: Any, batch: Batch) -> Tensor:
@@ -188,7 +230,8 @@ class Evaluator:
                 continue
             status.enter("metrics")
             target = self._cast(target)
-            self.metrics.add(output, target, 1)
+            with self._later():
+                self.metrics.add(output, target, 1)
             if self.loss is not None:
                 with torch.no_grad():
                     mean_loss.add(as_loss(self.loss(output, target)))
@@ -201,11 +244,19 @@ class Evaluator:
 
 @contextmanager
 def naming_samples(
-    trainer: Trainer, batches: Batches, epoch: int, number: int
+    trainer: Trainer, data: SharedData, epoch: int, number: int
 ) -> Iterator[None]:
-    """Name the samples of a micro-batch that fails: one may have a wrong label."""
+    """Name the samples of a micro-batch that fails: one may have a wrong label.
+
+    And the dataset of a batch that does not fit.
+    """
+    batches = data.batches
     try:
         yield
+    except BatchError as error:
+        error.at = error.at or data.at
+        error.message = f"{data.name}: {error.message}"
+        raise
     except GemscError:
         raise
     except Exception as error:

@@ -8,27 +8,21 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from gemsc.base.examples import Examples
 from gemsc.base.rng import seed_of
-from gemsc.datasets.samples import joins_samples, num_samples
-from gemsc.datasets.stream import ENDLESS
-from gemsc.errors import GemscError, warn
-from gemsc.plan import Plan
-from gemsc.plan_tables import PlannedShape
+from gemsc.errors import GemscError
 from gemsc.runtime.checkpoint.files import export_model
 from gemsc.runtime.checkpoint.folder import LATEST, MODEL
 from gemsc.runtime.checkpoint.manifest import Manifest
 from gemsc.runtime.data.batches import Batches
 from gemsc.runtime.data.metrics import figure_names
-from gemsc.runtime.data.shapes import ShapeClasses, all_numbers
-from gemsc.runtime.data.shared import SharedData
-from gemsc.runtime.data.stream_batches import StreamBatches, batches_of
-from gemsc.runtime.data.tiled import TiledDataset, window_of
+from gemsc.runtime.data.stream_batches import StreamBatches
 from gemsc.runtime.process.failure import is_first
 from gemsc.runtime.process.status import REPORTED
 from gemsc.runtime.process.stop import StopSignal
+from gemsc.runtime.training.arguments import to_resume
 from gemsc.runtime.training.callbacks import Callback, Console, Ema, Hooks, Position
 from gemsc.runtime.training.checkpoints import Best, Checkpoints, plateaus
+from gemsc.runtime.training.datasets import Datasets
 from gemsc.runtime.training.epochs import Epochs
 from gemsc.runtime.training.evaluation import Evaluator, naming_samples
 from gemsc.runtime.training.logs import Log
@@ -43,38 +37,6 @@ from gemsc.runtime.worker.finite import (
     rows_not_finite,
 )
 from gemsc.user_model import UserModel
-
-
-def shape_classes(plan: Plan, user: UserModel, name: str) -> ShapeClasses | None:
-    """Return how samples of `dataset` or `eval_dataset` are padded, if they are.
-
-    They are where batches have several shapes, or the file says how to make one.
-    """
-    shapes, joins = plan.shapes, joins_samples(user.collate)
-    if not shapes and (user.pad_value is not None or joins):
-        inputs = user.make_shapes()
-        examples = Examples(inputs, user.make_targets(inputs))
-        shapes = [
-            PlannedShape(
-                name="of example_inputs()",
-                variant="",
-                micro_batch_size=plan.micro_batch_size,
-                sizes=examples.sizes(0),
-                step_seconds=plan.step_seconds,
-                peak_bytes=plan.peak_bytes,
-            )
-        ]
-    if not shapes:
-        return None
-    at = {each: user.line_of(each) for each in ("pad_value", "bucket", "collate")}
-    return ShapeClasses(
-        shapes,
-        0 if user.pad_value is None else user.pad_value,
-        user.bucket,
-        user.collate if plan.shapes or joins else None,
-        {**at, "dataset": user.line_of(name)},
-    )
-
 
 # what `--on-nonfinite` makes of an update
 DONE = {"skip": "this update is left out", "warn": "the update was made"}
@@ -92,10 +54,11 @@ class Training:
         self.plan, self.transport = self.trainer.plan, self.trainer.transport
         self.record = RunRecord.begin(self.trainer.worker, self.options.record_run)
         seed = self.trainer.worker.seed
-        self._notes: list[str] = []
-        self.data = self._data("dataset", seed, shuffle=True)
+        worker, is_kept = self.trainer.worker, self.record.is_kept
+        self.datasets = Datasets(worker, self.plan, self.user, self.options, is_kept)
+        self.data = self.datasets.of("dataset", seed, shuffle=True)
         # what is drawn for evaluation must not be what was drawn for training
-        data = self._data("eval_dataset", seed_of(seed, -1), shuffle=False)
+        data = self.datasets.of("eval_dataset", seed_of(seed, -1), shuffle=False)
         self.evaluator = (
             Evaluator(self.trainer, self.user, data, self.record) if data else None
         )
@@ -105,19 +68,21 @@ class Training:
         ahead = more if options.workers else f"--workers {1 if is_stream else 2}"
         self.console = Console(self.trainer, self.epochs, ahead)
         self.checkpoints: Checkpoints | None = None
+        self.best: Best | None = None
         self.trainer.add_callbacks(self._callbacks())
 
     def _callbacks(self) -> list[Callback]:
         """Return what the options and the user's file ask for, in order."""
-        options, best = self.options, None
+        options = self.options
         callbacks: list[Callback] = [Position(self.trainer, self.epochs)]
         if options.ema is not None:
             callbacks.append(Ema(options.ema))
         callbacks.append(Hooks(self.user))
         if self.evaluator is not None:
-            callbacks.append(best := Best(self.epochs, options.best, options.patience))
+            self.best = Best(self.epochs, options.best, options.patience)
+            callbacks.append(self.best)
             if (names := figure_names(self.user.metrics)) is not None:
-                best.check(names, self.user.line_of("metrics"))
+                self.best.check(names, self.user.line_of("metrics"))
         elif name := self._needs_evaluations():
             raise GemscError(
                 f"{name} needs evaluations, and {self.user.path} has no eval_dataset()",
@@ -132,7 +97,7 @@ class Training:
                 epochs=self.epochs,
                 every=options.checkpoint_every,
                 keep=options.keep,
-                best=best,
+                best=self.best,
                 background=options.checkpoint_async,
             )
             callbacks.append(self.checkpoints)  # last: it saves the state of the others
@@ -147,6 +112,11 @@ class Training:
         return "ReduceLROnPlateau" if waits else ""
 
     @property
+    def _owes_evaluation(self) -> bool:
+        """Whether the checkpoint was saved because an evaluation had failed."""
+        return self.best is not None and self.best.is_owed
+
+    @property
     def _batches(self) -> Batches:
         assert self.data is not None
         return self.data.batches
@@ -156,100 +126,6 @@ class Training:
         """Whether a signal ends the run before its last step."""
         is_over = self.epochs.is_over(self.trainer.step_number)
         return self.trainer.is_leaving and not is_over
-
-    @property
-    def _reads(self) -> bool:
-        """Whether this rank takes anything of a batch in training."""
-        return bool(self.trainer.worker.variants.inputs)
-
-    def _data(self, name: str, seed: int, *, shuffle: bool) -> SharedData | None:
-        if getattr(self.user, name) is None:
-            return None
-        items = self.user.make_dataset(name, seed=seed)
-        num_samples(items, self.user.line_of(name))
-        worker = self.trainer.worker
-        window = None
-        trains_rest = shuffle and self.options.last_batch == "train"
-        if isinstance(items, TiledDataset):
-            window = window_of(worker.variants.inputs, tuple(items.shape))
-        whole_targets = "none"
-        if not shuffle and worker.program.tile == 0:  # where outputs may be
-            whole_targets = "last" if self.user.metrics is None else "all"
-        sizes, place = self.plan.batch_sizes, worker.place
-        part, num_parts = place.copy, place.num_copies
-        shapes = shape_classes(self.plan, self.user, name)
-        if not shuffle and self.user.eval_windows is not None:
-            sizes, part, num_parts = [1], 0, 1  # whole cases, one at a time
-            shapes = None
-        samples = all_numbers(shapes, items, seed, self.transport)
-        batches = batches_of(
-            items,
-            sizes,
-            seed=seed,
-            shuffle=shuffle,
-            workers=self.options.workers,
-            pinned=self.trainer.device.type == "cuda",
-            part=part,
-            num_parts=num_parts,
-            window=window,
-            whole_targets=whole_targets,
-            compare_all=self.record.is_kept,
-            keeps_marks=shuffle and self.options.save is not None,
-            least=self.plan.micro_batch_sizes if trains_rest else None,
-            shapes=shapes,
-            numbers=samples,
-        )
-        if trains_rest and batches.num_samples == ENDLESS:
-            raise GemscError(
-                "--last-batch train needs to know how many samples an epoch has",
-                at=self.user.line_of(name),
-                help="return gemsc.Stream(..., samples=...) from dataset(), or leave "
-                "out the option",
-            )
-        shared = SharedData(batches, self.transport, name, self.user.line_of(name))
-        if len(batches) == 0:
-            raise self._too_few(name, batches.num_samples, shuffle, trains_rest)
-        if shuffle and not shared.split(reads=self._reads):
-            self._notes.append(
-                f"note: {name}() is not split: each of the {batches.num_copies} "
-                "replicas reads all of it, and drops what is not its own"
-            )
-        if shuffle:
-            self._note_shapes(shared)
-        return shared
-
-    def _too_few(
-        self, name: str, count: int, is_trained: bool, trains_rest: bool
-    ) -> GemscError:
-        """Return the error of a dataset that fills no batch."""
-        what, least = "one step", self.plan.batch_sizes
-        help = "compile with fewer --micro-batches, give more data, or use "
-        help += "--last-batch train"
-        if trains_rest:
-            what, least = "one micro-batch", self.plan.micro_batch_sizes
-            help = "give more data, or compile with smaller example_inputs()"
-        elif not is_trained:
-            what, least, help = "an evaluation", [1], f"give data, or no {name}()"
-        wanted = " or ".join(map(str, least))
-        return GemscError(
-            f"{name}() has {count} samples, {what} takes {wanted}",
-            at=self.user.line_of(name),
-            help=help,
-        )
-
-    def _note_shapes(self, shared: SharedData) -> None:
-        """Say which shapes have too few samples for a batch."""
-        order = shared.batches.order
-        for number, each in enumerate(self.plan.shapes):
-            count = order.counts[number]
-            if count and not order.batches[number] and self.transport.rank == 0:
-                warn(
-                    f"no batch has shape {each.name}: {count} samples have it, a batch "
-                    f"takes {order.sizes[number]}",
-                    at=shared.at,
-                    help="--last-batch train, fewer --micro-batches, or bucket() that "
-                    "puts them into a larger shape",
-                )
 
     def run(self) -> None:
         """Make the steps that are left, evaluating and saving after each epoch.
@@ -268,24 +144,14 @@ class Training:
                 self.evaluator.data.batches.close()
 
     def _run(self) -> None:
-        epochs = self.epochs
-        done = self.trainer.worker.steps.done
-        if not self._has_steps_left(done):
+        if not self._has_steps_left(self.trainer.worker.steps.done):
             return
-        for note in self._notes:
+        for note in self.datasets.notes:
             self.console.say(note)
+        if self.evaluator is not None:
+            self.evaluator.check_first()
         self.trainer.start()
-        while not epochs.is_over(done) and not self.trainer.is_stopping:
-            epoch, first = epochs.place(done)
-            self.trainer.epoch = epoch
-            has_ended = self._train_epoch(epoch, first)
-            done = self.trainer.worker.steps.done
-            if self.trainer.is_leaving and not has_ended and not epochs.is_over(done):
-                break
-            figures = self._evaluate()
-            self.trainer.agree()
-            self.trainer.tell("on_epoch", epoch, figures)
-            self.trainer.agree()
+        done = self._train()
         StopSignal.answer()
         if self.checkpoints is not None:
             self.checkpoints.save(self.trainer)
@@ -302,10 +168,32 @@ class Training:
         if self.console.talks and self.options.record_run is not None:
             self.record.write(self.options.record_run)
 
+    def _train(self) -> int:
+        """Make all steps and evaluations that are left; return how many steps are done.
+
+        First the evaluation of an epoch that has ended, if it is owed.
+        """
+        epochs, done = self.epochs, self.trainer.worker.steps.done
+        owes = self._owes_evaluation
+        while owes or not (epochs.is_over(done) or self.trainer.is_stopping):
+            epoch, first = epochs.place(done)
+            if owes and not first:
+                epoch -= 1
+            self.trainer.epoch = epoch
+            has_ended = owes or self._train_epoch(epoch, first)
+            owes, done = False, self.trainer.worker.steps.done
+            if self.trainer.is_leaving and not has_ended and not epochs.is_over(done):
+                break
+            figures = self._evaluate()
+            self.trainer.agree()
+            self.trainer.tell("on_epoch", epoch, figures)
+            self.trainer.agree()
+        return done
+
     def _say_end(self, epoch: int, steps: int, *, ends: bool) -> None:
         """Say where an epoch has ended sooner for some replicas than for others."""
         place = self.trainer.worker.place
-        mine = (place.copy, ends) if self._reads else None
+        mine = (place.copy, ends) if self.datasets.reads else None
         found = [*filter(None, self.transport.all_gather_object(mine))]
         ended = sorted({copy + 1 for copy, ends in found if ends})
         if len(ended) < len({copy for copy, _ in found}):
@@ -324,7 +212,7 @@ class Training:
         if "Ema" in self.trainer.dropped:
             text = "warning: the checkpoint has averages of the weights, this run keeps"
             self.console.say(f"{text} none\nhelp: resume with --ema, or they are lost")
-        if not self.epochs.is_over(done):
+        if self._owes_evaluation or not self.epochs.is_over(done):
             if done and (changes := changed_options(self.options, done)):
                 text = "note: this run continues with other options than it had"
                 self.console.say(f"{text}: {', '.join(changes)}")
@@ -346,7 +234,7 @@ class Training:
         window, ends = self._batches.window, False
         requests = self.trainer.requests
         source = self.trainer.worker.status.while_reading(
-            self.data.epoch(epoch, first, requests=requests, reads=self._reads)
+            self.data.epoch(epoch, first, requests=requests, reads=self.datasets.reads)
         )
         left = self.epochs.left(self.trainer.step_number)
         numbers = count(first) if left is None else range(first, first + left)
@@ -355,7 +243,7 @@ class Training:
             shape = batch.shape
             whole = batch.count // self.plan.micro_batch_sizes[shape]
             how: dict[str, Any] = {"micro_batches": whole, "shape": shape}
-            naming = naming_samples(self.trainer, self._batches, epoch, number)
+            naming = naming_samples(self.trainer, self.data, epoch, number)
             try:
                 with self.record.draws(), naming:
                     loss = self.trainer.step(input, target, window=window, **how)
@@ -380,10 +268,29 @@ class Training:
         """Return the loss and the user's metrics, means over the held-out samples."""
         if self.evaluator is None:
             return {}
+        assert self.best is not None
         self.trainer.tell("on_evaluation_start")
-        figures = self.evaluator.run()
-        self.trainer.tell("on_evaluation", figures)
+        figures, problem = self.evaluator.run()
+        if problem is None:
+            self.trainer.tell("on_evaluation", figures)
+            problem = self.best.problem
+        if problem is not None:
+            raise self._saved_first(problem)
         return figures
+
+    def _saved_first(self, problem: GemscError) -> GemscError:
+        """Save what is trained, without the evaluation, which is made on `--resume`."""
+        assert self.best is not None
+        if self.checkpoints is not None:
+            self.best.is_owed = True
+            self.checkpoints.save(self.trainer)
+            self.trainer.finish_saving()
+            step, folder = self.trainer.step_number, self.checkpoints.folder
+            problem.help = (
+                f"{problem.help}; then go on with --resume: {folder} has the "
+            )
+            problem.help += f"checkpoint of step {step}"
+        return problem
 
     def _leave(self, done: int) -> None:
         """Say how to go on."""
@@ -391,21 +298,10 @@ class Training:
         where = "no checkpoint: none was asked for"
         if self.checkpoints is not None:
             where = f"checkpoint in {folder}; resume with: gemsc run "
-            where += shlex.join([str(self.trainer.directory), *self._arguments()])
+            where += shlex.join([str(self.trainer.directory), *to_resume(self.options)])
         text = f"stopped on request at step {done}; {where}"
         if self.console.talks and is_first(REPORTED, text):
             self.console.say(text)
-
-    def _arguments(self) -> list[str]:
-        """Return the options of this run, with those that let it go on."""
-        words = [word for word in self.options.typed if word != "--overwrite"]
-        if "--resume" in words:
-            at = words.index("--resume")
-            has_folder = at + 1 < len(words) and not words[at + 1].startswith("-")
-            del words[at : at + 1 + has_folder]
-        if not any(word.split("=")[0] == "--save" for word in words):
-            words += ["--save", str(self.options.save)]
-        return [*words, "--resume"]
 
     def _where(self, problem: Problem, data: Any) -> list[str]:
         """Return in which samples of the step's batch a problem is; all ranks call it.

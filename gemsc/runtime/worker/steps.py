@@ -122,6 +122,10 @@ class Steps:
         return torch.full_like(loss, 1.0 / count)
 
 
+class BatchError(GemscError):
+    """A batch that is not one of the program's: its structure, a shape or a dtype."""
+
+
 @dataclass(frozen=True)
 class BatchShape:
     """The tensors that a rank takes and how many micro-batches hold them.
@@ -145,7 +149,7 @@ class BatchShape:
         images, or the `window` of them.
 
         Raises:
-            GemscError: a tensor is missing, or its shape or dtype does not fit.
+            BatchError: a tensor is missing, or its shape or dtype does not fit.
         """
         return {
             name: self._check(item, _pick(sources, item), window)
@@ -169,7 +173,7 @@ class BatchShape:
             size = self.micro_batches * shape[0]
         if tuple(tensor.shape) not in (whole, (size, *shape[1:])):
             parts = f": {show_micro_batches(count)} of {list(shape)}"
-            raise GemscError(
+            raise BatchError(
                 f"{item.name} has shape {list(tensor.shape)}, but this program expects "
                 f"{list(whole)}{parts if item.batched else ''}",
                 help="pass such batches, or compile again with another --micro-batches "
@@ -179,7 +183,7 @@ class BatchShape:
         both_float = tensor.is_floating_point() and dtype.is_floating_point
         both_complex = tensor.is_complex() and dtype.is_complex
         if tensor.dtype != dtype and not (both_float or both_complex):
-            raise GemscError(
+            raise BatchError(
                 f"{item.name} has dtype {tensor.dtype}, but this program expects "
                 f"{dtype}",
                 help="convert it, or compile again with example_inputs() of this dtype",
@@ -206,7 +210,7 @@ def _pick(sources: Mapping[str, Any], item: Input) -> Tensor:
         try:
             value = value[part]
         except (KeyError, IndexError, TypeError):
-            raise GemscError(
+            raise BatchError(
                 f"the batch has no {item.name}",
                 help="pass a batch with the structure of example_inputs() and of the "
                 "target",
@@ -216,7 +220,7 @@ def _pick(sources: Mapping[str, Any], item: Input) -> Tensor:
         # of a package's own class, its gradients would be of that class, too
         return tensor if type(tensor) is Tensor else tensor.as_subclass(Tensor)
     except (RuntimeError, TypeError, ValueError):
-        raise GemscError(
+        raise BatchError(
             f"{item.name} is of type {type(value).__name__}, which is not a tensor",
             help="pass a tensor or numbers",
         ) from None
