@@ -185,6 +185,25 @@ def test_memory_that_is_changed_in_place_is_gathered_first() -> None:
     assert "changed in place" in step.barriers[0].reason
 
 
+class ChangedLast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        y[..., 0] = 0
+        return self.second(y)
+
+
+def test_what_is_changed_in_place_crosses_to_a_stage_without_tiles() -> None:
+    given: dict[str, Any] = {"ranks": 3, "tiles": ("2x1",), "cuts": ("second",)}
+    step = gemsc.compile(
+        ChangedLast(), (torch.randn(2, 3, 8, 8),), loss=square, **given
+    )
+    assert step.plan.unchecked == ""
+
+
 class ActivatedInPlace(nn.Module):
     """As MONAI's V-Net: ELU, which has no twin, on a copy; channels repeated."""
 

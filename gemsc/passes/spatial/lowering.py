@@ -96,7 +96,7 @@ class Lowering(Conversions):
                 begun.add(glue)
                 continue
             for node in run:
-                local = self.lower(node, self.rule) if self.grid else self.copy(node)
+                local = self.lower(node, self.rule if self.grid else Lowering.copy)
                 if local is not None:
                     self._env[node] = local
         return None
