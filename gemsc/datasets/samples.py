@@ -34,8 +34,8 @@ def num_samples(dataset: Any, at: SourceLocation | None = None) -> int:
             f"the dataset, of type {kind.__name__}, does not return samples by index",
             at=at,
             help="return a Dataset with __getitem__, or an IterableDataset, not a "
-            "DataLoader: gemsc makes the batches; docs/models.md shows how to sample by "
-            "weights",
+            "DataLoader: gemsc makes the batches; docs/models.md has a dataset that "
+            "samples by weights",
         )
     return len(dataset)
 
