@@ -25,6 +25,11 @@ from gemsc.ir.opaque import Given, OpaqueCall, givens, what_is_taken
 from gemsc.ir.work import Work
 
 _CONSTANTS = (type(None), str, torch.dtype, torch.device)
+_NO_GRADIENT = "does not require grad and does not have a grad_fn"  # says autograd
+_WHERE_GRADIENTS = (
+    "evaluation and recomputing run without gradients; put what it differentiates, and "
+    "torch.autograd.grad, into `with torch.enable_grad():`"
+)
 
 
 class _UnfitError(Exception):
@@ -109,7 +114,7 @@ class Watch:
             )
         }
         log = _Log(state, self.kept)
-        with log, saved_tensors_hooks(log.save, lambda t: t):
+        with log, saved_tensors_hooks(log.save, log.use):
             result = self.forward(*args, **kwargs)
         if [tensor._version for tensor in inputs] != versions:
             raise _UnfitError("it changes its inputs in place")
@@ -138,7 +143,9 @@ class Watch:
         with torch.no_grad():
             try:
                 result = self.forward(*args, **kwargs)
-            except Exception:
+            except Exception as error:
+                if _NO_GRADIENT in str(error):
+                    raise _UnfitError(_WHERE_GRADIENTS) from error
                 return  # made-up values that the user's code does not accept
         now = [each.spec for each in givens(_structure(result, learns=False))]
         before = [each.spec for each in givens(measured.gives)]
@@ -156,7 +163,7 @@ class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.kept = kept
         self.saved: dict[int, int] = {}
         self.alive: list[Tensor] = []  # an address must not be used twice
-        self.random = False
+        self.random = self.uses = False
         self.begin()
 
     def begin(self) -> None:
@@ -171,6 +178,11 @@ class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             self.alive.append(tensor.detach())
             self.saved[_storage(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    def use(self, tensor: Tensor) -> Tensor:
+        """Note that a backward begins within forward."""
+        self.uses = True
         return tensor
 
     def __torch_dispatch__(
@@ -207,6 +219,7 @@ class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]
             saved_outputs=tuple(from_outputs),
             saved_bytes=tuple(n for key, n in self.saved.items() if key not in ours),
             random=self.random,
+            differentiates=self.uses,
         )
 
 

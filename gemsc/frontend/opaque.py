@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
@@ -13,6 +14,7 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
 )
+from torch.autograd.graph import saved_tensors_hooks
 
 from gemsc.base.dtypes import cast, cast_module, default_dtype
 from gemsc.base.nests import Inputs, call_loss, call_model
@@ -23,7 +25,16 @@ from gemsc.frontend.observe import Watch
 from gemsc.frontend.user_code import failing_line
 from gemsc.ir.opaque import Opaque
 
-DATA_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
+
+class AsksForGradientsError(Exception):
+    """Forward calls torch.autograd.grad: what it is of has to be on one rank."""
+
+
+DATA_ERRORS = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    AsksForGradientsError,
+)
 _TO_NUMPY = ".numpy() is not supported for tensor subclasses"
 
 
@@ -70,6 +81,14 @@ def data_error(
             at=at,
             help=f"{way}, or move it into a submodule, which then stays whole on one "
             "rank",
+        )
+    if isinstance(error, AsksForGradientsError):
+        return DependsOnDataError(
+            "forward needs gradients, and a graph cannot contain a backward",
+            path=path,
+            at=at,
+            help="move all that it differentiates into a submodule, which then stays "
+            "whole on one rank",
         )
     return DependsOnDataError(
         "forward needs the value of a tensor, which differs from step to step",
@@ -157,6 +176,7 @@ class Leaves:
     dtype: torch.dtype | None = None
     found: dict[str, Opaque] = field(default_factory=dict)
     _seen: dict[str, Watch] = field(default_factory=dict)
+    _keeps: bool = False  # what a backward needs
 
     def take(self, given: Mapping[str, Opaque]) -> None:
         """Take what depends on data in another mode of the model."""
@@ -234,6 +254,13 @@ class Leaves:
         self._seen |= self._watched([path, *watched])
 
     def _watched(self, paths: list[str]) -> dict[str, Watch]:
+        try:
+            return self._run(paths)
+        except _NeededError:  # for a backward within forward
+            self._keeps = True
+            return self._run(paths)
+
+    def _run(self, paths: list[str]) -> dict[str, Watch]:
         model, loss = deep_copy((self.model, self.loss))
         set_training(model, loss, self.training)
         inputs, target = detached(self.inputs), detached(self.target)
@@ -248,13 +275,12 @@ class Leaves:
             watches[path] = watch = Watch(module, module.forward)
             module.forward = watch
         torch.manual_seed(0)
+        drop = saved_tensors_hooks(_drop, _never)
         with (
-            failures(
-                f"the model fails {in_mode(self.training)}", Leaves._watched.__code__
-            ),
+            failures(f"the model fails {in_mode(self.training)}", Leaves._run.__code__),
             default_dtype(self.dtype or torch.get_default_dtype()),
             torch.enable_grad(),
-            torch.autograd.graph.saved_tensors_hooks(_drop, _never),
+            nullcontext() if self._keeps else drop,
         ):
             output = call_model(model, inputs)
             asked = not paths or any(_related(p, LOSS) for p in paths)
@@ -279,4 +305,8 @@ def _drop(tensor: Tensor) -> None:
 
 
 def _never(packed: None) -> Tensor:
-    raise GemscError("no backward runs while shapes are looked for")
+    raise _NeededError("no backward runs while shapes are looked for")
+
+
+class _NeededError(GemscError):
+    """What has been dropped is needed."""

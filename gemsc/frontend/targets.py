@@ -12,6 +12,7 @@ import torch
 from torch._jit_internal import boolean_dispatched
 
 from gemsc.errors import GemscError
+from gemsc.frontend.opaque import AsksForGradientsError
 
 TargetCall = tuple[str, Any, tuple[Any, ...], dict[str, Any]]
 """(op, target, args, kwargs) of an FX node, with tensors in the arguments."""
@@ -47,7 +48,6 @@ _IGNORED = frozenset(
 )
 _REFUSED = {
     "backward": "let the optimizer step call backward: return the loss instead",
-    "grad": "gradients inside forward cannot be split: use a torch.autograd.Function",
     "register_hook": "change the gradient in a torch.autograd.Function",
     "set_": "write x = y instead",
     "resize_": "write x = x.reshape(...) instead",
@@ -70,11 +70,14 @@ def describe_call(
 
     Raises:
         GemscError: the function cannot stand in a graph.
+        AsksForGradientsError: it needs the backward of what forward has computed.
     """
     name = getattr(func, "__name__", str(func))
     if name in ("__get__", "__set__"):
         return _attribute(name, func.__self__.__name__, args)
-    if name in _REFUSED and (_is_method(func) or name in ("backward", "grad")):
+    if func is torch.autograd.grad:
+        raise AsksForGradientsError
+    if name in _REFUSED and (_is_method(func) or name == "backward"):
         raise GemscError(
             f"forward calls {name}(), which a graph cannot contain",
             help=_REFUSED[name],

@@ -35,7 +35,7 @@ class OpaqueCall:
     `takes` is `what_is_taken` of its arguments; `gives` the nest that it returned, with
     a `Given` for each tensor. `forward` and `backward` are the kernels that ran. Kept
     for backward were the inputs and outputs of these numbers, and `saved_bytes` of
-    other storages.
+    other storages. `differentiates` says whether forward had a backward of its own.
     """
 
     takes: str
@@ -50,6 +50,7 @@ class OpaqueCall:
     saved_outputs: tuple[int, ...] = ()
     saved_bytes: tuple[int, ...] = ()
     random: bool = False
+    differentiates: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,11 @@ class Opaque:
     at: SourceLocation | None = None
     changes: tuple[str, ...] = ()
     keeps: tuple[str, ...] = ()
+
+    @property
+    def differentiates(self) -> bool:
+        """Whether forward calls torch.autograd.grad."""
+        return any(call.differentiates for call in self.calls)
 
     def call_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpaqueCall:
         """Return what is known of a call with such arguments.

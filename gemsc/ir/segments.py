@@ -79,15 +79,19 @@ def recomputed_nodes(program: Program, stage: Stage) -> frozenset[fx.Node]:
 
 
 def may_recompute(program: Program, block: Block) -> bool:
-    """Whether a block can run twice: it writes nothing but its layers' statistics."""
+    """Whether each node of a block may run twice."""
     return not any(runs_once(program, node) for node in block.nodes)
 
 
 def runs_once(program: Program, node: fx.Node) -> bool:
-    """Whether a node changes what it does not own, or reads what has changed then."""
+    """Whether a node must not run again in the backward.
+
+    It changes what it does not own, reads what has changed by then, or has a backward
+    within its forward, which asks for what is dropped until then.
+    """
     module = program.module
     opaque = opaque_of(called_layer(node, module))
-    if opaque is not None and opaque.changes:
+    if opaque is not None and (opaque.changes or opaque.differentiates):
         return True
     changed = mutated_inputs(node, module) or changed_by_layer(node, module)
     return bool(changed or read_statistics(node, program))

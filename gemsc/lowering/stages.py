@@ -129,14 +129,22 @@ def _check(traced: Traced, options: CompileOptions) -> None:
     """Refuse options that do not go with the model."""
     choose("schedule", options.schedule, SCHEDULES)
     check_whole(options.whole, traced.program.module)
-    whole = opaques(traced.program.module) if options.torch_compile else {}
-    for path, opaque in whole.items():
-        raise GemscError(
-            f"--torch-compile cannot be combined with {path}, whose forward depends "
-            "on data",
-            at=opaque.at,
-            help=f"leave out --torch-compile, or write {path} with torch.where",
-        )
+    splits = SCHEDULES[options.schedule].policy.split_backward
+    for path, opaque in opaques(traced.program.module).items():
+        if options.torch_compile:
+            raise GemscError(
+                f"--torch-compile cannot be combined with {path}, which stays whole: "
+                f"{opaque.why}",
+                at=opaque.at,
+                help="leave out --torch-compile",
+            )
+        if splits and opaque.differentiates:
+            raise GemscError(
+                f"--schedule {options.schedule} cannot be used with {path}, whose "
+                "forward calls torch.autograd.grad: weight gradients cannot wait there",
+                at=opaque.at,
+                help="use 1f1b, interleaved or chimera",
+            )
     if traced.is_phase and options.shard in ("gradients", "weights"):
         raise GemscError(
             f"--shard {options.shard} cannot be combined with phases: each phase "

@@ -140,7 +140,8 @@ def _refuse_effects(program: Program, segment: Segment) -> None:
                 raise GemscError(
                     f"--recompute {segment.name}: block '{block.name}' changes a "
                     "tensor that it does not own, and would change it twice, or reads "
-                    "statistics that have changed by then",
+                    "statistics that have changed by then, or its forward calls "
+                    "torch.autograd.grad",
                     at=meta.location(node),
                     help="leave the block out, or --offload it",
                 )

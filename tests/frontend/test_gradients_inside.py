@@ -1,0 +1,85 @@
+"""Modules whose forward calls torch.autograd.grad: whole on one rank, and exact."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from opaque_support import EXACT, Around, D, compiled, made, worst
+from torch import Tensor, nn
+
+from gemsc.errors import GemscError
+from gemsc.ir.opaque import opaques
+
+
+class Descent(nn.Module):
+    """Takes a step down an energy; its backward is one of second order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(D, 2 * D), nn.Linear(2 * D, 1)
+        self.rate = nn.Parameter(torch.tensor(0.3))
+
+    def gradient(self, x: Tensor) -> Tensor:
+        energy = self.down(torch.tanh(self.up(x))).sum()
+        return torch.autograd.grad(energy, x, create_graph=True)[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            y = x if x.requires_grad else x.detach().requires_grad_()
+            step = self.gradient(y)
+        return x - self.rate * step
+
+
+class Sometimes(Descent):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x.sum() > 0 else x * self.rate
+
+
+class Forgets(Descent):
+    """Works in training only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - self.rate * self.gradient(x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (Descent, {"schedule": "mast"}),
+        (Descent, {"ranks": 4, "data": 2, "shard": "weights", "recompute": ("all",)}),
+        pytest.param(Sometimes, {"ranks": 3}, marks=pytest.mark.slow),
+        pytest.param(Descent, {"offload": ("all",)}, marks=pytest.mark.slow),
+    ],
+)
+def test_gradients_within_forward_are_trained_exactly(
+    kind: type[Descent], options: dict[str, Any], tmp_path: Path
+) -> None:
+    assert worst(tmp_path / "program", Around(made(kind)), **options) <= EXACT
+
+
+def test_it_runs_once_and_its_weight_gradients_do_not_wait() -> None:
+    program = compiled(Around(made(Descent)), ranks=3, recompute=("all",))
+    (known,) = opaques(program.compilation.program.module).values()
+    assert known.differentiates
+    assert "needs gradients" in known.why
+    assert not any(
+        "inner" in each.name for each in program.compilation.program.segments
+    )
+    with pytest.raises(GemscError, match=r"--recompute inner.* calls torch.autograd"):
+        compiled(Around(made(Descent)), recompute=("inner",))
+    with pytest.raises(GemscError, match=r"zb-h1 cannot be used with inner, whose for"):
+        compiled(Around(made(Descent)), schedule="zb-h1")
+
+
+def test_what_evaluation_could_not_run_is_refused() -> None:
+    with pytest.raises(GemscError, match="forward needs gradients") as caught:
+        compiled(Around(made(Forgets)))
+    ((_, note),) = caught.value.notes_at
+    assert "'inner' cannot stay whole" in note
+    assert "`with torch.enable_grad():`" in note
+    with pytest.raises(GemscError, match="forward needs gradients") as caught:
+        compiled(made(Descent), ranks=1)  # a whole model is no submodule
+    assert "submodule" in str(caught.value.help)
