@@ -376,7 +376,7 @@ def box_constants(values: Sequence[Box]) -> str:
 
 def _format(value: fx.Node) -> list[str]:
     """Return the argument that says how a value lies in memory, if it is not plain."""
-    form = format_of(meta.value(value))
+    form = meta.whole_format(value) or format_of(meta.value(value))
     return [] if form is torch.contiguous_format else [f"memory_format={form}"]
 
 

@@ -327,10 +327,13 @@ def _file_and_number(line: str) -> tuple[str, int]:
 
 
 def _show(value: Value | TileValue, box: Box) -> str:
-    """Return name, dtype, shape of a value, and which box of it this is."""
+    """Return name, dtype, shape of a value, which box of it this is, how it travels."""
     dtype = str(value.dtype).removeprefix("torch.")
     where = f" at {_box(box)}" if box else ""
-    return f"{value.name} {dtype}{list(value.shape)}{where}"
+    how = [name for name in ("keeps_dtype", "in_autocast") if getattr(value, name)]
+    if value.memory_format is not torch.contiguous_format:
+        how.append(str(value.memory_format).removeprefix("torch."))
+    return " ".join([f"{value.name} {dtype}{list(value.shape)}{where}", *how])
 
 
 def _box(box: Box) -> str:

@@ -185,6 +185,9 @@ glue = NodeEntry[int | None]("glue", None)
 # how the value is spread over the tiles of its stage's grid; None for a value of a
 # stage that is not split, and where the value is no tensor
 layout = NodeEntry[Layout | None]("layout", None)
+# how all of a value lies in memory, where the node has the part of a tile: one row of
+# it may seem to lie otherwise, and what is sent must lie the same on both ends
+whole_format = NodeEntry[torch.memory_format | None]("whole_format", None)
 # the grid whose tiles' gradients a node's backward needs, None for none
 whole_gradients = NodeEntry[TileGrid | None]("whole_gradients", None)
 

@@ -112,6 +112,7 @@ def both(*damages: Damage) -> Damage:
 
 
 STEP = "def train_step"
+E2 = '"e2", (2, 8, 8, 8), torch.float32'
 E3 = "E3_AND_MAX_POOL2D"
 SUM = "    worker.start_reduction"
 HALO = re.compile(r"tiles\.redistribute\(self\.grid, (.*), HALO_DOWN3\)")
@@ -161,10 +162,16 @@ UNET: dict[str, tuple[Damage, str]] = {  # on three ranks, a skip jumps over the
         "but rank 2 receives e1 float32[2, 8, 16, 8], e2 float32[2, 8, 8, 8]",
     ),
     "another dtype": (
-        edit(
-            0, ('"e2", (2, 8, 8, 8), torch.float32', '"e2", (2, 8, 8, 8), torch.half')
-        ),
+        edit(0, (E2, '"e2", (2, 8, 8, 8), torch.half')),
         "rank 0 sends e1 float32[2, 8, 16, 16], e2 float16[2, 8, 8, 8] of networks.py:",
+    ),
+    "another place in memory": (
+        edit(0, (E2, f"{E2}, memory_format=torch.channels_last")),
+        "rank 0 sends e1 float32[2, 8, 16, 16], e2 float32[2, 8, 8, 8] channels_last o",
+    ),
+    "a dtype that stays": (
+        edit(2, (E2, f"{E2}, keeps_dtype=True")),
+        "but rank 2 receives e1 float32[2, 8, 16, 16], e2 float32[2, 8, 8, 8] keeps_dt",
     ),
     "another peer": (
         edit(1, ("dest=2", "dest=0")),

@@ -204,6 +204,24 @@ def test_what_is_changed_in_place_crosses_to_a_stage_without_tiles() -> None:
     assert step.plan.unchecked == ""
 
 
+class ChannelsBehind(nn.Module):
+    """The second tile has one column: with channels behind, as if they were last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(4, 3, 1, 2), nn.Linear(3, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).movedim(1, -1))
+
+
+def test_both_ends_lay_a_value_out_alike_whatever_a_tile_has_of_it() -> None:
+    given: dict[str, Any] = {"ranks": 3, "tiles": ("1x2",), "cuts": ("second",)}
+    x = torch.randn(2, 4, 7, 6)
+    step = gemsc.compile(ChannelsBehind(), (x,), loss=square, **given)
+    assert step.plan.unchecked == ""
+
+
 class ActivatedInPlace(nn.Module):
     """As MONAI's V-Net: ELU, which has no twin, on a copy; channels repeated."""
 

@@ -8,9 +8,11 @@ from itertools import accumulate
 from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from gemsc.base.boxes import Box, everything, intersection, is_inside, shape_of
+from gemsc.base.dtypes import format_of
 from gemsc.base.parts import Part
 from gemsc.ir import meta
 from gemsc.ir.holder import put_layer, shallow_copy
@@ -216,6 +218,8 @@ def describe(
     meta.layout.set(new, layout)
     if shape is not None:
         fake = meta.value(old)
+        form = format_of(fake) if len(shape) == fake.dim() else torch.contiguous_format
+        meta.whole_format.set(new, form)
         with fake.fake_mode:
             meta.set_value(new, fake.new_empty(shape))
 
