@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import gemsc
 from gemsc.frontend.record import record
 from gemsc.frontend.values import sample_dims
 
@@ -46,3 +47,15 @@ def test_it_is_the_dimension_that_grows_with_the_samples(
     assert sample_dims(model, inputs, evaluation) == dims
     assert torch.equal(before, torch.get_rng_state())
     assert model.training
+
+
+def test_a_plan_of_phases_has_that_of_the_model() -> None:
+    phase = gemsc.Phase(
+        "only",
+        loss=lambda model, x, target: model(x).square().mean(),
+        train="layer",
+        optimizer=lambda pairs: torch.optim.SGD([p for _, p in pairs], lr=0.1),
+    )
+    model, inputs = Net(lambda y: y.transpose(0, 1)), (torch.randn(2, 4, 4),)
+    options = {"example_target": torch.zeros(2), "ranks": 1, "phases": [phase]}
+    assert gemsc.compile(model, inputs, **options).plan.sample_dims == [1]

@@ -400,6 +400,27 @@ def test_samples_may_count_in_another_dimension(data: int, tmp_path: Path) -> No
     expected = {"loss": loss(output, target), "mean": output.mean(), "order": 0.0}
     expected = {name: float(value) for name, value in expected.items()}
     assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    settings = RunSettings(
+        steps=1,
+        dtype=torch.float32,
+        micro_batch_size=1,
+        micro_batches=4,
+        sample_dims=[0, 2],
+    )
+    user = user_of(
+        dataset=lambda: Pictures(4),
+        eval_dataset=lambda: Pictures(5),
+        loss=of_rows,
+        metrics=metrics,
+        optimizer=lambda pairs: torch.optim.SGD([p for _, p in pairs], lr=0.0),
+    )
+    user = replace(user, example_inputs=(torch.zeros(1, 1, SIZE, SIZE),))
+    plain = PlainRun(user, Behind(), settings)
+    plain.train()
+    (scores,) = plain.evaluations
+    for name, value in expected.items():
+        mean = sum(n * each[name] for n, each in scores if name in each) / 5
+        assert mean == pytest.approx(value, rel=1e-5, abs=1e-6)
 
 
 def test_a_loss_that_the_model_computes_cannot_leave_samples_out(
