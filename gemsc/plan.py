@@ -105,6 +105,9 @@ class Plan:
     """Of the parameters, as traced."""
     only_dtype: str = ""
     """Why the program can run in no other dtype; empty if it can."""
+    sample_dims: list[int] = field(default_factory=list)
+    """Where samples count in each tensor that the model returns; empty: in the first
+    dimension."""
     tokens: int = 0
     """Of one sample; 0 where the model takes no words."""
     peak_flops: float = 0.0

@@ -241,7 +241,11 @@ def _say_unused(user: UserModel) -> None:
             warn(f"nothing uses {name}", at=at, help=help)
         elif name == "collate" and not joins_samples(user.collate):
             help = "if it is for gemsc, let it take (samples, number)"
-            warn("nothing uses collate, of one argument", at=at, help=help)
+            warn(
+                "nothing uses collate, which takes no number of a shape",
+                at=at,
+                help=help,
+            )
     if user.loss is not None and user.optimizer is None:
         text = "it trains with SGD, learning rate 0.01"
         say_note(f"no optimizer() in {user.path.name}: {text}")

@@ -43,13 +43,19 @@ def num_samples(dataset: Any, at: SourceLocation | None = None) -> int:
 def joins_samples(collate: Any) -> bool:
     """Whether a `collate` is made for gemsc, and not for a loader of the user's own.
 
-    It takes samples and the number of their shape.
+    It takes samples and the number of their shape. What it takes by itself as well is
+    something else, such as the value that it pads with, unless it is called `number`.
     """
     try:
-        signature(collate).bind([], 0)
+        takes = signature(collate)
+        takes.bind([], 0)
     except (TypeError, ValueError):
         return False
-    return True
+    try:
+        takes.bind([])
+    except TypeError:
+        return True
+    return "number" in takes.parameters
 
 
 def pair_error(sample: Any, at: SourceLocation | None = None) -> GemscError | None:

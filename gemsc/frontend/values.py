@@ -4,17 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from gemsc.base.nests import Inputs, Path, named_tuple, tensor_leaves
+from gemsc.base.dtypes import autocasting
+from gemsc.base.examples import num_rows
+from gemsc.base.nests import (
+    Inputs,
+    Path,
+    call_model,
+    map_tensors,
+    named_tuple,
+    tensor_leaves,
+)
+from gemsc.base.plain_forward import plain_forward
+from gemsc.base.rng import preserve_rng
 from gemsc.errors import GemscError, SourceLocation
-from gemsc.ir.program import DataclassValue, Slot
+from gemsc.frontend.fake_copy import copy_on_fakes
+from gemsc.ir.meta import spec
+from gemsc.ir.program import DataclassValue, Program, Slot
 
 # what is no tensor
 PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
@@ -93,6 +107,44 @@ def returned(output: object) -> Returned:
             help="return tensors in tuples, lists, dicts or dataclasses",
         )
     return result
+
+
+def sample_dims(
+    model: nn.Module, inputs: Inputs, evaluation: Program
+) -> tuple[int, ...]:
+    """Return in which dimension of each tensor that the model returns samples count.
+
+    It is the one that twice as many samples make larger. () where all are 0, where it
+    is not one, or where a model does not run on fake tensors, or on more samples.
+    """
+    shapes, rows = [spec(node).shape for node in evaluation.outputs], num_rows(inputs)
+    if all(shape[:1] == (rows,) and rows not in shape[1:] for shape in shapes):
+        return ()
+
+    def doubled(path: Path, tensor: torch.Tensor) -> torch.Tensor:
+        sizes = tensor.shape
+        if sizes[:1] == (rows,):
+            sizes = torch.Size((2 * rows, *sizes[1:]))
+        return torch.empty(sizes, dtype=tensor.dtype, device=tensor.device)
+
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    precision = autocasting(evaluation.autocast)
+    try:
+        copied = copy_on_fakes(model, None, fake).model.eval()
+        with fake, preserve_rng(), torch.no_grad(), plain_forward(), precision:
+            given = returned(call_model(copied, map_tensors(inputs, doubled))).tensors
+        pairs = zip(shapes, given, strict=True)
+        found = tuple(_grown(shape, each.shape) for shape, each in pairs)
+    except Exception:  # whatever a model says of so many samples
+        return ()
+    return found if any(found) else ()
+
+
+def _grown(shape: Sequence[int], larger: Sequence[int]) -> int:
+    """Return the only dimension in which one is larger; else 0."""
+    sizes = enumerate(zip(shape, larger, strict=True))
+    found = [dim for dim, (size, other) in sizes if size != other]
+    return found[0] if len(found) == 1 else 0
 
 
 def transformed(at: SourceLocation | None = None) -> GemscError:

@@ -218,7 +218,8 @@ class Program:
     many elements; of weights, those of `whole_stages` stages are whole at a time.
     `unfused_optimizer` is the name of one that would be faster with `fused=True`.
     `halves` says how the loss of a micro-batch and the mean of those of its halves
-    differ, "" if they are not known to.
+    differ, "" if they are not known to. `sample_dims` are the dimensions of samples in
+    what the model returns, () where all are 0.
     `shards` says, by stage, how ranks share its channels, heads, features or words;
     `parts` are the parameters and buffers of which the rank at hand has a part only, or
     nothing; `owned` are those that it has of each stage, where it runs a part of it.
@@ -260,6 +261,7 @@ class Program:
     whole_stages: int = 0
     unfused_optimizer: str = ""
     halves: str = ""
+    sample_dims: tuple[int, ...] = ()
     tile: int = 0
     parts: dict[str, Part] = field(default_factory=dict)
     owned: tuple[tuple[str, ...], ...] | None = None

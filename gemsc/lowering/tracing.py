@@ -22,6 +22,7 @@ from gemsc.errors import GemscError, choose
 from gemsc.frontend import FRONTENDS
 from gemsc.frontend.check import check_against_eager
 from gemsc.frontend.eager import autocast_of, check_optimizer
+from gemsc.frontend.values import sample_dims
 from gemsc.frontend.writer import name_constants
 from gemsc.ir import meta
 from gemsc.ir.opaque import Opaque, opaques
@@ -120,7 +121,11 @@ def trace(
             program = prepared(found)
         same_order = Canonicalize(), CausalMasks(), FollowOrder(program)
         evaluation = run(evaluation, *same_order)
-    return Traced(program, evaluation, find_twins(program, evaluation))
+    return Traced(
+        replace(program, sample_dims=sample_dims(model, example_inputs, evaluation)),
+        evaluation,
+        find_twins(program, evaluation),
+    )
 
 
 def _compare(

@@ -195,6 +195,7 @@ def as_family(lowered: Mapping[str, Compilation], largest: str) -> Compilation:
             plan,
             model=lowered[""].plan.model,
             phases=phases,
+            sample_dims=lowered[""].plan.sample_dims,
             notes=[about, *notes],
             **_memory([each.plan for each in variants.values()], one_optimizer=False),
         )

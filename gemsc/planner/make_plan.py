@@ -82,6 +82,7 @@ def make_plan(
         placement=placement.name,
         micro_batches=sum(task.micro_batches),
         micro_batch_size=micro_batch_size(program),
+        sample_dims=list(program.sample_dims),
         times=times_text(hardware, options),
         step_seconds=timeline.makespan,
         ending_seconds=ending.seconds,

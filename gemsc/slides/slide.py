@@ -39,9 +39,9 @@ def tifffile_module() -> Any:
 class Slide:
     """One level of a picture on disk; each process, or thread, opens its own.
 
-    `shape` is (height, width, channels), `dtype` that of the file, `levels` the heights
-    and widths of all levels, `pixel` the height and width of a pixel of this level in
-    micrometres, None where the file does not say it.
+    `shape` is (height, width, channels), `dtype` that of the file in the byte order of
+    this machine, `levels` the heights and widths of all levels, `pixel` the height and
+    width of a pixel of this level in micrometres, None where the file does not say it.
     """
 
     def __init__(self, path: str | Path, level: int = 0) -> None:
@@ -60,7 +60,7 @@ class Slide:
         self._source: _Array | _OpenSlide | _Tiff | _Zarr = opened(self.path, level)
         self.levels: tuple[tuple[int, int], ...] = self._source.levels
         self.shape: tuple[int, int, int] = self._source.shape
-        self.dtype: np.dtype[Any] = self._source.dtype
+        self.dtype: np.dtype[Any] = self._source.dtype.newbyteorder("=")
         self.pixel: tuple[float, float] | None = None
         if (finest := self._source.pixel) is not None:
             sizes = zip(finest, self.levels[0], self.shape, strict=False)
@@ -82,7 +82,7 @@ class Slide:
                     f"{self.shape[0]} x {self.shape[1]} pixels",
                     help="read a part inside it",
                 )
-        return self._source.read(rows, columns)
+        return self._source.read(rows, columns).astype(self.dtype, copy=False)
 
 
 def _pixel_of(file: Any) -> tuple[float, float] | None:

@@ -178,7 +178,7 @@ class _Step:
         named = {
             f"{name}{of_shape}": tensor
             for of_shape, parts in zip(names, outputs, strict=True)
-            for name, tensor in named_outputs(parts).items()
+            for name, tensor in named_outputs(parts, self.plan).items()
         }
         known = zip(names, losses, strict=True)
         return named | {

@@ -297,7 +297,7 @@ def held_out(
     return mean
 
 
-def named_outputs(outputs: list[Any]) -> dict[str, Tensor]:
+def named_outputs(outputs: list[Any], plan: Plan) -> dict[str, Tensor]:
     """Return what evaluation gives, all parts joined, under names for people."""
     named = [
         {
@@ -306,5 +306,5 @@ def named_outputs(outputs: list[Any]) -> dict[str, Tensor]:
         }
         for part in outputs
     ]
-    joined: dict[str, Tensor] = concatenated(named)
+    joined: dict[str, Tensor] = concatenated(named, plan.sample_dims)
     return joined

@@ -25,7 +25,7 @@ from gemsc.datasets.samples import num_samples
 from gemsc.datasets.stream import ENDLESS, Stream, StreamEndError
 from gemsc.runtime.data.batches import digest
 from gemsc.runtime.data.held_generators import SeededReader
-from gemsc.runtime.data.metrics import Metrics, first_samples
+from gemsc.runtime.data.metrics import Metrics, along_samples, first_samples
 from gemsc.runtime.data.shapes import ShapeClasses, join_samples, numbers_of
 from gemsc.runtime.data.stream_reader import StreamReader
 from gemsc.slides.windows import Case, Picture, SlidingWindows
@@ -57,6 +57,7 @@ class RunSettings:
     near_zero: float = 0.0  # what in a gradient is zero for the optimizer
     device: torch.device = HOST
     shapes: ShapeClasses | None = None
+    sample_dims: Sequence[int] = ()  # of what the model returns
 
     @property
     def micro_batch_sizes(self) -> list[int]:
@@ -333,8 +334,9 @@ class PlainRun:
                     if self.loss is not None:
                         mean.add(as_loss(self.loss(output, target)))
                 outputs.append(settings.precision.output(output))
-            output = pytree.tree_map(_join, *outputs)
-            output = first_samples(output, len(samples), size)
+            dims = settings.sample_dims
+            output = along_samples(_join, dims, *outputs)
+            output = first_samples(output, len(samples), size, dims)
             target = self._batch(samples)[1]
             scored, wanted = on_device((output, target), HOST)
             metrics.add(scored, wanted, len(samples))
@@ -403,7 +405,7 @@ class PlainRun:
         return like_examples(given, self.examples)
 
 
-def _join(*leaves: Any) -> Any:
+def _join(dim: int, *leaves: Any) -> Any:
     if not isinstance(leaves[0], Tensor):
         return leaves[0]
-    return torch.cat(leaves) if leaves[0].dim() else torch.stack(leaves)
+    return torch.cat(leaves, dim) if leaves[0].dim() else torch.stack(leaves)

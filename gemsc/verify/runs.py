@@ -179,6 +179,7 @@ def _verify(
         trains_rest=options.last_batch == "train",
         device=device,
         shapes=shape_classes(plan, user, "dataset"),
+        sample_dims=plan.sample_dims,
     )
 
     def compared(settings: RunSettings) -> tuple[RunComparison, PlainRun, RunRecord]:

@@ -667,11 +667,15 @@ def test_what_is_spelled_otherwise_is_told(
     assert note in said
 
 
-def test_a_collate_that_is_not_called_is_told(gemsc: Gemsc, tmp_path: Path) -> None:
-    prepare(tmp_path, f"{MODEL}\ndef collate(batch): ...\n")
+@pytest.mark.parametrize("more", ["", ", padding=-1"])
+def test_a_collate_that_is_not_called_is_told(
+    more: str, gemsc: Gemsc, tmp_path: Path
+) -> None:
+    prepare(tmp_path, f"{MODEL}\ndef collate(batch{more}): ...\n")
     line = MODEL.count("\n") + 2
     assert gemsc("compile", "model.py").err.startswith(
-        f"model.py:{line}: warning: nothing uses collate, of one argument\nhelp: "
+        f"model.py:{line}: warning: nothing uses collate, which takes no number of a "
+        "shape\nhelp: "
     )
     own = f"{MODEL}\ndef collate(batch): ...\nmine = partial(print, collate)\n"
     (tmp_path / "model.py").write_text("from functools import partial\n" + own)

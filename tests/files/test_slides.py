@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tifffile
+import torch
 from PIL import Image
 
 from gemsc.errors import GemscError
@@ -67,6 +68,22 @@ def test_levels_and_arrays(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", GREY)
     found = Slide(tmp_path / "x.npy").read((7, 9), (0, 517))
     assert np.array_equal(found[..., 0], GREY[7:9])
+
+
+@pytest.mark.parametrize("suffix", [".tiff", ".npy"])
+def test_numbers_are_in_the_byte_order_of_this_machine(
+    suffix: str, tmp_path: Path
+) -> None:
+    path = tmp_path / f"x{suffix}"
+    if suffix == ".npy":
+        np.save(path, GREY.astype(">u2"))
+    else:
+        tifffile.imwrite(path, GREY, byteorder=">")
+    slide = Slide(path)
+    part = slide.read((7, 9), (0, 517))
+    assert torch.from_numpy(part).dtype is torch.uint16
+    assert slide.dtype.isnative
+    assert np.array_equal(part[..., 0], GREY[7:9])
 
 
 @pytest.mark.parametrize("suffix", [".png", ".BMP", ".jpg"])

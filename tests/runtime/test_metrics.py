@@ -325,12 +325,13 @@ class Rows(Convolutions):
 
 
 def of_result(
-    folder: Path, loss: Any, metrics: Any = None, kind: type = Returns
+    folder: Path, loss: Any, metrics: Any = None, kind: type = Returns, data: int = 1
 ) -> dict[str, float]:
     """Return the figures of 5 samples, in batches of 4."""
     found: list[dict[str, float]] = []
     x = torch.zeros(1, 1, SIZE, SIZE)
-    written(folder, kind(), (x,), loss, {"mask": x > 0}, **ONE)
+    layout = {"ranks": data, "data": data, "micro_batches": 4 // data}
+    written(folder, kind(), (x,), loss, {"mask": x > 0}, **layout)
     user = user_of(
         dataset=lambda: Pictures(4),
         eval_dataset=lambda: Pictures(5),
@@ -339,7 +340,7 @@ def of_result(
         on_epoch=lambda trainer, epoch, figures: found.append(figures),
         optimizer=lambda pairs: torch.optim.SGD([p for _, p in pairs], lr=0.0),
     )
-    run(folder, user, ranks=1)
+    run(folder, user, ranks=data)
     return found[0]
 
 
@@ -372,6 +373,54 @@ def test_a_sample_may_have_several_rows_of_an_output(tmp_path: Path) -> None:
     output, target = whole(Pictures(5))
     expected = {"loss": float(loss(output, target)), "mean": float(output.mean())}
     assert found == pytest.approx(expected, rel=1e-5)
+
+
+class Behind(Convolutions):
+    """Rows before samples, as recurrent layers have time."""
+
+    def forward(self, x: Tensor) -> Any:
+        picture = super().forward(x)
+        columns = picture.mean((1, 2))
+        return {"columns": columns, "picture": picture.movedim(0, 2)}
+
+
+@pytest.mark.parametrize("data", [1, 2])
+def test_samples_may_count_in_another_dimension(data: int, tmp_path: Path) -> None:
+    def of_rows(output: Any, target: Any) -> Tensor:
+        return loss(output["picture"].movedim(2, 0), target)
+
+    def metrics(output: Any, target: Any) -> dict[str, Any]:
+        order = output["picture"].movedim(2, 0).mean((1, 2)) - output["columns"]
+        assert len(order) == len(target["mask"])
+        return {"mean": output["picture"].mean(), "order": order.abs().max()}
+
+    found = of_result(tmp_path, of_rows, metrics, Behind, data)
+    assert Plan.read(tmp_path / "plan.toml").sample_dims == [0, 2]
+    output, target = whole(Pictures(5))
+    expected = {"loss": loss(output, target), "mean": output.mean(), "order": 0.0}
+    expected = {name: float(value) for name, value in expected.items()}
+    assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    settings = RunSettings(
+        steps=1,
+        dtype=torch.float32,
+        micro_batch_size=1,
+        micro_batches=4,
+        sample_dims=[0, 2],
+    )
+    user = user_of(
+        dataset=lambda: Pictures(4),
+        eval_dataset=lambda: Pictures(5),
+        loss=of_rows,
+        metrics=metrics,
+        optimizer=lambda pairs: torch.optim.SGD([p for _, p in pairs], lr=0.0),
+    )
+    user = replace(user, example_inputs=(torch.zeros(1, 1, SIZE, SIZE),))
+    plain = PlainRun(user, Behind(), settings)
+    plain.train()
+    (scores,) = plain.evaluations
+    for name, value in expected.items():
+        mean = sum(n * each[name] for n, each in scores if name in each) / 5
+        assert mean == pytest.approx(value, rel=1e-5, abs=1e-6)
 
 
 def test_a_loss_that_the_model_computes_cannot_leave_samples_out(

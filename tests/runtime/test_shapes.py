@@ -22,6 +22,7 @@ from gemsc.base.examples import target_like
 from gemsc.base.rng import seed_of
 from gemsc.codegen.package import write_directory
 from gemsc.compiler import CompiledProgram, compile
+from gemsc.datasets.samples import joins_samples
 from gemsc.errors import GemscError
 from gemsc.ir.meta import facts
 from gemsc.lowering.tracing import trace
@@ -37,6 +38,7 @@ from gemsc.runtime.data.shapes import (
     numbers_of,
     shape_of_batch,
 )
+from gemsc.runtime.training.datasets import shape_classes
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.runtime.transport.local import run_local
 from gemsc.runtime.transport.transport import Transport
@@ -638,6 +640,30 @@ def test_other_batches_go_on_where_an_epoch_ends_only(
         run_of(tmp_path / "y", data, other, *words)
 
 
+@pytest.mark.parametrize(
+    ("collate", "found"),
+    [
+        (lambda samples, number: samples, True),
+        (lambda samples, number=0: samples, True),
+        (lambda samples: samples, False),
+        (lambda samples, padding=-1: samples, False),
+        (lambda *samples: samples, False),
+        (dict, False),
+    ],
+)
+def test_a_collate_that_is_gemscs_takes_a_number(collate: Any, found: bool) -> None:
+    assert joins_samples(collate) == found
+
+
+def test_a_collate_without_a_number_is_refused_where_there_are_shapes(
+    tmp_path: Path,
+) -> None:
+    compiled(tmp_path, Words())
+    user = user_of(collate=lambda samples, padding=-1: samples)
+    with pytest.raises(GemscError, match="collate takes no number of a shape"):
+        shape_classes(Plan.read(tmp_path / "plan.toml"), user, "dataset")
+
+
 def padded_to_largest(samples: list[Any], number: int) -> Any:
     assert number == 0
     size = LENGTHS[2]
@@ -652,7 +678,7 @@ def padded_to_largest(samples: list[Any], number: int) -> Any:
     [
         {"collate": padded_to_largest},
         {"pad_value": (0, IGNORED)},
-        {"pad_value": (0, IGNORED), "collate": lambda samples: samples[9]},
+        {"pad_value": (0, IGNORED), "collate": lambda samples, pad=-1: samples[9]},
     ],
     ids=["collate", "pad_value", "a collate of a loader"],
 )

@@ -88,6 +88,18 @@ def test_a_right_program_is_not_refused(options: dict[str, Any]) -> None:
     assert compiled(**options).plan.unchecked == ""
 
 
+class Turned(Picture):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).movedim(0, -1)
+
+
+def test_samples_that_do_not_come_first_are_joined_alike() -> None:
+    options = {**STAGES, "ranks": 4, "data": 2, "micro_batches": 2}
+    plan = compiled(Turned(), **options).plan
+    assert plan.unchecked == ""
+    assert plan.sample_dims == [3]
+
+
 @dataclass
 class Result:
     picture: Tensor

@@ -15,7 +15,7 @@ import ast
 import inspect
 import textwrap
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -177,19 +177,36 @@ def figure_names(given: Any) -> list[str] | None:
     return found or None
 
 
-def first_samples(value: Any, count: int, size: int) -> Any:
+def along_samples(change: Callable[..., Any], dims: Sequence[int], *values: Any) -> Any:
+    """Return what `change(dim, *leaves)` makes of the leaves of nests that are alike.
+
+    Samples count in dimension `dim`: the first tensors are those of `dims`, which the
+    model returns (`Plan.sample_dims`); of all others it is 0.
+    """
+    numbers = iter(dims)
+
+    def changed(*leaves: Any) -> Any:
+        is_tensor = isinstance(leaves[0], Tensor)
+        return change(next(numbers, 0) if is_tensor else 0, *leaves)
+
+    return pytree.tree_map(changed, *values, is_leaf=is_texts)
+
+
+def first_samples(value: Any, count: int, size: int, dims: Sequence[int] = ()) -> Any:
     """Return the first `count` samples of all that a batch of `size` holds.
 
     A sample may have several rows: `logits.flatten(0, 1)` has one for each word. What
     has no whole number of them for each sample stays whole.
     """
 
-    def first(leaf: Any) -> Any:
-        has_rows = leaf.dim() if isinstance(leaf, Tensor) else is_texts(leaf)
-        rows = len(leaf) if has_rows else 0
-        return leaf[: rows // size * count] if rows and rows % size == 0 else leaf
+    def first(dim: int, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.dim():
+            rows = leaf.shape[dim]
+            return leaf if rows % size else leaf.narrow(dim, 0, rows // size * count)
+        is_whole = not is_texts(leaf) or len(leaf) % size
+        return leaf if is_whole else leaf[: len(leaf) // size * count]
 
-    return pytree.tree_map(first, value, is_leaf=is_texts)
+    return along_samples(first, dims, value)
 
 
 def is_texts(value: Any) -> bool:

@@ -42,11 +42,17 @@ def shape_classes(plan: Plan, user: UserModel, name: str) -> ShapeClasses | None
     if not shapes:
         return None
     at = {each: user.line_of(each) for each in ("pad_value", "bucket", "collate")}
+    if user.collate is not None and plan.shapes and not joins:
+        raise GemscError(
+            "collate takes no number of a shape",
+            at=at["collate"],
+            help="let it take (samples, number), or give it another name",
+        )
     return ShapeClasses(
         shapes,
         0 if user.pad_value is None else user.pad_value,
         user.bucket,
-        user.collate if plan.shapes or joins else None,
+        user.collate if joins else None,
         {**at, "dataset": user.line_of(name)},
     )
 

@@ -7,7 +7,7 @@ one rank (`Holders`), which scores the batch as one process would.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from gemsc.base.dtypes import cast
 from gemsc.base.nests import Mean, as_loss
@@ -24,7 +23,7 @@ from gemsc.errors import GemscError
 from gemsc.runtime.checkpoint.holdings import LOSS_KEY, Holdings
 from gemsc.runtime.checkpoint.pieces import TensorPiece
 from gemsc.runtime.data.batches import Batch
-from gemsc.runtime.data.metrics import Metrics, first_samples, is_texts
+from gemsc.runtime.data.metrics import Metrics, along_samples, first_samples, is_texts
 from gemsc.runtime.data.shared import SharedData
 from gemsc.runtime.data.stream_batches import StreamBatches
 from gemsc.runtime.data.tiled import Window
@@ -178,11 +177,12 @@ class Evaluator:
             if self.metrics.is_empty and (is_full or self.loss is None):
                 continue
             status.enter("metrics")
-            scored = self.holders.join((result.output, self._cast(batch.targets)))
-            if scored is None:
+            dims = self.trainer.plan.sample_dims
+            scored = (result.output, self._cast(batch.targets))
+            if (scored := self.holders.join(scored, dims)) is None:
                 continue
             size = batches.order.sizes[batch.shape]
-            output, target = (first_samples(value, count, size) for value in scored)
+            output, target = first_samples(scored, count, size, dims)
             with self._later():
                 self.metrics.add(output, target, count)
             if not is_full and self.loss is not None:
@@ -377,8 +377,11 @@ class Holders:
         """The rank that takes all."""
         return self.ranks[0]
 
-    def join(self, value: Any) -> Any:
-        """Return what all holders have of a batch on the first one, None elsewhere."""
+    def join(self, value: Any, dims: Sequence[int] = ()) -> Any:
+        """Return what all holders have of a batch on the first one, None elsewhere.
+
+        The first tensors are outputs, where `dims` say in which dimension samples are.
+        """
         transport = self.transport
         if transport.rank not in self.ranks:
             return None
@@ -386,12 +389,12 @@ class Holders:
             _send(transport, value, self.first)
             return None
         parts = [value, *(_receive(transport, rank) for rank in self.ranks[1:])]
-        return pytree.tree_map(_join, *parts, is_leaf=is_texts)
+        return along_samples(_join, dims, *parts)
 
 
-def _join(*leaves: Any) -> Any:
+def _join(dim: int, *leaves: Any) -> Any:
     if isinstance(leaves[0], Tensor):
-        return torch.cat(leaves)
+        return torch.cat(leaves, dim)
     if isinstance(leaves[0], np.ndarray):
         return np.concatenate(leaves)
     is_list = is_texts(leaves[0])

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from gemsc.base.nests import Mean, with_attributes
+from gemsc.runtime.data.metrics import along_samples
 from gemsc.runtime.worker.finite import Problem
 
 
@@ -59,19 +59,20 @@ def as_structure(value: Any) -> Any:
     return value if isinstance(value, tuple | list | Mapping) else (value,)
 
 
-def concatenated(outputs: list[Any]) -> Any:
-    """Join the micro-batches' outputs in dimension 0 (scalars are stacked), on the CPU.
+def concatenated(outputs: Sequence[Any], dims: Sequence[int] = ()) -> Any:
+    """Join the micro-batches' outputs by samples (scalars are stacked), on the CPU.
 
+    Samples count in dimension 0, or where `Plan.sample_dims` says. None of none.
     There the batch's targets are, and the user's metrics. Dicts, which stand for any
     object with fields, have these as attributes.
     """
 
-    def join(*parts: Any) -> Any:
+    def join(dim: int, *parts: Any) -> Any:
         if not isinstance(parts[0], Tensor):
             return parts[0]
         parts = tuple(part.cpu() for part in parts)
         if parts[0].dim() == 0:
             return torch.stack(parts)
-        return torch.cat(parts)
+        return torch.cat(parts, dim)
 
-    return with_attributes(pytree.tree_map(join, outputs[0], *outputs[1:]))
+    return with_attributes(along_samples(join, dims, *outputs)) if outputs else None

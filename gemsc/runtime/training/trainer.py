@@ -218,7 +218,7 @@ class Trainer:
         self.worker.end()
         self.worker.use("")
         outputs = [output for _, output in steps.results]
-        return Evaluation(mean, concatenated(outputs) if outputs else None)
+        return Evaluation(mean, concatenated(outputs, self.plan.sample_dims))
 
     def _begin(
         self,

@@ -268,7 +268,7 @@ def _evaluated(
     """Return what the model gives in evaluation after the step."""
     (outputs,) = evaluated(model, state, [batch[0]], plan, DTYPE, FULL)
     mean = held_out(loss, outputs, batch, plan, DTYPE, FULL)
-    return _Evaluated(mean.value, mean.divisor, named_outputs(outputs))
+    return _Evaluated(mean.value, mean.divisor, named_outputs(outputs, plan))
 
 
 @contextmanager
@@ -332,7 +332,7 @@ def _ranks(
     found, modes = zip(*on_threads(plan.ranks, step, DTYPE), strict=True)
     # those of data-parallel copies, in order
     outputs = [each.output for each in found if each.output is not None]
-    of_all = _Evaluated(found[0].loss, outputs=named_outputs(outputs))
+    of_all = _Evaluated(found[0].loss, outputs=named_outputs(outputs, plan))
     return read_record(folder, plan.ranks), of_all, modes
 
 

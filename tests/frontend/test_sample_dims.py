@@ -1,0 +1,61 @@
+"""Where samples count in what a model returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gemsc
+from gemsc.frontend.record import record
+from gemsc.frontend.values import sample_dims
+
+
+class Net(nn.Module):
+    def __init__(self, forward: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.drop = nn.Dropout()
+        self.then = forward
+
+    def forward(self, x: Tensor) -> Any:
+        return self.then(self.drop(self.layer(x)))
+
+
+@pytest.mark.parametrize(
+    ("forward", "rows", "dims"),
+    [
+        (lambda y: y, 4, ()),
+        (lambda y: y.transpose(0, 1), 2, (1,)),
+        (lambda y: y.transpose(0, 1), 4, (1,)),  # as many words as samples
+        (lambda y: y.flatten(0, 1), 2, ()),
+        (lambda y: y.flatten(0, 1).t(), 3, (1,)),
+        (lambda y: (y.mean(), {"a": y, "b": y.movedim(0, 2)}), 1, (0, 0, 2)),
+        (lambda y: y[:, 0] @ y[:, 0].t(), 2, ()),  # of each two samples
+        (lambda y: y.transpose(0, 1).reshape(4, 2, 4), 2, ()),  # of no more samples
+    ],
+)
+def test_it_is_the_dimension_that_grows_with_the_samples(
+    forward: Callable[[Tensor], Any], rows: int, dims: tuple[int, ...]
+) -> None:
+    model, inputs = Net(forward), (torch.randn(rows, 4, 4),)
+    evaluation = record(model, inputs, training=False)
+    before = torch.get_rng_state()
+    assert sample_dims(model, inputs, evaluation) == dims
+    assert torch.equal(before, torch.get_rng_state())
+    assert model.training
+
+
+def test_a_plan_of_phases_has_that_of_the_model() -> None:
+    phase = gemsc.Phase(
+        "only",
+        loss=lambda model, x, target: model(x).square().mean(),
+        train="layer",
+        optimizer=lambda pairs: torch.optim.SGD([p for _, p in pairs], lr=0.1),
+    )
+    model, inputs = Net(lambda y: y.transpose(0, 1)), (torch.randn(2, 4, 4),)
+    options = {"example_target": torch.zeros(2), "ranks": 1, "phases": [phase]}
+    assert gemsc.compile(model, inputs, **options).plan.sample_dims == [1]
