@@ -185,22 +185,37 @@ def test_memory_that_is_changed_in_place_is_gathered_first() -> None:
     assert "changed in place" in step.barriers[0].reason
 
 
-class ChangedLast(nn.Module):
+class Cleared(nn.Module):
+    """It changes a part of what comes from the tiles of a stage."""
+
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 1)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.first(x)
+    def changed(self, y: Tensor) -> Tensor:
         y[..., 0] = 0
-        return self.second(y)
+        return y
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.changed(self.first(x).sin()))
 
 
-def test_what_is_changed_in_place_crosses_to_a_stage_without_tiles() -> None:
-    given: dict[str, Any] = {"ranks": 3, "tiles": ("2x1",), "cuts": ("second",)}
-    step = gemsc.compile(
-        ChangedLast(), (torch.randn(2, 3, 8, 8),), loss=square, **given
-    )
+class Raised(Cleared):
+    def changed(self, y: Tensor) -> Tensor:
+        y[:, :3] += 1.0  # all of them
+        return y
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("kind", [Cleared, Raised])
+def test_what_is_changed_in_place_is_gathered_where_it_is_used(
+    kind: type[Cleared], ranks: int
+) -> None:
+    """In its stage, or in the next one, which has no tiles."""
+    given: dict[str, Any] = {"ranks": ranks, "tiles": ("2x1",)}
+    if ranks == 3:
+        given["cuts"] = ("second",)
+    step = gemsc.compile(kind(), (torch.randn(2, 3, 8, 8),), loss=square, **given)
     assert step.plan.unchecked == ""
 
 

@@ -208,8 +208,9 @@ class Lowering(Conversions):
     def _gather_run(self, run: tuple[fx.Node, ...]) -> None:
         for node in run:
             self._flattened.pop(node, None)
-            reason = "it shares memory that is changed in place"
-            self._env[node] = self.barrier(node, reason)
+            local = self.lower(node, _gathered)
+            assert local is not None
+            self._env[node] = local
 
     def _changes_alike(self, node: fx.Node) -> bool:
         """Whether a lowered node does to its memory what the node does.
@@ -250,3 +251,7 @@ class Lowering(Conversions):
         if node.op == "placeholder":
             return self.inputs.any_of(node)
         return self._env[node].node
+
+
+def _gathered(low: Lowering, node: fx.Node) -> Local:
+    return low.barrier(node, "it shares memory that is changed in place")
