@@ -355,7 +355,7 @@ class UserModel:
     def _collate(self, data: Any, shapes: Sequence[Inputs], number: int) -> Any:
         """Return a target for the inputs of a shape, of the first samples there are."""
         at, batch = self.line_of("dataset"), num_rows(shapes[number])
-        advice = "dataset() needs len() and [index], and samples of equal shapes"
+        advice = "return samples of equal shapes, and 0 or another number for None"
         if len(shapes) > 1 or self.pad_value is not None:
             advice = "let example_target() return it; of several shapes, a list"
         try:
