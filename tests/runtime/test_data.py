@@ -21,7 +21,7 @@ from torch.utils.data import ConcatDataset, Subset
 from gemsc.base.rng import seed_of
 from gemsc.errors import GemscError
 from gemsc.runtime.data.batches import Batches
-from gemsc.runtime.data.held_generators import held_generators
+from gemsc.runtime.data.held_generators import SeededReader, held_generators
 
 
 class Noisy:
@@ -330,6 +330,25 @@ def test_generators_that_a_dataset_holds_are_seeded_for_each_sample(name: str) -
     drawn = [number for numbers in found.values() for number in numbers]
     assert len({*drawn}) == len(drawn) >= 10
     assert epoch(1, dataset=dataset)[0][0][4] not in drawn
+
+
+def test_two_generators_of_a_dataset_give_different_numbers() -> None:
+    own = Drawing(random.Random().random, random.Random().random)
+    (*_, one, other) = epoch(dataset=own)[0][0]
+    assert one != other
+
+
+def test_a_generator_that_an_epoch_brings_is_seeded_too() -> None:
+    class New:
+        def set_epoch(self, number: int) -> None:
+            self.rng = random.Random()
+
+    def drawn() -> list[float]:
+        dataset = New()
+        reader = SeededReader(dataset, 0)
+        return [reader.read(each, 0, lambda: dataset.rng.random()) for each in range(2)]
+
+    assert drawn() == drawn()
 
 
 def test_generators_that_all_share_are_seeded_as_ever() -> None:

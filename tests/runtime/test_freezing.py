@@ -196,3 +196,11 @@ def test_what_cannot_be_frozen_or_trained(tmp_path: Path) -> None:
     assert caught.value.help == "did you mean 'a.weight'?"
     with pytest.raises(GemscError, match=r"'a\.bias' was frozen when the program was"):
         on_ranks(tmp_path, 2, lambda trainer: trainer.unfreeze("b", "a"))
+
+    def trained(trainer: Trainer) -> set[str]:
+        trainer.freeze("b")
+        trainer.unfreeze("b")
+        named = trainer.stages.parameters.items()
+        return {name.partition(".")[0] for name, p in named if p.requires_grad}
+
+    assert all("a" not in names for names in on_ranks(tmp_path, 2, trained))

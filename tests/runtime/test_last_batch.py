@@ -12,10 +12,13 @@ from program_support import WIDTH, Net, mse, on_ranks, written
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 from training_support import pairs, program, run, user_of
+from worker_support import worker_of
 
 from gemsc.errors import GemscError
 from gemsc.runtime.data.batches import Batches
 from gemsc.runtime.training.trainer import Trainer
+from gemsc.runtime.transport.local import run_local
+from gemsc.runtime.worker.reduction import RunningStatistics
 from gemsc.weights.read import own_part
 
 NUM = 4  # micro-batches of all replicas
@@ -76,6 +79,18 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "shards": ({"shards": (2,), "ranks": 2}, {}),
 }
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_a_layer_that_no_run_calls_keeps_its_statistics(momentum: float | None) -> None:
+    norm = nn.BatchNorm1d(WIDTH, momentum=momentum)
+    before = copy.deepcopy(norm.state_dict())
+    statistics = RunningStatistics({0: [norm]})
+    statistics.remember()
+    (transport,) = run_local(1, lambda t: worker_of(t).transport)
+    statistics.start(transport, None, 2.0)
+    statistics.finish()
+    assert all(torch.equal(t, before[n]) for n, t in norm.state_dict().items())
 
 
 @pytest.mark.slow(2)

@@ -114,7 +114,9 @@ def test_a_bad_gradient_of_one_rank_stops_all(
         before = states(trainer)
         with pytest.raises(NotFiniteError) as caught:
             trainer.step(*batch(1, 1e4))
-        return caught.value.message, is_same(before, states(trainer))
+        kept = is_same(before, states(trainer))
+        forgotten = all(p.grad is None for p in trainer.stages.parameters.values())
+        return caught.value.message, kept and forgotten
 
     found = on_ranks(tmp_path, 2, work, optimizer=adam, clip_norm=clip_norm)
     says = "the gradient of 'a.weight', 'a.bias' is not finite at step 2"

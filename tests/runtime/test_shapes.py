@@ -221,6 +221,9 @@ def test_padding_stands_at_the_end_with_the_value_of_each_tensor() -> None:
     words = torch.arange(4)
     whole = ShapeClasses([planned(6)], (7, IGNORED)).padded((words, words), 0)
     assert [each.tolist()[4:] for each in whole] == [[7, 7], [IGNORED] * 2]
+    two = ShapeClasses([planned(6, **{"input.0": [6], "input.1": [6]})], ((7,), 0))
+    (first, second), _ = two.padded(((words, words), 0), 0)
+    assert (first.tolist()[4:], second.tolist()[4:]) == ([7, 7], [0, 0])
     of_numpy = [(words[:n].numpy(), words[:n].numpy()) for n in (3, 4)]
     short = ShapeClasses([planned(4)])
     batch = join_samples([short.padded(each, 0) for each in of_numpy], short, 0)

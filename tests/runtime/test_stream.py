@@ -187,11 +187,12 @@ def reading(
     copies: int | None = None,
     size: int = 4,
     epoch: int = 0,
+    keeps: bool = True,
     **options: Any,
 ) -> Reading:
     """Read an epoch as one of `copies` of a model, of a stream in `parts`."""
     given = {"part": part, "num_parts": copies or parts, "shuffle": True, **options}
-    batches = batches_of(as_dataset(source), size, seed=0, keeps_marks=True, **given)
+    batches = batches_of(as_dataset(source), size, seed=0, keeps_marks=keeps, **given)
     assert isinstance(batches, StreamBatches)
     batches.split(parts)
     batches.resume(epoch, marks or {})
@@ -474,6 +475,18 @@ def test_batches_of_another_size_go_on_at_the_same_sample() -> None:
     assert not rest.notes
     rest = reading(Stateful(24), size=6, first=1, marks=small.marks[4])  # 10 of 12
     assert [row for rows in rest.rows for row in rows] == flat[6:]
+    for keeps in (True, False):
+        within = {"size": 4, "first": 2, "marks": large.marks[1]}  # 8 of 6 to 11
+        rest = reading(Stateful(24), keeps=keeps, **within)
+        assert [row for rows in rest.rows for row in rows] == flat[8:]
+
+
+def test_marks_are_those_of_one_epoch() -> None:
+    """A rank that reads nothing in the next one has none that were farther on."""
+    stream, marks = gemsc.Stream(Numbers(12), samples=10), {0: Mark(8, None, 4, 4, "")}
+    batches = StreamBatches(stream, 4, seed=0, shuffle=True)
+    batches.resume(1, marks)
+    assert [batches.marks(epoch) for epoch in (1, 2)] == [marks, {}]
 
 
 def test_what_can_only_be_iterated_is_a_stream() -> None:

@@ -274,11 +274,18 @@ class Dropping(nn.Dropout):
 
 
 def drawn(
-    run: Run = RUN, *, step: int = 0, m: int = 0, seed: int = 0, **options: Any
+    run: Run = RUN,
+    *,
+    step: int = 0,
+    m: int = 0,
+    seed: int = 0,
+    phase: str = "",
+    **options: Any,
 ) -> Tensor:
     def work(transport: LocalTransport) -> Tensor:
         worker = worker_of(transport, Dropping(0.5), run=run, seed=seed, **options)
         worker.steps.done = step
+        worker.variant = phase
         worker.begin({}, training=True)
         result: Tensor = worker.run(run, m, torch.ones(64))
         return result
@@ -287,11 +294,11 @@ def drawn(
     return result
 
 
-def test_dropout_depends_on_seed_step_stage_and_micro_batch_only() -> None:
+def test_dropout_depends_on_seed_step_phase_stage_and_micro_batch_only() -> None:
     first = drawn()
     torch.manual_seed(torch.seed() % 2**31)
     assert torch.equal(drawn(), first)
-    others = [drawn(step=1), drawn(m=1), drawn(seed=1), drawn(Run(1))]
+    others = [drawn(step=1), drawn(m=1), drawn(seed=1), drawn(Run(1)), drawn(phase="d")]
     assert not any(torch.equal(other, first) for other in others)
 
 

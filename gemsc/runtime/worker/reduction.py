@@ -250,9 +250,9 @@ class RunningStatistics:
                 for name, total in zip(
                     ("running_mean", "running_var"), sums, strict=True
                 ):
-                    if layer.momentum is None:
-                        seen = old[name] * old["num_batches_tracked"] + total
-                        values[name].copy_(seen / count.clamp(min=1))
+                    if layer.momentum is None:  # where nothing was seen yet, old ones
+                        more = (total - old[name] * updates) / count.clamp(min=1)
+                        values[name].copy_(old[name] + more)
                     else:
                         decay = (1.0 - layer.momentum) ** updates
                         values[name].copy_(decay * old[name] + total)

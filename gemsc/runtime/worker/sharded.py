@@ -253,16 +253,12 @@ class WeightParts:
 
     @contextmanager
     def whole(self, stages: Collection[int]) -> Iterator[None]:
-        """Make all weights whole for a while, what is done to them included."""
+        """Make all weights whole for a while, to be read."""
         most, self._most = self._most, len(stages)
         try:
             for stage in sorted(stages):
                 self.gather(stage)
             yield
-            for found in self._sums.values():
-                for name, own in found.own.items():
-                    held = rows_of(found.parameters[name].data, found.mine[name])
-                    own.data.copy_(held)
         finally:
             self._most = most
             self.free()

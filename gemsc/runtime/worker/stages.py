@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from gemsc.base.boxes import Interval
 from gemsc.base.dtypes import cast_module
-from gemsc.base.parts import rows_of
 from gemsc.base.plain_forward import mend_torch
 from gemsc.base.rng import are_draws_same, outside_draws
 from gemsc.errors import GemscError
@@ -199,13 +198,8 @@ class Stages(dict[Run, nn.Module]):
         self[run] = stage
 
     def rows(self, name: str, rows: Interval) -> Tensor:
-        """Return some rows of a parameter in memory of their own.
-
-        Of one that has not been read nothing else is.
-        """
-        parameter, read = self.parameters[name].detach(), self._unread.pop(name, None)
-        if read is None:
-            return rows_of(parameter, rows).clone()
+        """Return some rows of a parameter that has not been read, and reads no more."""
+        parameter, read = self.parameters[name], self._unread.pop(name)
         return read(name, rows).to(parameter.device, parameter.dtype)
 
     def read_rest(self) -> None:
