@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from test_grid import on_tiles
-from torch import Tensor
+from torch import Tensor, nn
 
 from gemsc.base.boxes import everything
 from gemsc.base.rng import same_draws
+from gemsc.compiler import compile
 from gemsc.ir.shape_grid import ShapeGrid
 from gemsc.runtime import tiles
 from gemsc.runtime.tiles.grid import Grid
@@ -187,3 +188,25 @@ def test_attention_of_some_heads_has_the_mask_of_all(
         for have, want in zip(found, expected, strict=True):
             part = want[:, first:last] if len(want[0]) == 6 else want[:, heads]
             assert torch.allclose(have, part, rtol=0, atol=1e-13)
+
+
+class Halves(nn.Module):
+    """Of 15 features one rank has 8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 15), nn.Linear(15, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.up(x))
+        return self.down(y) * y.mean(-1, keepdim=True)
+
+
+def test_uneven_parts_weigh_in_a_mean_what_they_have() -> None:
+    given: dict[str, Any] = {"ranks": 2, "shards": (2,), "micro_batches": 1}
+    model, x = Halves(), torch.randn(4, 6)
+    program = compile(model, (x,), loss=lambda y: y.square().mean(), **given)
+    assert program.plan.unchecked == ""  # one step was compared with the model
+    texts = program.rank_modules()
+    for rank, number in enumerate((8, 7)):
+        assert f"y.mean(-1, keepdim=True) * {number / 15}" in texts[f"rank{rank}.py"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from math import inf
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 from gemsc.ir import meta
 
 pytestmark = pytest.mark.usefixtures("in_double")
+
+LEFT_OUT = (torch.arange(7) < 4)[:, None]  # all rows of a tile
 
 GRIDS = [(3, 1), (1, 2), (2, 2), (2, 3)]
 
@@ -63,6 +66,7 @@ REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax of flattened pixels": lambda x: x.flatten(2).softmax(2).amax(2),
     "log_softmax of pixels": lambda x: x.flatten(2).log_softmax(-1).mean(-1),
     "softmax layer": nn.Softmax(-1),
+    "softmax with rows left out": lambda x: x.masked_fill(LEFT_OUT, -inf).softmax(2),
     "softmax of large numbers": lambda x: (300 * x).softmax(3),
     "flip of rows": lambda x: x.flip(2),
     "flip of rows and columns": lambda x: torch.flip(x, (2, -1)),
