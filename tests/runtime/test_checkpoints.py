@@ -16,6 +16,7 @@ from training_support import pairs, program, run, user_of
 from gemsc.base.files import facts_of
 from gemsc.errors import GemscError
 from gemsc.runtime.checkpoint import folder
+from gemsc.runtime.checkpoint.manifest import Manifest
 from gemsc.runtime.data.metrics import figure_names
 from gemsc.runtime.training import checkpoints
 from gemsc.runtime.training.arguments import parse_arguments
@@ -218,6 +219,9 @@ def test_an_evaluation_that_fails_loses_nothing(tmp_path: Path) -> None:
     found = run(tmp_path, user(), *words, tmp_path / "saved", *again)
     assert called == undisturbed
     assert len(called) == 3
+    latest = (tmp_path / name / "latest" for name in ("whole", "saved"))
+    whole, again_whole = (Manifest.read(each).progress for each in latest)
+    assert whole == again_whole  # what has been best, and that nothing is owed
     for ours, theirs in zip(found, wanted, strict=True):
         assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
 
