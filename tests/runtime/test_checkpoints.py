@@ -211,11 +211,12 @@ def test_an_evaluation_that_fails_loses_nothing(tmp_path: Path) -> None:
     wanted = run(tmp_path, user(), *words, tmp_path / "whole")
     undisturbed, called = called, []
     again: tuple[str, ...] = ()
-    for calls in ((3, 4), (4,)):  # after epochs 2 and 3; two calls each
+    for step, calls in ((4, (3, 4)), (6, (4,))):  # of two for each evaluation
         with pytest.raises(GemscError, match="no positives") as caught:
             run(tmp_path, user(*calls), *words, tmp_path / "saved", *again)
         again = "--resume", str(tmp_path / "saved")
         assert "then go on with --resume" in str(caught.value.help)
+        assert f"the checkpoint of step {step}" in str(caught.value.help)
     found = run(tmp_path, user(), *words, tmp_path / "saved", *again)
     assert called == undisturbed
     assert len(called) == 3

@@ -108,8 +108,8 @@ class Evaluator:
     def run(self) -> tuple[dict[str, float], GemscError | None]:
         """Return the figures of all samples, the same on every rank.
 
-        None where the user's metrics or loss fail: that error is given, and not raised,
-        since only one rank scores, and all have to save first what they have trained.
+        If the user's metrics or loss fail, there may be too few; that error is given,
+        and not raised: only one rank scores, and all save first what they have trained.
         """
         self._problem, mean_loss = None, Mean()
         self.metrics.reset()
@@ -134,7 +134,7 @@ class Evaluator:
         transport, scorer = self.trainer.transport, self.holders.first
         terms = mean_loss.divisor
         losses: Figures = {"loss": (mean_loss.value, terms)} if terms else {}
-        mine = losses | own if self._problem is None else {}, self._problem
+        mine = losses | own, self._problem
         found, problem = transport.all_gather_object(mine)[scorer]
         status.idle()
         self.record.add_figures(found)
