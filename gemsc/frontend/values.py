@@ -153,7 +153,8 @@ def transformed(at: SourceLocation | None = None) -> GemscError:
         "forward calls torch.vmap or another transform of torch.func, which a graph "
         "cannot contain",
         at=at,
-        help="write out the dimension: torch.einsum, torch.bmm, x.unsqueeze(0)",
+        help="write out the dimension: torch.einsum, torch.bmm, x.unsqueeze(0); for "
+        "gradients, call torch.autograd.grad in a submodule",
     )
 
 
