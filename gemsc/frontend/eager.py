@@ -17,8 +17,10 @@ from torch.nn.utils.weight_norm import WeightNorm
 from gemsc.base.dtypes import Autocast, is_real
 from gemsc.base.nests import map_tensors
 from gemsc.base.plain_forward import enter_training
-from gemsc.errors import GemscError
+from gemsc.errors import GemscError, SourceLocation
 from gemsc.frontend.user_code import failing_line
+
+_NO_HOOKS = "yet support saved tensor hooks"  # says torch.func.grad
 
 
 def in_mode(training: bool) -> str:
@@ -49,9 +51,22 @@ def failures(what: str, boundary: CodeType, help: str = "") -> Iterator[None]:
         raise
     except Exception as error:
         at = failing_line(error.__traceback__, boundary)
+        if _NO_HOOKS in str(error):
+            raise transformed(at) from error
         text = " ".join(str(error).split())
         message = f"{what}: {type(error).__name__}: {text}"
         raise GemscError(message, at=at, help=help) from error
+
+
+def transformed(at: SourceLocation | None = None) -> GemscError:
+    """Return the error of a forward that calls a transform of torch.func."""
+    return GemscError(
+        "forward calls torch.vmap or another transform of torch.func, which a graph "
+        "cannot contain",
+        at=at,
+        help="write out the dimension: torch.einsum, torch.bmm, x.unsqueeze(0); for "
+        "gradients, call torch.autograd.grad in a submodule",
+    )
 
 
 def deep_copy(objects: Any, memo: dict[int, Any] | None = None) -> Any:

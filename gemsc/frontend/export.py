@@ -38,7 +38,7 @@ from gemsc.base.rng import preserve_rng
 from gemsc.errors import GemscError
 from gemsc.frontend.closures import reject_closures
 from gemsc.frontend.counters import counters_of, reject_counters, tensors_in
-from gemsc.frontend.eager import detached, failures, set_training
+from gemsc.frontend.eager import detached, failures, set_training, transformed
 from gemsc.frontend.fake_copy import LOSS, fake_input, reject_unsupported
 from gemsc.frontend.opaque import DATA_ERRORS
 from gemsc.frontend.runs import mark_dtypes, other_generators, reject_rounded
@@ -48,7 +48,6 @@ from gemsc.frontend.values import (
     input_names,
     output_notes,
     returned,
-    transformed,
 )
 from gemsc.frontend.writer import CONSTANTS, make_root
 from gemsc.ir import meta

@@ -25,7 +25,7 @@ from gemsc.base.nests import (
 )
 from gemsc.base.plain_forward import plain_forward
 from gemsc.base.rng import preserve_rng
-from gemsc.errors import GemscError, SourceLocation
+from gemsc.errors import GemscError
 from gemsc.frontend.fake_copy import copy_on_fakes
 from gemsc.ir.meta import spec
 from gemsc.ir.program import DataclassValue, Program, Slot
@@ -145,17 +145,6 @@ def _grown(shape: Sequence[int], larger: Sequence[int]) -> int:
     sizes = enumerate(zip(shape, larger, strict=True))
     found = [dim for dim, (size, other) in sizes if size != other]
     return found[0] if len(found) == 1 else 0
-
-
-def transformed(at: SourceLocation | None = None) -> GemscError:
-    """Return the error of a forward that calls a transform of torch.func."""
-    return GemscError(
-        "forward calls torch.vmap or another transform of torch.func, which a graph "
-        "cannot contain",
-        at=at,
-        help="write out the dimension: torch.einsum, torch.bmm, x.unsqueeze(0); for "
-        "gradients, call torch.autograd.grad in a submodule",
-    )
 
 
 def output_notes(output: Returned) -> tuple[str, ...]:

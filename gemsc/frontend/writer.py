@@ -17,10 +17,11 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from gemsc.base.nests import Path, named_tuple, tensor_leaves
 from gemsc.base.rng import may_draw
 from gemsc.errors import GemscError
+from gemsc.frontend.eager import transformed
 from gemsc.frontend.fake_copy import LOSS, FakeCopy
 from gemsc.frontend.targets import TargetCall
 from gemsc.frontend.user_code import UserLine
-from gemsc.frontend.values import PLAIN, transformed
+from gemsc.frontend.values import PLAIN
 from gemsc.ir import meta
 from gemsc.ir.holder import with_graph
 from gemsc.ir.meta import Region

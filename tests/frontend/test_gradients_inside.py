@@ -83,3 +83,19 @@ def test_what_evaluation_could_not_run_is_refused() -> None:
     with pytest.raises(GemscError, match="forward needs gradients") as caught:
         compiled(made(Descent), ranks=1)  # a whole model is no submodule
     assert "submodule" in str(caught.value.help)
+
+
+class Transformed(Descent):
+    def gradient(self, x: Tensor) -> Tensor:
+        def energy(row: Tensor) -> Tensor:
+            return self.down(torch.tanh(self.up(row))).sum()
+
+        return torch.func.vmap(torch.func.grad(energy))(x)
+
+
+def test_transforms_of_functions_are_refused_with_another_way() -> None:
+    with pytest.raises(
+        GemscError, match=r"forward calls torch\.vmap or another"
+    ) as caught:
+        compiled(Around(made(Transformed)))
+    assert "torch.autograd.grad in a submodule" in str(caught.value.help)
