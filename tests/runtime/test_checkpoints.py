@@ -182,6 +182,15 @@ def test_a_figure_that_no_evaluation_gives(tmp_path: Path) -> None:
         run(tmp_path, user_of(), "--patience", "3")
 
 
+def test_the_evaluation_at_the_end_of_steps_may_be_the_best(tmp_path: Path) -> None:
+    """The checkpoint of the last step waits for it, though no epoch ends."""
+    user = user_of(eval_dataset=pairs)
+    words = "--steps", "2", "--checkpoint-every", "1", "--save", tmp_path / "saved"
+    run(program(tmp_path), user, *words)  # an epoch would have three
+    assert saved(tmp_path / "saved") == [1, 2]
+    assert best(tmp_path / "saved") == "step-000002"
+
+
 def test_an_evaluation_that_fails_loses_nothing(tmp_path: Path) -> None:
     """It is made again after a resume: then all is as if it had not failed."""
     program(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -126,3 +127,24 @@ def test_a_run_evaluates_and_resumes_them(
     with pytest.raises(GemscError, match="has no averages"):
         export_model(tmp_path / "c", tmp_path / "none", averages=True)
     assert not torch.equal(plain[0]["a.weight"], state["a.weight"])
+
+
+def test_after_an_evaluation_parts_of_weights_are_trained_on(tmp_path: Path) -> None:
+    """What was gathered of the averages is not the weights."""
+    found: list[list[float]] = []
+    for number, shard in enumerate(("off", "weights")):
+        losses: list[float] = []
+        user = user_of(
+            dataset=lambda: pairs(16),
+            eval_dataset=pairs,
+            optimizer=partial(torch.optim.SGD, lr=0.5),
+            on_step=lambda trainer, report, kept=losses: kept.append(report.loss),
+            on_epoch=lambda trainer, epoch, figures, kept=losses: kept.append(
+                figures["loss"]
+            ),
+        )
+        folder = program(tmp_path / str(number), ranks=4, data=2, shard=shard)
+        run(folder, user, "--ema", "0.5", "--epochs", "3", ranks=4)
+        found.append(sorted(losses))
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+    assert len(found[0]) == 4 * 3 * 3  # two steps an epoch, and an evaluation
