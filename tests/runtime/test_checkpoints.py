@@ -269,6 +269,16 @@ def test_a_learning_rate_that_falls_on_a_plateau(tmp_path: Path) -> None:
     assert "ReduceLROnPlateau takes a figure: evaluations only have score" in found
 
 
+def test_what_was_the_best_of_another_figure_is_forgotten() -> None:
+    epochs: Any = SimpleNamespace()
+    state = {"name": "loss", "value": 0.1, "step": 4, "since": 2}
+    for name, value in (("loss", 0.1), ("dice", None)):
+        best = checkpoints.Best(epochs, f"{name}:min", patience=3)
+        best.load_state_dict(state)
+        assert best.value == value
+        assert best.since == (2 if value else 0)
+
+
 def dice(output: Tensor, target: Tensor) -> Any:
     return {"dice": output.mean(), "parts": {"left": target.sum()}}
 

@@ -228,7 +228,6 @@ class Position(Callback):
                     "and --data, or from a checkpoint at the end of an epoch",
                 )
         if epochs.each is not None:
-            first = min(first, epochs.each)
             steps.done = state["epoch"] * epochs.each + first
         else:
             size = state["batch_size"]
