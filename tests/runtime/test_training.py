@@ -458,3 +458,16 @@ def test_an_eval_dataset_that_does_not_fit_is_refused_before_the_first_step(
         run(program(tmp_path), user, "--epochs", "1")
     assert caught.value.at == user.line_of("eval_dataset")
     assert not steps
+
+
+def test_evaluation_does_not_draw_what_training_draws(tmp_path: Path) -> None:
+    seen: set[tuple[str, int]] = set()
+
+    def seeded(name: str) -> Any:
+        seen.add((name, torch.initial_seed()))
+        return pairs(4)
+
+    names = "dataset", "eval_dataset"
+    user = user_of(**{name: partial(seeded, name) for name in names})
+    run(program(tmp_path), user, "--epochs", "1")
+    assert seen == {("dataset", 0), ("eval_dataset", seed_of(0, -1))}
