@@ -130,7 +130,8 @@ def _check(traced: Traced, options: CompileOptions) -> None:
     choose("schedule", options.schedule, SCHEDULES)
     check_whole(options.whole, traced.program.module)
     splits = SCHEDULES[options.schedule].policy.split_backward
-    for path, opaque in opaques(traced.program.module).items():
+    asks = options.torch_compile or splits
+    for path, opaque in opaques(traced.program.module).items() if asks else ():
         if options.torch_compile:
             raise GemscError(
                 f"--torch-compile cannot be combined with {path}, which stays whole: "
@@ -138,7 +139,7 @@ def _check(traced: Traced, options: CompileOptions) -> None:
                 at=opaque.at,
                 help="leave out --torch-compile",
             )
-        if splits and opaque.differentiates:
+        if opaque.differentiates:
             raise GemscError(
                 f"--schedule {options.schedule} cannot be used with {path}, whose "
                 "forward calls torch.autograd.grad: weight gradients cannot wait there",

@@ -216,7 +216,7 @@ def test_an_evaluation_that_fails_loses_nothing(tmp_path: Path) -> None:
             scheduler=plateau,
         )
 
-    words = "--epochs", "3", "--best", "score", "--save"
+    words = "--epochs", "3", "--ema", "0.5", "--best", "score", "--save"
     wanted = run(tmp_path, user(), *words, tmp_path / "whole")
     undisturbed, called = called, []
     again: tuple[str, ...] = ()

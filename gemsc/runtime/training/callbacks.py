@@ -3,7 +3,7 @@
     on_load                              the program and its weights are loaded
     on_start                             and the checkpoint, if there is one
       on_step on_step on_step ...        after each step
-      on_evaluation_start, on_evaluation where there is held-out data
+      on_evaluation_start, on_evaluation (or on_evaluation_failure) where there is held-out data
       on_epoch                           the end of an epoch, or of the run within one
         on_save                          a checkpoint is complete
     on_end                               or on_failure, on the rank that fails
@@ -66,6 +66,9 @@ class Callback:
 
     def on_evaluation(self, trainer: Trainer, figures: Mapping[str, float]) -> None:
         """Called with the means of loss and metrics over all held-out samples."""
+
+    def on_evaluation_failure(self, trainer: Trainer) -> None:
+        """Called instead, if loss or metrics failed: what is trained is saved then."""
 
     def on_epoch(
         self, trainer: Trainer, epoch: int, figures: Mapping[str, float]
@@ -406,6 +409,10 @@ class Ema(Callback):
 
     def on_evaluation(self, trainer: Trainer, figures: Mapping[str, float]) -> None:
         """Train on with the weights."""
+        self.swap()
+
+    def on_evaluation_failure(self, trainer: Trainer) -> None:
+        """Let the checkpoint have the weights, and their averages as such."""
         self.swap()
 
     @torch.no_grad()

@@ -271,11 +271,12 @@ class Training:
         assert self.best is not None
         self.trainer.tell("on_evaluation_start")
         figures, problem = self.evaluator.run()
-        if problem is None:
-            self.trainer.tell("on_evaluation", figures)
-            problem = self.best.problem
         if problem is not None:
+            self.trainer.tell("on_evaluation_failure")
             raise self._saved_first(problem)
+        self.trainer.tell("on_evaluation", figures)
+        if self.best.problem is not None:
+            raise self._saved_first(self.best.problem)
         return figures
 
     def _saved_first(self, problem: GemscError) -> GemscError:
