@@ -3,7 +3,8 @@
     on_load                              the program and its weights are loaded
     on_start                             and the checkpoint, if there is one
       on_step on_step on_step ...        after each step
-      on_evaluation_start, on_evaluation (or on_evaluation_failure) where there is held-out data
+      on_evaluation_start, on_evaluation where there is held-out data
+      on_evaluation_failure              in place of on_evaluation
       on_epoch                           the end of an epoch, or of the run within one
         on_save                          a checkpoint is complete
     on_end                               or on_failure, on the rank that fails
