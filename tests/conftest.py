@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import difflib
+import faulthandler
 import functools
 import gc
 import importlib.util
 import os
 import random
 import re
+import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
@@ -44,6 +46,17 @@ def one_at_a_time(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def end_if_it_hangs() -> None:
+    """Let a forked process say where it hangs, and end, when its test takes too long.
+
+    As long as it lives, xdist waits: it has the pipe of the process that it is a copy
+    of, which `faulthandler_timeout` has ended then.
+    """
+    faulthandler.register(signal.SIGALRM, chain=True)
+    signal.alarm(590)
+
+
+os.register_at_fork(after_in_child=end_if_it_hangs)
 torch.set_num_threads(1)
 # ranks are threads in tests, and Python 3.11 counts the depth of all that is parsed at
 # once together: "AST constructor recursion depth mismatch", as numpy reads a header

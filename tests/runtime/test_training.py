@@ -28,6 +28,7 @@ from training_support import FromTest, pairs, program, run, simple, user_of
 import gemsc
 from gemsc.base.rng import seed_of
 from gemsc.errors import GemscError, SourceLocation
+from gemsc.runtime.data import batches
 from gemsc.runtime.process.status import Status
 from gemsc.runtime.training import callbacks
 from gemsc.runtime.training.callbacks import Hooks
@@ -136,6 +137,13 @@ def test_a_run_whose_ranks_wait_for_data_says_so_once(
     """Each step takes half a minute, of which reading has a share."""
     now = [0.0]
     monkeypatch.setattr(callbacks, "perf_counter", lambda: now[0])
+
+    def without_processes(*given: Any, **options: Any) -> DataLoader[Any]:
+        """A process that a thread starts might inherit another one's lock."""
+        off = {"num_workers": 0, "persistent_workers": False}
+        return DataLoader(*given, **options | off)
+
+    monkeypatch.setattr(batches, "DataLoader", without_processes)
 
     def read(status: Status, source: Iterable[Any]) -> Iterator[Any]:
         for item in source:
