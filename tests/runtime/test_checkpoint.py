@@ -22,8 +22,10 @@ import torch
 from program_support import Net, X, batch_of, on_ranks, weights_in, written
 from torch import Tensor, nn
 
+from gemsc.base.files import write_text
 from gemsc.errors import GemscError
 from gemsc.runtime.checkpoint import write
+from gemsc.runtime.checkpoint.folder import clear_space
 from gemsc.runtime.training.arguments import parse_arguments
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.weights.write import write_stream
@@ -273,6 +275,47 @@ def test_a_thread_ends_when_another_run_removes_what_it_writes(
 
     with pytest.raises(GemscError, match="another run removed"):
         on_ranks(program, 2, work)
+
+
+def test_a_file_that_another_run_removed_is_missed(
+    program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_removed = threading.Event()
+
+    def removed(path: Path, *rest: Any, **options: Any) -> Any:
+        if path.name == "rank1.safetensors":
+            is_removed.wait(60)
+            return write_stream(path, *rest, **options)
+        facts = write_stream(path, *rest, **options)
+        shutil.rmtree(path.parent)
+        is_removed.set()
+        return facts
+
+    monkeypatch.setattr(write, "write_stream", removed)
+    with pytest.raises(GemscError, match="another run removed"):
+        train_and_save(program, tmp_path)
+    assert not names_in(tmp_path)
+
+
+def test_what_another_run_writes_is_removed_meanwhile(
+    program: Path, tmp_path: Path
+) -> None:
+    is_over = threading.Event()
+
+    def writes(number: int) -> None:
+        name = tmp_path / f".step-000001-{number:08x}" / "rank0.json"
+        while not is_over.is_set():
+            write_text(name, "{}")
+
+    with ThreadPoolExecutor(2) as pool:
+        others = [pool.submit(writes, number) for number in range(2)]
+        try:
+            for _ in range(20):
+                clear_space(tmp_path, 1)
+        finally:
+            is_over.set()
+    for other in others:
+        assert isinstance(other.exception(), OSError | None)
 
 
 def test_nobody_elses_files_are_removed(program: Path, tmp_path: Path) -> None:

@@ -199,7 +199,7 @@ def clear_space(directory: Path, step: int) -> Path:
     """Return an empty folder to write a checkpoint in; remove what kills have left."""
     for path in directory.glob(".step-*"):
         if HIDDEN.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
+            _delete(path)
     beside = directory / f".step-{step:06d}-{secrets.token_hex(4)}"
     beside.mkdir(parents=True)
     return beside
@@ -251,5 +251,12 @@ def _remove(folders: Iterable[Path]) -> None:
     """Remove checkpoints, and nothing of anybody else."""
     for folder in folders:
         if (folder / MANIFEST).is_file() and not folder.is_symlink():
-            old = folder.rename(folder.with_name(f".{folder.name}-old"))
-            shutil.rmtree(old)
+            _delete(folder)
+
+
+def _delete(folder: Path) -> None:
+    """Remove a folder, under another name: who still writes there has lost it."""
+    if not folder.name.endswith("-old"):
+        name = folder.name.removeprefix(".")
+        folder = folder.rename(folder.with_name(f".{name}-old"))
+    shutil.rmtree(folder)

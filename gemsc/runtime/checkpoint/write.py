@@ -329,6 +329,8 @@ class _Job:
                 (self.beside / f"rank{rank}.json").unlink()
             tensors = {key: Stored(*kinds[key], tuple(p)) for key, p in pieces.items()}
             _check_complete(tensors, self.shared)
+            if not all((self.beside / name).is_file() for name in files):
+                raise self._removed
             ranks = [said["rank"] for said in everyone]
             progress = {**everyone[0]["run"], "ranks": ranks}
             found = Manifest(self.step, self.ranks, files, tensors, aliases, progress)
@@ -366,10 +368,14 @@ class _Job:
     def _check_own(self) -> None:
         """Make sure that what rank 0 has written is still there."""
         if not (self.beside / "rank0.json").exists():
-            raise GemscError(
-                f"another run removed {self.beside} while this one was writing there",
-                help="let only one run at a time save to a folder",
-            )
+            raise self._removed
+
+    @property
+    def _removed(self) -> GemscError:
+        return GemscError(
+            f"another run removed {self.beside} while this one was writing there",
+            help="let only one run at a time save to a folder",
+        )
 
 
 def _check_complete(tensors: Mapping[str, Stored], keys: Iterable[str]) -> None:
