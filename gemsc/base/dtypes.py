@@ -114,7 +114,9 @@ def cast_module(
 ) -> None:
     """Do what `module.to(dtype)` does, but keep complex tensors complex.
 
-    The tensors named in `kept` stay as they are, and one under two names stays one.
+    The tensors named in `kept` stay as they are, and one under two names stays one. An
+    `_apply` that is not torch's is passed by: what a module has besides parameters and
+    buffers stays as well, as in a program.
     """
     named = dict([*module.named_parameters(), *module.named_buffers()])
     done = {id(named[name]): named[name] for name in kept}
@@ -124,7 +126,10 @@ def cast_module(
             done[id(tensor)] = tensor.to(within(tensor.dtype, dtype))
         return done[id(tensor)]
 
-    module._apply(convert)  # type: ignore[no-untyped-call]
+    for each in module.modules():
+        method: Any = type(each)._apply
+        is_of_torch = method.__module__.startswith("torch.")
+        (method if is_of_torch else nn.Module._apply)(each, convert, recurse=False)
 
 
 @contextmanager

@@ -67,12 +67,9 @@ def show_candidates(
 
 def show_activations(plan: Plan, measured: Sequence[int], console: Console) -> None:
     """Print the peaks of live activations that were predicted and found."""
-    ratios = [
-        found / predicted
-        for found, predicted in zip(
-            measured, plan.by_rank(plan.activation_bytes) * plan.data, strict=True
-        )
-    ]
+    predicted = plan.by_rank(plan.activation_bytes) * plan.data
+    pairs = [*zip(measured, predicted, strict=True)]
+    ratios = [found / bytes for found, bytes in pairs if bytes] or [1.0]
     peaks = ", ".join(map(show_bytes, measured))
     console.print(
         f"peak of live activations on each rank: {peaks}; "

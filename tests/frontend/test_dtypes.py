@@ -85,6 +85,24 @@ CASES: dict[str, tuple[Callable[..., Tensor], dict[str, Any]]] = {
 }
 
 
+def test_what_a_model_makes_anew_in_another_dtype_stays(tmp_path: Path) -> None:
+    """As the distributions of kornia do, which are no buffers."""
+
+    class Made(Net):
+        def _apply(self, fn: Any, *given: Any, **options: Any) -> Any:
+            super()._apply(fn, *given, **options)
+            self.part = torch.tensor(0.1, dtype=fn(self.part).dtype)
+            return self
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.d(self.c(self.b(self.a(x) * self.part)))
+
+    net = Made(forward)
+    net.part = torch.tensor(0.1)
+    found = against_one_process(tmp_path, net)
+    assert found.equal == found.total
+
+
 @pytest.mark.slow(3)
 @pytest.mark.parametrize("name", CASES)
 def test_a_program_in_float64_is_the_model_in_float64(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import typer
 from command_line import MODEL, compile_here, gemsc_here
 from program_support import Net, X, adding, mse, written
+from rich.console import Console
 from torch import nn
 
 import gemsc
@@ -22,6 +24,7 @@ from gemsc.runtime.worker.steps import BatchShape
 from gemsc.verify.compare import TOLERANCE, Comparison, StepRecord, compare
 from gemsc.verify.precision import LowPrecision
 from gemsc.verify.steps import verify_program
+from gemsc.viz.terminal import show_activations
 
 WIDE, NARROW = torch.float64, torch.float32
 
@@ -38,6 +41,15 @@ def test_each_tensor_is_judged_by_its_own_rounding() -> None:
     assert found(errors, rounding).judge(NARROW) == ("undecided", "near zero")
     errors["near zero"] = 0.05
     assert found(errors, rounding).judge(NARROW) == ("exact", "near zero")
+
+
+def test_a_rank_that_keeps_nothing_has_no_ratio() -> None:
+    """As the first of a network that begins with augmentation on its GPU."""
+    console = Console(file=StringIO(), width=200)
+    plan: Any = SimpleNamespace(activation_bytes=[0, 10], data=1, by_rank=list)
+    show_activations(plan, [0, 20], console)
+    assert isinstance(console.file, StringIO)
+    assert "measured / predicted 2.000 to 2.000" in console.file.getvalue()
 
 
 @pytest.mark.parametrize(
