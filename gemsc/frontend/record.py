@@ -271,6 +271,12 @@ def _loss_of(request: _Request) -> Callable[[Any], torch.Tensor]:
     """Return what makes a loss of what the user's function has returned."""
 
     def loss_of(returned: Any) -> torch.Tensor:
+        if LOSS in request.opaque and isinstance(returned, tuple | list):
+            # each float of a node seems to have a gradient; the check on numbers knows
+            returned = [
+                each.detach() if i and isinstance(each, Tensor) else each
+                for i, each in enumerate(returned)
+            ]
         try:
             return as_loss(returned)
         except GemscError as error:

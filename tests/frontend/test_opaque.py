@@ -139,6 +139,23 @@ def test_a_loss_may_depend_on_data(loss: Any, tmp_path: Path) -> None:
     assert worst(tmp_path / "program", model, loss=loss) <= EXACT
 
 
+def sum_and_count(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    errors = (output - target) ** 2
+    hard = errors > errors.mean()
+    return errors[hard].sum(), hard.float().sum()
+
+
+def two_sums(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    return Loss()(output, target), output.sum()
+
+
+def test_the_count_of_a_loss_that_depends_on_data_is_known_from_numbers() -> None:
+    options: dict[str, Any] = {"example_target": X, "ranks": 1}
+    compile(nn.Linear(D, D), (X,), loss=sum_and_count, **options)
+    with pytest.raises(GemscError, match="the loss's count depends on parameters"):
+        compile(nn.Linear(D, D), (X,), loss=two_sums, **options)
+
+
 @dataclass
 class Result:
     picture: Tensor
