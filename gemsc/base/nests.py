@@ -240,10 +240,12 @@ def map_tensors(
     return value
 
 
-def named_tuple(like: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
-    """Return the items as a tuple, a named one if `like` is."""
+def named_tuple(like: Any, items: list[Any]) -> Any:
+    """Return the items as a tuple, a named one if `like` is, as that of `x.topk(1)`."""
     if hasattr(like, "_fields"):
         return type(like)(*items)
+    if hasattr(like, "n_fields"):
+        return _named_class(type(like).__match_args__)(*items)
     return tuple(items)
 
 

@@ -273,10 +273,8 @@ def _loss_of(request: _Request) -> Callable[[Any], torch.Tensor]:
     def loss_of(returned: Any) -> torch.Tensor:
         if LOSS in request.opaque and isinstance(returned, tuple | list):
             # each float of a node seems to have a gradient; the check on numbers knows
-            returned = [
-                each.detach() if i and isinstance(each, Tensor) else each
-                for i, each in enumerate(returned)
-            ]
+            count = map_tensors(tuple(returned[1:]), lambda _, t: t.detach())
+            returned = (*returned[:1], *count)
         try:
             return as_loss(returned)
         except GemscError as error:
