@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copyreg
 import dataclasses
+import functools
+from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -38,6 +41,22 @@ pytree.register_pytree_node(
     lambda fields: (list(fields.values()), list(fields)),
     lambda values, keys: Fields(zip(keys, values, strict=True)),
 )
+
+
+def named_output(**items: Any) -> Any:
+    """Return a named tuple: it stands for one of the user's that a model returns."""
+    return _named_class(tuple(items))(*items.values())
+
+
+@functools.cache
+def _named_class(names: tuple[str, ...]) -> Any:
+    made: Any = namedtuple("Output", names)  # type: ignore[misc]
+    copyreg.pickle(made, _apart)  # another rank finds no such class by its name
+    return made
+
+
+def _apart(value: Any) -> tuple[Callable[[], Any], tuple[()]]:
+    return functools.partial(named_output, **value._asdict()), ()
 
 
 def with_attributes(value: Any) -> Any:
@@ -221,10 +240,12 @@ def map_tensors(
     return value
 
 
-def named_tuple(like: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
-    """Return the items as a tuple, a named one if `like` is."""
+def named_tuple(like: Any, items: list[Any]) -> Any:
+    """Return the items as a tuple, a named one if `like` is, as that of `x.topk(1)`."""
     if hasattr(like, "_fields"):
         return type(like)(*items)
+    if hasattr(like, "n_fields"):
+        return _named_class(type(like).__match_args__)(*items)
     return tuple(items)
 
 

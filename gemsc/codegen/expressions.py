@@ -339,6 +339,10 @@ def structure_text(value: Any, outputs: Sequence[str]) -> str:
         return outputs[value.index]
     if isinstance(value, DataclassValue):  # its fields, under their names
         return structure_text(dict(value.fields), outputs)
+    if hasattr(value, "_fields"):
+        pairs = zip(value._fields, value, strict=True)
+        items = (f"{name}={structure_text(item, outputs)}" for name, item in pairs)
+        return f"named_output({', '.join(items)})"
     if isinstance(value, tuple | list | dict):
         return collection(value, lambda item: structure_text(item, outputs))
     return literal(value)

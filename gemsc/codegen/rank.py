@@ -27,7 +27,8 @@ from gemsc.schedules.paths import skipping
 FROM_RUNTIME = (
     *("AxisWindows", "Exchange", "Grid", "GridMessage", "Input", "Message"),
     *("Part", "RankProgram", "Resize", "Run", "Tiles", "TileValue", "Value", "Worker"),
-    *("offloaded", "once", "recompute", "tile_boxes", "tiles", "user_module"),
+    *("named_output", "offloaded", "once", "recompute", "tile_boxes", "tiles"),
+    "user_module",
 )
 TAKEN = (
     *(*FROM_RUNTIME, "user_object", "F", "Tensor", "gemsc", "nn", "operator", "torch"),

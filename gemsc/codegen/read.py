@@ -37,6 +37,7 @@ from gemsc.runtime import (
     Tiles,
     TileValue,
     Value,
+    named_output,
     tile_boxes,
     tiles,
 )
@@ -50,7 +51,10 @@ from gemsc.schedules.rank_step import (
     Turn,
 )
 
-PLAIN = (Input, Message, Part, RankProgram, Run, Tiles, Value, tile_boxes)
+PLAIN = (
+    *(Input, Message, Part, RankProgram, Run, Tiles, Value),
+    *(named_output, tile_boxes),
+)
 OF_MANY = (Exchange, GridMessage, TileValue)  # all tiles' files have the same
 NOT_RUN = (ast.Import, ast.ImportFrom, ast.ClassDef)
 Calls = list[GridCall]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -95,6 +95,13 @@ class Watch:
                 own[name] = tensor
         torch.set_rng_state(state)
 
+    def _statistics(self) -> Iterator[str]:
+        """Yield the names of what BatchNorm updates, and its backward does not need."""
+        for path, module in self.module.named_modules():
+            if isinstance(module, _BatchNorm) and module.training:
+                names = (name for name, _ in module.named_buffers(recurse=False))
+                yield from (f"{path}.{name}".lstrip(".") for name in names)
+
     def _measure(
         self, takes: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> OpaqueCall:
@@ -116,6 +123,7 @@ class Watch:
         log = _Log(state, self.kept)
         with log, saved_tensors_hooks(log.save, log.use):
             result = self.forward(*args, **kwargs)
+        self.kept -= {*self._statistics()} - log.read
         if [tensor._version for tensor in inputs] != versions:
             raise _UnfitError("it changes its inputs in place")
         gives = _structure(result, learns)
@@ -162,6 +170,7 @@ class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.persistent = persistent  # the names of parameters and buffers by storage
         self.kept = kept
         self.saved: dict[int, int] = {}
+        self.read: set[str] = set()  # by what is no BatchNorm, which keeps unread ones
         self.alive: list[Tensor] = []  # an address must not be used twice
         self.random = self.uses = False
         self.begin()
@@ -189,6 +198,9 @@ class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
+        if "batch_norm" not in str(func):
+            places = map(_storage, dense_leaves((args, kwargs)))
+            self.read |= {self.persistent[p] for p in places if p in self.persistent}
         if not runs_a_kernel(func, result):
             return result
         flops, works = work_of(func, args, kwargs or {}, result)

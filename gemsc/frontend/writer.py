@@ -79,6 +79,7 @@ class GraphWriter:
         old.constant = None  # type: ignore[attr-defined]  # it differs at each step
         node = self.graph.call_method("copy_", (target, source))
         self._finish(node, old, replace(_region(), grad=False))
+        meta.location.set(node, meta.location(source))  # no line runs any more
 
     def _read_a_copy(self, buffer: fx.Node) -> None:
         """Let what reads a buffer read a copy, which stays as it was for backward."""

@@ -11,6 +11,7 @@ from gemsc.base import loads
 
 if TYPE_CHECKING:
     from gemsc.base.boxes import tile_boxes
+    from gemsc.base.nests import named_output
     from gemsc.base.parts import Part
     from gemsc.messages.exchange import Exchange
     from gemsc.messages.grid_message import GridMessage, TileValue
@@ -42,6 +43,7 @@ __all__ = [
     "Value",
     "Worker",
     "main",
+    "named_output",
     "offloaded",
     "once",
     "recompute",
@@ -69,6 +71,7 @@ __getattr__ = loads(
         "Value": "gemsc.messages.message",
         "Worker": "gemsc.runtime.worker.worker",
         "main": "gemsc.runtime.training.train",
+        "named_output": "gemsc.base.nests",
         "offloaded": "gemsc.runtime.memory.offload",
         "once": "gemsc.runtime.memory.once",
         "recompute": "gemsc.runtime.memory.recomputation",

@@ -63,34 +63,33 @@ def reference_steps(
     have several `phases`. What is `near_zero` in a gradient is zero for the optimizer.
     """
     model, loss = copy.deepcopy((model, loss))
-    updates = plain_updates(model, loss, optimizer, phases, dtype, precision, device)
-    losses, terms, gradients = list[float](), list[float](), dict[str, Tensor]()
-    for step, (input, target) in enumerate(batches):
-        leaves = [t for t in pytree.tree_leaves(input) if isinstance(t, Tensor)]
-        batch = next((t.shape[0] for t in leaves if t.dim()), 1)
-        for update in updates:
-            if not update.phase.is_due(step):
-                continue
-            with update.training():
-                for m in range(num_micro_batches):
-                    part = (m, num_micro_batches, batch)
-                    given, wanted = (
-                        on_device(micro_batch_of(cast(each, dtype), *part), device)
-                        for each in (input, target)
-                    )
-                    with (
-                        plain_forward(),
-                        default_dtype(dtype),
-                        precision.autocast(device),
-                    ):
-                        value = as_loss(update.phase.call(model, given, wanted))
-                    update.backward(value, num_micro_batches)
-            losses.append(update.mean.value)
-            terms.append(update.mean.divisor)
-            update.end_sums()
-            if step == 0:
-                gradients |= update.gradients()
-            update.apply(near_zero)
+    with default_dtype(dtype):  # also of what the optimizer makes
+        updates = plain_updates(
+            model, loss, optimizer, phases, dtype, precision, device
+        )
+        losses, terms, gradients = list[float](), list[float](), dict[str, Tensor]()
+        for step, (input, target) in enumerate(batches):
+            leaves = [t for t in pytree.tree_leaves(input) if isinstance(t, Tensor)]
+            batch = next((t.shape[0] for t in leaves if t.dim()), 1)
+            for update in updates:
+                if not update.phase.is_due(step):
+                    continue
+                with update.training():
+                    for m in range(num_micro_batches):
+                        part = (m, num_micro_batches, batch)
+                        given, wanted = (
+                            on_device(micro_batch_of(cast(each, dtype), *part), device)
+                            for each in (input, target)
+                        )
+                        with plain_forward(), precision.autocast(device):
+                            value = as_loss(update.phase.call(model, given, wanted))
+                        update.backward(value, num_micro_batches)
+                losses.append(update.mean.value)
+                terms.append(update.mean.divisor)
+                update.end_sums()
+                if step == 0:
+                    gradients |= update.gradients()
+                update.apply(near_zero)
     state = dict([*model.named_parameters(), *model.named_buffers()])
     state = {n: as_real(t.detach()).cpu() for n, t in state.items()}
     return StepRecord(losses, gradients, state, terms=terms)

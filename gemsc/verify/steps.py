@@ -151,18 +151,20 @@ class _Subject:
 
     def in_one_process(self) -> StepRecord:
         """Train in this process, with the threads of one rank and the same draws."""
+        # made before draws are the same: it may draw its weights, as the ranks' were
+        loss, phases = self.user.make_loss(), self.user.make_phases()
         try:
             with threads_of_a_rank(self.plan), same_draws():
                 return reference_steps(
                     self.model,
-                    self.user.make_loss(),
+                    loss,
                     self.batches,
                     self.plan.data * self.plan.micro_batches,
                     self.dtype,
                     self.user.optimizer,
                     self.precision,
                     self.device,
-                    self.user.make_phases(),
+                    phases,
                     self.near_zero,
                 )
         except (RuntimeError, TypeError) as error:

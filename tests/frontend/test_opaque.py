@@ -139,6 +139,23 @@ def test_a_loss_may_depend_on_data(loss: Any, tmp_path: Path) -> None:
     assert worst(tmp_path / "program", model, loss=loss) <= EXACT
 
 
+def sum_and_count(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    errors = (output - target) ** 2
+    hard = errors > errors.mean()
+    return errors[hard].sum(), hard.float().sum()
+
+
+def two_sums(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    return Loss()(output, target), output.sum()
+
+
+def test_the_count_of_a_loss_that_depends_on_data_is_known_from_numbers() -> None:
+    options: dict[str, Any] = {"example_target": X, "ranks": 1}
+    compile(nn.Linear(D, D), (X,), loss=sum_and_count, **options)
+    with pytest.raises(GemscError, match="the loss's count depends on parameters"):
+        compile(nn.Linear(D, D), (X,), loss=two_sums, **options)
+
+
 @dataclass
 class Result:
     picture: Tensor
@@ -216,6 +233,36 @@ def test_what_is_whole_in_one_mode_is_so_in_both(mode: bool, tmp_path: Path) -> 
     program.write(tmp_path / "second")
     results = on_ranks(tmp_path / "second", 2, lambda t: t.evaluate(X, X))
     torch.testing.assert_close(results[1].output, model.eval()(X).detach())
+
+
+class Normed(Gate):
+    """A BatchNorm beside what depends on data, as in PointNet++."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x))
+
+
+class Reading(Normed):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.norm.running_var
+
+
+def test_the_backward_of_a_batchnorm_does_not_need_its_old_statistics(
+    tmp_path: Path,
+) -> None:
+    """Not even where several micro-batches are in flight."""
+    model = nn.Sequential(made(Normed), nn.Tanh(), nn.Linear(D, D))
+    assert worst(tmp_path / "program", model) <= EXACT
+    model = nn.Sequential(made(Reading), nn.Tanh(), nn.Linear(D, D))
+    with pytest.raises(GemscError, match=r"'0\.norm\.running_var', and the back"):
+        compiled(model)
+    with pytest.raises(GemscError, match="needs the value of a tensor") as caught:
+        compiled(model, data=2)
+    assert "in a small torch.nn.Module of its own" in str(caught.value.help)
 
 
 class Severed(Gate):

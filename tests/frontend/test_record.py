@@ -226,6 +226,10 @@ def test_a_loss_replaces_its_buffer() -> None:
     assert "copy_" in targets(program)
     check_against_eager(program, model, (X,), loss, torch.rand_like(X))
     assert torch.equal(loss.center, torch.zeros(4))
+    (change,) = (node for node in program.graph.nodes if node.target == "copy_")
+    place, code = meta.location(change), Centered.forward.__code__
+    assert place is not None
+    assert place.line == code.co_firstlineno + 2
 
 
 @pytest.mark.parametrize("read", [lambda h: h, lambda h: h[None][0]])

@@ -292,6 +292,22 @@ def test_metrics_that_fail_are_named_with_their_line(tmp_path: Path) -> None:
     assert caught.value.at.text == "raise ArithmeticError"
 
 
+def test_a_loss_that_fails_on_a_last_batch_is_named_with_its_line(
+    tmp_path: Path,
+) -> None:
+    def fails(output: Any, target: Any) -> Any:
+        return output.probabilities
+
+    example = torch.zeros(1, 1, SIZE, SIZE)
+    target = {"mask": example > 0}
+    written(tmp_path, Convolutions(), (example,), loss, target, **ONE)
+    data = {"dataset": lambda: Pictures(4), "eval_dataset": lambda: Pictures(7)}
+    with pytest.raises(GemscError, match=r"loss\(\) fails: AttributeError: ") as caught:
+        run(tmp_path, user_of(loss=fails, **data), ranks=ONE["ranks"])
+    assert caught.value.at is not None
+    assert caught.value.at.text == "return output.probabilities"
+
+
 @pytest.mark.parametrize("given", [5, {"dice": "dice"}])
 def test_what_is_no_metric_is_refused(given: Any) -> None:
     with pytest.raises(GemscError, match=r"metrics is of type (int|str)"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,6 +96,21 @@ def test_outputs_of_any_structure_and_stage_come_to_the_rank_of_the_loss(
     ]
     assert {e.loss for e in found} == {found[0].loss}
     assert found[0].loss == pytest.approx(sum(losses) / 2)
+
+
+def test_a_named_tuple_has_names_for_metrics_and_after_it_is_sent(
+    tmp_path: Path,
+) -> None:
+    model = Net(lambda self, x: {"pair": Pair(y := self.a(x), x), "top": y.topk(1)})
+    written(tmp_path, model, loss=lambda o, t: mse(o["pair"].left, t), ranks=1)
+    (found,) = on_ranks(tmp_path, 1, lambda t: t.evaluate(*[batch_of(X, 4)] * 2))
+    for pair in (found.output.pair, pickle.loads(pickle.dumps(found.output)).pair):
+        left, right = pair
+        assert pair.left is left
+        assert torch.equal(pair.right, right)
+    assert torch.equal(
+        found.output.top.indices, found.output.pair.left.argmax(1)[:, None]
+    )
 
 
 def leaves(output: Any) -> list[Tensor]:

@@ -21,9 +21,11 @@ from gemsc.cli import verify as cli
 from gemsc.errors import GemscError
 from gemsc.messages.message import Input
 from gemsc.runtime.worker.steps import BatchShape
+from gemsc.user_model import UserModel
 from gemsc.verify.compare import TOLERANCE, Comparison, StepRecord, compare
+from gemsc.verify.one_process import reference_steps
 from gemsc.verify.precision import LowPrecision
-from gemsc.verify.steps import verify_program
+from gemsc.verify.steps import _Subject, verify_program
 from gemsc.viz.terminal import show_activations
 
 WIDE, NARROW = torch.float64, torch.float32
@@ -77,6 +79,39 @@ def test_errors_are_those_of_single_tensors() -> None:
     assert errors["gradient of a"] == 0.5
     assert errors["parameter a"] == float("inf")
     assert errors["loss"] == 0
+
+
+def test_an_optimizer_of_one_process_makes_its_numbers_in_the_dtype_of_ranks() -> None:
+    made = []
+
+    def optimizer(params: Any) -> torch.optim.Optimizer:
+        made.append(
+            torch.optim.NAdam(params)
+        )  # a product of its own beside each weight
+        return made[-1]
+
+    batches = [((X,), torch.ones(2, 3))]
+    reference_steps(nn.Linear(4, 3), mse, batches, 1, WIDE, optimizer)
+    for state in made[0].state.values():
+        assert {value.dtype for value in state.values()} == {WIDE}
+
+
+class Weighted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3))
+
+    def forward(self, output: Any, target: Any) -> Any:
+        return mse(output * self.weight, target)
+
+
+def test_a_loss_of_one_process_draws_the_weights_that_the_ranks_have() -> None:
+    plan: Any = SimpleNamespace(ranks=2, data=1, micro_batches=1, precision="float32")
+    model, batch = nn.Linear(4, 3), ((X,), torch.ones(2, 3))
+    user = UserModel(Path(), torch, "model", model, X, loss=Weighted)
+    subject = _Subject(Path(), plan, user, model, [batch], NARROW, torch.device("cpu"))
+    wanted = user.make_loss()(model(X), batch[1])
+    assert subject.in_one_process().losses == pytest.approx([wanted.item()])
 
 
 def test_a_gradient_of_parts_that_cancel_has_their_rounding() -> None:

@@ -18,7 +18,7 @@ from typing import ClassVar
 import torch
 from torch import fx, nn
 
-from gemsc.errors import GemscError
+from gemsc.errors import GemscError, SourceLocation
 from gemsc.ir import meta
 from gemsc.ir.holder import attribute, called_layer
 from gemsc.ir.layers import NORM_STATISTICS
@@ -76,6 +76,7 @@ class CheckStatistics(Pass):
                     at=meta.location(node),
                     help="use a schedule with one replica and --data 1"
                     + _or_without_change(node, program),
+                    notes=_why_whole(node, program),
                 )
             for node in program.compute_nodes:
                 for name in read_statistics(node, program).values():
@@ -119,6 +120,7 @@ def check_in_flight(program: Program, crowded: Collection[int]) -> None:
                     "micro-batch still needs the old value",
                     at=meta.location(node),
                     help=f"use --micro-batches 1, or {other}",
+                    notes=_why_whole(node, program),
                 )
                 if at := meta.location(reader):
                     error.add_note(f"it is used at {at}")
@@ -224,6 +226,18 @@ def _changed_and_kept(node: fx.Node, program: Program) -> Iterator[str]:
         yield from (f"{node.target}.{name}" for name in sorted(both))
 
 
+def _why_whole(
+    node: fx.Node, program: Program
+) -> tuple[tuple[SourceLocation | None, str], ...]:
+    """Return a note of why a node is a module that is not looked into, if it is one."""
+    opaque = opaque_of(called_layer(node, program.module))
+    return (
+        ()
+        if opaque is None
+        else ((opaque.at, f"'{node.target}' stays whole: {opaque.why}"),)
+    )
+
+
 def _as_layers_do(
     node: fx.Node, states: dict[fx.Node, tuple[str, ...]], program: Program
 ) -> tuple[str, ...]:
@@ -292,4 +306,6 @@ def _without_change(node: fx.Node, program: Program) -> str:
     is_table = "embedding" in str(getattr(node.target, "__name__", node.target))
     if is_table or changed_by_layer(node, program.module):
         return _ROWS
+    if _why_whole(node, program):
+        return "compute what depends on data in a small torch.nn.Module of its own"
     return _OUT_OF_PLACE

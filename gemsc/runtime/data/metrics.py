@@ -72,7 +72,7 @@ class Metrics:
         Raises:
             GemscError: the user's function fails; with its line.
         """
-        with self._lines():
+        with as_hook("metrics", self._at):
             self._add(output, target, count)
 
     def _add(self, output: Any, target: Any, count: int) -> None:
@@ -97,7 +97,7 @@ class Metrics:
         Raises:
             GemscError: the user's metric fails; with its line.
         """
-        with self._lines():
+        with as_hook("metrics", self._at):
             return self._figures()
 
     def _figures(self) -> dict[str, tuple[float, int]]:
@@ -110,21 +110,22 @@ class Metrics:
             found |= {key: (n, self._count) for key, n in _numbers(name, value)}
         return found
 
-    @contextmanager
-    def _lines(self) -> Iterator[None]:
-        """Tell of an error in the user's code as of one in any other hook."""
-        try:
-            yield
-        except GemscError:
-            raise
-        except Exception as error:
-            text = " ".join(str(error).split())
-            raise GemscError(
-                f"metrics() fails: {type(error).__name__}{': ' * bool(text)}{text}",
-                at=user_place(error.__traceback__) or self._at,
-                help="it is called with the model's output for a whole batch and with "
-                "the targets, both in host memory",
-            ) from error
+
+@contextmanager
+def as_hook(name: str, at: SourceLocation | None) -> Iterator[None]:
+    """Tell of an error in the user's code as of one in any other hook."""
+    try:
+        yield
+    except GemscError:
+        raise
+    except Exception as error:
+        text = " ".join(str(error).split())
+        raise GemscError(
+            f"{name}() fails: {type(error).__name__}{': ' * bool(text)}{text}",
+            at=user_place(error.__traceback__) or at,
+            help="it is called with the model's output for a whole batch, of whose "
+            "objects it has the fields only, and the targets, both in host memory",
+        ) from error
 
 
 def _adds(metric: Any) -> str | None:

@@ -23,7 +23,13 @@ from gemsc.errors import GemscError
 from gemsc.runtime.checkpoint.holdings import LOSS_KEY, Holdings
 from gemsc.runtime.checkpoint.pieces import TensorPiece
 from gemsc.runtime.data.batches import Batch
-from gemsc.runtime.data.metrics import Metrics, along_samples, first_samples, is_texts
+from gemsc.runtime.data.metrics import (
+    Metrics,
+    along_samples,
+    as_hook,
+    first_samples,
+    is_texts,
+)
 from gemsc.runtime.data.shared import SharedData
 from gemsc.runtime.data.stream_batches import StreamBatches
 from gemsc.runtime.data.tiled import Window
@@ -186,7 +192,7 @@ class Evaluator:
             with self._later():
                 self.metrics.add(output, target, count)
             if not is_full and self.loss is not None:
-                with self._later():
+                with self._later(), as_hook("loss", self.user.line_of("loss")):
                     mean_loss.add(self._loss_of_rest(output, target, batch), count)
 
     @torch.no_grad()
@@ -233,7 +239,8 @@ class Evaluator:
             with self._later():
                 self.metrics.add(output, target, 1)
             if self.loss is not None:
-                with torch.no_grad():
+                at = self.user.line_of("loss")
+                with self._later(), as_hook("loss", at), torch.no_grad():
                     mean_loss.add(as_loss(self.loss(output, target)))
 
     def _cast(self, target: Any) -> Any:
