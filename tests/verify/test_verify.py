@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from gemsc.cli import verify as cli
 from gemsc.errors import GemscError
 from gemsc.messages.message import Input
 from gemsc.runtime.worker.steps import BatchShape
-from gemsc.verify.compare import TOLERANCE, Comparison, StepRecord, compare
+from gemsc.verify.compare import TOLERANCE, Comparison, StepRecord, compare, noisy
 from gemsc.verify.precision import LowPrecision
 from gemsc.verify.steps import verify_program
 
@@ -59,12 +60,46 @@ def test_nothing_far_off_is_called_exact(
 
 
 def test_errors_are_those_of_single_tensors() -> None:
-    expected = StepRecord([1.0], {"a": torch.ones(3)}, {"a": torch.ones(3)})
-    actual = StepRecord([1.0], {"a": torch.ones(3) * 1.5}, {})
+    ones = {"a": torch.ones(3), "b": torch.ones(3)}
+    expected = StepRecord([1.0], ones, {"a": torch.ones(3)})
+    other = {"a": torch.ones(3) * 1.5, "b": torch.ones(1)}  # of another shape
+    actual = StepRecord([1.0], other, {})
     errors = compare(actual, expected).errors
     assert errors["gradient of a"] == 0.5
+    assert errors["gradient of b"] == float("inf")
     assert errors["parameter a"] == float("inf")
     assert errors["loss"] == 0
+
+
+@pytest.mark.parametrize("losses", [[math.nan, 1.0], [1.0, math.nan]])
+def test_a_loss_that_is_no_number_is_wrong_in_any_step(losses: list[float]) -> None:
+    found = compare(StepRecord(losses, {}, {}), StepRecord([1.0, 1.0], {}, {}))
+    assert found.judge(WIDE) == ("wrong", "loss")
+
+
+def test_half_precision_excuses_gradients_alone() -> None:
+    small, gradients = torch.tensor([1e-3]), {"large": X, "small": X}
+    expected = StepRecord([1.0], gradients, {"large": torch.ones(1), "small": small})
+    actual = replace(expected, state={**expected.state, "small": small + 5e-4})
+    found = compare(actual, expected, last_bit=2**-7)
+    assert found.judge(NARROW) == ("wrong", "parameter small")
+
+
+def test_noise_excuses_updates_made_of_it_and_buffers_alone() -> None:
+    off = {"parameter noisy": 1.0, "buffer mean": 1.0, "parameter other": 0.0}
+    first = found(off, {})
+    assert first.is_about({"noisy"}, WIDE)
+    assert not found(off | {"parameter other": 1.0}, {}).is_about({"noisy"}, WIDE)
+    assert not found(off | {"parameter noisy": 0.0}, {}).is_about({"noisy"}, WIDE)
+    again = found({name: 0.5 for name in off}, {})
+    assert first.with_updates_of(again, {"noisy"}).errors == {
+        "loss": 0.0, "parameter noisy": 0.5, "buffer mean": 0.5, "parameter other": 0.0
+    }  # fmt: skip
+
+
+def test_a_gradient_is_noisy_where_any_element_of_it_is() -> None:
+    gradients = {"one": torch.tensor([1.0, 1e-9, 0.0]), "none": torch.tensor([1.0, 0])}
+    assert noisy(StepRecord([1.0], gradients, {}), NARROW) == {"one"}
 
 
 def test_a_gradient_of_parts_that_cancel_has_their_rounding() -> None:
