@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from gemsc.runtime.transport.local import LocalGroup
 from gemsc.runtime.transport.transport import Request
 from gemsc.runtime.worker.deferral import Deferred
 from gemsc.verify import first_step
-from gemsc.verify.compare import Comparison, read_record
+from gemsc.verify.compare import Comparison, compare, read_record
 from gemsc.weights.write import write_tensors
 
 
@@ -228,18 +229,47 @@ def test_the_wrong_parameter_is_named_with_its_line(
         compiled(**STAGES)
 
 
+def write_record(
+    folder: Path, rank: int, state: dict[str, Tensor], **held: Any
+) -> None:
+    write_tensors(folder / f"gradients{rank}.safetensors", {"w": torch.ones(2)})
+    write_tensors(folder / f"state{rank}.safetensors", state)
+    held = {"parts": {}, "alone": [], "grid": [rank], **held}
+    texts = {"losses": [0.5], "memory": [0, 0], "held": held}
+    for name, said in texts.items():
+        (folder / f"{name}{rank}.json").write_text(json.dumps(said))
+
+
 def test_replicas_that_drift_apart_are_told(tmp_path: Path) -> None:
-    held = {"parts": {}, "alone": []}
     for rank in range(3):
         weight = torch.ones(2, dtype=torch.float64) + (rank == 2) * 2**-52
-        write_tensors(tmp_path / f"gradients{rank}.safetensors", {"w": torch.ones(2)})
-        state = {"w": weight, "count": torch.tensor(rank)}
-        write_tensors(tmp_path / f"state{rank}.safetensors", state)
-        (tmp_path / f"losses{rank}.json").write_text("[0.5]")
-        (tmp_path / f"memory{rank}.json").write_text("[0, 0]")
-        (tmp_path / f"held{rank}.json").write_text(json.dumps({**held, "grid": [rank]}))
+        write_record(tmp_path, rank, {"w": weight, "count": torch.tensor(rank)})
     assert read_record(tmp_path, 3).unequal == {"w"}
     assert read_record(tmp_path, 2).unequal == set()
+
+
+def test_what_all_ranks_of_a_grid_hold_has_the_same_bits(tmp_path: Path) -> None:
+    first = {name: torch.zeros(2) for name in ("w", "sign", "dtype", "there", "alone")}
+    other = {**first, "sign": -first["sign"], "dtype": first["dtype"].double()}
+    del other["there"]
+    for rank, state in enumerate((first, {**other, "alone": torch.ones(2)})):
+        write_record(tmp_path, rank, state, grid=[0, 1], alone=["alone"] * rank)
+    record = read_record(tmp_path, 2)
+    assert record.unequal == {"sign", "dtype", "there"}
+    found = compare(record, replace(record, unequal=frozenset()))
+    assert found.judge(torch.float64)[0] == "wrong"
+    assert {n for n, e in found.errors.items() if e} == {
+        f"copies of {name}" for name in record.unequal
+    }
+
+
+@pytest.mark.parametrize("numbers", [torch.arange(24.0) + 2, torch.arange(24)])
+def test_each_micro_batch_of_a_check_is_another(numbers: Tensor) -> None:
+    plan: Any = SimpleNamespace(data=1, micro_batches=2)
+    given = numbers.reshape(2, 12).repeat(2, 1)  # as examples are repeated
+    (found,), _ = first_step.different(((given,), None), plan)
+    assert not torch.equal(*found.chunk(2))
+    assert found.is_floating_point() or {*found.flatten().tolist()} <= {*range(24)}
 
 
 @pytest.mark.slow

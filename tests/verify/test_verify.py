@@ -128,6 +128,9 @@ def test_a_mask_hides_no_error_in_another_buffer() -> None:
     assert errors["buffer mask"] == errors["buffer huge"] == 0
     actual.state["mask"] = torch.zeros(2)
     assert compare(actual, expected).errors["buffer mask"] == math.inf
+    shown, given = ({"mean": r.state["mean"], **masks} for r in (actual, expected))
+    found = compare(replace(actual, outputs=shown), replace(expected, outputs=given))
+    assert found.errors["evaluation's mean"] == pytest.approx(0.2)
 
 
 def test_what_is_nan_or_should_be_zero_is_wrong() -> None:
