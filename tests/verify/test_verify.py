@@ -20,6 +20,7 @@ from gemsc.cli import verify as cli
 from gemsc.errors import GemscError
 from gemsc.messages.message import Input
 from gemsc.runtime.worker.steps import BatchShape
+from gemsc.verify import steps
 from gemsc.verify.compare import TOLERANCE, Comparison, StepRecord, compare, noisy
 from gemsc.verify.precision import LowPrecision
 from gemsc.verify.steps import verify_program
@@ -183,6 +184,50 @@ def test_the_exit_code_asks_float64_to_be_exact(
     except typer.Exit as raised:
         ended = raised.exit_code
     assert ended == code
+
+
+def test_what_is_not_decided_is_not_exact_from_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden = found({"x": 1.0}, {"x": 1.0})
+    monkeypatch.setattr(steps, "verify_program", lambda *given, **named: hidden)
+    with pytest.raises(GemscError, match="is undecided in"):
+        gemsc.verify_compiled(tmp_path, nn.Linear(2, 2), (X,), loss=mse)
+
+
+@pytest.mark.parametrize(
+    ("size", "compiles", "lower", "last_bit"),
+    [
+        (2, False, torch.bfloat16, 2**-7),
+        (1, True, torch.bfloat16, 2**-7),
+        (1, False, torch.bfloat16, 0.0),
+        (2, True, None, 0.0),
+    ],
+)
+def test_a_last_bit_is_excused_where_ranks_add_up_or_kernels_differ(
+    size: int, compiles: bool, lower: torch.dtype | None, last_bit: float
+) -> None:
+    grid, precision = SimpleNamespace(size=size), SimpleNamespace(dtype=lower)
+    stages = [SimpleNamespace(grid=SimpleNamespace(size=1)), SimpleNamespace(grid=grid)]
+    plan = SimpleNamespace(stages=stages, torch_compile=compiles)
+    subject: Any = SimpleNamespace(plan=plan, precision=precision)
+    assert steps._last_bit(subject) == last_bit
+
+
+@pytest.mark.parametrize("error", [1e-12, 1e-3])
+def test_kernels_are_excused_by_what_they_lose_where_that_is_rounding(
+    error: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = StepRecord([1.0], {}, {"w": torch.ones(1, dtype=WIDE)})
+    subject: Any = steps._Subject(*[None] * 5, dtype=NARROW, device=steps.CPU)
+    monkeypatch.setattr(steps, "_ranks", lambda of: replace(one, losses=[1 + error]))
+    monkeypatch.setattr(steps._Subject, "in_one_process", lambda of: one)
+    lost = steps._lost_by_kernels(subject)
+    assert lost == (
+        {}
+        if error > 1e-9
+        else pytest.approx({"loss": 2**29 * error, "buffer w": 0}, rel=1e-3)
+    )
 
 
 SEND = "    worker.send(X, m, x_2)  # to rank 1\n"
