@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from gemsc import compile
+from gemsc.base.dtypes import default_dtype
+from gemsc.base.rng import same_draws
 from gemsc.cli.export import trained_model
 from gemsc.errors import GemscError
 from gemsc.lowering import tracing
@@ -24,6 +27,7 @@ from gemsc.runtime.training.trainer import Trainer
 from gemsc.runtime.transport.local import run_local
 from gemsc.runtime.transport.transport import Transport
 from gemsc.user_model import load_user_model
+from gemsc.weights.initialize import Initialized
 from gemsc.weights.on_meta import is_on_meta
 
 MODEL = """
@@ -416,6 +420,48 @@ def test_what_init_leaves_out_is_named(gemsc: Gemsc) -> None:
     assert outcome.code == 1
     assert "model.py:" in outcome.err
     assert "init() fails" in outcome.err
+
+
+def on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(nn.Linear(2, 3), nn.Linear(2, 3), nn.BatchNorm1d(3))
+
+
+def drawn(module: nn.Module) -> None:
+    for parameter in module.parameters(recurse=False):
+        parameter.copy_(torch.randn(parameter.shape))
+
+
+def test_each_module_is_made_of_its_own_seed_whatever_modes_are_on() -> None:
+    model = on_meta()
+    found = Initialized(model, drawn)
+    one, other = (found.tensor(f"{number}.weight") for number in range(2))
+    assert not torch.equal(one, other)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    with same_draws(), default_dtype(torch.float64):
+        again = Initialized(on_meta(), drawn).tensor("1.weight")
+    assert torch.equal(again, other)
+
+
+def first_row(module: nn.Module) -> None:
+    for parameter in module.parameters(recurse=False):
+        parameter[0] = 1.0
+
+
+def no_counter(module: nn.Module) -> None:
+    for tensor in (*module.parameters(), module.running_mean, module.running_var):
+        tensor.fill_(1.0)
+
+
+@pytest.mark.parametrize(
+    ("init", "name", "unset"),
+    [(first_row, "0.bias", "weight"), (no_counter, "2.bias", "num_batches_tracked")],
+)
+def test_what_init_leaves_out_in_part_is_named(
+    init: Callable[[nn.Module], None], name: str, unset: str
+) -> None:
+    with pytest.raises(GemscError, match=f"does not initialize '{unset}'"):
+        Initialized(on_meta(), init).tensor(name)
 
 
 # --------------------------------------------------------- what is in no file
