@@ -65,6 +65,23 @@ def test_a_read_that_passes_a_write() -> None:
     refuse(broken, "%b passes %setitem, whose memory it uses")
 
 
+def test_a_write_that_passes_a_read() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = torch.zeros(2, 4)
+        read = self.a(y)
+        y[:, 0] = x[:, 0]
+        return self.b(y) + read
+
+    program = blocks_of(Net(forward), torch.zeros(2, 4))
+    copied, _ = copied_graph(program.graph)
+    read = next(node for node in copied.nodes if node.target == "a")
+    for write in [node for node in copied.nodes if node.name.startswith("getitem")]:
+        read.prepend(write)
+    read.prepend(next(node for node in copied.nodes if node.name == "setitem"))
+    broken = program.with_module(with_graph(program.module, copied))
+    refuse(broken, "%setitem passes %read, whose memory it uses")
+
+
 def test_an_order_that_was_right_is_looked_at_again_where_it_has_changed() -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         y = torch.zeros(2, 4)
