@@ -82,6 +82,22 @@ def test_a_write_that_passes_a_read() -> None:
     refuse(broken, "%setitem passes %read, whose memory it uses")
 
 
+def test_a_read_of_statistics_that_passes_the_layer_which_changes_them() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = self.norm(self.a(x))
+        scale = self.norm.running_mean.exp()
+        return self.b(y * scale)
+
+    program = blocks_of(Net(forward, norm=nn.BatchNorm1d(4)), torch.zeros(2, 4))
+    copied, _ = copied_graph(program.graph)
+    norm = next(node for node in copied.nodes if node.target == "norm")
+    scale = next(node for node in copied.nodes if node.name == "scale")
+    norm.prepend(scale.args[0])
+    norm.prepend(scale)
+    broken = program.with_module(with_graph(program.module, copied))
+    refuse(broken, "%scale passes %y, whose memory it uses")
+
+
 def test_an_order_that_was_right_is_looked_at_again_where_it_has_changed() -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         y = torch.zeros(2, 4)
