@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from program_support import Net, blocks_of, cut, mean, run_passes, trunk
+from program_support import Net, X, blocks_of, cut, mean, mse, run_passes, trunk
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
+from gemsc.compiler import compile
 from gemsc.errors import InternalError
 from gemsc.frontend import record
 from gemsc.ir import meta
+from gemsc.ir.flow import owned_tensors, shared_parameters
 from gemsc.ir.holder import copied_graph, with_graph
 from gemsc.ir.invariants import data_operands, lost_nothing, sources, verify
 from gemsc.ir.program import Block, Placement, Program, Stage, Transfer
@@ -293,3 +295,17 @@ def without(program: Program, name: str) -> Program:
         node.replace_all_uses_with(node.all_input_nodes[0])
         graph.erase_node(node)
     return program.with_module(with_graph(program.module, graph))
+
+
+def test_each_tensor_is_somewhere_and_gradients_of_frozen_ones_are_not_added() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.a(self.d(self.c(self.b(self.a(x)))))
+
+    net: Any = Net(forward, unused=nn.Linear(2, 3))
+    net.a.weight.requires_grad_(False)
+    given: dict[str, Any] = {"example_target": X, "ranks": 2, "check": False}
+    found = compile(net, (X,), loss=mse, micro_batches=1, **given).compilation
+    owned = owned_tensors(found.program, found.evaluation)
+    assert {*owned[0]} | {*owned[1]} == net.state_dict().keys()
+    assert {"unused.weight", "unused.bias", "a.weight", "a.bias"} <= {*owned[0]}
+    assert shared_parameters(found.program, owned) == {"a.bias": (0, 1)}
