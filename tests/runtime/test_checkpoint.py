@@ -320,17 +320,47 @@ def test_ranks_that_save_after_different_steps_are_told(
     assert not names_in(tmp_path)
 
 
+def test_an_update_that_has_begun_is_of_as_many_steps(
+    program: Path, tmp_path: Path
+) -> None:
+    for steps in (1, 2):  # the second one ends the update
+
+        def save(trainer: Trainer, count: int = steps) -> None:
+            for _ in range(count):
+                trainer.step(*BATCH)
+            trainer.save(tmp_path / str(count))
+
+        on_ranks(program, 2, save, optimizer=adam, accumulate=2)
+
+    def resume(trainer: Trainer) -> None:
+        trainer.resume(tmp_path / "2")
+        with pytest.raises(GemscError, match="is one of 2 that make one update") as it:
+            trainer.resume(tmp_path / "1")
+        assert "resume with --accumulate 2" in str(it.value)
+
+    on_ranks(program, 2, resume, optimizer=adam, accumulate=3)
+
+
 # In the background
 
 
 def test_a_checkpoint_is_that_of_its_step_while_training_goes_on(
-    program: Path, tmp_path: Path
+    program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    has_gone_on = [threading.Event(), threading.Event()]
+
+    def late(path: Path, *rest: Any, **options: Any) -> Any:
+        assert has_gone_on["rank1" in path.name].wait(60)
+        return write_stream(path, *rest, **options)
+
+    monkeypatch.setattr(write, "write_stream", late)
+
     def work(trainer: Trainer) -> State:
         trainer.step(*BATCH)
         trainer.save(tmp_path / "beside", background=True)
         state = everything(trainer)
         trainer.step(*BATCH)
+        has_gone_on[trainer.transport.rank].set()
         trainer.save(tmp_path / "beside", background=True)  # waits for the first
         assert (tmp_path / "beside" / "step-000001" / "manifest.json").exists()
         trainer.finish_saving()
