@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import random
 import re
 import resource
 import shutil
@@ -17,11 +18,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from program_support import Net, X, batch_of, on_ranks, weights_in, written
 from torch import Tensor, nn
 
+from gemsc.base.rng import preserve_rng
 from gemsc.errors import GemscError
 from gemsc.runtime.checkpoint import write
 from gemsc.runtime.training.arguments import parse_arguments
@@ -319,6 +322,24 @@ def test_ranks_that_save_after_different_steps_are_told(
     with pytest.raises(GemscError, match=r"after different steps: \[5, 6\]"):
         on_ranks(program, 2, work)
     assert not names_in(tmp_path)
+
+
+def test_what_is_drawn_goes_on_after_a_resume(tmp_path: Path) -> None:
+    def draws() -> tuple[float, float, float]:
+        return float(torch.rand(())), random.random(), np.random.rand()
+
+    def work(trainer: Trainer) -> bool:
+        trainer.step(*BATCH)
+        trainer.save(tmp_path / "saved")
+        wanted = draws()
+        draws()
+        trainer.resume(tmp_path / "saved")
+        return draws() == wanted
+
+    model = Net(forward, norm=nn.BatchNorm1d(4))
+    written(tmp_path / "one", model, micro_batches=2, ranks=1)
+    with preserve_rng():
+        assert on_ranks(tmp_path / "one", 1, work, optimizer=adam) == [True]
 
 
 def test_an_update_that_has_begun_is_of_as_many_steps(

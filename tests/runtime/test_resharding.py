@@ -188,6 +188,8 @@ NETS: dict[str, dict[str, Any]] = {
     "two": {"ranks": 2},
     "rows": {"ranks": 2, "schedule": "chimera", "shard": "optimizer"},
     "copies": {"ranks": 4, "data": 2, "micro_batches": 2},
+    "alone": {"ranks": 2, "data": 2, "micro_batches": 2},
+    "shards": {"ranks": 2, "shards": (2,)},  # the same weights, of which parts are here
     "moved": {"ranks": 2, "cuts": ("d",)},  # as many ranks, which hold other weights
 }
 
@@ -216,7 +218,8 @@ def test_groups_schedulers_and_waiting_gradients_go_along(tmp_path: Path) -> Non
         tmp_path / "two", 2, tmp_path / "straight", batches, resume=False, **given
     )
     expected = weights_in(tmp_path / "straight")
-    for names in ("two", "rows", "four"), ("two", "copies"), ("two", "moved"):
+    ways = ("two", "rows", "four"), ("two", "copies"), ("two", "moved")
+    for names in (*ways, ("alone", "shards")):
         folder = tmp_path / names[1]
         assert run(folder / "run", names) == pytest.approx(straight, rel=1e-9)
         assert off(weights_in(folder / "run"), expected) < 1e-9
