@@ -160,3 +160,9 @@ def test_all_generators_go_on_where_they_were() -> None:
         draws()
         set_generators(states, cpu)
         assert draws() == wanted
+
+
+def test_a_tensor_of_another_shape_is_no_state() -> None:
+    check_alike(None, torch.zeros(2), torch.ones(2), is_same=False)
+    with pytest.raises(ValueError, match="in place of"):
+        check_alike(None, torch.zeros(2), torch.ones(3), is_same=False)

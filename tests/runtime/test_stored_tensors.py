@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gemsc.base.files import FileFacts
 from gemsc.errors import GemscError
-from gemsc.runtime.checkpoint import files, folder
+from gemsc.runtime.checkpoint import files, folder, optimizer_state
 from gemsc.runtime.checkpoint import manifest as manifests
 from gemsc.runtime.checkpoint.files import StoredTensors
 from gemsc.runtime.checkpoint.manifest import MANIFEST, Manifest, Stored
@@ -163,3 +163,30 @@ def test_a_manifest_that_has_changed_is_not_read(tmp_path: Path) -> None:
     rewritten(lambda content: content.update(step=8), tmp_path, digest=False)
     with pytest.raises(GemscError, match="it is not what was saved"):
         Manifest.read(tmp_path)
+
+
+def test_the_latest_stays_until_another_has_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that starts anew comes to the same step."""
+    latest, rename = tmp_path / folder.LATEST, os.rename
+
+    def watched(source: Any, target: Any) -> None:
+        assert not latest.is_symlink() or (latest / MANIFEST).is_file()
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", watched)
+    for _ in range(4):
+        beside = folder.clear_space(tmp_path, 4)
+        (beside / MANIFEST).write_text("")
+        folder.publish(tmp_path, beside, keep=1, best=False)
+        assert (latest / MANIFEST).is_file()
+
+
+def test_lists_of_one_value_for_each_group_are_put_together() -> None:
+    ranks = [
+        {"rates": [0.1, 0.2], "steps": [4, 5, 6], "of": [{"rates": [1.0, 2.0]}]},
+        {"rates": [0.3, 0.4], "steps": [4, 5, 6], "of": [{"rates": [3.0, 4.0]}]},
+    ]
+    found = optimizer_state._merged(dict(enumerate(ranks)), 0, [(1, 0), (0, 1)], 2)
+    assert found == {"rates": [0.3, 0.2], "steps": [4, 5, 6], "of": [{"rates": [3, 2]}]}
