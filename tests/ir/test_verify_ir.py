@@ -59,6 +59,7 @@ def test_a_read_that_passes_a_write() -> None:
         return self.b(y)
 
     program = blocks_of(Net(forward), torch.zeros(2, 4))
+    assert {"'a.weight'", "'b.weight'", "input input.0"} <= sources(program).keys()
     copied, _ = copied_graph(program.graph)
     read = next(node for node in copied.nodes if node.target == "b")
     write = next(node for node in copied.nodes if node.name == "setitem")
