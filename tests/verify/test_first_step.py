@@ -18,6 +18,7 @@ from command_line import Gemsc
 from torch import Tensor, nn
 
 import gemsc.compiler
+from gemsc.base.nests import Mean
 from gemsc.base.plain_forward import with_threads
 from gemsc.codegen.package import rank_modules
 from gemsc.compilation import Compilation
@@ -270,6 +271,54 @@ def test_each_micro_batch_of_a_check_is_another(numbers: Tensor) -> None:
     (found,), _ = first_step.different(((given,), None), plan)
     assert not torch.equal(*found.chunk(2))
     assert found.is_floating_point() or {*found.flatten().tolist()} <= {*range(24)}
+
+
+class Scale(nn.Module):
+    """A loss with a tensor that a step may change."""
+
+    def __init__(self, learns: bool) -> None:
+        super().__init__()
+        if learns:
+            self.scale = nn.Parameter(torch.ones(()))
+        else:
+            self.register_buffer("seen", torch.zeros(()))
+
+
+@pytest.mark.parametrize(
+    ("loss", "values", "found"),
+    [
+        (squares, (0.5, 0.5), 0.5),
+        (squares, (0.5, 0.6), None),  # it draws
+        (squares, (np.inf, np.inf), None),
+        (Scale(learns=True), (0.5, 0.5), None),
+        (Scale(learns=False), (0.5, 0.5), None),
+    ],
+)
+def test_a_loss_is_compared_in_evaluation_where_two_calls_agree(
+    loss: Any,
+    values: tuple[float, float],
+    found: float | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan: Any = SimpleNamespace(precision="float32")
+    step = first_step._Step(plan, Picture(), loss, [], torch.float64)
+    given = iter(values)
+
+    def held_out(*given_: Any) -> Mean:
+        mean = Mean()
+        mean.add(torch.tensor(next(given), dtype=torch.float64))
+        return mean
+
+    monkeypatch.setattr(first_step, "held_out", held_out)
+    mean = step._held_out([], (None, None))
+    assert (mean and mean.value) == found
+
+
+def test_a_model_without_weights_is_left_out() -> None:
+    with torch.device("meta"):
+        model = Picture()
+    plan: Any = SimpleNamespace()
+    assert first_step.too_much(plan, model) == "the model has no weights here"
 
 
 @pytest.mark.slow

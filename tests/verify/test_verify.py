@@ -21,7 +21,14 @@ from gemsc.errors import GemscError
 from gemsc.messages.message import Input
 from gemsc.runtime.worker.steps import BatchShape
 from gemsc.verify import steps
-from gemsc.verify.compare import TOLERANCE, Comparison, StepRecord, compare, noisy
+from gemsc.verify.compare import (
+    TOLERANCE,
+    Comparison,
+    StepRecord,
+    compare,
+    near_zero,
+    noisy,
+)
 from gemsc.verify.precision import LowPrecision
 from gemsc.verify.steps import verify_program
 
@@ -100,7 +107,14 @@ def test_noise_excuses_updates_made_of_it_and_buffers_alone() -> None:
 
 def test_a_gradient_is_noisy_where_any_element_of_it_is() -> None:
     gradients = {"one": torch.tensor([1.0, 1e-9, 0.0]), "none": torch.tensor([1.0, 0])}
-    assert noisy(StepRecord([1.0], gradients, {}), NARROW) == {"one"}
+    record = StepRecord([1.0], gradients, {})
+    assert noisy(record, NARROW) == {"one"}
+    assert near_zero(record, NARROW) == pytest.approx(1e-7)  # of the largest
+
+
+def test_the_largest_rounding_counts() -> None:
+    once = found({}, {"x": 0.1}).with_rounding({"x": 0.2, "y": 0.3})
+    assert once.with_rounding({"x": 0.15}).rounding == {"x": 0.2, "y": 0.3}
 
 
 def test_a_gradient_of_parts_that_cancel_has_their_rounding() -> None:
