@@ -6,6 +6,7 @@ import json
 import shutil
 import textwrap
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,8 +28,11 @@ from gemsc.runtime.training.trainer import Trainer
 from gemsc.runtime.transport.local import run_local
 from gemsc.runtime.transport.transport import Transport
 from gemsc.user_model import load_user_model
+from gemsc.weights.elsewhere import Elsewhere
+from gemsc.weights.first import FirstWeights
 from gemsc.weights.initialize import Initialized
 from gemsc.weights.on_meta import is_on_meta
+from gemsc.weights.write import write_tensors
 
 MODEL = """
     import torch
@@ -441,6 +445,27 @@ def test_each_module_is_made_of_its_own_seed_whatever_modes_are_on() -> None:
     with same_draws(), default_dtype(torch.float64):
         again = Initialized(on_meta(), drawn).tensor("1.weight")
     assert torch.equal(again, other)
+
+
+def test_a_rank_reads_rows_of_what_is_made_or_of_nothing(tmp_path: Path) -> None:
+    there = Elsewhere.of(on_meta())
+    write_tensors(tmp_path / "stage0.safetensors", {})
+    there.write(tmp_path, [[*there.tensors]], tmp_path)
+    blank = FirstWeights(tmp_path).blank(0, "0.weight", rows=(1, 3))
+    assert blank.shape == (2, 2)
+    assert blank.isnan().all()
+    replace(there, is_made=True).write(tmp_path, [[*there.tensors]], tmp_path)
+    dtypes = []
+
+    def make() -> tuple[nn.Module, Callable[[nn.Module], None]]:
+        dtypes.append(torch.get_default_dtype())
+        return on_meta(), drawn
+
+    with default_dtype(torch.float64):  # of a rank that computes in it
+        first = FirstWeights(tmp_path, make)
+        whole, rows = (first.read(0, "0.weight", rows=r) for r in (None, (1, 3)))
+    assert torch.equal(rows, whole[1:3])
+    assert dtypes == [torch.float32]
 
 
 def first_row(module: nn.Module) -> None:

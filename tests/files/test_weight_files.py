@@ -21,7 +21,7 @@ from gemsc.errors import GemscError
 from gemsc.plan import Plan
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.weights.first import FirstWeights
-from gemsc.weights.load import fill
+from gemsc.weights.load import fill, model_state
 from gemsc.weights.source import WeightFiles
 
 MODEL = """
@@ -180,6 +180,11 @@ def test_what_takes_the_place_of_a_parameter_is_one_like_it(tmp_path: Path) -> N
     assert not now.requires_grad
     assert now.decays is False
     assert model.norm[0].weight.requires_grad
+
+
+def test_constants_and_the_loss_are_no_part_of_a_model() -> None:
+    stage = nn.ModuleDict({n: nn.BatchNorm1d(2) for n in ("a", "_constants", "_loss")})
+    assert {name.partition(".")[0] for name in model_state(stage)} == {"a"}
 
 
 def test_a_stage_is_filled_with_tensors_of_its_shapes(tmp_path: Path) -> None:
