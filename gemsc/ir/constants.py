@@ -85,6 +85,5 @@ def _stays(node: fx.Node) -> bool:
         or may_draw(name)
         or "empty" in name  # whatever was there before
         or meta.glue(node) is not None
-        or meta.needs_gradient(node)
         or any(tensor.requires_grad for tensor in meta.tensors(node))
     )

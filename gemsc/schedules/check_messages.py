@@ -67,7 +67,7 @@ def tags_tell_messages_apart(proof: Proof) -> None:
         for other, message in messages:
             same = replace(other, micro_batch=action.micro_batch) == action
             alone = other not in seen and way not in of_tiles
-            if not same or not alone or message != first:
+            if not same or not alone:
                 raise proof.wrong(
                     other,
                     f"one tag twice between ranks {way[0]} and {way[1]}: {first}; "

@@ -268,8 +268,8 @@ def compare(
     they compute.
     """
     pairs = zip(actual.losses, expected.losses, strict=True)
-    loss = max(abs(a - b) / max(abs(b), 1e-12) for a, b in pairs)
-    loss = loss if loss == loss else float("inf")
+    apart = [abs(a - b) / max(abs(b), 1e-12) for a, b in pairs]
+    loss = math.inf if any(map(math.isnan, apart)) else max(apart)  # NaN is no maximum
     parameters = {n for n, t in expected.state.items() if n in expected.gradients}
     known = actual.state
     groups = {

@@ -318,7 +318,6 @@ def initial_model(user: UserModel, directory: Path) -> nn.Module:
     model = user.make_unfilled()
     plan = Plan.read(directory / "plan.toml")
     first = first_weights(directory, plan)
-    first.check()
     own = stage_tensors(model)
     values: dict[str, Tensor] = {}
     with torch.no_grad():

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import textwrap
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from gemsc import compile
+from gemsc.base.dtypes import default_dtype
+from gemsc.base.rng import same_draws
 from gemsc.cli.export import trained_model
 from gemsc.errors import GemscError
 from gemsc.lowering import tracing
@@ -24,7 +28,11 @@ from gemsc.runtime.training.trainer import Trainer
 from gemsc.runtime.transport.local import run_local
 from gemsc.runtime.transport.transport import Transport
 from gemsc.user_model import load_user_model
+from gemsc.weights.elsewhere import Elsewhere
+from gemsc.weights.first import FirstWeights
+from gemsc.weights.initialize import Initialized
 from gemsc.weights.on_meta import is_on_meta
+from gemsc.weights.write import write_tensors
 
 MODEL = """
     import torch
@@ -416,6 +424,69 @@ def test_what_init_leaves_out_is_named(gemsc: Gemsc) -> None:
     assert outcome.code == 1
     assert "model.py:" in outcome.err
     assert "init() fails" in outcome.err
+
+
+def on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(nn.Linear(2, 3), nn.Linear(2, 3), nn.BatchNorm1d(3))
+
+
+def drawn(module: nn.Module) -> None:
+    for parameter in module.parameters(recurse=False):
+        parameter.copy_(torch.randn(parameter.shape))
+
+
+def test_each_module_is_made_of_its_own_seed_whatever_modes_are_on() -> None:
+    model = on_meta()
+    found = Initialized(model, drawn)
+    one, other = (found.tensor(f"{number}.weight") for number in range(2))
+    assert not torch.equal(one, other)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    with same_draws(), default_dtype(torch.float64):
+        again = Initialized(on_meta(), drawn).tensor("1.weight")
+    assert torch.equal(again, other)
+
+
+def test_a_rank_reads_rows_of_what_is_made_or_of_nothing(tmp_path: Path) -> None:
+    there = Elsewhere.of(on_meta())
+    write_tensors(tmp_path / "stage0.safetensors", {})
+    there.write(tmp_path, [[*there.tensors]], tmp_path)
+    blank = FirstWeights(tmp_path).blank(0, "0.weight", rows=(1, 3))
+    assert blank.shape == (2, 2)
+    assert blank.isnan().all()
+    replace(there, is_made=True).write(tmp_path, [[*there.tensors]], tmp_path)
+    dtypes = []
+
+    def make() -> tuple[nn.Module, Callable[[nn.Module], None]]:
+        dtypes.append(torch.get_default_dtype())
+        return on_meta(), drawn
+
+    with default_dtype(torch.float64):  # of a rank that computes in it
+        first = FirstWeights(tmp_path, make)
+        whole, rows = (first.read(0, "0.weight", rows=r) for r in (None, (1, 3)))
+    assert torch.equal(rows, whole[1:3])
+    assert dtypes == [torch.float32]
+
+
+def first_row(module: nn.Module) -> None:
+    for parameter in module.parameters(recurse=False):
+        parameter[0] = 1.0
+
+
+def no_counter(module: nn.Module) -> None:
+    for tensor in (*module.parameters(), module.running_mean, module.running_var):
+        tensor.fill_(1.0)
+
+
+@pytest.mark.parametrize(
+    ("init", "name", "unset"),
+    [(first_row, "0.bias", "weight"), (no_counter, "2.bias", "num_batches_tracked")],
+)
+def test_what_init_leaves_out_in_part_is_named(
+    init: Callable[[nn.Module], None], name: str, unset: str
+) -> None:
+    with pytest.raises(GemscError, match=f"does not initialize '{unset}'"):
+        Initialized(on_meta(), init).tensor(name)
 
 
 # --------------------------------------------------------- what is in no file

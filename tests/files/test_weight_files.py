@@ -21,6 +21,7 @@ from gemsc.errors import GemscError
 from gemsc.plan import Plan
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.weights.first import FirstWeights
+from gemsc.weights.load import fill, model_state
 from gemsc.weights.source import WeightFiles
 
 MODEL = """
@@ -167,6 +168,31 @@ def test_a_buffer_with_data_keeps_it(tmp_path: Path) -> None:
     assert not any(parameter.is_meta for parameter in model.parameters())
 
 
+def test_what_takes_the_place_of_a_parameter_is_one_like_it(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = Net()
+    weight: Any = model.embed.weight.requires_grad_(False)
+    weight.decays = False
+    save_file(state(), tmp_path / "a.safetensors")
+    api.load_weights(model, tmp_path / "a.safetensors")
+    now: Any = model.head.weight
+    assert model.embed.weight is now
+    assert not now.requires_grad
+    assert now.decays is False
+    assert model.norm[0].weight.requires_grad
+
+
+def test_constants_and_the_loss_are_no_part_of_a_model() -> None:
+    stage = nn.ModuleDict({n: nn.BatchNorm1d(2) for n in ("a", "_constants", "_loss")})
+    assert {name.partition(".")[0] for name in model_state(stage)} == {"a"}
+
+
+def test_a_stage_is_filled_with_tensors_of_its_shapes(tmp_path: Path) -> None:
+    wrong = {"weight": torch.zeros(2, 3), "bias": torch.zeros(3)}
+    with pytest.raises(GemscError, match=r"'weight' have shape \[2, 3\]"):
+        fill(nn.Linear(2, 3), wrong.__getitem__, torch.device("cpu"))
+
+
 def test_the_files_of_a_model_stay_as_they_are(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     save_file(nn.Linear(2, 2).state_dict(), path)
@@ -269,6 +295,11 @@ def renamed(old: str, new: str) -> dict[str, Tensor]:
             state() | {"norm.0.bias": torch.ones(8, dtype=torch.int8)},
             "'norm.0.bias' is int8, but the model needs float32",
             "quantized",
+        ),
+        (
+            state() | {"norm.0.bias": torch.ones(8, dtype=torch.complex64)},
+            "'norm.0.bias' is complex64, but the model needs float32",
+            "of this model",
         ),
     ],
 )

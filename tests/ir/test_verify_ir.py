@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from program_support import Net, blocks_of, cut, mean, run_passes, trunk
+from program_support import Net, X, blocks_of, cut, mean, mse, run_passes, trunk
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
+from gemsc.compiler import compile
 from gemsc.errors import InternalError
 from gemsc.frontend import record
 from gemsc.ir import meta
+from gemsc.ir.flow import owned_tensors, shared_parameters
 from gemsc.ir.holder import copied_graph, with_graph
 from gemsc.ir.invariants import data_operands, lost_nothing, sources, verify
 from gemsc.ir.program import Block, Placement, Program, Stage, Transfer
@@ -57,12 +59,46 @@ def test_a_read_that_passes_a_write() -> None:
         return self.b(y)
 
     program = blocks_of(Net(forward), torch.zeros(2, 4))
+    assert {"'a.weight'", "'b.weight'", "input input.0"} <= sources(program).keys()
     copied, _ = copied_graph(program.graph)
     read = next(node for node in copied.nodes if node.target == "b")
     write = next(node for node in copied.nodes if node.name == "setitem")
     read.append(write)
     broken = program.with_module(with_graph(program.module, copied))
     refuse(broken, "%b passes %setitem, whose memory it uses")
+
+
+def test_a_write_that_passes_a_read() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = torch.zeros(2, 4)
+        read = self.a(y)
+        y[:, 0] = x[:, 0]
+        return self.b(y) + read
+
+    program = blocks_of(Net(forward), torch.zeros(2, 4))
+    copied, _ = copied_graph(program.graph)
+    read = next(node for node in copied.nodes if node.target == "a")
+    for write in [node for node in copied.nodes if node.name.startswith("getitem")]:
+        read.prepend(write)
+    read.prepend(next(node for node in copied.nodes if node.name == "setitem"))
+    broken = program.with_module(with_graph(program.module, copied))
+    refuse(broken, "%setitem passes %read, whose memory it uses")
+
+
+def test_a_read_of_statistics_that_passes_the_layer_which_changes_them() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = self.norm(self.a(x))
+        scale = self.norm.running_mean.exp()
+        return self.b(y * scale)
+
+    program = blocks_of(Net(forward, norm=nn.BatchNorm1d(4)), torch.zeros(2, 4))
+    copied, _ = copied_graph(program.graph)
+    norm = next(node for node in copied.nodes if node.target == "norm")
+    scale = next(node for node in copied.nodes if node.name == "scale")
+    norm.prepend(scale.args[0])
+    norm.prepend(scale)
+    broken = program.with_module(with_graph(program.module, copied))
+    refuse(broken, "%scale passes %y, whose memory it uses")
 
 
 def test_an_order_that_was_right_is_looked_at_again_where_it_has_changed() -> None:
@@ -260,3 +296,17 @@ def without(program: Program, name: str) -> Program:
         node.replace_all_uses_with(node.all_input_nodes[0])
         graph.erase_node(node)
     return program.with_module(with_graph(program.module, graph))
+
+
+def test_each_tensor_is_somewhere_and_gradients_of_frozen_ones_are_not_added() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.a(self.d(self.c(self.b(self.a(x)))))
+
+    net: Any = Net(forward, unused=nn.Linear(2, 3))
+    net.a.weight.requires_grad_(False)
+    given: dict[str, Any] = {"example_target": X, "ranks": 2, "check": False}
+    found = compile(net, (X,), loss=mse, micro_batches=1, **given).compilation
+    owned = owned_tensors(found.program, found.evaluation)
+    assert {*owned[0]} | {*owned[1]} == net.state_dict().keys()
+    assert {"unused.weight", "unused.bias", "a.weight", "a.bias"} <= {*owned[0]}
+    assert shared_parameters(found.program, owned) == {"a.bias": (0, 1)}

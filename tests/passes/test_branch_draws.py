@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,10 @@ def draw_for_another(node: fx.Node) -> None:
     meta.traced_place.set(node, meta.traced_place(node) + 1)
 
 
+def draw_nothing(node: fx.Node) -> None:
+    meta.facts.set(node, replace(meta.facts(node), random=False))
+
+
 def draw_other_strips(node: fx.Node) -> None:
     node.kwargs = {**node.kwargs, "along": 3}
 
@@ -106,7 +111,8 @@ def test_what_draws_apart_and_does_not_say_so_is_a_wrong_program(
 
 
 @pytest.mark.parametrize(
-    "change", [draw_whole, draw_other_strips, draw_more, draw_for_another]
+    "change",
+    [draw_whole, draw_other_strips, draw_more, draw_for_another, draw_nothing],
 )
 def test_ranks_that_draw_otherwise_are_a_wrong_program(
     change: Callable[[fx.Node], None],
@@ -119,6 +125,8 @@ def test_ranks_that_draw_otherwise_are_a_wrong_program(
     change([n for n in programs[1].compute_nodes if "draw" in n.kwargs][-1])
     with pytest.raises(InternalError, match=r"_draws.py:\d+: .* draw different random"):
         drawn_alike(programs)
+    with pytest.raises(InternalError, match="draw different random"):
+        drawn_alike(programs[::-1])
     drawn_alike(programs[:1])
 
 

@@ -210,3 +210,27 @@ def test_uneven_parts_weigh_in_a_mean_what_they_have() -> None:
     texts = program.rank_modules()
     for rank, number in enumerate((8, 7)):
         assert f"y.mean(-1, keepdim=True) * {number / 15}" in texts[f"rank{rank}.py"]
+
+
+class Chooses(nn.Module):
+    """Four heads, each of which is cut off from the others, and its words are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.heads = nn.Linear(8, 64), nn.Linear(64, 20)
+
+    def forward(self, x: Tensor) -> Tensor:
+        words = self.heads(torch.relu(self.up(x))).unflatten(-1, (4, 5))
+        return words + words.cumsum(-1)
+
+
+def test_samples_of_a_cross_entropy_that_are_cut_are_gathered() -> None:
+    def loss(y: Tensor) -> Tensor:
+        return F.cross_entropy(y.transpose(1, 2), y.argmax(-1))
+
+    given: dict[str, Any] = {"ranks": 2, "shards": (2,), "micro_batches": 1}
+    program = compile(Chooses(), (torch.randn(4, 8),), loss=loss, **given)
+    assert program.plan.unchecked == ""
+    text = program.rank_modules()["rank0.py"]
+    assert "gather 2 shards" in text
+    assert "= F.cross_entropy(" in text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import random
 import re
 import resource
 import shutil
@@ -17,12 +18,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from program_support import Net, X, batch_of, on_ranks, weights_in, written
 from torch import Tensor, nn
 
 from gemsc.base.files import write_text
+from gemsc.base.rng import preserve_rng
 from gemsc.errors import GemscError
 from gemsc.runtime.checkpoint import write
 from gemsc.runtime.checkpoint.folder import clear_space
@@ -164,7 +167,8 @@ def test_all_is_on_the_disk_before_the_folder_gets_its_name(
     train_and_save(program, tmp_path / "saved")
     named = forced.index("step-000001!")
     files = {"manifest.json", "rank0.safetensors", "rank1.safetensors"}
-    written = {name for name in files if any(name in event for event in forced[:named])}
+    before = [event for event in forced[:named] if not event.endswith("!")]
+    written = {name for name in files if any(name in event for event in before)}
     assert written == files
     assert any(event.startswith(".step-000001-") for event in forced[:named])
     assert forced.index("saved") < forced.index("latest!")
@@ -363,17 +367,65 @@ def test_ranks_that_save_after_different_steps_are_told(
     assert not names_in(tmp_path)
 
 
+def test_what_is_drawn_goes_on_after_a_resume(tmp_path: Path) -> None:
+    def draws() -> tuple[float, float, float]:
+        return float(torch.rand(())), random.random(), np.random.rand()
+
+    def work(trainer: Trainer) -> bool:
+        trainer.step(*BATCH)
+        trainer.save(tmp_path / "saved")
+        wanted = draws()
+        draws()
+        trainer.resume(tmp_path / "saved")
+        return draws() == wanted
+
+    model = Net(forward, norm=nn.BatchNorm1d(4))
+    written(tmp_path / "one", model, micro_batches=2, ranks=1)
+    with preserve_rng():
+        assert on_ranks(tmp_path / "one", 1, work, optimizer=adam) == [True]
+
+
+def test_an_update_that_has_begun_is_of_as_many_steps(
+    program: Path, tmp_path: Path
+) -> None:
+    for steps in (1, 2):  # the second one ends the update
+
+        def save(trainer: Trainer, count: int = steps) -> None:
+            for _ in range(count):
+                trainer.step(*BATCH)
+            trainer.save(tmp_path / str(count))
+
+        on_ranks(program, 2, save, optimizer=adam, accumulate=2)
+
+    def resume(trainer: Trainer) -> None:
+        trainer.resume(tmp_path / "2")
+        with pytest.raises(GemscError, match="is one of 2 that make one update") as it:
+            trainer.resume(tmp_path / "1")
+        assert "resume with --accumulate 2" in str(it.value)
+
+    on_ranks(program, 2, resume, optimizer=adam, accumulate=3)
+
+
 # In the background
 
 
 def test_a_checkpoint_is_that_of_its_step_while_training_goes_on(
-    program: Path, tmp_path: Path
+    program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    has_gone_on = [threading.Event(), threading.Event()]
+
+    def late(path: Path, *rest: Any, **options: Any) -> Any:
+        assert has_gone_on["rank1" in path.name].wait(60)
+        return write_stream(path, *rest, **options)
+
+    monkeypatch.setattr(write, "write_stream", late)
+
     def work(trainer: Trainer) -> State:
         trainer.step(*BATCH)
         trainer.save(tmp_path / "beside", background=True)
         state = everything(trainer)
         trainer.step(*BATCH)
+        has_gone_on[trainer.transport.rank].set()
         trainer.save(tmp_path / "beside", background=True)  # waits for the first
         assert (tmp_path / "beside" / "step-000001" / "manifest.json").exists()
         trainer.finish_saving()

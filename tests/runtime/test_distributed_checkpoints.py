@@ -156,6 +156,18 @@ def test_flattened_states_of_torchtitan_are_found(tmp_path: Path) -> None:
     assert off(more, in_torch(model, optimizer, BATCHES[:1])) < 1e-9
 
 
+def test_tensors_beside_a_model_are_none_of_it(tmp_path: Path) -> None:
+    adam = {"exp_avg": torch.zeros(()), "step": torch.tensor(3.0)}
+    optimizer = {"state": {"scale": adam}, "model": {"other": torch.ones(2)}}
+    model = {"weight": torch.ones(2), "scale": torch.ones(())}
+    state = {"model": model, "optimizer": optimizer, "tokens": torch.tensor(5)}
+    dcp.save(state, checkpoint_id=tmp_path / "x", no_dist=True)
+    found = DistributedCheckpoint(tmp_path / "x")
+    assert found.table.keys() == model.keys()
+    assert found.is_like_its_parameter("exp_avg", "scale")
+    assert not found.is_like_its_parameter("step", "scale")
+
+
 @pytest.mark.slow
 def test_a_model_takes_its_weights_from_there(tmp_path: Path, gemsc: Gemsc) -> None:
     with torch.no_grad():

@@ -130,8 +130,9 @@ def test_a_run_evaluates_and_resumes_them(
 
 
 def test_after_an_evaluation_parts_of_weights_are_trained_on(tmp_path: Path) -> None:
-    """What was gathered of the averages is not the weights."""
+    """What was gathered of the averages is not the weights, in a checkpoint neither."""
     found: list[list[float]] = []
+    saved: dict[bool, list[dict[str, Tensor]]] = {False: [], True: []}
     for number, shard in enumerate(("off", "weights")):
         losses: list[float] = []
         user = user_of(
@@ -144,7 +145,14 @@ def test_after_an_evaluation_parts_of_weights_are_trained_on(tmp_path: Path) -> 
             ),
         )
         folder = program(tmp_path / str(number), ranks=4, data=2, shard=shard)
-        run(folder, user, "--ema", "0.5", "--epochs", "3", ranks=4)
+        words = "--ema", "0.5", "--epochs", "3", "--save", tmp_path / shard
+        run(folder, user, *words, ranks=4)
         found.append(sorted(losses))
+        for are_means, states in saved.items():
+            export_model(tmp_path / shard, tmp_path / "state", averages=are_means)
+            states.append(load_file(tmp_path / "state"))
     assert found[1] == pytest.approx(found[0], rel=1e-5)
     assert len(found[0]) == 4 * 3 * 3  # two steps an epoch, and an evaluation
+    for whole, parts in saved.values():
+        torch.testing.assert_close(parts, whole, rtol=1e-4, atol=1e-6)
+    assert not torch.equal(saved[False][1]["a.weight"], saved[True][1]["a.weight"])

@@ -284,6 +284,23 @@ def test_a_phase_that_is_not_finite_is_named_and_left_out(tmp_path: Path) -> Non
         assert second is None
 
 
+def test_what_is_saved_where_a_phase_failed_is_all_that_there_is(
+    tmp_path: Path,
+) -> None:
+    written(tmp_path)
+
+    def work(trainer: Trainer) -> bool:
+        trainer.worker.use("g")  # in which a step has failed
+        trainer.save(tmp_path / "run")
+        before = {name: t.clone() for name, t in trainer.state_dict().items()}
+        trainer.step(*batches(1)[0])
+        trainer.resume(tmp_path / "run")
+        now = trainer.state_dict()
+        return all(torch.equal(now[name], tensor) for name, tensor in before.items())
+
+    assert all(on_ranks(tmp_path, 2, work, phases=PHASES, dtype=torch.float64))
+
+
 class Reports(Callback):
     def __init__(self) -> None:
         self.problems: list[Any] = []

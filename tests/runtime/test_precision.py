@@ -145,8 +145,11 @@ def test_an_overflow_on_one_rank_leaves_out_the_update_of_all(tmp_path: Path) ->
             states.append(scaler.state_dict())
         output = trainer.evaluate(*batch).output
         assert output is None or output.dtype is torch.float32  # for metrics
+        trainer.save(tmp_path / "saved")
         scaler.load_state_dict(states[0])
         assert scaler.state_dict() == states[0]
+        trainer.resume(tmp_path / "saved")
+        assert scaler.state_dict() == states[2]
         return moved, states
 
     for moved, states in on_ranks(tmp_path, 2, steps):

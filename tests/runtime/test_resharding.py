@@ -187,6 +187,10 @@ NETS: dict[str, dict[str, Any]] = {
     "four": {"ranks": 4},
     "two": {"ranks": 2},
     "rows": {"ranks": 2, "schedule": "chimera", "shard": "optimizer"},
+    "copies": {"ranks": 4, "data": 2, "micro_batches": 2},
+    "alone": {"ranks": 2, "data": 2, "micro_batches": 2},
+    "shards": {"ranks": 2, "shards": (2,)},  # the same weights, of which parts are here
+    "moved": {"ranks": 2, "cuts": ("d",)},  # as many ranks, which hold other weights
 }
 
 
@@ -199,8 +203,8 @@ def test_groups_schedulers_and_waiting_gradients_go_along(tmp_path: Path) -> Non
     for name, options in NETS.items():
         model = Net(simple).double()
         inputs = {"inputs": (X.double(),), "target": X.double()}
-        options = {**options, **inputs, "optimizer": grouped}
-        written(tmp_path / name, model, micro_batches=4, **options)
+        options = {"micro_batches": 4, **options, **inputs, "optimizer": grouped}
+        written(tmp_path / name, model, **options)
 
     def run(folder: Path, names: tuple[str, ...]) -> list[float]:
         losses = []
@@ -213,11 +217,12 @@ def test_groups_schedulers_and_waiting_gradients_go_along(tmp_path: Path) -> Non
     straight = go_on(
         tmp_path / "two", 2, tmp_path / "straight", batches, resume=False, **given
     )
-    assert run(tmp_path / "saved", ("two", "rows", "four")) == pytest.approx(
-        straight, rel=1e-9
-    )
-    found, expected = weights_in(tmp_path / "saved"), weights_in(tmp_path / "straight")
-    assert off(found, expected) < 1e-9
+    expected = weights_in(tmp_path / "straight")
+    ways = ("two", "rows", "four"), ("two", "copies"), ("two", "moved")
+    for names in (*ways, ("alone", "shards")):
+        folder = tmp_path / names[1]
+        assert run(folder / "run", names) == pytest.approx(straight, rel=1e-9)
+        assert off(weights_in(folder / "run"), expected) < 1e-9
     assert run(tmp_path / "stops", ("two",)) == straight  # bit for bit
     assert off(weights_in(tmp_path / "stops"), expected) == 0
 

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,6 +43,7 @@ from gemsc.runtime.training.datasets import shape_classes
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.runtime.transport.local import run_local
 from gemsc.runtime.transport.transport import Transport
+from gemsc.verify import steps as verify_steps
 
 WORDS, WIDTH, IGNORED = 11, 4, -100
 LENGTHS = (4, 6, 8)
@@ -954,3 +956,33 @@ def test_a_plan_keeps_its_shapes(tmp_path: Path) -> None:
     assert plan.shapes[plan.first_shape or 0].variant == ""
     names = {f"rank{rank}{v}.py" for rank in (0, 1) for v in ("", "_4", "_6", "_8")}
     assert len({*program.rank_modules()} & names) == 6
+
+
+@pytest.mark.parametrize("count", [0, 1, 40])
+def test_verify_has_a_batch_of_each_shape(count: int) -> None:
+    """From the dataset, where that has one, whatever its first batches are."""
+    words = torch.arange(2)
+    data = [(words, words)] * (count > 0) + texts(count)
+    plan: Any = SimpleNamespace(
+        shapes=[planned(n, size) for n, size in zip(LENGTHS, SIZES, strict=True)],
+        batch_sizes=SIZES,
+        memory_format="as-given",
+        data=1,
+        micro_batches=1,
+    )
+    user: Any = SimpleNamespace(
+        dataset=data if data else None,
+        make_dataset=lambda: data,
+        make_shapes=examples,
+        make_targets=lambda shapes: [x for (x,) in shapes],
+        pad_value=None,
+        bucket=None,
+        collate=None,
+        line_of=lambda name: None,
+    )
+    found = verify_steps._batches(user, plan, 1)
+    lengths = [x.shape[1] for (x,), _ in found]
+    assert sorted(lengths) == sorted(LENGTHS)
+    given = [x for (x,) in examples()]
+    made = [x for (x,), _ in found if any(torch.equal(x, each) for each in given)]
+    assert len(made) == {0: 3, 1: 3, 40: 0}[count]

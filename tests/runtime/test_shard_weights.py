@@ -301,6 +301,24 @@ def test_a_checkpoint_goes_on_in_parts_and_without(
         assert worst(found, expected) < 1e-5, (come, go)
 
 
+def test_a_resume_forgets_the_weights_that_were_gathered(tmp_path: Path) -> None:
+    written(tmp_path, net(), optimizer=by_name, shard="weights", **PLANS["data"])
+    batch = batch_of((X, X), 4)
+
+    def work(trainer: Trainer) -> list[float]:
+        trainer.step(*batch)
+        trainer.save(tmp_path / "saved")
+        found = [trainer.evaluate(*batch).loss]
+        trainer.step(*batch)
+        found.append(trainer.evaluate(*batch).loss)
+        trainer.resume(tmp_path / "saved")
+        return [*found, trainer.evaluate(*batch).loss]
+
+    for before, after, again in on_ranks(tmp_path, 4, work, optimizer=by_name):
+        assert before == again
+        assert before != after
+
+
 def by_sign(self: Any, x: Tensor) -> Tensor:
     return self.d(self.gate(x) + self.b(x))
 

@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import copy
 import json
+import random
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn, optim
 from torch.optim import lr_scheduler as lrs
 
+from gemsc.base.rng import preserve_rng
 from gemsc.runtime.checkpoint.holdings import HeldTensor
 from gemsc.runtime.checkpoint.optimizer_state import UpdatedParameter
 from gemsc.runtime.checkpoint.pieces import TensorPiece
 from gemsc.runtime.checkpoint.states import (
     DTYPES,
     check_alike,
+    check_generators,
     check_step,
     decode,
     encode,
+    generator_states,
+    set_generators,
 )
 
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
@@ -124,3 +130,39 @@ def test_a_state_can_have_each_dtype_of_a_file(dtype: torch.dtype) -> None:
     again = decode(encode(tensor, str, "it"), lambda name: tensor)
     assert again.dtype is dtype
     assert again.tolist() == tensor.tolist()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"$": "tuple", "of": [1]},  # a user's own, which looks like one of ours
+        {"lr": [float("inf"), -0.0], 3: {None: (True, 2)}},
+        torch.tensor([1 + 2j, complex(0, float("inf"))]),
+        torch.tensor(0.1j, dtype=torch.complex128),
+    ],
+    ids=str,
+)
+def test_what_is_encoded_comes_back(value: Any) -> None:
+    text = json.dumps(encode(value, lambda tensor: "t", "it"))
+    again = decode(json.loads(text), {"t": value}.__getitem__)
+    assert repr(again) == repr(value)
+
+
+def test_all_generators_go_on_where_they_were() -> None:
+    def draws() -> tuple[float, float, float]:
+        return float(torch.rand(())), random.random(), np.random.rand()
+
+    cpu = torch.device("cpu")
+    with preserve_rng():
+        states = generator_states(cpu)
+        check_generators(states, cpu)
+        wanted = draws()
+        draws()
+        set_generators(states, cpu)
+        assert draws() == wanted
+
+
+def test_a_tensor_of_another_shape_is_no_state() -> None:
+    check_alike(None, torch.zeros(2), torch.ones(2), is_same=False)
+    with pytest.raises(ValueError, match="in place of"):
+        check_alike(None, torch.zeros(2), torch.ones(3), is_same=False)

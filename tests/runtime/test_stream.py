@@ -31,9 +31,12 @@ from gemsc.errors import GemscError
 from gemsc.plan_tables import PlannedShape
 from gemsc.runtime.data.batches import Batch
 from gemsc.runtime.data.shapes import ShapeClasses, all_numbers
+from gemsc.runtime.data.shared import SharedData
 from gemsc.runtime.data.stream_batches import StreamBatches, batches_of
 from gemsc.runtime.data.stream_reader import Mark
 from gemsc.runtime.training.trainer import Trainer
+from gemsc.runtime.transport.local import run_local
+from gemsc.runtime.transport.transport import Transport
 
 
 class Numbers(IterableDataset):
@@ -362,6 +365,39 @@ def test_a_stream_goes_on_by_its_state(workers: int, parts: int) -> None:
             assert rest.rows == whole.rows[first:]
             assert not rest.notes
             assert source.made == 0 if parts > 1 else source.made <= 22 - 4 * first + 4
+
+
+class Ordered(Stateful):
+    """It draws its order as reading begins, wherever that is."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+        return self._of(torch.randperm(self.count).tolist())
+
+    def _of(self, order: list[int]) -> Iterator[tuple[Tensor, int]]:
+        while self.at < self.count:
+            self.at += 1
+            yield torch.tensor([float(order[self.at - 1])]), 0
+
+
+def test_what_is_drawn_as_reading_begins_is_so_wherever_it_goes_on() -> None:
+    whole = reading(Ordered())
+    rest = reading(Ordered(), first=2, marks=whole.marks[1])
+    assert rest.rows == whole.rows[2:]
+    assert not rest.notes
+
+
+@pytest.mark.parametrize("others", [Shards, Numbers])
+def test_a_stream_is_split_if_all_ranks_can(others: Any) -> None:
+    def split(transport: Transport) -> tuple[bool, int]:
+        source = as_dataset(others() if transport.rank else Shards())
+        options: dict[str, Any] = {"part": transport.rank, "num_parts": 2}
+        batches = batches_of(source, 4, seed=0, shuffle=True, **options)
+        assert isinstance(batches, StreamBatches)
+        done = SharedData(batches, transport, "dataset", None).split(reads=True)
+        return done, batches.num_parts
+
+    can = others is Shards
+    assert run_local(2, split) == [(can, 1 + can)] * 2
 
 
 def test_a_state_is_not_trusted() -> None:

@@ -183,6 +183,26 @@ def test_tags_tell_messages_apart() -> None:
 
     with pytest.raises(InternalError, match="one tag twice between ranks 0 and 1"):
         proved(FINE, twice, one_tag)
+    both = X, X  # of one action
+    with pytest.raises(InternalError, match="one tag twice between ranks 0 and 1"):
+        proved(FINE, twice, one_tag)
+    of_tiles = GridCall("redistribute", (0, 1), (X,))
+    with pytest.raises(InternalError, match="one tag twice between ranks 0 and 1"):
+        proved(FINE, damage=change(0, "F", 0, calls=(of_tiles,)))
+
+
+def test_tags_tell_the_messages_of_two_stages_apart() -> None:
+    edges = Edge(0, 1), Edge(2, 3)
+    task = Task((StageCost(1.0, 2.0),) * 4, edges, ((0, 1, 0, 1),), (1,))
+    orders = ["0F0", "2F0", "0B0", "2B0"], ["1F0", "3F0", "1B0", "3B0"]
+
+    def one_tag(ranks: list[RankStep]) -> None:
+        change(0, "F", 2, sends=ranks[0].run(Action.parse("0F0")).sends)(ranks)
+        change(1, "F", 3, receives=ranks[1].run(Action.parse("1F0")).receives)(ranks)
+
+    proved(orders, task)
+    with pytest.raises(InternalError, match=r"one tag twice between .*: 2F0"):
+        proved(orders, task, one_tag)
 
 
 @pytest.mark.parametrize("tag", [-1, 32767])
@@ -269,6 +289,29 @@ def test_tiles_make_the_same_calls_in_the_same_order() -> None:
     ]:
         with pytest.raises(InternalError, match=message):
             tiles([ALL, UP], second)
+
+
+def test_tiles_do_the_same_actions_in_the_same_order() -> None:
+    task = chain_of((StageCost(1.0, 2.0, 1.0),), (2,))
+
+    def of_tiles(second: str, **parts: Any) -> None:
+        orders = "0F0 0F1 0B0 0B1 0W0 0W1", second
+        ranks = [
+            replace(each, rank=number, tiles=(0, 1))
+            for number, order in enumerate(orders)
+            for each in ranks_of(task, [list(map(Action.parse, order.split()))])
+        ]
+        ranks[1] = replace(ranks[1], **parts)
+        prove(ranks, task, groups=[(0, 1)], sums=False, ordered=False)
+
+    of_tiles("0F0 0F1 0B0 0B1 0W0 0W1")
+    message = "rank 1 does 0F1 where the tile on rank 0 does an action: 0F0"
+    with pytest.raises(InternalError, match=message):
+        of_tiles("0F1 0F0 0B0 0B1 0W0 0W1")
+    with pytest.raises(InternalError, match="rank 1 computes weight gradients twice"):
+        of_tiles("0F0 0F1 0B0 0B1 0W0 0W1", deferred=frozenset([Action.parse("0W0")]))
+    with pytest.raises(InternalError, match=r"is a tile of ranks \(0, 1\), not of"):
+        of_tiles("0F0 0F1 0B0 0B1 0W0 0W1", tiles=(1,))
 
 
 def test_calls_of_some_tiles_wait_for_these_alone() -> None:
@@ -457,6 +500,18 @@ def test_parts_are_added_up_over_those_who_hold_the_same() -> None:
     ]:
         with pytest.raises(InternalError, match=re.escape(message)):
             shards(sums_of(0, damage))
+
+
+def test_sums_of_stages_begin_with_those_of_the_last() -> None:
+    def turned(ranks: list[RankStep]) -> None:
+        for number, rank in enumerate(ranks):
+            sums = [step for step in rank.steps if isinstance(step, AllReduce)]
+            steps = (*rank.actions, *sums[1::-1], *sums[3:1:-1], *sums[4:], *ENDS)
+            ranks[number] = replace(rank, steps=steps)
+
+    message = "rank 0 all-reduces 'stage1' before 'stage1 parts'"
+    with pytest.raises(InternalError, match=message):
+        shards(turned)
 
 
 def test_parts_make_whole_weights_and_grids_cut_them_alike() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -356,6 +358,80 @@ def test_a_gradient_that_the_model_has_not_is_wrong() -> None:
     for more, verdict in ((ones, "not equal"), (none, "proved")):
         actual = StepRecord([1.0], {"a": ones, "b": more}, {"a": ones})
         assert _compared((actual, expected), same, drawn).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("change", "evaluated", "wrong"),
+    [
+        ({}, _Evaluated(outputs={"y": torch.ones(2)}), ""),
+        ({"losses": [2.0]}, _Evaluated(outputs={"y": torch.ones(2)}), "the loss"),
+        ({"state": {"n": torch.zeros(2)}}, None, "buffer n"),
+        ({"state": {"n": torch.ones(1)}}, None, "buffer n"),
+        ({"unequal": frozenset({"a"})}, None, "the copies of a"),
+        ({}, _Evaluated(outputs={"y": torch.zeros(2)}), "evaluation: y"),
+        ({}, _Evaluated(), "evaluation: y is missing"),
+        ({}, _Evaluated(2.0, outputs={"y": torch.ones(2)}), "evaluation: the loss"),
+    ],
+)
+def test_all_that_ranks_give_is_compared(
+    change: dict[str, Any], evaluated: _Evaluated | None, wrong: str
+) -> None:
+    ones, held = torch.ones(2), _Evaluated(outputs={"y": torch.ones(2)})
+    expected = StepRecord([1.0], {"a": ones}, {"a": ones, "n": ones}, terms=[1.0])
+    steps = replace(expected, **change), expected
+    found = _compared(steps, (evaluated or held, held), Field(PRIMES[0], 0))
+    assert found.wrong == ((wrong,) if wrong else ())
+    assert found.verdict == ("not equal" if wrong else "proved")
+
+
+@pytest.mark.parametrize("wrong", [None, 0, 1])
+def test_a_program_is_proved_if_it_is_so_for_all_shapes(
+    wrong: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    each = AllInputs("proved", degree=3, bound=1e-7)
+    verdicts = [each, replace(each, degree=5, chooses=True)]
+    if wrong is not None:
+        verdicts[wrong] = AllInputs("not equal", "x")
+    left, plan = iter(verdicts), SimpleNamespace(ranks=1, phases=(), data=1)
+    plan.micro_batches = 1
+    shapes = [(torch.ones(1, n),) for n in (1, 2)]
+    user = SimpleNamespace(
+        make_shapes=lambda: shapes,
+        make_targets=lambda shapes: [None, None],
+        make_loss=lambda: None,
+    )
+    monkeypatch.setattr(check.Plan, "read", lambda path: plan)
+    monkeypatch.setattr(check, "check_program", lambda *given: None)
+    monkeypatch.setattr(check, "user_model_of", lambda *given: user)
+    monkeypatch.setattr(check, "initial_model", lambda *given: None)
+    monkeypatch.setattr(check, "_of_batch", lambda *given: next(left))
+    found = check.check_program_for_all_inputs(Path())
+    if wrong is not None:
+        assert found == verdicts[wrong]
+    else:
+        assert (found.degree, found.bound, found.chooses) == (5, 2e-7, True)
+
+
+@pytest.mark.parametrize("first", ["", "by zero", "fails"])
+def test_whole_numbers_of_micro_batches_differ_where_the_model_takes_that(
+    first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[Tensor] = []
+
+    def checked(directory: Path, model: Any, loss: Any, *batch: Any) -> AllInputs:
+        tried.append(batch[0][0])
+        if len(tried) == 1 and first == "fails":
+            raise check._ModelFailedError("x")
+        by_zero = len(tried) == 1 and first == "by zero"
+        return AllInputs("not decided", check._BY_ZERO) if by_zero else AllInputs("x")
+
+    monkeypatch.setattr(check, "check_all_inputs", checked)
+    words, plan = torch.arange(12).reshape(1, 12).repeat(2, 1), SimpleNamespace(data=1)
+    plan.micro_batches = 2
+    given: Any = Path(), None, None, ((words,), torch.ones(2)), plan
+    assert check._of_batch(*given) == AllInputs("x")
+    assert not torch.equal(*tried[0].chunk(2))
+    assert [torch.equal(each, words) for each in tried[1:]] == [True] * bool(first)
 
 
 @pytest.mark.parametrize(

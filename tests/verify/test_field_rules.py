@@ -526,6 +526,7 @@ DEGREES: dict[str, tuple[Callable[[Tensor], Tensor], int, int]] = {
     "products": (lambda x: (x * x) @ x.T, 3, 0),
     "powers": (lambda x: (x**3).square(), 6, 0),
     "in place": (lambda x: (y := x.clone(), y[:1].mul_(x[:1]), y)[-1], 2, 0),
+    "in part": (lambda x: (y := x * x, y[:1].zero_(), y)[-1], 2, 0),
     "functions": (lambda x: (x * x).tanh() * (x * x * x).exp(), 2, 5),
     "order": (lambda x: (x * x).clamp(min=0), 2, 2),
     "division": (lambda x: x * x / x.sum(), 3, 1),

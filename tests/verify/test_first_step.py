@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from command_line import Gemsc
 from torch import Tensor, nn
 
 import gemsc.compiler
+from gemsc.base.nests import Mean
 from gemsc.base.plain_forward import with_threads
 from gemsc.codegen.package import rank_modules
 from gemsc.compilation import Compilation
@@ -27,7 +29,7 @@ from gemsc.runtime.transport.local import LocalGroup
 from gemsc.runtime.transport.transport import Request
 from gemsc.runtime.worker.deferral import Deferred
 from gemsc.verify import first_step
-from gemsc.verify.compare import Comparison, read_record
+from gemsc.verify.compare import Comparison, compare, read_record
 from gemsc.weights.write import write_tensors
 
 
@@ -228,18 +230,95 @@ def test_the_wrong_parameter_is_named_with_its_line(
         compiled(**STAGES)
 
 
+def write_record(
+    folder: Path, rank: int, state: dict[str, Tensor], **held: Any
+) -> None:
+    write_tensors(folder / f"gradients{rank}.safetensors", {"w": torch.ones(2)})
+    write_tensors(folder / f"state{rank}.safetensors", state)
+    held = {"parts": {}, "alone": [], "grid": [rank], **held}
+    texts = {"losses": [0.5], "memory": [0, 0], "held": held}
+    for name, said in texts.items():
+        (folder / f"{name}{rank}.json").write_text(json.dumps(said))
+
+
 def test_replicas_that_drift_apart_are_told(tmp_path: Path) -> None:
-    held = {"parts": {}, "alone": []}
     for rank in range(3):
         weight = torch.ones(2, dtype=torch.float64) + (rank == 2) * 2**-52
-        write_tensors(tmp_path / f"gradients{rank}.safetensors", {"w": torch.ones(2)})
-        state = {"w": weight, "count": torch.tensor(rank)}
-        write_tensors(tmp_path / f"state{rank}.safetensors", state)
-        (tmp_path / f"losses{rank}.json").write_text("[0.5]")
-        (tmp_path / f"memory{rank}.json").write_text("[0, 0]")
-        (tmp_path / f"held{rank}.json").write_text(json.dumps({**held, "grid": [rank]}))
+        write_record(tmp_path, rank, {"w": weight, "count": torch.tensor(rank)})
     assert read_record(tmp_path, 3).unequal == {"w"}
     assert read_record(tmp_path, 2).unequal == set()
+
+
+def test_what_all_ranks_of_a_grid_hold_has_the_same_bits(tmp_path: Path) -> None:
+    first = {name: torch.zeros(2) for name in ("w", "sign", "dtype", "there", "alone")}
+    other = {**first, "sign": -first["sign"], "dtype": first["dtype"].double()}
+    del other["there"]
+    for rank, state in enumerate((first, {**other, "alone": torch.ones(2)})):
+        write_record(tmp_path, rank, state, grid=[0, 1], alone=["alone"] * rank)
+    record = read_record(tmp_path, 2)
+    assert record.unequal == {"sign", "dtype", "there"}
+    found = compare(record, replace(record, unequal=frozenset()))
+    assert found.judge(torch.float64)[0] == "wrong"
+    assert {n for n, e in found.errors.items() if e} == {
+        f"copies of {name}" for name in record.unequal
+    }
+
+
+@pytest.mark.parametrize("numbers", [torch.arange(24.0) + 2, torch.arange(24)])
+def test_each_micro_batch_of_a_check_is_another(numbers: Tensor) -> None:
+    plan: Any = SimpleNamespace(data=1, micro_batches=2)
+    given = numbers.reshape(2, 12).repeat(2, 1)  # as examples are repeated
+    (found,), _ = first_step.different(((given,), None), plan)
+    assert not torch.equal(*found.chunk(2))
+    assert found.is_floating_point() or {*found.flatten().tolist()} <= {*range(24)}
+
+
+class Scale(nn.Module):
+    """A loss with a tensor that a step may change."""
+
+    def __init__(self, learns: bool) -> None:
+        super().__init__()
+        if learns:
+            self.scale = nn.Parameter(torch.ones(()))
+        else:
+            self.register_buffer("seen", torch.zeros(()))
+
+
+@pytest.mark.parametrize(
+    ("loss", "values", "found"),
+    [
+        (squares, (0.5, 0.5), 0.5),
+        (squares, (0.5, 0.6), None),  # it draws
+        (squares, (np.inf, np.inf), None),
+        (Scale(learns=True), (0.5, 0.5), None),
+        (Scale(learns=False), (0.5, 0.5), None),
+    ],
+)
+def test_a_loss_is_compared_in_evaluation_where_two_calls_agree(
+    loss: Any,
+    values: tuple[float, float],
+    found: float | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan: Any = SimpleNamespace(precision="float32")
+    step = first_step._Step(plan, Picture(), loss, [], torch.float64)
+    given = iter(values)
+
+    def held_out(*given_: Any) -> Mean:
+        mean = Mean()
+        mean.add(torch.tensor(next(given), dtype=torch.float64))
+        return mean
+
+    monkeypatch.setattr(first_step, "held_out", held_out)
+    mean = step._held_out([], (None, None))
+    assert (mean and mean.value) == found
+
+
+def test_a_model_without_weights_is_left_out() -> None:
+    with torch.device("meta"):
+        model = Picture()
+    plan: Any = SimpleNamespace()
+    assert first_step.too_much(plan, model) == "the model has no weights here"
 
 
 @pytest.mark.slow

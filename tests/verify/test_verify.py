@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,15 @@ from gemsc.errors import GemscError
 from gemsc.messages.message import Input
 from gemsc.runtime.worker.steps import BatchShape
 from gemsc.user_model import UserModel
-from gemsc.verify.compare import TOLERANCE, Comparison, StepRecord, compare
+from gemsc.verify import steps
+from gemsc.verify.compare import (
+    TOLERANCE,
+    Comparison,
+    StepRecord,
+    compare,
+    near_zero,
+    noisy,
+)
 from gemsc.verify.one_process import reference_steps
 from gemsc.verify.precision import LowPrecision
 from gemsc.verify.steps import _Subject, verify_program
@@ -73,10 +82,13 @@ def test_nothing_far_off_is_called_exact(
 
 
 def test_errors_are_those_of_single_tensors() -> None:
-    expected = StepRecord([1.0], {"a": torch.ones(3)}, {"a": torch.ones(3)})
-    actual = StepRecord([1.0], {"a": torch.ones(3) * 1.5}, {})
+    ones = {"a": torch.ones(3), "b": torch.ones(3)}
+    expected = StepRecord([1.0], ones, {"a": torch.ones(3)})
+    other = {"a": torch.ones(3) * 1.5, "b": torch.ones(1)}  # of another shape
+    actual = StepRecord([1.0], other, {})
     errors = compare(actual, expected).errors
     assert errors["gradient of a"] == 0.5
+    assert errors["gradient of b"] == float("inf")
     assert errors["parameter a"] == float("inf")
     assert errors["loss"] == 0
 
@@ -114,6 +126,44 @@ def test_a_loss_of_one_process_draws_the_weights_that_the_ranks_have() -> None:
     assert subject.in_one_process().losses == pytest.approx([wanted.item()])
 
 
+@pytest.mark.parametrize("losses", [[math.nan, 1.0], [1.0, math.nan]])
+def test_a_loss_that_is_no_number_is_wrong_in_any_step(losses: list[float]) -> None:
+    found = compare(StepRecord(losses, {}, {}), StepRecord([1.0, 1.0], {}, {}))
+    assert found.judge(WIDE) == ("wrong", "loss")
+
+
+def test_half_precision_excuses_gradients_alone() -> None:
+    small, gradients = torch.tensor([1e-3]), {"large": X, "small": X}
+    expected = StepRecord([1.0], gradients, {"large": torch.ones(1), "small": small})
+    actual = replace(expected, state={**expected.state, "small": small + 5e-4})
+    found = compare(actual, expected, last_bit=2**-7)
+    assert found.judge(NARROW) == ("wrong", "parameter small")
+
+
+def test_noise_excuses_updates_made_of_it_and_buffers_alone() -> None:
+    off = {"parameter noisy": 1.0, "buffer mean": 1.0, "parameter other": 0.0}
+    first = found(off, {})
+    assert first.is_about({"noisy"}, WIDE)
+    assert not found(off | {"parameter other": 1.0}, {}).is_about({"noisy"}, WIDE)
+    assert not found(off | {"parameter noisy": 0.0}, {}).is_about({"noisy"}, WIDE)
+    again = found({name: 0.5 for name in off}, {})
+    assert first.with_updates_of(again, {"noisy"}).errors == {
+        "loss": 0.0, "parameter noisy": 0.5, "buffer mean": 0.5, "parameter other": 0.0
+    }  # fmt: skip
+
+
+def test_a_gradient_is_noisy_where_any_element_of_it_is() -> None:
+    gradients = {"one": torch.tensor([1.0, 1e-9, 0.0]), "none": torch.tensor([1.0, 0])}
+    record = StepRecord([1.0], gradients, {})
+    assert noisy(record, NARROW) == {"one"}
+    assert near_zero(record, NARROW) == pytest.approx(1e-7)  # of the largest
+
+
+def test_the_largest_rounding_counts() -> None:
+    once = found({}, {"x": 0.1}).with_rounding({"x": 0.2, "y": 0.3})
+    assert once.with_rounding({"x": 0.15}).rounding == {"x": 0.2, "y": 0.3}
+
+
 def test_a_gradient_of_parts_that_cancel_has_their_rounding() -> None:
     """In bfloat16 each tile rounds its part of a sum that is zero."""
     large = {"weight": torch.ones(3)}
@@ -140,6 +190,9 @@ def test_a_mask_hides_no_error_in_another_buffer() -> None:
     assert errors["buffer mask"] == errors["buffer huge"] == 0
     actual.state["mask"] = torch.zeros(2)
     assert compare(actual, expected).errors["buffer mask"] == math.inf
+    shown, given = ({"mean": r.state["mean"], **masks} for r in (actual, expected))
+    found = compare(replace(actual, outputs=shown), replace(expected, outputs=given))
+    assert found.errors["evaluation's mean"] == pytest.approx(0.2)
 
 
 def test_what_is_nan_or_should_be_zero_is_wrong() -> None:
@@ -192,6 +245,50 @@ def test_the_exit_code_asks_float64_to_be_exact(
     except typer.Exit as raised:
         ended = raised.exit_code
     assert ended == code
+
+
+def test_what_is_not_decided_is_not_exact_from_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden = found({"x": 1.0}, {"x": 1.0})
+    monkeypatch.setattr(steps, "verify_program", lambda *given, **named: hidden)
+    with pytest.raises(GemscError, match="is undecided in"):
+        gemsc.verify_compiled(tmp_path, nn.Linear(2, 2), (X,), loss=mse)
+
+
+@pytest.mark.parametrize(
+    ("size", "compiles", "lower", "last_bit"),
+    [
+        (2, False, torch.bfloat16, 2**-7),
+        (1, True, torch.bfloat16, 2**-7),
+        (1, False, torch.bfloat16, 0.0),
+        (2, True, None, 0.0),
+    ],
+)
+def test_a_last_bit_is_excused_where_ranks_add_up_or_kernels_differ(
+    size: int, compiles: bool, lower: torch.dtype | None, last_bit: float
+) -> None:
+    grid, precision = SimpleNamespace(size=size), SimpleNamespace(dtype=lower)
+    stages = [SimpleNamespace(grid=SimpleNamespace(size=1)), SimpleNamespace(grid=grid)]
+    plan = SimpleNamespace(stages=stages, torch_compile=compiles)
+    subject: Any = SimpleNamespace(plan=plan, precision=precision)
+    assert steps._last_bit(subject) == last_bit
+
+
+@pytest.mark.parametrize("error", [1e-12, 1e-3])
+def test_kernels_are_excused_by_what_they_lose_where_that_is_rounding(
+    error: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = StepRecord([1.0], {}, {"w": torch.ones(1, dtype=WIDE)})
+    subject: Any = steps._Subject(*[None] * 5, dtype=NARROW, device=steps.CPU)
+    monkeypatch.setattr(steps, "_ranks", lambda of: replace(one, losses=[1 + error]))
+    monkeypatch.setattr(steps._Subject, "in_one_process", lambda of: one)
+    lost = steps._lost_by_kernels(subject)
+    assert lost == (
+        {}
+        if error > 1e-9
+        else pytest.approx({"loss": 2**29 * error, "buffer w": 0}, rel=1e-3)
+    )
 
 
 SEND = "    worker.send(X, m, x_2)  # to rank 1\n"

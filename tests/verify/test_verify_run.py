@@ -21,7 +21,14 @@ from gemsc.runtime.data.batches import Batches, digest
 from gemsc.runtime.training.verification import RunRecord
 from gemsc.user_model import UserModel, load_user_model
 from gemsc.verify.plain_run import PlainRun, RunSettings
-from gemsc.verify.runs import RunComparison, RunResult, check_data, compare_runs
+from gemsc.verify.runs import (
+    Noise,
+    RunComparison,
+    RunResult,
+    check_data,
+    compare_runs,
+    verify_run,
+)
 from gemsc.weights.read import read_tensors
 
 # Data drawn at random, noise and flips of each sample, buffers, dropout, a schedule of
@@ -420,6 +427,8 @@ def test_a_figure_of_the_run_that_differs_is_found(user: UserModel) -> None:
     assert found.model == (pytest.approx(0.01, rel=0.1), "norm.running_var")
     assert found.equal == found.total - 1
     assert compared(run, record, more=wrong).model == (float("inf"), "more")
+    record.figures[1]["more"] = (0.5, 13)  # of which the plain loop knows nothing
+    assert compared(run, record).evaluation == (float("inf"), "more of evaluation 2")
 
 
 @pytest.mark.parametrize(
@@ -437,6 +446,32 @@ def test_a_figure_of_the_run_that_differs_is_found(user: UserModel) -> None:
 def test_rounding_excuses_so_much(error: float, rounding: float, verdict: str) -> None:
     found = RunComparison(error, (0.0, ""), (0.0, ""), 0, 1, 0, rounding)
     assert found.judge(torch.float32) == verdict
+
+
+@pytest.mark.parametrize("word", ["--ema", "--ema=0.9"])
+def test_what_the_plain_loop_does_not_know_is_refused(
+    word: str, tmp_path: Path
+) -> None:
+    with pytest.raises(GemscError, match=f"{word} cannot be verified"):
+        verify_run(tmp_path, dtype=torch.float64, num_steps=1, arguments=[word])
+
+
+def test_noise_excuses_no_other_errors_of_a_run() -> None:
+    noise = Noise(frozenset({"noisy"}), frozenset({"other"}), 1e-9)
+
+    def run(loss: float, noisy: float, other: float, mean: float) -> RunComparison:
+        errors = {"noisy": noisy, "other": other, "mean": mean}
+        largest = max(errors.values())
+        return RunComparison(loss, (0.0, ""), (largest, ""), 0, 3, 0, errors=errors)
+
+    assert run(0.0, 1.0, 0.0, 1.0).is_about(noise, torch.float64)
+    assert not run(0.0, 1.0, 0.1, 1.0).is_about(noise, torch.float64)
+    assert not run(0.1, 1.0, 0.0, 1.0).is_about(noise, torch.float64)
+    assert not run(0.0, 0.0, 0.0, 1.0).is_about(noise, torch.float64)
+    found = run(0.1, 1.0, 0.5, 1.0).settled_by(run(0.0, 0.2, 0.1, 0.3), noise)
+    assert found.errors == {"noisy": 0.2, "other": 0.5, "mean": 0.3}
+    assert (found.loss, found.model) == (0.1, (0.5, "other"))
+    assert found.settled == {"noisy"}
 
 
 def test_other_data_are_told(user: UserModel) -> None:

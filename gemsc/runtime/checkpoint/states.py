@@ -118,7 +118,7 @@ def _tensor(tensor: Tensor, put: Put, what: str) -> dict[str, Any]:
             f"{what} holds a tensor of {name}, which no checkpoint can hold",
             help="return a tensor of another dtype from state_dict()",
         )
-    if tensor.numel() > SMALL or tensor.is_complex():
+    if tensor.numel() > SMALL:
         return _kind("stored", put(tensor))
     numbers = tensor.cpu().reshape(-1).tolist()
     return {
