@@ -26,3 +26,11 @@ def test_whole_heads_attend_from_the_queries_of_the_rank(
     draws = same_draws if "dropout" in name else nullcontext
     error = worst_error(name, choice, tmp_path / "p", draws=draws)
     assert error <= FLOAT64
+
+
+def test_of_heads_in_parts_each_rank_draws_its_own_of_the_mask(tmp_path: Path) -> None:
+    choice = options(ranks=2, shards="2", trunk="whole", micro_batches=1)
+    error = worst_error("gpt dropout", choice, tmp_path / "p", draws=same_draws)
+    assert error <= FLOAT64
+    text = (tmp_path / "p/rank0.py").read_text()
+    assert "tiles.scaled_dot_product_attention(" in text
