@@ -107,7 +107,8 @@ class ChooseShards(Pass):
         if grid.shards > 1:
             found = choose_cuts(analysis, count, self.link, keep_whole, found.forks)
         if not found.cut and not found.rank_of:
-            raise _with_opaques(self._nothing(stage.index, found), program, stage)
+            nothing = self._nothing(stage.index, found)
+            raise _with_outputs(_with_opaques(nothing, program, stage), program, stage)
         others = _elsewhere(program, stage)
         placed = placed_tensors(program, stage, found.rank_of, others)
         found = replace(found, placed=placed)
@@ -227,6 +228,15 @@ def _with_opaques(error: GemscError, program: Program, stage: Stage) -> GemscErr
                 f"{error.help}, or keep all sizes in '{path}' fixed, as experts that "
                 "have a fixed number of places do"
             )
+    return error
+
+
+def _with_outputs(error: GemscError, program: Program, stage: Stage) -> GemscError:
+    """Let an error say that what ends in several outputs is no branch."""
+    returned = {*program.outputs} & {*stage.nodes}
+    if "branches" in error.message and len(returned) > 1:
+        error.add_note("those that meet only in what forward returns do not count")
+        error.help = f"{error.help}, or let forward return what joins its branches"
     return error
 
 

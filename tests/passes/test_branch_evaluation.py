@@ -158,3 +158,29 @@ def test_a_rank_without_a_branch_has_not_its_parameters() -> None:
     assert not compiled.plan.unchecked
     (shards,) = compiled.compilation.whole.program.shards.values()
     assert {rank for _, rank in shards.placed} == {0, 1}
+
+
+def test_towers_that_forward_returns_apart_are_no_branches() -> None:
+    """As those of a CLIP whose loss multiplies them."""
+
+    class Towers(nn.Module):
+        def __init__(self, joins: bool) -> None:
+            super().__init__()
+            self.joins = joins
+            self.a, self.b = (
+                nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 64))
+                for _ in range(2)
+            )
+
+        def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+            one, other = self.a(x), self.b(x)
+            return one @ other.T if self.joins else (one, other)
+
+    def loss(output: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+        return (output if isinstance(output, Tensor) else output[0] @ output[1].T).sum()
+
+    x, given = torch.randn(64, 64), {**OPTIONS, "loss": loss}
+    with pytest.raises(GemscError, match="has no branches") as caught:
+        compile(Towers(False), (x,), **given)
+    assert "or let forward return what joins its branches" in str(caught.value)
+    assert compile(Towers(True), (x,), **given).plan.ranks == 2
