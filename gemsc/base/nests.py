@@ -1,4 +1,4 @@
-"""What users give: nests (tuples, lists, dicts, dataclasses) of tensors; datasets."""
+"""What users give: nests (tuples, lists, dicts, dataclasses) of tensors; models."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from gemsc.errors import GemscError
@@ -265,3 +267,13 @@ def stored_items(
 
 def _key(key: object) -> str | int:
     return key if isinstance(key, (str, int)) else str(key)
+
+
+def reject_lazy(model: nn.Module) -> None:
+    """Raise a GemscError for a parameter or buffer that has no shape yet."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise GemscError(
+                f"the model's '{name}' has no shape yet",
+                help="call the model once on example inputs before you return it",
+            )

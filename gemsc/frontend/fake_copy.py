@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
-from torch.nn.parameter import is_lazy
 from torch.utils._mode_utils import no_dispatch
 
 from gemsc.base.dtypes import within
-from gemsc.base.nests import Path, tensor_leaves
+from gemsc.base.nests import Path, reject_lazy, tensor_leaves
 from gemsc.errors import GemscError
 from gemsc.frontend.eager import deep_copy
 from gemsc.ir.fake import fake_parameters
@@ -200,6 +199,7 @@ def reject_unsupported(model: nn.Module) -> None:
         if problem:
             what, help_text = problem
             raise GemscError(f"{path or 'the model'} {what}", help=help_text)
+    reject_lazy(model)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta:
             raise GemscError(
@@ -208,11 +208,6 @@ def reject_unsupported(model: nn.Module) -> None:
                 "gemsc.load_weights(model, path); gemsc plan needs none",
             )
     for name, parameter in model.named_parameters():
-        if is_lazy(parameter):
-            raise GemscError(
-                f"parameter {name} has no shape yet",
-                help="call the model once on example inputs before you return it",
-            )
         if parameter._backward_hooks:
             raise GemscError(
                 f"parameter {name} has a gradient hook, which gemsc does not support",

@@ -19,6 +19,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from gemsc.base.files import ELSEWHERE, write_text
+from gemsc.base.nests import reject_lazy
 from gemsc.errors import GemscError
 from gemsc.weights.source import Wanted
 from gemsc.weights.write import DTYPES, Entry, stored_name
@@ -43,7 +44,12 @@ class Elsewhere:
 
     @staticmethod
     def of(model: nn.Module) -> Elsewhere:
-        """Return what is on the meta device: no file of a program can have that."""
+        """Return what is on the meta device: no file of a program can have that.
+
+        Raises:
+            GemscError: something has no shape yet.
+        """
+        reject_lazy(model)
         tensors = {each.names[0]: each for each in wanted_of(model)}
         named = dict(_all_names(model))
         return Elsewhere(tensors, frozenset(n for n in tensors if named[n].is_meta))

@@ -26,6 +26,7 @@ from torch import nn
 from torch.nn.utils import prune
 from torch.utils import _pytree as pytree
 
+from gemsc.compiler import compile
 from gemsc.errors import GemscError, InternalError
 from gemsc.frontend import check, gradients, record
 from gemsc.frontend.check import check_against_eager
@@ -391,8 +392,10 @@ def test_hooks_and_lazy_parameters_are_refused() -> None:
     model.fc.register_full_backward_hook(lambda *args: None)
     with pytest.raises(GemscError, match="fc has a backward hook"):
         record(model, (X,))
-    with pytest.raises(GemscError, match="has no shape yet"):
-        record(nn.Sequential(nn.LazyLinear(3)), (X,))
+    lazy = nn.Sequential(nn.LazyLinear(3))
+    for refuse in (record, functools.partial(compile, loss=mean)):
+        with pytest.raises(GemscError, match=r"'0\.weight' has no shape"):
+            refuse(lazy, (X,))
 
 
 # Nothing of the user's changes
