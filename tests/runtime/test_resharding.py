@@ -227,6 +227,29 @@ def test_groups_schedulers_and_waiting_gradients_go_along(tmp_path: Path) -> Non
     assert off(weights_in(tmp_path / "stops"), expected) == 0
 
 
+def test_gradients_of_a_tied_weight_that_wait_are_those_of_all_its_ranks(
+    tmp_path: Path,
+) -> None:
+    """The first of three ranks has what it had, the others have not."""
+    torch.set_default_dtype(torch.float64)
+
+    def tied(self: Any, x: Tensor) -> Tensor:
+        return self.d(torch.tanh(simple(self, x)))
+
+    for name, cuts in ("one", ("b", "c")), ("other", ("b", "d")):
+        net = Net(tied).double()
+        net.d.weight = net.a.weight
+        examples = {"inputs": (X.double(),), "target": X.double()}
+        options = {"ranks": 3, "micro_batches": 2, "cuts": cuts}
+        written(tmp_path / name, net, **examples, **options)
+    batches = [batch_of((X.double() + i, X.double()), 2) for i in range(2)]
+    whole, run, two = tmp_path / "whole", tmp_path / "run", {"accumulate": 2}
+    go_on(tmp_path / "one", 3, whole, batches, resume=False, **two)
+    go_on(tmp_path / "one", 3, run, batches[:1], resume=False, **two)
+    go_on(tmp_path / "other", 3, run, batches[1:], resume=True, **two)
+    assert off(weights_in(run), weights_in(whole)) < 1e-9
+
+
 def test_a_scheduler_goes_on_where_a_group_has_no_parameters(tmp_path: Path) -> None:
     """Of each group it has a first rate; of rates that change, a Counter of steps."""
 
