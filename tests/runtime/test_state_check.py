@@ -7,6 +7,7 @@ import json
 import random
 from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch.optim import lr_scheduler as lrs
 
 from gemsc.base.rng import preserve_rng
 from gemsc.runtime.checkpoint.holdings import HeldTensor
-from gemsc.runtime.checkpoint.optimizer_state import UpdatedParameter
+from gemsc.runtime.checkpoint.optimizer_state import SavedOptimizer, UpdatedParameter
 from gemsc.runtime.checkpoint.pieces import TensorPiece
 from gemsc.runtime.checkpoint.states import (
     DTYPES,
@@ -166,3 +167,32 @@ def test_a_tensor_of_another_shape_is_no_state() -> None:
     check_alike(None, torch.zeros(2), torch.ones(2), is_same=False)
     with pytest.raises(ValueError, match="in place of"):
         check_alike(None, torch.zeros(2), torch.ones(3), is_same=False)
+
+
+def test_groups_take_the_values_of_those_that_had_their_parameters() -> None:
+    """On other ranks, under other numbers; not those of whatever had the number."""
+
+    def saved(rates: list[float], *groups: list[str]) -> dict[str, Any]:
+        of = [{"names": names, "values": {}} for names in groups]
+        return {"groups": of, "values": {}, "scheduler": {"last_lr": rates}}
+
+    first = saved([1.0], ["a.weight"])
+    other = saved([2.0, 3.0], ["b.bias"], ["b.weight"])
+    found = SavedOptimizer([first, other], {}, lambda value: value)
+
+    def sources(*groups: list[str]) -> list[Any]:
+        slots: Any = [
+            SimpleNamespace(name=name, group=number)
+            for number, names in enumerate(groups)
+            for name in names
+        ]
+        return found.groups(slots, len(groups), 0)
+
+    moved = sources(["b.bias"], ["a.weight", "b.weight"], ["new", "b.weight"], [])
+    assert moved == [(1, 0), (0, 0), None, None]
+    assert sources(["a.weight"], []) == [(0, 0), (1, 1)]
+    rates = [
+        found.scheduler(given, 0)["last_lr"]
+        for given in ([(1, 1), (1, 0)], [(0, 0), (1, 1)], [(1, 1)], [(0, 0)], [None])
+    ]
+    assert rates == [[3.0, 2.0], [1.0, 3.0], [3.0], [1.0], [1.0]]
