@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
@@ -120,10 +120,10 @@ class Watch:
                 *self.module.named_buffers(),
             )
         }
-        log = _Log(state, self.kept)
+        log = _Log(state)
         with log, saved_tensors_hooks(log.save, log.use):
             result = self.forward(*args, **kwargs)
-        self.kept -= {*self._statistics()} - log.read
+        self.kept |= log.kept - ({*self._statistics()} - log.read)
         if [tensor._version for tensor in inputs] != versions:
             raise _UnfitError("it changes its inputs in place")
         gives = _structure(result, learns)
@@ -165,12 +165,12 @@ class Watch:
 class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """What a real run does: kernels, bytes, random numbers, what is kept."""
 
-    def __init__(self, persistent: dict[int, str], kept: set[str]) -> None:
+    def __init__(self, persistent: dict[int, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.persistent = persistent  # the names of parameters and buffers by storage
-        self.kept = kept
+        self.kept: set[str] = set()
+        self.read: set[str] = set()  # a BatchNorm that trains keeps what it never reads
         self.saved: dict[int, int] = {}
-        self.read: set[str] = set()  # by what is no BatchNorm, which keeps unread ones
         self.alive: list[Tensor] = []  # an address must not be used twice
         self.random = self.uses = False
         self.begin()
@@ -198,7 +198,7 @@ class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if "batch_norm" not in str(func):
+        if not _trains_a_batchnorm(func, args):
             places = map(_storage, dense_leaves((args, kwargs)))
             self.read |= {self.persistent[p] for p in places if p in self.persistent}
         if not runs_a_kernel(func, result):
@@ -233,6 +233,13 @@ class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]
             random=self.random,
             differentiates=self.uses,
         )
+
+
+def _trains_a_batchnorm(func: Any, args: Sequence[Any]) -> bool:
+    """Whether a call normalizes by the mean and variance of its own batch."""
+    names = (argument.name for argument in func._schema.arguments)
+    given = dict(zip(names, args, strict=False))
+    return "batch_norm" in str(func) and given.get("training") is True
 
 
 def _storage(tensor: Tensor) -> int:

@@ -107,8 +107,8 @@ class ChooseShards(Pass):
         if grid.shards > 1:
             found = choose_cuts(analysis, count, self.link, keep_whole, found.forks)
         if not found.cut and not found.rank_of:
-            nothing = self._nothing(stage.index, found)
-            raise _with_outputs(_with_opaques(nothing, program, stage), program, stage)
+            nothing = self._nothing(program, stage, found)
+            raise _with_opaques(nothing, program, stage)
         others = _elsewhere(program, stage)
         placed = placed_tensors(program, stage, found.rank_of, others)
         found = replace(found, placed=placed)
@@ -177,23 +177,29 @@ class ChooseShards(Pass):
                 forks.append(fork)
         return replace(found, forks=tuple(forks))
 
-    def _nothing(self, stage: int, found: StageShards) -> GemscError:
+    def _nothing(
+        self, program: Program, stage: Stage, found: StageShards
+    ) -> GemscError:
         """Return the error where the ranks of a stage have nothing to share."""
-        grid, why = self.grids[stage], []
+        index = stage.index
+        grid, why = self.grids[index], []
         given = [f"--{n} {grid.beside}" for n in BESIDE if getattr(grid, n) > 1]
         what = "each tile of this stage" if grid.tiles else "this stage"
-        alone = self._with(stage, GridShape(grid.tiles))
+        alone = self._with(index, GridShape(grid.tiles))
         advice = [f"give {what} one rank: {alone}"]
         if grid.shards > 1:
             reasons = [f"{w.name}: {w.reason}" for w in found.whole[:3]]
-            why += [f"nothing in stage {stage} can be cut", *reasons]
+            why += [f"nothing in stage {index} can be cut", *reasons]
         if grid.branches > 1:
             best = max(found.forks, key=lambda fork: fork.seconds, default=None)
-            why.append(f"stage {stage} has no branches")
+            why.append(f"stage {index} has no branches")
             if best is not None:
-                why[-1] = f"stage {stage} gains nothing: {best.reason}"
+                why[-1] = f"stage {index} gains nothing: {best.reason}"
+            elif len({*program.outputs} & {*stage.nodes}) > 1:
+                why.append("what meets only in the outputs of forward is none")
+                advice.append("let forward return what joins its branches")
         if grid.shards == 1:
-            layers = self._with(stage, GridShape(grid.tiles, shards=grid.beside))
+            layers = self._with(index, GridShape(grid.tiles, shards=grid.beside))
             advice.append(f"split its layers: {layers}")
         return GemscError(
             f"{' '.join(given)}: {'; '.join(why)}", help=", or ".join(advice)
@@ -228,15 +234,6 @@ def _with_opaques(error: GemscError, program: Program, stage: Stage) -> GemscErr
                 f"{error.help}, or keep all sizes in '{path}' fixed, as experts that "
                 "have a fixed number of places do"
             )
-    return error
-
-
-def _with_outputs(error: GemscError, program: Program, stage: Stage) -> GemscError:
-    """Let an error say that what ends in several outputs is no branch."""
-    returned = {*program.outputs} & {*stage.nodes}
-    if "branches" in error.message and len(returned) > 1:
-        error.add_note("those that meet only in what forward returns do not count")
-        error.help = f"{error.help}, or let forward return what joins its branches"
     return error
 
 

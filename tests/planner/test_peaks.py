@@ -232,7 +232,7 @@ def check(
     groups = plan.groups or [[rank] for rank in range(plan.ranks // plan.data)]
     copies = range(0, plan.ranks, plan.copy_ranks)  # of which a thread that adds up
     least = [math.inf] * len(groups)  # keeps others'
-    for _ in range(3):  # whose receiver gets no turn, it holds what it sends longer
+    for _ in range(3):  # what is sent is held longer where a receiver gets no turn
         found = run_local(plan.ranks, work)
         for index, ranks in enumerate(groups):
             most = max(min(found[copy + rank] for copy in copies) for rank in ranks)

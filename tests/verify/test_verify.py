@@ -97,9 +97,7 @@ def test_an_optimizer_of_one_process_makes_its_numbers_in_the_dtype_of_ranks() -
     made = []
 
     def optimizer(params: Any) -> torch.optim.Optimizer:
-        made.append(
-            torch.optim.NAdam(params)
-        )  # a product of its own beside each weight
+        made.append(torch.optim.NAdam(params))  # it keeps a product for each weight
         return made[-1]
 
     batches = [((X,), torch.ones(2, 3))]
