@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -34,7 +33,7 @@ from gemsc.launch.launch import Ending, bar_settings, chosen_engine, launch
 from gemsc.launch.torch_ranks import check_one_machine
 from gemsc.options import CompileOptions
 from gemsc.plan import FUSED, Plan, rank_file
-from gemsc.runtime.checkpoint.folder import LATEST, check_checkpoint
+from gemsc.runtime.checkpoint.folder import check_checkpoint, last_step, way_on
 from gemsc.runtime.process.failure import computed_lines
 from gemsc.runtime.process.sharing import check_sharing
 from gemsc.runtime.process.stop import STOPPED
@@ -142,6 +141,9 @@ def _run(first: _Job, how: Launch, folder: Path, step: int) -> int:
     while True:
         ending = job.run()
         if restart == how.restarts or not calls_for_restart(ending, step):
+            is_told = ending.code in (0, 1, STOPPED)  # by a rank
+            if not is_told and (way := way_on(folder)):
+                _say(f"note: {way}")
             return ending.code
         restart, step = restart + 1, last_step(folder)
         try:
@@ -280,16 +282,6 @@ def calls_for_restart(ending: Ending, first_step: int) -> bool:
     if ending.is_asked or ending.code in (0, STOPPED):
         return False
     return ending.code != 1 or ending.step is None or ending.step > first_step
-
-
-def last_step(folder: Path) -> int:
-    """Return the step of the last checkpoint in a run's folder, 0 if there is none."""
-    try:
-        name = os.readlink(folder / LATEST)
-    except OSError:
-        return 0
-    found = re.search(r"step-(\d+)", name)
-    return int(found[1]) if found else 0
 
 
 def fewer_ranks(plan: Plan, slots: int) -> CompileOptions:

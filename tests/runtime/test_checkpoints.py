@@ -224,14 +224,59 @@ def test_an_evaluation_that_fails_loses_nothing(tmp_path: Path) -> None:
         with pytest.raises(GemscError, match="no positives") as caught:
             run(tmp_path, user(*calls), *words, tmp_path / "saved", *again)
         again = "--resume", str(tmp_path / "saved")
-        assert "then go on with --resume" in str(caught.value.help)
-        assert f"the checkpoint of step {step}" in str(caught.value.help)
+        kept = f"{tmp_path / 'saved'} holds the checkpoint of step {step}: go on"
+        assert kept in str(caught.value)
     found = run(tmp_path, user(), *words, tmp_path / "saved", *again)
     assert called == undisturbed
     assert len(called) == 3
     latest = (tmp_path / name / "latest" for name in ("whole", "saved"))
     whole, again_whole = (Manifest.read(each).progress for each in latest)
     assert whole == again_whole  # what has been best, and that nothing is owed
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+
+@pytest.mark.parametrize("fails_in", ["eval_dataset", "on_epoch"])
+def test_what_fails_after_the_first_epoch_loses_nothing(
+    fails_in: str, tmp_path: Path
+) -> None:
+    """All is saved before: who fails may be one rank alone, which saves nothing."""
+    program(tmp_path)
+
+    class Held:
+        def __len__(self) -> int:
+            return 6
+
+        def __getitem__(self, index: int) -> Any:
+            if index == 5 and fails_in in wrong:  # of the second batch
+                raise OSError("truncated file")
+            return pairs(6)[index]
+
+    def on_epoch(trainer: Trainer, epoch: int, figures: Any) -> None:
+        told.append(epoch)
+        if "on_epoch" in wrong:
+            raise KeyError("dice")
+
+    user = user_of(
+        dataset=lambda: pairs(8),
+        eval_dataset=Held if fails_in == "eval_dataset" else None,
+        on_epoch=on_epoch,
+    )
+    words = "--epochs", "2", "--keep", "1", "--checkpoint-async", "--save"
+    wrong, told = set[str](), list[int]()
+    wanted = run(tmp_path, user, *words, tmp_path / "whole")
+    wrong, undisturbed, told = {fails_in}, told, []
+    with pytest.raises(GemscError) as caught:
+        run(tmp_path, user, *words, tmp_path / "saved")
+    assert "holds the checkpoint of step 2: go on" in str(caught.value)
+    assert fails_in in str(caught.value)  # `try eval_dataset()[5] in Python`
+    folder = tmp_path / "saved"
+    assert [path.name for path in folder.glob("step-*")] == ["step-000002-early"]
+    wrong, told = set(), []
+    again = "--resume", str(tmp_path / "saved")
+    found = run(tmp_path, user, *words, tmp_path / "saved", *again)
+    assert told == undisturbed
+    assert not (folder / "step-000002-early").exists()
     for ours, theirs in zip(found, wanted, strict=True):
         assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
 
@@ -270,8 +315,8 @@ def test_a_learning_rate_that_falls_on_a_plateau(tmp_path: Path) -> None:
 
 
 def test_what_was_the_best_of_another_figure_is_forgotten() -> None:
-    epochs: Any = SimpleNamespace()
-    state = {"name": "loss", "value": 0.1, "step": 4, "since": 2}
+    epochs: Any = SimpleNamespace(owes_end=False)
+    state = {"name": "loss", "value": 0.1, "step": 4, "since": 2, "is_owed": True}
     for name, value in (("loss", 0.1), ("dice", None)):
         best = checkpoints.Best(epochs, f"{name}:min", patience=3)
         best.load_state_dict(state)

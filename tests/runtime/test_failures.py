@@ -380,7 +380,7 @@ def test_training_stops_once_it_has_failed_and_the_checkpoint_stays(
     assert "Traceback" not in report
     assert (folder / "latest").exists() == (saved is not None)
     if saved is not None:
-        assert f"{folder} still holds the checkpoint of step {saved}" in report
+        assert f"{folder} holds the checkpoint of step {saved}" in report
         manifest = check_checkpoint(folder).manifest
         assert manifest is not None
         assert manifest.step == saved
@@ -399,7 +399,7 @@ def test_a_folder_that_another_run_is_in_is_refused(
 
 
 def step_of(latest: Path) -> int:
-    return int(latest.readlink().name.removeprefix("step-"))
+    return int(latest.readlink().name.split("-")[1])
 
 
 VICTIMS = ("rank", "mpirun", "command", "all")

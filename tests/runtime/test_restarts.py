@@ -95,6 +95,21 @@ def test_it_goes_on_from_the_last_checkpoint_as_often_as_asked(endings, command)
 
 
 @pytest.mark.slow
+def test_where_a_run_that_died_can_go_on_is_said(endings, command):
+    """Of an error a rank has said it, above."""
+    endings, _ = endings
+    endings += [KILLED, Ending(1, step=5), Ending(0, step=9), KILLED]
+    Path("saved").mkdir()
+    Path("saved/latest").symlink_to("step-000004-early")
+    words = "run", "program", "--save", "saved", "--overwrite"
+    said = [command(*words).err for _ in range(3)]
+    kept = "note: saved holds the checkpoint of step 4: go on with --resume\n"
+    assert said == [kept, "", ""]
+    Path("saved/latest").unlink()
+    assert command(*words).err == ""
+
+
+@pytest.mark.slow
 def test_it_goes_on_in_the_folder_that_the_run_got(endings, command):
     endings, started = endings
     endings += [KILLED, Ending(0, step=9)]

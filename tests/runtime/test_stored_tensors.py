@@ -179,7 +179,7 @@ def test_the_latest_stays_until_another_has_its_place(
     for _ in range(4):
         beside = folder.clear_space(tmp_path, 4)
         (beside / MANIFEST).write_text("")
-        folder.publish(tmp_path, beside, keep=1, best=False)
+        folder.publish(tmp_path, beside, folder.Retention(newest=1))
         assert (latest / MANIFEST).is_file()
 
 

@@ -4,6 +4,7 @@
     best -> step-000080
     step-000120/manifest.json    what there is, with sizes and digests
     step-000120/rank0.safetensors, rank1.safetensors, ...
+    step-000040-early/           saved before the evaluation; the next one replaces it
 
 A checkpoint is written beside, as `.step-000120-3f9c0a51`, and forced to the disk
 before it gets its name by one rename: whenever a job is killed, a folder that is called
@@ -30,8 +31,9 @@ from gemsc.runtime.process.status import Status
 LATEST, BEST = "latest", "best"
 MODEL = "model.safetensors"
 ENDINGS = "", "-again", "-once-more"  # a run that starts anew comes to the same step
-STEP = re.compile(r"step-(\d{6,18})(-again|-once-more)?")
-HIDDEN = re.compile(r"\.(step-\d{6,18})(-again|-once-more|-[0-9a-f]{8})?(-old)?")
+EARLY = "-early"
+STEP = re.compile(r"step-(\d{6,18})(-early)?(-again|-once-more)?")
+HIDDEN = re.compile(rf"\.{STEP.pattern}(-[0-9a-f]{{8}})?(-old)?")
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,18 @@ class Found:
 
     place: Path
     manifest: Manifest | None
+
+
+@dataclass(frozen=True)
+class Retention:
+    """How long a checkpoint stays: until there are `newest` newer ones.
+
+    Or until another is the `best`; if it is an `early` one, until the next one.
+    """
+
+    newest: int
+    best: bool = False
+    early: bool = False
 
 
 # ------------------------------------------------------------------- reading
@@ -210,28 +224,38 @@ def discard(beside: Path) -> None:
     shutil.rmtree(beside, ignore_errors=True)
 
 
-def publish(directory: Path, beside: Path, *, keep: int, best: bool) -> None:
+def last_step(directory: Path) -> int:
+    """Return the step of the last checkpoint in a run's folder, 0 if there is none."""
+    found = STEP.fullmatch(_target(directory / LATEST))
+    return int(found[1]) if found else 0
+
+
+def way_on(directory: Path) -> str:
+    """Return from where a run that failed can go on, "" if it has saved nothing."""
+    if not (step := last_step(directory)):
+        return ""
+    return f"{directory} holds the checkpoint of step {step}: go on with --resume"
+
+
+def publish(directory: Path, beside: Path, kept: Retention) -> None:
     """Give a checkpoint its name, switch the links, remove all but the newest."""
     sync(beside)
     linked = {_target(directory / link) for link in (LATEST, BEST)}
-    name = beside.name.removeprefix(".").rpartition("-")[0]
+    name = beside.name.removeprefix(".").rpartition("-")[0] + EARLY * kept.early
     names = (name + ending for ending in ENDINGS)
     new = directory / next(name for name in names if name not in linked)
     _remove([new])
     beside.rename(new)
     sync(directory)
     _link(directory / LATEST, new.name)
-    if best:
-        mark_best(directory)
+    if kept.best:
+        _link(directory / BEST, new.name)
     sync(directory)
-    kept = {new.name, _target(directory / BEST)}
-    others = [path for path in _steps_of(directory) if path.name not in kept]
-    _remove(others[: max(0, len(others) - keep + 1)])
-
-
-def mark_best(directory: Path) -> None:
-    """Let `best` lead to the latest checkpoint, which is then kept."""
-    _link(directory / BEST, _target(directory / LATEST))
+    stay = {new.name, _target(directory / BEST)}
+    others = [path for path in _steps_of(directory) if path.name not in stay]
+    early = [path for path in others if EARLY in path.name]
+    others = [path for path in others if path not in early]
+    _remove([*early, *others[: max(0, len(others) - kept.newest + 1)]])
 
 
 def _target(link: Path) -> str:

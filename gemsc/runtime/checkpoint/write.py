@@ -25,7 +25,7 @@ from torch import Tensor
 
 from gemsc.base.files import FileFacts, write_text
 from gemsc.errors import GemscError, InternalError
-from gemsc.runtime.checkpoint.folder import clear_space, discard, publish
+from gemsc.runtime.checkpoint.folder import Retention, clear_space, discard, publish
 from gemsc.runtime.checkpoint.holdings import Extra, HeldTensor, Holdings
 from gemsc.runtime.checkpoint.manifest import Manifest, Stored
 from gemsc.runtime.checkpoint.optimizer_state import slots_of, split_state
@@ -85,8 +85,7 @@ def save(
     *,
     extra: Mapping[str, Any],
     tensors: Extra,
-    keep: int,
-    best: bool,
+    kept: Retention,
     background: bool,
 ) -> PendingSave:
     """Write a checkpoint of all ranks: see `Trainer.save`."""
@@ -119,7 +118,7 @@ def save(
     share = share.cut(own_rows_of(transport.rank, digests, tables))
     keys = {item.key for items in tables.values() for item in items}
     rank, ranks = transport.rank, transport.size
-    job = _Job(directory, beside, step, rank, ranks, keep, best, frozenset(keys))
+    job = _Job(directory, beside, step, rank, ranks, kept, frozenset(keys))
     if background:
         saving = PendingSave(directory)
         share = share.copied()
@@ -265,8 +264,7 @@ class _Job:
     step: int
     rank: int
     ranks: int
-    keep: int
-    best: bool
+    kept: Retention
     shared: frozenset[str]  # keys of what ranks hold
 
     def run(self, share: _Share) -> None:
@@ -335,7 +333,7 @@ class _Job:
             progress = {**everyone[0]["run"], "ranks": ranks}
             found = Manifest(self.step, self.ranks, files, tensors, aliases, progress)
             found.write(self.beside)
-            publish(self.directory, self.beside, keep=self.keep, best=self.best)
+            publish(self.directory, self.beside, self.kept)
 
     def _wait(self) -> None:
         """Wait until all ranks have written, or one of them has failed."""

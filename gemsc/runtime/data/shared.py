@@ -94,11 +94,13 @@ class SharedData:
                 return
 
     def _located(self, source: Iterator[Batch]) -> Iterator[Batch]:
-        """Give errors without a place the line of the dataset."""
+        """Give errors without a place the line of the dataset, and advice its name."""
         try:
             yield from source
         except GemscError as error:
             error.at = error.at or self.at
+            if error.help is not None:
+                error.help = error.help.replace(" dataset()", f" {self.name}()")
             raise
 
     def _compare(self, batch: Batch | None, epoch: int) -> Digests:

@@ -184,6 +184,7 @@ class Position(Callback):
         epoch, first = self.epochs.place(self.trainer.step_number)
         order = self.batches.order
         state: dict[str, Any] = {"num_samples": order.num_samples, "epoch": epoch}
+        state["owes_end"] = self.epochs.owes_end
         if len(order.sizes) > 1:
             return state | {"batch": first, "of": self._of_shapes}
         size = order.sizes[0]
@@ -212,6 +213,7 @@ class Position(Callback):
         """
         batches, steps, epochs = self.batches, self.trainer.worker.steps, self.epochs
         steps.saved = steps.done
+        epochs.owes_end = state.get("owes_end", False)
         if state["num_samples"] != batches.num_samples:
             one, other = map(_samples, (state["num_samples"], batches.num_samples))
             raise GemscError(

@@ -1,7 +1,9 @@
 """When checkpoints are saved: each epoch, every so many steps or minutes, or never.
 
 At the end of an epoch it is done after the evaluation, so that a checkpoint holds what
-that has found; then also if it is the best one so far. The run ends with one.
+that has found; then also if it is the best one so far. The run ends with one. At the
+end of the first epoch one is saved before, too: what fails then fails for the first
+time.
 
     --best loss        the smallest loss over held-out data: so it is without the option
     --best dice:max    the largest of a figure that `metrics` returns
@@ -56,7 +58,6 @@ class Best(Callback):
         self.value: float | None = None
         self.step = self.since = 0
         self.is_new = False  # the last evaluation is the best
-        self.is_owed = False  # it failed: it is to be made again
         self.problem: GemscError | None = None  # the figure is not there
 
     def check(self, names: Iterable[str], at: SourceLocation | None) -> None:
@@ -83,7 +84,7 @@ class Best(Callback):
 
     def on_evaluation(self, trainer: Trainer, figures: Mapping[str, float]) -> None:
         """Compare the figure with the best one."""
-        self.is_new = self.is_owed = False
+        self.is_new = False
         waiting = plateaus(trainer)
         if self.name not in figures:
             if self.is_asked_for or waiting:
@@ -114,12 +115,11 @@ class Best(Callback):
             "value": self.value,
             "step": self.step,
             "since": self.since,
-            "is_owed": self.is_owed,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with what was the best, if it is the same figure."""
-        self.is_owed = state.get("is_owed", False)
+        self.epochs.owes_end |= state.get("is_owed", False)  # of older checkpoints
         if state["name"] == self.name:
             self.value, self.step = state["value"], state["step"]
             self.since = state["since"]
@@ -149,13 +149,12 @@ class Checkpoints(Callback):
     keep: int = 3
     best: Best | None = None
     background: bool = False
-    _step: int = field(default=-1, init=False)  # that was saved last
+    _saved: tuple[int, bool] = field(default=(-1, False), init=False)  # a step, early
     _due: float = field(default=0.0, init=False)  # by the clock of the first rank
 
     def on_start(self, trainer: Trainer) -> None:
         """Start the clock."""
-        is_whole = self.best is None or not self.best.is_owed
-        self._step = trainer.step_number if is_whole else -1
+        self._saved = trainer.step_number, self.epochs.owes_end
         self._start_clock()
 
     def on_step(self, trainer: Trainer, report: StepReport) -> None:
@@ -173,14 +172,15 @@ class Checkpoints(Callback):
             self.save(trainer, is_best=is_best)
 
     def save(self, trainer: Trainer, *, is_best: bool = False) -> None:
-        """Save now, unless that is done."""
-        if self._step == trainer.step_number:
+        """Save now, unless that is done; early where the epoch's end is owed."""
+        step, early = trainer.step_number, self.epochs.owes_end
+        if self._saved == (step, early):
             return
-        self._step = trainer.step_number
+        self._saved = step, early
         trainer.requests.done("save")
-        trainer.save(
-            self.folder, keep=self.keep, best=is_best, background=self.background
-        )
+        background = self.background and not early
+        how: dict[str, Any] = {"early": early, "background": background}
+        trainer.save(self.folder, keep=self.keep, best=is_best, **how)
         self._start_clock()
 
     def _is_time(self, trainer: Trainer, step: int) -> bool:

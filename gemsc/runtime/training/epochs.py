@@ -15,7 +15,8 @@ class Epochs:
 
     An epoch of a stream may end at any step: whoever reads asks for "end" before its
     last one, so that all ranks know after it. Then `now` is the epoch that goes on,
-    and `start` how many steps were done before it.
+    and `start` how many steps were done before it. Where the last one `owes_end`, its
+    evaluation and what follows are to be made first, perhaps again.
     """
 
     batches: Batches
@@ -23,6 +24,7 @@ class Epochs:
     epochs: int
     now: int = 0
     start: int = 0
+    owes_end: bool = False
 
     @property
     def each(self) -> int | None:

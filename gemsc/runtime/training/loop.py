@@ -11,8 +11,7 @@ from typing import Any
 from gemsc.base.rng import seed_of
 from gemsc.errors import GemscError
 from gemsc.runtime.checkpoint.files import export_model
-from gemsc.runtime.checkpoint.folder import LATEST, MODEL
-from gemsc.runtime.checkpoint.manifest import Manifest
+from gemsc.runtime.checkpoint.folder import MODEL, way_on
 from gemsc.runtime.data.batches import Batches
 from gemsc.runtime.data.metrics import figure_names
 from gemsc.runtime.data.stream_batches import StreamBatches
@@ -112,11 +111,6 @@ class Training:
         return "ReduceLROnPlateau" if waits else ""
 
     @property
-    def _owes_evaluation(self) -> bool:
-        """Whether the checkpoint was saved because an evaluation had failed."""
-        return self.best is not None and self.best.is_owed
-
-    @property
     def _batches(self) -> Batches:
         assert self.data is not None
         return self.data.batches
@@ -151,14 +145,23 @@ class Training:
         if self.evaluator is not None:
             self.evaluator.check_first()
         self.trainer.start()
-        done = self._train()
+        try:
+            done = self._train()
+        except Exception as error:
+            if self.options.save is not None and (way := way_on(self.options.save)):
+                error.add_note(way)
+            raise
         StopSignal.answer()
         if self.checkpoints is not None:
             self.checkpoints.save(self.trainer)
             self.trainer.finish_saving()
         if self.is_interrupted:
             self._leave(done)
-            return
+        else:
+            self._end()
+
+    def _end(self) -> None:
+        """Say what was made, and write the weights as one plain file."""
         self.trainer.tell("on_end")
         if self.checkpoints is not None:
             folder = self.checkpoints.folder
@@ -174,7 +177,7 @@ class Training:
         First the evaluation of an epoch that has ended, if it is owed.
         """
         epochs, done = self.epochs, self.trainer.worker.steps.done
-        owes = self._owes_evaluation
+        owes = epochs.owes_end
         while owes or not (epochs.is_over(done) or self.trainer.is_stopping):
             epoch, first = epochs.place(done)
             if owes and not first:
@@ -184,8 +187,11 @@ class Training:
             owes, done = False, self.trainer.worker.steps.done
             if self.trainer.is_leaving and not has_ended and not epochs.is_over(done):
                 break
+            if epoch == 0 and (self.evaluator or self.user.on_epoch):
+                self._save_early()
             figures = self._evaluate()
             self.trainer.agree()
+            epochs.owes_end = False
             self.trainer.tell("on_epoch", epoch, figures)
             self.trainer.agree()
         return done
@@ -212,7 +218,7 @@ class Training:
         if "Ema" in self.trainer.dropped:
             text = "warning: the checkpoint has averages of the weights, this run keeps"
             self.console.say(f"{text} none\nhelp: resume with --ema, or they are lost")
-        if self._owes_evaluation or not self.epochs.is_over(done):
+        if self.epochs.owes_end or not self.epochs.is_over(done):
             if done and (changes := changed_options(self.options, done)):
                 text = "note: this run continues with other options than it had"
                 self.console.say(f"{text}: {', '.join(changes)}")
@@ -250,7 +256,7 @@ class Training:
             except NotFiniteError as error:
                 for note in self._where(error.problem, batch.data):
                     error.add_note(note)
-                error.help = self._advice()
+                error.help = f"{ADVICE}; --on-nonfinite skip leaves such updates out"
                 raise
             self.record.add_step(loss, seen)
             if (problem := self.trainer.worker.problem) is not None:
@@ -273,25 +279,19 @@ class Training:
         figures, problem = self.evaluator.run()
         if problem is not None:
             self.trainer.tell("on_evaluation_failure")
-            raise self._saved_first(problem)
-        self.trainer.tell("on_evaluation", figures)
-        if self.best.problem is not None:
-            raise self._saved_first(self.best.problem)
+        else:
+            self.trainer.tell("on_evaluation", figures)
+            problem = self.best.problem
+        if problem is not None:
+            self._save_early()
+            raise problem
         return figures
 
-    def _saved_first(self, problem: GemscError) -> GemscError:
+    def _save_early(self) -> None:
         """Save what is trained, without the evaluation, which is made on `--resume`."""
-        assert self.best is not None
         if self.checkpoints is not None:
-            self.best.is_owed = True
+            self.epochs.owes_end = True
             self.checkpoints.save(self.trainer)
-            self.trainer.finish_saving()
-            step, folder = self.trainer.step_number, self.checkpoints.folder
-            problem.help = (
-                f"{problem.help}; then go on with --resume: {folder} has the "
-            )
-            problem.help += f"checkpoint of step {step}"
-        return problem
 
     def _leave(self, done: int) -> None:
         """Say how to go on."""
@@ -324,10 +324,3 @@ class Training:
         wrong = sorted({index for theirs in everyone for index in theirs})
         found += [f"sample {i} holds NaN or infinity" for i in wrong[:MOST_NAMED]]
         return [f"in epoch {epoch + 1}", *found]
-
-    def _advice(self) -> str:
-        help = f"{ADVICE}; --on-nonfinite skip leaves such updates out"
-        if (folder := self.options.save) is not None and (folder / LATEST).exists():
-            step = Manifest.read(folder / LATEST).step
-            help += f"; {folder} still holds the checkpoint of step {step}"
-        return help

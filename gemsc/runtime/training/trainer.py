@@ -16,6 +16,7 @@ from gemsc.base.nests import Mean
 from gemsc.base.phase import Phase
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
+from gemsc.runtime.checkpoint.folder import Retention
 from gemsc.runtime.checkpoint.read import resume
 from gemsc.runtime.checkpoint.states import load_states, saved_states, tensors_of
 from gemsc.runtime.checkpoint.write import PendingSave, save
@@ -378,16 +379,16 @@ class Trainer:
         extra: Mapping[str, Any] | None = None,
         keep: int = 3,
         best: bool = False,
+        early: bool = False,
         background: bool = False,
     ) -> None:
         """Write a checkpoint; all ranks call this after the same step.
 
         It is a folder in `directory`, `step-000120`, that any layout of the same model
         can `resume` from, on any number of ranks. The `keep` newest ones stay, and the
-        one that was saved as the `best`. `extra` (numbers, texts, lists, dicts; that of
-        rank 0) comes back from `resume`. In the `background` a thread of each rank
-        writes a copy of the state while training goes on: `finish_saving` waits for
-        them. `gemsc export` makes one plain file of weights of it.
+        `best`; an `early` one until the next. `extra` (numbers, texts, lists, dicts of
+        rank 0) comes back from `resume`. In the `background`, threads write a copy of
+        the state: `finish_saving` waits for them. `gemsc export` makes one plain file.
 
         Raises:
             GemscError: it cannot be written, on any rank; older ones stay as they are.
@@ -406,8 +407,7 @@ class Trainer:
                 "frozen": sorted(self._freezing.names),
             },
             tensors=tensors_of(self.callbacks),
-            keep=keep,
-            best=best,
+            kept=Retention(keep, best, early),
             background=background,
         )
         self.worker.status.idle()
