@@ -15,7 +15,6 @@ import os
 import sys
 import traceback
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -76,8 +75,8 @@ def _import_file(place: str, constants: Mapping[str, str]) -> tuple[Path, Module
     name = _module_name(path)
     previous = sys.modules.get(name)
     try:
-        with _on_path(path.parent):
-            return path, run_file(name, path, constants)
+        put_on_path(path)
+        return path, run_file(name, path, constants)
     except BaseException as error:
         if previous is None:
             del sys.modules[name]
@@ -101,17 +100,23 @@ def _refuse_constants(path: Path, constants: Mapping[str, str]) -> None:
 
 def _import_of_package(path: Path) -> ModuleType:
     """Import a file under its name in its package, for its relative imports."""
-    root = outside_packages(path.parent)
+    root = put_on_path(path)
     name = ".".join(path.relative_to(root).with_suffix("").parts)
-    with _on_path(path.parent), _on_path(root):
-        return _import_named(name, path)
+    return _import_named(name, path)
 
 
-def outside_packages(folder: Path) -> Path:
-    """Return the innermost folder around this one, or it itself, that is no package."""
-    while (folder / "__init__.py").is_file():
-        folder = folder.parent
-    return folder
+def put_on_path(path: Path) -> Path:
+    """Let imports find what is beside a file first, as if Python had started with it.
+
+    Also those in its functions, later. Return the folder that its package is in.
+    """
+    root = path.parent
+    while (root / "__init__.py").is_file():
+        root = root.parent
+    first = [*dict.fromkeys(map(str, (root, path.parent)))]
+    if sys.path[: len(first)] != first:
+        sys.path[:] = first + [each for each in sys.path if each not in first]
+    return root
 
 
 def _module_name(path: Path) -> str:
@@ -123,21 +128,21 @@ def _module_name(path: Path) -> str:
 
 
 def _import_module(name: str, constants: Mapping[str, str]) -> tuple[Path, ModuleType]:
-    with _on_path(Path.cwd()):
-        try:
-            found = importlib.util.find_spec(name)
-        except (ImportError, ValueError):
-            found = None
-        if found is None or found.origin is None:
-            raise GemscError(
-                f"there is no module {name}",
-                help="give package.module:name, or the path of a file: path/model.py",
-            )
-        path = Path(found.origin)
-        if path.suffix == ".py":
-            _check_syntax(path)
-        _refuse_constants(path, constants)
-        return path, _import_named(name, path)
+    put_on_path(Path.cwd() / name)  # as `python -m`
+    try:
+        found = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        found = None
+    if found is None or found.origin is None:
+        raise GemscError(
+            f"there is no module {name}",
+            help="give package.module:name, or the path of a file: path/model.py",
+        )
+    path = Path(found.origin)
+    if path.suffix == ".py":
+        _check_syntax(path)
+    _refuse_constants(path, constants)
+    return path, _import_named(name, path)
 
 
 def _import_named(name: str, path: Path) -> ModuleType:
@@ -249,16 +254,6 @@ def user_failure(
         )
     kind = type(error).__name__
     return GemscError(f"{what}: {kind}{': ' * bool(text)}{text}", at=at, help=advice)
-
-
-@contextmanager
-def _on_path(folder: Path) -> Iterator[None]:
-    entry = str(folder)
-    sys.path.insert(0, entry)
-    try:
-        yield
-    finally:
-        sys.path.remove(entry)
 
 
 _one_tree = Lock()  # for ranks that are threads: Python 3.11 parses one at a time

@@ -13,6 +13,7 @@ import random
 import re
 import signal
 import threading
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -188,6 +189,14 @@ def default_dtype() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
     yield
     torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture(autouse=True)
+def import_path() -> Iterator[None]:
+    """The next test does not find what is beside this one's models."""
+    before = [*sys.path]
+    yield
+    sys.path[:] = before
 
 
 @pytest.fixture

@@ -96,12 +96,16 @@ def test_annotations_are_what_they_are_in_python(tmp_path: Path) -> None:
 
 
 def test_another_name_and_modules_beside_the_file(tmp_path: Path) -> None:
+    """Those that a function imports, too, as where Python starts with the file."""
     (tmp_path / "beside_the_file.py").write_text("WIDTH = 4\n")
+    (tmp_path / "datasets.py").write_text("own = [(1, 2)]\n")  # a known package's name
     text = "from beside_the_file import WIDTH\n" + HEAD + INPUTS
+    text += "def dataset():\n    from datasets import own\n    return own\n"
     (tmp_path / "named.py").write_text(text + "class Net(nn.Identity):\n    pass\n")
     user = load_user_model(f"{tmp_path / 'named.py'}:Net")
     assert type(user.make_unfilled()).__name__ == "Net"
-    assert str(tmp_path) not in sys.path
+    assert user.make_dataset("dataset", seed=0) == [(1, 2)]
+    del sys.modules["datasets"]
 
 
 def test_a_module_of_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from gemsc.base.parts import Part, holder_of, parts_of
 from gemsc.messages.grid_message import GridMessage
 from gemsc.messages.message import Input, Message, Tiles
 from gemsc.plan import Plan
-from gemsc.source import RENAMED, outside_packages, run_file
+from gemsc.source import RENAMED, put_on_path, run_file
 
 StepFunction = Callable[[Any], None]  # of the rank's Worker
 
@@ -270,9 +270,7 @@ def _model_file(plan: Plan) -> Path | None:
 
 def _load(module: str, path: Path | None, constants: Mapping[str, str]) -> None:
     if path is not None:
-        for folder in {str(path.parent), str(outside_packages(path.parent))}:
-            if folder not in sys.path:
-                sys.path.insert(0, folder)
+        put_on_path(path)
     if path is None or path.stem != module.removeprefix(RENAMED):
         importlib.import_module(module)
         return
