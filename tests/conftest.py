@@ -12,8 +12,8 @@ import os
 import random
 import re
 import signal
-import threading
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
