@@ -195,6 +195,24 @@ def test_a_file_that_goes_elsewhere(tmp_path: Path) -> None:
     assert Path.cwd() == folder
 
 
+@pytest.mark.parametrize(
+    ("mode", "message", "help"),
+    [
+        ("set_grad_enabled(False)", "turns gradients off", "with torch.no_grad():"),
+        ("set_default_dtype(torch.half)", "makes float16 the dtype", "torch.float16)"),
+    ],
+)
+def test_a_file_that_changes_what_all_tensors_are(
+    mode: str, message: str, help: str, tmp_path: Path
+) -> None:
+    """A run would train nothing, or get messages of another size than compiled."""
+    error = refusal(tmp_path, HEAD + MODEL + INPUTS + f"torch.{mode}\n")
+    assert message in error.message
+    assert help in str(error.help)
+    assert torch.is_grad_enabled()
+    assert torch.get_default_dtype() == torch.float32
+
+
 def test_no_model_in_the_file(tmp_path: Path) -> None:
     error = refusal(tmp_path, HEAD + INPUTS + "class Net(nn.Module):\n    pass\n")
     assert "no model in model.py; it has Net, example_inputs" in error.message

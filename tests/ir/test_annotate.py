@@ -265,6 +265,13 @@ def test_frozen_parameters_need_no_gradient() -> None:
     assert [meta.needs_gradient(n) for n in program.compute_nodes[:3]] == [0, 0, 1]
 
 
+def test_nan_is_not_looked_for_in_shapes() -> None:
+    with torch.autograd.set_detect_anomaly(True):
+        program = annotated(nn.Linear(4, 4), torch.randn(2, 4))
+        assert torch.is_anomaly_enabled()
+    assert meta.needs_gradient(program.compute_nodes[0])
+
+
 def test_nothing_needs_a_gradient_without_a_loss() -> None:
     program = annotated(nn.Linear(4, 4), torch.randn(2, 4), training=False)
     assert not any(meta.needs_gradient(n) for n in program.compute_nodes)
