@@ -55,28 +55,7 @@ def import_source(
             help="do not change it; name files relative to the folder of the model's "
             "file: Path(__file__).parent / 'data'",
         )
-    _check_modes(path)
     return path, module, name
-
-
-def _check_modes(path: Path) -> None:
-    """Make sure that torch still computes gradients, and not all in half precision."""
-    import torch  # what starts the ranks does without
-
-    if not torch.is_grad_enabled():
-        torch.set_grad_enabled(True)
-        raise GemscError(
-            f"importing {path.name} turns gradients off, for all that follows",
-            help="write `with torch.no_grad():` around what needs none",
-        )
-    if (dtype := torch.get_default_dtype()).itemsize < 4:
-        torch.set_default_dtype(torch.float32)
-        name = str(dtype).removeprefix("torch.")
-        raise GemscError(
-            f"importing {path.name} makes {name} the dtype of all new tensors",
-            help=f"let model() return `model.to({dtype})`, or leave it in float32 and "
-            f"compile with --precision {name}",
-        )
 
 
 def _import_file(place: str, constants: Mapping[str, str]) -> tuple[Path, ModuleType]:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import default_collate
 
+from gemsc.base.dtypes import check_modes
 from gemsc.base.examples import (
     Examples,
     inputs_of_shapes,
@@ -398,10 +399,8 @@ def load_user_model(
 ) -> UserModel:
     """Import `path/model.py` or `pkg.module:name` and return what it defines.
 
-    `path/model.py:name` works too; `name` is the model, `model` if left out. The
-    file's folder is on the import path while the file is loaded, and the random
-    generators are seeded, so that objects made at import are the same each time.
-    `constants` replace values that the file gives to names at its top.
+    `path/model.py:name` works too; `name` is the model, `model` if left out. It is
+    imported with seeded generators; `constants` replace values of names at its top.
 
     Raises:
         GemscError: with the line, for whatever is missing or fails.
@@ -409,6 +408,7 @@ def load_user_model(
     settings: set[str] = set()
     with seeded(0), noting_settings(settings):
         path, module, name = import_source(spec, constants or {})
+    check_modes(path.name)
     found = vars(module)
     if found.get(name) is None:
         raise missing_model(path, module, name, nn.Module)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from gemsc.base.nests import Path, map_tensors, tensor_leaves
+from gemsc.errors import GemscError
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -130,6 +131,28 @@ def cast_module(
         method: Any = type(each)._apply
         is_of_torch = method.__module__.startswith("torch.")
         (method if is_of_torch else nn.Module._apply)(each, convert, recurse=False)
+
+
+def check_modes(file: str) -> None:
+    """Make sure that a file leaves torch with gradients and a dtype to train in.
+
+    Raises:
+        GemscError: it has not; it is as before again.
+    """
+    if not torch.is_grad_enabled():
+        torch.set_grad_enabled(True)
+        raise GemscError(
+            f"importing {file} turns gradients off, for all that follows",
+            help="write `with torch.no_grad():` around what needs none",
+        )
+    if (dtype := torch.get_default_dtype()) in HALF:
+        torch.set_default_dtype(torch.float32)
+        name = str(dtype).removeprefix("torch.")
+        raise GemscError(
+            f"importing {file} makes {name} the dtype of all new tensors",
+            help=f"let model() return `model.to({dtype})`, or leave it in float32 and "
+            f"compile with --precision {name}",
+        )
 
 
 @contextmanager

@@ -33,7 +33,7 @@ def reject_counters(*states: Mapping[str, object]) -> None:
     for name in states[-1]:
         values = [state.get(name) for state in states]  # None: made by a later call
         before, once, twice = values
-        if before != once != twice:
+        if differ(before, once) and differ(once, twice):
             is_number = isinstance(twice, Number)  # or a generator's state
             shown = f": {', '.join(map(str, values))}" if is_number else ""
             raise GemscError(
@@ -41,6 +41,11 @@ def reject_counters(*states: Mapping[str, object]) -> None:
                 help="count in a buffer, and compute with it: "
                 'self.register_buffer("count", torch.tensor(...)); draw with torch',
             )
+
+
+def differ(one: object, other: object) -> bool:
+    """Whether numbers are not the same; NaN is the same as NaN."""
+    return one != other and repr(one) != repr(other)
 
 
 def counters_of(model: nn.Module, loss: Any) -> dict[str, object]:

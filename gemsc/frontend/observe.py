@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gemsc.base.nests import dense_leaves, map_tensors, named_tuple, tensor_leaves
 from gemsc.base.rng import torch_state
 from gemsc.costs.operators import draws, runs_a_kernel, work_of
-from gemsc.frontend.counters import numbers_in
+from gemsc.frontend.counters import differ, numbers_in
 from gemsc.frontend.eager import detached
 from gemsc.ir.meta import TensorSpec
 from gemsc.ir.opaque import Given, OpaqueCall, givens, what_is_taken
@@ -350,7 +350,7 @@ def _changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 def _refuse_counters(before: dict[str, object], after: dict[str, object]) -> None:
     """Refuse numbers that later calls change, too: each rank would count its own."""
     for name, number in after.items():
-        if before.get(name) != number:
+        if differ(before.get(name), number):
             advice = ": return it instead" if isinstance(number, _Numbers) else ""
             raise _UnfitError(f"forward changes {name} at each call{advice}")
 

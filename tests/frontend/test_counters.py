@@ -213,6 +213,16 @@ def test_what_only_the_first_call_sets_is_no_counter() -> None:
     checked(Model(forward, told={"first": True}, sizes={}, scales={"x": 2}))
 
 
+@pytest.mark.parametrize("none", [float("nan"), np.full(2, np.nan), [float("nan")]])
+def test_a_nan_that_stays_is_no_counter(none: Any) -> None:
+    """Nor one in the class of a config that the model keeps, as of yaml."""
+
+    def forward(self: Any, x: Any) -> Any:
+        return self.fc(x) if self.none is not None else x
+
+    checked(Model(forward, none=none))
+
+
 def _with_a_count(steps: int) -> Callable[[Any], int]:
     """Return a function that counts by `steps`, in a closure of one name."""
     count = 0

@@ -218,6 +218,12 @@ def test_a_tensor_that_forward_changes_makes_a_module_unfit() -> None:
         record(Around(Caching()), (X,))
 
 
+def test_a_nan_that_stays_does_not(tmp_path: Path) -> None:
+    gate = made(Gate)
+    gate.none, gate.nones = float("nan"), [torch.tensor(float("nan"))]
+    assert worst(tmp_path / "program", Around(gate)) <= EXACT
+
+
 class Named(OrderedDict[str, Tensor]):
     """What a library's models return: its fields are attributes as well."""
 
