@@ -94,8 +94,9 @@ def data_error(
         "forward needs the value of a tensor, which differs from step to step",
         path=path,
         at=at,
-        help="compute it with torch.where, make the choice a setting of the model, or "
-        "move it into a submodule, which then stays whole on one rank",
+        help="leave it out if it is only printed or logged, compute it with "
+        "torch.where, make the choice a setting of the model, or move it into a "
+        "submodule, which then stays whole on one rank",
     )
 
 
