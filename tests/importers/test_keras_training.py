@@ -65,14 +65,20 @@ LOSS_SETTINGS = [
     losses.CategoricalCrossentropy(),
     losses.CategoricalCrossentropy(from_logits=True, label_smoothing=0.2),
     losses.CategoricalCrossentropy(label_smoothing=0.2, reduction="sum"),
+    losses.CategoricalCrossentropy(axis=1, reduction="sum"),
     losses.CategoricalFocalCrossentropy(alpha=0.3),
+    losses.CategoricalFocalCrossentropy(axis=1, reduction="sum"),
     losses.CategoricalFocalCrossentropy(from_logits=True, label_smoothing=0.1),
     losses.SparseCategoricalCrossentropy(),
     losses.SparseCategoricalCrossentropy(from_logits=True),
     losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=1),
+    losses.SparseCategoricalCrossentropy(
+        from_logits=True, ignore_class=1, reduction="sum"
+    ),
     losses.CategoricalGeneralizedCrossEntropy(q=0.6),
     losses.Dice(),
     losses.Dice(axis=(1, 2, 3)),
+    losses.Dice(axis=(1, 2, 3), reduction="sum"),
     losses.Tversky(alpha=0.3, beta=0.6),
 ]
 SHAPES = [(8, CLASSES), (8, 1), (2, 3, 5, CLASSES)]
