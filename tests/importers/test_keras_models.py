@@ -121,6 +121,13 @@ ROWS: dict[str, Callable[[], Any]] = {
         L.Conv2DTranspose(2, 2, strides=3, output_padding=1),
         shape=(4, 5, 3),
     ),
+    "transposed sequence": lambda: row(
+        L.Conv1DTranspose(2, 1, strides=2),  # a kernel that is shorter than the steps
+        L.Conv1DTranspose(2, 1, strides=3, padding="same"),
+        L.Conv1DTranspose(2, 3, strides=2, padding="same", output_padding=0),
+        L.Conv1DTranspose(2, 2, strides=3, padding="same", output_padding=2),
+        shape=(3, 2),
+    ),
     "sequence": lambda: row(
         L.Conv1D(4, 3, padding="causal", dilation_rate=2),
         L.DepthwiseConv1D(3, padding="same"),
@@ -151,11 +158,16 @@ ROWS: dict[str, Callable[[], Any]] = {
         L.Conv2D(6, 1),
         L.BatchNormalization(scale=False, momentum=0.9),
         L.GroupNormalization(3, center=False),
+        L.Conv2D(3, 1),
+        L.Normalization(mean=[1.0, 2.0, 3.0], variance=[1.0, 0.5, 3.0], invert=True),
         L.Conv2D(4, 1),
         L.LayerNormalization(),
         L.LayerNormalization(axis=[1, 3], scale=False),
         L.RMSNormalization(),
         L.BatchNormalization(axis=1, center=False),
+    ),
+    "a channel without variance": lambda: row(
+        L.Normalization(mean=[1.0, 2.0, 3.0], variance=[0.0, 0.0, 0.0])
     ),
     "sizes": lambda: row(
         L.Normalization(),
