@@ -20,7 +20,7 @@ from keras_support import imported, keras
 from torch import Tensor
 
 from gemsc.importers.keras.compiled import TrainingText, training_text
-from gemsc.importers.keras.losses import ALIASES, LOSSES, ModelOutput
+from gemsc.importers.keras.losses import LOSSES, ModelOutput
 from gemsc.importers.keras.optimizers import OPTIMIZERS, SCHEDULES
 
 losses, optimizers = keras.losses, keras.optimizers
@@ -144,10 +144,9 @@ def test_every_loss_of_the_table_is_compared() -> None:
     assert len(tested) == len(LOSSES) >= 12
 
 
-KERAS_KNOWS = sorted({*ALIASES, "MSE"} - {"kullback_leibler_divergence"})
-
-
-@pytest.mark.parametrize("alias", KERAS_KNOWS)
+@pytest.mark.parametrize(
+    "alias", ["mse", "mae", "mape", "msle", "bce", "kld", "log_cosh", "MSE"]
+)
 def test_a_loss_is_known_by_its_short_name(alias: str) -> None:
     x = 0.1 + 0.8 * torch.rand(8, CLASSES)
     y = 0.1 + 0.8 * torch.rand(8, CLASSES)
