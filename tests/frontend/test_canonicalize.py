@@ -307,6 +307,17 @@ def test_buffers_are_changed_in_place_and_glued() -> None:
     assert glue_of(program, "fc2") == {None}
 
 
+def test_a_layer_in_place_on_a_buffer_changes_the_buffer() -> None:
+    def forward(self: Any, x: Any) -> Any:
+        h = self.fc(x)
+        self.state.add_(h.detach().mean(0))
+        self.act(self.state)
+        return self.fc2(h + self.state)
+
+    program = canonical(forward)
+    assert [node.target for node in changing(program)] == ["add_", "act.0"]
+
+
 def test_layers_that_own_a_changed_parameter_are_glued_to_the_change() -> None:
     def forward(self: Any, x: Any) -> Any:
         h = self.fc2(x)
