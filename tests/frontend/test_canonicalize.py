@@ -318,6 +318,29 @@ def test_a_layer_in_place_on_a_buffer_changes_the_buffer() -> None:
     assert [node.target for node in changing(program)] == ["add_", "act.0"]
 
 
+def test_runs_that_meet_in_one_node_or_lie_in_another_are_one() -> None:
+    def meeting(self: Any, x: Any) -> Any:
+        self.state.add_(1)
+        h = x + self.state  # reads the one memory, and is the start of the other
+        view = h[:, 1:]
+        h.mul_(2)
+        return self.fc(h)[:, 1:] + view
+
+    def inside(self: Any, x: Any) -> Any:
+        self.state.add_(1)
+        h = self.fc(x)
+        first = h[:, 1:]
+        h.mul_(2)
+        k = self.fc2(x)
+        second = k[:, 1:]
+        k.mul_(3)
+        return first + second + (h + k + self.state)[:, 1:]
+
+    for forward in (meeting, inside):
+        program = canonical(forward)
+        assert glue_of(program, "mul_") == glue_of(program, "add_") == {0}
+
+
 def test_layers_that_own_a_changed_parameter_are_glued_to_the_change() -> None:
     def forward(self: Any, x: Any) -> Any:
         h = self.fc2(x)
