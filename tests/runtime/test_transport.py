@@ -16,9 +16,11 @@ from nightly import at_night
 from gemsc.errors import GemscError, InternalError
 from gemsc.launch.launch import launch
 from gemsc.launch.mpirun import find_mpirun
+from gemsc.messages.message import Message, Value
 from gemsc.runtime.transport import mpi, waiting
 from gemsc.runtime.transport.device_transport import MOST_DEFERRED, DeviceTransport
 from gemsc.runtime.transport.local import LocalTransport, run_local
+from gemsc.runtime.transport.mailbox import Mailbox
 from gemsc.runtime.transport.streams import CudaStreams, Pending, Streams
 from gemsc.runtime.transport.waiting import check_in_waits, check_no_more, wait
 
@@ -404,3 +406,16 @@ def test_a_link_carries_tensors_between_streams_of_a_device(cuda_aware):
     for rank in range(2):
         expected = [2.0 * (step + 1 - rank) for step in range(20)]
         assert results[rank] == pytest.approx([*expected, 3.0])
+
+
+def test_a_value_of_another_shape_is_not_sent_whatever_its_size():
+    message = Message(1, 0, 1, (Value("x", (2, 3), torch.float32),))
+
+    def main(transport: LocalTransport) -> None:
+        link = DeviceTransport(transport, Streams())
+        mail = Mailbox(link, 0, None, apart=lambda m: False)
+        mail.begin(1, training=True)
+        with pytest.raises(GemscError, match=r"'x' has shape \[3, 2\] for this micro"):
+            mail.send(message, 0, torch.zeros(3, 2))
+
+    run_local(2, lambda transport: main(transport) if transport.rank == 0 else None)
