@@ -16,6 +16,7 @@ from nightly import at_night
 from gemsc.errors import GemscError, InternalError
 from gemsc.launch.launch import launch
 from gemsc.launch.mpirun import find_mpirun
+from gemsc.messages.grid_message import GridMessage, TileValue
 from gemsc.messages.message import Message, Value
 from gemsc.runtime.transport import mpi, waiting
 from gemsc.runtime.transport.device_transport import MOST_DEFERRED, DeviceTransport
@@ -409,13 +410,17 @@ def test_a_link_carries_tensors_between_streams_of_a_device(cuda_aware):
 
 
 def test_a_value_of_another_shape_is_not_sent_whatever_its_size():
-    message = Message(1, 0, 1, (Value("x", (2, 3), torch.float32),))
+    value = Value("x", (2, 3), torch.float32)
+    boxes = tuple(((0, 2), rows) for rows in ((0, 2), (2, 3)))
+    cut = TileValue("x", (2, 3), torch.float32, (((0, 2), (0, 3)),), boxes)
+    messages = [Message(1, 0, 1, (value,)), GridMessage(1, (0,), (1, 2), (cut,))]
 
     def main(transport: LocalTransport) -> None:
         link = DeviceTransport(transport, Streams())
         mail = Mailbox(link, 0, None, apart=lambda m: False)
         mail.begin(1, training=True)
-        with pytest.raises(GemscError, match=r"'x' has shape \[3, 2\] for this micro"):
-            mail.send(message, 0, torch.zeros(3, 2))
+        for message in messages:
+            with pytest.raises(GemscError, match=r"'x' has shape \[3, 2\] for this"):
+                mail.send(message, 0, torch.zeros(3, 2))
 
-    run_local(2, lambda transport: main(transport) if transport.rank == 0 else None)
+    run_local(3, lambda transport: main(transport) if transport.rank == 0 else None)

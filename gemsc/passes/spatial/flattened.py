@@ -141,7 +141,7 @@ def in_rows(low: Lowering, source: fx.Node) -> Local:
     Raises:
         Refused: there are fewer rows than tiles.
     """
-    local, shape = low.local(source), whole_shape(source)
+    local = low.local(source)
     assert local.flattened is not None
     assert local.axes is not None
     held = local.flattened.shape
