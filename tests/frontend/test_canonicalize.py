@@ -14,7 +14,7 @@ from torch import fx, nn
 from gemsc.frontend import record
 from gemsc.frontend.check import check_against_eager
 from gemsc.ir import meta
-from gemsc.ir.mutation import mutated_inputs
+from gemsc.ir.mutation import mutated_inputs, mutated_state
 from gemsc.ir.program import Program
 from gemsc.passes.canonicalize import Canonicalize
 
@@ -305,6 +305,16 @@ def test_buffers_are_changed_in_place_and_glued() -> None:
     for target in (operator.sub, "mul_", "add_"):
         assert glue_of(program, target) == {0}
     assert glue_of(program, "fc2") == {None}
+
+
+def test_a_buffer_is_changed_through_a_view_of_a_view() -> None:
+    def forward(self: Any, x: Any) -> Any:
+        self.state[1:].view(-1).add_(0.5)
+        return self.fc(x + self.state)
+
+    program = canonical(forward)
+    (change,) = changing(program)
+    assert mutated_state(change, program.module) == ("state",)
 
 
 def test_a_layer_in_place_on_a_buffer_changes_the_buffer() -> None:
