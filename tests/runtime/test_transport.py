@@ -424,3 +424,26 @@ def test_a_value_of_another_shape_is_not_sent_whatever_its_size():
                 mail.send(message, 0, torch.zeros(3, 2))
 
     run_local(3, lambda transport: main(transport) if transport.rank == 0 else None)
+
+
+def test_a_mailbox_is_finished_when_all_has_been_received():
+    """Of the second copy of a model, whose first rank is rank 1."""
+    message = Message(1, 0, 1, (Value("x", (2, 3), torch.float32),))
+    taken = threading.Event()
+
+    def main(transport: LocalTransport) -> None:
+        link = DeviceTransport(transport, Streams())
+        mail = Mailbox(link, 1, None, apart=lambda m: False)
+        mail.begin(1, training=True)
+        if transport.rank == 1:
+            mail.send(message, 0, torch.ones(2, 3))
+            mail.release_arrived()
+            mail.finish()
+            assert taken.is_set()
+        elif transport.rank == 2:
+            time.sleep(0.05)
+            taken.set()
+            (x,) = mail.receive(message, 0)
+            assert x.eq(1).all()
+
+    run_local(3, main, timeout=10)
