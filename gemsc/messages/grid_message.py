@@ -154,13 +154,18 @@ class GridMessage:
                     yield RankMessage(source, dest, message, pieces)
 
     def cut(self, part: RankMessage, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the pieces of this rank's tensors that a part carries."""
+        """Return the pieces of this rank's tensors that a part carries.
+
+        Raises:
+            GemscError: a tensor has another shape than at compile time.
+        """
         place = {value.name: index for index, value in enumerate(self.given)}
         cuts = []
         for index, piece in part.pieces:
             value = self.values[index]
             own = self._here(value, part.source, sends=True)
             tensor = tensors[place[value.name]]
+            value.part(shape_of(own)).check(tensor)
             cuts.append(tensor[piece.within(own)])
         return tuple(cuts)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gemsc.base.boxes import Box
 from gemsc.base.dtypes import within
+from gemsc.errors import GemscError
 
 ALIGNMENT = 64  # bytes; a cache line, so that every packed value starts on one
 
@@ -74,6 +75,15 @@ class Value:
         if self.memory_format is torch.contiguous_format:
             return memory
         return memory.movedim(-1, 1)
+
+    def check(self, tensor: Tensor) -> None:
+        """Raise a GemscError unless a tensor has its shape."""
+        if tensor.shape != self.shape:
+            raise GemscError(
+                f"'{self.name}' has shape {list(tensor.shape)} for this micro-batch, "
+                f"but the program was compiled for {list(self.shape)}",
+                help="make forward return the same shapes for all data",
+            )
 
     def dtype_in(self, dtype: torch.dtype | None) -> torch.dtype:
         """Return the dtype that it has where the program runs in `dtype`."""

@@ -14,7 +14,7 @@ from torch import fx, nn
 from gemsc.frontend import record
 from gemsc.frontend.check import check_against_eager
 from gemsc.ir import meta
-from gemsc.ir.mutation import mutated_inputs
+from gemsc.ir.mutation import mutated_inputs, mutated_state
 from gemsc.ir.program import Program
 from gemsc.passes.canonicalize import Canonicalize
 
@@ -305,6 +305,50 @@ def test_buffers_are_changed_in_place_and_glued() -> None:
     for target in (operator.sub, "mul_", "add_"):
         assert glue_of(program, target) == {0}
     assert glue_of(program, "fc2") == {None}
+
+
+def test_a_buffer_is_changed_through_a_view_of_a_view() -> None:
+    def forward(self: Any, x: Any) -> Any:
+        self.state[1:].view(-1).add_(0.5)
+        return self.fc(x + self.state)
+
+    program = canonical(forward)
+    (change,) = changing(program)
+    assert mutated_state(change, program.module) == ("state",)
+
+
+def test_a_layer_in_place_on_a_buffer_changes_the_buffer() -> None:
+    def forward(self: Any, x: Any) -> Any:
+        h = self.fc(x)
+        self.state.add_(h.detach().mean(0))
+        self.act(self.state)
+        return self.fc2(h + self.state)
+
+    program = canonical(forward)
+    assert [node.target for node in changing(program)] == ["add_", "act.0"]
+
+
+def test_runs_that_meet_in_one_node_or_lie_in_another_are_one() -> None:
+    def meeting(self: Any, x: Any) -> Any:
+        self.state.add_(1)
+        h = x + self.state  # reads the one memory, and is the start of the other
+        view = h[:, 1:]
+        h.mul_(2)
+        return self.fc(h)[:, 1:] + view
+
+    def inside(self: Any, x: Any) -> Any:
+        self.state.add_(1)
+        h = self.fc(x)
+        first = h[:, 1:]
+        h.mul_(2)
+        k = self.fc2(x)
+        second = k[:, 1:]
+        k.mul_(3)
+        return first + second + (h + k + self.state)[:, 1:]
+
+    for forward in (meeting, inside):
+        program = canonical(forward)
+        assert glue_of(program, "mul_") == glue_of(program, "add_") == {0}
 
 
 def test_layers_that_own_a_changed_parameter_are_glued_to_the_change() -> None:

@@ -288,6 +288,7 @@ def activations() -> dict[str, tuple[Any, Build]]:
         {"negative_slope": 0.2},
         {"threshold": 0.3},
         {"max_value": 0.5, "negative_slope": 0.2},
+        {"max_value": 0.5, "threshold": 0.3},
         {"max_value": 6.0, "negative_slope": 0.2, "threshold": 0.3},
     ):
         table[f"ReLU {settings}"] = (

@@ -62,6 +62,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         ),
         "two directions with different settings",
     ),
+    "one draw for all": (
+        lambda: of(layers.Dropout(0.2, noise_shape=(1, None, 400), name="a")),
+        "Dropout 'a' has the noise_shape [1, None, 400]: one draw for several samples",
+    ),
     "masking": (lambda: of(layers.Masking(name="a")), "Masking 'a' masks steps"),
     "activity": (
         lambda: of(layers.Dense(3, activity_regularizer="l2", name="a")),
@@ -270,6 +274,8 @@ def test_noise_is_there_in_training_only(
     noisy = net.train()(x)
     assert abs(noisy.mean().item() - 1) < 0.1
     assert abs(noisy.std().item() - spread) < 0.05
+    is_one_draw = getattr(layer, "noise_shape", None) is not None  # for all 40 rows
+    assert (noisy == noisy[:, :1]).all() == is_one_draw
 
 
 # ------------------------------------------------------------- layers of one's own

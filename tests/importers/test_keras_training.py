@@ -65,14 +65,20 @@ LOSS_SETTINGS = [
     losses.CategoricalCrossentropy(),
     losses.CategoricalCrossentropy(from_logits=True, label_smoothing=0.2),
     losses.CategoricalCrossentropy(label_smoothing=0.2, reduction="sum"),
+    losses.CategoricalCrossentropy(axis=1, reduction="sum"),
     losses.CategoricalFocalCrossentropy(alpha=0.3),
+    losses.CategoricalFocalCrossentropy(axis=1, reduction="sum"),
     losses.CategoricalFocalCrossentropy(from_logits=True, label_smoothing=0.1),
     losses.SparseCategoricalCrossentropy(),
     losses.SparseCategoricalCrossentropy(from_logits=True),
     losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=1),
+    losses.SparseCategoricalCrossentropy(
+        from_logits=True, ignore_class=1, reduction="sum"
+    ),
     losses.CategoricalGeneralizedCrossEntropy(q=0.6),
     losses.Dice(),
     losses.Dice(axis=(1, 2, 3)),
+    losses.Dice(axis=(1, 2, 3), reduction="sum"),
     losses.Tversky(alpha=0.3, beta=0.6),
 ]
 SHAPES = [(8, CLASSES), (8, 1), (2, 3, 5, CLASSES)]
@@ -139,11 +145,11 @@ def test_every_loss_of_the_table_is_compared() -> None:
 
 
 @pytest.mark.parametrize(
-    "alias", ["mse", "mae", "mape", "msle", "log_cosh", "kl_divergence", "MSE"]
+    "alias", ["mse", "mae", "mape", "msle", "bce", "kld", "log_cosh", "MSE"]
 )
 def test_a_loss_is_known_by_its_short_name(alias: str) -> None:
-    x = torch.rand(8, CLASSES) + 0.1
-    y = torch.rand(8, CLASSES) + 0.1
+    x = 0.1 + 0.8 * torch.rand(8, CLASSES)
+    y = 0.1 + 0.8 * torch.rand(8, CLASSES)
     found = functions(text_of(loss=alias))["loss"](x, y)
     torch.testing.assert_close(found, losses.get(alias)(y, x).mean())
 
@@ -242,6 +248,24 @@ def test_a_metric_is_that_of_keras(metric: Any, indices: bool) -> None:
     torch.testing.assert_close(found, torch.as_tensor(value), check_dtype=False)
 
 
+def test_accuracy_of_two_classes_takes_labels_in_a_row_and_in_a_column() -> None:
+    output = ModelOutput("dense", (4, 1))
+    text = text_of([output], loss="binary_crossentropy", metrics=["accuracy"])
+    metrics = functions(text)["metrics"]
+    x, y = torch.tensor([[0.2], [0.7], [0.9], [0.6]]), torch.tensor([0, 1, 1, 0])
+    for labels in (y, y.unsqueeze(1)):
+        assert metrics(x, labels)["accuracy"] == 0.75
+
+
+def test_equal_classes_are_in_the_first_k() -> None:
+    metric = keras.metrics.SparseTopKCategoricalAccuracy(k=2)
+    text = text_of(loss="sparse_categorical_crossentropy", metrics=[metric])
+    x, y = torch.tensor([[0.1, 0.4, 0.4, 0.4], [0.1, 0.2, 0.4, 0.3]]), torch.arange(2)
+    metric.update_state(y + 1, x)
+    (found,) = functions(text)["metrics"](x, y + 1).values()
+    assert found == float(metric.result()) == 1.0
+
+
 def test_a_metric_that_is_no_mean_is_named_in_a_note() -> None:
     text = text_of(loss="mse", metrics=[keras.metrics.AUC(), "mae"])
     assert list(functions(text)["metrics"](torch.ones(1), torch.ones(1))) == ["mae"]
@@ -264,6 +288,7 @@ OPTIMIZER_SETTINGS = [
     optimizers.Adam(0.1, epsilon=0.1),
     optimizers.Adam(0.1, weight_decay=0.05),
     optimizers.AdamW(0.1),
+    optimizers.AdamW(0.1, weight_decay=0.0),
     optimizers.RMSprop(0.1),
     optimizers.RMSprop(0.1, momentum=0.5, centered=True),
     optimizers.Adagrad(0.1),

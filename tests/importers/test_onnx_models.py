@@ -343,6 +343,25 @@ def test_one_tensor_that_two_layers_hold_is_one_parameter(tmp_path):
     assert len(list(network.parameters())) == 4
 
 
+def test_what_no_number_of_evaluation_tells_is_that_of_the_file(tmp_path):
+    """The momentum of a norm, the share that is dropped, what is large and learned."""
+    nodes = [
+        node("BatchNormalization", ["x", *"sbmv"], ["a"], momentum=0.7),
+        node("Dropout", ["a"], ["b"]),
+        node("Dropout", ["b", "ratio"], ["c"]),
+        node("Add", ["c", "position"], ["y"]),
+    ]
+    weights = {name: np.abs(numbers(3)) + 1 for name in "sbmv"}
+    weights["ratio"] = np.array(0.2, "f4")
+    weights["position"] = np.array([-150.0, 0.0, 2.0], "f4")
+    path = file_of(tmp_path / "a.onnx", nodes, {"x": [2, 3]}, weights)
+    network, _ = imported(path)
+    layers = list(network.children())
+    assert [each.momentum for each in layers if hasattr(each, "momentum")] == [0.3]
+    assert [each.p for each in layers if hasattr(each, "p")] == [0.5, 0.2]
+    assert "position" in dict(network.named_parameters())
+
+
 def test_what_is_added_to_hide_is_a_constant_and_what_may_be_one_is_told(tmp_path):
     nodes = [
         node("Add", ["x", "attn_mask"], ["a"]),

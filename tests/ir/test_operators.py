@@ -88,6 +88,18 @@ EXACT: dict[str, tuple[Any, dict[str, Any]]] = {
         F.scaled_dot_product_attention,
         dict(zip(("query", "key", "value"), HEADS, strict=True)),
     ),
+    "attention, of shared keys": (
+        F.scaled_dot_product_attention,
+        {
+            "query": HEADS[0],
+            "key": random(2, 2, 6, 8),
+            "value": random(2, 2, 6, 8),
+            "attn_mask": random(6, 6),
+            "enable_gqa": True,
+        },
+    ),
+    "channels": (F.prelu, {"input": IMAGE, "weight": random(8)}),
+    "channels, of one slope": (F.prelu, {"input": IMAGE, "weight": random(1)}),
     "max_pool": (F.max_pool2d, {"input": IMAGE, "kernel_size": 2}),
     "embedding": (
         F.embedding,
@@ -115,10 +127,11 @@ def half_of(
     return own
 
 
-@pytest.mark.parametrize("kind", EXACT)
-def test_what_an_equation_lets_be_cut_may_be_cut(kind: str) -> None:
+@pytest.mark.parametrize("name", EXACT)
+def test_what_an_equation_lets_be_cut_may_be_cut(name: str) -> None:
     """Halves of operands give halves of the result, or addends of a sum."""
-    function, arguments = EXACT[kind]
+    function, arguments = EXACT[name]
+    kind = name.partition(",")[0]
     node = node_of(function, arguments)
     found = call_of(node, nn.Module())
     assert found.kind == kind
@@ -148,6 +161,38 @@ def test_what_an_equation_lets_be_cut_may_be_cut(kind: str) -> None:
             continue
         for result, part in zip(halves, cut_parts(roles.result, leaf, 2), strict=True):
             torch.testing.assert_close(result, part.of(whole))
+
+
+WORDS = {"input": torch.randint(0, 6, (4, 2)), "weight": random(6, 8)}
+ROWS = {"index": torch.tensor([1, 3]), "input": random(4, 6)}
+NOT_CUT: dict[str, tuple[Any, dict[str, Any]]] = {
+    "words by frequency": (F.embedding, {**WORDS, "scale_grad_by_freq": True}),
+    "sparse words": (F.embedding, {**WORDS, "sparse": True}),
+    "words that are normed": (F.embedding, {**WORDS, "max_norm": 1.0}),
+    "rows of columns": (torch.index_add, {**ROWS, "dim": 1, "source": random(4, 2)}),
+    "twice the rows": (
+        torch.index_add,
+        {**ROWS, "dim": 0, "source": random(2, 6), "alpha": 2},
+    ),
+    "no batch": (F.max_pool2d, {"input": random(8, 6, 6), "kernel_size": 2}),
+    "statistics": (
+        F.instance_norm,
+        {"input": IMAGE, "running_mean": random(8), "running_var": random(8)},
+    ),
+    "a diagonal": (torch.einsum, {"equation": "ii,ij->ij"}),
+}
+
+
+@pytest.mark.parametrize("name", NOT_CUT)
+def test_what_an_equation_cannot_say_is_not_cut(name: str) -> None:
+    function, arguments = NOT_CUT[name]
+    node = node_of(function, arguments)
+    if function is torch.einsum:
+        node.args, node.kwargs = (arguments["equation"],), {}
+    found = call_of(node, nn.Module())
+    equation = operator_of(found).equation_of(found)
+    assert found.kind
+    assert equation is None or equation.whole
 
 
 STATISTICS = {"running_mean": random(8), "running_var": random(8).square()}

@@ -166,3 +166,13 @@ def test_a_mask_that_is_large_in_the_making_is_not_computed_here() -> None:
     plain = run_passes(recorded, [Canonicalize()])
     assert run_passes(plain, [CausalMasks(most_bytes=N * N - 1)]) is plain
     assert run_passes(plain, [CausalMasks(most_bytes=N * N)]) is not plain
+
+
+def test_heads_that_share_a_key_do_so_without_their_mask() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        heads = self.a(x).unflatten(2, (2, 2)).transpose(1, 2)
+        key, seen = heads[:, :1], of_booleans(self, x)
+        mixed = F.scaled_dot_product_attention(heads, key, key, seen, enable_gqa=True)
+        return self.b(mixed.transpose(1, 2).flatten(2))
+
+    assert calls(program(Net(forward))) == [{"enable_gqa": True, "is_causal": True}]

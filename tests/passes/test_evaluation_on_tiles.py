@@ -83,3 +83,33 @@ def test_outputs_of_one_name_are_gathered_apart(
     (found, _) = on_ranks(tmp_path, 2, work, dtype=torch.float64)
     for output, of_model in zip(found or (), expected, strict=True):
         torch.testing.assert_close(output, of_model, rtol=1e-9, atol=1e-12)
+
+
+class Drops(nn.Module):
+    """A dropout of which the model is told to leave it, and one that drops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(1, 4, 3, padding=1)
+        self.rests, self.drops = nn.Dropout(0.5).eval(), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = 100 * (self.rests(self.first(x)) - self.first(x))
+        return y, self.drops(torch.ones_like(y))
+
+
+def test_dropout_rests_in_evaluation_and_in_a_frozen_layer(tmp_path: Path) -> None:
+    model, x, target = Drops(), torch.randn(2, 1, 12, 12), torch.zeros(2)
+    options = {"ranks": 2, "tiles": "2x1", "micro_batches": 1}
+    written(tmp_path, model, (x,), loss, target, **options)
+
+    def work(trainer: Trainer) -> tuple[float, tuple[Tensor, ...] | None]:
+        found = trainer.step((x,), target)
+        return found, trainer.evaluate((x,), target).output
+
+    ((trained, found), _) = on_ranks(tmp_path, 2, work, dtype=torch.float64)
+    assert found is not None
+    still, whole = found
+    assert not still.any()
+    assert (whole == 1).all()
+    assert abs(trained - 2) < 0.5  # half of them are 0, and the others 2

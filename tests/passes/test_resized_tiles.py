@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tile_support import Function, assert_same, eager, on_tiles, uneven_loss
+from torch import Tensor, nn
 
 pytestmark = pytest.mark.usefixtures("in_double")
 
@@ -33,4 +34,22 @@ def test_single_rows_and_columns(
     model = Function(lambda x: F.interpolate(x, result, mode=mode, antialias=antialias))
     x = torch.randn(1, 3, *size)
     step = on_tiles(model, (x,), uneven_loss, None, grid)
+    assert_same(step, eager(model, (x,), uneven_loss, None))
+
+
+class ToOneSize(nn.Module):
+    """One layer, called twice: a tile reads other rows of the smaller picture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Upsample(size=(12, 12), mode="bilinear")
+
+    def forward(self, x: Tensor) -> Tensor:
+        pooled = F.avg_pool2d(x, 2), F.avg_pool2d(x, 3)
+        return self.up(pooled[0]) * self.up(pooled[1])
+
+
+def test_a_layer_may_enlarge_several_sizes_to_one() -> None:
+    model, x = ToOneSize(), torch.randn(1, 2, 12, 12)
+    step = on_tiles(model, (x,), uneven_loss, None, (2, 1))
     assert_same(step, eager(model, (x,), uneven_loss, None))

@@ -62,3 +62,24 @@ def test_a_layer_that_is_gathered_after_all_has_its_own_settings(
     model = Written(change)
     step = on_tiles(model, (x,), F.mse_loss, target, (2, 2))
     assert_same(step, eager(model, (x,), F.mse_loss, target))
+
+
+class Ends(nn.Module):
+    """Windows over one value that have other things beyond its ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.zeros = nn.Conv2d(2, 2, 3, padding=1)
+        self.around = nn.Conv2d(2, 2, 3, padding=1, padding_mode="circular")
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.sin() - 2  # its largest elements are not those beyond
+        return self.zeros(y) + F.max_pool2d(y, 3, 1, 1) + self.around(y)
+
+
+@pytest.mark.parametrize("fuse", [0, 2])
+def test_windows_over_one_value_have_their_own_padding(fuse: int) -> None:
+    x, target = torch.randn(2, 2, 8, 8), torch.randn(2, 2, 8, 8)
+    model = Ends()
+    step = on_tiles(model, (x,), F.mse_loss, target, (2, 2), fuse=fuse)
+    assert_same(step, eager(model, (x,), F.mse_loss, target))

@@ -471,5 +471,8 @@ def test_needs_of_what_makes_larger() -> None:
     four = transposed((8, 16), kernel=4, stride=2, padding=1, **settings)
     assert four.need == (3, 9)
     assert support((8, 16), size=20, factor=2, reach=(0, 1)) == (3, 9)
+    assert support((8, 16), size=20, factor=2, reach=(1, 2)) == (2, 10)
     assert mirrored((-2, 4), size=20, before=0, mode="reflect") == (0, 4)
+    assert mirrored((-2, 1), size=20, before=0, mode="reflect") == (0, 3)
+    assert mirrored((-2, 1), size=20, before=0, mode="replicate") == (0, 1)
     assert mirrored((17, 23), size=20, before=0, mode="reflect") == (16, 20)

@@ -16,9 +16,12 @@ from nightly import at_night
 from gemsc.errors import GemscError, InternalError
 from gemsc.launch.launch import launch
 from gemsc.launch.mpirun import find_mpirun
+from gemsc.messages.grid_message import GridMessage, TileValue
+from gemsc.messages.message import Message, Value
 from gemsc.runtime.transport import mpi, waiting
 from gemsc.runtime.transport.device_transport import MOST_DEFERRED, DeviceTransport
 from gemsc.runtime.transport.local import LocalTransport, run_local
+from gemsc.runtime.transport.mailbox import Mailbox
 from gemsc.runtime.transport.streams import CudaStreams, Pending, Streams
 from gemsc.runtime.transport.waiting import check_in_waits, check_no_more, wait
 
@@ -404,3 +407,43 @@ def test_a_link_carries_tensors_between_streams_of_a_device(cuda_aware):
     for rank in range(2):
         expected = [2.0 * (step + 1 - rank) for step in range(20)]
         assert results[rank] == pytest.approx([*expected, 3.0])
+
+
+def test_a_value_of_another_shape_is_not_sent_whatever_its_size():
+    value = Value("x", (2, 3), torch.float32)
+    boxes = tuple(((0, 2), rows) for rows in ((0, 2), (2, 3)))
+    cut = TileValue("x", (2, 3), torch.float32, (((0, 2), (0, 3)),), boxes)
+    messages = [Message(1, 0, 1, (value,)), GridMessage(1, (0,), (1, 2), (cut,))]
+
+    def main(transport: LocalTransport) -> None:
+        link = DeviceTransport(transport, Streams())
+        mail = Mailbox(link, 0, None, apart=lambda m: False)
+        mail.begin(1, training=True)
+        for message in messages:
+            with pytest.raises(GemscError, match=r"'x' has shape \[3, 2\] for this"):
+                mail.send(message, 0, torch.zeros(3, 2))
+
+    run_local(3, lambda transport: main(transport) if transport.rank == 0 else None)
+
+
+def test_a_mailbox_is_finished_when_all_has_been_received():
+    """Of the second copy of a model, whose first rank is rank 1."""
+    message = Message(1, 0, 1, (Value("x", (2, 3), torch.float32),))
+    taken = threading.Event()
+
+    def main(transport: LocalTransport) -> None:
+        link = DeviceTransport(transport, Streams())
+        mail = Mailbox(link, 1, None, apart=lambda m: False)
+        mail.begin(1, training=True)
+        if transport.rank == 1:
+            mail.send(message, 0, torch.ones(2, 3))
+            mail.release_arrived()
+            mail.finish()
+            assert taken.is_set()
+        elif transport.rank == 2:
+            time.sleep(0.05)
+            taken.set()
+            (x,) = mail.receive(message, 0)
+            assert x.eq(1).all()
+
+    run_local(3, main, timeout=10)

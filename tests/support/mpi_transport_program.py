@@ -138,10 +138,13 @@ def empty_and_scalar_tensors_arrive(transport: Transport) -> None:
 
 
 def a_rank_can_send_to_itself(transport: Transport) -> None:
-    received = torch.empty(100_000)
-    request = transport.receive(received, transport.rank, 1)
-    transport.wait(transport.send(torch.ones(100_000), transport.rank, 1), request)
-    assert received.eq(1).all()
+    me, received = transport.rank, [torch.empty(100_000) for _ in range(2)]
+    requests = [transport.receive(received[tag], me, tag) for tag in range(2)]
+    requests += [
+        transport.send(torch.full((100_000,), float(tag)), me, tag) for tag in (1, 0)
+    ]
+    transport.wait(*requests)
+    assert all(received[tag].eq(tag).all() for tag in range(2))
 
 
 def a_posted_receive_completes_by_turns_alone(transport: Transport) -> None:
@@ -185,12 +188,16 @@ def sums_have_the_same_bits_on_all_ranks(transport: Transport) -> None:
             parts = [part.to(dtype, copy=True) for part in wide]
             tensor = parts[transport.rank]
             exact = torch.stack([part.double() for part in parts]).sum(0)
-            transport.wait(group.all_reduce(tensor))
-            error = (tensor.double() - exact).abs().max()
+            request = group.all_reduce(tensor)
+            transport.wait(request)
+            found, tensor = tensor.clone(), tensor.zero_()
+            assert request.done()
+            assert not tensor.any()  # which is its owner's again
+            error = (found.double() - exact).abs().max()
             roundings = 1 if dtype in (torch.bfloat16, torch.float16) else len(parts)
             eps = 0 if dtype == torch.int64 else torch.finfo(dtype).eps
             assert error <= 0.51 * roundings * eps * exact.abs().max()
-            texts = transport.all_gather_object(tensor.double().sum().item().hex())
+            texts = transport.all_gather_object(found.double().sum().item().hex())
             assert len(set(texts)) == 1
 
 

@@ -51,12 +51,14 @@ class UnknownLossError(Exception):
 class LossForm:
     """The lines of a body, and what its targets are: values, one-hot or indices.
 
-    `whole` are losses of a batch that are not means over its samples.
+    `whole` are losses of a batch that are not means over its samples. `count` says how
+    many losses the mean is of, where these are not one for each row of the last axis.
     """
 
     lines: tuple[str, ...]
     target: str = "values"
     whole: bool = False
+    count: str = ""
 
 
 Settings = Mapping[str, Any]
@@ -112,11 +114,11 @@ def loss_form(name: str, settings: Settings, output: ModelOutput) -> LossForm:
 
 def _reduced(form: LossForm, reduction: str, output: ModelOutput) -> LossForm:
     """Make a sum of a mean, where Keras is asked for it."""
-    if reduction != "sum" or form.whole:
+    if reduction != "sum":
         return form
     *lines, last = form.lines
     mean = last.removeprefix("return ")
-    count = f"output.numel() / {output.channels}"
+    count = form.count or f"output.numel() / {output.channels}"
     return LossForm((*lines, f"return {mean} * ({count})"), form.target, True)
 
 
@@ -159,7 +161,8 @@ def _overlap(formula: str, settings: Settings, output: ModelOutput) -> LossForm:
     alpha, beta = (float(settings.get(k, 0.5)) for k in ("alpha", "beta"))
     lines = formula.format(dims=dims, small=SMALL, alpha=alpha, beta=beta)
     whole = axis is None or 0 in at
-    return LossForm((_as_output(output), *lines.split("\n")), whole=whole)
+    text = (_as_output(output), *lines.split("\n"))
+    return LossForm(text, whole=whole, count="both.numel()")
 
 
 DICE = """both = (target * output).sum({dims})
@@ -237,14 +240,14 @@ def _categorical(settings: Settings, output: ModelOutput) -> LossForm:
     else:
         lines = ["target = target.to(output.dtype)", *_smoothed(settings, classes)]
         lines += [*_shares(dim), f"return -(target * output.log()).sum({dim}).mean()"]
-    return LossForm(tuple(lines), "one-hot")
+    return LossForm(tuple(lines), "one-hot", count=f"output.numel() / {classes}")
 
 
 def _categorical_focal(settings: Settings, output: ModelOutput) -> LossForm:
     dim = _class_dim(settings, output)
+    classes = output.shape[dim]
     alpha, gamma = float(settings.get("alpha", 0.25)), float(settings.get("gamma", 2))
-    lines = ["target = target.to(output.dtype)"]
-    lines += _smoothed(settings, output.shape[dim])
+    lines = ["target = target.to(output.dtype)", *_smoothed(settings, classes)]
     if settings.get("from_logits"):
         lines.append(f"output = F.softmax(output, {dim})")
     lines += [
@@ -252,7 +255,7 @@ def _categorical_focal(settings: Settings, output: ModelOutput) -> LossForm:
         f"weight = {alpha!r} * (1 - output) ** {gamma!r}",
         f"return -(weight * target * output.log()).sum({dim}).mean()",
     ]
-    return LossForm(tuple(lines), "one-hot")
+    return LossForm(tuple(lines), "one-hot", count=f"output.numel() / {classes}")
 
 
 def _sparse(settings: Settings, output: ModelOutput) -> LossForm:
@@ -260,6 +263,7 @@ def _sparse(settings: Settings, output: ModelOutput) -> LossForm:
     dim = _class_dim(settings, output)
     ignored = settings.get("ignore_class")
     extra = "" if ignored is None else f", ignore_index={int(ignored)}"
+    count = "" if ignored is None else f"(target != {int(ignored)}).sum()"
     lines = [_indices(output, dim)]
     value = _classes_at_1("output", dim, output)
     if settings.get("from_logits"):
@@ -269,7 +273,7 @@ def _sparse(settings: Settings, output: ModelOutput) -> LossForm:
         if "permute" in value:
             value += ".contiguous()"  # PyTorch's nll_loss has no gradient without
         lines += [*_shares(dim), f"return F.nll_loss({value}, target{extra})"]
-    return LossForm(tuple(lines), "indices")
+    return LossForm(tuple(lines), "indices", count=count)
 
 
 def _generalized(settings: Settings, output: ModelOutput) -> LossForm:

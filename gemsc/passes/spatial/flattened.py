@@ -141,7 +141,7 @@ def in_rows(low: Lowering, source: fx.Node) -> Local:
     Raises:
         Refused: there are fewer rows than tiles.
     """
-    local, shape = low.local(source), whole_shape(source)
+    local = low.local(source)
     assert local.flattened is not None
     assert local.axes is not None
     held = local.flattened.shape
@@ -157,9 +157,7 @@ def in_rows(low: Lowering, source: fx.Node) -> Local:
         if cut:
             by_rows[outermost] = cut[0]
         inner.append((outermost, prod(held[outermost + 1 : run.stop])))
-    if not (
-        fits(held, tuple(by_rows), low.grid) and fits(shape, tuple(axes), low.grid)
-    ):
+    if not fits(held, tuple(by_rows), low.grid):
         raise Refused("it has fewer rows than tiles")
     rows = low.owned(held, tuple(by_rows))
     boxes = tuple(

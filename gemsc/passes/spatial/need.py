@@ -59,7 +59,7 @@ def transposed(
     first = -(-(start + padding - reach) // stride)
     first = min(first, (start + padding) // stride)
     first = min(max(first, 0), size - 1)
-    last = min(max((stop - 1 + padding) // stride + 1, first + 1), size)
+    last = min((stop - 1 + padding) // stride + 1, size)
     begin = first * stride - padding
     end = (last - 1) * stride - padding + reach + 1
     return Transposed(

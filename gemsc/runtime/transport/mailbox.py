@@ -142,8 +142,7 @@ class Mailbox:
                     self._start(part.message, message.cut(part, tensors))
         else:
             for tensor, value in zip(tensors, message.values, strict=True):
-                if tensor.shape != value.shape:
-                    raise _misfit(value, tensor)
+                value.check(tensor)
             self._start(message, self._cast(tensors, message.values))
 
     def receive(self, message: Message | GridMessage, m: int) -> tuple[Tensor, ...]:
@@ -251,11 +250,3 @@ class Mailbox:
         return message.join(
             self._rank, received, dtypes, self._transport.streams.device
         )
-
-
-def _misfit(value: Value, tensor: Tensor) -> GemscError:
-    return GemscError(
-        f"'{value.name}' has shape {list(tensor.shape)} for this micro-batch, but the "
-        f"program was compiled for {list(value.shape)}",
-        help="make forward return the same shapes for all data",
-    )
