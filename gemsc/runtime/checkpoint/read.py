@@ -131,6 +131,17 @@ def _fit(reader: _Reader, directory: Path) -> _Fit:
         return reader.everything(stored, manifest)
 
 
+def _waiting(manifest: Manifest) -> int:
+    """Return how many steps were done since the last update; checkpoints may not say.
+
+    Raises:
+        ValueError, ArithmeticError: it cannot be so many.
+    """
+    progress = manifest.progress
+    count = progress.get("waiting", manifest.step % progress["accumulate"])
+    return range(progress["accumulate"]).index(count)
+
+
 @contextmanager
 def _checked(folder: Path) -> Iterator[None]:
     """Say that a manifest is damaged whose parts are not what they must be."""
@@ -191,6 +202,7 @@ class _Reader:
         extra = {kind: each for kind, each in self.tensors.items() if kind in kinds}
         acts = [*self.weights(stored, MODEL_KEY, extra)]
         acts.append(partial(setattr, worker.steps, "done", manifest.step))
+        acts.append(partial(setattr, worker.steps, "waiting", _waiting(manifest)))
         generators = read(ranks[rank % len(ranks)]["generators"])
         check_generators(generators, worker.device)
         acts.append(partial(set_generators, generators, worker.device))
@@ -264,7 +276,7 @@ class _Reader:
                 f"{shown[1]}",
                 help=f"use the same phases again, {WEIGHTS_ALONE}",
             )
-        if manifest.step % saved and saved != accumulate:
+        if _waiting(manifest) and saved != accumulate:
             raise GemscError(
                 f"step {manifest.step} of the checkpoint is one of {saved} that make "
                 f"one update together, but in the program {accumulate} do",
