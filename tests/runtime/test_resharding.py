@@ -266,6 +266,19 @@ def test_an_update_has_all_its_steps_wherever_a_run_begins_to_accumulate(
     assert off(weights_in(in_steps), weights_in(at_once)) < 1e-9
 
 
+def test_both_replicas_of_a_stage_on_one_rank_take_its_statistics(
+    tmp_path: Path,
+) -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    written(tmp_path / "one", net, micro_batches=2, ranks=1, schedule="mast")
+    batches = [batch_of((X + i, X), 2) for i in range(2)]
+    straight, stops = tmp_path / "straight", tmp_path / "stops"
+    go_on(tmp_path / "one", 1, straight, batches, resume=False)
+    for number, batch in enumerate(batches):
+        go_on(tmp_path / "one", 1, stops, [batch], resume=number > 0)
+    assert off(weights_in(stops), weights_in(straight)) == 0
+
+
 def test_a_scheduler_goes_on_where_a_group_has_no_parameters(tmp_path: Path) -> None:
     """Of each group it has a first rate; of rates that change, a Counter of steps."""
 

@@ -89,6 +89,7 @@ def resume(worker: Worker, directory: Path, tensors: Extra) -> dict[str, Any]:
             _say_kept(before, [each.state_dict() for each in stateful])
         for act in fit.acts:
             act()
+        worker.stages.align()
         worker.updates.forget_whole_weights()
         if fit.take_gradients is not None:
             fit.take_gradients(all(is_same for _, is_same in everyone))
