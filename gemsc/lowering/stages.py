@@ -190,6 +190,7 @@ def _choose_shards(
         chosen.rows[0],
         placed,
         evaluation | traced.beside,
+        traced.program,
         options.data,
     )
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import ClassVar
 
+from torch import fx
+
 from gemsc.base.elementwise import check_elementwise
 from gemsc.base.grid_shape import BESIDE, GridShape
 from gemsc.costs.hardware import LinkSpeed
@@ -40,8 +42,9 @@ class ChooseShards(Pass):
     parameter is cut where all stages that hold it cut it alike. `row` has the group of
     ranks of each stage, by default one each. `placed` are the branches of each rank, by
     the joins of their forks, where they are not to be chosen. `others` are graphs that
-    are cut alike, by what they are called: what one cannot cut so stays whole. There
-    are `copies` of the model, all of whose ranks advice counts.
+    are cut alike, by what they are called: what one cannot cut so stays whole. `first`
+    is the graph as it was traced, before its stages. There are `copies` of the model,
+    all of whose ranks advice counts.
     """
 
     name: ClassVar[str] = "choose-shards"
@@ -56,6 +59,7 @@ class ChooseShards(Pass):
     others: Mapping[str, Program] = field(
         default_factory=dict, compare=False, repr=False
     )
+    first: Program | None = field(default=None, compare=False, repr=False)
     copies: int = field(default=1, compare=False, repr=False)
 
     def apply(self, program: Program) -> Program:
@@ -67,8 +71,13 @@ class ChooseShards(Pass):
         """
         whole = dict.fromkeys(self.keep_whole, "--whole")
         owned = owned_tensors(program)
+        twins = {
+            name: {node.name: twin for node, twin in found.items()}
+            for name, other in self.others.items()
+            if (found := find_twins(self.first or program, other)) is not None
+        }
         others = {
-            name: FollowStages(program, owned, name).apply(other)
+            name: FollowStages(program, owned, name, twins.get(name)).apply(other)
             for name, other in self.others.items()
         }
         while True:
@@ -87,7 +96,9 @@ class ChooseShards(Pass):
                 break
             whole |= unlike
         for name, other in others.items():
-            shards |= self._whole_trunks(program, shards, name, other)
+            named = {node.name: node for node in other.graph.nodes}
+            like = {a: named[b.name] for a, b in twins.get(name, {}).items()}
+            shards |= self._whole_trunks(program, shards, name, other, like)
         names = [each.name for stage in shards.values() for each in stage.cut]
         if names:
             check_elementwise(program.updated_whole(), names)
@@ -123,14 +134,18 @@ class ChooseShards(Pass):
         return found
 
     def _whole_trunks(
-        self, program: Program, shards: Shards, name: str, other: Program
+        self,
+        program: Program,
+        shards: Shards,
+        name: str,
+        other: Program,
+        twins: Mapping[str, fx.Node],
     ) -> Shards:
         """Return the stages that hold values whole as another shape has too few.
 
         Raises:
             GemscError: they are to be split.
         """
-        twins = {a.name: b for a, b in (find_twins(program, other) or {}).items()}
         found = {}
         for index, own in shards.items():
             stages = (each.require_stages()[index] for each in (program, other))

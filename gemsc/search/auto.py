@@ -245,7 +245,7 @@ def assess(
     try:
         done = stage(uncapped, lowered=lowered)
     except GemscError as error:
-        return Candidate(options, problem=error.message)
+        return Candidate(options, problem=error.message, cause=error)
     free_seconds = done.timeline.makespan
     if options.rank_memory and max(done.timeline.peak_bytes) > options.rank_memory:
         with suppress(GemscError):  # there may be an order that holds less at a time
@@ -278,7 +278,7 @@ def at_best(options: CompileOptions, stage: Stage) -> Candidate:
     try:
         done = stage(replace(options, device_memory=None), lowered="none")
     except GemscError as error:
-        return Candidate(options, problem=error.message)
+        return Candidate(options, problem=error.message, cause=error)
     if options.rank_memory and max(done.timeline.peak_bytes) > options.rank_memory:
         with suppress(GemscError):
             done = stage(options, lowered="none")
@@ -313,9 +313,13 @@ def nothing_fits(candidates: Sequence[Candidate], assess: Assess) -> GemscError:
     """Return the error where no candidate fits; it names that with the lowest peak."""
     built = [candidate for candidate in candidates if not candidate.problem]
     if not built:
+        cause = candidates[0].cause
+        assert cause is not None
         return GemscError(
-            f"no schedule can be built: {candidates[0].problem}",
-            help="try another number of --ranks or --micro-batches",
+            f"no schedule can be built: {cause.message}",
+            at=cause.at,
+            help=cause.help or "try another number of --ranks or --micro-batches",
+            notes=cause.notes_at,
         )
     lowest = min(built, key=lambda c: c.peak_bytes)
     cap = lowest.options.rank_memory or 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import inf, prod
 from typing import Any
@@ -45,7 +45,7 @@ class Candidate:
     the last backward in which they wait for other stages, and for ranks of their own
     stage; `ending` are the seconds that follow. `free_seconds` are those until the last
     backward in a schedule that heeds no cap, with nothing recomputed if that is `auto`.
-    `problem` says why it cannot be.
+    `problem` says why it cannot be, the message of its `cause`.
     """
 
     options: CompileOptions
@@ -60,6 +60,7 @@ class Candidate:
     free_seconds: float = 0.0
     sent_bytes: int = 0
     problem: str = ""
+    cause: GemscError | None = field(default=None, compare=False, repr=False)
 
     @property
     def name(self) -> str:

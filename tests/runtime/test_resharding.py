@@ -250,6 +250,35 @@ def test_gradients_of_a_tied_weight_that_wait_are_those_of_all_its_ranks(
     assert off(weights_in(run), weights_in(whole)) < 1e-9
 
 
+def test_an_update_has_all_its_steps_wherever_a_run_begins_to_accumulate(
+    tmp_path: Path,
+) -> None:
+    small, large = (tmp_path / str(count) for count in (2, 4))
+    for place, count in (small, 2), (large, 4):
+        written(place, Net(simple), micro_batches=count, ranks=2)
+    batches = [batch_of((X + i, X), 2) for i in range(3)]
+    inputs, targets = (torch.cat(parts) for parts in zip(*batches[1:], strict=True))
+    at_once, in_steps = tmp_path / "at once", tmp_path / "in steps"
+    for run in at_once, in_steps:
+        go_on(small, 2, run, batches[:1], resume=False)
+    go_on(large, 2, at_once, [(inputs, targets)], resume=True)
+    go_on(small, 2, in_steps, batches[1:], resume=True, accumulate=2)
+    assert off(weights_in(in_steps), weights_in(at_once)) < 1e-9
+
+
+def test_both_replicas_of_a_stage_on_one_rank_take_its_statistics(
+    tmp_path: Path,
+) -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    written(tmp_path / "one", net, micro_batches=2, ranks=1, schedule="mast")
+    batches = [batch_of((X + i, X), 2) for i in range(2)]
+    straight, stops = tmp_path / "straight", tmp_path / "stops"
+    go_on(tmp_path / "one", 1, straight, batches, resume=False)
+    for number, batch in enumerate(batches):
+        go_on(tmp_path / "one", 1, stops, [batch], resume=number > 0)
+    assert off(weights_in(stops), weights_in(straight)) == 0
+
+
 def test_a_scheduler_goes_on_where_a_group_has_no_parameters(tmp_path: Path) -> None:
     """Of each group it has a first rate; of rates that change, a Counter of steps."""
 

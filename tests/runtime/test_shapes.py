@@ -75,6 +75,15 @@ class Words(nn.Module):
         return self.out(torch.tanh(self.c(x)))
 
 
+class Functional(Words):
+    """Its forward takes weights when it comes to them."""
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = F.embedding(words, self.words.weight)
+        x = torch.tanh(F.linear(x, self.c.weight))
+        return F.linear(x, self.out.weight)
+
+
 class Scaled(Words):
     """Another constant for each length."""
 
@@ -539,6 +548,16 @@ def test_values_are_whole_where_a_shape_has_one_sample_and_two_ranks() -> None:
     message = "--trunk batch splits a dimension of 1 over 2 ranks in Words, 8"
     with pytest.raises(GemscError, match=message):
         sharded((8, 3, 1), "batch")
+
+
+def test_a_shape_has_too_few_samples_however_its_graph_is_written() -> None:
+    shapes = [(torch.ones(size, dtype=torch.int64),) for size in ((8, 4), (1, 8))]
+    targets = [x for (x,) in shapes]
+    given: dict[str, Any] = {"shards": ("2",), "trunk": "batch", "check": False}
+    given |= {"loss": counted, "example_target": targets, "ranks": 2}
+    message = "--trunk batch splits a dimension of 1 over 2 ranks in Functional, 8"
+    with pytest.raises(GemscError, match=message):
+        compile(Functional(), shapes, **given)
 
 
 class Deep(nn.Module):

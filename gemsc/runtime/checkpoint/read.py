@@ -89,6 +89,7 @@ def resume(worker: Worker, directory: Path, tensors: Extra) -> dict[str, Any]:
             _say_kept(before, [each.state_dict() for each in stateful])
         for act in fit.acts:
             act()
+        worker.stages.align()
         worker.updates.forget_whole_weights()
         if fit.take_gradients is not None:
             fit.take_gradients(all(is_same for _, is_same in everyone))
@@ -129,6 +130,17 @@ def _fit(reader: _Reader, directory: Path) -> _Fit:
         check_digests(found.place, manifest, transport.rank, transport.size)
         stored = StoredTensors(found.place, manifest.tensors)
         return reader.everything(stored, manifest)
+
+
+def _waiting(manifest: Manifest) -> int:
+    """Return how many steps were done since the last update; checkpoints may not say.
+
+    Raises:
+        ValueError, ArithmeticError: it cannot be so many.
+    """
+    progress = manifest.progress
+    count = progress.get("waiting", manifest.step % progress["accumulate"])
+    return range(progress["accumulate"]).index(count)
 
 
 @contextmanager
@@ -191,6 +203,7 @@ class _Reader:
         extra = {kind: each for kind, each in self.tensors.items() if kind in kinds}
         acts = [*self.weights(stored, MODEL_KEY, extra)]
         acts.append(partial(setattr, worker.steps, "done", manifest.step))
+        acts.append(partial(setattr, worker.steps, "waiting", _waiting(manifest)))
         generators = read(ranks[rank % len(ranks)]["generators"])
         check_generators(generators, worker.device)
         acts.append(partial(set_generators, generators, worker.device))
@@ -264,7 +277,7 @@ class _Reader:
                 f"{shown[1]}",
                 help=f"use the same phases again, {WEIGHTS_ALONE}",
             )
-        if manifest.step % saved and saved != accumulate:
+        if _waiting(manifest) and saved != accumulate:
             raise GemscError(
                 f"step {manifest.step} of the checkpoint is one of {saved} that make "
                 f"one update together, but in the program {accumulate} do",

@@ -223,6 +223,7 @@ def _share(worker: Worker, extra: Mapping[str, Any], tensors: Extra) -> _Share:
             "scaler": scales.pop("", None),
             **({"scalers": scales} if scales else {}),
             "accumulate": worker.steps.accumulate,
+            "waiting": worker.steps.waiting,
             "pending": {
                 name: {"terms": encode(each.terms, put, ""), "spoilt": each.is_spoilt}
                 for name, each in updates.items()

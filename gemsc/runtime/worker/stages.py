@@ -149,6 +149,14 @@ class Stages(dict[Run, nn.Module]):
         found = {n: t for each in self.values() for n, t in stage_tensors(each).items()}
         return {name: tensor.detach() for name, tensor in found.items()}
 
+    def align(self) -> None:
+        """Give replicas of a stage, which have buffers of their own, the same ones."""
+        found = self.tensors()
+        for stage in self.values():
+            for name, buffer in stage.named_buffers():
+                if found[name].data_ptr() != buffer.data_ptr():
+                    buffer.copy_(found[name])
+
     def state_dict(self) -> dict[str, Tensor]:
         """Return what the user's model has: no tensors of the loss, no constants."""
         return {n: t for each in self.values() for n, t in model_state(each).items()}

@@ -38,6 +38,7 @@ class Steps:
     ) -> None:
         """Prepare for steps of which every `accumulate`-th ends with an update."""
         self.done = 0
+        self.waiting = 0  # of them, since the last update
         self.evaluated = 0  # batches since then
         self.saved = 0  # the number that the last of them had in the checkpoint
         self.is_training = True
@@ -73,13 +74,14 @@ class Steps:
         if not self.is_training:
             self.evaluated += 1
         elif counts:
+            self.waiting = 0 if self.is_update else self.waiting + 1
             self.done += 1
             self.evaluated = 0
 
     @property
     def is_update(self) -> bool:
         """Whether this step ends with an update."""
-        return (self.done + 1) % self.accumulate == 0
+        return self.waiting + 1 == self.accumulate
 
     def input(self, name: str, m: int, streams: Streams) -> Tensor:
         """Return what micro-batch m has of a tensor of the batch, on the device."""

@@ -387,6 +387,7 @@ class Worker:
         self.problem = self.problem or problem
         if self._on_nonfinite == "stop":
             self.updates.leave_out()
+            self.steps.waiting = 0
             self.mail.finish()
             raise NotFiniteError(problem)
         if self._on_nonfinite == "skip":
