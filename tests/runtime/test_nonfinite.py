@@ -102,6 +102,26 @@ def test_the_first_bad_loss_stops_before_the_update(
         assert kept
 
 
+def test_a_step_that_fails_takes_those_before_it_of_its_update_along(
+    tmp_path: Path,
+) -> None:
+    """Their gradients are gone: the next update has as many steps as any."""
+    program(tmp_path)
+
+    def work(trainer: Trainer) -> list[int]:
+        trainer.step(*batch())
+        with pytest.raises(NotFiniteError):
+            trainer.step(*batch(bad=3))
+        counts = []
+        for _ in range(4):
+            trainer.step(*batch())
+            counts.append(trainer.worker.variants.num_updates)
+        return counts
+
+    found = on_ranks(tmp_path, 2, work, optimizer=adam, accumulate=2)
+    assert found == [[0, 1, 1, 2]] * 2
+
+
 @pytest.mark.parametrize("clip_norm", [None, 1.0])
 def test_a_bad_gradient_of_one_rank_stops_all(
     tmp_path: Path, clip_norm: float | None
