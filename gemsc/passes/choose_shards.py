@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import ClassVar
 
+import torch
 from torch import fx
 
 from gemsc.base.elementwise import check_elementwise
@@ -205,6 +206,8 @@ class ChooseShards(Pass):
         if grid.shards > 1:
             reasons = [f"{w.name}: {w.reason}" for w in found.whole[:3]]
             why += [f"nothing in stage {index} can be cut", *reasons]
+            if any(isinstance(n.target, torch._ops.OpOverload) for n in stage.nodes):
+                advice.insert(0, "trace it with --frontend record, which keeps layers")
         if grid.branches > 1:
             best = max(found.forks, key=lambda fork: fork.seconds, default=None)
             why.append(f"stage {index} has no branches")

@@ -141,6 +141,15 @@ def test_a_stage_of_which_all_is_taken_out_is_refused(command: Gemsc) -> None:
 
 
 @pytest.mark.slow
+def test_an_exported_model_has_no_layers_to_cut(command: Gemsc) -> None:
+    flags = "compile", "model.py", "--ranks", "2", "--shards", "2"
+    refused = command(*flags, "--frontend", "export")
+    assert "no rule for linear.default" in refused.err
+    assert "help: trace it with --frontend record" in refused.err
+    assert command(*flags).code == 0
+
+
+@pytest.mark.slow
 def test_the_advice_counts_stages_that_share_ranks_once(command: Gemsc) -> None:
     flags = ("--ranks", "3", "--shards", "2,1", "--placement", "0,1,0")
     refused = command("compile", "model.py", *flags, "--whole", "0.up")
