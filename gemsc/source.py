@@ -113,10 +113,14 @@ def put_on_path(path: Path) -> Path:
     root = path.parent
     while (root / "__init__.py").is_file():
         root = root.parent
-    first = [*dict.fromkeys(map(str, (root, path.parent)))]
+    _search_first(root, path.parent)
+    return root
+
+
+def _search_first(*folders: Path) -> None:
+    first = [*dict.fromkeys(map(str, folders))]
     if sys.path[: len(first)] != first:
         sys.path[:] = first + [each for each in sys.path if each not in first]
-    return root
 
 
 def _module_name(path: Path) -> str:
@@ -128,7 +132,7 @@ def _module_name(path: Path) -> str:
 
 
 def _import_module(name: str, constants: Mapping[str, str]) -> tuple[Path, ModuleType]:
-    put_on_path(Path.cwd() / name)  # as `python -m`
+    _search_first(Path.cwd())  # as `python -m`
     try:
         found = importlib.util.find_spec(name)
     except (ImportError, ValueError):
