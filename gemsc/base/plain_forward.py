@@ -96,8 +96,13 @@ def _mended_instance_norm(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     compiles = torch.compiler.is_compiling()
     if input.shape[0] == 1 and result.requires_grad and not compiles:
         with torch._C.DisableTorchFunction():
-            result.register_hook(Tensor.contiguous)  # type: ignore[no-untyped-call]
+            result.register_hook(_contiguous)  # type: ignore[no-untyped-call]
     return result
+
+
+def _contiguous(gradient: Tensor | None) -> Tensor | None:
+    """Return a gradient in order; none comes to what only another rank uses."""
+    return None if gradient is None else gradient.contiguous()
 
 
 @contextmanager

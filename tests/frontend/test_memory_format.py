@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from command_line import Gemsc
 from program_support import assert_formatted, batch_of, on_ranks, written
 from safetensors.torch import load_file
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from gemsc.base.dtypes import convert, converted, format_of, like_examples
+from gemsc.base.plain_forward import plain_forward
 from gemsc.errors import GemscError
 from gemsc.messages.message import Message, Value
 from gemsc.options import CompileOptions
@@ -196,6 +198,25 @@ def test_a_single_samples_instance_norm_has_right_gradients(
     trained = load_file("run/model.safetensors")
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(trained[name], parameter.detach())
+
+
+def test_an_instance_norm_that_no_loss_needs_gets_no_gradient() -> None:
+    """As of a branch whose result only other ranks use."""
+    with plain_forward():
+        x = torch.randn(1, 2, 3, requires_grad=True)
+        split = Apart.apply(F.instance_norm(x), x)  # type: ignore[no-untyped-call]
+        split.sum().backward()
+    assert torch.equal(x.grad, torch.ones(1, 2, 3))
+
+
+class Apart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
+        return None, gradients[0]
 
 
 def test_a_layer_in_another_format_keeps_that(tmp_path: Path) -> None:

@@ -63,10 +63,13 @@ class Step:
     programs: list[Program] = field(default_factory=list)
     saved: list[int] = field(default_factory=list)  # bytes kept for backward, by tile
     terms: dict[str, float] = field(default_factory=dict)  # of gradients' sums
+    singular: list[bool] = field(default_factory=list)  # of what can say so
 
     @property
     def is_finite(self) -> bool:
         """Whether there is something to compare with."""
+        if any(self.singular):
+            return False
         found = (self.loss, *self.inputs.values(), *self.parameters.values())
         return all(bool(value.isfinite().all()) for value in found)
 
@@ -92,7 +95,12 @@ def eager(model: nn.Module, inputs: tuple[Any, ...], loss: Any, target: Any) -> 
     """Run one step of the model itself."""
     model = copy.deepcopy(model)
     leaves = [_leaf(tensor) for tensor in inputs]
-    terms = _count_terms(model)
+    terms, singular = _count_terms(model), list[bool]()
+    for module in model.modules():
+        if hasattr(module, "is_singular"):
+            module.register_forward_hook(
+                lambda layer, given, _: singular.append(layer.is_singular(*given))
+            )
     output = model(*leaves)
     value = loss(output) if target is None else loss(output, target)
     value.backward()
@@ -103,6 +111,7 @@ def eager(model: nn.Module, inputs: tuple[Any, ...], loss: Any, target: Any) -> 
         {n: p.grad for n, p in model.named_parameters() if p.grad is not None},
         dict(model.named_buffers()),
         terms=terms,
+        singular=singular,
     )
 
 
