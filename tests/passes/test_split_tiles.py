@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from random_networks import is_fixed, random_case, seeds
-from tile_support import assert_same, eager, on_tiles
+from tile_support import assert_same, eager, is_decided, on_tiles
 from torch import Tensor, nn
 
 pytestmark = pytest.mark.usefixtures("in_double")
@@ -25,9 +25,18 @@ def check(seed: int) -> bool:
     try:
         assert_same(on_tiles(model, inputs, loss, target, grid), expected)
     except BaseException as error:
+        if not is_decided(expected, model, inputs, loss, target):
+            return False
         error.add_note(f"seed {seed}, grid {grid}, input {inputs[0].shape}: {model}")
         raise
     return True
+
+
+def test_rounding_decides_where_elements_are_equal_by_their_making() -> None:
+    model = nn.Sequential(nn.Conv2d(2, 2, 1), nn.MaxPool2d(2))
+    for x, decided in (torch.randn(1, 2, 4, 4), True), (torch.ones(1, 2, 4, 4), False):
+        case = model, (x,), lambda y: y.square().mean(), None
+        assert is_decided(eager(*case), *case) == decided
 
 
 @pytest.mark.parametrize("first", seeds(10, 300, PER_TEST))

@@ -107,10 +107,6 @@ class Reduced(nn.Module):
             return y
         return x * y.sigmoid() if self.how == "gate" else x - y
 
-    def is_singular(self, x: Tensor) -> bool:
-        """Whether rounding decides about the gradient: that of a root is none at 0."""
-        return self.name == "std" and bool((x.std(self.dims) < 1e-9).any())
-
     def extra_repr(self) -> str:
         return f"{self.name} {self.dims} {self.how}"
 
