@@ -265,7 +265,7 @@ def stored_items(
     return enumerate(tuple.__iter__(value))
 
 
-def attributes_of(value: Any) -> Mapping[str, Any]:
+def stored_attributes(value: Any) -> Mapping[str, Any]:
     """Return those that an object stores itself; its class's code is not called."""
     try:
         own: Mapping[str, Any] = object.__getattribute__(value, "__dict__")

@@ -249,6 +249,11 @@ def _plain(
 
 def check_data(plain: PlainRun, record: RunRecord) -> None:
     """Make sure that the ranks have read what the plain loop has read."""
+    if (made := len(record.samples)) < len(plain.epochs):
+        raise GemscError(
+            f"a hook stopped the run after step {made}, which the plain loop does not",
+            help=f"verify as many steps: --run {made}",
+        )
     pairs = zip(plain.epochs, record.samples, strict=True)
     for step, (epoch, digests) in enumerate(pairs):
         _check_samples("dataset", plain.samples, epoch, digests, plain.user)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -303,3 +304,61 @@ def test_what_an_optimizer_keeps_of_rows_and_columns_belongs_to_its_ranks(
             *(tmp_path / "two", 2, lambda t: (cut(t), t.resume(saved))),
             optimizer=factored,
         )
+
+
+class Lookahead(torch.optim.Optimizer):
+    """As it is often written: it wraps an optimizer, and has tensors of its own."""
+
+    def __init__(self, base: torch.optim.Optimizer, in_one: bool) -> None:
+        self.base, self.in_one, self.param_groups = base, in_one, base.param_groups
+        self.slow = [p.detach().clone() for p in base.param_groups[0]["params"]]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.base.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> None:
+        self.base.step()
+        with torch.no_grad():
+            for p, q in zip(self.param_groups[0]["params"], self.slow, strict=True):
+                p.copy_(q.lerp_(p, 0.5))
+
+    def state_dict(self) -> dict[str, Any]:
+        state = self.base.state_dict()
+        return {**(state if self.in_one else {"base": state}), "slow": self.slow}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        whole = state if self.in_one else state["base"]
+        self.base.load_state_dict({k: whole[k] for k in ("state", "param_groups")})
+        self.slow, self.param_groups = state["slow"], self.base.param_groups
+
+
+@pytest.mark.parametrize("in_one", [True, False])
+def test_what_an_optimizer_keeps_beside_its_parameters_comes_back(
+    tmp_path: Path, in_one: bool
+) -> None:
+    def lookahead(named: Any) -> torch.optim.Optimizer:
+        return Lookahead(torch.optim.Adam([p for _, p in named], lr=0.1), in_one)
+
+    program, saved = written(tmp_path / "two", Net(simple), micro_batches=2), tmp_path
+    batch, given = batch_of((X, X), 2), {"optimizer": lookahead}
+    assert program.plan.ranks == 2
+
+    def work(trainer: Trainer) -> list[Any]:
+        for number in range(4):
+            trainer.step(*batch)
+            if number == 1:
+                trainer.save(saved)
+        return [*trainer.state_dict().values()]
+
+    def again(trainer: Trainer) -> list[Any]:
+        trainer.resume(saved)
+        trainer.step(*batch)
+        trainer.step(*batch)
+        return [*trainer.state_dict().values()]
+
+    wanted, found = (on_ranks(tmp_path / "two", 2, w, **given) for w in (work, again))
+    for one, other in zip(chain(*wanted), chain(*found), strict=True):
+        assert torch.equal(one, other)
+    written(tmp_path / "four", Net(simple), micro_batches=2, ranks=4)
+    with pytest.raises(GemscError, match=r"optimizer keeps '(base|slow)' in a form"):
+        on_ranks(tmp_path / "four", 4, lambda t: t.resume(saved), **given)

@@ -486,6 +486,13 @@ def test_other_data_are_told(user: UserModel) -> None:
     assert caught.value.at == user.line_of("dataset")
 
     record = record_of(run)
+    del record.samples[2:]
+    with pytest.raises(
+        GemscError, match=r"stopped the run after step 2, .*\n.*--run 2"
+    ):
+        check_data(run, record)
+
+    record = record_of(run)
     del record.samples[1][run.rows[1][0], None]
     with pytest.raises(GemscError, match=r"in step 2, .* read different samples"):
         check_data(run, record)
