@@ -487,9 +487,7 @@ def test_other_data_are_told(user: UserModel) -> None:
 
     record = record_of(run)
     del record.samples[2:]
-    with pytest.raises(
-        GemscError, match=r"stopped the run after step 2, .*\n.*--run 2"
-    ):
+    with pytest.raises(GemscError, match=r"after step 2, .*\n.*--run 2"):
         check_data(run, record)
 
     record = record_of(run)
