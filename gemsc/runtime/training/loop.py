@@ -76,7 +76,10 @@ class Training:
         callbacks: list[Callback] = [Position(self.trainer, self.epochs)]
         if options.ema is not None:
             callbacks.append(Ema(options.ema))
-        callbacks.append(Hooks(self.user))
+        if (
+            options.record_run is None
+        ):  # a plain loop, with which it is compared, has none
+            callbacks.append(Hooks(self.user))
         if self.evaluator is not None:
             self.best = Best(self.epochs, options.best, options.patience)
             callbacks.append(self.best)
