@@ -265,6 +265,15 @@ def stored_items(
     return enumerate(tuple.__iter__(value))
 
 
+def stored_attributes(value: Any) -> Mapping[str, Any]:
+    """Return those that an object stores itself; its class's code is not called."""
+    try:
+        own: Mapping[str, Any] = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+    return own
+
+
 def _key(key: object) -> str | int:
     return key if isinstance(key, (str, int)) else str(key)
 

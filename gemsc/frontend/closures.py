@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gemsc.base.nests import stored_attributes
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.frontend.counters import all_in, content
 
@@ -49,7 +50,7 @@ def reject_closures(model: nn.Module, loss: Any = None) -> None:
     functions += [(*each, _HELP_OF_LOSS) for each in all_in(loss)]
     anew = {id(each) for each in (*_made_anew(model), *_made_anew(loss))}
     for name, found, help_text in functions:
-        function = getattr(found, "_torchdynamo_orig_callable", found)
+        function = stored_attributes(found).get("_torchdynamo_orig_callable", found)
         if not isinstance(function, FunctionType) or "state_dict" in name:
             continue
         code = function.__code__

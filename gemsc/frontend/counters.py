@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from gemsc.base.nests import stored_items
+from gemsc.base.nests import stored_attributes, stored_items
 from gemsc.errors import GemscError, is_users
 
 T = TypeVar("T")
@@ -135,7 +135,7 @@ def _items(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     else:
         is_class = isinstance(value, type)
         if not is_class or _is_of_the_user(value):
-            for key, item in [*getattr(value, "__dict__", {}).items()]:
+            for key, item in [*stored_attributes(value).items()]:
                 if key not in _NO_NUMBERS:
                     yield f"{name}.{key}", item
         if not is_class:

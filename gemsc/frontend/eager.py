@@ -140,6 +140,9 @@ def _problem(
     return what, "compute it in forward, or keep it with .detach()"
 
 
+_NEEDED = "param_groups", "state_dict", "load_state_dict"  # to log and to save
+
+
 def check_optimizer(
     parameters: Mapping[str, nn.Parameter],
     factory: Callable[[Iterable[tuple[str, nn.Parameter]]], Any],
@@ -159,10 +162,13 @@ def check_optimizer(
     with failures("optimizer() fails", check_optimizer.__code__, help):
         made = factory(trained) if trained else None
     step = getattr(made, "step", None)
-    if trained and not callable(step):
+    lacks = [name for name in _NEEDED if not hasattr(made, name)]
+    if trained and (lacks or not callable(step)):
+        wrong = f"has no {lacks[0]}" if callable(step) else "cannot step"
         raise GemscError(
-            f"optimizer() returns {type(made).__name__}, which cannot step",
-            help="return one torch.optim.Optimizer of all the parameters that it gets",
+            f"optimizer() returns {type(made).__name__}, which {wrong}",
+            help="return one torch.optim.Optimizer of all the parameters that it gets; "
+            "derive a class of your own from it",
         )
     if callable(step) and _needs_closure(step):
         raise GemscError(

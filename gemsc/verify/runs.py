@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from gemsc.base.boxes import Box
 from gemsc.base.dtypes import as_real, default_dtype
 from gemsc.base.plain_forward import plain_forward
-from gemsc.errors import GemscError
+from gemsc.errors import GemscError, say_note
 from gemsc.launch.start import start
 from gemsc.plan import Plan
 from gemsc.runtime.process.device import exact_arithmetic, require_gpu
@@ -164,6 +164,9 @@ def _verify(
     options = parse_arguments(arguments)
     plan = Plan.read(directory / "plan.toml")
     user = user_model_of(directory, plan)
+    for hook in ("on_step", "on_epoch"):
+        if getattr(user, hook) is not None:
+            say_note(f"{hook}() is not called here, as a plain loop has no trainer")
     words = [*arguments, "--device", device.type]
     settings = RunSettings(
         steps=num_steps,

@@ -149,6 +149,13 @@ FILES = {
         without("optimizer")
         + "def optimizer(ps):\n    return [torch.optim.SGD(ps, lr=0.1)]\n",
     ),
+    "optimizer by hand": Mistake(
+        ("optimizer() returns ByHand, which has no param_groups",),
+        without("optimizer")
+        + "class ByHand:\n    def step(self):\n        pass\n"
+        + "def optimizer(ps):\n    return ByHand()\n",
+        advises="derive a class of your own from it",
+    ),
     "optimizer of tensors": Mistake(
         ("optimizer() fails: AttributeError: 'tuple' object has no attribute 'ndim'",),
         without("optimizer")

@@ -223,6 +223,26 @@ def test_a_nan_that_stays_is_no_counter(none: Any) -> None:
     checked(Model(forward, none=none))
 
 
+class Unready:
+    """As pydantic's serializers, before it has made them: raises at any attribute."""
+
+    __slots__ = ()
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("not made yet")
+
+
+class Settings:
+    width, serializer = 2, Unready()
+
+
+def test_attributes_that_raise_are_not_asked_for() -> None:
+    def forward(self: Any, x: Any) -> Any:
+        return self.fc(x) * self.settings.width
+
+    checked(Model(forward, settings=Settings()))
+
+
 def _with_a_count(steps: int) -> Callable[[Any], int]:
     """Return a function that counts by `steps`, in a closure of one name."""
     count = 0

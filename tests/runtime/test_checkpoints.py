@@ -335,6 +335,9 @@ def test_what_steps_no_rates_is_no_scheduler(tmp_path: Path, made: object) -> No
     with pytest.raises(GemscError, match=f"returns {name}, which cannot step"):
         run(tmp_path, user_of(scheduler=lambda optimizer: made))
     run(tmp_path, user_of(scheduler=lambda optimizer: None), "--steps", "1")
+    steps_alone = SimpleNamespace(step=print)
+    with pytest.raises(GemscError, match=r"SimpleNamespace, which has no state_dict"):
+        run(tmp_path, user_of(scheduler=lambda optimizer: steps_alone))
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -332,3 +333,95 @@ def test_what_an_optimizer_keeps_of_rows_and_columns_belongs_to_its_ranks(
             *(tmp_path / "two", 2, lambda t: (cut(t), t.resume(saved))),
             optimizer=factored,
         )
+
+
+class Lookahead(torch.optim.Optimizer):
+    """As it is often written: it wraps an optimizer, and has tensors of its own."""
+
+    def __init__(self, base: torch.optim.Optimizer, in_one: bool) -> None:
+        self.base, self.in_one, self.param_groups = base, in_one, base.param_groups
+        self.slow = [p.detach().clone() for p in base.param_groups[0]["params"]]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.base.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> None:
+        self.base.step()
+        with torch.no_grad():
+            for p, q in zip(self.param_groups[0]["params"], self.slow, strict=True):
+                p.copy_(q.lerp_(p, 0.5))
+
+    def state_dict(self) -> dict[str, Any]:
+        state = self.base.state_dict()
+        return {**(state if self.in_one else {"base": state}), "slow": self.slow}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        whole = state if self.in_one else state["base"]
+        self.base.load_state_dict({k: whole[k] for k in ("state", "param_groups")})
+        self.slow, self.param_groups = state["slow"], self.base.param_groups
+
+
+@pytest.mark.parametrize("in_one", [True, False])
+def test_what_an_optimizer_keeps_beside_its_parameters_comes_back(
+    tmp_path: Path, in_one: bool
+) -> None:
+    def lookahead(named: Any) -> torch.optim.Optimizer:
+        return Lookahead(torch.optim.Adam([p for _, p in named], lr=0.1), in_one)
+
+    program, saved = written(tmp_path / "two", Net(simple), micro_batches=2), tmp_path
+    batch, given = batch_of((X, X), 2), {"optimizer": lookahead}
+    assert program.plan.ranks == 2
+
+    def work(trainer: Trainer) -> list[Any]:
+        for number in range(4):
+            trainer.step(*batch)
+            if number == 1:
+                trainer.save(saved)
+        return [*trainer.state_dict().values()]
+
+    def again(trainer: Trainer) -> list[Any]:
+        trainer.resume(saved)
+        trainer.step(*batch)
+        trainer.step(*batch)
+        return [*trainer.state_dict().values()]
+
+    wanted, found = (on_ranks(tmp_path / "two", 2, w, **given) for w in (work, again))
+    for one, other in zip(chain(*wanted), chain(*found), strict=True):
+        assert torch.equal(one, other)
+    written(tmp_path / "four", Net(simple), micro_batches=2, ranks=4)
+    with pytest.raises(GemscError, match=r"optimizer keeps '(base|slow)' in a form"):
+        on_ranks(tmp_path / "four", 4, lambda t: t.resume(saved), **given)
+
+
+class Counting(torch.optim.SGD):
+    """It keeps one number for all parameters."""
+
+    taken = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.taken += 1
+        self.param_groups[0]["lr"] = 0.1 * self.taken
+        super().step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.taken = state["taken"]
+
+
+def test_a_count_that_all_ranks_keep_goes_on_in_any_split(tmp_path: Path) -> None:
+    def counting(named: Any) -> torch.optim.Optimizer:
+        return Counting([p for _, p in named], lr=0.1)
+
+    batches = [batch_of((X + i, X), 2) for i in range(3)]
+    for ranks in 1, 2, 4:
+        written(tmp_path / str(ranks), Net(simple), micro_batches=2, ranks=ranks)
+    whole, given = tmp_path / "whole", {"optimizer": counting}
+    go_on(tmp_path / "2", 2, whole, batches, resume=False, **given)
+    for before, after in (2, 4), (1, 2), (4, 1):
+        run = tmp_path / f"from {before}"
+        go_on(tmp_path / str(before), before, run, batches[:2], resume=False, **given)
+        go_on(tmp_path / str(after), after, run, batches[2:], resume=True, **given)
+        assert off(weights_in(run), weights_in(whole)) < 1e-6

@@ -34,7 +34,7 @@ from gemsc.verify.compare import (
 )
 from gemsc.verify.one_process import reference_steps
 from gemsc.verify.precision import LowPrecision
-from gemsc.verify.steps import _Subject, verify_program
+from gemsc.verify.steps import _Subject, user_model_of, verify_program
 from gemsc.viz.terminal import show_activations
 
 WIDE, NARROW = torch.float64, torch.float32
@@ -480,3 +480,23 @@ def test_steps_that_an_optimizer_makes_of_rounding_alone_are_no_error(
             path.write_text(adding(text, name, addend))
         found = verify_program(program, dtype=WIDE)
         assert found.judge(WIDE)[0] != "exact", (name, addend)
+
+
+def test_a_file_that_can_be_imported_but_once_is_as_it_was(tmp_path: Path) -> None:
+    """It registers a name in a library, which refuses a second one of it."""
+    (tmp_path / "registry.py").write_text("names = []\n")
+    (path := tmp_path / "registers.py").write_text(
+        "import registry, torch\n"
+        "if registry.names:\n"
+        "    raise ValueError('it has that name')\n"
+        "registry.names.append('Net')\n"
+        "model, loss = torch.nn.Linear(2, 1), torch.nn.MSELoss()\n"
+        "def example_inputs():\n"
+        "    return (torch.randn(4, 2),)\n"
+    )
+    plan: Any = SimpleNamespace(spec=str(path), constants={})
+    model = user_model_of(tmp_path, plan).model
+    assert user_model_of(tmp_path, plan).model is model
+    plan.constants["loss"] = "None"
+    with pytest.raises(GemscError, match="has no constant loss"):
+        user_model_of(tmp_path, plan)

@@ -106,6 +106,10 @@ def eval_dataset():
 def metrics(output, target):
     right = (output.argmax(1) == target.argmax(1)).float()
     return {"accuracy": right.mean(), "spread": output.std(), "all": right.min()}
+
+
+def on_step(trainer, report):
+    trainer.stop("which no plain loop knows")
 """
 
 SETTINGS = RunSettings(
@@ -203,6 +207,7 @@ def test_a_run_is_a_plain_loop(
     assert float(found[1]) <= {"float32": 1e-4, "float64": 1e-9}[dtype]
     assert "held-out after epoch 1: " in outcome.out
     assert f"plain loop in {dtype} 5/5  loss " in outcome.out
+    assert "note: on_step() is not called here" in outcome.err
 
 
 @pytest.mark.slow

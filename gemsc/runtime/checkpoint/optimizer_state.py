@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Number
 from typing import Any
 
 from torch import Tensor, nn
@@ -59,6 +60,12 @@ class UpdatedParameter:
         )
 
 
+def state_of(optimizer: Any) -> State:
+    """Return the state of an optimizer; one that wraps another may leave out groups."""
+    groups = optimizer.param_groups
+    return {"state": {}, "param_groups": groups, **optimizer.state_dict()}
+
+
 def slots_of(
     optimizer: Any, state: State, held: Mapping[int, HeldTensor]
 ) -> list[UpdatedParameter]:
@@ -68,7 +75,7 @@ def slots_of(
         GemscError: a parameter of it is none of the program.
     """
     slots = []
-    groups = zip(optimizer.param_groups, state.get("param_groups", ()), strict=False)
+    groups = zip(optimizer.param_groups, state["param_groups"], strict=False)
     for number, (group, saved) in enumerate(groups):
         for parameter, index in zip(group["params"], saved["params"], strict=True):
             if id(parameter) not in held:
@@ -119,7 +126,7 @@ def split_state(
             "names": [slot.name for slot in slots if slot.group == number],
             "values": {k: v for k, v in group.items() if k not in PARAMETERS},
         }
-        for number, group in enumerate(state.get("param_groups", ()))
+        for number, group in enumerate(state["param_groups"])
     ]
     rest = {k: v for k, v in state.items() if k not in ("state", "param_groups")}
     return tensors, {"groups": groups, "values": values, "rest": rest}
@@ -190,6 +197,28 @@ class SavedOptimizer:
             kernels = {name: group[name] for name in KERNELS if name in group}
             groups.append({**group, **values, **kernels})
         return {**current, "state": state, "param_groups": groups}
+
+    def others(self, rank: int, *, is_same: bool) -> State:
+        """Return what an optimizer keeps beside groups and states of parameters.
+
+        In another layout that is a number or a text which all ranks have kept alike.
+
+        Raises:
+            GemscError: they have kept other things.
+        """
+        kept = [each.get("rest", {}) for each in self.ranks]
+        if is_same:
+            return dict(self.decode(kept[rank]))
+        kept = [each for each in kept if each]  # not of ranks that update nothing
+        found: State = self.decode(kept[0]) if kept else {}
+        plain = all(isinstance(v, Number | str | None) for v in found.values())
+        if not plain or any(each != kept[0] for each in kept):
+            raise GemscError(
+                f"the optimizer keeps '{next(iter(found))}' in a form that belongs to "
+                "the ranks that saved it",
+                help=f"compile with the split of the saved run, {WEIGHTS_ALONE}",
+            )
+        return found
 
     def scheduler(self, sources: Sequence[Source], rank: int) -> Any:
         """Return the state of the scheduler of a rank whose groups have `sources`."""

@@ -33,6 +33,7 @@ from gemsc.runtime.checkpoint.optimizer_state import (
     WEIGHTS_ALONE,
     SavedOptimizer,
     slots_of,
+    state_of,
     states_of,
 )
 from gemsc.runtime.checkpoint.pieces import TensorPiece
@@ -355,11 +356,12 @@ class _Reader:
                     )
         if updates.optimizer is None:
             return
-        current = updates.optimizer.state_dict()
+        current = state_of(updates.optimizer)
         slots = slots_of(updates.optimizer, current, holdings.updated(updates))
         rank = self.worker.transport.host.rank
-        sources = saved.groups(slots, len(current.get("param_groups", ())), rank)
+        sources = saved.groups(slots, len(current["param_groups"]), rank)
         state = saved.state(current, slots, sources, stored.read)
+        state |= saved.others(rank, is_same=is_same)
         with _fits("optimizer", updates.optimizer):
             for now, theirs in zip(
                 *(each["param_groups"] for each in (current, state)), strict=True

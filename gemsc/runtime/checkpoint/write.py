@@ -28,7 +28,7 @@ from gemsc.errors import GemscError, InternalError
 from gemsc.runtime.checkpoint.folder import Retention, clear_space, discard, publish
 from gemsc.runtime.checkpoint.holdings import Extra, HeldTensor, Holdings
 from gemsc.runtime.checkpoint.manifest import Manifest, Stored
-from gemsc.runtime.checkpoint.optimizer_state import slots_of, split_state
+from gemsc.runtime.checkpoint.optimizer_state import slots_of, split_state, state_of
 from gemsc.runtime.checkpoint.pieces import TensorPiece, make_up
 from gemsc.runtime.checkpoint.sharing_out import (
     Item,
@@ -244,7 +244,7 @@ def _states(
     scheduler = None
     if updates.optimizer is not None:
         kinds["optimizer"] = type(updates.optimizer).__name__
-        state = updates.optimizer.state_dict()
+        state = state_of(updates.optimizer)
         slots = slots_of(updates.optimizer, state, holdings.updated(updates))
         held, rest = split_state(state, slots)
     if updates.scheduler is not None:

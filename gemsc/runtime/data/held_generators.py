@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset
 
-from gemsc.base.nests import stored_items
+from gemsc.base.nests import stored_attributes, stored_items
 from gemsc.base.rng import seed_all, seed_of
 from gemsc.errors import GemscError, is_users, user_place
 
@@ -177,11 +177,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield those that are stored: nothing of the user's is called."""
     is_class = isinstance(value, type)
-    try:
-        own = object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        own = {}
-    for name, item in list(own.items()):
+    for name, item in list(stored_attributes(value).items()):
         if name == "__annotations__":  # leads through typing, and holds nothing
             continue
         if not (is_class and isinstance(item, type | MemberDescriptorType)):

@@ -76,7 +76,8 @@ class Training:
         callbacks: list[Callback] = [Position(self.trainer, self.epochs)]
         if options.ema is not None:
             callbacks.append(Ema(options.ema))
-        callbacks.append(Hooks(self.user))
+        if options.record_run is None:  # the plain loop beside it has none
+            callbacks.append(Hooks(self.user))
         if self.evaluator is not None:
             self.best = Best(self.epochs, options.best, options.patience)
             callbacks.append(self.best)

@@ -86,6 +86,13 @@ def scheduler_of(optimizer: Optimizer, make: Callable[[Optimizer], Any]) -> Any:
             help="return one object whose step() is called after each update; combine "
             "several with torch.optim.lr_scheduler.SequentialLR or ChainedScheduler",
         )
+    if made is not None and not hasattr(made, "state_dict"):
+        raise GemscError(
+            f"scheduler() returns {type(made).__name__}, which has no state_dict(): a "
+            "run that resumes would begin it anew",
+            help="derive it from torch.optim.lr_scheduler.LRScheduler, or give it "
+            "state_dict() and load_state_dict()",
+        )
     return made
 
 
