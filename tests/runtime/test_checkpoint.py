@@ -326,10 +326,14 @@ def test_nobody_elses_files_are_removed(program: Path, tmp_path: Path) -> None:
     (tmp_path / "step-000007").mkdir()
     (tmp_path / "step-000007" / "notes").touch()
     (tmp_path / ".step-notes").mkdir()
+    left = ".step-000001-0123abcd", ".step-000002-early-old", ".step-000003-again-old"
+    for name in left:  # by kills
+        (tmp_path / name).mkdir()
     for steps in (1, 2, 3, 4, 5):
         train_and_save(program, tmp_path, steps)
     assert (tmp_path / "step-000007" / "notes").exists()
     assert (tmp_path / ".step-notes").exists()
+    assert not any((tmp_path / name).exists() for name in left)
     with pytest.raises(GemscError, match=r"step 7 cannot be written .* not empty"):
         train_and_save(program, tmp_path, 7)
     assert int(resumed(program, tmp_path)["steps of rank 1"]) == 5

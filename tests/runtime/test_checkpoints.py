@@ -254,6 +254,7 @@ def test_what_fails_after_the_first_epoch_loses_nothing(
 
     def on_epoch(trainer: Trainer, epoch: int, figures: Any) -> None:
         told.append(epoch)
+        latest.add((saves / "latest").readlink().name)
         if "on_epoch" in wrong:
             raise KeyError("dice")
 
@@ -263,8 +264,11 @@ def test_what_fails_after_the_first_epoch_loses_nothing(
         on_epoch=on_epoch,
     )
     words = "--epochs", "2", "--keep", "1", "--checkpoint-async", "--save"
-    wrong, told = set[str](), list[int]()
-    wanted = run(tmp_path, user, *words, tmp_path / "whole")
+    wrong, told, latest = set[str](), list[int](), set[str]()
+    saves = tmp_path / "whole"
+    wanted = run(tmp_path, user, *words, saves)
+    assert "step-000002-early" in latest
+    assert "step-000004-early" not in latest  # of later epochs there is one before
     wrong, undisturbed, told = {fails_in}, told, []
     with pytest.raises(GemscError) as caught:
         run(tmp_path, user, *words, tmp_path / "saved")

@@ -178,9 +178,13 @@ class Checkpoints(Callback):
             return
         self._saved = step, early
         trainer.requests.done("save")
-        background = self.background and not early
-        how: dict[str, Any] = {"early": early, "background": background}
-        trainer.save(self.folder, keep=self.keep, best=is_best, **how)
+        trainer.save(
+            self.folder,
+            keep=self.keep,
+            best=is_best,
+            early=early,
+            background=self.background and not early,
+        )
         self._start_clock()
 
     def _is_time(self, trainer: Trainer, step: int) -> bool:
