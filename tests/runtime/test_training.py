@@ -98,6 +98,33 @@ def test_a_run_that_goes_on_with_another_rate_in_its_file_says_what_counts(
     assert capfd.readouterr().err.count(said) == 1
 
 
+def test_the_rates_of_a_scheduler_of_ones_own_are_not_said_to_differ(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Falls:
+        def __init__(self, made: SGD) -> None:
+            self.made, self.count = made, 0
+
+        def step(self) -> None:
+            self.count += 1
+            self.made.param_groups[0]["lr"] = 0.1 / self.count
+
+        def state_dict(self) -> dict[str, int]:
+            return {"count": self.count}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.count = state["count"]
+
+    folder, save = program(tmp_path), str(tmp_path / "run")
+    user = user_of(scheduler=Falls)
+    run(folder, user, "--save", save, "--steps", "2")
+    run(folder, user, "--save", save, "--steps", "3", "--resume", save)
+    assert "keeps the values" not in capfd.readouterr().err
+    del Falls.load_state_dict
+    with pytest.raises(GemscError, match=r"Falls, which has no load_state_dict\(\)"):
+        run(folder, user, "--steps", "1")
+
+
 def test_a_run_that_goes_on_takes_the_kernels_of_its_optimizer_from_the_file(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -87,7 +87,8 @@ def resume(worker: Worker, directory: Path, tensors: Extra) -> dict[str, Any]:
                     part.load_state_dict(state)
                 raise theirs
         if transport.rank == 0:
-            _say_kept(before, [each.state_dict() for each in stateful])
+            is_scheduled = any(updates.scheduler for updates in everything)
+            _say_kept(before, [each.state_dict() for each in stateful], is_scheduled)
         for act in fit.acts:
             act()
         worker.stages.align()
@@ -97,17 +98,19 @@ def resume(worker: Worker, directory: Path, tensors: Extra) -> dict[str, Any]:
     return fit.extra
 
 
-def _say_kept(made: list[dict[str, Any]], loaded: list[dict[str, Any]]) -> None:
+def _say_kept(
+    made: list[dict[str, Any]], loaded: list[dict[str, Any]], is_scheduled: bool
+) -> None:
     """Say where groups go on with other values than `optimizer()` now gives them.
 
     What a scheduler sets has changed since the start: of its rates the initial one is
-    compared.
+    compared, where it keeps that in the group as those of PyTorch.
     """
+    cycled = ("lr", "momentum", "betas") if is_scheduled else ()
     found: dict[str, None] = {}
     for states in zip(made, loaded, strict=True):
         pairs = zip(*(state.get("param_groups", ()) for state in states), strict=True)
         for mine, theirs in pairs:
-            cycled = ("lr", "momentum", "betas") if "initial_lr" in mine else ()
             names = (n for n in mine if n in theirs and n not in (*PARAMETERS, *cycled))
             for name in names:
                 now, then = str(mine[name]), str(theirs[name])  # some are tensors

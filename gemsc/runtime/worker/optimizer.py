@@ -80,15 +80,17 @@ def scheduler_of(optimizer: Optimizer, make: Callable[[Optimizer], Any]) -> Any:
         GemscError: it cannot step.
     """
     made = make(optimizer)
-    if made is not None and not callable(getattr(made, "step", None)):
+    if made is None:
+        return None
+    if not callable(getattr(made, "step", None)):
         raise GemscError(
             f"scheduler() returns {type(made).__name__}, which cannot step",
             help="return one object whose step() is called after each update; combine "
             "several with torch.optim.lr_scheduler.SequentialLR or ChainedScheduler",
         )
-    if made is not None and not hasattr(made, "state_dict"):
+    if lacks := [n for n in ("state_dict", "load_state_dict") if not hasattr(made, n)]:
         raise GemscError(
-            f"scheduler() returns {type(made).__name__}, which has no state_dict(): a "
+            f"scheduler() returns {type(made).__name__}, which has no {lacks[0]}(): a "
             "run that resumes would begin it anew",
             help="derive it from torch.optim.lr_scheduler.LRScheduler, or give it "
             "state_dict() and load_state_dict()",
