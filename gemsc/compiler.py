@@ -81,6 +81,7 @@ def compile(
     example_target: Any = None,
     optimizer: OptimizerFactory | None = None,
     phases: Sequence[Phase] = (),
+    metrics: Any = None,
     options: CompileOptions | None = None,
     source: Path | None = None,
     after_each: Observer | None = None,
@@ -97,7 +98,8 @@ def compile(
     may have several shapes, inputs and target are lists, of one for each. Where a step
     has several `phases`, they have losses and optimizers of their own. Choices are the
     fields of `CompileOptions`: `ranks=4, schedule="1f1b", micro_batches=8`. An `edited`
-    plan replaces them all. `progress(block, share)` is called while `profile=True`
+    plan replaces them all. `metrics`, as in a model's file, are tried on the examples: a
+    warning says if they fail. `progress(block, share)` is called while `profile=True`
     measures blocks.
 
     What the model has on the meta device the program has not either: its ranks find it
@@ -151,7 +153,8 @@ def compile(
         if options.check:
             found = {"unchecked": "the model has no weights here"}
             if has_weights:
-                found = first_step(program.compilation, *given, **feed)
+                step = partial(first_step, program.compilation, *given, **feed)
+                found = step(metrics=metrics)
             program = program.with_plan(**found)
         held = replace(program.compilation, elsewhere=elsewhere)
         return replace(program, compilation=held)

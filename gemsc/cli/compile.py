@@ -236,6 +236,8 @@ def _say_unused(user: UserModel) -> None:
     """Say what may be a name of ours in other letters, and what is done without it."""
     lacking = [each.name for each in fields(user) if getattr(user, each.name) is None]
     for name, at in unused(user.path):
+        if name in lacking:  # it is None
+            continue
         if meant := meant_by(name, lacking):
             help = f"if it is for gemsc, call it {meant}"
             warn(f"nothing uses {name}", at=at, help=help)
@@ -264,6 +266,9 @@ def compiled(
             given["example_inputs"] = shapes
             given["example_target"] = user.make_targets(shapes)
         given["model"], elsewhere = _with_weights(given["model"], user, options)
+        # of whole cases they get something else
+        scores = user.eval_dataset is not None and user.eval_windows is None
+        given["metrics"] = user.make_metrics() if scores else None
         program = compile(
             **given,
             elsewhere=elsewhere,

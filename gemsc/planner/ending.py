@@ -371,12 +371,13 @@ def share_updates(program: Program, copies: int, shard: str) -> Program:
     stages = range(len(owned))
     mirrored = {f"stage{stage}" for stage in stages if _is_mirrored(program, stage)}
     if mirrored and program.adds_at_once and max(holders.values()) == 2:
+        ranks = 3 * program.require_placement().num_ranks
         raise GemscError(
             f"{flag} divides state among ranks that run the same stages in the same "
             "order, which the two mirrored replicas do not",
-            help="use --shard optimizer, or add --data 3: without it, a rank would "
-            "hold one whole stage and half of each of its two stages, which saves "
-            "nothing",
+            help=f"use --shard optimizer, or --data 3 with --ranks {ranks}: without, a "
+            "rank would hold one whole stage and half of each of its two stages, which "
+            "saves nothing",
         )
     for key, names in groups.items():
         shapes = {name: tuple(named[name].shape) for name in names}

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from gemsc.base.dtypes import default_dtype
+from gemsc.base.dtypes import cast, default_dtype
 from gemsc.base.examples import Examples, num_rows
 from gemsc.base.nests import Mean
 from gemsc.base.phase import Phase
@@ -31,11 +31,13 @@ from gemsc.base.plain_forward import with_threads
 from gemsc.base.rng import preserve_rng, same_draws
 from gemsc.codegen.package import write_directory
 from gemsc.compilation import Compilation
-from gemsc.errors import GemscError, InternalError
+from gemsc.errors import GemscError, InternalError, warn
 from gemsc.ir import meta
 from gemsc.ir.invariants import sources
 from gemsc.plan import Plan
 from gemsc.runtime.data.batches import repeated
+from gemsc.runtime.data.metrics import Metrics
+from gemsc.runtime.training.step_report import concatenated
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.runtime.training.verification import recorded
 from gemsc.runtime.transport.local import run_local
@@ -77,12 +79,14 @@ def first_step(
     loss: Callable[..., Any] | None = None,
     example_target: Any = None,
     phases: Sequence[Phase] = (),
+    metrics: Any = None,
 ) -> dict[str, str]:
     """Compare one step of a program with the model; return what the plan says of it.
 
     That is `unchecked`, why it was not, "" if it was, and `only_dtype` if the model
     fails in float64. Where batches have several shapes, one of each is compared, one
     after the other. Nothing changes in the model or the generators of random numbers.
+    If `metrics` fails for what the ranks give in evaluation, a warning says so.
 
     Raises:
         InternalError: the program computes something else, or does not run.
@@ -101,7 +105,7 @@ def first_step(
         if dtype not in TOLERANCE:
             reason = reason or f"nothing is compared in {dtype}"
             continue
-        step = _Step(plan, model, loss, batches, dtype, plain)
+        step = _Step(plan, model, loss, batches, dtype, plain, metrics)
         try:
             found = {"unchecked": _one_compared(compilation, step)}
         except _DoesNotRunError as error:
@@ -135,6 +139,7 @@ class _Step:
     batches: list[tuple[Any, Any]]
     dtype: torch.dtype
     phases: Sequence[Phase] = ()
+    metrics: Any = None
 
     def in_one_process(self) -> StepRecord:
         """Return what one process computes, in training and in evaluation."""
@@ -187,8 +192,13 @@ class _Step:
             if mean is not None
         }
 
-    def on_ranks(self, directory: Path) -> tuple[Exception | None, StepRecord]:
-        """Return what the ranks of a program compute, and what stopped them."""
+    def on_ranks(
+        self, directory: Path
+    ) -> tuple[Exception | None, StepRecord, list[list[Any]]]:
+        """Return what stopped the ranks of a program, and what they compute.
+
+        Last is what they give for each batch in evaluation, in parts.
+        """
 
         def train(transport: Transport) -> Any:
             with same_draws():
@@ -206,22 +216,32 @@ class _Step:
         try:
             found = on_threads(self.plan.ranks, train, self.dtype)
         except (GemscError, InternalError) as error:
-            return error, _NOTHING
+            return error, _NOTHING, []
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             message = f"the program that was written does not run: {text}"
             failure = InternalError(message)
             failure.__cause__ = error
-            return failure, _NOTHING
-        # those of data-parallel copies, in order
+            return failure, _NOTHING, []
         of_batches = list(zip(*found, strict=True))
-        outputs = self._named(
-            [[e.output for e in each if e.output is not None] for each in of_batches],
-            [each[0].mean for each in of_batches],
-        )
+        # those of data-parallel copies, in order
+        parts = [[e.output for e in b if e.output is not None] for b in of_batches]
+        outputs = self._named(parts, [each[0].mean for each in of_batches])
         trains = (directory / "losses0.json").exists()
         record = read_record(directory, self.plan.ranks) if trains else _NOTHING
-        return None, replace(record, outputs=outputs)
+        return None, replace(record, outputs=outputs), parts
+
+    def try_metrics(self, parts: list[Any]) -> None:
+        """Warn if `metrics` fails for what the ranks give for the first batch."""
+        output = concatenated(parts, self.plan.sample_dims)
+        inputs, target = self.batches[0]
+        try:
+            with preserve_rng():
+                output = cast(output, getattr(torch, self.plan.dtype))
+                Metrics(self.metrics).add(output, target, num_rows(inputs))
+        except GemscError as error:
+            text = f"tried on the examples, {error.message}: evaluations would end so"
+            warn(text, at=error.at, help=error.help or "")
 
 
 def _compared(compilation: Compilation, step: _Step) -> str:
@@ -234,7 +254,7 @@ def _compared(compilation: Compilation, step: _Step) -> str:
         write_directory(replace(compilation, plan=step.plan), folder)
         beside = stack.enter_context(ThreadPoolExecutor(1))
         model_runs = beside.submit(step.in_one_process)
-        failure, actual = step.on_ranks(folder)
+        failure, actual, parts = step.on_ranks(folder)
         try:
             expected = model_runs.result()
         except (RuntimeError, TypeError, ValueError) as error:
@@ -250,6 +270,7 @@ def _compared(compilation: Compilation, step: _Step) -> str:
         found = _with_roundings(found, (actual, expected), step)
     kind, wrong = found.judge(dtype)
     if kind == "exact":
+        step.try_metrics(parts[0])
         return ""
     if kind == "undecided":
         return f"rounding alone changes {wrong} by {found.rounding[wrong]:.0e}"

@@ -658,6 +658,7 @@ WITHOUT = MODEL.partition("def optimizer")[0] + "dataset = Data(24)\n\n\n"
         ("lr_scheduler = None", "scheduler"),
         ("def metric(): ...\nprint(metric)", ""),
         ("def helper(): ...", ""),
+        ("scheduler = collate = None", ""),
         ("from torch.optim import Optimizer", ""),
     ],
 )
@@ -672,6 +673,26 @@ def test_what_is_spelled_otherwise_is_told(
     assert (line in said) == ("warning" in said) == bool(meant)
     note = "note: no optimizer() in model.py: it trains with SGD, learning rate 0.01\n"
     assert note in said
+
+
+@pytest.mark.parametrize(
+    ("more", "is_told"),
+    [
+        ("", True),
+        ("eval_dataset = None", False),  # nothing calls them
+        ("eval_windows = {}", False),  # whole cases
+    ],
+)
+def test_metrics_that_would_end_an_evaluation_are_told(
+    more: str, is_told: bool, gemsc: Gemsc, tmp_path: Path
+) -> None:
+    wrong = MODEL.replace("output.argmax(1)", "output.argmax(7)")
+    prepare(tmp_path, f"{wrong}\n{more}\n")
+    said = gemsc("compile", "model.py")
+    line = wrong[: wrong.index("argmax(7)")].count("\n") + 1
+    told = f"model.py:{line}: warning: tried on the examples, metrics() fails: IndexErr"
+    assert (told in said.err) == ("warning" in said.err) == is_told
+    assert said.code == 0
 
 
 @pytest.mark.parametrize("more", ["", ", padding=-1"])

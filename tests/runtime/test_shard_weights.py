@@ -542,7 +542,7 @@ def test_what_cannot_be_in_parts_is_refused(tmp_path: Path) -> None:
         written(tmp_path, net(), optimizer=adamw, shard="weights", schedule="mast",
                 ranks=2, micro_batches=2)  # fmt: skip
     assert "--shard optimizer" in (error.value.help or "")
-    assert "--data 3" in (error.value.help or "")
+    assert "--data 3 with --ranks 6" in (error.value.help or "")
     with pytest.raises(GemscError, match="a compiled stage keeps its weights"):
         written(tmp_path, net(), optimizer=adamw, shard="weights", data=2,
                 torch_compile=True)  # fmt: skip

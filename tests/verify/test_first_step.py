@@ -128,6 +128,37 @@ def test_what_a_dataclass_holds_is_compared_too(changed: Callable[..., None]) ->
         compile(*given, loss=loss, **options)
 
 
+def test_metrics_are_tried_on_a_batch_as_in_an_evaluation(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    seen = []
+
+    def metrics(result: Any, target: Tensor) -> dict[str, Tensor]:
+        seen.append((result.picture, target, torch.rand(1)))
+        return {"near": (result.picture - target).abs().mean()}
+
+    def wrong(result: Any, target: Tensor) -> dict[str, Any]:
+        return {"area": result.area}
+
+    def loss(result: Result, target: Tensor) -> Tensor:
+        return squares(result.picture - target)
+
+    given = {"loss": loss, "example_target": torch.zeros(2, 2, 8, 6)}
+    options = {**STAGES, "ranks": 4, "data": 2, "micro_batches": 2}
+    before = torch.get_rng_state()
+    compile(GivesResult(), (X,), **given, **options, metrics=metrics)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert "warning" not in capsys.readouterr().err
+    ((picture, target, _),) = seen
+    assert picture.shape == target.shape == (8, 2, 8, 6)
+    assert picture.dtype == target.dtype == torch.float32
+    compile(GivesResult(), (X,), **given, **STAGES, metrics=wrong)
+    error = capsys.readouterr().err
+    line = wrong.__code__.co_firstlineno + 1
+    assert f"test_first_step.py:{line}: warning: tried on the examples, metr" in error
+    assert "the output has no 'area', but picture, name: evaluations would" in error
+
+
 class CountsInOutput(Picture):
     """Has a buffer that is called as what evaluation gives."""
 
