@@ -98,9 +98,9 @@ def compile(
     may have several shapes, inputs and target are lists, of one for each. Where a step
     has several `phases`, they have losses and optimizers of their own. Choices are the
     fields of `CompileOptions`: `ranks=4, schedule="1f1b", micro_batches=8`. An `edited`
-    plan replaces them all. `metrics`, as in a model's file, are tried on the examples: a
-    warning says if they fail. `progress(block, share)` is called while `profile=True`
-    measures blocks.
+    plan replaces them all. `metrics`, as in a model's file, are tried on the examples:
+    if they fail, a warning says so. `progress(block, share)` is called while
+    `profile=True` measures blocks.
 
     What the model has on the meta device the program has not either: its ranks find it
     `elsewhere`, or it is imported later. Without weights nothing is compared with it.
