@@ -30,7 +30,7 @@ _HELP = (
     "register_forward_hook(self.method), or give it what it needs by "
     "functools.partial(function, {0}): copies follow these"
 )
-_HELP_OF_LOSS = (
+HELP_OF_LOSS = (
     "let the model return what the loss needs of it; what all weights add to the loss "
     "can be the optimizer's weight_decay"
 )
@@ -47,7 +47,7 @@ def reject_closures(model: nn.Module, loss: Any = None) -> None:
     own = {id(module) for module in model.modules()}
     own |= {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     functions = [(*each, _HELP) for each in all_in(model)]
-    functions += [(*each, _HELP_OF_LOSS) for each in all_in(loss)]
+    functions += [(*each, HELP_OF_LOSS) for each in all_in(loss)]
     anew = {id(each) for each in (*_made_anew(model), *_made_anew(loss))}
     for name, found, help_text in functions:
         function = stored_attributes(found).get("_torchdynamo_orig_callable", found)

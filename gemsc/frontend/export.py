@@ -7,7 +7,7 @@ import operator
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -99,7 +99,7 @@ def export(
 
 
 def _traced(model: nn.Module, loss: Any, wrapper: _Wrapper) -> Program:
-    writer = _Writer(_export(wrapper), dict(_tensor_names(model, loss)))
+    writer = _Writer(_export(wrapper), model, dict(_tensor_names(model, loss)))
     writer.run(wrapper, input_names(model, wrapper.given["input"]))
     root, aliases = make_root(model, loss, writer.constants)
     root.graph = writer.graph
@@ -288,6 +288,7 @@ class _Writer:
     """
 
     traced: fx.GraphModule
+    model: nn.Module
     names: dict[str, str]
     graph: fx.Graph = field(default_factory=fx.Graph)
     inputs: list[GraphInput] = field(default_factory=list)
@@ -385,7 +386,11 @@ class _Writer:
                 name = self.names[name]
             else:
                 constant = re.sub(r"\W", "_", name)
-                self.constants[constant] = operator.attrgetter(path)(self.traced)
+                tensor = operator.attrgetter(path)(self.traced)
+                with suppress(AttributeError):  # it may be in the memory of a weight
+                    is_own = prefix == _MODEL
+                    tensor = operator.attrgetter(rest)(self.model) if is_own else tensor
+                self.constants[constant] = tensor
                 name = f"{CONSTANTS}.{constant}"
             self.attributes[path] = node = self.graph.create_node("get_attr", name)
             meta.set_traced(

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from gemsc.base.nests import Path, named_tuple, tensor_leaves
 from gemsc.base.rng import may_draw
 from gemsc.errors import GemscError
+from gemsc.frontend.closures import HELP_OF_LOSS
 from gemsc.frontend.eager import transformed
 from gemsc.frontend.fake_copy import LOSS, FakeCopy
 from gemsc.frontend.targets import TargetCall
@@ -120,7 +121,14 @@ class GraphWriter:
         if key in self._parts:
             return self._part(tensor)
         if key in self._copied.tensors:
-            return self._get_attr(self._copied.tensors[key], tensor)
+            name = self._copied.tensors[key]
+            if tensor.requires_grad and not isinstance(tensor, FakeTensor):
+                raise GemscError(
+                    f"this takes '{name}' of the model from outside of it: in a copy, "
+                    "on which gemsc works, it is the same",
+                    help=HELP_OF_LOSS,
+                )
+            return self._get_attr(name, tensor)
         return self._constant(tensor)
 
     def _finish(self, node: fx.Node, value: Any, region: Region | None = None) -> None:

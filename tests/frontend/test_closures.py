@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from program_support import Net, X, mse
 from torch import Tensor, nn
 
+from gemsc.compiler import compile
 from gemsc.errors import GemscError
 from gemsc.frontend import FRONTENDS
 
@@ -105,6 +106,41 @@ def test_a_loss_that_refers_to_the_model_is_refused(
     assert caught.value.at is not None
     assert caught.value.at.file == __file__
     assert "weight_decay" in caught.value.help
+
+
+models = {"net": Net(chain, act=nn.Tanh())}
+models["net"].register_buffer("scale", torch.tensor(0.5))
+
+
+def held_in_a_dict(output: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(output, target) + models["net"].a.weight.square().sum()
+
+
+def detached_from_a_dict(output: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(output, target * models["net"].a.weight.detach().sum())
+
+
+@pytest.mark.parametrize("loss", [held_in_a_dict, detached_from_a_dict])
+def test_a_loss_that_finds_a_weight_otherwise_is_refused_in_its_line(loss: Any) -> None:
+    given = models["net"], (X,)
+    with pytest.raises(GemscError, match=r"takes 'a.weight' of the model from") as told:
+        FRONTENDS["record"](*given, loss=loss, target=X)
+    assert (told.value.at.file, told.value.at.line) == (
+        __file__,
+        loss.__code__.co_firstlineno + 1,
+    )
+    assert "weight_decay" in told.value.help
+    with pytest.raises(GemscError, match=r"'a.weight' .* share memory"):
+        compile(*given, loss=loss, example_target=X, ranks=2, frontend="export")
+
+
+def test_a_loss_may_find_a_buffer_that_stays() -> None:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, target) * models["net"].scale
+
+    for frontend in FRONTENDS:
+        given = {"loss": loss, "example_target": X, "frontend": frontend}
+        assert compile(models["net"], (X,), **given, ranks=2).plan.unchecked == ""
 
 
 class Named(nn.Module):

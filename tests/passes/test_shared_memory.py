@@ -36,8 +36,9 @@ class Shifted(Net):
         return super().forward(x) + self.table
 
 
-def compiled(model: nn.Module, ranks: int = 2) -> Any:
-    return gemsc.compile(model, (X,), loss=lambda y: y.square().mean(), ranks=ranks)
+def compiled(model: nn.Module, **options: Any) -> Any:
+    options = {"ranks": 2, **options}
+    return gemsc.compile(model, (X,), loss=lambda y: y.square().mean(), **options)
 
 
 def tied_by_data(model: Any) -> None:
@@ -88,6 +89,13 @@ def test_two_tensors_in_a_memory_that_changes_are_refused(
     with pytest.raises(GemscError, match="two tensors that share memory") as caught:
         compiled(model)
     assert all(name in caught.value.message for name in names)
+
+
+def test_so_are_those_that_torch_export_finds() -> None:
+    model = Shifted()
+    kept_as_it_is(model)
+    with pytest.raises(GemscError, match=r"'_constants.table' and 'first.weight' are"):
+        compiled(model, frontend="export")
 
 
 def rows_beside_each_other(model: Any) -> None:
