@@ -235,6 +235,8 @@ class _Step:
         """Warn if `metrics` fails for what the ranks give for the first batch."""
         output = concatenated(parts, self.plan.sample_dims)
         inputs, target = self.batches[0]
+        if target is None:  # there is no example; a dataset has some
+            return
         try:
             with preserve_rng():
                 output = cast(output, getattr(torch, self.plan.dtype))

@@ -157,6 +157,9 @@ def test_metrics_are_tried_on_a_batch_as_in_an_evaluation(
     line = wrong.__code__.co_firstlineno + 1
     assert f"test_first_step.py:{line}: warning: tried on the examples, metr" in error
     assert "the output has no 'area', but picture, name: evaluations would" in error
+    without = {"loss": lambda result: squares(result.picture)}
+    compile(GivesResult(), (X,), **without, **STAGES, metrics=wrong)
+    assert capsys.readouterr().err == ""
 
 
 class CountsInOutput(Picture):
