@@ -263,6 +263,11 @@ def compares(self: Any, x: Tensor) -> Tensor:
     return self.d(h) if torch.equal(self.table_size, self.table_size * 1) else h
 
 
+def compares_all(self: Any, x: Tensor) -> Tensor:
+    h = self.a(x)
+    return self.d(h) if torch.equal(self.table_size, self.table_size) else h
+
+
 def counts_all_through_a_part(self: Any, x: Tensor) -> Tensor:
     h = self.a(x) * int(self.table_size[2])
     self.table_size[1:][:2].mul_(2)
@@ -283,7 +288,7 @@ def picks_by_a_buffer(self: Any, x: Tensor) -> Tensor:
     [
         *(counts, counts_first, assigns, hides),
         *(counts_some, counts_all_through_a_part),
-        *(compares, picks, picks_by_a_buffer),
+        *(compares, compares_all, picks, picks_by_a_buffer),
     ],
 )
 def test_a_number_that_forward_changes_is_not_known(
