@@ -290,6 +290,14 @@ def test_layers_with_hooks_are_looked_into() -> None:
     assert F.linear in targets(program)
 
 
+def test_layers_that_are_lent_weights_are_looked_into() -> None:
+    def forward(self: Any, x: Any) -> Any:
+        lent = {"weight": self.fc.weight * 2}
+        return self.fc2(torch.func.functional_call(self.fc, lent, (x,)))
+
+    assert F.linear in targets(checked(Model(forward)))
+
+
 def test_weight_norm_is_looked_into() -> None:
     model = Model(lambda self, x: self.fc2(self.fc(x)))
     nn.utils.parametrizations.weight_norm(model.fc)
