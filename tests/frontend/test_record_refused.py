@@ -392,6 +392,14 @@ def test_hooks_and_lazy_parameters_are_refused() -> None:
     model.fc.register_full_backward_hook(lambda *args: None)
     with pytest.raises(GemscError, match="fc has a backward hook"):
         record(model, (X,))
+    model = Model(lambda self, x: self.fc(x))
+    model.fc.register_full_backward_pre_hook(lambda *args: None)
+    with pytest.raises(GemscError, match="fc has a backward hook"):
+        record(model, (X,))
+    model = Model(lambda self, x: self.fc(x))
+    model.fc.weight.register_hook(lambda gradient: gradient / 2)  # no copy has it
+    with pytest.raises(GemscError, match=r"parameter fc\.weight has a gradient hook"):
+        record(model, (X,))
     lazy = nn.Sequential(nn.LazyLinear(3))
     for refuse in (record, functools.partial(compile, loss=mean)):
         with pytest.raises(GemscError, match=r"'0\.weight' has no shape"):
