@@ -100,11 +100,13 @@ def test_random_numbers_that_forward_keeps_are_refused(make: Any) -> None:
         record(Model(forward, cache=None), (X,), loss=mean)
 
 
-def test_a_table_that_takes_in_the_first_batch_is_refused() -> None:
+@pytest.mark.parametrize("made", [lambda table: table, lambda table: table * 2])
+def test_a_table_that_takes_in_the_first_batch_is_refused(made: Any) -> None:
     def forward(self: Any, x: Any) -> Any:
         if self.cache is None:
-            self.cache = torch.zeros(4)
-            self.cache[:2].copy_(x[0, :2])
+            table = torch.zeros(4)
+            table[:2].copy_(x[0, :2])
+            self.cache = made(table)
         return self.fc(x) + self.cache
 
     with pytest.raises(GemscError, match="earlier call of forward made"):
