@@ -101,6 +101,17 @@ def test_shapes_that_differ_have_a_forward_of_their_own(tmp_path: Path) -> None:
     evaluates_as_the_model(tmp_path / "program", Net(grows))
 
 
+ONE, OTHER = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([4.0, 3.0, 2.0, 1.0])
+
+
+def has_another_constant(self: Any, x: Tensor) -> Tensor:
+    return self.b(self.a(x) * (ONE if self.training else OTHER))
+
+
+def test_constants_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    evaluates_as_the_model(tmp_path / "program", Net(has_another_constant))
+
+
 def turned(self: Any, x: Tensor) -> Tensor:
     h = self.a(x)
     return self.b(h) - h if self.training else h - self.b(h)
