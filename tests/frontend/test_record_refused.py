@@ -11,6 +11,7 @@ import operator
 import random
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -120,6 +121,22 @@ def test_a_table_that_changes_at_each_call_is_refused() -> None:
 
     with pytest.raises(GemscError, match="behaves differently when it is called again"):
         record(Model(forward, scale=torch.ones(4)), (X,), loss=mean)
+
+
+def test_a_mode_or_a_constant_that_differs_at_each_call_is_refused() -> None:
+    def learns_once(self: Any, x: Any) -> Any:
+        with torch.set_grad_enabled(not self.called):
+            h = self.fc(x)
+        self.called = True
+        return self.fc2(h)
+
+    def tells_the_time(self: Any, x: Any) -> Any:
+        now = np.full(4, time.perf_counter_ns() % 1000, "float32")
+        return self.fc2(self.fc(x)) * torch.from_numpy(now)
+
+    for forward in (learns_once, tells_the_time):
+        with pytest.raises(GemscError, match="behaves differently when it is called"):
+            record(Model(forward, called=False), (X,), loss=mean)
 
 
 class Cache:
@@ -359,6 +376,8 @@ def test_a_draw_that_decides_nothing_is_left_out(draw: Any) -> None:
         lambda: max(random.random(), random.random(), 0.5) > 0.7,
         lambda: random.randrange(10**9) == 0,
         lambda: np.random.rand() < 0,
+        lambda: random.expovariate(1) > 20,  # math.log makes a plain number of it
+        lambda: random.expovariate(1) < random.expovariate(1) - 20,
         lambda: random.gauss(0, 1) < -99,
         lambda: random.normalvariate(0, 1) < -99,  # draws until it likes two numbers
     ],
@@ -371,6 +390,16 @@ def test_a_draw_that_may_decide_something_is_refused(decides: Any) -> None:
     with pytest.raises(GemscError, match="not deterministic") as caught:
         record(Model(forward), (X,), loss=mean)
     assert "apply_spec_augment=False" in str(caught.value.help)
+
+
+@pytest.mark.parametrize(
+    "draw", [random.random, lambda: 1 + 0.1 * random.random(), np.random.rand]
+)
+def test_a_draw_whose_value_is_taken_is_refused(draw: Any) -> None:
+    """It would be the same number at each step."""
+    model = Model(lambda self, x: self.fc(x) * draw())
+    with pytest.raises(GemscError, match="not deterministic"):
+        record(model, (X,), loss=mean)
 
 
 @pytest.mark.parametrize(
