@@ -90,6 +90,14 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: of(layers.ActivityRegularization(0.1, name="a")),
         "ActivityRegularization 'a' adds its input to the loss",
     ),
+    "renorm": (
+        lambda: of(layers.BatchNormalization(renorm=True, name="a")),
+        "BatchNormalization 'a' has renorm=True",
+    ),
+    "rms_scaling": (
+        lambda: of(layers.LayerNormalization(rms_scaling=True, name="a")),
+        "LayerNormalization 'a' has rms_scaling=True",
+    ),
     "normalized steps": (
         lambda: of(layers.TimeDistributed(layers.BatchNormalization(), name="a")),
         "TimeDistributed 'a' normalizes each step of time",
