@@ -81,7 +81,13 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "LSTM 'a' is given a mask",
     ),
     "a forward layer that goes backwards": (
-        lambda: of(layers.Bidirectional(layers.LSTM(3, go_backwards=True), name="a")),
+        lambda: of(
+            layers.Bidirectional(
+                layers.LSTM(3, go_backwards=True),
+                backward_layer=layers.LSTM(3),
+                name="a",
+            )
+        ),
         "Bidirectional 'a' has a forward layer with go_backwards",
     ),
     "one draw for all": (
