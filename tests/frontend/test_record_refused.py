@@ -683,6 +683,19 @@ def test_the_check_compares_every_chunk(
         check_against_eager(program, model, (x,), mean)
 
 
+@pytest.mark.parametrize("place", [0, 10, 19])
+def test_a_difference_in_any_chunk_is_one(
+    place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gradients, "CHUNK", 7)
+    one = torch.ones(20)
+    for number, found in ((1.5, "differs by 5.0e-01"), (math.nan, "is finite in one")):
+        other = one.clone()
+        other[place] = number
+        assert (gradients.difference_of(other, one, 0.0) or "").startswith(found)
+        assert gradients.difference_of(other, other.clone(), 0.0) is None
+
+
 def test_a_custom_function_whose_call_is_not_seen_is_refused() -> None:
     # as where torch's own `apply` is written in C
     taken = vars(torch._C._FunctionBase)["apply"].__get__(None, _Off)
