@@ -12,8 +12,10 @@ import torch
 from onnx_files import file_of, imported, node
 from torch import nn
 
+from gemsc.errors import GemscError
 from gemsc.importers.onnx.standard import LRN
 
+onnx = pytest.importorskip("onnx")
 reference = pytest.importorskip("onnx.reference")
 DRAW = np.random.default_rng(0)
 
@@ -129,3 +131,71 @@ def test_a_local_norm_of_the_standard_is_that_of_pytorch(size: int) -> None:
     settings = {"alpha": 0.3, "beta": 0.6, "bias": 1.5, "size": size}
     (found,) = LRN._run(None, x, **settings)  # type: ignore[arg-type]
     np.testing.assert_allclose(found, module(torch.from_numpy(x)), rtol=1e-5)
+
+
+# ------------------------------------- what one comparison of the outputs does not see
+
+
+def test_random_numbers_are_between_their_bounds(tmp_path: Path) -> None:
+    nodes = [
+        node("RandomUniform", [], ["r"], low=2.0, high=3.0, shape=[100, 4]),
+        node("RandomNormal", [], ["n"], mean=50.0, scale=0.5, shape=[100, 4]),
+        node("Add", ["r", "n"], ["s"]),
+        node("Add", ["x", "s"], ["y"]),
+    ]
+    network = imported(file_of(tmp_path / "a.onnx", nodes, {"x": [100, 4]}))[0]
+    found = network(torch.zeros(100, 4))
+    assert abs(float(found.mean()) - 52.5) < 0.2
+    assert abs(float(found.std()) - (1 / 12 + 0.25) ** 0.5) < 0.1
+
+
+def test_layers_that_have_rows_of_one_weight_in_common_are_refused(
+    tmp_path: Path,
+) -> None:
+    """Each would train its own."""
+    nodes = [
+        node("Slice", ["weight", "zero", "four", "zero"], ["one"]),
+        node("Slice", ["weight", "two", "six", "zero"], ["other"]),
+        node("MatMul", ["x", "one"], ["a"]),
+        node("MatMul", ["x", "other"], ["b"]),
+        node("Add", ["a", "b"], ["y"]),
+    ]
+    places = {"zero": ints(0), "two": ints(2), "four": ints(4), "six": ints(6)}
+    weights = {"weight": numbers(6, 3), **places}
+    path = file_of(tmp_path / "a.onnx", nodes, {"x": [2, 4]}, weights)
+    with pytest.raises(GemscError, match="has elements of 'weight'"):
+        imported(path)
+
+
+def test_what_the_file_does_not_hold_is_not_trained(tmp_path: Path) -> None:
+    value = onnx.numpy_helper.from_array(np.array([0.5], "float32"))
+    nodes = [
+        node("ConstantOfShape", ["size"], ["bias"], value=value),
+        node("Conv", ["x", "weight", "bias"], ["y"]),
+    ]
+    weights = {"weight": numbers(3, 2, 1), "size": ints(3)}
+    path = file_of(tmp_path / "a.onnx", nodes, {"x": [2, 2, 5]}, weights)
+    (layer,) = imported(path)[0].children()
+    assert layer.weight.requires_grad
+    assert not layer.bias.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("lengths", "settings", "message"),
+    [
+        ((5, 3), {}, "has sequences of several lengths"),
+        ((5, 5), {"input_forget": 1}, "has one gate for input and forgetting"),
+        ((5, 5), {"clip": 0.5}, "clips its cells"),
+    ],
+)
+def test_recurrence_that_pytorch_has_not_is_refused(
+    lengths: tuple[int, int], settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    """The evaluator of onnx does not heed these."""
+    names = ["x", "weight", "recurrence", "", "lengths"]
+    nodes = [node("LSTM", names, ["y"], hidden_size=4, **settings)]
+    weights = {"weight": numbers(1, 16, 3), "recurrence": numbers(1, 16, 4)}
+    weights["lengths"] = np.array(lengths, "int32")
+    path = file_of(tmp_path / "a.onnx", nodes, {"x": [5, 2, 3]}, weights)
+    with pytest.raises(GemscError, match=message):
+        imported(path)
