@@ -98,6 +98,7 @@ class Worst:
         self.worst = torch.zeros(2)
 
     def __call__(self, output: Tensor, target: dict[str, Any]) -> None:
+        assert target["small"].dtype == output.dtype  # whatever a program runs in
         found = torch.stack([output.max(), target["small"].max()]).float()
         self.worst = torch.maximum(self.worst, found)
 
