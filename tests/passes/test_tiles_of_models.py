@@ -313,6 +313,13 @@ def test_norms_and_poolings_may_be_called_more_than_once() -> None:
     assert not check(net, torch.randn(2, 2, 12, 15), (2, 2)).barriers
 
 
+def test_running_statistics_of_instances_are_those_of_the_whole_picture() -> None:
+    norm = nn.InstanceNorm2d(2, track_running_stats=True)
+    net = nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), norm, nn.Conv2d(2, 2, 1))
+    (barrier,) = check(net, torch.randn(2, 2, 12, 15), (2, 2)).barriers
+    assert barrier.reason == "it keeps running statistics"
+
+
 class Embedded(nn.Module):
     """A position table that meets tiles, and a norm over pixels with weights."""
 
