@@ -26,6 +26,8 @@ from gemsc.ir.work import Work
 
 _CONSTANTS = (type(None), str, torch.dtype, torch.device)
 _NO_GRADIENT = "does not require grad and does not have a grad_fn"  # says autograd
+_OF_A_LEAF = "leaf Variable that requires grad is being used in an in-place operation"
+_OVERWRITES = "it changes its input in place: begin with x = x.clone()"
 _WHERE_GRADIENTS = (
     "evaluation and recomputing run without gradients; put what it differentiates, and "
     "torch.autograd.grad, into `with torch.enable_grad():`"
@@ -122,10 +124,15 @@ class Watch:
         }
         log = _Log(state)
         with log, saved_tensors_hooks(log.save, log.use):
-            result = self.forward(*args, **kwargs)
+            try:
+                result = self.forward(*args, **kwargs)
+            except RuntimeError as error:
+                if _OF_A_LEAF in str(error):  # here alone its inputs are leaves
+                    raise _UnfitError(_OVERWRITES) from error
+                raise
         self.kept |= log.kept - ({*self._statistics()} - log.read)
         if [tensor._version for tensor in inputs] != versions:
-            raise _UnfitError("it changes its inputs in place")
+            raise _UnfitError(_OVERWRITES)
         gives = _structure(result, learns)
         outputs = [tensor for _, tensor in tensor_leaves(result)]
         if not outputs:

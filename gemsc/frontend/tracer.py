@@ -328,7 +328,8 @@ class Tracer(TorchFunctionMode):
                 self.writer.call(("call_function", func, args, kwargs), result)
 
     def _record(self, call: TargetCall, func: Any, args: _Args, kwargs: _Kwargs) -> Any:
-        changes = _changes(call, args)
+        op, target, _, given = call
+        changes = call_mutates(op, target, given)  # or a layer does, which is alike
         with self.pause():
             old = [
                 (self.writer.node_of(tensor), tensor, _snapshot(tensor))
@@ -398,13 +399,6 @@ def _unknown(numbers: list[Any]) -> Iterator[None]:
 def _snapshot(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor as it is now: in-place calls may change shape and gradient."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
-
-
-def _changes(call: TargetCall, args: _Args) -> bool:
-    op, target, _, kwargs = call
-    if op == "call_module":
-        return getattr(args[0], "inplace", False) is True
-    return call_mutates(op, target, kwargs)
 
 
 @contextmanager

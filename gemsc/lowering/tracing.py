@@ -8,7 +8,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from gemsc.base.dtypes import convert, converted
 from gemsc.base.elementwise import OptimizerFactory, updated_together, updated_whole
@@ -32,10 +32,7 @@ from gemsc.passes.canonicalize import Canonicalize
 from gemsc.passes.checks.shared_memory import check_shared_memory
 from gemsc.passes.constants.causal_masks import CausalMasks
 from gemsc.passes.detect_skips import DetectSkips
-from gemsc.passes.follow_stages import (
-    FollowOrder,
-    find_twins,
-)
+from gemsc.passes.follow_stages import FollowOrder, find_twins
 from gemsc.passes.group_blocks import GroupBlocks
 from gemsc.passes.manager import Observer, Runs
 from gemsc.passes.separate_towers import SeparateTowers
@@ -124,8 +121,21 @@ def trace(
     return Traced(
         replace(program, sample_dims=sample_dims(model, example_inputs, evaluation)),
         evaluation,
-        find_twins(program, evaluation),
+        _in_one_forward(program, evaluation),
     )
+
+
+def _in_one_forward(
+    program: Program, evaluation: Program
+) -> dict[fx.Node, fx.Node] | None:
+    """Return the twins of two graphs, whose messages are one: None if shapes differ."""
+
+    def kinds(node: fx.Node) -> list[Any]:
+        return [(tensor.shape, tensor.dtype) for tensor in meta.tensors(node)]
+
+    twins = find_twins(program, evaluation)
+    pairs = (pair for pair in (twins or {}).items() if pair[0].op != "output")
+    return twins if all(kinds(one) == kinds(other) for one, other in pairs) else None
 
 
 def _compare(

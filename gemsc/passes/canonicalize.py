@@ -195,14 +195,13 @@ class _Rewriter:
     ) -> bool:
         """Return whether an alias is used after the change, other than by its name.
 
-        Assignments to a part return nothing: there the source itself goes on.
+        What uses the source itself goes on with what is put in its place.
         """
-        goes_on = meta.value(node) is None
         here = self.order[node]
         return any(
             self.order[user] > here
             for member in members
-            if self.order[member] < here and not (goes_on and member is source)
+            if self.order[member] < here and member is not source
             for user in member.users
         )
 

@@ -81,8 +81,6 @@ def _candidates(program: Program) -> list[fx.Node]:
 
 def _can_overlap(layer: nn.Module, halo: fx.Node) -> bool:
     """Whether the layer is a convolution that keeps the size, wherever it is called."""
-    if getattr(layer, "padding_mode", "zeros") != "zeros":
-        return False
     exchange = exchange_of(halo)
     if exchange.is_local or exchange.wraps or exchange.adds:
         return False

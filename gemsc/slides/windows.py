@@ -202,7 +202,7 @@ class SlidingWindows:
                 x = torch.arange(n, dtype=torch.float32) - (n - 1) / 2
                 curve = torch.exp(x**2 / (-2 * (SIGMA * n) ** 2))
                 weights *= curve.reshape(-1, *[1] * (len(size) - axis - 1))
-        return weights.clamp_(min=max(float(weights.min()), LEAST_WEIGHT))
+        return weights.clamp_(min=LEAST_WEIGHT)
 
 
 def image_axes(shape: Sequence[int], image: tuple[int, ...]) -> slice | None:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -68,6 +69,16 @@ def test_levels_and_arrays(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", GREY)
     found = Slide(tmp_path / "x.npy").read((7, 9), (0, 517))
     assert np.array_equal(found[..., 0], GREY[7:9])
+
+
+@pytest.mark.parametrize("suffix", [".tiff", ".png"])
+def test_who_changes_what_was_read_changes_no_later_part(
+    suffix: str, tmp_path: Path
+) -> None:
+    Image.fromarray(COLOURS).save(path := tmp_path / f"x{suffix}")
+    slide = Slide(path)
+    slide.read((0, 9), (0, 9))[:] = 0
+    assert np.array_equal(slide.read((0, 9), (0, 9)), COLOURS[:9, :9])
 
 
 @pytest.mark.parametrize("suffix", [".tiff", ".npy"])
@@ -288,6 +299,14 @@ def test_a_scanners_slide_is_read_in_parts(tmp_path: Path) -> None:
     assert coarse.levels == ((333, 517), (167, 259))
     assert coarse.pixel == pytest.approx((0.5 * 333 / 167, 0.5 * 517 / 259))
     assert np.array_equal(coarse.read((0, 99), (0, 200)), COLOURS[:198:2, :400:2])
+    seen = np.full((1, 2, 4), 90, np.uint8)
+    seen[0, 0] = 0  # where the scanner saw nothing
+    file = coarse._source._file  # type: ignore[union-attr]
+    factor = file.level_downsamples[1]
+    with mock.patch.object(file, "read_region", return_value=seen) as read:
+        assert coarse.read((99, 100), (150, 152))[0, :, 0].tolist() == [255, 90]
+    read.assert_called_once_with((round(150 * factor), round(99 * factor)), 1, (2, 1))
+    assert factor % 1
     with pytest.raises(GemscError, match="no level 2"):
         Slide(path, level=2)
     path.write_bytes(b"no")

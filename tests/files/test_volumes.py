@@ -20,8 +20,8 @@ from training_support import pairs, predict_job, run, user_of
 from gemsc.errors import GemscError
 from gemsc.runtime.training.predict import VolumePrediction
 from gemsc.runtime.training.trainer import Trainer
-from gemsc.slides.volume import Volume
-from gemsc.slides.windows import Case, SlidingWindows
+from gemsc.slides.volume import Volume, count_voxels
+from gemsc.slides.windows import Case, Picture, SlidingWindows, image_axes
 from gemsc.user_model import UserModel
 from gemsc.verify.plain_run import PlainRun, RunSettings
 
@@ -194,7 +194,7 @@ def test_what_is_written_lies_where_the_volume_lies(tmp_path: Path) -> None:
     model = program(tmp_path, ranks=2, micro_batches=2)
     write_case(tmp_path / "case.nii.gz", 19, 13, 9)
     source = nibabel.load(tmp_path / "case.nii.gz")
-    for orientation in (None, "RAS", "ILP"):
+    for orientation in (None, "RAS", "LIP"):  # the last turns three axes around
         mask = predict(tmp_path, 2, kind="mask", orientation=orientation)
         assert mask.get_data_dtype() == np.uint8
         assert np.array_equal(mask.affine, source.affine)
@@ -232,7 +232,7 @@ def test_voxels_get_another_size_for_the_model_and_back(tmp_path: Path) -> None:
     assert np.array_equal(back.affine, AFFINE)
     first = nibabel.load(path).get_fdata()[:, :, :4]
     assert np.allclose(back.get_fdata()[:, :, :4], first, atol=1e-4)
-    volume.write(tmp_path / "back.nii.gz", (inside > 200).astype(np.uint8))
+    volume.write(tmp_path / "back.nii.gz", inside > 200)
     mask = np.asarray(nibabel.load(tmp_path / "back.nii.gz").dataobj)
     assert mask.dtype == np.uint8
     places = [np.rint(np.arange(n) * step) for n, step in ((9, 1.5), (7, 2), (5, 1.2))]
@@ -240,6 +240,15 @@ def test_voxels_get_another_size_for_the_model_and_back(tmp_path: Path) -> None:
     assert np.array_equal(mask, expected)
     with pytest.raises(GemscError, match="3 cannot be resampled to 1 x 0 x 1"):
         Volume(path, spacing=(1, 0, 1))
+    assert count_voxels(5, 3, 2.2) == 6  # of 6.5, the whole ones
+
+
+def test_the_sizes_of_voxels_turn_with_their_axes(tmp_path: Path) -> None:
+    write_case(tmp_path / "case.nii.gz", 9, 7, 5)
+    turned = Volume(tmp_path / "case.nii.gz", "LIP")  # of 2, 3 and 1.5, as they are
+    same = Volume(tmp_path / "case.nii.gz", "LIP", spacing=(2, 3, 1.5))
+    assert same.shape == turned.shape == turned.read().shape[:3] == (7, 5, 9)
+    assert np.array_equal(same.read(), turned.read())
 
 
 @pytest.mark.parametrize("orientation", [None, "SLP"])
@@ -338,6 +347,15 @@ def test_what_is_no_volume_is_refused(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-200])
     with pytest.raises(GemscError, match="cannot be read"):
         Volume(path).read()
+    flat = nibabel.Nifti1Image(np.zeros((4, 4, 4), np.uint8), None)
+    flat.header.set_sform(np.diag([1, 0, 1, 1]), code=1)
+    nibabel.save(flat, path)
+    with pytest.raises(GemscError, match="does not say how its axes lie in space"):
+        Volume(path, "RAS")
+
+
+def dcmread(path: Path) -> Any:
+    return pytest.importorskip("pydicom").dcmread(path)
 
 
 def write_slices(folder: Path, **changes: Any) -> NDArray[Any]:
@@ -383,6 +401,7 @@ def test_a_folder_of_dicom_is_a_volume_that_lies_where_its_slices_say(
     assert (volume.shape, volume.channels) == ((9, 7, 5), 1)
     assert str(volume).startswith("9 x 7 x 5 voxels of 0.75 x 1.5 x 2.5 mm, ")
     voxels = volume.read()
+    assert np.array_equal(voxels[..., 0], numbers.transpose(2, 1, 0))  # as in ITK
     volume.write(tmp_path / "x.nii.gz", voxels[..., 0])
     written = nibabel.load(tmp_path / "x.nii.gz")
     pydicom = pytest.importorskip("pydicom")
@@ -417,6 +436,23 @@ def test_slices_that_are_no_regular_stack_are_refused(
     write_slices(tmp_path / "case", **changes)
     with pytest.raises(GemscError, match=message):
         Volume(tmp_path / "case")
+
+
+def test_a_stack_without_one_of_its_slices_is_refused(tmp_path: Path) -> None:
+    write_slices(folder := tmp_path / "case")
+    lies = {p: dcmread(p).ImagePositionPatient for p in folder.glob("*.dcm")}
+    _, *inner, _ = sorted(lies, key=lambda path: [*lies[path]])
+    inner[1].unlink()
+    with pytest.raises(GemscError, match=r"has slices 2\.5 to 5 mm apart"):
+        Volume(folder)
+
+
+def test_a_single_slice_is_as_thick_as_it_says(tmp_path: Path) -> None:
+    write_slices(folder := tmp_path / "case", SliceThickness=3.5)
+    for path in folder.glob("*.dcm"):
+        if "SliceThickness" not in dcmread(path):
+            path.unlink()
+    assert str(Volume(folder)).startswith("9 x 7 x 1 voxels of 0.75 x 1.5 x 3.5 mm, ")
 
 
 def test_a_folder_without_slices_and_one_that_is_damaged_are_refused(
@@ -654,11 +690,18 @@ def test_what_looks_at_one_pixel_gives_what_it_gives_at_once(channels: int) -> N
         torch.testing.assert_close(found[name], value.float(), rtol=1e-5, atol=1e-6)
 
 
+def test_where_axes_may_be_channels_or_sizes_channels_come_first() -> None:
+    assert Picture.of_shape((1, 4, 6, 4)) == Picture((6, 4), 4, True)
+    assert Picture((6, 5), 4, False).shape_of(torch.zeros(1, 9, 7, 4)) == (9, 7)
+    assert image_axes((1, 4, 4, 4), (4, 4)) == slice(-2, None)
+
+
 def test_scores_of_something_else_cannot_be_blended() -> None:
     case = Case((9, 9, 9), SIZE, SlidingWindows(), torch.zeros(1, 1, 9, 9, 9))
     (place, *_) = case.windows
     for output, message in (
         (torch.zeros(1, 7), r"the model returns \[1, 7\] of torch.float32 for windows"),
+        (torch.zeros(*SIZE), r"the model returns \[8, 6, 4\] of torch.float32 for"),
         (torch.zeros(1, 1, *SIZE, dtype=torch.int64), "of torch.int64 for windows of"),
         ({"x": None}, "the model returns NoneType for windows of 8 x 6 x 4"),
     ):

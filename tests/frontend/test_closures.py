@@ -46,6 +46,13 @@ def with_a_layer_in_a_list() -> nn.Module:
     return net
 
 
+def with_a_buffer() -> nn.Module:
+    net = Net(chain)
+    net.register_buffer("scale", scale := torch.tensor(2.0))
+    net.act = lambda x: x * scale
+    return net
+
+
 def with_a_hook() -> nn.Module:
     net = Net(chain, act=nn.Tanh())
     net.b.register_forward_hook(lambda module, args, out: out * net.c.bias)
@@ -67,6 +74,7 @@ def with_another_forward() -> nn.Module:
         (with_a_mode_in_a_partial, "self.act.func .* the variable 'net'"),
         (with_a_mode_in_what_is_compiled, "self.act .* the variable 'net'"),
         (with_a_layer_in_a_list, r"self.acts\[0\] .* the variable 'layer'"),
+        (with_a_buffer, "self.act .* the variable 'scale'"),
         (with_a_hook, r"self.b._forward_hooks\[\d+\] .* the variable 'net'"),
         (with_another_forward, "self.b.forward .* the variable 'before'"),
     ],
@@ -88,6 +96,13 @@ def decayed(output: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(output, target) + 0.1 * sum(squares)
 
 
+def decayed_within(output: Tensor, target: Tensor) -> Tensor:
+    def largest() -> Any:
+        return max(p.square().sum() for p in model.parameters())
+
+    return F.mse_loss(output, target) + 0.1 * largest()
+
+
 class ByItsMode(nn.Module):
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
         return F.mse_loss(output, target) * (2 if model.training else 1)
@@ -96,7 +111,11 @@ class ByItsMode(nn.Module):
 @pytest.mark.parametrize("frontend", FRONTENDS)
 @pytest.mark.parametrize(
     ("loss", "name"),
-    [(decayed, "the loss"), (ByItsMode(), "self.forward")],
+    [
+        (decayed, "the loss"),
+        (decayed_within, "the loss"),
+        (ByItsMode(), "self.forward"),
+    ],
 )
 def test_a_loss_that_refers_to_the_model_is_refused(
     loss: Any, name: str, frontend: str

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -76,6 +77,10 @@ def _in_a_closure() -> Callable[[Any], int]:
     return counts
 
 
+def _ticks(self: Any) -> int:
+    return self.tick()
+
+
 class Pace:
     def __init__(self) -> None:
         self.step = 0
@@ -106,6 +111,7 @@ def _plain(self: Any) -> int:
         (_in_its_class, {}, r"self\.counter"),
         (_in_the_file, {}, r"COUNTED\[0\]"),
         (_in_a_closure(), {}, "count at each call"),
+        (_ticks, {"tick": partial(_in_a_closure(), None)}, "count at each call"),
         (_in_what_it_makes, {}, r"self\.made at each call: None, 1, 2"),
         (_in_a_tensor, {"kept": torch.zeros(())}, r"self\.kept at each call\n"),
         (_drawn, {"generator": random.Random(0)}, r"self\.generator at each call"),

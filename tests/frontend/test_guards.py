@@ -258,9 +258,27 @@ def counts_some(self: Any, x: Tensor) -> Tensor:
     return self.d(self.a(x) * int(self.table_size[1]))
 
 
+def reads_a_part_that_has_changed(self: Any, x: Tensor) -> Tensor:
+    part = self.table_size[1:]
+    self.table_size[1] = 9
+    return self.d(self.a(x) * int(part[0]))
+
+
+def reads_a_view_of_what_is_computed(self: Any, x: Tensor) -> Tensor:
+    number = torch.tensor([3])
+    view = number.view(1)
+    number.copy_(x.argmax().view(1))
+    return self.d(self.a(x) * int(view))
+
+
 def compares(self: Any, x: Tensor) -> Tensor:
     h = self.a(x)
     return self.d(h) if torch.equal(self.table_size, self.table_size * 1) else h
+
+
+def compares_all(self: Any, x: Tensor) -> Tensor:
+    h = self.a(x)
+    return self.d(h) if torch.equal(self.table_size, self.table_size) else h
 
 
 def counts_all_through_a_part(self: Any, x: Tensor) -> Tensor:
@@ -282,8 +300,9 @@ def picks_by_a_buffer(self: Any, x: Tensor) -> Tensor:
     "forward",
     [
         *(counts, counts_first, assigns, hides),
-        *(counts_some, counts_all_through_a_part),
-        *(compares, picks, picks_by_a_buffer),
+        *(counts_some, counts_all_through_a_part, reads_a_part_that_has_changed),
+        reads_a_view_of_what_is_computed,
+        *(compares, compares_all, picks, picks_by_a_buffer),
     ],
 )
 def test_a_number_that_forward_changes_is_not_known(

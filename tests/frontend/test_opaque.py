@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
@@ -415,6 +416,54 @@ def test_a_size_that_depends_on_data_at_the_top_is_refused() -> None:
     assert caught.value.at.line == line_of("# the router")
     text = r"'router' cannot stay whole: it returns int64\[\d+, 2\] for one batch and"
     assert re.search(text, str(caught.value))
+
+
+class Hard(nn.Module):
+    """Gives as many rows as there are large numbers, whatever their sign."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        count = int((x.abs() > x.abs().mean()).sum())
+        return x[:1].expand(count, -1)
+
+
+class Overwriting(nn.Module):
+    clones = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone() if self.clones else x
+        return x.mul_(2) if x.sum() > 0 else x.mul_(3)
+
+
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(D, D, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rows(x.argmax(1)) * (2 if x.sum() > 0 else 3)
+
+
+@pytest.mark.parametrize(
+    ("inner", "why"),
+    [
+        (Hard, "it returns .* for one batch and .* for another"),
+        (Table, r"the gradient of 'rows\.weight' is sparse"),
+    ],
+)
+def test_what_cannot_stay_whole_is_refused(inner: Any, why: str) -> None:
+    with pytest.raises(GemscError, match=f"'inner' cannot stay whole: {why}"):
+        record(Around(made(inner)), (X,), loss=lambda output: output.mean())
+
+
+def test_an_input_that_is_changed_is_refused_and_a_clone_of_it_is_not() -> None:
+    inner = Overwriting()
+    first = nn.Sequential(OrderedDict(inner=inner, last=nn.Linear(D, D)))
+    for model in (first, Around(inner)):
+        inner.clones = False
+        with pytest.raises(GemscError, match="'inner' cannot stay whole: it changes"):
+            record(model, (X,))
+        inner.clones = True
+        assert [*opaques(record(model, (X,)).module)] == ["inner"]
 
 
 class Outside(nn.Module):

@@ -203,6 +203,9 @@ def test_a_buffer_changed_or_replaced_in_forward() -> None:
     program = checked(model)
     assert "copy_" in targets(program)
     assert "clone" not in targets(program)  # backward does not need the old average
+    order = [*program.graph.nodes]
+    (change,) = (node for node in order if node.target == "copy_")
+    assert order.index(change) < order.index(program.loss)  # of no later stage
     assert torch.equal(model.average, torch.zeros(4))
 
 
@@ -266,11 +269,12 @@ def test_lstm_attention_and_transformer() -> None:
     assert F.multi_head_attention_forward not in targets(program)
 
 
-def test_layers_that_stay_in_eval_mode_are_frozen() -> None:
-    model = Model(lambda self, x: self.bn(self.fc(x)), bn=nn.BatchNorm1d(4))
-    model.bn.eval()
+@pytest.mark.parametrize("layer", [nn.BatchNorm1d(4), nn.RReLU(), nn.Dropout(0.5)])
+def test_layers_that_stay_in_eval_mode_are_frozen(layer: nn.Module) -> None:
+    model = Model(lambda self, x: self.layer(self.fc(x)), layer=layer)
+    model.layer.eval()
     program = record(model, (X,), loss=mean)
-    assert program.frozen == {"bn"}
+    assert program.frozen == {"layer"}
     check_against_eager(program, model, (X,), mean)
 
 
@@ -288,6 +292,14 @@ def test_layers_with_hooks_are_looked_into() -> None:
     model.fc.register_forward_hook(lambda module, args, output: output * 2)
     program = checked(model)
     assert F.linear in targets(program)
+
+
+def test_layers_that_are_lent_weights_are_looked_into() -> None:
+    def forward(self: Any, x: Any) -> Any:
+        lent = {"weight": self.fc.weight * 2}
+        return self.fc2(torch.func.functional_call(self.fc, lent, (x,)))
+
+    assert F.linear in targets(checked(Model(forward)))
 
 
 def test_weight_norm_is_looked_into() -> None:

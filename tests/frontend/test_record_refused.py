@@ -11,6 +11,7 @@ import operator
 import random
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -100,11 +101,13 @@ def test_random_numbers_that_forward_keeps_are_refused(make: Any) -> None:
         record(Model(forward, cache=None), (X,), loss=mean)
 
 
-def test_a_table_that_takes_in_the_first_batch_is_refused() -> None:
+@pytest.mark.parametrize("made", [lambda table: table, lambda table: table * 2])
+def test_a_table_that_takes_in_the_first_batch_is_refused(made: Any) -> None:
     def forward(self: Any, x: Any) -> Any:
         if self.cache is None:
-            self.cache = torch.zeros(4)
-            self.cache[:2].copy_(x[0, :2])
+            table = torch.zeros(4)
+            table[:2].copy_(x[0, :2])
+            self.cache = made(table)
         return self.fc(x) + self.cache
 
     with pytest.raises(GemscError, match="earlier call of forward made"):
@@ -118,6 +121,22 @@ def test_a_table_that_changes_at_each_call_is_refused() -> None:
 
     with pytest.raises(GemscError, match="behaves differently when it is called again"):
         record(Model(forward, scale=torch.ones(4)), (X,), loss=mean)
+
+
+def test_a_mode_or_a_constant_that_differs_at_each_call_is_refused() -> None:
+    def learns_once(self: Any, x: Any) -> Any:
+        with torch.set_grad_enabled(not self.called):
+            h = self.fc(x)
+        self.called = True
+        return self.fc2(h)
+
+    def tells_the_time(self: Any, x: Any) -> Any:
+        now = np.full(4, time.perf_counter_ns() % 1000, "float32")
+        return self.fc2(self.fc(x)) * torch.from_numpy(now)
+
+    for forward in (learns_once, tells_the_time):
+        with pytest.raises(GemscError, match="behaves differently when it is called"):
+            record(Model(forward, called=False), (X,), loss=mean)
 
 
 class Cache:
@@ -357,6 +376,8 @@ def test_a_draw_that_decides_nothing_is_left_out(draw: Any) -> None:
         lambda: max(random.random(), random.random(), 0.5) > 0.7,
         lambda: random.randrange(10**9) == 0,
         lambda: np.random.rand() < 0,
+        lambda: random.expovariate(1) > 20,  # math.log makes a plain number of it
+        lambda: random.expovariate(1) < random.expovariate(1) - 20,
         lambda: random.gauss(0, 1) < -99,
         lambda: random.normalvariate(0, 1) < -99,  # draws until it likes two numbers
     ],
@@ -369,6 +390,16 @@ def test_a_draw_that_may_decide_something_is_refused(decides: Any) -> None:
     with pytest.raises(GemscError, match="not deterministic") as caught:
         record(Model(forward), (X,), loss=mean)
     assert "apply_spec_augment=False" in str(caught.value.help)
+
+
+@pytest.mark.parametrize(
+    "draw", [random.random, lambda: 1 + 0.1 * random.random(), np.random.rand]
+)
+def test_a_draw_whose_value_is_taken_is_refused(draw: Any) -> None:
+    """It would be the same number at each step."""
+    model = Model(lambda self, x: self.fc(x) * draw())
+    with pytest.raises(GemscError, match="not deterministic"):
+        record(model, (X,), loss=mean)
 
 
 @pytest.mark.parametrize(
@@ -391,6 +422,14 @@ def test_hooks_and_lazy_parameters_are_refused() -> None:
     model = Model(lambda self, x: self.fc(x))
     model.fc.register_full_backward_hook(lambda *args: None)
     with pytest.raises(GemscError, match="fc has a backward hook"):
+        record(model, (X,))
+    model = Model(lambda self, x: self.fc(x))
+    model.fc.register_full_backward_pre_hook(lambda *args: None)
+    with pytest.raises(GemscError, match="fc has a backward hook"):
+        record(model, (X,))
+    model = Model(lambda self, x: self.fc(x))
+    model.fc.weight.register_hook(lambda gradient: gradient / 2)  # no copy has it
+    with pytest.raises(GemscError, match=r"parameter fc\.weight has a gradient hook"):
         record(model, (X,))
     lazy = nn.Sequential(nn.LazyLinear(3))
     for refuse in (record, functools.partial(compile, loss=mean)):
@@ -642,6 +681,19 @@ def test_the_check_compares_every_chunk(
         return
     with pytest.raises(GemscError, match=message):
         check_against_eager(program, model, (x,), mean)
+
+
+@pytest.mark.parametrize("place", [0, 10, 19])
+def test_a_difference_in_any_chunk_is_one(
+    place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gradients, "CHUNK", 7)
+    one = torch.ones(20)
+    for number, found in ((1.5, "differs by 5.0e-01"), (math.nan, "is finite in one")):
+        other = one.clone()
+        other[place] = number
+        assert (gradients.difference_of(other, one, 0.0) or "").startswith(found)
+        assert gradients.difference_of(other, other.clone(), 0.0) is None
 
 
 def test_a_custom_function_whose_call_is_not_seen_is_refused() -> None:

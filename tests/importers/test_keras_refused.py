@@ -62,6 +62,34 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         ),
         "two directions with different settings",
     ),
+    "two activations": (
+        lambda: of(
+            layers.Bidirectional(
+                layers.SimpleRNN(3),
+                backward_layer=layers.SimpleRNN(
+                    3, activation="relu", go_backwards=True
+                ),
+            )
+        ),
+        "two directions with different settings",
+    ),
+    "a mask of its own": (
+        lambda: keras.Model(
+            [x := keras.Input(SEQUENCE), y := keras.Input((5,), dtype="bool")],
+            layers.LSTM(3, name="a")(x, mask=y),
+        ),
+        "LSTM 'a' is given a mask",
+    ),
+    "a forward layer that goes backwards": (
+        lambda: of(
+            layers.Bidirectional(
+                layers.LSTM(3, go_backwards=True),
+                backward_layer=layers.LSTM(3),
+                name="a",
+            )
+        ),
+        "Bidirectional 'a' has a forward layer with go_backwards",
+    ),
     "one draw for all": (
         lambda: of(layers.Dropout(0.2, noise_shape=(1, None, 400), name="a")),
         "Dropout 'a' has the noise_shape [1, None, 400]: one draw for several samples",
@@ -89,6 +117,14 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "activity layer": (
         lambda: of(layers.ActivityRegularization(0.1, name="a")),
         "ActivityRegularization 'a' adds its input to the loss",
+    ),
+    "renorm": (
+        lambda: of(layers.BatchNormalization(renorm=True, name="a")),
+        "BatchNormalization 'a' has renorm=True",
+    ),
+    "rms_scaling": (
+        lambda: of(layers.LayerNormalization(rms_scaling=True, name="a")),
+        "LayerNormalization 'a' has rms_scaling=True",
     ),
     "normalized steps": (
         lambda: of(layers.TimeDistributed(layers.BatchNormalization(), name="a")),
@@ -276,6 +312,27 @@ def test_noise_is_there_in_training_only(
     assert abs(noisy.std().item() - spread) < 0.05
     is_one_draw = getattr(layer, "noise_shape", None) is not None  # for all 40 rows
     assert (noisy == noisy[:, :1]).all() == is_one_draw
+
+
+@pytest.mark.parametrize("scores", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: layers.MultiHeadAttention(2, 3, dropout=0.5),
+        lambda: layers.GroupQueryAttention(4, 4, 2, dropout=0.5),
+        lambda: layers.Attention(dropout=0.5),
+    ],
+)
+def test_attention_drops_weights_in_training_only(
+    make: Any, scores: bool, tmp_path: Path
+) -> None:
+    x, layer = keras.Input(SEQUENCE), make()
+    given = ([x, x],) if isinstance(layer, layers.Attention) else (x, x)
+    y = layer(*given, return_attention_scores=scores)
+    net = assert_same(keras.Model(x, y), tmp_path, training=False)
+    steps = torch.rand(2, *SEQUENCE)
+    one, other = (keras.tree.flatten(net.train()(steps))[0] for _ in range(2))
+    assert not torch.equal(one, other)
 
 
 # ------------------------------------------------------------- layers of one's own

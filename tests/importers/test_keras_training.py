@@ -162,6 +162,24 @@ def test_labels_may_be_a_row_where_the_output_is_a_column() -> None:
     assert not torch.isclose(wanted, F.mse_loss(x, y.expand(8, 8)))
 
 
+@pytest.mark.parametrize("channels", [1, CLASSES])
+def test_the_crossentropy_goes_by_the_number_of_classes(channels: int) -> None:
+    output = ModelOutput("dense", (8, channels))
+    config = {"loss": "crossentropy"}
+    space = functions(training_text(config, [output]))
+    x = torch.rand(8, channels)
+    y = torch.randint(0, max(channels, 2), (8,))
+    kinds = losses.BinaryCrossentropy, losses.SparseCategoricalCrossentropy
+    wanted = kinds[channels > 1]()(y[:, None], x)
+    torch.testing.assert_close(space["loss"](x, y), wanted)
+
+
+def test_a_loss_over_the_samples_is_said_to_be_of_a_whole_batch() -> None:
+    for axis, whole in (((0, 1), True), ((1,), False)):
+        notes = text_of(loss=losses.Dice(axis=axis)).notes
+        assert any("of a whole batch" in note for note in notes) == whole
+
+
 def test_channels_may_come_first() -> None:
     output = ModelOutput("dense", (2, CLASSES, 3, 5), first=True)
     for setting in (
@@ -280,6 +298,7 @@ OPTIMIZER_SETTINGS = [
     optimizers.SGD(0.1, weight_decay=0.05),
     optimizers.SGD(0.1, momentum=0.9),
     optimizers.SGD(0.1, momentum=0.9, nesterov=True),
+    optimizers.SGD(0.1, nesterov=True),
     optimizers.SGD(CLIFF),
     optimizers.SGD(CLIFF, momentum=0.9),
     optimizers.SGD(0.1, momentum=0.9, weight_decay=0.1),
@@ -347,6 +366,7 @@ SCHEDULE_SETTINGS = [
     schedules.PolynomialDecay(0.1, 4, 0.02, power=2.0),
     schedules.PolynomialDecay(0.1, 4, 0.02, cycle=True),
     schedules.CosineDecay(0.1, 6, alpha=0.1),
+    schedules.CosineDecay(0.1, 6, warmup_steps=3),  # to no rate: there is none
     schedules.CosineDecay(0.0, 6, alpha=0.1, warmup_target=0.1, warmup_steps=3),
     schedules.CosineDecayRestarts(0.1, 3, t_mul=1.0),
     schedules.CosineDecayRestarts(0.1, 3, t_mul=2.0, m_mul=0.5, alpha=0.1),

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from gemsc.compiler import CompiledProgram, compile, trace
 from gemsc.errors import GemscError
+from gemsc.frontend import record
 from gemsc.ir.program import Program
-from gemsc.passes.follow_stages import FollowStages
+from gemsc.passes.follow_stages import FollowStages, find_twins
 
 
 def first(output: Any, target: Tensor) -> Tensor:
@@ -87,6 +88,61 @@ def test_numbers_that_differ_are_chosen_when_it_runs(tmp_path: Path) -> None:
     assert program.compilation.whole.twins is not None
     assert "(2.0 if self.training else 3.0)" in program.rank_modules()["rank0.py"]
     evaluates_as_the_model(tmp_path / "program", Net(choose))
+
+
+def grows(self: Any, x: Tensor) -> Tensor:
+    h = self.a(x)
+    wide = torch.relu(h.repeat(1, 2 if self.training else 3))
+    return self.b(wide[:, :4] + wide[:, -4:])
+
+
+def test_shapes_that_differ_have_a_forward_of_their_own(tmp_path: Path) -> None:
+    assert compiled(Net(grows)).compilation.whole.twins is None
+    evaluates_as_the_model(tmp_path / "program", Net(grows))
+
+
+ONE, OTHER = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([4.0, 3.0, 2.0, 1.0])
+
+
+def has_another_constant(self: Any, x: Tensor) -> Tensor:
+    return self.b(self.a(x) * (ONE if self.training else OTHER))
+
+
+def test_constants_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    evaluates_as_the_model(tmp_path / "program", Net(has_another_constant))
+
+
+def turned(self: Any, x: Tensor) -> Tensor:
+    h = self.a(x)
+    return self.b(h) - h if self.training else h - self.b(h)
+
+
+def half_in_training(self: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=self.training):
+        return self.b(self.a(x))
+
+
+def under_other_names(self: Any, x: Tensor) -> dict[str, Tensor]:
+    h = self.a(x)
+    names = ("one", "other") if self.training else ("other", "one")
+    return dict(zip(names, (h, self.b(h)), strict=True))
+
+
+def by_a_tensor(self: Any, x: Tensor) -> Tensor:
+    h = self.b(self.a(x))
+    return h.clamp(2.0 if self.training else h.mean())
+
+
+@pytest.mark.parametrize(
+    "forward", [turned, half_in_training, under_other_names, by_a_tensor]
+)
+def test_what_differs_in_more_than_constants_is_no_twin(forward: Any) -> None:
+    """Evaluation would compute what training does."""
+    model = Net(forward)
+    both = [record(model, (X,), training=trains) for trains in (True, False)]
+    assert find_twins(*both) is None
+    plain = [record(Net(choose), (X,), training=trains) for trains in (True, False)]
+    assert find_twins(*plain) is not None
 
 
 def deep(self: Any, x: Tensor) -> Any:

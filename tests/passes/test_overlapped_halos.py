@@ -58,6 +58,15 @@ def test_random_networks_are_the_networks(first: int) -> None:
     assert not is_fixed(first) or layers > 1
 
 
+@pytest.mark.parametrize("mode", ["circular", "replicate", "reflect", "zeros"])
+def test_what_wraps_or_is_mirrored_does_not_overlap(mode: str) -> None:
+    conv = nn.Conv2d(3, 3, 3, padding=1, padding_mode=mode)
+    model, x = nn.Sequential(nn.Conv2d(2, 3, 1), conv), torch.randn(2, 2, 12, 10)
+    step = on_tiles(model, (x,), square, None, (2, 2), overlaps=True)
+    assert_same(step, eager(model, (x,), square, None))
+    assert overlapped_layers(step.programs[0]) == ("1",) * (mode == "zeros")
+
+
 @pytest.mark.slow(2)
 @pytest.mark.parametrize("grid", [(2, 2), (1, 4), (3, 2)])
 @pytest.mark.parametrize("needs_gradient", [True, False])

@@ -313,6 +313,30 @@ def test_norms_and_poolings_may_be_called_more_than_once() -> None:
     assert not check(net, torch.randn(2, 2, 12, 15), (2, 2)).barriers
 
 
+def test_running_statistics_of_instances_are_those_of_the_whole_picture() -> None:
+    norm = nn.InstanceNorm2d(2, track_running_stats=True)
+    net = nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), norm, nn.Conv2d(2, 2, 1))
+    (barrier,) = check(net, torch.randn(2, 2, 12, 15), (2, 2)).barriers
+    assert barrier.reason == "it keeps running statistics"
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: F.max_pool2d(x, 3, 2, 1),
+        lambda x: F.pad(x, (1, 1, 2, 1), value=2.0),
+        lambda x: F.avg_pool2d(x, 3, 2, 1, count_include_pad=False),
+        lambda x: F.avg_pool2d(x, 3, 2, 1, divisor_override=5),
+    ],
+    ids=["largest", "padded", "mean", "sum"],
+)
+def test_what_lies_outside_of_numbers_below_zero(
+    function: Callable[[Tensor], Tensor],
+) -> None:
+    x = -1 - torch.rand(2, 3, 12, 10)
+    assert not check(Function(function), x, (2, 2)).barriers
+
+
 class Embedded(nn.Module):
     """A position table that meets tiles, and a norm over pixels with weights."""
 

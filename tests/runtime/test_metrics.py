@@ -98,6 +98,7 @@ class Worst:
         self.worst = torch.zeros(2)
 
     def __call__(self, output: Tensor, target: dict[str, Any]) -> None:
+        assert target["small"].dtype == output.dtype  # whatever a program runs in
         found = torch.stack([output.max(), target["small"].max()]).float()
         self.worst = torch.maximum(self.worst, found)
 
@@ -450,10 +451,10 @@ def test_a_loss_that_the_model_computes_cannot_leave_samples_out(
 
 
 class Learning(nn.Module):
-    """A loss with a weight for each column, one that is trained, one frozen, and one
-    that only evaluation adds."""
+    """A loss with a weight for each column, one that is trained, one frozen, and what
+    only evaluation adds: a constant, and the farthest that training has come."""
 
-    start = 1.5
+    start, changes = 1.5, False
 
     def __init__(self) -> None:
         super().__init__()
@@ -461,12 +462,16 @@ class Learning(nn.Module):
         self.fixed = nn.Parameter(torch.tensor(self.start), requires_grad=False)
         self.register_buffer("columns", torch.arange(1.0, SIZE + 1))
         self.register_buffer("lowest", torch.zeros(()), persistent=False)
+        self.register_buffer("farthest", torch.zeros(()))
 
     def forward(self, output: Tensor, target: dict[str, Any]) -> Tensor:
         error = (output - target["mask"].to(output)) ** 2 * self.columns * self.fixed
         if self.training:
+            if self.changes:
+                far = (self.scale.detach() - 0.5).abs()
+                self.farthest = torch.maximum(self.farthest, far)
             return self.scale * error.mean() - self.scale.log()
-        return self.scale * error.mean() + self.lowest
+        return self.scale * error.mean() + self.lowest + self.farthest
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, "rows of weights"])
@@ -487,6 +492,9 @@ def test_a_loss_with_tensors_of_its_own_scores_all_samples(
     monkeypatch.setattr(LocalTransport, "all_gather_object", watched)
     rows = {"ranks": 2, "data": 2, "micro_batches": 2, "shard": "weights"}
     options = {**LAYOUTS, "rows of weights": rows}[layout]
+    # replicas of a loss must not change it
+    is_one = "data" not in options and layout != "mirrored"
+    monkeypatch.setattr(Learning, "changes", is_one)
     names: dict[str, Any] = {
         "dataset": lambda: Pictures(8),
         "eval_dataset": lambda: Pictures(7),

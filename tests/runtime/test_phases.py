@@ -734,3 +734,26 @@ def test_what_no_phase_can_have_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(GemscError, match="cannot be frozen in a program with phases"):
         on_ranks(tmp_path, 2, freeze, phases=seldom)
+
+
+class ByItsMode(nn.Module):
+    """Asks for its own mode, which is not that of a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * (2 if self.training else 1)
+
+
+def test_the_model_of_a_phase_is_in_the_mode_of_the_phase() -> None:
+    def loss(model: Any, x: Tensor, target: Tensor) -> Tensor:
+        return (model(x) - target).mean()
+
+    user, x, zero = ByItsMode().eval(), torch.rand(2, 3), torch.zeros(2, 3)
+    model = gemsc.lowering.variants.phase_model(user, Phase("all", loss, "layer"))
+    evaluated = model(x, zero)
+    assert torch.equal(model.train()(x, zero), 2 * evaluated)
+    assert torch.equal(model.eval()(x, zero), evaluated)
+    assert not user.training

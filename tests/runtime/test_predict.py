@@ -23,9 +23,10 @@ from torch import Tensor, nn
 from training_support import predict_job, user_of
 
 from gemsc.errors import GemscError
-from gemsc.runtime.training.predict import Job, Prediction
+from gemsc.runtime.training.predict import Job, Prediction, as_input, as_picture
 from gemsc.slides import slide as slide_module
 from gemsc.slides.slide import Slide
+from gemsc.slides.windows import Picture
 from gemsc.user_model import UserModel
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "whole_slides"
@@ -131,6 +132,39 @@ def test_a_slide_smaller_than_a_window_is_mirrored(tmp_path: Path) -> None:
     expected = whole(model, filled)[:20, :12]
     found = predict(tmp_path, 4, picture)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("kind", ["u1", "u2", "i2"])
+def test_pixels_are_shares_of_the_largest_number(kind: str) -> None:
+    largest = np.iinfo(kind).max
+    region = np.array([[[largest, 0, 1]], [[0, largest, 2]]], kind)  # 2 x 1 x 3
+    first = as_input(region, Picture((2, 1), 3, True))
+    assert first.tolist()[:2] == [[[1], [0]], [[0], [1]]]
+    assert first[2, :, 0].tolist() == pytest.approx([1 / largest, 2 / largest])
+    assert torch.equal(
+        as_input(region, Picture((2, 1), 3, False)), first.movedim(0, -1)
+    )
+    floats = region.astype(np.float32)
+    assert as_input(floats, Picture((2, 1), 3, False)).numpy().tolist() == (
+        floats.tolist()
+    )
+
+
+def test_an_output_becomes_a_picture() -> None:
+    one, size = torch.tensor([[[-1.0, 0.4, 0.6]]]), (1, 3)
+    for scores in (one, one[0], one.movedim(0, -1)):
+        assert as_picture(scores, size, "mask", 0.5).tolist() == [[0, 0, 1]]
+        found = as_picture(scores, size, "probabilities", 0.5)
+        assert np.array_equal(found, one[0].sigmoid())
+    many = torch.eye(300)[:, None, [7, 299, 0]]
+    for scores in (many, many.movedim(0, -1)):
+        assert as_picture(scores, size, "mask", 0.5).tolist() == [[7, 299, 0]]
+        found = as_picture(scores, size, "probabilities", 0.5)
+        assert np.array_equal(found, many.softmax(0).movedim(0, -1))
+    square = torch.rand(2, 2, 2)  # channels come first where both may be
+    assert np.array_equal(
+        as_picture(square, (2, 2), "scores", 0), square.movedim(0, -1)
+    )
 
 
 @pytest.mark.slow
@@ -354,7 +388,7 @@ def test_a_run_in_phases_predicts_with_the_constants_that_it_was_trained_with(
     (tmp_path / "width.json").write_text("4")
     np.save("slide.npy", colours(16, 16))
     np.save("other.npy", colours(40, 24)[::-1])
-    words = ("--ranks", 2, "--micro-batches", 2, "-o", "program")
+    words = ("--ranks", 2, "--micro-batches", 2, "-o", "program", "--set", "SCALE=2.0")
     assert command("compile", "model.py", *words).code == 0
     assert command("run", "program", "--set", "SCALE=3.0", "--save", "run").code == 0
     ways = ("--output-kind", "scores", "--dtype", "float64", "--overwrite")

@@ -5,8 +5,11 @@ import re
 import sys
 import threading
 import time
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,10 +21,11 @@ from gemsc.launch.launch import launch
 from gemsc.launch.mpirun import find_mpirun
 from gemsc.messages.grid_message import GridMessage, TileValue
 from gemsc.messages.message import Message, Value
-from gemsc.runtime.transport import mpi, waiting
+from gemsc.runtime.transport import mpi, mpi_group, waiting
 from gemsc.runtime.transport.device_transport import MOST_DEFERRED, DeviceTransport
 from gemsc.runtime.transport.local import LocalTransport, run_local
 from gemsc.runtime.transport.mailbox import Mailbox
+from gemsc.runtime.transport.mpi_messages import InSteps
 from gemsc.runtime.transport.streams import CudaStreams, Pending, Streams
 from gemsc.runtime.transport.waiting import check_in_waits, check_no_more, wait
 
@@ -424,6 +428,51 @@ def test_a_value_of_another_shape_is_not_sent_whatever_its_size():
                 mail.send(message, 0, torch.zeros(3, 2))
 
     run_local(3, lambda transport: main(transport) if transport.rank == 0 else None)
+
+
+class Between:
+    """Messages between two members in one process; those of one tag stay in order."""
+
+    def __init__(self, member: int, network: dict[Any, Any]) -> None:
+        self.member, self.network = member, network
+
+    def send(self, tensor: torch.Tensor, dest: int, tag: int, need: Any) -> Any:
+        self.network[self.member, dest, tag].append(tensor.clone())
+        return SimpleNamespace(done=lambda: True)
+
+    def receive(self, tensor: torch.Tensor, source: int, tag: int, need: Any) -> Any:
+        sent = self.network[source, self.member, tag]
+        before = self.network["received by", self.member, tag]
+        number = len(before)
+        before.append(tensor)
+
+        def done() -> bool:
+            for found in sent[number : number + 1]:
+                tensor.copy_(found)
+            return number < len(sent)
+
+        return SimpleNamespace(done=done)
+
+
+def test_sums_of_halves_may_go_on_in_any_order(monkeypatch):
+    """What follows the first step of a sum begins when that has come."""
+    monkeypatch.setattr(mpi_group, "HALVES_BYTES", 0)
+    network: Any = defaultdict(list)
+    sums, tensors = [], []
+    for member in (0, 1):
+        comm = mock.Mock(Get_rank=lambda member=member: member)
+        group = mpi_group.MpiGroup(mock.MagicMock(), comm, (0, 1), "x", InSteps())
+        group._lane = Between(member, network)
+        own = [torch.tensor([n, n + 1.0]).bfloat16() for n in (member, 10 + member)]
+        sums.append([group.all_reduce(tensor) for tensor in own])
+        tensors.append(own)
+    for chain in (*sums[0], *reversed(sums[1])):  # one has the second sum first
+        chain.advance()
+    for chain in (*sums[0], *sums[1]):
+        assert chain.advance()
+    for one, other in tensors:
+        assert one.tolist() == [1, 3]
+        assert other.tolist() == [21, 23]
 
 
 def test_a_mailbox_is_finished_when_all_has_been_received():

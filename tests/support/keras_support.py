@@ -212,7 +212,8 @@ def _same_step(
     parameters = dict(net.named_parameters())
     seen = set()
     for name, weight in network.model.weights.items():
-        if not weight.sources:
+        if not weight.sources:  # of no variable of Keras
+            assert name not in parameters or not parameters[name].requires_grad, name
             continue
         seen |= set(weight.sources)
         wanted = weight.made(step.values.__getitem__)

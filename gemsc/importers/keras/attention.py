@@ -170,7 +170,7 @@ def _attended(
         extra += f", dropout_p={rate!r} if self.training else 0.0"
     if call.keywords.get("use_causal_mask"):
         extra += ", is_causal=True"
-    if len(q.shape) != 4 or scale != 1.0 / q.shape[-1] ** 0.5:
+    if scale != 1.0 / q.shape[-1] ** 0.5:
         extra += f", scale={scale!r}"
     text = f"F.scaled_dot_product_attention({q}, {k}, {v}{extra})"
     return call.sheet.line(wish, text), None

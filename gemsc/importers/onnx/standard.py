@@ -16,6 +16,7 @@ import numpy as np
 import onnx
 from onnx import checker, numpy_helper, shape_inference
 from onnx.reference import ReferenceEvaluator
+from onnx.reference.op_run import OpRun
 
 from gemsc.importers.onnx.file import OnnxTensors, load_model
 from gemsc.importers.onnx.operators.node import MOVES
@@ -291,9 +292,24 @@ def reference(
         for node in model.graph.node:
             _evaluate(node)
         named = dict(zip(inputs, arrays, strict=True))
-        return list(ReferenceEvaluator(model).run(None, named))
+        return list(ReferenceEvaluator(model, new_ops=[LRN]).run(None, named))
 
     return run
+
+
+class LRN(OpRun):
+    """What the standard says; onnx 1.23 takes the samples for the channels."""
+
+    op_domain = ""
+
+    def _run(
+        self, x: Array, *, alpha: float, beta: float, bias: float, size: int
+    ) -> tuple[Array]:
+        before, channels = (size - 1) // 2, x.shape[1]
+        pads = [(0, 0), (before, size - 1 - before), *[(0, 0)] * (x.ndim - 2)]
+        squares = np.pad(x**2, pads)
+        near = sum(squares[:, i : i + channels] for i in range(size))
+        return ((x / (bias + alpha / size * near) ** beta).astype(x.dtype),)
 
 
 def _evaluate(node: onnx.NodeProto) -> None:

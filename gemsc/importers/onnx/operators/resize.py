@@ -256,7 +256,7 @@ def _resized(node: Node, x: Symbol, axes: Sequence[Resized], outside: float) -> 
 def _by_torch(x: Symbol, spatial: Sequence[Resized]) -> str:
     """Return the call of PyTorch's interpolation if it does the same, else ""."""
     mode = next((axis.mode for axis in spatial if axis.changes()), "")
-    if not x.tensor.is_floating_point() or any(axis.antialias for axis in spatial):
+    if not x.tensor.is_floating_point():
         return ""
     for picture, corners in CHOICES.get(mode, []):
         name = NAMES[picture].get(len(spatial))
