@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -236,6 +237,12 @@ def test_an_evaluation_that_fails_loses_nothing(tmp_path: Path) -> None:
         assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
 
 
+def logged_evaluations(folder: Path) -> list[int]:
+    """Return after which steps the log has an evaluation."""
+    records = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
+    return [each["step"] for each in records if each["event"] == "evaluation"]
+
+
 @pytest.mark.parametrize("fails_in", ["eval_dataset", "on_epoch"])
 def test_what_fails_after_the_first_epoch_loses_nothing(
     fails_in: str, tmp_path: Path
@@ -248,7 +255,7 @@ def test_what_fails_after_the_first_epoch_loses_nothing(
             return 6
 
         def __getitem__(self, index: int) -> Any:
-            if index == 5 and fails_in in wrong:  # of the second batch
+            if index == 5 and "eval_dataset" in wrong:  # of the second batch
                 raise OSError("truncated file")
             return pairs(6)[index]
 
@@ -260,7 +267,7 @@ def test_what_fails_after_the_first_epoch_loses_nothing(
 
     user = user_of(
         dataset=lambda: pairs(8),
-        eval_dataset=Held if fails_in == "eval_dataset" else None,
+        eval_dataset=Held,
         on_epoch=on_epoch,
     )
     words = "--epochs", "2", "--keep", "1", "--checkpoint-async", "--save"
@@ -280,6 +287,7 @@ def test_what_fails_after_the_first_epoch_loses_nothing(
     again = "--resume", str(tmp_path / "saved")
     found = run(tmp_path, user, *words, tmp_path / "saved", *again)
     assert told == undisturbed
+    assert logged_evaluations(folder) == logged_evaluations(saves)
     assert not (folder / "step-000002-early").exists()
     for ours, theirs in zip(found, wanted, strict=True):
         assert all(torch.equal(ours[key], theirs[key]) for key in theirs)

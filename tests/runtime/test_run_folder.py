@@ -11,6 +11,7 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +31,8 @@ from gemsc.runtime.training.run_folder import (
     options_at,
 )
 from gemsc.runtime.training.trainer import Trainer
+
+EPOCHS: Any = SimpleNamespace(owes_end=False)
 
 
 def options_of(*words: object) -> argparse.Namespace:
@@ -233,7 +236,7 @@ class Logged:
         options = options_of("--save", self.run, *words)
 
         def work(trainer: Trainer) -> None:
-            trainer.callbacks.append(Log(options))
+            trainer.callbacks.append(Log(options, EPOCHS))
             if options.resume is not None:
                 trainer.resume(options.resume)
             trainer.start()
@@ -316,7 +319,7 @@ def test_an_evaluation_completes_the_last_row(
     assert [row["eval_loss"] for row in logged.table] == ["0.0", "0.25", "0.5", "0.5"]
     assert {row["eval_dice"] for row in logged.table} == {""}
     completed = table.read_text()
-    Log(options_of("--save", logged.run))._open(4, [])
+    Log(options_of("--save", logged.run), EPOCHS)._open(4, [])
     assert table.read_text() == completed
 
 

@@ -33,6 +33,7 @@ from gemsc.base.phase import LOSS_OF
 from gemsc.errors import warn
 from gemsc.runtime.process.device import peak_bytes
 from gemsc.runtime.training.callbacks import Callback
+from gemsc.runtime.training.epochs import Epochs
 from gemsc.runtime.training.run_folder import LOG, TABLE, clear, describe_run
 from gemsc.runtime.training.step_report import StepReport
 from gemsc.runtime.training.trainer import Trainer
@@ -48,10 +49,10 @@ COLUMNS = (
 class Log(Callback):
     """Writes the log of a run into its folder; all ranks have one."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: argparse.Namespace, epochs: Epochs) -> None:
         """Prepare to write into the folder of a run with these options."""
         self.folder: Path = options.save
-        self._options = options
+        self._options, self._epochs = options, epochs
         self._board: Any = None
         self._lines: IO[str] | None = None
         self._of_steps: tuple[str, ...] = COLUMNS
@@ -150,6 +151,9 @@ class Log(Callback):
         columns, saved = dict.fromkeys(self._of_steps), self._saved or step
         with replaced(lines) as beside, beside.open("w", encoding="utf-8") as file:
             for line, record in _records(lines):
+                is_owed = record["step"] == saved and self._epochs.owes_end
+                if is_owed and record.get("event") == "evaluation":
+                    continue  # it is made again
                 if record["step"] <= saved:
                     if saved != step:  # count as if all batches had the size of now
                         record["step"] = -(-record["step"] * step // saved)

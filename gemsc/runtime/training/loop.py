@@ -89,7 +89,7 @@ class Training:
                 help="add eval_dataset(), with samples that are not trained on",
             )
         if options.save is not None:
-            callbacks.append(Log(options))
+            callbacks.append(Log(options, self.epochs))
         callbacks.append(self.console)
         if options.save is not None and options.checkpoint_every != "never":
             self.checkpoints = Checkpoints(
