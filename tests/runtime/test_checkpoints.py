@@ -53,6 +53,19 @@ def test_when_it_is_saved(words: str, steps: list[int], tmp_path: Path) -> None:
     assert (folder / "model.safetensors").is_file() == bool(steps)
 
 
+def test_weights_that_a_kill_left_out_are_written_later(tmp_path: Path) -> None:
+    """The run has ended, and what is there is perhaps of an end before."""
+    directory, words = program(tmp_path), ("--save", str(tmp_path / "saved"))
+    file = tmp_path / "saved" / "model.safetensors"
+    run(directory, user_of(), "--steps", "1", *words)
+    before = file.read_bytes()
+    run(directory, user_of(), "--steps", "2", *words, "--resume")
+    wanted = file.read_bytes()
+    file.write_bytes(before)
+    run(directory, user_of(), "--steps", "2", *words, "--resume")
+    assert file.read_bytes() == wanted != before
+
+
 @pytest.mark.slow
 def test_what_was_just_saved_is_not_read_to_compare_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -140,6 +140,7 @@ class Training:
 
     def _run(self) -> None:
         if not self._has_steps_left(self.trainer.worker.steps.done):
+            self._export()  # a kill may have left that out
             return
         for note in self.datasets.notes:
             self.console.say(note)
@@ -164,13 +165,17 @@ class Training:
     def _end(self) -> None:
         """Say what was made, and write the weights as one plain file."""
         self.trainer.tell("on_end")
-        if self.checkpoints is not None:
-            folder = self.checkpoints.folder
-            if self.console.talks:  # one plain file, from the last checkpoint
-                export_model(folder, folder / MODEL, is_new=True)
-            self.console.say(f"saved {folder / MODEL}")
+        self._export()
         if self.console.talks and self.options.record_run is not None:
             self.record.write(self.options.record_run)
+
+    def _export(self) -> None:
+        """Write the weights of the last checkpoint as one plain file."""
+        if self.checkpoints is not None:
+            folder = self.checkpoints.folder
+            if self.console.talks:
+                export_model(folder, folder / MODEL, is_new=True)
+            self.console.say(f"saved {folder / MODEL}")
 
     def _train(self) -> int:
         """Make all steps and evaluations that are left; return how many steps are done.
