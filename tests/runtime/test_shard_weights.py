@@ -301,6 +301,26 @@ def test_a_checkpoint_goes_on_in_parts_and_without(
         assert worst(found, expected) < 1e-5, (come, go)
 
 
+def test_gradients_that_two_ranks_keep_go_on_bit_for_bit(tmp_path: Path) -> None:
+    """Each takes its own terms again: one sum of both would be rounded otherwise."""
+    written(tmp_path, net(), optimizer=by_name, shard="weights", **PLANS["mirrored"])
+    batch = batch_of((X, X), 8)
+
+    def work(trainer: Trainer) -> list[dict[str, Tensor]]:
+        for _ in range(2):
+            trainer.step(*batch)
+        trainer.save(tmp_path / "saved")
+        states = []
+        for _ in range(2):
+            trainer.step(*batch)
+            states.append(trainer.state_dict())
+            trainer.resume(tmp_path / "saved")
+        return states
+
+    for once, again in on_ranks(tmp_path, 4, work, optimizer=by_name, accumulate=3):
+        assert all(torch.equal(once[name], again[name]) for name in once)
+
+
 def test_a_resume_forgets_the_weights_that_were_gathered(tmp_path: Path) -> None:
     written(tmp_path, net(), optimizer=by_name, shard="weights", **PLANS["data"])
     batch = batch_of((X, X), 4)

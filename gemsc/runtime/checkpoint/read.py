@@ -317,18 +317,17 @@ class _Reader:
         each of its rows, where it keeps the sums of these alone; of two that keep the
         same the first does.
         """
-        transport, updates = self.worker.transport.host, self.worker.updates
-        rows = updates.gradients_in_parts
+        updates, rank = self.worker.updates, self.worker.transport.host.rank
+        rows, file = updates.gradients_in_parts, f"rank{rank}.safetensors"
         for name, parameter, piece in gradients:
             if name in rows:
                 key, _ = rows[name]
-                into = updates.parts.take(key, name)
-                if updates.parts.is_first(key):
-                    stored.add(gradient_key(name), piece, into, None)
-            elif same or self.holdings.is_first(name):
-                parameter.grad = torch.zeros_like(parameter)
-                file = f"rank{transport.rank}.safetensors" if same else None
-                stored.add(gradient_key(name), piece, parameter.grad, file)
+                into, is_first = updates.parts.take(key, name), updates.parts.is_first
+                takes = same or is_first(key)
+            elif takes := same or self.holdings.is_first(name):
+                into = parameter.grad = torch.zeros_like(parameter)
+            if takes:
+                stored.add(gradient_key(name), piece, into, file if same else None)
 
     # ------------------------------------------------ optimizer, scheduler
 

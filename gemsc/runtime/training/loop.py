@@ -118,8 +118,9 @@ class Training:
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether a signal ends the run before its last step."""
+        """Whether a signal ends the run before its last step, or a request to stop."""
         is_over = self.epochs.is_over(self.trainer.step_number)
+        is_over = is_over or self.trainer.requests.agreed("stop")
         return self.trainer.is_leaving and not is_over
 
     def run(self) -> None:
@@ -191,7 +192,9 @@ class Training:
             self.trainer.epoch = epoch
             has_ended = owes or self._train_epoch(epoch, first)
             owes, done = False, self.trainer.worker.steps.done
-            if self.trainer.is_leaving and not has_ended and not epochs.is_over(done):
+            if self.is_interrupted and not has_ended:
+                self.trainer.agree()  # a hook may have asked to stop
+            if self.is_interrupted and not has_ended:
                 break
             if epoch == 0 and (self.evaluator or self.user.on_epoch):
                 self._save_early()
