@@ -206,6 +206,14 @@ def test_other_options_than_before_are_named_where_they_decide_the_result(
     assert changed_options(options_of("--resume", tmp_path), 6) == []
 
 
+def test_a_folder_without_links_is_resumed_into_another(tmp_path: Path) -> None:
+    (tmp_path / "latest").mkdir()  # as `scp -r` copies it
+    for words, advice in (((), ""), (("--resume",), f" and --resume {tmp_path}")):
+        with pytest.raises(GemscError, match="is a folder, not a link") as error:
+            options_of("--save", tmp_path, *words)
+        assert error.value.help == f"choose another folder with --save{advice}"
+
+
 # The log
 
 

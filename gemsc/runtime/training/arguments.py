@@ -63,8 +63,10 @@ def parse_arguments(
         del sys.argv[1:]
     options.goes_on = options.resume == LAST
     if options.save is not None and (problem := _why_not_in(options.save)):
+        from_there = f" and --resume {options.save}" if options.goes_on else ""
         raise GemscError(
-            f"argument --save: {problem}", help="choose another folder with --save"
+            f"argument --save: {problem}",
+            help=f"choose another folder with --save{from_there}",
         )
     marks_best = options.best is not None and options.patience is None
     if marks_best and options.checkpoint_every == "never":
