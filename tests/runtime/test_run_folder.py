@@ -348,6 +348,19 @@ def test_a_run_goes_on_where_its_log_cannot_be_written(
     assert capsys.readouterr().err.count(text) == 1
 
 
+def test_a_run_does_not_begin_on_a_full_disk(
+    logged: Logged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("gemsc.runtime.training.logs.describe_run", full)
+    with pytest.raises(GemscError, match="cannot hold a run: No space left") as error:
+        logged.train(1)
+    help = "free space there, or name another folder with --save"
+    assert error.value.help == help
+
+
 def test_a_norm_is_logged_where_there_was_an_update(logged: Logged) -> None:
     logged.train(4, clip_norm=1.0, accumulate=2)
     norms = [line.get("gradient_norm", 0.0) for line in logged.lines[1:5]]

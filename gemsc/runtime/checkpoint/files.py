@@ -216,7 +216,7 @@ def export_model(
         except OSError as error:
             raise GemscError(
                 f"{path} cannot be written: {error.strerror}",
-                help="give another file with -o",
+                help=f"free space there, or gemsc export {directory} -o another file",
             ) from None
         return saved.step
 

@@ -34,7 +34,13 @@ from gemsc.errors import warn
 from gemsc.runtime.process.device import peak_bytes
 from gemsc.runtime.training.callbacks import Callback
 from gemsc.runtime.training.epochs import Epochs
-from gemsc.runtime.training.run_folder import LOG, TABLE, clear, describe_run
+from gemsc.runtime.training.run_folder import (
+    LOG,
+    TABLE,
+    clear,
+    describe_run,
+    told_where,
+)
 from gemsc.runtime.training.step_report import StepReport
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.runtime.transport.waiting import waited_seconds
@@ -71,8 +77,9 @@ class Log(Callback):
         if trainer.transport.rank == 0:
             phases = [f"{LOSS_OF}{phase.name}" for phase in trainer.phases]
             self._saved = trainer.worker.steps.saved
-            self._open(step, phases)
-            describe_run(self.folder, trainer.directory, self._options, step, hosts)
+            with told_where(self.folder, self._options.resume):
+                self._open(step, phases)
+                describe_run(self.folder, trainer.directory, self._options, step, hosts)
             self._write("start", step, ranks=len(hosts))
         self._last, self._waited = time.perf_counter(), waited_seconds()
         self._updates = trainer.worker.variants.num_updates

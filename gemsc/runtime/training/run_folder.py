@@ -81,14 +81,9 @@ def held(folder: Path) -> Iterator[None]:
     Raises:
         GemscError: another run has it, or nobody may write there.
     """
-    try:
+    with told_where(folder):
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / LOCK).open("a+", encoding="utf-8")
-    except OSError as error:
-        raise GemscError(
-            f"{folder} cannot hold a run: {error.strerror}",
-            help="name another folder with --save",
-        ) from None
     with file:
         deadline = time.monotonic() + LOCK_SECONDS
         while not _is_locked(file):
@@ -99,6 +94,23 @@ def held(folder: Path) -> Iterator[None]:
         file.truncate(0)
         print(os.getpid(), platform.node(), file=file, flush=True)
         yield
+
+
+@contextmanager
+def told_where(folder: Path, source: Path | None = None) -> Iterator[None]:
+    """Say that a run, perhaps one that goes on from a `source`, has no folder.
+
+    Raises:
+        GemscError: something cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        more = f" and --resume {source}" if source is not None else ""
+        raise GemscError(
+            f"{folder} cannot hold a run: {error.strerror}",
+            help=f"free space there, or name another folder with --save{more}",
+        ) from None
 
 
 def _is_locked(file: IO[str]) -> bool:
