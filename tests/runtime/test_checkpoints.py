@@ -342,11 +342,15 @@ def test_a_learning_rate_that_falls_on_a_plateau(tmp_path: Path) -> None:
 def test_what_was_the_best_of_another_figure_is_forgotten() -> None:
     epochs: Any = SimpleNamespace(owes_end=False)
     state = {"name": "loss", "value": 0.1, "step": 4, "since": 2, "is_owed": True}
-    for name, value in (("loss", 0.1), ("dice", None)):
-        best = checkpoints.Best(epochs, f"{name}:min", patience=3)
-        best.load_state_dict(state)
-        assert best.value == value
-        assert best.since == (2 if value else 0)
+    for more in {}, {"larger": False}:  # older checkpoints do not say it
+        for rule, value in (("loss:min", 0.1), ("dice:min", None)):
+            best = checkpoints.Best(epochs, rule, patience=3)
+            best.load_state_dict({**state, **more})
+            assert best.value == value
+            assert best.since == (2 if value else 0)
+    best = checkpoints.Best(epochs, "loss:max")
+    best.load_state_dict({**state, **more})
+    assert best.value is None
 
 
 def dice(output: Tensor, target: Tensor) -> Any:

@@ -112,6 +112,7 @@ class Best(Callback):
         """Return the best figure, and how long ago it was."""
         return {
             "name": self.name,
+            "larger": self.is_larger_better,
             "value": self.value,
             "step": self.step,
             "since": self.since,
@@ -120,7 +121,8 @@ class Best(Callback):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with what was the best, if it is the same figure."""
         self.epochs.owes_end |= state.get("is_owed", False)  # of older checkpoints
-        if state["name"] == self.name:
+        larger = state.get("larger", self.is_larger_better)
+        if (state["name"], larger) == (self.name, self.is_larger_better):
             self.value, self.step = state["value"], state["step"]
             self.since = state["since"]
 
