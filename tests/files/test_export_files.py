@@ -167,7 +167,7 @@ def test_a_run_elsewhere_knows_its_program(
 @pytest.mark.slow
 def test_a_program_that_was_moved_is_missed_at_its_place(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(json.dumps({"program": str(tmp_path / "x")}))
-    with pytest.raises(GemscError, match="the program of .* cannot be found") as error:
+    with pytest.raises(GemscError, match=r"the program of .* cannot be found") as error:
         program_of(tmp_path)
     help = f"move it back to {tmp_path / 'x'}, or compile it there again"
     assert error.value.help == help
