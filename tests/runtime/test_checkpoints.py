@@ -66,6 +66,24 @@ def test_weights_that_a_kill_left_out_are_written_later(tmp_path: Path) -> None:
     assert file.read_bytes() == wanted != before
 
 
+def test_a_run_that_goes_back_does_not_go_on_where_it_was(tmp_path: Path) -> None:
+    """Even if it dies before its next checkpoint."""
+    directory, saved = program(tmp_path), tmp_path / "saved"
+    words = "--steps", "3", "--save", str(saved)
+    run(directory, user_of(), *words, "--checkpoint-every", "1")
+
+    def dies(trainer: Trainer, report: Any) -> None:
+        raise KeyError("dies")
+
+    again = *words, "--resume", str(saved / "step-000001")
+    with pytest.raises(GemscError, match="dies"):
+        run(directory, user_of(on_step=dies), *again)
+    run(directory, user_of(), *words, "--resume", result=lambda t: t.step_number)
+    assert (saved / "latest").readlink().name == "step-000003"
+    steps = map(json.loads, (saved / "log.jsonl").read_text().splitlines())
+    assert [x["step"] for x in steps if x["event"] == "step"] == [1, 2, 3]
+
+
 @pytest.mark.slow
 def test_what_was_just_saved_is_not_read_to_compare_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

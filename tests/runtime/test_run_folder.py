@@ -72,6 +72,11 @@ def test_resume_goes_on_in_the_last_run_or_in_that_of_save(
     assert choose(tmp_path, "--resume") == (runs / "2", runs / "2")
     words = ("--resume", "--save", runs / "1")
     assert choose(tmp_path, *words) == (runs / "1", None)
+    # a job that died before its first checkpoint begins where it began
+    words = ("--resume", tmp_path / "weights.safetensors", *words)
+    assert choose(tmp_path, *words) == (runs / "1", tmp_path / "weights.safetensors")
+    words = (*words[:2], "--resume", "--save", runs / "2")
+    assert choose(tmp_path, *words) == (runs / "2", runs / "2")
     # another run's checkpoint is where to start from; that run stays as it is
     assert choose(tmp_path, "--resume", runs / "2") == (runs / "3", runs / "2")
 

@@ -21,6 +21,7 @@ from typing import Any
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from gemsc.errors import GemscError, SourceLocation
+from gemsc.runtime.checkpoint.folder import go_back
 from gemsc.runtime.training.callbacks import Callback
 from gemsc.runtime.training.epochs import Epochs
 from gemsc.runtime.training.step_report import StepReport
@@ -151,11 +152,14 @@ class Checkpoints(Callback):
     keep: int = 3
     best: Best | None = None
     background: bool = False
+    source: Path | None = None  # what the run goes on from
     _saved: tuple[int, bool] = field(default=(-1, False), init=False)  # a step, early
     _due: float = field(default=0.0, init=False)  # by the clock of the first rank
 
     def on_start(self, trainer: Trainer) -> None:
-        """Start the clock."""
+        """Start the clock; what comes after an older checkpoint is not the latest."""
+        if self.source is not None and trainer.transport.rank == 0:
+            go_back(self.folder, self.source)
         self._saved = trainer.step_number, self.epochs.owes_end
         self._start_clock()
 

@@ -99,6 +99,7 @@ class Training:
                 keep=options.keep,
                 best=self.best,
                 background=options.checkpoint_async,
+                source=options.resume,
             )
             callbacks.append(self.checkpoints)  # last: it saves the state of the others
         return callbacks
