@@ -371,6 +371,17 @@ def test_what_was_the_best_of_another_figure_is_forgotten() -> None:
     assert best.value is None
 
 
+def test_that_phases_have_no_best_loss_is_said_before_they_are_trained() -> None:
+    epochs: Any = SimpleNamespace(owes_end=False)
+    trainer: Any = SimpleNamespace(phases=("d", "g"))
+    asked: Any = ({"patience": 2}, {"rule": "loss"})
+    for given in asked:
+        with pytest.raises(GemscError, match="the held-out loss, and phases have none"):
+            checkpoints.Best(epochs, **given).on_start(trainer)
+    for given in ({}, {"rule": "dice"}):
+        checkpoints.Best(epochs, **given).on_start(trainer)
+
+
 def dice(output: Tensor, target: Tensor) -> Any:
     return {"dice": output.mean(), "parts": {"left": target.sum()}}
 
