@@ -376,7 +376,7 @@ def test_that_phases_have_no_best_loss_is_said_before_they_are_trained() -> None
     trainer: Any = SimpleNamespace(phases=("d", "g"))
     asked: Any = ({"patience": 2}, {"rule": "loss"})
     for given in asked:
-        with pytest.raises(GemscError, match="the held-out loss, and phases have none"):
+        with pytest.raises(GemscError, match="a held-out loss, and phases have none"):
             checkpoints.Best(epochs, **given).on_start(trainer)
     for given in ({}, {"rule": "dice"}):
         checkpoints.Best(epochs, **given).on_start(trainer)

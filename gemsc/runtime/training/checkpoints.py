@@ -78,7 +78,7 @@ class Best(Callback):
     def on_start(self, trainer: Trainer) -> None:
         """Refuse to go on where patience has ended already, or what has no figure."""
         if self.is_asked_for and self.name == "loss" and trainer.phases:
-            text = "--best and --patience ask for the held-out loss, and phases have none"
+            text = "--best and --patience ask for a held-out loss, and phases have none"
             raise GemscError(text, help="name a figure of metrics() with --best")
         if self.patience is not None and self.since >= self.patience:
             raise GemscError(
