@@ -25,6 +25,7 @@ from peak_tensors import PeakTensors
 from gemsc.compiler import CompiledProgram, prove_files
 from gemsc.errors import GemscError, InternalError
 from gemsc.planner.explain import task_of
+from gemsc.runtime.checkpoint.holdings import Holdings
 from gemsc.runtime.training.callbacks import Ema
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.runtime.transport.local import run_local
@@ -299,6 +300,16 @@ def test_a_checkpoint_goes_on_in_parts_and_without(
         work = train(total - after, come=f"{come} saved")
         found = on_ranks(tmp_path / go, 4, work, **more)
         assert worst(found, expected) < 1e-5, (come, go)
+
+
+def test_who_keeps_rows_alone_takes_no_gradients_as_they_were(tmp_path: Path) -> None:
+    """Of ranks that kept whole gradients each has terms of the rows of all."""
+    layouts = set[str]()
+    for level in ("off", "gradients"):
+        written(tmp_path / level, net(), shard=level, ranks=2, data=2, micro_batches=1)
+        work = lambda trainer: Holdings(trainer.worker).digest()  # noqa: E731
+        layouts |= set(on_ranks(tmp_path / level, 2, work))
+    assert len(layouts) == 3
 
 
 def test_gradients_that_two_ranks_keep_go_on_bit_for_bit(tmp_path: Path) -> None:
