@@ -87,7 +87,7 @@ def resume(worker: Worker, directory: Path, tensors: Extra) -> dict[str, Any]:
                     part.load_state_dict(state)
                 raise theirs
         if transport.rank == 0:
-            _say_kept(before, [each.state_dict() for each in stateful])
+            _say_kept(stateful, before)
         for act in fit.acts:
             act()
         worker.stages.align()
@@ -97,27 +97,44 @@ def resume(worker: Worker, directory: Path, tensors: Extra) -> dict[str, Any]:
     return fit.extra
 
 
-def _say_kept(made: list[dict[str, Any]], loaded: list[dict[str, Any]]) -> None:
-    """Say where groups go on with other values than `optimizer()` now gives them.
+def _say_kept(parts: list[Any], made: list[dict[str, Any]]) -> None:
+    """Say where optimizers and schedulers go on with other values than they now get."""
+    found: dict[str, dict[str, None]] = {"optimizer": {}, "scheduler": {}}
+    for part, before in zip(parts, made, strict=True):
+        kind = "optimizer" if "param_groups" in before else "scheduler"
+        values = _of_groups if kind == "optimizer" else _of_scheduler
+        for name, mine, theirs in values(part, before, part.state_dict()):
+            now, then = str(mine), str(theirs)  # some are tensors
+            if now != then:
+                text = f"{name} {then:.40} ({kind}() gives {now:.40})"
+                found[kind][text] = None
+    for kind, texts in found.items():
+        first, count = [*texts][:MOST_NAMED], len(texts) - MOST_NAMED
+        rest = f" and {count} more" if count > 0 else ""
+        text = f"the {kind} keeps the values of the checkpoint"
+        if texts:
+            say_note(f"{text}: {', '.join(first)}{rest}; on_step can change them")
+
+
+def _of_groups(part: Any, made: Any, loaded: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the values of each group, as made and as loaded.
 
     What a scheduler sets has changed since the start: of its rates the initial one is
     compared.
     """
-    found: dict[str, None] = {}
-    for states in zip(made, loaded, strict=True):
-        pairs = zip(*(state.get("param_groups", ()) for state in states), strict=True)
-        for mine, theirs in pairs:
-            cycled = ("lr", "momentum", "betas") if "initial_lr" in mine else ()
-            names = (n for n in mine if n in theirs and n not in (*PARAMETERS, *cycled))
-            for name in names:
-                now, then = str(mine[name]), str(theirs[name])  # some are tensors
-                if now != then:
-                    found[f"{name} {then:.40} (optimizer() gives {now:.40})"] = None
-    if found:
-        first, count = [*found][:MOST_NAMED], len(found) - MOST_NAMED
-        rest = f" and {count} more" if count > 0 else ""
-        text = "the optimizer keeps the values of the checkpoint"
-        say_note(f"{text}: {', '.join(first)}{rest}; on_step can change them")
+    for mine, theirs in zip(made["param_groups"], loaded["param_groups"], strict=True):
+        cycled = ("lr", "momentum", "betas") if "initial_lr" in mine else ()
+        names = (n for n in mine if n in theirs and n not in (*PARAMETERS, *cycled))
+        yield from ((name, mine[name], theirs[name]) for name in names)
+
+
+def _of_scheduler(part: Any, made: Any, loaded: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield what a scheduler is made with, as far as it keeps that under its name."""
+    code = getattr(type(part).__init__, "__code__", None)
+    names = code.co_varnames[: code.co_argcount] if code is not None else ()
+    for name in names:
+        if name in made and name in loaded and name != "last_epoch":
+            yield name, made[name], loaded[name]
 
 
 def _fit(reader: _Reader, directory: Path) -> _Fit:
