@@ -133,12 +133,15 @@ def compile_command(
         program = compiled(user, options, watch, edited)
         watch.finish()
         show_pass("write")
+        had_others = any(output.glob("weights-*"))
         note = program.write(output)
     _report(program.candidates, program.plan, f" -> {output}")
     if program.plan.unchecked:
         say(f"note: {not_compared(program.plan, output)}")
     if note:
         tell(f"note: {note}")
+    if had_others:
+        tell(f"note: {output} starts from the model's weights now: import others again")
 
 
 @gives_json

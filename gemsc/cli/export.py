@@ -309,21 +309,19 @@ def program_of(place: Path) -> Path:
     Raises:
         GemscError: it is not known, or not there any more.
     """
-    found = place.resolve()
+    found, help = place.resolve(), "give the folder of a run that `gemsc run` made"
     for folder in (found, *found.parents[:3]):  # PROGRAM/runs/1/step-000010
         if (folder / ABOUT).is_file():
             try:
                 program = Path(json.loads((folder / ABOUT).read_bytes())["program"])
+                help = f"move it back to {program}, or compile it there again"
             except (ValueError, KeyError, TypeError):
                 program = folder
             if _is_program(program):
                 return program
         if _is_program(folder):
             return folder
-    raise GemscError(
-        f"the program of {place} cannot be found",
-        help="give the folder of a run that `gemsc run` made, and keep its program",
-    )
+    raise GemscError(f"the program of {place} cannot be found", help=help)
 
 
 def import_folder(program: Path) -> Path | None:

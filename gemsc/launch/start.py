@@ -72,7 +72,7 @@ def start(
     if options.resume is not None and not options.goes_on:
         check_checkpoint(options.resume)
     folder = choose_folder(directory, options)
-    if options.goes_on and options.resume is not None:
+    if options.resume is not None:
         check_checkpoint(options.resume)
     check_weights(directory, plan, options.resume)
     if folder is None:  # it does not train

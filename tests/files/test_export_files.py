@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from gemsc import Ema
+from gemsc.cli.export import program_of
 from gemsc.errors import GemscError
 from gemsc.importers.back import write_back
 from gemsc.importers.folder import import_file
@@ -164,6 +165,14 @@ def test_a_run_elsewhere_knows_its_program(
 
 
 @pytest.mark.slow
+def test_a_program_that_was_moved_is_missed_at_its_place(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(json.dumps({"program": str(tmp_path / "x")}))
+    with pytest.raises(GemscError, match=r"the program of .* cannot be found") as error:
+        program_of(tmp_path)
+    help = f"move it back to {tmp_path / 'x'}, or compile it there again"
+    assert error.value.help == help
+
+
 def test_averages_are_exported_too(program: Path, gemsc: Gemsc, tmp_path: Path) -> None:
     run = program / "runs" / "1"
     train(program, run, partial(Ema, 0.5))

@@ -243,6 +243,18 @@ def test_a_program_starts_from_imported_weights(
     assert all((size > 200) is (device == "cpu") for size in held), held
 
 
+def test_that_imported_weights_are_not_kept_is_said(here: Path, gemsc: Gemsc) -> None:
+    text = (here / "model.py").read_text().replace('"meta"', '"cpu"')
+    (here / "model.py").write_text(text)
+    words = "compile", "model.py", "--ranks", "1", "--no-check", "-o", "out"
+    said = "note: out starts from the model's weights now: import others again"
+    assert said not in gemsc(*words).out
+    save_file(state(seed=1), here / "new.safetensors")
+    assert gemsc("import", "out", "new.safetensors").code == 0
+    assert said in gemsc(*words).out
+    assert said not in gemsc(*words).out
+
+
 @pytest.mark.slow
 def test_an_import_that_fails_leaves_the_program(
     here: Path, gemsc: Gemsc, monkeypatch: pytest.MonkeyPatch

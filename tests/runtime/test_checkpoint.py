@@ -443,24 +443,31 @@ def test_a_checkpoint_is_that_of_its_step_while_training_goes_on(
     assert len(names_in(tmp_path / "beside")) == 3
 
 
+@pytest.mark.parametrize("before", [0, 1])
 def test_a_thread_that_cannot_write_is_heard(
-    program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    before: int, program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(path: Path, *rest: Any, **options: Any) -> Any:
-        if path.name == "rank1.safetensors":
+        if path.name == "rank1.safetensors" and f"{before + 1:06d}" in str(path):
             raise OSError(28, "No space left on device")
         return write_stream(path, *rest, **options)
 
     monkeypatch.setattr(write, "write_stream", full)
 
     def work(trainer: Trainer) -> None:
+        for _ in range(before):
+            trainer.step(*BATCH)
+            trainer.save(tmp_path, background=True)
+        trainer.step(*BATCH)
         trainer.save(tmp_path, background=True)
         trainer.finish_saving()
 
     with pytest.raises(GemscError, match=r"cannot be written .* No space left") as e:
         on_ranks(program, 2, work)
-    assert "free space there" in str(e.value)
-    assert not names_in(tmp_path)
+    more = f" and --resume {tmp_path}" if before else ""
+    help = f"free space there, or choose another folder with --save{more}"
+    assert e.value.help == help
+    assert names_in(tmp_path) == ({"step-000001", "latest"} if before else set())
 
 
 # Kills

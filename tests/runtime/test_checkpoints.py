@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,6 +51,37 @@ def test_when_it_is_saved(words: str, steps: list[int], tmp_path: Path) -> None:
     run(program(tmp_path), user_of(), *words.split())
     assert saved(folder) == steps
     assert (folder / "model.safetensors").is_file() == bool(steps)
+
+
+def test_weights_that_a_kill_left_out_are_written_later(tmp_path: Path) -> None:
+    """The run has ended, and what is there is perhaps of an end before."""
+    directory, words = program(tmp_path), ("--save", str(tmp_path / "saved"))
+    file = tmp_path / "saved" / "model.safetensors"
+    run(directory, user_of(), "--steps", "1", *words)
+    before = file.read_bytes()
+    run(directory, user_of(), "--steps", "2", *words, "--resume")
+    wanted = file.read_bytes()
+    file.write_bytes(before)
+    run(directory, user_of(), "--steps", "2", *words, "--resume")
+    assert file.read_bytes() == wanted != before
+
+
+def test_a_run_that_goes_back_does_not_go_on_where_it_was(tmp_path: Path) -> None:
+    """Even if it dies before its next checkpoint."""
+    directory, saved = program(tmp_path), tmp_path / "saved"
+    words = "--steps", "3", "--save", str(saved)
+    run(directory, user_of(), *words, "--checkpoint-every", "1")
+
+    def dies(trainer: Trainer, report: Any) -> None:
+        raise KeyError("dies")
+
+    again = *words, "--resume", str(saved / "step-000001")
+    with pytest.raises(GemscError, match="dies"):
+        run(directory, user_of(on_step=dies), *again)
+    run(directory, user_of(), *words, "--resume", result=lambda t: t.step_number)
+    assert (saved / "latest").readlink().name == "step-000003"
+    steps = map(json.loads, (saved / "log.jsonl").read_text().splitlines())
+    assert [x["step"] for x in steps if x["event"] == "step"] == [1, 2, 3]
 
 
 @pytest.mark.slow
@@ -236,6 +268,12 @@ def test_an_evaluation_that_fails_loses_nothing(tmp_path: Path) -> None:
         assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
 
 
+def logged_evaluations(folder: Path) -> list[int]:
+    """Return after which steps the log has an evaluation."""
+    records = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
+    return [each["step"] for each in records if each["event"] == "evaluation"]
+
+
 @pytest.mark.parametrize("fails_in", ["eval_dataset", "on_epoch"])
 def test_what_fails_after_the_first_epoch_loses_nothing(
     fails_in: str, tmp_path: Path
@@ -248,7 +286,7 @@ def test_what_fails_after_the_first_epoch_loses_nothing(
             return 6
 
         def __getitem__(self, index: int) -> Any:
-            if index == 5 and fails_in in wrong:  # of the second batch
+            if index == 5 and "eval_dataset" in wrong:  # of the second batch
                 raise OSError("truncated file")
             return pairs(6)[index]
 
@@ -260,7 +298,7 @@ def test_what_fails_after_the_first_epoch_loses_nothing(
 
     user = user_of(
         dataset=lambda: pairs(8),
-        eval_dataset=Held if fails_in == "eval_dataset" else None,
+        eval_dataset=Held,
         on_epoch=on_epoch,
     )
     words = "--epochs", "2", "--keep", "1", "--checkpoint-async", "--save"
@@ -280,6 +318,7 @@ def test_what_fails_after_the_first_epoch_loses_nothing(
     again = "--resume", str(tmp_path / "saved")
     found = run(tmp_path, user, *words, tmp_path / "saved", *again)
     assert told == undisturbed
+    assert logged_evaluations(folder) == logged_evaluations(saves)
     assert not (folder / "step-000002-early").exists()
     for ours, theirs in zip(found, wanted, strict=True):
         assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
@@ -321,11 +360,26 @@ def test_a_learning_rate_that_falls_on_a_plateau(tmp_path: Path) -> None:
 def test_what_was_the_best_of_another_figure_is_forgotten() -> None:
     epochs: Any = SimpleNamespace(owes_end=False)
     state = {"name": "loss", "value": 0.1, "step": 4, "since": 2, "is_owed": True}
-    for name, value in (("loss", 0.1), ("dice", None)):
-        best = checkpoints.Best(epochs, f"{name}:min", patience=3)
-        best.load_state_dict(state)
-        assert best.value == value
-        assert best.since == (2 if value else 0)
+    for more in {}, {"larger": False}:  # older checkpoints do not say it
+        for rule, value in (("loss:min", 0.1), ("dice:min", None)):
+            best = checkpoints.Best(epochs, rule, patience=3)
+            best.load_state_dict({**state, **more})
+            assert best.value == value
+            assert best.since == (2 if value else 0)
+    best = checkpoints.Best(epochs, "loss:max")
+    best.load_state_dict({**state, **more})
+    assert best.value is None
+
+
+def test_that_phases_have_no_best_loss_is_said_before_they_are_trained() -> None:
+    epochs: Any = SimpleNamespace(owes_end=False)
+    trainer: Any = SimpleNamespace(phases=("d", "g"))
+    asked: Any = ({"patience": 2}, {"rule": "loss"})
+    for given in asked:
+        with pytest.raises(GemscError, match="a held-out loss, and phases have none"):
+            checkpoints.Best(epochs, **given).on_start(trainer)
+    for given in ({}, {"rule": "dice"}):
+        checkpoints.Best(epochs, **given).on_start(trainer)
 
 
 def dice(output: Tensor, target: Tensor) -> Any:

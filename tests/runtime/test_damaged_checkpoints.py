@@ -394,7 +394,7 @@ FOREIGN: dict[str, tuple[Callable[[Path], Path], str, str]] = {
     ),
     "weights of another model": (
         lambda p: tensors_to(p / "hf" / "model.safetensors", **{"bert.w": X}).parent,
-        "has no 'a.(weight|bias)'",
+        "hf.model.safetensors has no 'a.(weight|bias)'",
         "of this model",
     ),
     "an older gemsc": (

@@ -391,6 +391,27 @@ def test_a_run_that_is_asked_to_leave_in_its_last_step_ends_as_ever(
     assert (tmp_path / "saved" / "model.safetensors").exists()
 
 
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_run_that_a_hook_stops_has_ended_even_if_a_signal_comes(
+    step: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Resumed, it would go on: the hook is not called again."""
+
+    def on_step(trainer: Any, report: Any) -> None:
+        if report.step == 1:
+            trainer.requests.ask("leave", "signal 10 came")
+        if report.step == step:
+            trainer.stop("enough")
+
+    words = ("--epochs", "4", "--save", str(tmp_path / "saved"))
+    program(tmp_path / "program")
+    run(tmp_path / "program", user_of(dataset=pairs, on_step=on_step), *words)
+    out = capfd.readouterr().out
+    assert "stopped after step 2: enough" in out
+    assert "on request" not in out
+    assert (tmp_path / "saved" / "model.safetensors").exists()
+
+
 def test_an_interrupt_that_is_swallowed_comes_after_the_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -50,6 +50,21 @@ def test_a_run_goes_on_at_its_sample_with_larger_batches(tmp_path: Path) -> None
     assert len(whole) == 24
 
 
+def test_an_epoch_ends_whose_rest_larger_batches_leave_out(tmp_path: Path) -> None:
+    small, large = (
+        program(tmp_path / str(n), ranks=1, micro_batches=n) for n in (1, 4)
+    )
+    saved, ended = str(tmp_path / "saved"), list[int]()
+
+    def on_epoch(trainer: Trainer, epoch: int, figures: Any) -> None:
+        ended.append(epoch)
+
+    user = user_of(on_epoch=on_epoch)
+    run(small, user, "--steps", "5", "--save", saved, ranks=1)  # 10 of 12 samples
+    run(large, user, "--epochs", "2", "--resume", saved, ranks=1)
+    assert ended == [0, 0, 1]  # where the first run ended, the epoch, and the next one
+
+
 def test_other_data_and_another_seed_are_refused(tmp_path: Path) -> None:
     directory, saved = program(tmp_path / "program"), str(tmp_path / "saved")
     run(directory, user_of(), "--steps", "1", "--save", saved)

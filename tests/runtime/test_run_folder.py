@@ -11,6 +11,7 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +31,8 @@ from gemsc.runtime.training.run_folder import (
     options_at,
 )
 from gemsc.runtime.training.trainer import Trainer
+
+EPOCHS: Any = SimpleNamespace(owes_end=False)
 
 
 def options_of(*words: object) -> argparse.Namespace:
@@ -69,6 +72,11 @@ def test_resume_goes_on_in_the_last_run_or_in_that_of_save(
     assert choose(tmp_path, "--resume") == (runs / "2", runs / "2")
     words = ("--resume", "--save", runs / "1")
     assert choose(tmp_path, *words) == (runs / "1", None)
+    # a job that died before its first checkpoint begins where it began
+    words = ("--resume", tmp_path / "weights.safetensors", *words)
+    assert choose(tmp_path, *words) == (runs / "1", tmp_path / "weights.safetensors")
+    words = (*words[:2], "--resume", "--save", runs / "2")
+    assert choose(tmp_path, *words) == (runs / "2", runs / "2")
     # another run's checkpoint is where to start from; that run stays as it is
     assert choose(tmp_path, "--resume", runs / "2") == (runs / "3", runs / "2")
 
@@ -203,6 +211,14 @@ def test_other_options_than_before_are_named_where_they_decide_the_result(
     assert changed_options(options_of("--resume", tmp_path), 6) == []
 
 
+def test_a_folder_without_links_is_resumed_into_another(tmp_path: Path) -> None:
+    (tmp_path / "latest").mkdir()  # as `scp -r` copies it
+    for words, advice in (((), ""), (("--resume",), f" and --resume {tmp_path}")):
+        with pytest.raises(GemscError, match="is a folder, not a link") as error:
+            options_of("--save", tmp_path, *words)
+        assert error.value.help == f"choose another folder with --save{advice}"
+
+
 # The log
 
 
@@ -233,7 +249,7 @@ class Logged:
         options = options_of("--save", self.run, *words)
 
         def work(trainer: Trainer) -> None:
-            trainer.callbacks.append(Log(options))
+            trainer.callbacks.append(Log(options, EPOCHS))
             if options.resume is not None:
                 trainer.resume(options.resume)
             trainer.start()
@@ -316,7 +332,7 @@ def test_an_evaluation_completes_the_last_row(
     assert [row["eval_loss"] for row in logged.table] == ["0.0", "0.25", "0.5", "0.5"]
     assert {row["eval_dice"] for row in logged.table} == {""}
     completed = table.read_text()
-    Log(options_of("--save", logged.run))._open(4, [])
+    Log(options_of("--save", logged.run), EPOCHS)._open(4, [])
     assert table.read_text() == completed
 
 
@@ -335,6 +351,19 @@ def test_a_run_goes_on_where_its_log_cannot_be_written(
         f"no more is logged in {logged.run}: No space left on device; the run continues"
     )
     assert capsys.readouterr().err.count(text) == 1
+
+
+def test_a_run_does_not_begin_on_a_full_disk(
+    logged: Logged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("gemsc.runtime.training.logs.describe_run", full)
+    with pytest.raises(GemscError, match="cannot hold a run: No space left") as error:
+        logged.train(1)
+    help = "free space there, or name another folder with --save"
+    assert error.value.help == help
 
 
 def test_a_norm_is_logged_where_there_was_an_update(logged: Logged) -> None:

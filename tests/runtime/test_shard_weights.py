@@ -25,6 +25,7 @@ from peak_tensors import PeakTensors
 from gemsc.compiler import CompiledProgram, prove_files
 from gemsc.errors import GemscError, InternalError
 from gemsc.planner.explain import task_of
+from gemsc.runtime.checkpoint.holdings import Holdings
 from gemsc.runtime.training.callbacks import Ema
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.runtime.transport.local import run_local
@@ -299,6 +300,36 @@ def test_a_checkpoint_goes_on_in_parts_and_without(
         work = train(total - after, come=f"{come} saved")
         found = on_ranks(tmp_path / go, 4, work, **more)
         assert worst(found, expected) < 1e-5, (come, go)
+
+
+def test_who_keeps_rows_alone_takes_no_gradients_as_they_were(tmp_path: Path) -> None:
+    """Of ranks that kept whole gradients each has terms of the rows of all."""
+    layouts = set[str]()
+    for level in ("off", "gradients"):
+        written(tmp_path / level, net(), shard=level, ranks=2, data=2, micro_batches=1)
+        work = lambda trainer: Holdings(trainer.worker).digest()  # noqa: E731
+        layouts |= set(on_ranks(tmp_path / level, 2, work))
+    assert len(layouts) == 3
+
+
+def test_gradients_that_two_ranks_keep_go_on_bit_for_bit(tmp_path: Path) -> None:
+    """Each takes its own terms again: one sum of both would be rounded otherwise."""
+    written(tmp_path, net(), optimizer=by_name, shard="weights", **PLANS["mirrored"])
+    batch = batch_of((X, X), 8)
+
+    def work(trainer: Trainer) -> list[dict[str, Tensor]]:
+        for _ in range(2):
+            trainer.step(*batch)
+        trainer.save(tmp_path / "saved")
+        states = []
+        for _ in range(2):
+            trainer.step(*batch)
+            states.append(trainer.state_dict())
+            trainer.resume(tmp_path / "saved")
+        return states
+
+    for once, again in on_ranks(tmp_path, 4, work, optimizer=by_name, accumulate=3):
+        assert all(torch.equal(once[name], again[name]) for name in once)
 
 
 def test_a_resume_forgets_the_weights_that_were_gathered(tmp_path: Path) -> None:

@@ -125,6 +125,22 @@ def test_the_rates_of_a_scheduler_of_ones_own_are_not_said_to_differ(
         run(folder, user, "--steps", "1")
 
 
+def test_a_run_that_goes_on_with_another_schedule_in_its_file_says_what_counts(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder, save = program(tmp_path), str(tmp_path / "run")
+
+    def of(steps: int) -> SimpleNamespace:
+        return user_of(scheduler=lambda made: StepLR(made, steps))
+
+    run(folder, of(2), "--save", save, "--steps", "1")
+    run(folder, of(2), "--save", save, "--steps", "2", "--resume", save)
+    assert "keeps the values" not in capfd.readouterr().err
+    run(folder, of(4), "--save", save, "--steps", "3", "--resume", save)
+    said = "the scheduler keeps the values of the checkpoint: step_size 2 (scheduler()"
+    assert capfd.readouterr().err.count(f"{said} gives 4); on_step can change") == 1
+
+
 def test_a_run_that_goes_on_takes_the_kernels_of_its_optimizer_from_the_file(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -73,6 +73,8 @@ def run(
 ) -> list[Any]:
     """Return what `result(trainer)` gives on each rank after the run."""
     parsed = parse_arguments([str(word) for word in words])
+    if parsed.goes_on:
+        parsed.resume = parsed.save
 
     def work(trainer: Trainer) -> Any:
         training = Training(trainer, user, parsed)

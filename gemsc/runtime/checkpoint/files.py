@@ -49,7 +49,7 @@ class StoredTensors:
 
     def __init__(self, folder: Path, table: Mapping[str, Stored]) -> None:
         """Open nothing yet."""
-        self._folder = folder
+        self._folder = self._named = folder
         self._table = {**table}
         self._files: dict[str, Any] = {}
 
@@ -68,6 +68,7 @@ class StoredTensors:
             GemscError: it is no safetensors file, or damaged.
         """
         found = cls(path.parent, {})
+        found._named = path
         try:
             for name, entry in TensorFile.open(path).table.items():
                 pieces = ((path.name, TensorPiece.whole(entry.shape)),)
@@ -110,13 +111,13 @@ class StoredTensors:
         name = key.removeprefix(MODEL_KEY)
         if key not in self._table:
             raise GemscError(
-                f"{self._folder} has no '{name}'",
+                f"{self._named} has no '{name}'",
                 help="give a checkpoint of this model",
             )
         stored = self._table[key]
         if stored.shape != piece.shape:
             raise GemscError(
-                f"{self._folder}: '{name}' has shape {list(stored.shape)}, but the "
+                f"{self._named}: '{name}' has shape {list(stored.shape)}, but the "
                 f"program needs {list(piece.shape)}",
                 help="give a checkpoint of this model",
             )
@@ -216,7 +217,7 @@ def export_model(
         except OSError as error:
             raise GemscError(
                 f"{path} cannot be written: {error.strerror}",
-                help="give another file with -o",
+                help=f"free space there, or gemsc export {directory} -o another file",
             ) from None
         return saved.step
 

@@ -219,6 +219,14 @@ def clear_space(directory: Path, step: int) -> Path:
     return beside
 
 
+def go_back(directory: Path, source: Path) -> None:
+    """Let the checkpoint of a run's folder that the run goes on from be its latest."""
+    found = Path(os.path.realpath(source))
+    is_own = found.parent == Path(os.path.realpath(directory))
+    if is_own and STEP.fullmatch(found.name):
+        _link(directory / LATEST, found.name)
+
+
 def discard(beside: Path) -> None:
     """Remove a checkpoint that could not be completed."""
     shutil.rmtree(beside, ignore_errors=True)

@@ -125,9 +125,9 @@ class Holdings:
         return found
 
     def digest(self) -> str:
-        """Return what two ranks with the same parameters have in common."""
-        named = self.worker.stages.parameters.items()
-        pieces = [(n, self.piece(n, p.shape).intervals) for n, p in named]
+        """Return what two ranks have in common that add up gradients of the same."""
+        named = self.worker.stages.parameters
+        pieces = [(name, self.summed(name).intervals) for name in named]
         return hashlib.sha256(repr(pieces).encode()).hexdigest()
 
 

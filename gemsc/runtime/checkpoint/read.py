@@ -87,8 +87,7 @@ def resume(worker: Worker, directory: Path, tensors: Extra) -> dict[str, Any]:
                     part.load_state_dict(state)
                 raise theirs
         if transport.rank == 0:
-            is_scheduled = any(updates.scheduler for updates in everything)
-            _say_kept(before, [each.state_dict() for each in stateful], is_scheduled)
+            _say_kept(stateful, before)
         for act in fit.acts:
             act()
         worker.stages.align()
@@ -98,29 +97,50 @@ def resume(worker: Worker, directory: Path, tensors: Extra) -> dict[str, Any]:
     return fit.extra
 
 
-def _say_kept(
-    made: list[dict[str, Any]], loaded: list[dict[str, Any]], is_scheduled: bool
-) -> None:
-    """Say where groups go on with other values than `optimizer()` now gives them.
+def _say_kept(parts: list[Any], made: list[dict[str, Any]]) -> None:
+    """Say where optimizers and schedulers go on with other values than they now get."""
+    found: dict[str, dict[str, None]] = {"optimizer": {}, "scheduler": {}}
+    kinds = [
+        "optimizer" if hasattr(part, "param_groups") else "scheduler" for part in parts
+    ]
+    of_groups = partial(_of_groups, "scheduler" in kinds)
+    for kind, part, before in zip(kinds, parts, made, strict=True):
+        values = of_groups if kind == "optimizer" else _of_scheduler
+        for name, mine, theirs in values(part, before, part.state_dict()):
+            now, then = str(mine), str(theirs)  # some are tensors
+            if now != then:
+                text = f"{name} {then:.40} ({kind}() gives {now:.40})"
+                found[kind][text] = None
+    for kind, texts in found.items():
+        first, count = [*texts][:MOST_NAMED], len(texts) - MOST_NAMED
+        rest = f" and {count} more" if count > 0 else ""
+        text = f"the {kind} keeps the values of the checkpoint"
+        if texts:
+            say_note(f"{text}: {', '.join(first)}{rest}; on_step can change them")
+
+
+def _of_groups(
+    is_scheduled: bool, part: Any, made: Any, loaded: Any
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the values of each group, as made and as loaded.
 
     What a scheduler sets has changed since the start: of its rates the initial one is
     compared, where it keeps that in the group as those of PyTorch.
     """
     cycled = ("lr", "momentum", "betas") if is_scheduled else ()
-    found: dict[str, None] = {}
-    for states in zip(made, loaded, strict=True):
-        pairs = zip(*(state.get("param_groups", ()) for state in states), strict=True)
-        for mine, theirs in pairs:
-            names = (n for n in mine if n in theirs and n not in (*PARAMETERS, *cycled))
-            for name in names:
-                now, then = str(mine[name]), str(theirs[name])  # some are tensors
-                if now != then:
-                    found[f"{name} {then:.40} (optimizer() gives {now:.40})"] = None
-    if found:
-        first, count = [*found][:MOST_NAMED], len(found) - MOST_NAMED
-        rest = f" and {count} more" if count > 0 else ""
-        text = "the optimizer keeps the values of the checkpoint"
-        say_note(f"{text}: {', '.join(first)}{rest}; on_step can change them")
+    pairs = zip(*(s.get("param_groups", ()) for s in (made, loaded)), strict=True)
+    for mine, theirs in pairs:
+        names = (n for n in mine if n in theirs and n not in (*PARAMETERS, *cycled))
+        yield from ((name, mine[name], theirs[name]) for name in names)
+
+
+def _of_scheduler(part: Any, made: Any, loaded: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield what a scheduler is made with, as far as it keeps that under its name."""
+    code = getattr(type(part).__init__, "__code__", None)
+    names = code.co_varnames[: code.co_argcount] if code is not None else ()
+    for name in names:
+        if name in made and name in loaded and name != "last_epoch":
+            yield name, made[name], loaded[name]
 
 
 def _fit(reader: _Reader, directory: Path) -> _Fit:
@@ -320,18 +340,17 @@ class _Reader:
         each of its rows, where it keeps the sums of these alone; of two that keep the
         same the first does.
         """
-        transport, updates = self.worker.transport.host, self.worker.updates
-        rows = updates.gradients_in_parts
+        updates, rank = self.worker.updates, self.worker.transport.host.rank
+        rows, file = updates.gradients_in_parts, f"rank{rank}.safetensors"
         for name, parameter, piece in gradients:
             if name in rows:
                 key, _ = rows[name]
-                into = updates.parts.take(key, name)
-                if updates.parts.is_first(key):
-                    stored.add(gradient_key(name), piece, into, None)
-            elif same or self.holdings.is_first(name):
-                parameter.grad = torch.zeros_like(parameter)
-                file = f"rank{transport.rank}.safetensors" if same else None
-                stored.add(gradient_key(name), piece, parameter.grad, file)
+                into, is_first = updates.parts.take(key, name), updates.parts.is_first
+                takes = same or is_first(key)
+            elif takes := same or self.holdings.is_first(name):
+                into = parameter.grad = torch.zeros_like(parameter)
+            if takes:
+                stored.add(gradient_key(name), piece, into, file if same else None)
 
     # ------------------------------------------------ optimizer, scheduler
 

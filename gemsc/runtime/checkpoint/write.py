@@ -25,7 +25,13 @@ from torch import Tensor
 
 from gemsc.base.files import FileFacts, write_text
 from gemsc.errors import GemscError, InternalError
-from gemsc.runtime.checkpoint.folder import Retention, clear_space, discard, publish
+from gemsc.runtime.checkpoint.folder import (
+    Retention,
+    clear_space,
+    discard,
+    last_step,
+    publish,
+)
 from gemsc.runtime.checkpoint.holdings import Extra, HeldTensor, Holdings
 from gemsc.runtime.checkpoint.manifest import Manifest, Stored
 from gemsc.runtime.checkpoint.optimizer_state import slots_of, split_state, state_of
@@ -147,14 +153,14 @@ def _together(transport: Any, act: Callable[[], None] | None, beside: Path) -> N
 
 @contextmanager
 def _told_where(directory: Path, step: int) -> Iterator[None]:
-    """Say what could not be written, where to, and what is left."""
+    """Say what could not be written, where to, and how to go on elsewhere."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
+        more = f" and --resume {directory}" if last_step(directory) else ""
         raise GemscError(
             f"the checkpoint of step {step} cannot be written to {directory}: {error}",
-            help="free space there, or choose another folder with --save; an older "
-            "checkpoint there is still complete",
+            help=f"free space there, or choose another folder with --save{more}",
         ) from error
 
 

@@ -61,10 +61,14 @@ def parse_arguments(
     options.typed = [*(sys.argv[1:] if arguments is None else arguments)]
     if arguments is None:  # a parser in the user's file is not meant
         del sys.argv[1:]
-    options.goes_on = options.resume == LAST
+    given = options.resume or [None]
+    options.resume, options.goes_on = given[-1], given[-1] == LAST
+    options.source = next((each for each in reversed(given) if each != LAST), None)
     if options.save is not None and (problem := _why_not_in(options.save)):
+        from_there = f" and --resume {options.save}" if options.goes_on else ""
         raise GemscError(
-            f"argument --save: {problem}", help="choose another folder with --save"
+            f"argument --save: {problem}",
+            help=f"choose another folder with --save{from_there}",
         )
     marks_best = options.best is not None and options.patience is None
     if marks_best and options.checkpoint_every == "never":
@@ -112,10 +116,12 @@ def make_parser(parents: Sequence[argparse.ArgumentParser] = ()) -> Parser:
     parser.add_argument(
         "--resume",
         type=Path,
+        action="append",
         nargs="?",
         const=LAST,
         metavar="FOLDER",
-        help="resume from a checkpoint (default: the latest in the run's own folder)",
+        help="resume from a checkpoint (default: the latest in the run's own folder; "
+        "`--resume FOLDER --resume`: that, or where there is none yet, FOLDER)",
     )
     parser.add_argument(
         "--overwrite", action="store_true", help="replace the run in the --save folder"
@@ -334,7 +340,7 @@ def _count(text: str) -> int:
 def to_resume(options: argparse.Namespace) -> list[str]:
     """Return the options of a run, with those that let it go on."""
     words = [word for word in options.typed if word != "--overwrite"]
-    if "--resume" in words:
+    while "--resume" in words:
         at = words.index("--resume")
         has_folder = at + 1 < len(words) and not words[at + 1].startswith("-")
         del words[at : at + 1 + has_folder]

@@ -235,6 +235,7 @@ class Position(Callback):
                 )
         if epochs.each is not None:
             steps.done = state["epoch"] * epochs.each + first
+            epochs.owes_end |= first == epochs.each  # larger batches leave out the rest
         else:
             size = state["batch_size"]
             before = steps.done - state["sample"] // size

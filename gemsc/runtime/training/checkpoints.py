@@ -21,6 +21,7 @@ from typing import Any
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from gemsc.errors import GemscError, SourceLocation
+from gemsc.runtime.checkpoint.folder import go_back
 from gemsc.runtime.training.callbacks import Callback
 from gemsc.runtime.training.epochs import Epochs
 from gemsc.runtime.training.step_report import StepReport
@@ -75,7 +76,10 @@ class Best(Callback):
             )
 
     def on_start(self, trainer: Trainer) -> None:
-        """Refuse to go on where patience has ended already."""
+        """Refuse to go on where patience has ended already, or what has no figure."""
+        if self.is_asked_for and self.name == "loss" and trainer.phases:
+            text = "--best and --patience ask for a held-out loss, and phases have none"
+            raise GemscError(text, help="name a figure of metrics() with --best")
         if self.patience is not None and self.since >= self.patience:
             raise GemscError(
                 f"{self._reason}: --patience {self.patience} has ended this run",
@@ -112,6 +116,7 @@ class Best(Callback):
         """Return the best figure, and how long ago it was."""
         return {
             "name": self.name,
+            "larger": self.is_larger_better,
             "value": self.value,
             "step": self.step,
             "since": self.since,
@@ -120,7 +125,8 @@ class Best(Callback):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with what was the best, if it is the same figure."""
         self.epochs.owes_end |= state.get("is_owed", False)  # of older checkpoints
-        if state["name"] == self.name:
+        larger = state.get("larger", self.is_larger_better)
+        if (state["name"], larger) == (self.name, self.is_larger_better):
             self.value, self.step = state["value"], state["step"]
             self.since = state["since"]
 
@@ -149,11 +155,14 @@ class Checkpoints(Callback):
     keep: int = 3
     best: Best | None = None
     background: bool = False
+    source: Path | None = None  # what the run goes on from
     _saved: tuple[int, bool] = field(default=(-1, False), init=False)  # a step, early
     _due: float = field(default=0.0, init=False)  # by the clock of the first rank
 
     def on_start(self, trainer: Trainer) -> None:
-        """Start the clock."""
+        """Start the clock; what comes after an older checkpoint is not the latest."""
+        if self.source is not None and trainer.transport.rank == 0:
+            go_back(self.folder, self.source)
         self._saved = trainer.step_number, self.epochs.owes_end
         self._start_clock()
 

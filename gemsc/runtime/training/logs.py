@@ -33,7 +33,14 @@ from gemsc.base.phase import LOSS_OF
 from gemsc.errors import warn
 from gemsc.runtime.process.device import peak_bytes
 from gemsc.runtime.training.callbacks import Callback
-from gemsc.runtime.training.run_folder import LOG, TABLE, clear, describe_run
+from gemsc.runtime.training.epochs import Epochs
+from gemsc.runtime.training.run_folder import (
+    LOG,
+    TABLE,
+    clear,
+    describe_run,
+    told_where,
+)
 from gemsc.runtime.training.step_report import StepReport
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.runtime.transport.waiting import waited_seconds
@@ -48,10 +55,10 @@ COLUMNS = (
 class Log(Callback):
     """Writes the log of a run into its folder; all ranks have one."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: argparse.Namespace, epochs: Epochs) -> None:
         """Prepare to write into the folder of a run with these options."""
         self.folder: Path = options.save
-        self._options = options
+        self._options, self._epochs = options, epochs
         self._board: Any = None
         self._lines: IO[str] | None = None
         self._of_steps: tuple[str, ...] = COLUMNS
@@ -70,8 +77,9 @@ class Log(Callback):
         if trainer.transport.rank == 0:
             phases = [f"{LOSS_OF}{phase.name}" for phase in trainer.phases]
             self._saved = trainer.worker.steps.saved
-            self._open(step, phases)
-            describe_run(self.folder, trainer.directory, self._options, step, hosts)
+            with told_where(self.folder, self._options.resume):
+                self._open(step, phases)
+                describe_run(self.folder, trainer.directory, self._options, step, hosts)
             self._write("start", step, ranks=len(hosts))
         self._last, self._waited = time.perf_counter(), waited_seconds()
         self._updates = trainer.worker.variants.num_updates
@@ -150,6 +158,9 @@ class Log(Callback):
         columns, saved = dict.fromkeys(self._of_steps), self._saved or step
         with replaced(lines) as beside, beside.open("w", encoding="utf-8") as file:
             for line, record in _records(lines):
+                is_owed = record["step"] == saved and self._epochs.owes_end
+                if is_owed and record.get("event") == "evaluation":
+                    continue  # it is made again
                 if record["step"] <= saved:
                     if saved != step:  # count as if all batches had the size of now
                         record["step"] = -(-record["step"] * step // saved)

@@ -89,7 +89,7 @@ class Training:
                 help="add eval_dataset(), with samples that are not trained on",
             )
         if options.save is not None:
-            callbacks.append(Log(options))
+            callbacks.append(Log(options, self.epochs))
         callbacks.append(self.console)
         if options.save is not None and options.checkpoint_every != "never":
             self.checkpoints = Checkpoints(
@@ -99,6 +99,7 @@ class Training:
                 keep=options.keep,
                 best=self.best,
                 background=options.checkpoint_async,
+                source=options.resume,
             )
             callbacks.append(self.checkpoints)  # last: it saves the state of the others
         return callbacks
@@ -118,8 +119,9 @@ class Training:
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether a signal ends the run before its last step."""
+        """Whether a signal ends the run before its last step, or a request to stop."""
         is_over = self.epochs.is_over(self.trainer.step_number)
+        is_over = is_over or self.trainer.requests.agreed("stop")
         return self.trainer.is_leaving and not is_over
 
     def run(self) -> None:
@@ -140,6 +142,7 @@ class Training:
 
     def _run(self) -> None:
         if not self._has_steps_left(self.trainer.worker.steps.done):
+            self._export()  # a kill may have left that out
             return
         for note in self.datasets.notes:
             self.console.say(note)
@@ -164,13 +167,17 @@ class Training:
     def _end(self) -> None:
         """Say what was made, and write the weights as one plain file."""
         self.trainer.tell("on_end")
-        if self.checkpoints is not None:
-            folder = self.checkpoints.folder
-            if self.console.talks:  # one plain file, from the last checkpoint
-                export_model(folder, folder / MODEL, is_new=True)
-            self.console.say(f"saved {folder / MODEL}")
+        self._export()
         if self.console.talks and self.options.record_run is not None:
             self.record.write(self.options.record_run)
+
+    def _export(self) -> None:
+        """Write the weights of the last checkpoint as one plain file."""
+        if self.checkpoints is not None:
+            folder = self.checkpoints.folder
+            if self.console.talks:
+                export_model(folder, folder / MODEL, is_new=True)
+            self.console.say(f"saved {folder / MODEL}")
 
     def _train(self) -> int:
         """Make all steps and evaluations that are left; return how many steps are done.
@@ -186,7 +193,9 @@ class Training:
             self.trainer.epoch = epoch
             has_ended = owes or self._train_epoch(epoch, first)
             owes, done = False, self.trainer.worker.steps.done
-            if self.trainer.is_leaving and not has_ended and not epochs.is_over(done):
+            if self.is_interrupted and not has_ended:
+                self.trainer.agree()  # a hook may have asked to stop
+            if self.is_interrupted and not has_ended:
                 break
             if epoch == 0 and (self.evaluator or self.user.on_epoch):
                 self._save_early()

@@ -32,7 +32,8 @@ from gemsc.runtime.checkpoint.folder import BEST, LATEST, MODEL
 from gemsc.runtime.checkpoint.manifest import MANIFEST
 from gemsc.runtime.training.arguments import parse_arguments
 
-NOT_TOLD = ("save", "resume", "overwrite", "typed", "goes_on")  # among the options
+# among the options
+NOT_TOLD = ("save", "resume", "overwrite", "typed", "goes_on", "source")
 # options that decide what is trained
 DECIDE = ("dtype", "set", "last_batch", "accumulate", "clip_norm", "ema")
 RUNS = "runs"  # folder of a program
@@ -46,8 +47,9 @@ def choose_folder(program: Path, options: argparse.Namespace) -> Path | None:
     """Return the folder of a run; `options` name it, and what it resumes, from then on.
 
     Without `--save` it is made in the folder of the program. `--resume` without a
-    folder becomes the run's own one, or nothing where that holds no checkpoint yet.
-    What does not train has no folder.
+    folder becomes the run's own one, or where that holds no checkpoint yet, what an
+    earlier `--resume` among the words names, or nothing. What does not train has no
+    folder.
 
     Raises:
         GemscError: another run is in the folder, or none can be made.
@@ -61,8 +63,10 @@ def choose_folder(program: Path, options: argparse.Namespace) -> Path | None:
         last = max(_numbers(runs), default=0)
         options.save = runs / str(last) if goes_on and last else _new(runs, last)
     folder: Path = options.save
-    if goes_on:
-        options.resume = folder if _is_saved(folder) else None
+    if goes_on and _is_saved(folder):
+        options.resume = folder
+    elif goes_on:
+        options.resume, options.goes_on = options.source, options.source is None
     if goes_on or _is_in(options.resume, folder):
         options.overwrite = False
     elif _is_begun(folder) and not options.overwrite:
@@ -81,14 +85,9 @@ def held(folder: Path) -> Iterator[None]:
     Raises:
         GemscError: another run has it, or nobody may write there.
     """
-    try:
+    with told_where(folder):
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / LOCK).open("a+", encoding="utf-8")
-    except OSError as error:
-        raise GemscError(
-            f"{folder} cannot hold a run: {error.strerror}",
-            help="name another folder with --save",
-        ) from None
     with file:
         deadline = time.monotonic() + LOCK_SECONDS
         while not _is_locked(file):
@@ -99,6 +98,23 @@ def held(folder: Path) -> Iterator[None]:
         file.truncate(0)
         print(os.getpid(), platform.node(), file=file, flush=True)
         yield
+
+
+@contextmanager
+def told_where(folder: Path, source: Path | None = None) -> Iterator[None]:
+    """Say that a run, perhaps one that goes on from a `source`, has no folder.
+
+    Raises:
+        GemscError: something cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        more = f" and --resume {source}" if source is not None else ""
+        raise GemscError(
+            f"{folder} cannot hold a run: {error.strerror}",
+            help=f"free space there, or name another folder with --save{more}",
+        ) from None
 
 
 def _is_locked(file: IO[str]) -> bool:
