@@ -272,6 +272,11 @@ def _verdict(
         )
     elif kind == "wrong":
         line += f"\n{dtype}: that is {tensor}"
+    if kind == "undecided" and allowed <= limit:
+        line += (
+            f"\n{dtype}: rounding alone changes the {found.turned} by "
+            f"{found.rounding[found.turned]:.1e}: a ReLU or the like decides otherwise"
+        )
     line += _about_noise(dtype, found.settled)
     if found.inside is not None:
         kind = str(found.inside.dtype).removeprefix("torch.")

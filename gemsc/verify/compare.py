@@ -27,6 +27,7 @@ LARGEST_BUFFER = 1.0  # at most: a mask of huge numbers hides no error in anothe
 ALLOWED = 2.0  # both runs round: they may be so much further apart than one is
 # What is further off is never called exact, however much rounding alone would explain.
 LIMIT = {torch.float64: 1e-6, torch.float32: 0.1}
+GATES = 1e-2  # so much a gradient moves by rounding only where a ReLU or a sign turns
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ class Comparison:
     the precision in which the ranks of a grid add up, where it is less than the dtype.
     `inside` is what the model itself computes in, where that is less. `settled` are
     the parameters whose updates were compared without the noise of their gradients: see
-    `noisy`.
+    `noisy`. `turned` is the gradient that shows that gates turn: see `with_gates`.
     """
 
     errors: Mapping[str, float]
@@ -139,6 +140,7 @@ class Comparison:
     last_bit: float = 0.0
     inside: LowPrecision | None = None
     settled: frozenset[str] = frozenset()
+    turned: str = ""
 
     @property
     def loss(self) -> float:
@@ -171,11 +173,14 @@ class Comparison:
         """Return "exact", "wrong" or "undecided", and the tensor that it is about.
 
         Each tensor may be off by twice what rounding alone does to it. Where that is
-        more than `LIMIT`, and the tensor is as far off, nothing is decided.
+        more than `LIMIT`, and the tensor is as far off, nothing is decided; nor where
+        gates turn, but of the loss, which hardly moves with them.
         """
         found: dict[str, str] = {}
         for name in self._too_far(dtype):
             is_hidden = self.allowed(name, dtype) > self.limit(dtype)
+            if self.turned and name != "loss" and math.isfinite(self.errors[name]):
+                is_hidden = True
             found.setdefault("undecided" if is_hidden else "wrong", name)
         for kind in ("wrong", "undecided"):
             if kind in found:
@@ -231,6 +236,17 @@ class Comparison:
         names = {name for each in both for name in each}
         rounding = {n: max(each.get(n, 0.0) for each in both) for n in names}
         return replace(self, rounding=rounding)
+
+    def with_gates(self) -> Comparison:
+        """Return the comparison with what rounding shows of a model in float32.
+
+        Where it moves a gradient by more than `GATES` (BatchNorm of two values that are
+        nearly equal), some number came to the other side of 0, and other roundings,
+        such as those of ranks, turn other ones. A few of them set no bound then.
+        """
+        moved = {n: e for n, e in self.rounding.items() if n.startswith("gradient of ")}
+        most = max(moved, key=lambda name: moved[name], default="")
+        return replace(self, turned=most if moved.get(most, 0.0) > GATES else "")
 
 
 def near_zero(record: StepRecord, dtype: torch.dtype) -> float:

@@ -54,6 +54,29 @@ def test_each_tensor_is_judged_by_its_own_rounding() -> None:
     assert found(errors, rounding).judge(NARROW) == ("exact", "near zero")
 
 
+@pytest.mark.parametrize(
+    ("name", "error", "moved", "kind"),
+    [
+        ("gradient of b", 1.8e-2, 4.8e-2, "undecided"),
+        ("parameter b", 0.5, 4.8e-2, "undecided"),
+        ("gradient of b", 1.8e-2, 9e-3, "wrong"),  # no gate turns
+        ("loss", 1e-2, 4.8e-2, "wrong"),  # it does not move so much
+        ("copies of b", float("inf"), 4.8e-2, "wrong"),
+    ],
+)
+def test_where_gates_turn_a_few_roundings_set_no_bound(
+    name: str, error: float, moved: float, kind: str
+) -> None:
+    rounding = {"loss": 0.0, "gradient of a": moved, "parameter a": 2.0, name: 1e-5}
+    before = found({name: error}, rounding)
+    assert before.judge(NARROW) == ("wrong", name)
+    turned = before.with_gates()
+    assert turned.judge(NARROW) == (kind, name)
+    said = cli._verdict("float32", kind, name, turned, True)
+    reason = "rounding alone changes the gradient of a by 4.8e-02: a ReLU or the like"
+    assert (reason in said) == (kind == "undecided")
+
+
 def test_a_rank_that_keeps_nothing_has_no_ratio() -> None:
     """As the first of a network that begins with augmentation on its GPU."""
     console = Console(file=StringIO(), width=200)

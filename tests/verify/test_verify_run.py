@@ -289,6 +289,29 @@ def test_training_on_rounding_alone_is_no_error(gemsc: Gemsc, tmp_path: Path) ->
         assert re.search(r"float64: 3 steps, .*: NOT EXACT\n", outcome.out), outcome
 
 
+@pytest.mark.slow
+@pytest.mark.mpi
+def test_a_run_may_be_as_far_off_as_rounding_alone_makes_it(
+    gemsc: Gemsc, tmp_path: Path
+) -> None:
+    # the sine of a large number has lost 8 digits
+    text = BIASED.replace("c(torch", "c(torch.sin(1e8 * torch").replace(
+        "x))))", "x)))))"
+    )
+    text = text.replace("Adam(params, lr=0.01)", "SGD(params, lr=1e-20)")
+    (tmp_path / "model.py").write_text(text)
+    program = tmp_path / "x"
+    words = ("--ranks", 2, "--tiles", "2x1", "--micro-batches", 2, "-o", program)
+    assert gemsc("compile", tmp_path / "model.py", *words).code == 0
+    verify = ("verify", program, "--dtype", "float64", "--run", 3)
+    outcome = gemsc(*verify)
+    assert re.search(r"\(rounding alone .*e-0[5-9]\): exact\n", outcome.out), outcome
+    for path in program.glob("rank*.py"):
+        path.write_text(adding(path.read_text(), "c.bias", 1e16))
+    outcome = gemsc(*verify)
+    assert re.search(r"\(rounding alone .*\): NOT EXACT\n", outcome.out), outcome
+
+
 FREEZES = BIASED.replace(
     "\n\nmodel = Net\n",
     """
