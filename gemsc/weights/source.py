@@ -253,7 +253,8 @@ def _check(files: WeightFiles, name: str, entry: Entry) -> None:
         raise GemscError(
             f"{files.path}: '{name}' has shape {list(have.shape)}, but the model needs "
             f"{list(entry.shape)}",
-            help="use weights of this model, or build the model with these sizes",
+            help="use weights of this model, build it with these sizes, or compile a "
+            "model() that loads what fits",
         )
     kinds = [(e.dtype.is_floating_point, e.dtype.is_complex) for e in (have, entry)]
     if kinds[0] != kinds[1]:

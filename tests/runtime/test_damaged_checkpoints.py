@@ -405,12 +405,12 @@ FOREIGN: dict[str, tuple[Callable[[Path], Path], str, str]] = {
     "another model": (
         lambda p: of_another(p / "wide", net(a=nn.Linear(4, 4, bias=False))),
         "has no 'a.bias'",
-        "of this model",
+        "a model() that loads what fits of another one",
     ),
     "other sizes": (
         lambda p: of_another(p / "sizes", net(d=nn.Linear(3, 3))),
         r"'d.weight' has shape \[3, 3\], but the program needs \[4, 4\]",
-        "of this model",
+        "a model() that loads what fits of another one",
     ),
     "another optimizer": (
         lambda p: of_another(p / "sgd", optimizer=sgd),

@@ -43,6 +43,11 @@ from gemsc.weights.write import Entry, stored_name, write_stream
 if TYPE_CHECKING:
     from gemsc.weights.distributed import DistributedCheckpoint
 
+_OF_ANOTHER = (
+    "give a checkpoint of this model, or compile a model() that loads what fits of "
+    "another one"
+)
+
 
 class StoredTensors:
     """The tensors in the files of a folder, by their keys in its manifest."""
@@ -112,14 +117,14 @@ class StoredTensors:
         if key not in self._table:
             raise GemscError(
                 f"{self._named} has no '{name}'",
-                help="give a checkpoint of this model",
+                help=_OF_ANOTHER,
             )
         stored = self._table[key]
         if stored.shape != piece.shape:
             raise GemscError(
                 f"{self._named}: '{name}' has shape {list(stored.shape)}, but the "
                 f"program needs {list(piece.shape)}",
-                help="give a checkpoint of this model",
+                help=_OF_ANOTHER,
             )
         if not sums and not make_up(piece, (held for _, held in stored.pieces)):
             raise damaged(self._folder, f"is damaged: it has not all of '{name}'")
