@@ -76,8 +76,13 @@ def test_a_run_that_goes_back_does_not_go_on_where_it_was(tmp_path: Path) -> Non
         raise KeyError("dies")
 
     again = *words, "--resume", str(saved / "step-000001")
-    with pytest.raises(GemscError, match="dies"):
-        run(directory, user_of(on_step=dies), *again)
+    best = saved / "best"
+    for step, stays in ((1, True), (2, False)):  # what comes later is of another line
+        best.symlink_to(f"step-00000{step}")
+        with pytest.raises(GemscError, match="dies"):
+            run(directory, user_of(on_step=dies), *again)
+        assert best.is_symlink() == stays
+        best.unlink(missing_ok=True)
     run(directory, user_of(), *words, "--resume", result=lambda t: t.step_number)
     assert (saved / "latest").readlink().name == "step-000003"
     steps = map(json.loads, (saved / "log.jsonl").read_text().splitlines())

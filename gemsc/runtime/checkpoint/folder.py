@@ -220,10 +220,16 @@ def clear_space(directory: Path, step: int) -> Path:
 
 
 def go_back(directory: Path, source: Path) -> None:
-    """Let the checkpoint of a run's folder that the run goes on from be its latest."""
+    """Let the checkpoint of a run's folder that the run goes on from be its latest.
+
+    The best one is forgotten if it came later.
+    """
     found = Path(os.path.realpath(source))
     is_own = found.parent == Path(os.path.realpath(directory))
-    if is_own and STEP.fullmatch(found.name):
+    if is_own and (own := STEP.fullmatch(found.name)):
+        best = STEP.fullmatch(_target(directory / BEST))
+        if best and int(best[1]) > int(own[1]):
+            (directory / BEST).unlink()
         _link(directory / LATEST, found.name)
 
 
