@@ -234,3 +234,71 @@ def test_samples_of_a_cross_entropy_that_are_cut_are_gathered() -> None:
     text = program.rank_modules()["rank0.py"]
     assert "gather 2 shards" in text
     assert "= F.cross_entropy(" in text
+
+
+class Between(nn.Module):
+    """What stands between two linear layers, of which shards cut the features."""
+
+    def __init__(self, between: Any, wide: int, narrow: int, layer: Any) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, wide), nn.Linear(narrow, 8)
+        self.between, self.layer = between, layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.between(self, self.a(x)))
+
+
+def heads(h: Tensor, size: int) -> Tensor:
+    return h.unflatten(-1, (4, size))
+
+
+def gated(one: Tensor, two: Tensor) -> Tensor:
+    return one.sigmoid() * two
+
+
+LAYERS = {
+    "group": nn.GroupNorm(4, 16, affine=False),
+    "instance": nn.InstanceNorm1d(4),
+    "addmm": nn.Linear(8, 16, bias=False),
+}
+# what stands between, features before and after, and what a rank's file says
+BETWEEN: dict[str, tuple[Any, int, int, str]] = {
+    "glu": (lambda m, h: F.glu(h, -1), 32, 16, "F.glu(a)"),
+    "chunk": (lambda m, h: gated(*h.chunk(2, -1)), 32, 16, "a.chunk(2, -1)"),
+    "split": (
+        lambda m, h: gated(*heads(h, 4).split(2, -1)).flatten(1),
+        *(16, 8, "unflatten.split(2, dim=-1)"),
+    ),
+    "repeat_interleave": (
+        lambda m, h: heads(h, 2).repeat_interleave(2, 1).flatten(1),
+        *(8, 16, "unflatten.repeat_interleave(2, 1)"),
+    ),
+    "repeat": (
+        lambda m, h: heads(h, 2).repeat(1, 1, 2).flatten(1),
+        *(8, 16, "unflatten.repeat(1, 1, 2)"),
+    ),
+    "full": (
+        lambda m, h: h + torch.full(h.shape, 0.5),
+        *(16, 16, "torch.full((4, 8), fill_value=0.5)"),
+    ),
+    "group_norm": (lambda m, h: F.group_norm(h, 4), 16, 16, "F.group_norm(a, 2)"),
+    "group": (lambda m, h: m.layer(h), 16, 16, "F.group_norm(a, 2, None, None, 1e-05)"),
+    "instance": (
+        lambda m, h: m.layer(heads(h, 4)).flatten(1),
+        *(16, 16, "F.instance_norm(unflatten, eps=1e-05)"),
+    ),
+    "addmm": (
+        lambda m, h: torch.addmm(m.b.bias, h.relu(), m.layer.weight),
+        *(16, 8, "torch.matmul(a.relu(), self.layer.weight)"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_what_stands_between_has_a_part_of_the_features(name: str) -> None:
+    between, wide, narrow, said = BETWEEN[name]
+    model = Between(between, wide, narrow, LAYERS.get(name))
+    loss = {"loss": lambda y: y.square().mean(), "micro_batches": 2}
+    program = compile(model, (torch.randn(4, 8),), ranks=2, shards=2, **loss)
+    assert program.plan.unchecked == ""  # compared with the model
+    assert said in program.rank_modules()["rank0.py"]
