@@ -388,8 +388,9 @@ class _Writer:
                 constant = re.sub(r"\W", "_", name)
                 tensor = operator.attrgetter(path)(self.traced)
                 with suppress(AttributeError):  # it may be in the memory of a weight
-                    is_own = prefix == _MODEL
-                    tensor = operator.attrgetter(rest)(self.model) if is_own else tensor
+                    own = operator.attrgetter(rest)(self.model)
+                    if prefix == _MODEL and isinstance(own, torch.Tensor):
+                        tensor = own
                 self.constants[constant] = tensor
                 name = f"{CONSTANTS}.{constant}"
             self.attributes[path] = node = self.graph.create_node("get_attr", name)
