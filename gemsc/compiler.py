@@ -153,8 +153,7 @@ def compile(
         if options.check:
             found = {"unchecked": "the model has no weights here"}
             if has_weights:
-                step = partial(first_step, program.compilation, *given, **feed)
-                found = step(metrics=metrics)
+                found = first_step(program.compilation, *given, **feed, metrics=metrics)
             program = program.with_plan(**found)
         held = replace(program.compilation, elsewhere=elsewhere)
         return replace(program, compilation=held)

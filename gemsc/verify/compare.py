@@ -179,9 +179,9 @@ class Comparison:
         found: dict[str, str] = {}
         for name in self._too_far(dtype):
             is_hidden = self.allowed(name, dtype) > self.limit(dtype)
-            if self.turned and name != "loss" and math.isfinite(self.errors[name]):
-                is_hidden = True
-            found.setdefault("undecided" if is_hidden else "wrong", name)
+            may_turn = name != "loss" and math.isfinite(self.errors[name])
+            is_open = is_hidden or (self.turned and may_turn)
+            found.setdefault("undecided" if is_open else "wrong", name)
         for kind in ("wrong", "undecided"):
             if kind in found:
                 return kind, found[kind]

@@ -205,9 +205,8 @@ def _verify(
         settings = replace(settings, near_zero=noise.near_zero)
         again, plain, record = compared(settings)
         found = found.settled_by(again, noise)
-    for other in _other_runs(user, directory, settings):
-        if found.judge(dtype) != "wrong":
-            break
+    others = _other_runs(user, directory, settings)  # each trains as it is asked for
+    while found.judge(dtype) == "wrong" and (other := next(others, None)) is not None:
         both = (RunResult.of_plain(run, record) for run in (plain, other))
         rounding = max(found.rounding, compare_runs(*both).worst)
         found = replace(found, rounding=rounding)
@@ -221,9 +220,8 @@ def _other_runs(
     if settings.dtype is not torch.float64:
         wide = replace(settings, dtype=torch.float64, precision=FULL)
         yield _plain(user, initial_model(user, directory), wide)
+    model, lower = initial_model(user, directory), settings.precision.dtype
     for number in range(NUDGES):
-        model = initial_model(user, directory)
-        lower = settings.precision.dtype
         yield _plain(user, nudged(model, number, settings.dtype, lower), settings)
 
 
