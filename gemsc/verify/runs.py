@@ -76,11 +76,15 @@ class RunComparison:
         return max(self.loss, self.evaluation[0], self.model[0])
 
     def judge(self, dtype: torch.dtype) -> str:
-        """Return "exact", "wrong", or "undecided" where rounding hides it."""
-        allowed = max(TOLERANCE[dtype], ALLOWED * self.rounding)
-        if self.worst <= min(allowed, LIMIT[dtype]):
+        """Return "exact", "wrong", or "undecided" where rounding hides it.
+
+        In float64, what rounding does not explain is wrong, however much it moves.
+        """
+        allowed, limit = max(TOLERANCE[dtype], ALLOWED * self.rounding), LIMIT[dtype]
+        if self.worst <= min(allowed, limit):
             return "exact"
-        return "undecided" if allowed > LIMIT[dtype] else "wrong"
+        hides = self.worst <= allowed if dtype is torch.float64 else allowed > limit
+        return "undecided" if hides else "wrong"
 
     def is_about(self, noise: Noise, dtype: torch.dtype) -> bool:
         """Whether nothing but noisy parameters, buffers and evaluations is off."""

@@ -478,6 +478,22 @@ def test_rounding_excuses_so_much(error: float, rounding: float, verdict: str) -
     assert found.judge(torch.float32) == verdict
 
 
+@pytest.mark.parametrize(
+    ("error", "rounding", "verdict"),
+    [
+        (1e-8, 0.0, "wrong"),
+        (1e-8, 1e-8, "exact"),
+        (1e-5, 1e-5, "undecided"),
+        (0.5, 1e-5, "wrong"),  # rounding does not explain it
+    ],
+)
+def test_rounding_excuses_in_float64_what_it_explains(
+    error: float, rounding: float, verdict: str
+) -> None:
+    found = RunComparison(error, (0.0, ""), (0.0, ""), 0, 1, 0, rounding)
+    assert found.judge(torch.float64) == verdict
+
+
 @pytest.mark.parametrize("word", ["--ema", "--ema=0.9"])
 def test_what_the_plain_loop_does_not_know_is_refused(
     word: str, tmp_path: Path
