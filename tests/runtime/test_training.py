@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 import re
+import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import redirect_stderr
 from dataclasses import replace
 from functools import partial
 from io import StringIO
-from multiprocessing import active_children
+from multiprocessing import active_children, current_process
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -230,8 +231,16 @@ def test_the_time_in_which_ranks_wait_for_data_is_that_of_the_source() -> None:
 
 
 @pytest.mark.slow
-def test_a_run_ends_the_processes_that_read_for_it(tmp_path: Path) -> None:
-    """Asked to leave, each would outlast that for half a minute."""
+def test_a_run_ends_the_processes_that_read_for_it(
+    tmp_path: Path, tmp_path_factory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked to leave, each would outlast that for half a minute.
+
+    Their sockets stand in one folder, which Python removes with this process.
+    """
+    folder = tmp_path_factory.mktemp("sockets")
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setitem(current_process()._config, "tempdir", None)
     readers: set[Any] = set()
 
     def on_epoch(trainer: Trainer, epoch: int, figures: dict[str, float]) -> None:
@@ -240,6 +249,7 @@ def test_a_run_ends_the_processes_that_read_for_it(tmp_path: Path) -> None:
     user = user_of(on_epoch=on_epoch, eval_dataset=pairs)
     run(program(tmp_path), user, "--epochs", "2", "--workers", "1")
     assert [reader.exitcode for reader in readers] == [-9] * 4  # of two datasets
+    assert len(list(folder.glob("pymp-*"))) == 1
 
 
 @pytest.mark.slow

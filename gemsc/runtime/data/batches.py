@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
+from multiprocessing.util import get_temp_dir
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -314,6 +315,8 @@ class Batches:
         """Yield what the samples of each list of keys are, as `_collate` joins them."""
         self._sampler.keys = keys
         if self._loader is None:
+            if self.workers:  # which make sockets there, and cannot tidy up when killed
+                get_temp_dir()
             self._loader = DataLoader(
                 self._dataset,
                 batch_sampler=self._sampler,
