@@ -118,9 +118,13 @@ def trace(
             program = prepared(found)
         same_order = Canonicalize(), CausalMasks(), FollowOrder(program)
         evaluation = run(evaluation, *same_order)
-        dims = sample_dims(model, example_inputs, evaluation)
-    program = replace(program, sample_dims=dims)
-    return Traced(program, evaluation, _in_one_forward(program, evaluation))
+        return Traced(
+            replace(
+                program, sample_dims=sample_dims(model, example_inputs, evaluation)
+            ),
+            evaluation,
+            _in_one_forward(program, evaluation),
+        )
 
 
 def _in_one_forward(
