@@ -68,13 +68,13 @@ def trace(
     not compiled. Several graphs of a model are traced with one dict of `constants`.
     A check that `is_limited` is left out where it would take minutes.
     """
-    record = choose("frontend", frontend, FRONTENDS)
     convert(model, memory_format)
     example_inputs = converted(normalize_inputs(example_inputs), memory_format)
     feed = {"loss": loss, "target": example_target}
     trains, run = loss is not None, Runs(after_each)
     how = {**feed, "autocast": autocast_of(model, precision)}
-    recorded = partial(_recorded, record, constants, model, example_inputs, **how)
+    record = choose("frontend", frontend, FRONTENDS), constants
+    recorded = partial(_recorded, *record, model, example_inputs, **how)
 
     checked = model, example_inputs, {**feed, "training": trains}
     compare = partial(_compare, checked, is_limited)
@@ -103,8 +103,7 @@ def trace(
             program = replace(program, halves=compare(program))
         if profile:
             given = example_inputs, example_target
-            timed = TimeBlocks(*given, device=device, progress=progress)
-            program = run(program, timed)
+            program = run(program, TimeBlocks(*given, device=device, progress=progress))
         return program
 
     with with_threads(1):  # with more it takes other kernels, which are predicted
@@ -118,13 +117,10 @@ def trace(
             program = prepared(found)
         same_order = Canonicalize(), CausalMasks(), FollowOrder(program)
         evaluation = run(evaluation, *same_order)
-        return Traced(
-            replace(
-                program, sample_dims=sample_dims(model, example_inputs, evaluation)
-            ),
-            evaluation,
-            _in_one_forward(program, evaluation),
+        program = replace(
+            program, sample_dims=sample_dims(model, example_inputs, evaluation)
         )
+        return Traced(program, evaluation, _in_one_forward(program, evaluation))
 
 
 def _in_one_forward(
