@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from torch import nn
+from torch import enable_grad, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import default_collate
@@ -406,9 +406,9 @@ def load_user_model(
         GemscError: with the line, for whatever is missing or fails.
     """
     settings: set[str] = set()
-    with seeded(0), noting_settings(settings):
+    with enable_grad(), seeded(0), noting_settings(settings):
         path, module, name = import_source(spec, constants or {})
-    check_modes(path.name)
+        check_modes(path.name)
     found = vars(module)
     if found.get(name) is None:
         raise missing_model(path, module, name, nn.Module)

@@ -137,10 +137,9 @@ def check_modes(file: str) -> None:
     """Make sure that a file leaves torch with gradients and a dtype to train in.
 
     Raises:
-        GemscError: it has not; it is as before again.
+        GemscError: it has not; the dtype is as before again.
     """
     if not torch.is_grad_enabled():
-        torch.set_grad_enabled(True)
         raise GemscError(
             f"importing {file} turns gradients off, for all that follows",
             help="write `with torch.no_grad():` around what needs none",

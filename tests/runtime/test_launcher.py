@@ -158,7 +158,10 @@ def test_an_engine_that_the_launcher_does_not_start_is_refused_once(command):
         assert (done.code, done.err) == (1, said)
     done = run_words(sys.executable, "program", "--engine", "torch")
     assert done.code == 1
-    assert done.err.startswith("error: --engine torch: no torchrun started this rank\n")
+    says = (
+        "error: --engine torch does not match the launcher: no torchrun started this "
+    )
+    assert done.err.startswith(says)
     done = start("run", "program", GEMSC_ENGINE="nccl")
     assert done.code == 1
     assert done.err == "error: GEMSC_ENGINE is 'nccl', not mpi or torch\n"
