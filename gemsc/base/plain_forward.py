@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from types import ModuleType
 from typing import Any
 
@@ -63,6 +63,21 @@ def plain_forward(seen: Callable[[], None] = lambda: None) -> Iterator[None]:
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
         del changed.apply
+
+
+def own_checkpoint(function: type, args: Sequence[Any]) -> Callable[[], Any] | None:
+    """Return what a checkpoint in the user's own code runs, None if it is none.
+
+    `CheckpointFunction.apply(run, keeps, *inputs)` is a copy of torch's, as language
+    models have it; `(run, count, *tensors)` is that of diffusion models: `run` takes
+    so many of the tensors, the others are the weights in it.
+    """
+    match function.__name__, *args[:2]:
+        case "CheckpointFunction", run, bool() if callable(run):
+            return partial(run, *args[2:])
+        case "CheckpointFunction", run, int(count) if callable(run):
+            return partial(run, *args[2 : 2 + count])
+    return None
 
 
 @contextmanager

@@ -422,9 +422,9 @@ def _checkpoint_notes(lines: list[SourceLocation]) -> Iterator[str]:
     """Say what becomes of activation checkpoints."""
     if not lines:
         return
-    more = f" and {len(lines) - 1} more" if len(lines) > 1 else ""
+    more = f" and {len(lines) - 1} more have" if len(lines) > 1 else " has"
     yield (
-        f"{lines[0].short}: this activation checkpoint{more} has no effect (choose "
+        f"{lines[0].short}: this activation checkpoint{more} no effect (choose "
         "blocks with --recompute): running statistics in it are updated once, while "
         "PyTorch alone updates them again in the backward"
     )

@@ -21,7 +21,7 @@ from torch.jit._fuser import optimized_execution
 from torch.overrides import TorchFunctionMode
 
 from gemsc.base.nests import call_model, tensor_leaves
-from gemsc.base.plain_forward import plain_forward
+from gemsc.base.plain_forward import own_checkpoint, plain_forward
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.frontend.attention import attention_of
 from gemsc.frontend.fake_copy import FakeCopy, in_one_memory
@@ -266,6 +266,9 @@ class Tracer(TorchFunctionMode):
         """Run a custom autograd function: one node that keeps the user's backward."""
         if self.paused:
             return apply(*args, **kwargs)
+        if (checkpointed := own_checkpoint(apply.__self__, args)) is not None:
+            self._note_checkpoint()
+            return checkpointed()
         call = ("call_function", apply, args, kwargs)
         given = [(x, x._version) for _, x in tensor_leaves((args, kwargs))]
         with self._at_user_line() as line:

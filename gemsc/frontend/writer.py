@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -182,9 +181,7 @@ class GraphWriter:
         return item
 
     def _get_attr(self, name: str, tensor: torch.Tensor) -> fx.Node:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # FX: the graph has no root module yet
-            node = self.graph.get_attr(name)
+        node = self.graph.create_node("get_attr", name)
         self._finish(node, tensor, Region())
         return node
 
@@ -253,9 +250,15 @@ class GraphWriter:
             return value.item()
         if isinstance(value, _LITERALS):
             return value
+        advice = "pass tensors, numbers and strings to torch functions"
+        if callable(value):
+            advice += (
+                "; instead of an activation checkpoint, call the function itself: "
+                "--recompute chooses what is computed again"
+            )
         raise GemscError(
             f"an argument of type {type(value).__name__} cannot be part of a graph",
-            help="pass tensors, numbers and strings to torch functions",
+            help=advice,
         )
 
     def _node_name(self, call: TargetCall) -> str | None:

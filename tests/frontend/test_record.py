@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import operator
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from record_support import SCALE, Model, Named, X, checked, mean, names, targets
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from gemsc.errors import GemscError
 from gemsc.frontend import record
 from gemsc.frontend.check import check_against_eager
 from gemsc.ir import meta
@@ -332,6 +334,23 @@ def test_isinstance_branches_see_tensors() -> None:
     assert torch.cat in targets(program)
 
 
+def test_a_warning_is_given_once() -> None:
+    """Whatever else there is to record between two calls of what warns."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            warnings.warn("use another", stacklevel=1)
+            x = F.linear(x, self.fc.weight)
+        return x
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        said: list[str] = []
+        warnings.showwarning = lambda message, *_, **__: said.append(str(message))
+        record(Model(forward), (X,), training=True)
+    assert said == ["use another"]
+
+
 def test_no_grad_and_autocast_regions() -> None:
     def forward(self: Any, x: Any) -> Any:
         with torch.no_grad():
@@ -363,6 +382,57 @@ def test_a_custom_autograd_function_keeps_its_backward() -> None:
     node = next(n for n in program.graph.nodes if n.target == Doubled.apply)
     assert node.args[1] == 2.0
     assert node.name == "doubled"
+
+
+class CheckpointFunction(torch.autograd.Function):
+    """As in the code of diffusion models: `weights` are what `run` has of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Any, count: int, *tensors: Any) -> Any:
+        ctx.run, ctx.given, ctx.weights = run, tensors[:count], tensors[count:]
+        with torch.no_grad():
+            return run(*ctx.given)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        given = [tensor.detach().requires_grad_() for tensor in ctx.given]
+        with torch.enable_grad():
+            result = ctx.run(*given)
+        learn = [*given, *ctx.weights]
+        return None, None, *torch.autograd.grad(result, learn, gradients)
+
+
+class Copied(CheckpointFunction):
+    """As in the code of language models, which is torch's of old."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Any, keeps: bool, *tensors: Any) -> Any:
+        return CheckpointFunction.forward(ctx, run, len(tensors), *tensors)
+
+
+Copied.__name__ = "CheckpointFunction"
+
+
+def test_a_checkpoint_of_the_users_own_is_looked_into() -> None:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        y = CheckpointFunction.apply(self.fc, 1, x, *self.fc.parameters())
+        return Copied.apply(lambda y, z: y * z.sigmoid(), False, y, y + 1)
+
+    program = checked(Model(forward))
+    assert any(n.op == "call_module" and n.target == "fc" for n in program.graph.nodes)
+    assert any(
+        "2 more" not in note and "1 more have no" in note for note in program.notes
+    )
+
+
+def test_any_other_function_of_a_function_is_refused_with_advice() -> None:
+    class Reversible(CheckpointFunction):
+        pass
+
+    model = Model(lambda self, x: Reversible.apply(self.fc, 1, x))
+    with pytest.raises(GemscError, match="of type Linear cannot be") as caught:
+        record(model, (X,), training=True)
+    assert "call the function itself" in str(caught.value)
 
 
 doubled = Doubled.apply  # before any forward runs, as many packages write it
