@@ -45,11 +45,14 @@ class Picture:
 
     @classmethod
     def of_shape(cls, shape: Sequence[int]) -> Picture | None:
-        """Return that of an input, samples first; None if it is no picture."""
+        """Return that of an input, samples first; None if it is no picture.
+
+        Many channels, as those of spectra, are told by a window that is a square.
+        """
         if len(shape) not in (4, 5):
             return None
         _, *axes = shape
-        if axes[0] <= axes[-1]:
+        if axes[0] <= axes[-1] or len({*axes[1:]}) == 1:
             return cls(tuple(axes[1:]), axes[0], True)
         return cls(tuple(axes[:-1]), axes[-1], False)
 

@@ -692,6 +692,8 @@ def test_what_looks_at_one_pixel_gives_what_it_gives_at_once(channels: int) -> N
 
 def test_where_axes_may_be_channels_or_sizes_channels_come_first() -> None:
     assert Picture.of_shape((1, 4, 6, 4)) == Picture((6, 4), 4, True)
+    assert Picture.of_shape((1, 200, 64, 64)) == Picture((64, 64), 200, True)
+    assert Picture.of_shape((1, 64, 64, 3)) == Picture((64, 64), 3, False)
     assert Picture((6, 5), 4, False).shape_of(torch.zeros(1, 9, 7, 4)) == (9, 7)
     assert image_axes((1, 4, 4, 4), (4, 4)) == slice(-2, None)
 
