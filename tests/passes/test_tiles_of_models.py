@@ -390,10 +390,11 @@ def strided(x: Tensor) -> Tensor:
     [
         strided,
         lambda x: x.narrow(2, torch.tensor(1), 4).repeat(1, 1, 2, 1),
+        lambda x: x.reshape(torch.as_tensor(2) - torch.as_tensor(1), *x.shape)[0],
         lambda x: torch.block_diag(*x[0, 0].chunk(2)),
         lambda x: torch.frexp(x)[0],
     ],
-    ids=["as_strided", "narrow from a tensor", "rows of 2-d", "frexp"],
+    ids=["as_strided", "narrow from a tensor", "by a tensor", "rows of 2-d", "frexp"],
 )
 @pytest.mark.parametrize("grid", [(2, 1), (2, 2)])
 def test_what_counts_all_of_the_memory_or_gives_several_values_is_gathered(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -141,7 +142,8 @@ class Probe:
             recorder = _Operators()
             with self._mode, torch.no_grad():
                 values = {n: _contiguous(meta.value(n)) for n in node.all_input_nodes}
-                with recorder:
+                result = None
+                with recorder, suppress(DataDependentOutputException):
                     result = run_node(node, values, self._module)
             self._known[node] = recorder.seen, values, result
         return self._known[node]
