@@ -238,6 +238,7 @@ def _verify_run(
             f"{name}: {num_steps} steps, {found.num_evaluations} evaluations, worst "
             f"{found.worst:.1e}{rounding}: {WORDS[verdicts[name]]}"
             + _about_noise(name, found.settled)
+            + _about_inside(name, found)
         )
     code = _exit_code(list(verdicts.values()))
     compared = {
@@ -277,11 +278,15 @@ def _verdict(
             f"\n{dtype}: rounding alone changes the {found.turned} by "
             f"{found.rounding[found.turned]:.1e}: a ReLU or the like decides otherwise"
         )
-    line += _about_noise(dtype, found.settled)
-    if found.inside is not None:
-        kind = str(found.inside.dtype).removeprefix("torch.")
-        line += f"\n{dtype}: the model computes in {kind} inside: {found.inside.call}"
-    return line
+    return line + _about_noise(dtype, found.settled) + _about_inside(dtype, found)
+
+
+def _about_inside(dtype: str, found: Comparison | RunComparison) -> str:
+    """Return a line about lower precision inside of a model, if there is any."""
+    if found.inside is None:
+        return ""
+    kind = str(found.inside.dtype).removeprefix("torch.")
+    return f"\n{dtype}: the model computes in {kind} inside: {found.inside.call}"
 
 
 def _about_noise(dtype: str, settled: frozenset[str]) -> str:

@@ -161,8 +161,7 @@ class Comparison:
 
     def limit(self, dtype: torch.dtype) -> float:
         """Return how far off a tensor may be at most, whatever rounding explains."""
-        narrow = torch.float32 if self.inside is not None else dtype
-        return max(LIMIT[dtype], LIMIT[narrow])
+        return most_allowed(dtype, self.inside)
 
     def allowed(self, name: str, dtype: torch.dtype) -> float:
         """Return how far a tensor may be off if nothing but rounding differs."""
@@ -247,6 +246,11 @@ class Comparison:
         moved = {n: e for n, e in self.rounding.items() if n.startswith("gradient of ")}
         most = max(moved, key=lambda name: moved[name], default="")
         return replace(self, turned=most if moved.get(most, 0.0) > GATES else "")
+
+
+def most_allowed(dtype: torch.dtype, inside: LowPrecision | None) -> float:
+    """Return `LIMIT`; a model that computes in less inside has that of float32."""
+    return LIMIT[dtype] if inside is None else LIMIT[torch.float32]
 
 
 def near_zero(record: StepRecord, dtype: torch.dtype) -> float:

@@ -6,7 +6,7 @@ import math
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,14 +28,14 @@ from gemsc.runtime.training.verification import NEAR_ZERO, Figures, RunRecord
 from gemsc.user_model import UserModel
 from gemsc.verify.compare import (
     ALLOWED,
-    LIMIT,
     NEGLIGIBLE,
     TOLERANCE,
     StepRecord,
     compare,
+    most_allowed,
 )
 from gemsc.verify.plain_run import PlainRun, RunSettings, Samples
-from gemsc.verify.precision import FULL, Precision
+from gemsc.verify.precision import FULL, LowPrecision, Precision, WatchPrecision
 from gemsc.verify.steps import (
     NUDGES,
     initial_model,
@@ -58,6 +58,7 @@ class RunComparison:
     `total`. `rounding` is how far the plain loop is from itself in float64, where
     that was measured. `errors` has each tensor of the saved model; `settled` are the
     parameters that were compared without the noise of their gradients: see `Noise`.
+    `inside` is what the model itself computes in, where that is less.
     """
 
     loss: float
@@ -69,6 +70,7 @@ class RunComparison:
     rounding: float = 0.0
     errors: Mapping[str, float] = field(default_factory=dict)
     settled: frozenset[str] = frozenset()
+    inside: LowPrecision | None = None
 
     @property
     def worst(self) -> float:
@@ -80,7 +82,8 @@ class RunComparison:
 
         In float64, what rounding does not explain is wrong, however much it moves.
         """
-        allowed, limit = max(TOLERANCE[dtype], ALLOWED * self.rounding), LIMIT[dtype]
+        allowed = max(TOLERANCE[dtype], ALLOWED * self.rounding)
+        limit = most_allowed(dtype, self.inside)
         if self.worst <= min(allowed, limit):
             return "exact"
         hides = self.worst <= allowed if dtype is torch.float64 else allowed > limit
@@ -209,7 +212,12 @@ def _verify(
         settings = replace(settings, near_zero=noise.near_zero)
         again, plain, record = compared(settings)
         found = found.settled_by(again, noise)
-    others = _other_runs(user, directory, settings)  # each trains as it is asked for
+    if found.judge(dtype) == "wrong":
+        inside = _inside(user, directory, settings)
+        bit = inside.last_bit if inside is not None else 0.0
+        found = replace(found, inside=inside, rounding=bit)
+    # each trains as it is asked for
+    others = _other_runs(user, directory, settings, found.inside)
     while found.judge(dtype) == "wrong" and (other := next(others, None)) is not None:
         both = (RunResult.of_plain(run, record) for run in (plain, other))
         rounding = max(found.rounding, compare_runs(*both).worst)
@@ -217,14 +225,29 @@ def _verify(
     return found
 
 
-def _other_runs(
+def _inside(
     user: UserModel, directory: Path, settings: RunSettings
+) -> LowPrecision | None:
+    """Return what a step computes in inside, if that is less than its dtype."""
+    watch = WatchPrecision(settings.dtype)
+    if settings.precision.dtype is None:
+        with suppress(NotImplementedError), watch:
+            _plain(user, initial_model(user, directory), replace(settings, steps=1))
+    return watch.found
+
+
+def _other_runs(
+    user: UserModel,
+    directory: Path,
+    settings: RunSettings,
+    inside: LowPrecision | None,
 ) -> Iterator[PlainRun]:
     """Yield what the plain loop does where it rounds otherwise."""
     if settings.dtype is not torch.float64:
         wide = replace(settings, dtype=torch.float64, precision=FULL)
         yield _plain(user, initial_model(user, directory), wide)
-    model, lower = initial_model(user, directory), settings.precision.dtype
+    lower = settings.precision.dtype if inside is None else inside.dtype
+    model = initial_model(user, directory)
     for number in range(NUDGES):
         yield _plain(user, nudged(model, number, settings.dtype, lower), settings)
 

@@ -429,6 +429,23 @@ def test_what_is_computed_in_float32_inside_is_judged_by_float32(
         compiled(Norm(), **TILES)
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_sums_of_a_loss_in_float32_may_be_in_another_order(seed: int) -> None:
+    """Of a target that is none of the weights, which other roundings change."""
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        target = target.float()
+        return (output * target).sum() / (target * target).sum()
+
+    torch.manual_seed(seed)
+    layer, given = nn.Conv2d(1, 1, 3, padding=1), torch.randn(1, 1, 128, 128)
+    options = {"ranks": 2, "tiles": "2x1", "micro_batches": 1}
+    program = compile(
+        layer, (given,), loss=loss, example_target=torch.rand(1, 1, 128, 128), **options
+    )
+    assert program.plan.unchecked == ""
+
+
 def test_what_rounding_alone_changes_too_much_is_not_called_checked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -20,7 +20,9 @@ from gemsc.errors import GemscError
 from gemsc.runtime.data.batches import Batches, digest
 from gemsc.runtime.training.verification import RunRecord
 from gemsc.user_model import UserModel, load_user_model
+from gemsc.verify import runs
 from gemsc.verify.plain_run import PlainRun, RunSettings
+from gemsc.verify.precision import LowPrecision
 from gemsc.verify.runs import (
     Noise,
     RunComparison,
@@ -492,6 +494,33 @@ def test_rounding_excuses_in_float64_what_it_explains(
 ) -> None:
     found = RunComparison(error, (0.0, ""), (0.0, ""), 0, 1, 0, rounding)
     assert found.judge(torch.float64) == verdict
+
+
+@pytest.mark.parametrize(
+    ("error", "verdict"), [(2e-6, "exact"), (3e-6, "wrong"), (0.2, "wrong")]
+)
+def test_a_run_in_float64_that_is_in_float32_inside_rounds_as_that(
+    error: float, verdict: str
+) -> None:
+    inside = LowPrecision(torch.float32, "_to_copy")
+    found = RunComparison(error, (0.0, ""), (0.0, ""), 0, 1, 0, inside.last_bit)
+    assert replace(found, inside=inside).judge(torch.float64) == verdict
+    found = replace(found, inside=inside, rounding=1.0)
+    assert found.judge(torch.float64) == ("exact" if error < 0.1 else "undecided")
+
+
+def test_what_a_step_of_a_run_computes_in_is_seen(
+    user: UserModel, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (output - target.float()).square().mean()
+
+    monkeypatch.setattr(runs, "initial_model", lambda user, _: user.make_unfilled())
+    assert runs._inside(user, path.parent, SETTINGS) is None
+    found = runs._inside(replace(user, loss=loss), path.parent, SETTINGS)
+    assert found is not None
+    assert found.dtype is torch.float32
+    assert "test_verify_run.py" in found.call
 
 
 @pytest.mark.parametrize("word", ["--ema", "--ema=0.9"])
