@@ -248,6 +248,25 @@ class Comparison:
         return replace(self, turned=most if moved.get(most, 0.0) > GATES else "")
 
 
+_Pair = tuple[dict[str, Tensor], dict[str, Tensor]]
+
+
+def nearer(first: _Pair, second: _Pair) -> _Pair:
+    """Return of two pairs, element by element, the one that differs less.
+
+    Of a step with the noise in its gradients, and of one without: there, an element
+    whose gradient is as large as the limit of noise is in one of a pair, and zero in
+    the other.
+    """
+    found: _Pair = dict(first[0]), dict(first[1])
+    for name in found[0].keys() & found[1].keys():
+        (a, b), (c, d) = ((pair[0][name], pair[1][name]) for pair in (first, second))
+        if a.is_floating_point() and a.shape == b.shape == c.shape == d.shape:
+            takes = (c - d).abs() < (a - b).abs()
+            found[0][name], found[1][name] = c.where(takes, a), d.where(takes, b)
+    return found
+
+
 def most_allowed(dtype: torch.dtype, inside: LowPrecision | None) -> float:
     """Return `LIMIT`; a model that computes in less inside has that of float32."""
     return LIMIT[dtype] if inside is None else LIMIT[torch.float32]

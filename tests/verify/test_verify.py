@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -30,10 +30,11 @@ from gemsc.verify.compare import (
     StepRecord,
     compare,
     near_zero,
+    nearer,
     noisy,
 )
 from gemsc.verify.one_process import reference_steps
-from gemsc.verify.precision import LowPrecision
+from gemsc.verify.precision import FULL, LowPrecision, Precision
 from gemsc.verify.steps import _Subject, user_model_of, verify_program
 from gemsc.viz.terminal import show_activations
 
@@ -171,6 +172,59 @@ def test_noise_excuses_updates_made_of_it_and_buffers_alone() -> None:
     assert first.with_updates_of(again, {"noisy"}).errors == {
         "loss": 0.0, "parameter noisy": 0.5, "buffer mean": 0.5, "parameter other": 0.0
     }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Noisy:
+    """Steps whose second element is noise, and whose third is as large as its limit.
+
+    `near_zero`, it is left out; the third is, on one side.
+    """
+
+    plan: Any
+    dtype: torch.dtype = NARROW
+    precision: Precision = FULL
+    near_zero: float = 0.0
+
+    def step(self, state: list[float]) -> StepRecord:
+        gradient = torch.tensor([1.0, 1e-9, 1e-7])
+        return StepRecord([1.0], {"w": gradient}, {"w": torch.tensor(state)})
+
+    def in_one_process(self) -> StepRecord:
+        return self.step([1.0, 1.0, 2.0 if self.near_zero else 1.0])
+
+    def on_ranks(self) -> StepRecord:
+        return self.step([1.0, 1.0 if self.near_zero else 2.0, 1.0])
+
+
+def test_an_element_as_large_as_the_limit_of_noise_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(steps, "_ranks", Noisy.on_ranks)
+    subject: Any = Noisy(SimpleNamespace(stages=(), torch_compile=False))
+    found = steps._verify(subject)
+    assert found.judge(NARROW)[0] == "exact"
+    assert found.settled == {"w"}
+
+    class Wrong(Noisy):
+        def on_ranks(self) -> StepRecord:
+            return self.step([1.5, 1.0, 1.0])
+
+    monkeypatch.setattr(steps, "_ranks", Wrong.on_ranks)
+    monkeypatch.setattr(steps, "_inside", lambda subject: None)
+    monkeypatch.setattr(steps, "_other_roundings", lambda subject, inside: ())
+    assert steps._verify(cast(Any, Wrong(subject.plan))).judge(NARROW)[0] == "wrong"
+
+
+def test_of_two_pairs_what_has_no_number_or_another_shape_is_the_first() -> None:
+    nan, one, count = torch.tensor([math.nan]), torch.ones(1), torch.tensor(3)
+    first = {"nan": nan, "count": count, "shape": X}, {"nan": one, "count": count}
+    second = {"nan": one, "count": count + 1}, {"nan": one, "count": count, "shape": X}
+    mine, theirs = nearer(first, second)
+    assert mine["nan"].isnan()
+    assert theirs["nan"] == 1
+    assert mine["count"] == 3
+    assert "shape" not in theirs
 
 
 def test_a_gradient_is_noisy_where_any_element_of_it_is() -> None:
