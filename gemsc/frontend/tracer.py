@@ -36,6 +36,7 @@ from gemsc.frontend.targets import TargetCall, describe_call, is_ignored
 from gemsc.frontend.user_code import UserLine, guarded, user_line
 from gemsc.frontend.writer import GraphWriter
 from gemsc.ir.fake import without_count
+from gemsc.ir.layers import HOOKS
 from gemsc.ir.mutation import call_mutates
 from gemsc.ir.opaque import Opaque, stand_in
 from gemsc.runtime.tiles import must_be
@@ -222,6 +223,8 @@ class Tracer(TorchFunctionMode):
         """Run a module: a leaf becomes one node, others are looked into."""
         leaf = self._copied.leaves.get(id(module))
         path = self._copied.modules.get(id(module))
+        if leaf is not None and any(vars(module)[name] for name in HOOKS):
+            leaf, path = None, leaf  # forward has registered one
         if self.paused or (leaf is None and path is None):
             return original(module, *args, **kwargs)
         if leaf is not None and self._copied.holds_its_own(module):

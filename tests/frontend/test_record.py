@@ -294,6 +294,15 @@ def test_layers_with_hooks_are_looked_into() -> None:
     assert F.linear in targets(program)
 
 
+def test_layers_to_which_forward_gives_hooks_are_looked_into() -> None:
+    def forward(self: Any, x: Any) -> Any:
+        if not self.fc._forward_hooks:
+            self.fc.register_forward_hook(lambda module, args, output: output * 2)
+        return self.fc2(self.fc(x))
+
+    assert F.linear in targets(checked(Model(forward)))
+
+
 def test_layers_that_are_lent_weights_are_looked_into() -> None:
     def forward(self: Any, x: Any) -> Any:
         lent = {"weight": self.fc.weight * 2}
