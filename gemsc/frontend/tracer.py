@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.autograd.function import BackwardCFunction
 from torch.jit._fuser import optimized_execution
+from torch.jit._state import _python_cu
 from torch.overrides import TorchFunctionMode
 
 from gemsc.base.nests import call_model, tensor_leaves
@@ -221,10 +222,9 @@ class Tracer(TorchFunctionMode):
         self, original: Any, module: nn.Module, args: _Args, kwargs: _Kwargs
     ) -> Any:
         """Run a module: a leaf becomes one node, others are looked into."""
-        leaf = self._copied.leaves.get(id(module))
+        is_hooked = any(vars(module).get(name) for name in HOOKS)  # perhaps since then
+        leaf = None if is_hooked else self._copied.leaves.get(id(module))
         path = self._copied.modules.get(id(module))
-        if leaf is not None and any(vars(module)[name] for name in HOOKS):
-            leaf, path = None, leaf  # forward has registered one
         if self.paused or (leaf is None and path is None):
             return original(module, *args, **kwargs)
         if leaf is not None and self._copied.holds_its_own(module):
@@ -436,6 +436,9 @@ def _patched(tracer: Tracer) -> Iterator[None]:
     log = logging.getLogger("torch._subclasses.fake_tensor")
     was_disabled = log.disabled
     log.disabled = True  # it prints tracebacks of errors that we report
+    scripts: Any = _python_cu
+    for script in scripts.get_functions():
+        script._debug_flush_compilation_cache()  # one that ran may be optimized
     try:
         with optimized_execution(False):  # scripts run the same each time
             yield

@@ -391,7 +391,11 @@ def scripted(x: torch.Tensor) -> torch.Tensor:
     return x * 2 + 1
 
 
-def test_scripted_functions_are_recorded() -> None:
+@pytest.mark.parametrize("runs", [0, 3])
+def test_scripted_functions_are_recorded(runs: int) -> None:
+    """Also if they ran before, so that TorchScript has made them faster."""
+    for _ in range(runs):
+        scripted(torch.randn(4, 4, requires_grad=True)).sum().backward()
     checked(Model(lambda self, x: scripted(self.fc(x))))
 
 

@@ -82,6 +82,57 @@ def test_a_value_of_parameters_that_training_keeps_is_refused() -> None:
         record(Model(forward, cache=None), (X,), loss=mean)
 
 
+def with_a_buffer(forward: Any) -> Model:
+    model = Model(forward, cache=None)
+    model.register_buffer("slopes", torch.arange(4.0))
+    return model
+
+
+def test_a_value_of_a_buffer_that_nothing_changes_is_kept() -> None:
+    def forward(self: Any, x: Any) -> Any:
+        if self.cache is None:
+            self.cache = -torch.arange(4) * self.slopes
+        return self.fc(x) + self.cache
+
+    program = checked(with_a_buffer(forward))
+    assert "slopes" in {n.target for n in program.graph.nodes if n.op == "get_attr"}
+
+
+class Slopes(nn.Module):
+    """Makes a table in its first call, as a buffer of which the next take a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.fc2 = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("slopes", torch.arange(4.0))
+        self.register_buffer("table", None, persistent=False)
+
+    def bias(self, size: int) -> Any:
+        if self.table is not None:
+            return self.table[..., -size:]
+        self.register_buffer("table", -self.slopes * torch.arange(size), False)
+        return self.table
+
+    def forward(self, x: Any) -> Any:
+        return self.fc2(self.fc(x) + self.bias(4)) + self.bias(4)
+
+
+def test_a_buffer_that_forward_makes_is_no_part_of_what_is_compared() -> None:
+    checked(Slopes())
+    compile(Slopes(), (X,), loss=mean, ranks=2)
+
+
+def test_a_value_of_a_buffer_that_changes_is_refused() -> None:
+    def forward(self: Any, x: Any) -> Any:
+        if self.cache is None:
+            self.cache = 2 * self.slopes
+        self.slopes.add_(1)
+        return self.fc(x) + self.cache
+
+    with pytest.raises(GemscError, match="earlier call of forward made"):
+        record(with_a_buffer(forward), (X,), loss=mean)
+
+
 @pytest.mark.parametrize(
     "make",
     [
