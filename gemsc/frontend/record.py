@@ -188,7 +188,7 @@ def _trace(
     trace.returned = returned(output)
     with tracer.pause():
         _record_assignments(writer, buffers)
-        outputs = [writer.node_of(tensor) for tensor in trace.returned.tensors]
+        outputs = [writer.value_of(tensor) for tensor in trace.returned.tensors]
     loss = None
     if request.loss is not None:
         arguments = (output,) if request.target is None else (output, target)

@@ -90,6 +90,13 @@ class GraphWriter:
         buffer.replace_all_uses_with(clone, lambda user: user is not clone)
         meta.copy_meta(buffer, clone)
 
+    def value_of(self, tensor: torch.Tensor) -> fx.Node:
+        """Return the node of an output, a copy of a parameter or a buffer."""
+        node = self.node_of(tensor)
+        if node.op != "get_attr":
+            return node
+        return self.call(("call_method", "clone", (tensor,), {}), tensor.clone())
+
     def output(self, loss: torch.Tensor | None, outputs: list[fx.Node]) -> None:
         """End the graph."""
         loss_node = None if loss is None else self.node_of(loss)

@@ -19,6 +19,7 @@ from record_support import SCALE, Model, Named, X, checked, mean, names, targets
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from gemsc.compiler import compile
 from gemsc.frontend import record
 from gemsc.frontend.check import check_against_eager
 from gemsc.ir import meta
@@ -285,6 +286,17 @@ def test_a_model_in_eval_mode_is_traced_in_training_mode() -> None:
     node = next(n for n in program.graph.nodes if n.target is F.dropout)
     assert node.kwargs.get("training", True) is True
     assert not model.training
+
+
+def test_a_model_may_return_a_parameter_and_a_buffer() -> None:
+    model = Model(lambda self, x: (self.fc(x), self.fc.bias, self.zero))
+    model.register_buffer("zero", torch.zeros(()))
+
+    def loss(outputs: Any) -> torch.Tensor:
+        return mean(outputs[0] * outputs[1]) + outputs[2]
+
+    checked(model, loss=loss)
+    compile(model, (X,), loss=loss, ranks=1)
 
 
 def test_layers_with_hooks_are_looked_into() -> None:
