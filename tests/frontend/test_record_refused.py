@@ -72,6 +72,37 @@ def test_a_value_that_the_users_own_evaluation_has_kept_is_computed_anew() -> No
     assert model.cache is kept
 
 
+class Biased(nn.Module):
+    """Looks its biases up in each training step, and once for an evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.fc2 = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.biases = nn.Parameter(torch.randn(3))
+        self.register_buffer("places", torch.tensor([0, 2, 1, 0]))
+
+    @torch.no_grad()
+    def train(self, mode: bool = True) -> Any:
+        super().train(mode)
+        if mode and hasattr(self, "looked_up"):
+            del self.looked_up
+        else:
+            self.looked_up = self.biases[self.places]
+        return self
+
+    def forward(self, x: Any) -> Any:
+        biases = self.biases[self.places] if self.training else self.looked_up
+        return self.fc2(self.fc(x) + biases)
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_what_eval_makes_of_parameters_is_made_in_each_evaluation(mode: bool) -> None:
+    model = Biased().train(mode)
+    evaluation = checked(model) and record(model, (X,), training=False)
+    assert "biases" in {n.target for n in evaluation.graph.find_nodes(op="get_attr")}
+    compile(Biased(), (X,), loss=mean, ranks=2)
+
+
 def test_a_value_of_parameters_that_training_keeps_is_refused() -> None:
     def forward(self: Any, x: Any) -> Any:
         if self.cache is None:
