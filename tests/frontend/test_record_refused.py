@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 
 from gemsc.compiler import compile
 from gemsc.errors import GemscError, InternalError
-from gemsc.frontend import check, gradients, record
+from gemsc.frontend import check, export, gradients, record
 from gemsc.frontend.check import check_against_eager
 from gemsc.ir import meta
 from gemsc.ir.program import Program, Slot
@@ -101,6 +101,8 @@ def test_what_eval_makes_of_parameters_is_made_in_each_evaluation(mode: bool) ->
     evaluation = checked(model) and record(model, (X,), training=False)
     assert "biases" in {n.target for n in evaluation.graph.find_nodes(op="get_attr")}
     compile(Biased(), (X,), loss=mean, ranks=2)
+    with pytest.raises(GemscError, match=r"eval\(\) makes self.looked_up, which"):
+        export(model, (X,), training=False)
 
 
 def test_a_value_of_parameters_that_training_keeps_is_refused() -> None:
