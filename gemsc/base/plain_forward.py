@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.jit._fuser import optimized_execution
+from torch.jit._state import _python_cu
 from torch.nn.modules import transformer
 from torch.utils import checkpoint
 
@@ -63,6 +65,16 @@ def plain_forward(seen: Callable[[], None] = lambda: None) -> Iterator[None]:
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
         del changed.apply
+
+
+@contextmanager
+def plain_scripts() -> Iterator[None]:
+    """Let scripts of torch.jit run the same each time: those that ran are optimized."""
+    scripts: Any = _python_cu
+    for script in scripts.get_functions():
+        script._debug_flush_compilation_cache()
+    with optimized_execution(False):
+        yield
 
 
 def own_checkpoint(function: type, args: Sequence[Any]) -> Callable[[], Any] | None:

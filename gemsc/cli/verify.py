@@ -78,9 +78,10 @@ def verify_command(
         return {"all_inputs": asdict(proof)}, int(proof.verdict != "proved")
     chosen = device_named(device)
     plan = Plan.read(directory / "plan.toml")
-    if plan.only_dtype and plan.dtype in names and len(names) > 1:
+    only = "that of the model" if plan.dtype == "float64" else plan.only_dtype
+    if only and plan.dtype in names and len(names) > 1:
         names = [plan.dtype]
-        tell(f"only in {plan.dtype}: {plan.only_dtype}")
+        tell(f"only in {plan.dtype}: {only}")
     _prove(directory, plan)
     for line in _about(plan, names):
         tell(line)

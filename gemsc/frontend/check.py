@@ -64,10 +64,12 @@ class _Results:
     owners: dict[str, nn.Module] = field(default_factory=dict)
     gradients: Gradients = field(default_factory=Gradients)
     halves: str = ""
+    first: set[str] = field(default_factory=set)
 
     def watch(self, prefix: str, owner: nn.Module) -> None:
-        """Take the gradients of a module from now on."""
+        """Take the gradients of a module from now on, and the buffers it has."""
         self.owners[prefix] = owner
+        self.first |= {name for name, _ in owner.named_buffers(prefix)}
         for name, parameter in owner.named_parameters(prefix):
             self.gradients.watch(name, parameter)
 
@@ -79,9 +81,9 @@ class _Results:
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
-        """The buffers as they are now."""
-        pairs = self.owners.items()
-        return {name: b for prefix, o in pairs for name, b in o.named_buffers(prefix)}
+        """The buffers as they are now, without what forward has made (a table)."""
+        found = (o.named_buffers(prefix) for prefix, o in self.owners.items())
+        return {name: b for each in found for name, b in each if name in self.first}
 
 
 def check_against_eager(

@@ -43,6 +43,19 @@ def reject_counters(*states: Mapping[str, object]) -> None:
             )
 
 
+def reject_made_by_eval(model: nn.Module, loss: Any) -> None:
+    """Refuse tensors that a model makes in `eval()`: for torch.export, constants."""
+    if model.training:
+        return
+    before = tensors_in(model, loss)
+    now = tensors_in(model.train().eval(), loss).items()
+    if names := [name for name, tensor in now if before.get(name) is not tensor]:
+        raise GemscError(
+            f"eval() makes {', '.join(names)}, which torch.export takes for a constant",
+            help="use --frontend record",
+        )
+
+
 def differ(one: object, other: object) -> bool:
     """Whether numbers are not the same; NaN is the same as NaN."""
     return one != other and repr(one) != repr(other)

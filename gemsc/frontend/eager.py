@@ -31,6 +31,7 @@ def in_mode(training: bool) -> str:
 def set_training(model: nn.Module, loss: Any, training: bool) -> None:
     """Set the mode of a model and a loss; layers that the user froze stay frozen."""
     if not training:
+        model.train()  # drops what some models keep from an earlier evaluation
         model.eval()
     else:
         enter_training(model)

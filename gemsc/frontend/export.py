@@ -36,8 +36,8 @@ from gemsc.base.nests import (
 from gemsc.base.plain_forward import plain_forward
 from gemsc.base.rng import preserve_rng
 from gemsc.errors import GemscError
+from gemsc.frontend import counters
 from gemsc.frontend.closures import reject_closures
-from gemsc.frontend.counters import counters_of, reject_counters, tensors_in
 from gemsc.frontend.eager import detached, failures, set_training, transformed
 from gemsc.frontend.fake_copy import LOSS, fake_input, reject_unsupported
 from gemsc.frontend.opaque import DATA_ERRORS
@@ -208,16 +208,17 @@ def _call_twice(wrapper: _Wrapper, other: _Wrapper) -> None:
     model = wrapper.get_submodule(_MODEL)
 
     def seen() -> dict[str, object]:
-        own = counters_of(model, wrapper.loss)
+        own = counters.counters_of(model, wrapper.loss)
         return {**own, "the random numbers of Python or NumPy": other_generators()}
 
-    states, before = [seen()], tensors_in(model, wrapper.loss)
+    counters.reject_made_by_eval(model, wrapper.loss)
+    states, before = [seen()], counters.tensors_in(model, wrapper.loss)
     with failures("the model fails", _call_twice.__code__), plain_forward():
         for _ in range(2):
             wrapper(*(detached(tensor) for _, tensor in wrapper.leaves))
             states.append(seen())
-    reject_counters(*states)
-    after = tensors_in(model, wrapper.loss).items()
+    counters.reject_counters(*states)
+    after = counters.tensors_in(model, wrapper.loss).items()
     names = [name for name, tensor in after if before.get(name) is not tensor]
     if names and _differ(wrapper, other):
         raise GemscError(

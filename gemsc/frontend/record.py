@@ -160,8 +160,6 @@ def _trace_twice(request: _Request) -> _Trace:
 
 def _copy(request: _Request, fake: TracerFakeMode) -> FakeCopy:
     copied = copy_on_fakes(request.model, request.loss, fake, request.dtype)
-    if not request.training:
-        copied.model.train()  # drops what some models keep from an earlier evaluation
     set_training(copied.model, copied.loss, request.training)
     return copied
 
@@ -184,11 +182,13 @@ def _trace(
     buffers = _buffers(copied)
     mode = "" if request.training else f" {in_mode(training=False)}"
     what = f"the model fails on example_inputs{mode}"
+    if not request.training:  # it may look up here what forward takes
+        tracer.run(what, set_training, (copied.model, copied.loss, False))
     output = tracer.run(what, copied.model, inputs)
     trace.returned = returned(output)
     with tracer.pause():
         _record_assignments(writer, buffers)
-        outputs = [writer.node_of(tensor) for tensor in trace.returned.tensors]
+        outputs = [writer.value_of(tensor) for tensor in trace.returned.tensors]
     loss = None
     if request.loss is not None:
         arguments = (output,) if request.target is None else (output, target)

@@ -62,12 +62,25 @@ def _signature(
             continue
         arguments = fx.node.map_arg((node.args, node.kwargs), lambda n: names[n])
         what = (node.op, node.target, repr(arguments), meta.region(node))
+        if node in fixed and _is_all(node):
+            names[node] = names[node.args[0]]
+            continue
         if node in fixed:
             names[node] = f"fixed {known.setdefault(what, len(known))}"
             continue
         names[node] = f"value {count}"
         count += 1
         yield what, node
+
+
+def _is_all(node: fx.Node) -> bool:
+    """Whether a node takes all of a table, as `table[..., -size:]` of one as long."""
+    parts: Any = node.args[1] if node.target is operator.getitem else None
+    parts = parts if isinstance(parts, tuple) else (parts,)
+    is_cut = all(isinstance(part, slice) or part is ... for part in parts)
+    if not is_cut or not meta.is_one_tensor(node):
+        return False
+    return meta.spec(node).shape == meta.spec(node.all_input_nodes[0]).shape
 
 
 def _reject_difference(at: SourceLocation | None) -> None:

@@ -17,11 +17,10 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.autograd.function import BackwardCFunction
-from torch.jit._fuser import optimized_execution
 from torch.overrides import TorchFunctionMode
 
 from gemsc.base.nests import call_model, tensor_leaves
-from gemsc.base.plain_forward import own_checkpoint, plain_forward
+from gemsc.base.plain_forward import own_checkpoint, plain_forward, plain_scripts
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.frontend.attention import attention_of
 from gemsc.frontend.fake_copy import FakeCopy, in_one_memory
@@ -36,6 +35,7 @@ from gemsc.frontend.targets import TargetCall, describe_call, is_ignored
 from gemsc.frontend.user_code import UserLine, guarded, user_line
 from gemsc.frontend.writer import GraphWriter
 from gemsc.ir.fake import without_count
+from gemsc.ir.layers import HOOKS
 from gemsc.ir.mutation import call_mutates
 from gemsc.ir.opaque import Opaque, stand_in
 from gemsc.runtime.tiles import must_be
@@ -220,7 +220,8 @@ class Tracer(TorchFunctionMode):
         self, original: Any, module: nn.Module, args: _Args, kwargs: _Kwargs
     ) -> Any:
         """Run a module: a leaf becomes one node, others are looked into."""
-        leaf = self._copied.leaves.get(id(module))
+        is_hooked = any(vars(module).get(name) for name in HOOKS)  # perhaps since then
+        leaf = None if is_hooked else self._copied.leaves.get(id(module))
         path = self._copied.modules.get(id(module))
         if self.paused or (leaf is None and path is None):
             return original(module, *args, **kwargs)
@@ -437,7 +438,7 @@ def _patched(tracer: Tracer) -> Iterator[None]:
     was_disabled = log.disabled
     log.disabled = True  # it prints tracebacks of errors that we report
     try:
-        with optimized_execution(False):  # scripts run the same each time
+        with plain_scripts():
             yield
     finally:
         log.disabled = was_disabled

@@ -24,6 +24,7 @@ from gemsc.frontend.user_code import UserLine
 from gemsc.frontend.values import PLAIN
 from gemsc.ir import meta
 from gemsc.ir.holder import with_graph
+from gemsc.ir.layers import NORM_STATISTICS
 from gemsc.ir.meta import Region
 from gemsc.ir.mutation import call_mutates
 
@@ -87,6 +88,13 @@ class GraphWriter:
             clone = self.graph.call_method("clone", (buffer,))
         buffer.replace_all_uses_with(clone, lambda user: user is not clone)
         meta.copy_meta(buffer, clone)
+
+    def value_of(self, tensor: torch.Tensor) -> fx.Node:
+        """Return the node of an output, a copy of a parameter or a buffer."""
+        node = self.node_of(tensor)
+        if node.op != "get_attr":
+            return node
+        return self.call(("call_method", "clone", (tensor,), {}), tensor.clone())
 
     def output(self, loss: torch.Tensor | None, outputs: list[fx.Node]) -> None:
         """End the graph."""
@@ -250,15 +258,12 @@ class GraphWriter:
             return value.item()
         if isinstance(value, _LITERALS):
             return value
-        advice = "pass tensors, numbers and strings to torch functions"
-        if callable(value):
-            advice += (
-                "; instead of an activation checkpoint, call the function itself: "
-                "--recompute chooses what is computed again"
-            )
+        kind = type(value).__name__
+        advice = "; a checkpoint is not needed: call its function, and use --recompute"
         raise GemscError(
-            f"an argument of type {type(value).__name__} cannot be part of a graph",
-            help=advice,
+            f"an argument of type {kind} cannot be part of a graph",
+            help="pass tensors, numbers and strings to torch functions"
+            + advice * callable(value),
         )
 
     def _node_name(self, call: TargetCall) -> str | None:
@@ -289,19 +294,38 @@ def _region() -> Region:
 def fixed_nodes(graph: fx.Graph, training: bool) -> set[fx.Node]:
     """Return the nodes whose values are the same at every call.
 
-    They depend on no input and no random number, and in training on no parameter or
-    buffer.
+    They depend on no input and no random number, and in training on no parameter and no
+    buffer that may change.
     """
-    fixed: set[fx.Node] = set()
+    fixed = _unchanged_buffers(graph)
     changed: set[int | None] = set()  # memory into which another value was written
     for node in graph.nodes:
         inputs = node.all_input_nodes
         same = all(i in fixed and _memory(i) not in changed for i in inputs)
-        if same and not _varies(node, training):
+        if node in fixed or (same and not _varies(node, training)):
             fixed.add(node)
         elif inputs and call_mutates(node.op, node.target, node.kwargs):
             changed.add(_memory(inputs[0]))
     return {node for node in fixed if _memory(node) not in changed}
+
+
+def _unchanged_buffers(graph: fx.Graph) -> set[fx.Node]:
+    """Return the buffers that forward reads, but does not write to or give a layer."""
+    calls = [node for node in graph.nodes if node.all_input_nodes]
+    written = {
+        _memory(node.all_input_nodes[0])
+        for node in calls
+        if call_mutates(node.op, node.target, node.kwargs)
+    }
+    layers = tuple(f"{node.target}." for node in calls if node.op == "call_module")
+    return {
+        node
+        for node in graph.find_nodes(op="get_attr")
+        if not isinstance(meta.value(node), nn.Parameter)
+        and _memory(node) not in written
+        and not str(node.target).startswith(layers)
+        and str(node.target).rpartition(".")[2] not in NORM_STATISTICS
+    }
 
 
 def _varies(node: fx.Node, training: bool) -> bool:

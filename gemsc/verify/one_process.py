@@ -67,6 +67,7 @@ def reference_steps(
         updates = plain_updates(
             model, loss, optimizer, phases, dtype, precision, device
         )
+        kept = {name for name, _ in model.named_buffers()}  # forward may make others
         losses, terms, gradients = list[float](), list[float](), dict[str, Tensor]()
         for step, (input, target) in enumerate(batches):
             leaves = [t for t in pytree.tree_leaves(input) if isinstance(t, Tensor)]
@@ -90,7 +91,8 @@ def reference_steps(
                 if step == 0:
                     gradients |= update.gradients()
                 update.apply(near_zero)
-    state = dict([*model.named_parameters(), *model.named_buffers()])
+    buffers = [each for each in model.named_buffers() if each[0] in kept]
+    state = dict([*model.named_parameters(), *buffers])
     state = {n: as_real(t.detach()).cpu() for n, t in state.items()}
     return StepRecord(losses, gradients, state, terms=terms)
 

@@ -134,9 +134,18 @@ def test_a_model_that_begins_with_zeros_hides_nothing(loss: Any) -> None:
     assert loss_of_halves(cross_entropy, zeros, CLASSES, 6) == ""
 
 
-@pytest.mark.parametrize("loss", [dice, summed, contrastive])
+@pytest.mark.parametrize("loss", [dice, summed, contrastive, hardest])
 def test_a_single_sample_is_compared_with_a_smaller_one(loss: Any) -> None:
     assert loss_of_halves(loss, X[:1], CLASSES[:1], 1)
+
+
+def of_a_graph(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output[0], target[0])
+
+
+def test_a_loss_of_the_nodes_of_the_first_graph_is_that_of_the_only_one() -> None:
+    assert loss_of_halves(of_a_graph, X[None], CLASSES[None], 1) == ""
+    assert loss_of_halves(of_a_graph, X.view(2, 3, 4), CLASSES.view(2, 3), 2)
 
 
 @pytest.mark.parametrize("loss", [counted, drawing, of_six])

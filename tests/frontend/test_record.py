@@ -20,6 +20,7 @@ from record_support import SCALE, Model, Named, X, checked, mean, names, targets
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from gemsc.compiler import compile
 from gemsc.errors import GemscError
 from gemsc.frontend import record
 from gemsc.frontend.check import check_against_eager
@@ -289,11 +290,31 @@ def test_a_model_in_eval_mode_is_traced_in_training_mode() -> None:
     assert not model.training
 
 
+def test_a_model_may_return_a_parameter_and_a_buffer() -> None:
+    model = Model(lambda self, x: (self.fc(x), self.fc.bias, self.zero))
+    model.register_buffer("zero", torch.zeros(()))
+
+    def loss(outputs: Any) -> torch.Tensor:
+        return mean(outputs[0] * outputs[1]) + outputs[2]
+
+    checked(model, loss=loss)
+    compile(model, (X,), loss=loss, ranks=1)
+
+
 def test_layers_with_hooks_are_looked_into() -> None:
     model = Model(lambda self, x: self.fc2(self.fc(x)))
     model.fc.register_forward_hook(lambda module, args, output: output * 2)
     program = checked(model)
     assert F.linear in targets(program)
+
+
+def test_layers_to_which_forward_gives_hooks_are_looked_into() -> None:
+    def forward(self: Any, x: Any) -> Any:
+        if not self.fc._forward_hooks:
+            self.fc.register_forward_hook(lambda module, args, output: output * 2)
+        return self.fc2(self.fc(x))
+
+    assert F.linear in targets(checked(Model(forward)))
 
 
 def test_layers_that_are_lent_weights_are_looked_into() -> None:
@@ -432,7 +453,7 @@ def test_any_other_function_of_a_function_is_refused_with_advice() -> None:
     model = Model(lambda self, x: Reversible.apply(self.fc, 1, x))
     with pytest.raises(GemscError, match="of type Linear cannot be") as caught:
         record(model, (X,), training=True)
-    assert "call the function itself" in str(caught.value)
+    assert "call its function" in str(caught.value)
 
 
 doubled = Doubled.apply  # before any forward runs, as many packages write it
@@ -452,7 +473,11 @@ def scripted(x: torch.Tensor) -> torch.Tensor:
     return x * 2 + 1
 
 
-def test_scripted_functions_are_recorded() -> None:
+@pytest.mark.parametrize("runs", [0, 3])
+def test_scripted_functions_are_recorded(runs: int) -> None:
+    """Also if they ran before, so that TorchScript has made them faster."""
+    for _ in range(runs):
+        scripted(torch.randn(4, 4, requires_grad=True)).sum().backward()
     checked(Model(lambda self, x: scripted(self.fc(x))))
 
 

@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 
 from gemsc.compiler import compile
 from gemsc.errors import GemscError, InternalError
-from gemsc.frontend import check, gradients, record
+from gemsc.frontend import check, export, gradients, record
 from gemsc.frontend.check import check_against_eager
 from gemsc.ir import meta
 from gemsc.ir.program import Program, Slot
@@ -72,6 +72,39 @@ def test_a_value_that_the_users_own_evaluation_has_kept_is_computed_anew() -> No
     assert model.cache is kept
 
 
+class Biased(nn.Module):
+    """Looks its biases up in each training step, and once for an evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.fc2 = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.biases = nn.Parameter(torch.randn(3))
+        self.register_buffer("places", torch.tensor([0, 2, 1, 0]))
+
+    @torch.no_grad()
+    def train(self, mode: bool = True) -> Any:
+        super().train(mode)
+        if mode and hasattr(self, "looked_up"):
+            del self.looked_up
+        else:
+            self.looked_up = self.biases[self.places]
+        return self
+
+    def forward(self, x: Any) -> Any:
+        biases = self.biases[self.places] if self.training else self.looked_up
+        return self.fc2(self.fc(x) + biases)
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_what_eval_makes_of_parameters_is_made_in_each_evaluation(mode: bool) -> None:
+    model = Biased().train(mode)
+    evaluation = checked(model) and record(model, (X,), training=False)
+    assert "biases" in {n.target for n in evaluation.graph.find_nodes(op="get_attr")}
+    compile(Biased(), (X,), loss=mean, ranks=2)
+    with pytest.raises(GemscError, match=r"eval\(\) makes self.looked_up, which"):
+        export(model, (X,), training=False)
+
+
 def test_a_value_of_parameters_that_training_keeps_is_refused() -> None:
     def forward(self: Any, x: Any) -> Any:
         if self.cache is None:
@@ -80,6 +113,57 @@ def test_a_value_of_parameters_that_training_keeps_is_refused() -> None:
 
     with pytest.raises(GemscError, match="earlier call of forward made"):
         record(Model(forward, cache=None), (X,), loss=mean)
+
+
+def with_a_buffer(forward: Any) -> Model:
+    model = Model(forward, cache=None)
+    model.register_buffer("slopes", torch.arange(4.0))
+    return model
+
+
+def test_a_value_of_a_buffer_that_nothing_changes_is_kept() -> None:
+    def forward(self: Any, x: Any) -> Any:
+        if self.cache is None:
+            self.cache = -torch.arange(4) * self.slopes
+        return self.fc(x) + self.cache
+
+    program = checked(with_a_buffer(forward))
+    assert "slopes" in {n.target for n in program.graph.nodes if n.op == "get_attr"}
+
+
+class Slopes(nn.Module):
+    """Makes a table in its first call, as a buffer of which the next take a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.fc2 = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("slopes", torch.arange(4.0))
+        self.register_buffer("table", None, persistent=False)
+
+    def bias(self, size: int) -> Any:
+        if self.table is not None:
+            return self.table[..., -size:]
+        self.register_buffer("table", -self.slopes * torch.arange(size), False)
+        return self.table
+
+    def forward(self, x: Any) -> Any:
+        return self.fc2(self.fc(x) + self.bias(4)) + self.bias(4)
+
+
+def test_a_buffer_that_forward_makes_is_no_part_of_what_is_compared() -> None:
+    checked(Slopes())
+    compile(Slopes(), (X,), loss=mean, ranks=2)
+
+
+def test_a_value_of_a_buffer_that_changes_is_refused() -> None:
+    def forward(self: Any, x: Any) -> Any:
+        if self.cache is None:
+            self.cache = 2 * self.slopes
+        self.slopes.add_(1)
+        return self.fc(x) + self.cache
+
+    with pytest.raises(GemscError, match="earlier call of forward made"):
+        record(with_a_buffer(forward), (X,), loss=mean)
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,12 @@ def test_a_split_holds_for_what_was_unified_before():
         assert sizes(dim) == [2, 3, 4]
 
 
+def test_nothing_of_an_empty_view_is_cut():
+    width = fresh(32)
+    regroup([fresh(2), fresh(0), width], (0, 32), "view")
+    assert reasons(width) == ["it is empty"]
+
+
 def test_factors_that_do_not_divide_are_frozen_and_so_is_what_is_like_them():
     dim, other = fresh(12), fresh(12)
     unify(dim, other, "add")

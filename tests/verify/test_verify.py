@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
@@ -279,6 +280,42 @@ def test_what_is_nan_or_should_be_zero_is_wrong() -> None:
     assert errors["gradient of b"] > 1
 
 
+def exit_code(
+    found_in: Callable[[torch.dtype], Comparison], dtype: str, patch: pytest.MonkeyPatch
+) -> int:
+    """Return how the command ends for a program in a dtype."""
+    plan = SimpleNamespace(
+        dtype=dtype,
+        only_dtype="",
+        precision="float32",
+        torch_compile=False,
+        unchecked="",
+        shapes=(),
+    )
+    patch.setattr(cli, "verify_program", lambda _, dtype, **__: found_in(dtype))
+    patch.setattr(cli.Plan, "read", lambda path: plan)
+    patch.setattr(cli, "show_activations", lambda *given: None)
+    patch.setattr(cli, "_prove", lambda *given: None)
+    try:
+        cli.verify_command(directory=Path("program"), as_json=False)
+    except typer.Exit as raised:
+        return raised.exit_code
+    return 0
+
+
+def test_a_model_in_float64_is_verified_in_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+
+    def ask(dtype: torch.dtype) -> Comparison:
+        asked.append(dtype)
+        return found({"x": 0.0}, {})
+
+    assert exit_code(ask, "float64", monkeypatch) == 0
+    assert asked == [WIDE]
+
+
 @pytest.mark.parametrize(
     ("float64", "float32", "code"),
     [
@@ -298,28 +335,7 @@ def test_the_exit_code_asks_float64_to_be_exact(
         "wrong": found({"x": 1.0}, {}),
         "undecided": found({"x": 1.0}, {"x": 1.0}),
     }
-    monkeypatch.setattr(
-        cli, "verify_program", lambda directory, dtype, **_: errors[kinds[dtype]]
-    )
-    monkeypatch.setattr(
-        cli.Plan,
-        "read",
-        lambda path: SimpleNamespace(
-            only_dtype="",
-            precision="float32",
-            torch_compile=False,
-            unchecked="",
-            shapes=(),
-        ),
-    )
-    monkeypatch.setattr(cli, "show_activations", lambda *given: None)
-    monkeypatch.setattr(cli, "_prove", lambda *given: None)
-    ended = 0
-    try:
-        cli.verify_command(directory=Path("program"), as_json=False)
-    except typer.Exit as raised:
-        ended = raised.exit_code
-    assert ended == code
+    assert exit_code(lambda dtype: errors[kinds[dtype]], "float32", monkeypatch) == code
 
 
 def test_what_is_not_decided_is_not_exact_from_python(

@@ -141,6 +141,7 @@ def regroup(dims: Dims, shape: tuple[int, ...], reason: str) -> Dims:
     if size_of(rest) != prod(shape):
         raise InternalError(f"{size_of(rest)} elements are not viewed as {shape}")
     if 0 in shape:
+        freeze(rest, "it is empty")
         return [fixed(size, "it is empty") for size in shape]
     result: Dims = []
     while len(result) < len(shape):
