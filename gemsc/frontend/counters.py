@@ -44,12 +44,16 @@ def reject_counters(*states: Mapping[str, object]) -> None:
 
 
 def reject_made_by_eval(model: nn.Module, loss: Any) -> None:
-    """Refuse tensors that a model makes in `eval()`: for torch.export, constants."""
+    """Refuse what a model makes or changes in `eval()`: a constant for torch.export."""
     if model.training:
         return
     before = tensors_in(model, loss)
+    named = chain(model.named_parameters(), model.named_buffers())
+    state = [(name, tensor, tensor._version) for name, tensor in named]
     now = tensors_in(model.train().eval(), loss).items()
-    if names := [name for name, tensor in now if before.get(name) is not tensor]:
+    names = [name for name, tensor in now if before.get(name) is not tensor]
+    names += [name for name, tensor, version in state if tensor._version != version]
+    if names:
         raise GemscError(
             f"eval() makes {', '.join(names)}, which torch.export takes for a constant",
             help="use --frontend record",

@@ -45,6 +45,7 @@ from gemsc.frontend.runs import (
     drawn,
     mark_dtypes,
     other_generators,
+    reject_changes_by_eval,
 )
 from gemsc.frontend.tracer import Tracer, TracerFakeMode
 from gemsc.frontend.user_code import is_user_file
@@ -178,12 +179,12 @@ def _trace(
     trace = _Trace(writer)
     inputs = _placeholders(request, trace, fake, "input", request.inputs)
     target = _placeholders(request, trace, fake, "target", request.target)
-
     buffers = _buffers(copied)
     mode = "" if request.training else f" {in_mode(training=False)}"
     what = f"the model fails on example_inputs{mode}"
     if not request.training:  # it may look up here what forward takes
         tracer.run(what, set_training, (copied.model, copied.loss, False))
+        reject_changes_by_eval(writer.graph)
     output = tracer.run(what, copied.model, inputs)
     trace.returned = returned(output)
     with tracer.pause():

@@ -21,7 +21,7 @@ from torch import fx
 
 from gemsc.base.dtypes import is_real, within
 from gemsc.errors import GemscError, SourceLocation
-from gemsc.frontend.writer import CONSTANTS, GraphWriter, fixed_nodes
+from gemsc.frontend.writer import CONSTANTS, GraphWriter, fixed_nodes, overwritten
 from gemsc.ir import meta
 from gemsc.ir.meta import Dtypes, TypedNumber
 
@@ -47,6 +47,17 @@ def check_same(first: GraphWriter, second: GraphWriter, training: bool) -> None:
     for name, value in second.constants.items():
         if not torch.equal(value, constants[name]):
             _reject_difference(None)
+
+
+def reject_changes_by_eval(graph: fx.Graph) -> None:
+    """Refuse an `eval()` that writes to a weight: no `train()` would undo that."""
+    for node, change in overwritten(graph).items():
+        raise GemscError(
+            f"eval() changes {node.target}, which training goes on with",
+            at=meta.location(change),
+            help="let eval() keep a new tensor (self.merged = self.weight + ...), and "
+            "let forward use it",
+        )
 
 
 def _signature(

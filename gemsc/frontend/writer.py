@@ -92,9 +92,9 @@ class GraphWriter:
     def value_of(self, tensor: torch.Tensor) -> fx.Node:
         """Return the node of an output, a copy of a parameter or a buffer."""
         node = self.node_of(tensor)
-        if node.op != "get_attr":
-            return node
-        return self.call(("call_method", "clone", (tensor,), {}), tensor.clone())
+        if node.op == "get_attr":
+            node = self.call(("call_method", "clone", (tensor,), {}), tensor.clone())
+        return node
 
     def output(self, loss: torch.Tensor | None, outputs: list[fx.Node]) -> None:
         """End the graph."""
@@ -258,12 +258,10 @@ class GraphWriter:
             return value.item()
         if isinstance(value, _LITERALS):
             return value
-        kind = type(value).__name__
-        advice = "; a checkpoint is not needed: call its function, and use --recompute"
         raise GemscError(
-            f"an argument of type {kind} cannot be part of a graph",
-            help="pass tensors, numbers and strings to torch functions"
-            + advice * callable(value),
+            f"an argument of type {type(value).__name__} cannot be part of a graph",
+            help="pass tensors, numbers and strings to torch functions (what a "
+            "checkpoint is given can be called as it is: see --recompute)",
         )
 
     def _node_name(self, call: TargetCall) -> str | None:
@@ -294,8 +292,7 @@ def _region() -> Region:
 def fixed_nodes(graph: fx.Graph, training: bool) -> set[fx.Node]:
     """Return the nodes whose values are the same at every call.
 
-    They depend on no input and no random number, and in training on no parameter and no
-    buffer that may change.
+    They depend on no input or random number, in training on no weight that may change.
     """
     fixed = _unchanged_buffers(graph)
     changed: set[int | None] = set()  # memory into which another value was written
@@ -311,21 +308,27 @@ def fixed_nodes(graph: fx.Graph, training: bool) -> set[fx.Node]:
 
 def _unchanged_buffers(graph: fx.Graph) -> set[fx.Node]:
     """Return the buffers that forward reads, but does not write to or give a layer."""
-    calls = [node for node in graph.nodes if node.all_input_nodes]
-    written = {
-        _memory(node.all_input_nodes[0])
-        for node in calls
-        if call_mutates(node.op, node.target, node.kwargs)
-    }
-    layers = tuple(f"{node.target}." for node in calls if node.op == "call_module")
+    written = overwritten(graph)
+    layers = tuple(f"{call.target}." for call in graph.find_nodes(op="call_module"))
     return {
         node
         for node in graph.find_nodes(op="get_attr")
         if not isinstance(meta.value(node), nn.Parameter)
-        and _memory(node) not in written
+        and node not in written
         and not str(node.target).startswith(layers)
         and str(node.target).rpartition(".")[2] not in NORM_STATISTICS
     }
+
+
+def overwritten(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """Return the parameters and buffers that are written to, each with what does it."""
+    writes = {
+        _memory(node.all_input_nodes[0]): node
+        for node in graph.nodes
+        if node.all_input_nodes and call_mutates(node.op, node.target, node.kwargs)
+    }
+    held = graph.find_nodes(op="get_attr")
+    return {node: writes[_memory(node)] for node in held if _memory(node) in writes}
 
 
 def _varies(node: fx.Node, training: bool) -> bool:
@@ -340,9 +343,8 @@ def _varies(node: fx.Node, training: bool) -> bool:
 
 def _memory(node: fx.Node) -> int | None:
     value = meta.value(node)
-    if not isinstance(value, torch.Tensor):
-        return None
-    return int(value.untyped_storage()._cdata)
+    is_tensor = isinstance(value, torch.Tensor)
+    return int(value.untyped_storage()._cdata) if is_tensor else None
 
 
 def _part_name(target: object, key: str | int) -> object:

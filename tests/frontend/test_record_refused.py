@@ -898,3 +898,44 @@ def test_advice_on_what_cannot_be_copied_works(
     model = Model(through_fc2)
     follow(model)
     checked(model)
+
+
+class Merging(nn.Linear):
+    """As a LoRA that `eval()` adds to the weight, and `train()` takes away."""
+
+    def __init__(self, merge: Callable[[torch.Tensor, torch.Tensor], Any]) -> None:
+        super().__init__(4, 4)
+        self.more, self.merge = nn.Parameter(torch.ones(4, 4)), merge
+
+    def train(self, mode: bool = True) -> Merging:
+        if mode != self.training:
+            with torch.no_grad():
+                self.merge(self.weight, -self.more if mode else self.more)
+        return super().train(mode)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + (x @ self.more.T if self.training else 0)
+
+
+@pytest.mark.parametrize(
+    "merge",
+    [
+        lambda weight, more: weight.add_(more),
+        lambda weight, more: weight.copy_(weight + more),
+        lambda weight, more: weight[:2].add_(more[:2]),
+        lambda weight, more: weight.data.mul_(2),
+    ],
+    ids=["add_", "copy_", "rows", "data"],
+)
+def test_weights_that_eval_changes_are_refused(merge: Callable[..., Any]) -> None:
+    """Each evaluation would change them again, and nothing takes it back."""
+    record(Merging(merge), (X,))
+    with pytest.raises(GemscError, match=r"eval\(\) changes weight, which") as caught:
+        record(Merging(merge), (X,), training=False)
+    assert "keep a new tensor" in str(caught.value)
+
+
+def test_torch_export_refuses_them_too() -> None:
+    model = Merging(lambda weight, more: weight.add_(more))
+    with pytest.raises(GemscError, match=r"eval\(\) makes weight, which torch.export"):
+        export(model.eval(), (X,), training=False)
