@@ -132,10 +132,18 @@ def test_an_input_that_is_returned_as_it_is_comes_back(tmp_path: Path) -> None:
     assert torch.equal(output[1], x)
 
 
-def test_a_parameter_that_is_returned_is_refused(tmp_path: Path) -> None:
+def test_a_parameter_that_is_returned_comes_as_a_copy(tmp_path: Path) -> None:
+    model = Net(lambda self, x: (simple(self, x), self.a.weight))
+    written(tmp_path, model, loss=loss_of, micro_batches=1)
+    x, target = batch_of((X, X), 1)
+    output = on_ranks(tmp_path, 2, lambda t: t.evaluate(x, target))[1].output
+    assert torch.equal(output[1], model.a.weight)
+
+
+def test_torch_export_gives_no_copy_of_a_parameter(tmp_path: Path) -> None:
     model = Net(lambda self, x: (simple(self, x), self.a.weight))
     with pytest.raises(GemscError, match=r"the model returns 'a\.weight' itself"):
-        written(tmp_path, model, loss=loss_of, micro_batches=1)
+        written(tmp_path, model, loss=loss_of, micro_batches=1, frontend="export")
 
 
 def test_a_program_without_a_loss_evaluates_and_does_not_train(tmp_path: Path) -> None:
