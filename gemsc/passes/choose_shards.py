@@ -109,17 +109,10 @@ class ChooseShards(Pass):
         self, program: Program, stage: Stage, keep_whole: Mapping[str, str]
     ) -> StageShards:
         grid = self.grids[stage.index]
-        count = grid.beside
         analysis = analysis_of(program, stage)
-        found = StageShards(count, "whole", ())
-        if grid.branches > 1:
-            found = self._branches(program, stage, keep_whole)
-        if grid.shards > 1 and found.rank_of and self.placed is None:
-            found = self._either(analysis, found, keep_whole)
-        if grid.shards > 1:
-            found = choose_cuts(analysis, count, self.link, keep_whole, found.forks)
+        found = self._shared(program, stage, keep_whole)
         if not found.cut and not found.rank_of:
-            nothing = self._nothing(program, stage, found)
+            nothing = self._nothing(program, stage, found, keep_whole)
             raise _with_opaques(nothing, program, stage)
         others = _elsewhere(program, stage)
         placed = placed_tensors(program, stage, found.rank_of, others)
@@ -132,6 +125,22 @@ class ChooseShards(Pass):
                 f"--trunk {self.trunk}: tiles split the values of stage {stage.index}",
                 help="leave out --trunk, or the tiles",
             )
+        return found
+
+    def _shared(
+        self, program: Program, stage: Stage, keep_whole: Mapping[str, str]
+    ) -> StageShards:
+        """Return what the ranks of a stage have to share, before its trunk."""
+        grid = self.grids[stage.index]
+        analysis = analysis_of(program, stage)
+        found = StageShards(grid.beside, "whole", ())
+        if grid.branches > 1:
+            found = self._branches(program, stage, keep_whole)
+        if grid.shards > 1 and found.rank_of and self.placed is None:
+            found = self._either(analysis, found, keep_whole)
+        if grid.shards > 1:
+            cut = analysis, grid.beside, self.link, keep_whole, found.forks
+            found = choose_cuts(*cut)
         return found
 
     def _whole_trunks(
@@ -194,15 +203,25 @@ class ChooseShards(Pass):
         return replace(found, forks=tuple(forks))
 
     def _nothing(
-        self, program: Program, stage: Stage, found: StageShards
+        self,
+        program: Program,
+        stage: Stage,
+        found: StageShards,
+        keep_whole: Mapping[str, str],
     ) -> GemscError:
         """Return the error where the ranks of a stage have nothing to share."""
         index = stage.index
         grid, why = self.grids[index], []
         given = [f"--{n} {grid.beside}" for n in BESIDE if getattr(grid, n) > 1]
-        what = "each tile of this stage" if grid.tiles else "this stage"
-        alone = self._with(index, GridShape(grid.tiles))
-        advice = [f"give {what} one rank: {alone}"]
+        what, each, alone = "this stage", "", {index: GridShape(grid.tiles)}
+        for other in program.require_stages()[index + 1 :]:
+            if self.grids[other.index].beside > 1:
+                shared = self._shared(program, other, keep_whole)
+                if not shared.cut and not shared.rank_of:
+                    what, each = f"{what} and stage {other.index}", " each"
+                    alone[other.index] = GridShape(self.grids[other.index].tiles)
+        what = f"each tile of {what}" if grid.tiles else what
+        advice = [f"give {what} one rank{each}: {self._with(alone)}"]
         if grid.shards > 1:
             reasons = [f"{w.name}: {w.reason}" for w in found.whole[:3]]
             why += [f"nothing in stage {index} can be cut", *reasons]
@@ -217,17 +236,17 @@ class ChooseShards(Pass):
                 why.append("what meets only in the outputs of forward is none")
                 advice.append("let forward return what joins its branches")
         if grid.shards == 1:
-            layers = self._with(index, GridShape(grid.tiles, shards=grid.beside))
+            layers = self._with({index: GridShape(grid.tiles, shards=grid.beside)})
             advice.append(f"split its layers: {layers}")
         return GemscError(
             f"{' '.join(given)}: {'; '.join(why)}", help=", or ".join(advice)
         )
 
-    def _with(self, stage: int, shape: GridShape) -> str:
-        """Return the flags that give a stage, and others of its ranks, this shape."""
+    def _with(self, shapes: Mapping[int, GridShape]) -> str:
+        """Return the flags that give stages, and others of their ranks, such shapes."""
         row = self.row or tuple(range(len(self.grids)))
         groups = dict(zip(row, self.grids, strict=True))
-        groups[row[stage]] = shape
+        groups |= {row[stage]: shape for stage, shape in shapes.items()}
         grids = [groups[group] for group in sorted(groups)]
         flags = [
             f"--{name} {','.join(str(getattr(grid, name)) for grid in grids)}"

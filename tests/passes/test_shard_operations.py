@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from gemsc.base.boxes import everything
 from gemsc.base.rng import same_draws
 from gemsc.compiler import compile
+from gemsc.errors import GemscError
 from gemsc.ir.shape_grid import ShapeGrid
 from gemsc.runtime import tiles
 from gemsc.runtime.tiles.grid import Grid
@@ -302,3 +303,25 @@ def test_what_stands_between_has_a_part_of_the_features(name: str) -> None:
     program = compile(model, (torch.randn(4, 8),), ranks=2, shards=2, **loss)
     assert program.plan.unchecked == ""  # compared with the model
     assert said in program.rank_modules()["rank0.py"]
+
+
+class Policy(nn.Module):
+    """An actor and its critic: stages without two layers in a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 16), nn.Linear(16, 2), nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.a(x).relu()
+        return self.b(h).softmax(-1), self.c(h)
+
+
+def test_advice_counts_all_stages_that_have_nothing_to_cut() -> None:
+    options = {"loss": lambda y: y[0][:, 0].mean() + y[1].square().mean()}
+    given = Policy(), (torch.randn(4, 8),)
+    with pytest.raises(GemscError, match="nothing in stage 0 can be cut") as caught:
+        compile(*given, ranks=4, shards=2, **options)
+    advice = "give this stage and stage 1 one rank each: --ranks 2 without --shards"
+    assert advice in str(caught.value)
+    compile(*given, ranks=2, **options)
