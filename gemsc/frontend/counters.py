@@ -50,7 +50,9 @@ def reject_made_by_eval(model: nn.Module, loss: Any) -> None:
     before = tensors_in(model, loss)
     named = chain(model.named_parameters(), model.named_buffers())
     state = [(name, tensor, tensor._version) for name, tensor in named]
-    now = tensors_in(model.train().eval(), loss).items()
+    model.train()  # returns nothing in some packages
+    model.eval()
+    now = tensors_in(model, loss).items()
     names = [name for name, tensor in now if before.get(name) is not tensor]
     names += [name for name, tensor, version in state if tensor._version != version]
     if names:

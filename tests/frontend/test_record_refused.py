@@ -939,3 +939,14 @@ def test_torch_export_refuses_them_too() -> None:
     model = Merging(lambda weight, more: weight.add_(more))
     with pytest.raises(GemscError, match=r"eval\(\) makes weight, which torch.export"):
         export(model.eval(), (X,), training=False)
+
+
+@pytest.mark.parametrize("trace", [record, export])
+def test_a_train_that_returns_nothing_is_no_error(trace: Callable[..., Any]) -> None:
+    class Frozen(nn.Linear):
+        def train(self, mode: bool = True) -> None:  # type: ignore[override]
+            super().train(mode)
+
+    for training in (True, False):
+        trace(nn.Sequential(Frozen(4, 4)), (X,), training=training)
+        trace(Frozen(4, 4), (X,), training=training)
