@@ -14,7 +14,6 @@ from typing import Any
 from torch import enable_grad, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import default_collate
 
 from gemsc.base.dtypes import check_modes
 from gemsc.base.examples import (
@@ -29,6 +28,7 @@ from gemsc.base.nests import Inputs, tensor_leaves
 from gemsc.base.phase import Phase, as_phases
 from gemsc.base.rng import seeded
 from gemsc.datasets.samples import (
+    collated_target,
     joins_samples,
     leading_samples,
     no_shapes_known,
@@ -38,12 +38,7 @@ from gemsc.datasets.samples import (
 from gemsc.datasets.stream import Stream, as_dataset
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.slides.windows import SlidingWindows
-from gemsc.source import (
-    definition,
-    import_source,
-    missing_model,
-    user_failure,
-)
+from gemsc.source import definition, import_source, missing_model, user_failure
 from gemsc.weights.elsewhere import Elsewhere
 from gemsc.weights.keras_model import as_module
 from gemsc.weights.load import load_weights
@@ -355,10 +350,14 @@ class UserModel:
 
     def _collate(self, data: Any, shapes: Sequence[Inputs], number: int) -> Any:
         """Return a target for the inputs of a shape, of the first samples there are."""
-        at, batch = self.line_of("dataset"), num_rows(shapes[number])
+        at, examples = self.line_of("dataset"), shapes[number]
+        batch, like = num_rows(examples), {"input": examples}
         advice = "return samples of equal shapes, and 0 or another number for None"
         if len(shapes) > 1 or self.pad_value is not None:
-            advice = "let example_target() return it; of several shapes, a list"
+            advice, like = (
+                "let example_target() return it; of several shapes, a list",
+                {},
+            )
         try:
             if not (count := num_samples(data, at)):
                 raise GemscError("the dataset is empty", at=at, help="add samples")
@@ -371,7 +370,7 @@ class UserModel:
                 items = [(0, target_like(item, shapes, number)) for item in items]
             elif joins_samples(self.collate):
                 return self.collate(items, 0)[1]
-            return default_collate(items)[1]
+            return collated_target(items, like, at)
         except GemscError:
             raise
         except (Exception, SystemExit) as error:

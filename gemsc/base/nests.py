@@ -210,6 +210,12 @@ def tensor_leaves(value: object, path: Path = ()) -> Iterator[tuple[Path, Any]]:
             yield from tensor_leaves(getattr(value, field.name), (*path, field.name))
 
 
+def named_place(path: Path) -> str:
+    """Return how a message to the user calls a tensor: `input['mask']`."""
+    first, *rest = path
+    return str(first) + "".join(f"[{part!r}]" for part in rest)
+
+
 def dense_leaves(value: Any) -> list[torch.Tensor]:
     """Return the tensors of a nest that have a memory: sparse ones have several."""
     return [

@@ -7,6 +7,10 @@ from inspect import signature
 from itertools import islice
 from typing import Any
 
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from gemsc.base.nests import named_place, tensor_leaves
 from gemsc.datasets.stream import ENDLESS, Stream
 from gemsc.errors import GemscError, SourceLocation
 
@@ -71,8 +75,37 @@ def pair_error(sample: Any, at: SourceLocation | None = None) -> GemscError | No
     return GemscError(
         f"the dataset does not return (input, target) pairs: {found}",
         at=at,
-        help=f"return a pair from __getitem__: {example}",
+        help=f"return a pair from __getitem__: {example}; 0 if there is no target",
     )
+
+
+def collated_target(
+    samples: list[Any], examples: Mapping[str, Any], at: SourceLocation | None = None
+) -> Any:
+    """Return the target of a batch whose inputs are as `examples` has them.
+
+    Raises:
+        GemscError: an input is missing in the samples, or has another shape.
+    """
+    inputs, target = default_collate(samples)
+    single = isinstance(inputs, Tensor)
+    given = dict(tensor_leaves({"input": (inputs,) if single else inputs}))
+    for path, tensor in tensor_leaves(examples):
+        name = named_place(path)
+        if path not in given:
+            wrong = f"no {name}, but {', '.join(map(named_place, given))}"
+        elif given[path].shape[1:] != tensor.shape[1:]:
+            sizes, expected = (list(t.shape[1:]) for t in (given[path], tensor))
+            wrong = f"{name} of shape {sizes}, example_inputs() of {expected}"
+        else:
+            continue
+        raise GemscError(
+            f"a sample of the dataset has {wrong}",
+            at=at,
+            help="return inputs with the structure and the shapes of example_inputs(), "
+            "without its first dimension",
+        )
+    return target
 
 
 def no_shapes_known(dataset: Any, at: SourceLocation | None = None) -> GemscError:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gemsc.base.boxes import Box
 from gemsc.base.dtypes import within
+from gemsc.base.nests import named_place
 from gemsc.errors import GemscError
 
 ALIGNMENT = 64  # bytes; a cache line, so that every packed value starts on one
@@ -194,8 +195,7 @@ class Input:
     @property
     def name(self) -> str:
         """How a message to the user calls it."""
-        first, *rest = self.path
-        return str(first) + "".join(f"[{part!r}]" for part in rest)
+        return named_place(self.path)
 
 
 @dataclass(frozen=True)

@@ -215,10 +215,16 @@ FILES = {
         advises="return a pair",
     ),
     "dataset of batches": Mistake(
-        ("the loss fails on float32 [2, 4] and int64 [2, 2]: ",),
-        MODEL.replace("(output, target)\n\n", f"(output, target){HERE}\n\n")
-        + "def dataset():\n    return [(torch.zeros(2, 8), torch.arange(2))] * 9\n",
-        advises="whose first dimension counts samples",
+        ("has input[0] of shape [2, 8], example_inputs() of [8]",),
+        MODEL
+        + f"def dataset():{HERE}\n"
+        + "    return [(torch.zeros(2, 8), torch.arange(2))] * 9\n",
+        advises="without its first dimension",
+    ),
+    "dataset without an input": Mistake(
+        ("a sample of the dataset has no input[0], but input['x']",),
+        MODEL + f"def dataset():{HERE}\n    return [(dict(x=torch.zeros(8)), 0)] * 9\n",
+        advises="the structure and the shapes of example_inputs()",
     ),
     "dataset of dictionaries": Mistake(
         ("(input, target) pairs: a sample is of type dict, with the keys 'x', 'y'",),

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import default_collate
 
-from gemsc.base.nests import named_tuple
+from gemsc.base.nests import named_place, named_tuple
 from gemsc.datasets.samples import no_shapes_known, num_samples, pair_error
 from gemsc.datasets.stream import Stream
 from gemsc.errors import GemscError, SourceLocation, user_place
@@ -73,7 +73,7 @@ class ShapeClasses:
             if all(_fits(sizes[p], each.shape_at(p)) for p in sizes)
         ]
         if not fitting:
-            shapes = ", ".join(f"{named(p)} {list(s)}" for p, s in sizes.items())
+            shapes = ", ".join(f"{named_place(p)} {list(s)}" for p, s in sizes.items())
             raise GemscError(
                 f"it does not fit any shape: {shapes}; the shapes are "
                 f"{', '.join(each.name for each in self.classes)}",
@@ -101,8 +101,8 @@ class ShapeClasses:
                 return torch.as_tensor(array)
             if not _fits(tuple(array.shape), wanted):
                 raise GemscError(
-                    f"{named(place)} has shape {list(array.shape)}, but its shape "
-                    f"class '{shape.name}' needs {list(wanted)}",
+                    f"{named_place(place)} has shape {list(array.shape)}, but its "
+                    f"shape class '{shape.name}' needs {list(wanted)}",
                     at=self.at.get("dataset"),
                     help="a sample may not grow from epoch to epoch: pad or cut it in "
                     "the dataset, or let bucket(sample) choose a larger class",
@@ -117,7 +117,7 @@ class ShapeClasses:
                     return found
             name = str(tensor.dtype).removeprefix("torch.")
             raise GemscError(
-                f"pad_value gives {value!r} for {named(place)}, which is {name}",
+                f"pad_value gives {value!r} for {named_place(place)}, which is {name}",
                 at=self.at.get("pad_value"),
                 help="give a number, or (of inputs, of targets), such as (0, -100)",
             )
@@ -165,7 +165,7 @@ def shape_of_batch(
             help="pass the batch on all ranks, or the index of its shape: "
             "trainer.step(..., shape=0)",
         )
-    shapes = ", ".join(f"{named(p)} {list(size)}" for p, size in found.items())
+    shapes = ", ".join(f"{named_place(p)} {list(size)}" for p, size in found.items())
     names = ", ".join(each.name for each in plan.shapes)
     raise GemscError(
         f"a batch of {shapes} has none of the shapes of this program: {names}",
@@ -256,12 +256,6 @@ def all_numbers(
     for rank, part in enumerate(parts):
         found[rank::size] = torch.tensor(part)
     return found
-
-
-def named(place: Place) -> str:
-    """Return how a message to the user calls a tensor: `input['mask']`."""
-    first, *rest = place
-    return str(first) + "".join(f"[{part!r}]" for part in rest)
 
 
 def map_sample(sample: Any, change: Callable[[Place, Any], Any]) -> Any:
