@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils import _pytree as pytree
 
 from gemsc.errors import GemscError
@@ -208,6 +211,23 @@ def tensor_leaves(value: object, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from tensor_leaves(getattr(value, field.name), (*path, field.name))
+
+
+def detach_hooked(module: nn.Module) -> None:
+    """Detach the weights that torch.nn.utils computes in a hook, before each forward.
+
+    As they are made, they have a graph, with which no module can be copied.
+    """
+    for each in module.modules():
+        for hook in each._forward_pre_hooks.values():
+            if isinstance(hook, BasePruningMethod):
+                name = hook._tensor_name
+            elif isinstance(hook, WeightNorm | SpectralNorm):
+                name = hook.name
+            else:
+                continue
+            if isinstance(value := vars(each).get(name), torch.Tensor):
+                vars(each)[name] = value.detach()
 
 
 def named_place(path: Path) -> str:

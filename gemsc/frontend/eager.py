@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils.prune import BasePruningMethod
-from torch.nn.utils.weight_norm import WeightNorm
 
 from gemsc.base.dtypes import Autocast, is_real
 from gemsc.base.nests import map_tensors
@@ -80,11 +78,11 @@ def deep_copy(objects: Any, memo: dict[int, Any] | None = None) -> Any:
         return copy.deepcopy(objects, memo)
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
-        for path, module, attribute, value in _attributes(objects):
+        for path, attribute, value in _attributes(objects):
             try:
                 copy.deepcopy(value)
             except Exception as its_own:
-                what, help_text = _problem(path, module, attribute, value, its_own)
+                what, help_text = _problem(path, attribute, value, its_own)
                 raise GemscError(
                     f"the model cannot be copied: {what}", help=help_text
                 ) from its_own
@@ -104,18 +102,18 @@ def detached(value: Any) -> Any:
     return map_tensors(value, clone)
 
 
-def _attributes(objects: Any) -> Iterator[tuple[str, nn.Module, str, Any]]:
-    """Yield all attributes of modules: path, module, name, value."""
+def _attributes(objects: Any) -> Iterator[tuple[str, str, Any]]:
+    """Yield all attributes of modules: path, name, value."""
     for owner in (each for each in objects if isinstance(each, nn.Module)):
         for path, module in owner.named_modules():
             own = {k: v for k, v in vars(module).items() if k != "_modules"}
             held = (own.pop("_parameters", {}), own.pop("_buffers", {}), own)
             for attribute, value in (item for each in held for item in each.items()):
-                yield path, module, attribute, value
+                yield path, attribute, value
 
 
 def _problem(
-    path: str, module: nn.Module, attribute: str, value: Any, error: Exception
+    path: str, attribute: str, value: Any, error: Exception
 ) -> tuple[str, str]:
     """Return what is wrong with an attribute, and what helps."""
     name = f"{path}.{attribute}".lstrip(".")
@@ -126,18 +124,6 @@ def _problem(
             "or give their class a __deepcopy__"
         )
     what = f"'{name}' is a tensor that was computed with gradients"
-    for hook in module._forward_pre_hooks.values():
-        if isinstance(hook, WeightNorm) and hook.name == attribute:
-            return f"{what}, by the old torch.nn.utils.weight_norm", (
-                "use torch.nn.utils.parametrizations.weight_norm"
-            )
-        if isinstance(hook, BasePruningMethod) and hook._tensor_name == attribute:
-            return f"{what}, by torch.nn.utils.prune", (
-                f'for layer = model.get_submodule("{path}"), '
-                f'torch.nn.utils.prune.remove(layer, "{attribute}") ends the pruning; '
-                f"layer.{attribute} = layer.{attribute}.detach() goes on with it: each "
-                "forward applies the mask again"
-            )
     return what, "compute it in forward, or keep it with .detach()"
 
 

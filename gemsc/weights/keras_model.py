@@ -22,6 +22,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
+from gemsc.base.nests import detach_hooked
 from gemsc.errors import GemscError
 
 _MODES = ("training", "mask")
@@ -34,8 +35,15 @@ def is_keras(model: object) -> bool:
 
 
 def as_module(model: Any) -> Any:
-    """Return a model of Keras as a `KerasModel`, anything else as it is."""
-    return KerasModel(model) if is_keras(model) else model
+    """Return a model of Keras as a `KerasModel`, anything else as it is.
+
+    Its weights that hooks compute are without a graph: see `detach_hooked`.
+    """
+    if is_keras(model):
+        return KerasModel(model)
+    if isinstance(model, nn.Module):
+        detach_hooked(model)
+    return model
 
 
 class KerasModel(nn.Module):

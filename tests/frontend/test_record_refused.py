@@ -12,7 +12,6 @@ import random
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -24,7 +23,6 @@ import torch
 import torch.nn.functional as F
 from record_support import Model, X, checked, mean, names, targets
 from torch import nn
-from torch.nn.utils import prune
 from torch.utils import _pytree as pytree
 
 from gemsc.compiler import compile
@@ -837,16 +835,6 @@ def through_fc2(self: Any, x: Any) -> Any:
     return self.fc2(torch.relu(self.fc(x)))
 
 
-def pruned(model: Model) -> None:
-    prune.l1_unstructured(model.fc2, "weight", 0.5)
-
-
-def normed(model: Model) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch calls it deprecated
-        nn.utils.weight_norm(model.fc2)
-
-
 def tabled(model: Model) -> None:
     model.fc2.table = model.fc.weight * 2
 
@@ -858,9 +846,6 @@ def locked(model: Model) -> None:
 @pytest.mark.parametrize(
     ("change", "says", "helps"),
     [
-        (pruned, "'fc2.weight' is a tensor .* by torch.nn.utils.prune", "detach()"),
-        (pruned, "'fc2.weight' is a tensor", 'prune.remove(layer, "weight")'),
-        (normed, "'fc2.weight' is a tensor .*weight_norm", "parametrizations"),
         (tabled, "'fc2.table' is a tensor that was computed", ".detach()"),
         (locked, r"'fc2.locks' is a list: TypeError", "keep locks"),
     ],
@@ -873,31 +858,6 @@ def test_what_cannot_be_copied_is_named(
     with pytest.raises(GemscError, match=f"the model cannot be copied: {says}") as info:
         checked(model)
     assert helps in str(info.value.help)
-
-
-def detached_weight(model: Model) -> None:
-    pruned(model)
-    model.fc2.weight = model.fc2.weight.detach()
-
-
-def no_longer_pruned(model: Model) -> None:
-    pruned(model)
-    prune.remove(model.fc2, "weight")
-
-
-def normed_by_parametrization(model: Model) -> None:
-    nn.utils.parametrizations.weight_norm(model.fc2)
-
-
-@pytest.mark.parametrize(
-    "follow", [detached_weight, no_longer_pruned, normed_by_parametrization]
-)
-def test_advice_on_what_cannot_be_copied_works(
-    follow: Callable[[Model], None],
-) -> None:
-    model = Model(through_fc2)
-    follow(model)
-    checked(model)
 
 
 class Merging(nn.Linear):

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from program_support import X, against_one_process, on_ranks, trunk, written
 from threads import run_on_threads
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import spectral_norm
 
 from gemsc import compile
@@ -321,6 +322,28 @@ def test_a_power_iteration_passes_the_step_that_compile_runs(
     options = {"loss": nn.MSELoss(), "example_target": inputs[0], "ranks": 2}
     program = compile(Spectral(kind), inputs, micro_batches=2, **options)
     assert program.plan.unchecked == ""
+
+
+# --------------------------------------------- weights that a hook of torch computes
+
+
+def pruned(layer: nn.Module) -> nn.Module:
+    prune.random_unstructured(layer, "bias", 0.5)
+    return prune.l1_unstructured(layer, "weight", 0.5)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.parametrize("kind", [torch.nn.utils.weight_norm, pruned])
+def test_weights_that_a_hook_computes_are_computed_in_each_forward(
+    kind: Callable[..., nn.Module], tmp_path: Path
+) -> None:
+    assert against_one_process(tmp_path, Spectral(kind), ranks=2).worst < EXACT
+
+
+def test_a_model_that_has_run_can_have_weights_of_a_hook(tmp_path: Path) -> None:
+    model = Spectral(torch.nn.utils.spectral_norm)
+    model(torch.ones(1, WIDTH))
+    assert against_one_process(tmp_path, model, ranks=2).worst < EXACT
 
 
 @pytest.mark.slow(1)
