@@ -72,7 +72,8 @@ def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
         return empty(tensor.shape, form, dtype=tensor.dtype, device=tensor.device)
 
 
-LSTM = torch.ops.aten.mkldnn_rnn_layer.default
+_ATEN = torch.ops.aten
+LSTM = _ATEN.mkldnn_rnn_layer.default
 _FEW, _MORE = 16, 32  # steps of the sequences that are tried
 
 
@@ -100,3 +101,46 @@ def with_workspace(args: tuple[Any, ...], result: Any) -> Any:
         few, more = size(min(_FEW, length)), size(min(_MORE, length))
     longer = max(0, length - _MORE) * (more - few) // (_MORE - _FEW)
     return (*outputs, workspace.new_empty(more + longer))
+
+
+class MaskCounts:
+    """How many elements masks take, from what is assigned: `x[mask] = values`.
+
+    A fake mask does not say it, and the gradient of the values is `gradient[mask]`.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[Any, ...], int] = {}
+
+    def note(self, func: Any, args: tuple[Any, ...]) -> None:
+        """Note the masks of an assignment."""
+        if func not in (_ATEN.index_put.default, _ATEN.index_put_.default):
+            return
+        x, indices, values = args[:3]
+        taken = sum(i.dim() if _is_mask(i) else 1 for i in indices)
+        place = values.dim() - (x.dim() - taken) - 1
+        count = values.shape[place] if place >= 0 else 1  # the same for all
+        self._counts |= {_key(mask): count for mask in indices if _is_mask(mask)}
+
+    def numbered(self, func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the arguments of `x[mask]` with numbers in place of a noted mask."""
+        if func is not _ATEN.index.Tensor:
+            return args
+        indices: list[Any] = []
+        for index in args[1]:
+            count = self._counts.get(_key(index)) if _is_mask(index) else None
+            if count is None:
+                indices.append(index)
+            else:
+                rows = index.new_zeros(count, dtype=torch.int64)
+                indices += [rows] * index.dim()
+        return args[0], indices
+
+
+def _is_mask(index: Any) -> TypeGuard[torch.Tensor]:
+    return index is not None and index.dtype in (torch.bool, torch.uint8)
+
+
+def _key(mask: torch.Tensor) -> tuple[Any, ...]:
+    storage = mask.untyped_storage()._cdata
+    return storage, mask.storage_offset(), mask.shape, mask.stride()

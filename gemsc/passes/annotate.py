@@ -36,7 +36,7 @@ from gemsc.costs.operators import (
 from gemsc.costs.signature import signature
 from gemsc.errors import GemscError
 from gemsc.ir import meta
-from gemsc.ir.fake import LSTM, fake_copy, fake_like, with_workspace
+from gemsc.ir.fake import LSTM, MaskCounts, fake_copy, fake_like, with_workspace
 from gemsc.ir.flow import is_exchange
 from gemsc.ir.holder import attribute, attributes_of, copied_graph
 from gemsc.ir.interpret import run_nodes
@@ -195,6 +195,7 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.gradients = GradientFlow()
         self.node: fx.Node | None = None
         self.is_backward = False
+        self.masks = MaskCounts()
         self.ran: list[fx.Node] = []
         self.first_numbers: list[int] = []
 
@@ -239,7 +240,8 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
+        self.masks.note(func, args)
+        result = func(*self.masks.numbered(func, args), **(kwargs or {}))
         if func is LSTM:
             result = with_workspace(args, result)
         runs = runs_a_kernel(func, result)
