@@ -92,8 +92,24 @@ def transposed(self: Any, x: Tensor) -> Tensor:
     return self.two(y)
 
 
+def chosen(self: Any, x: Tensor) -> Tensor:
+    """As loralib fills up the rows of a merged layer."""
+    y = self.one(x)
+    mask = torch.arange(y.shape[1], device=x.device) % 2 == 0
+    count = (y.shape[1] + 1) // 2
+    z = torch.zeros_like(y)
+    z[:, mask] = y[:, :count] * 2
+    rows = torch.zeros_like(y[0])
+    rows[mask] = y[1, -count:]
+    z[:, ~mask] = y.mean(1, keepdim=True)  # the same for all
+    z[x > 1] = y.mean()  # of a mask that depends on data, too
+    z[mask.expand(2, -1), 0] = y[:, :count, 1].flatten(0, 1)
+    return self.two(z + rows)
+
+
 IDIOMS = (
     *(boxes, sizes, shifted, halves, chunks, data, activations, masked, transposed),
+    chosen,
 )
 PLANS: dict[str, dict[str, Any]] = {
     "one micro-batch": {"ranks": 2, "micro_batches": 1},
@@ -143,6 +159,10 @@ def test_no_deferred_gradient_of_what_is_written_to_is_lost(
     assert error_of(tmp_path, idiom, "linear", "1f1b") < EXACT
     text = "".join(path.read_text() for path in tmp_path.glob("rank*.py"))
     assert "deferred={" in text
+
+
+def test_what_a_mask_chooses_gets_values(tmp_path: Path) -> None:
+    assert error_of(tmp_path, chosen, "linear", "1f1b") < EXACT
 
 
 @pytest.mark.slow(1)
