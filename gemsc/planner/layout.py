@@ -132,7 +132,7 @@ def check_blocks(
         listed = [name for name in BESIDE if len(getattr(options, name)) > 1]
         for name in listed:
             advice += f" {typed(name, tuple(getattr(group, name) for group in kept))}"
-        if not listed and options.data == 1:
+        if not listed and options.data == 1 < ranks:
             advice += " or fewer"
         advice += f" --data {options.data}" if options.data > 1 else ""
     raise GemscError(
