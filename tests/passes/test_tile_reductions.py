@@ -108,6 +108,10 @@ def test_reductions(name: str, grid: tuple[int, ...]) -> None:
     assert not [b for b in step.barriers if "sin" not in str(b.node)], step.barriers
 
 
+def test_dimensions_to_flip_may_come_one_by_one() -> None:
+    check(Function(lambda x: x.flip(3, 2)), torch.randn(2, 3, 7, 10), (2, 3))
+
+
 @pytest.mark.slow(3)
 @pytest.mark.parametrize("value", [0.1, 100.3, 12345.678])
 @pytest.mark.parametrize("norm", [nn.BatchNorm2d(4), nn.GroupNorm(2, 4)], ids=repr)

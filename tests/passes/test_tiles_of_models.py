@@ -169,6 +169,19 @@ def test_a_tile_drops_what_it_mirrored_too_much(mode: str) -> None:
     gemsc.compile(model, (x,), ranks=2, tiles=("2x1",), **given)  # shapes are checked
 
 
+@pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
+def test_rows_are_mirrored_without_a_batch(mode: str) -> None:
+    conv = nn.Conv2d(3, 3, 3, padding=1, padding_mode=mode)
+    padded = Function(lambda x: F.pad(x, (2, 1, 1, 2), mode))
+    check(nn.Sequential(conv, padded), torch.randn(3, 7, 8), (2, 2))
+
+
+def test_what_is_cropped_is_not_wrapped_around() -> None:
+    model = Function(lambda x: F.pad(x, (2, -1, 0, 1), "circular"))
+    step = check(model, torch.randn(1, 3, 7, 8), (2, 2))
+    assert step.barriers[0].reason == "it crops what it wraps around"
+
+
 class InPlace(nn.Module):
     def __init__(self) -> None:
         super().__init__()
