@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import pytest
@@ -167,6 +168,43 @@ def test_a_tile_drops_what_it_mirrored_too_much(mode: str) -> None:
     check(model, x, (2, 1))
     given = {"loss": nn.MSELoss(), "example_target": torch.randn(2, 4, 3, 8)}
     gemsc.compile(model, (x,), ranks=2, tiles=("2x1",), **given)  # shapes are checked
+
+
+def ramp(*shape: int) -> Tensor:
+    """Return weights that are all different."""
+    return torch.arange(1.0, prod(shape) + 1).view(shape).cos()
+
+
+WINDOWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "an even window keeps the size": lambda x: F.conv2d(
+        x, ramp(2, 3, 2, 4), padding="same"
+    ),
+    "one number for both": lambda x: F.max_pool2d(x, (2,), [2], (1,)),
+    "apart": lambda x: F.max_pool2d(x, (3, 2), 1, 1, (1, 2)),
+    "channels that were rows": lambda x: F.conv2d(x.transpose(1, 2), ramp(4, 9, 2, 3)),
+    "grown": lambda x: F.conv_transpose2d(
+        x, ramp(3, 2, 2, 3), None, (3, 2), (1, 2), (2, 1), 1, (1, 2)
+    ),
+    "grown by less than the step": lambda x: F.conv_transpose2d(
+        x, ramp(3, 2, 2, 1), ramp(2), (3, 4), 0, (2, 3)
+    ),
+    "the last window is not full": lambda x: F.avg_pool2d(x, 4, 3, ceil_mode=True),
+    "padding counts": lambda x: F.avg_pool2d(x, 3, 2, 1, True),
+    "padding does not count": lambda x: F.avg_pool2d(x, 3, 2, 1, True, False),
+    "another divisor": lambda x: F.avg_pool2d(x, 4, 3, 1, True, divisor_override=5),
+    "everything by another divisor": lambda x: F.avg_pool2d(
+        x, (9, 10), divisor_override=5
+    ),
+    "almost everything": lambda x: F.avg_pool2d(x, (9, 10), padding=1),
+    "powers": lambda x: F.lp_pool2d(x, 2, 4, 3, ceil_mode=True),
+    "the largest of numbers below zero": lambda x: F.max_pool2d(x - 9, 3, 2, 1),
+}
+
+
+@pytest.mark.parametrize("grid", [(2, 1), (1, 3)], ids=str)
+@pytest.mark.parametrize("name", WINDOWS)
+def test_windows(name: str, grid: tuple[int, ...]) -> None:
+    check(Function(WINDOWS[name]), torch.randn(2, 3, 9, 10), grid)
 
 
 @pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
