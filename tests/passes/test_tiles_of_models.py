@@ -188,6 +188,11 @@ WINDOWS: dict[str, Callable[[Tensor], Tensor]] = {
     "grown by less than the step": lambda x: F.conv_transpose2d(
         x, ramp(3, 2, 2, 1), ramp(2), (3, 4), 0, (2, 3)
     ),
+    "grown by what is appended": lambda x: F.conv_transpose2d(
+        x[:, :, :3], ramp(3, 2, 1, 1), ramp(2), 1, 0, 3, 1, 4
+    ),
+    "mirrored beyond its own": lambda x: F.pad(x[:, :, :3], (0, 0, 2, 2), "reflect"),
+    "a layer that mirrors": nn.ReflectionPad2d((2, 1, 1, 2)),
     "the last window is not full": lambda x: F.avg_pool2d(x, 4, 3, ceil_mode=True),
     "padding counts": lambda x: F.avg_pool2d(x, 3, 2, 1, True),
     "padding does not count": lambda x: F.avg_pool2d(x, 3, 2, 1, True, False),
