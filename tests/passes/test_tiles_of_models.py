@@ -474,10 +474,14 @@ def test_what_counts_all_of_the_memory_or_gives_several_values_is_gathered(
         nn.HuberLoss(),
         nn.BCEWithLogitsLoss(),
         nn.BCEWithLogitsLoss(pos_weight=torch.tensor([2.0], dtype=torch.float64)),
+        nn.BCEWithLogitsLoss(pos_weight=torch.arange(10.0, dtype=torch.float64)),
+        lambda output, target: F.binary_cross_entropy_with_logits(
+            output, target, target + 1
+        ),
     ],
     ids=lambda loss: type(loss).__name__,
 )
-def test_losses_over_pixels(loss: nn.Module) -> None:
+def test_losses_over_pixels(loss: Callable[..., Tensor]) -> None:
     x, target = torch.randn(2, 3, 7, 10), torch.rand(2, 3, 7, 10)
     if isinstance(loss, nn.CrossEntropyLoss):
         target = torch.randint(3, (2, 7, 10))
