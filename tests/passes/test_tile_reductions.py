@@ -112,6 +112,11 @@ def test_dimensions_to_flip_may_come_one_by_one() -> None:
     check(Function(lambda x: x.flip(3, 2)), torch.randn(2, 3, 7, 10), (2, 3))
 
 
+def test_rows_may_be_rolled_twice() -> None:
+    model = Function(lambda x: x.roll((1, 3, 4), (2, 3, 2)))
+    check(model, torch.randn(2, 3, 7, 10), (2, 3))
+
+
 @pytest.mark.slow(3)
 @pytest.mark.parametrize("value", [0.1, 100.3, 12345.678])
 @pytest.mark.parametrize("norm", [nn.BatchNorm2d(4), nn.GroupNorm(2, 4)], ids=repr)

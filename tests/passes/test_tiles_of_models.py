@@ -475,6 +475,7 @@ def test_what_counts_all_of_the_memory_or_gives_several_values_is_gathered(
         nn.BCEWithLogitsLoss(),
         nn.BCEWithLogitsLoss(pos_weight=torch.tensor([2.0], dtype=torch.float64)),
         nn.BCEWithLogitsLoss(pos_weight=torch.arange(10.0, dtype=torch.float64)),
+        lambda output, target: F.mse_loss(output, target, size_average=False),
         lambda output, target: F.binary_cross_entropy_with_logits(
             output, target, target + 1
         ),

@@ -73,7 +73,7 @@ def _fitted(
     ahead = len(shape) - len(own)
     first = or_whole(
         tuple(
-            axis if size == shape[dim + ahead] and size > 1 else None
+            axis if size == shape[dim + ahead] else None
             for dim, (size, axis) in enumerate(zip(own, axes[ahead:], strict=True))
         )
     )
