@@ -108,13 +108,31 @@ def test_reductions(name: str, grid: tuple[int, ...]) -> None:
     assert not [b for b in step.barriers if "sin" not in str(b.node)], step.barriers
 
 
-def test_dimensions_to_flip_may_come_one_by_one() -> None:
-    check(Function(lambda x: x.flip(3, 2)), torch.randn(2, 3, 7, 10), (2, 3))
+MOVED: dict[str, Callable[[Tensor], Tensor]] = {
+    "flipped dimensions one by one": lambda x: x.flip(3, 2),
+    "rolled twice": lambda x: x.roll((1, 3, 4), (2, 3, 2)),
+    "around the edge and not": lambda x: (
+        F.max_pool2d(F.pad(x, (1, 1, 1, 1), "circular"), 3) + F.avg_pool2d(x, 3, 3, 1)
+    ),
+    "the last column": lambda x: x[..., -1],
+    "rows from the end": lambda x: x.narrow(2, -5, 4),
+    "one dimension more": lambda x: x[True],
+    "after itself": lambda x: torch.cat([x, x], 2),
+    "after others": lambda x: torch.cat([x[:, :, :2], x, x.sin()], 2),
+    "after nothing": lambda x: torch.cat([x.new_zeros(0), x], 3),
+    "beside means": lambda x: torch.cat([x.mean(2, True).expand_as(x), x], 1),
+    "repeated": lambda x: x.repeat(1, 1, 2, 1),
+    "normalized rows": lambda x: F.layer_norm(x, (10,)),
+    "rows of one size": lambda x: F.rms_norm(x, (10,)),
+    "softmax of whole numbers": lambda x: (
+        x * (9 * x.detach()).long().softmax(2, dtype=torch.float64)
+    ),
+}
 
 
-def test_rows_may_be_rolled_twice() -> None:
-    model = Function(lambda x: x.roll((1, 3, 4), (2, 3, 2)))
-    check(model, torch.randn(2, 3, 7, 10), (2, 3))
+@pytest.mark.parametrize("name", MOVED)
+def test_rows_go_where_they_belong(name: str) -> None:
+    check(Function(MOVED[name]), torch.randn(2, 3, 7, 10), (2, 3))
 
 
 @pytest.mark.slow(3)

@@ -206,3 +206,25 @@ def test_what_ranks_keep_beside_groups_goes_along_only_if_it_is_alike() -> None:
     assert unlike.others(2, is_same=True) == {"steps": 2}
     with pytest.raises(GemscError, match="'steps' in a form that belongs to the ranks"):
         unlike.others(0, is_same=False)
+
+
+def test_a_group_goes_on_as_that_of_its_first_parameter() -> None:
+    names = (("a",), ("b",)), (("c",), ())
+    ranks: list[dict[str, Any]] = [
+        {
+            "groups": [{"names": [*each]} for each in groups],
+            "scheduler": {"steps": 3, "rates": [rank, rank + 10]},
+        }
+        for rank, groups in enumerate(names)
+    ]
+    saved = SavedOptimizer(ranks, {}, lambda value: value)
+
+    def sources(*found: str) -> list[Any]:
+        slots: Any = [SimpleNamespace(name=n, group=i) for i, n in enumerate(found)]
+        return saved.groups(slots, 2, rank=0)
+
+    assert sources("a", "b") == [(0, 0), (0, 1)]
+    assert sources("b", "c") == [(0, 1), (1, 0)]
+    assert sources("c") == [(1, 0), (0, 1)]  # the second one is empty here
+    state = saved.scheduler(sources("b", "c"), rank=0)
+    assert state == {"steps": 3, "rates": [10, 1]}
