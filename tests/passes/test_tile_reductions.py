@@ -115,8 +115,8 @@ MOVED: dict[str, Callable[[Tensor], Tensor]] = {
         F.max_pool2d(F.pad(x, (1, 1, 1, 1), "circular"), 3) + F.avg_pool2d(x, 3, 3, 1)
     ),
     "the last column": lambda x: x[..., -1],
-    "rows from the end": lambda x: x.narrow(2, -5, 4),
-    "one dimension more": lambda x: x[True],
+    "rows from the end": lambda x: x.narrow(2, -4, 4),
+    "one dimension more": lambda x: x[True, :, 1:],
     "after itself": lambda x: torch.cat([x, x], 2),
     "after others": lambda x: torch.cat([x[:, :, :2], x, x.sin()], 2),
     "after nothing": lambda x: torch.cat([x.new_zeros(0), x], 3),
