@@ -131,6 +131,32 @@ def test_a_function_gets_the_gradient_of_one_process(function: Any, place: str) 
         assert bool(step.barriers) == is_gathered
 
 
+class Doubled(torch.autograd.Function):
+    """It computes something, so that tiles could compute it beyond their own rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0].clamp(-0.02, 0.02) * 2
+
+
+class DoubledBefore(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(2, 4, 3, padding=1)
+        self.second = nn.Conv2d(4, 2, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(Doubled.apply(torch.tanh(self.first(x))))
+
+
+def test_only_the_tile_that_owns_a_row_has_its_gradient() -> None:
+    assert not check(DoubledBefore(), (2, 1), fuse=2).barriers
+
+
 @pytest.mark.slow(1)
 @pytest.mark.parametrize(("grid", "ranks"), [("2x1", 2), ("2x2", 4)])
 @pytest.mark.parametrize("model", [lambda: Net(Clipped, "behind"), Pooled])

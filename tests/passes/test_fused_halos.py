@@ -128,6 +128,19 @@ def test_rows_computed_twice_have_the_mask_of_their_owner() -> None:
     assert overlaps == 4 * 2
 
 
+def test_a_tile_that_computes_all_rows_draws_as_the_others_do() -> None:
+    wide = nn.Conv2d(2, 2, 5, padding=2)
+    model = nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), nn.Dropout(0.5), wide)
+    step = on_tiles(model, (torch.randn(1, 2, 6, 8),), square, None, (3, 1), fuse=2)
+    found = [
+        node.kwargs.get("along")
+        for program in step.programs
+        for node in program.compute_nodes
+        if node.target is tiles.dropout
+    ]
+    assert found == [None, 2, None]
+
+
 @pytest.mark.slow
 def test_what_is_kept_is_predicted_to_the_byte() -> None:
     model, x = stack(lambda: nn.BatchNorm2d(4)), torch.randn(2, 2, 32, 32)

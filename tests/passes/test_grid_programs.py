@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,17 @@ import torch
 from models import MODELS
 from parity_support import GRID_PLANS, lowered, options, worst_error
 from plan_support import metered_peaks
-from program_support import on_ranks
+from program_support import mse, on_ranks
+from program_support import written as written_of
 from threads import run_on_threads
-from torch import Tensor
+from torch import Tensor, nn
 
 from gemsc.codegen.package import write_directory
 from gemsc.errors import GemscError
 from gemsc.options import CompileOptions
 from gemsc.plan import Plan
 from gemsc.runtime.training.trainer import Trainer
+from gemsc.verify.one_process import reference_steps
 
 
 def programs(name: str, directory: Path, **choices: object) -> int:
@@ -106,6 +109,27 @@ def test_norms_of_gradients_count_each_parameter_once(tmp_path: Path) -> None:
     squares = on_ranks(tmp_path, ranks, norm, dtype=torch.float64, clip_norm=0.01)
     assert squares[0] + squares[4] == pytest.approx(0.01**2, rel=1e-4)
     assert squares[:4] == pytest.approx([squares[0]] * 4)
+
+
+def test_what_both_tiles_of_a_replica_have_seen_counts_once(tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.BatchNorm2d(3)).double()
+    x, target = torch.randn(8, 2, 6, 6), torch.randn(8, 3, 6, 6)
+    given = {"ranks": 4, "data": 2, "tiles": ("2x1",), "micro_batches": 2}
+    written_of(tmp_path, net, (x[:2].double(),), mse, target[:2].double(), **given)
+    batch = x.double(), target.double()
+
+    def statistics(trainer: Trainer) -> dict[str, Tensor]:
+        copy = trainer.worker.place.copy
+        trainer.step(*(tensor.chunk(2)[copy] for tensor in batch))
+        (stage,) = trainer.worker.stages.values()
+        return dict(stage.named_buffers())
+
+    sgd, double = partial(torch.optim.SGD, lr=0.01), torch.float64
+    steps = [((batch[0],), batch[1])]
+    expected = reference_steps(net, mse, steps, 4, double, sgd).state
+    for found in on_ranks(tmp_path, 4, statistics, dtype=double, optimizer=sgd):
+        for name, tensor in found.items():
+            torch.testing.assert_close(tensor, expected[name], rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.slow

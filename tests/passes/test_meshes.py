@@ -202,8 +202,20 @@ class Rows(nn.Sequential):
         super().__init__(nn.Conv2d(2, 2, 3, padding=1), nn.Linear(8, 32))
 
 
-@pytest.mark.slow(1)
-@pytest.mark.parametrize("kind", [Grouped, Kept, Rows])
+class Split(nn.Module):
+    """Of what is split by a size each rank has smaller parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Conv2d(2, 12, 3, padding=1), nn.Conv2d(6, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, rest = self.up(x).split(6, 1)
+        return self.down(gate.sigmoid() * rest)
+
+
+@pytest.mark.slow(2)
+@pytest.mark.parametrize("kind", [Split, Grouped, Kept, Rows])
 @pytest.mark.parametrize("tiles", [(2, 1), (1, 2)])
 def test_what_tiles_and_shards_both_meet(
     kind: type[nn.Module], tiles: tuple[int, int]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -33,6 +35,37 @@ def test_single_rows_and_columns(
 ) -> None:
     model = Function(lambda x: F.interpolate(x, result, mode=mode, antialias=antialias))
     x = torch.randn(1, 3, *size)
+    step = on_tiles(model, (x,), uneven_loss, None, grid)
+    assert_same(step, eager(model, (x,), uneven_loss, None))
+
+
+RESIZED: dict[str, dict[str, Any]] = {
+    "by two": {"scale_factor": 2, "mode": "bilinear"},
+    "by almost two": {"scale_factor": 2.05, "mode": "bilinear"},
+    "by two after all": {
+        "scale_factor": 2.05,
+        "mode": "bilinear",
+        "recompute_scale_factor": True,
+    },
+    "corners on corners": {
+        "scale_factor": 2,
+        "mode": "bilinear",
+        "align_corners": True,
+    },
+    "smooth": {"scale_factor": 2, "mode": "bicubic", "antialias": True},
+    "smaller": {"scale_factor": 0.7, "mode": "bicubic"},
+    "to a size": {"size": (18, 30), "mode": "bicubic"},
+    "nearest": {"scale_factor": 2.05},
+    "exact": {"size": (13, 20), "mode": "nearest-exact"},
+    "area": {"size": (5, 7), "mode": "area"},
+}
+
+
+@pytest.mark.parametrize("grid", [(2, 1), (1, 3)], ids=str)
+@pytest.mark.parametrize("name", RESIZED)
+def test_resized(name: str, grid: tuple[int, int]) -> None:
+    model = Function(lambda x: F.interpolate(x, **RESIZED[name]))
+    x = torch.randn(1, 3, 9, 10)
     step = on_tiles(model, (x,), uneven_loss, None, grid)
     assert_same(step, eager(model, (x,), uneven_loss, None))
 

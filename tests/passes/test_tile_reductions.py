@@ -108,6 +108,46 @@ def test_reductions(name: str, grid: tuple[int, ...]) -> None:
     assert not [b for b in step.barriers if "sin" not in str(b.node)], step.barriers
 
 
+MOVED: dict[str, Callable[[Tensor], Tensor]] = {
+    "flipped dimensions one by one": lambda x: x.flip(3, 2),
+    "rolled twice": lambda x: x.roll((1, 3, 4), (2, 3, 2)),
+    "the last column": lambda x: x[..., -1],
+    "rows from the end": lambda x: x.narrow(2, -4, 4),
+    "one dimension more": lambda x: x[True, :, 1:],
+    "after itself": lambda x: torch.cat([x, x], 2),
+    "after others": lambda x: torch.cat([x[:, :, :2], x, x.sin()], 2),
+    "after nothing": lambda x: torch.cat([x.new_zeros(0), x], 3),
+    "beside means": lambda x: torch.cat([x.mean(2, True).expand_as(x), x], 1),
+    "repeated": lambda x: x.repeat(1, 1, 2, 1),
+    "normalized rows": lambda x: F.layer_norm(x, (10,)),
+    "rows of one size": lambda x: F.rms_norm(x.mean(2), (10,)),
+    "softmax of whole numbers": lambda x: (
+        x * (9 * x.detach()).long().softmax(2, dtype=torch.float64)
+    ),
+}
+
+
+class Around(nn.Module):
+    """Two windows want the same rows: around the edge, and with zeros outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.around = nn.Conv2d(3, 3, 3, padding=1, padding_mode="circular")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.around(x) + F.avg_pool2d(x, 3, 1, 1)
+
+
+def test_what_goes_around_the_edge_is_not_what_has_zeros_outside() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), Around())
+    check(model, torch.randn(2, 3, 7, 10), (2, 3))
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_rows_go_where_they_belong(name: str) -> None:
+    check(Function(MOVED[name]), torch.randn(2, 3, 7, 10), (2, 3))
+
+
 @pytest.mark.slow(3)
 @pytest.mark.parametrize("value", [0.1, 100.3, 12345.678])
 @pytest.mark.parametrize("norm", [nn.BatchNorm2d(4), nn.GroupNorm(2, 4)], ids=repr)

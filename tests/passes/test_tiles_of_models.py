@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import pytest
@@ -167,6 +168,61 @@ def test_a_tile_drops_what_it_mirrored_too_much(mode: str) -> None:
     check(model, x, (2, 1))
     given = {"loss": nn.MSELoss(), "example_target": torch.randn(2, 4, 3, 8)}
     gemsc.compile(model, (x,), ranks=2, tiles=("2x1",), **given)  # shapes are checked
+
+
+def ramp(*shape: int) -> Tensor:
+    """Return weights that are all different."""
+    return torch.arange(1.0, prod(shape) + 1).view(shape).cos()
+
+
+WINDOWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "an even window keeps the size": lambda x: F.conv2d(
+        x, ramp(2, 3, 2, 4), padding="same"
+    ),
+    "one number for both": lambda x: F.max_pool2d(x, (2,), [2], (1,)),
+    "apart": lambda x: F.max_pool2d(x, (3, 2), 1, 1, (1, 2)),
+    "channels that were rows": lambda x: F.conv2d(x.transpose(1, 2), ramp(4, 9, 2, 3)),
+    "grown": lambda x: F.conv_transpose2d(
+        x, ramp(3, 2, 2, 3), None, (3, 2), (1, 2), (2, 1), 1, (1, 2)
+    ),
+    "grown by less than the step": lambda x: F.conv_transpose2d(
+        x, ramp(3, 2, 2, 1), ramp(2), (3, 4), 0, (2, 3)
+    ),
+    "grown by what is appended": lambda x: F.conv_transpose2d(
+        x[:, :, :3], ramp(3, 2, 1, 1), ramp(2), 1, 0, 3, 1, 4
+    ),
+    "mirrored beyond its own": lambda x: F.pad(x[:, :, :3], (0, 0, 2, 2), "reflect"),
+    "a layer that mirrors": nn.ReflectionPad2d((2, 1, 1, 2)),
+    "the last window is not full": lambda x: F.avg_pool2d(x, 4, 3, ceil_mode=True),
+    "padding counts": lambda x: F.avg_pool2d(x, 3, 2, 1, True),
+    "padding does not count": lambda x: F.avg_pool2d(x, 3, 2, 1, True, False),
+    "another divisor": lambda x: F.avg_pool2d(x, 4, 3, 1, True, divisor_override=5),
+    "everything by another divisor": lambda x: F.avg_pool2d(
+        x, (9, 10), divisor_override=5
+    ),
+    "almost everything": lambda x: F.avg_pool2d(x, (9, 10), padding=1),
+    "powers": lambda x: F.lp_pool2d(x, 2, 4, 3, ceil_mode=True),
+    "the largest of numbers below zero": lambda x: F.max_pool2d(x - 9, 3, 2, 1),
+}
+
+
+@pytest.mark.parametrize("grid", [(2, 1), (1, 3)], ids=str)
+@pytest.mark.parametrize("name", WINDOWS)
+def test_windows(name: str, grid: tuple[int, ...]) -> None:
+    check(Function(WINDOWS[name]), torch.randn(2, 3, 9, 10), grid)
+
+
+@pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
+def test_rows_are_mirrored_without_a_batch(mode: str) -> None:
+    conv = nn.Conv2d(3, 3, 3, padding=1, padding_mode=mode)
+    padded = Function(lambda x: F.pad(x, (2, 1, 1, 2), mode))
+    check(nn.Sequential(conv, padded), torch.randn(3, 7, 8), (2, 2))
+
+
+def test_what_is_cropped_is_not_wrapped_around() -> None:
+    model = Function(lambda x: F.pad(x, (2, -1, 0, 1), "circular"))
+    step = check(model, torch.randn(1, 3, 7, 8), (2, 2))
+    assert step.barriers[0].reason == "it crops what it wraps around"
 
 
 class InPlace(nn.Module):
@@ -418,10 +474,15 @@ def test_what_counts_all_of_the_memory_or_gives_several_values_is_gathered(
         nn.HuberLoss(),
         nn.BCEWithLogitsLoss(),
         nn.BCEWithLogitsLoss(pos_weight=torch.tensor([2.0], dtype=torch.float64)),
+        nn.BCEWithLogitsLoss(pos_weight=torch.arange(10.0, dtype=torch.float64)),
+        lambda output, target: F.mse_loss(output, target, size_average=False),
+        lambda output, target: F.binary_cross_entropy_with_logits(
+            output, target, target + 1
+        ),
     ],
     ids=lambda loss: type(loss).__name__,
 )
-def test_losses_over_pixels(loss: nn.Module) -> None:
+def test_losses_over_pixels(loss: Callable[..., Tensor]) -> None:
     x, target = torch.randn(2, 3, 7, 10), torch.rand(2, 3, 7, 10)
     if isinstance(loss, nn.CrossEntropyLoss):
         target = torch.randint(3, (2, 7, 10))

@@ -32,6 +32,7 @@ from gemsc.planner.memory import MemoryParts, memory_curve, stage_weights
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.runtime.transport.local import LocalTransport, run_local
 from gemsc.schedules import SCHEDULES, StageCost, held_bytes, run
+from gemsc.schedules.action import Action, Timed
 from gemsc.verify.compare import compare
 
 
@@ -292,6 +293,46 @@ def test_what_a_rank_holds_over_time() -> None:
     ]
     assert timeline.peak_bytes == (100 + 10 + 5 + 50,)
     assert timeline.peak_activation_bytes == (25,)
+
+
+def timed(order: str) -> list[Timed]:
+    return [Timed(Action.parse(action), 0.0, 0.0) for action in order.split()]
+
+
+def test_what_a_rank_holds_of_backwards_in_two_parts() -> None:
+    cost = StageCost(
+        1.0, 2.0, 1.0, saved_bytes=10, waiting_bytes=4, gradient_bytes=50,
+        waiting_gradient_bytes=20, split_transient_bytes=3,
+        first_split_transient_bytes=6, weight_working_bytes=7,
+    )  # fmt: skip
+    actions = timed("0F0 0F1 0B0 0B1 0W0 0W1")
+    assert [
+        (held.saved, held.transient, held.gradients, held.working)
+        for held in held_bytes(chain_of([cost], [2]), 0, actions)
+    ] == [
+        *((10, 0, 0, 0), (20, 0, 0, 0)),
+        *((20, 3, 3, 0), (14, 0, 30, 0)),  # 4 bytes of each wait
+        *((14, 3, 30, 0), (8, 0, 30, 0)),
+        *((8, 0, 50, 0), (4, 0, 50, 0)),  # the first ones are made
+        *((4, 0, 50, 7), (0, 0, 50, 0)),  # others are added to them
+    ]
+
+
+@pytest.mark.parametrize(
+    ("most", "gathered"),
+    [
+        (1, [109, 100, 109, 100, 100, 105, 109, 100, 105]),
+        (2, [109, 209, 200, 200, 205, 200, 205]),  # one is on its way meanwhile
+    ],
+)
+def test_what_a_rank_holds_of_weights_in_parts(most: int, gathered: list[int]) -> None:
+    cost = StageCost(
+        1.0, 2.0, saved_bytes=0, gathered_bytes=100, packed_bytes=9, scatter_bytes=5
+    )
+    task = chain_of([cost] * 2, [1], placement=[[0, 0]])
+    task = replace(task, whole_stages=most)
+    held = held_bytes(task, 0, timed("0F0 1F0 1B0 0B0"))
+    assert [each.total for each in held] == gathered
 
 
 @pytest.mark.slow

@@ -157,6 +157,12 @@ def test_hosts_are_checked(ssh, monkeypatch):
         check_hosts((B, A), ssh / "moved")
 
 
+def test_a_host_with_another_plan_is_refused(ssh, monkeypatch):
+    monkeypatch.setattr(of_hosts, "_ask", lambda hosts, script: [(0, b"older\n", "")])
+    with pytest.raises(GemscError, match=r"host a has a different .*plan\.toml"):
+        check_hosts((A,), ssh / "here")
+
+
 def test_only_an_address_of_its_own_is_this_machine():
     assert is_here(Host("localhost", 1))
     assert not is_here(Host("192.0.2.1", 1))  # for documentation only

@@ -52,6 +52,14 @@ def test_pieces_make_up_one_if_they_have_each_element_once() -> None:
     assert not make_up(TensorPiece.whole((4,)), twice)  # as many elements as there are
 
 
+@pytest.mark.parametrize(("start", "stop"), [(0, 6), (1, 3), (2, 5), (3, 3)])
+def test_rows_are_counted_in_the_piece(start: int, stop: int) -> None:
+    whole, part = torch.arange(24).view(12, 2), Part((12, 2), 0, 3, 2, (0, 1))
+    found = TensorPiece.of_part(part).rows(start, stop)
+    rows = [whole[first:last] for first, last in found.intervals[0]]
+    assert torch.equal(torch.cat([whole[:0], *rows]), part.of(whole)[start:stop])
+
+
 def lines_run(act: Callable[[], object]) -> int:
     """Return how many lines of Python a call runs."""
     count = 0

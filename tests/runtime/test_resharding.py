@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -226,6 +227,25 @@ def test_groups_schedulers_and_waiting_gradients_go_along(tmp_path: Path) -> Non
         assert off(weights_in(folder / "run"), expected) < 1e-9
     assert run(tmp_path / "stops", ("two",)) == straight  # bit for bit
     assert off(weights_in(tmp_path / "stops"), expected) == 0
+
+
+@pytest.mark.parametrize("first", ["one", "two"])
+def test_each_replica_goes_on_with_its_own_gradients_that_wait(
+    first: str, tmp_path: Path
+) -> None:
+    """Those of a program without replicas go to the first one."""
+    torch.set_default_dtype(torch.float64)
+    for name, copies in ("one", 1), ("two", 2):
+        examples = {"inputs": (X.double(),), "target": X.double()}
+        options = {"ranks": 2, "data": copies, "micro_batches": 4 // copies}
+        written(tmp_path / name, Net(simple).double(), **examples, **options)
+    batches = [batch_of((X.double() + i, X.double()), 4) for i in range(2)]
+    given = {"accumulate": 2, "optimizer": partial(torch.optim.SGD, lr=0.1)}
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    go_on(tmp_path / "two", 2, whole, batches, resume=False, **given)
+    go_on(tmp_path / first, 2, run, batches[:1], resume=False, **given)
+    go_on(tmp_path / "two", 2, run, batches[1:], resume=True, **given)
+    assert off(weights_in(run), weights_in(whole)) < 1e-12
 
 
 def test_gradients_of_a_tied_weight_that_wait_are_those_of_all_its_ranks(

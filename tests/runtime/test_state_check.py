@@ -17,6 +17,7 @@ from torch import nn, optim
 from torch.optim import lr_scheduler as lrs
 
 from gemsc.base.rng import preserve_rng
+from gemsc.errors import GemscError
 from gemsc.runtime.checkpoint.holdings import HeldTensor
 from gemsc.runtime.checkpoint.optimizer_state import SavedOptimizer, UpdatedParameter
 from gemsc.runtime.checkpoint.pieces import TensorPiece
@@ -196,3 +197,34 @@ def test_groups_take_the_values_of_those_that_had_their_parameters() -> None:
         for given in ([(1, 1), (1, 0)], [(0, 0), (1, 1)], [(1, 1)], [(0, 0)], [None])
     ]
     assert rates == [[3.0, 2.0], [1.0, 3.0], [3.0], [1.0], [1.0]]
+
+
+def test_what_ranks_keep_beside_groups_goes_along_only_if_it_is_alike() -> None:
+    ranks: list[dict[str, Any]] = [{"rest": {"steps": n}} for n in (1, 1, 2)]
+    alike, unlike = (SavedOptimizer(r, {}, lambda x: x) for r in (ranks[:2], ranks))
+    assert alike.others(0, is_same=False) == {"steps": 1}
+    assert unlike.others(2, is_same=True) == {"steps": 2}
+    with pytest.raises(GemscError, match="'steps' in a form that belongs to the ranks"):
+        unlike.others(0, is_same=False)
+
+
+def test_a_group_goes_on_as_that_of_its_first_parameter() -> None:
+    names = (("a",), ("b",)), (("c",), ())
+    ranks: list[dict[str, Any]] = [
+        {
+            "groups": [{"names": [*each]} for each in groups],
+            "scheduler": {"steps": 3, "rates": [rank, rank + 10]},
+        }
+        for rank, groups in enumerate(names)
+    ]
+    saved = SavedOptimizer(ranks, {}, lambda value: value)
+
+    def sources(*found: str) -> list[Any]:
+        slots: Any = [SimpleNamespace(name=n, group=i) for i, n in enumerate(found)]
+        return saved.groups(slots, 2, rank=0)
+
+    assert sources("a", "b") == [(0, 0), (0, 1)]
+    assert sources("b", "c") == [(0, 1), (1, 0)]
+    assert sources("c") == [(1, 0), (0, 1)]  # the second one is empty here
+    state = saved.scheduler(sources("b", "c"), rank=0)
+    assert state == {"steps": 3, "rates": [10, 1]}

@@ -286,6 +286,10 @@ def test_tiles_make_the_same_calls_in_the_same_order() -> None:
         ),
         ([ALL, replace(down, receives=())], "the tile on rank 1 receives nothing"),
         ([ALL, UP], r"rank 1 sends \[0:1\] with tag 9|rank 1 receives nothing"),
+        (
+            [ALL, replace(down, receives=(MessageEnd(0, 9, ("[0:2]",)),))],
+            r"sends \[0:1\] with tag 9, and the tile on rank 1 receives \[0:2\]",
+        ),
     ]:
         with pytest.raises(InternalError, match=message):
             tiles([ALL, UP], second)

@@ -73,6 +73,10 @@ def _on_tiles(x: Inside, kind: str, sources: Sequence[fx.Node]) -> Local:
         raise Refused("tiles and shards cut it")
     given = {source: x.placed(source) for source in sources}
     with low.instead(given), low.sharing(x.parts, addend=x.is_summed):
+        if kind == "split" and (size := _smaller(x)):
+            args = low.get(x.call.input).node, size, x.call.get("dim", 0)
+            axes = low.axes(x.call.input)
+            return low.create(x.node, x.node.op, x.node.target, args, {}, axes)
         local = lower_call(low, x.node, x.local_call if kind else None)
     if not x.is_summed:
         return local
@@ -124,13 +128,19 @@ def _unflattened(x: Inside, args: Any, kwargs: Any) -> Local:
 
 def _split(x: Inside, args: Any, kwargs: Any) -> Local:
     """Split into as many parts: smaller ones."""
+    if size := _smaller(x):
+        args, kwargs = (args[0], size, x.call.get("dim", 0)), {}
+    return x.create(x.node.op, x.node.target, args, kwargs)
+
+
+def _smaller(x: Inside) -> int | None:
+    """Return the size of what a split gives of the rank's part; None if as ever."""
     source = x.call.input
     dim = int(x.call.get("dim", 0)) % len(whole_shape(source))
     parts = x.parts(source)
     if not parts or parts[0].dim != dim:
-        return x.create(x.node.op, x.node.target, args, kwargs)
-    size = parts[x.low.place].local_shape[dim] // len(meta.value(x.node))
-    return x.create(x.node.op, x.node.target, (args[0], size), {"dim": dim})
+        return None
+    return parts[x.low.place].local_shape[dim] // len(meta.value(x.node))
 
 
 def _repeated(x: Inside, args: Any, kwargs: Any) -> Local:

@@ -73,7 +73,7 @@ def _fitted(
     ahead = len(shape) - len(own)
     first = or_whole(
         tuple(
-            axis if size == shape[dim + ahead] and size > 1 else None
+            axis if size == shape[dim + ahead] else None
             for dim, (size, axis) in enumerate(zip(own, axes[ahead:], strict=True))
         )
     )
@@ -338,7 +338,8 @@ def flip(low: Lowering, call: Call) -> Local:
     """Let each tile want what lies opposite to it, and turn that around."""
     source = call.input
     shape, axes = low.shape(source), low.axes(source)
-    dims = numbered(call.get("dims"), len(shape))
+    given = pytree.tree_leaves((call.node.args[1:], call.node.kwargs))  # x.flip(2, 3)
+    dims = numbered(given, len(shape))
     if axes is None or dims is None:
         raise Refused("its dimensions are not numbers")
     wanted = tuple(

@@ -261,6 +261,8 @@ def pad(low: Lowering, call: Call) -> Local:
         for box in low.owned(low.shape(node), axes)
     )
     mode = call.detail or call.get("mode", "constant")
+    if mode == "circular" and min(call["pad"]) < 0:
+        raise Refused("it crops what it wraps around")
     if mode == "constant":
         part = low.part(source, wanted, float(call.get("value", 0.0)))
     else:
@@ -300,9 +302,7 @@ def pad_like(
         for box in wanted
     )
     part = low.part(source, taken)
-    rank = len(shape) - 2
-    if rank < 1:
-        raise Refused("it has no batch")
+    rank = len(call["pad"]) // 2 if call.kind == "pad" else call.rank
     ours = list(zip(taken[low.place], wanted[low.place], shape, strict=True))
     pads: list[tuple[int, int]] = []
     rows: list[tuple[int, int]] = []
