@@ -368,21 +368,23 @@ def _compare(
         allowed = max(least, min(_LIMIT, _TWICE * moved))
         problem = gradients_differ(have, want, name, allowed, noise)
         _report(f"the gradient of {name}", problem, actual)
-    buffers = actual.buffers
     for name, buffer in expected.buffers.items():
-        _report(
-            f"buffer {name}", difference_of(buffers.get(name), buffer, least), actual
-        )
+        problem = difference_of(actual.buffers.get(name), buffer, least)
+        _report(f"buffer {name}", problem, actual)
 
 
 def _report(name: str, problem: str | None, actual: _Results) -> None:
     if problem:
+        advice = "try --frontend record, which keeps the backward of custom functions"
+        if actual.frontend == "record":
+            advice = "try --frontend export"
+            if name.startswith("the gradient of"):
+                advice += "; in a checkpoint of its own, the model must draw the same "
+                advice += "numbers (dropout) twice, as torch.utils.checkpoint does"
         raise GemscError(
             f"the traced graph does not reproduce the model: {name} {problem}",
             at=actual.locations.get(name),
-            help="try --frontend export"
-            if actual.frontend == "record"
-            else "try --frontend record, which keeps the backward of custom functions",
+            help=advice,
         )
 
 
@@ -390,9 +392,7 @@ _ENOUGH = 1e-4  # of a sum's size: what is wrong is off by more, roundings by le
 
 
 class _ValuesByLine(TorchFunctionMode):
-    """Sums up what each of the user's lines computes.
-
-    That are the results of torch's functions and of modules.
+    """Sums up what each of the user's lines computes with functions and modules.
 
     A value is known by its shape and the sum of its absolute elements, taken at once:
     it may be overwritten later. `boundary` is the code that calls the model.

@@ -282,6 +282,30 @@ def test_two_such_writes_to_one_tensor_are_not_one(tmp_path: Path) -> None:
         )
 
 
+class Codebook(nn.Module):
+    """As VQ-VAE-2 has it: a table that follows what is looked up in it."""
+
+    table: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        numbers = torch.Generator().manual_seed(2)
+        self.register_buffer("table", torch.randn(WIDTH, 6, generator=numbers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        distances = self.table.pow(2).sum(0) - 2 * x @ self.table
+        _, chosen = (-distances).max(1)
+        codes = F.embedding(chosen, self.table.transpose(0, 1))
+        rows = F.one_hot(chosen, 6).to(x.dtype)
+        self.table.data.mul_(0.9).add_(x.T @ rows, alpha=0.1)
+        return x + (codes - x).detach()
+
+
+def test_a_table_without_gradients_follows_each_micro_batch(tmp_path: Path) -> None:
+    model = nn.Sequential(*trunk(2), Codebook(), *trunk(3))
+    assert against_one_process(tmp_path, model, ranks=2).worst < EXACT
+
+
 # ------------------------------------------------- vectors that a norm iterates upon
 
 SPECTRAL = [torch.nn.utils.spectral_norm, spectral_norm]

@@ -523,6 +523,21 @@ def test_what_a_step_of_a_run_computes_in_is_seen(
     assert "test_verify_run.py" in found.call
 
 
+def test_a_model_that_runs_in_float32_alone_is_compared_with_nudged_weights(
+    user: UserModel, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def plain(user: UserModel, model: object, settings: RunSettings) -> str:
+        if settings.dtype is torch.float64:
+            raise RuntimeError("expected m1 and m2 to have the same dtype")
+        return "a run"
+
+    monkeypatch.setattr(runs, "initial_model", lambda user, _: user.make_unfilled())
+    monkeypatch.setattr(runs, "_plain", plain)
+    single = replace(SETTINGS, dtype=torch.float32)
+    others = runs._other_runs(user, path.parent, single, None)
+    assert [*map(str, others)] == ["a run"] * runs.NUDGES
+
+
 @pytest.mark.parametrize("word", ["--ema", "--ema=0.9"])
 def test_what_the_plain_loop_does_not_know_is_refused(
     word: str, tmp_path: Path

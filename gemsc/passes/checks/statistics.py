@@ -100,7 +100,7 @@ def check_in_flight(program: Program, crowded: Collection[int]) -> None:
     """
     kept = {
         id(attribute(program.module, name)): node
-        for node in program.compute_nodes
+        for node in filter(meta.needs_gradient, program.compute_nodes)
         for name in meta.facts(node).saved_state
         if not _normalizes_without(name, node, program)
     }
