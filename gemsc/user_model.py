@@ -354,10 +354,8 @@ class UserModel:
         batch, like = num_rows(examples), {"input": examples}
         advice = "return samples of equal shapes, and 0 or another number for None"
         if len(shapes) > 1 or self.pad_value is not None:
-            advice, like = (
-                "let example_target() return it; of several shapes, a list",
-                {},
-            )
+            advice = "let example_target() return it; of several shapes, a list"
+            like = {}  # samples have shapes of their own
         try:
             if not (count := num_samples(data, at)):
                 raise GemscError("the dataset is empty", at=at, help="add samples")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 from gemsc import compile
 from gemsc.errors import GemscError
+from gemsc.user_model import load_user_model
 from gemsc.verify.compare import TOLERANCE, compare
 from gemsc.verify.one_process import reference_steps
 
@@ -362,6 +364,20 @@ def test_weights_that_a_hook_computes_are_computed_in_each_forward(
     kind: Callable[..., nn.Module], tmp_path: Path
 ) -> None:
     assert against_one_process(tmp_path, Spectral(kind), ranks=2).worst < EXACT
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_a_loss_of_a_file_can_have_weights_of_a_hook(tmp_path: Path) -> None:
+    path = tmp_path / "critic.py"
+    path.write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "model = nn.Linear(4, 4)\n"
+        "loss = nn.utils.weight_norm(nn.Linear(4, 1))\n"
+        "example_inputs = (torch.ones(1, 4),)\n"
+    )
+    loss = load_user_model(str(path)).make_loss()
+    assert torch.equal(copy.deepcopy(loss).weight, loss.weight)
 
 
 def test_a_model_that_has_run_can_have_weights_of_a_hook(tmp_path: Path) -> None:
