@@ -25,6 +25,7 @@ from gemsc.planner.layout import stage_layout
 from gemsc.schedules import SCHEDULES
 from gemsc.search.auto import what_fits
 from gemsc.search.candidates import Candidate, alternatives, reason
+from gemsc.viz.listings import list_candidates
 
 
 @pytest.fixture(scope="module")
@@ -617,6 +618,9 @@ def test_the_reason_is_where_most_time_is_saved() -> None:
     )
     late = candidate("gpipe", 2.0, bubble=0.3, ending=1.2)
     assert "the update take 0% of the time instead of 60%" in reason([busy, late])
+    _, columns = list_candidates([busy, late], 2)  # the table says what the reason says
+    shown = next(column for column in columns if column.title == "idle")
+    assert shown.cells == ("10%", "12%")
 
 
 def test_what_ranks_of_a_stage_wait_for_each_other_is_a_share_of_the_step(
