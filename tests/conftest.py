@@ -24,6 +24,7 @@ os.environ["COLUMNS"] = "160"  # of the terminal, whatever it is
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # ranks start in three quarters of it
 
 import hypothesis
+import numpy as np
 import pytest
 import torch
 from command_line import MODEL, Gemsc, gemsc_here
@@ -189,6 +190,15 @@ def default_dtype() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
     yield
     torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture(autouse=True)
+def same_draws_in_any_order() -> None:
+    """What a test draws does not depend on the tests before; GEMSC_TEST_SEED varies it."""
+    seed = int(os.environ.get("GEMSC_TEST_SEED", "0"))
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
 
 
 @pytest.fixture(autouse=True)
