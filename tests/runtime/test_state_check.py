@@ -193,7 +193,7 @@ def test_groups_take_the_values_of_those_that_had_their_parameters() -> None:
     assert moved == [(1, 0), (0, 0), None, None]
     assert sources(["a.weight"], []) == [(0, 0), (1, 1)]
     rates = [
-        found.scheduler(given, 0)["last_lr"]
+        found.scheduler({"last_lr": [0.0] * len(given)}, given, 0)["last_lr"]
         for given in ([(1, 1), (1, 0)], [(0, 0), (1, 1)], [(1, 1)], [(0, 0)], [None])
     ]
     assert rates == [[3.0, 2.0], [1.0, 3.0], [3.0], [1.0], [1.0]]
@@ -226,5 +226,69 @@ def test_a_group_goes_on_as_that_of_its_first_parameter() -> None:
     assert sources("a", "b") == [(0, 0), (0, 1)]
     assert sources("b", "c") == [(0, 1), (1, 0)]
     assert sources("c") == [(1, 0), (0, 1)]  # the second one is empty here
-    state = saved.scheduler(sources("b", "c"), rank=0)
+    now = {"steps": 0, "rates": [5, 6]}
+    state = saved.scheduler(now, sources("b", "c"), rank=0)
     assert state == {"steps": 3, "rates": [10, 1]}
+
+
+class Rising:
+    """A factor of a learning rate that counts its calls."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor, self.calls = factor, 0
+
+    def __call__(self, step: int) -> float:
+        self.calls += 1
+        return self.factor * self.calls
+
+
+def in_sequence(optimizer: torch.optim.Optimizer) -> Any:
+    kinds: list[Any] = [lrs.LinearLR(optimizer), lrs.StepLR(optimizer, 2)]
+    kinds.append(lrs.ConstantLR(optimizer))
+    return lrs.SequentialLR(optimizer, kinds, [2, 4])
+
+
+def rising(optimizer: torch.optim.Optimizer) -> Any:
+    factors: list[Any] = [Rising(1.0 + group["lr"]) for group in optimizer.param_groups]
+    return lrs.LambdaLR(optimizer, factors)
+
+
+@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*:UserWarning")
+@pytest.mark.parametrize("make", [in_sequence, rising])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("ab", "a b"), ("a ab", "ba"), ("ab", "b"), ("ab a", "b")],
+)
+def test_a_scheduler_goes_on_where_ranks_have_other_groups(
+    make: Any, before: str, after: str
+) -> None:
+    """Milestones may be as many as groups; each group has its own function."""
+
+    def begun(names: str, steps: int) -> Any:
+        groups = [{"params": [torch.ones(1)], "lr": 0.1 * ord(n)} for n in names]
+        scheduler = make(torch.optim.SGD(groups))
+        for _ in range(steps):
+            scheduler.step()
+        return scheduler
+
+    ranks: list[dict[str, Any]] = [
+        {
+            "groups": [{"names": [name]} for name in names],
+            "scheduler": copy.deepcopy(begun(names, 3).state_dict()),
+        }
+        for names in before.split()
+    ]
+    saved = SavedOptimizer(ranks, {}, lambda value: value)
+    for rank, names in enumerate(after.split()):
+        slots: Any = [SimpleNamespace(name=n, group=i) for i, n in enumerate(names)]
+        now, expected = begun(names, 0), begun(names, 3)
+        sources = saved.groups(slots, len(names), rank)
+        now.load_state_dict(saved.scheduler(now.state_dict(), sources, rank))
+        for mine, theirs in zip(
+            now.optimizer.param_groups, expected.optimizer.param_groups, strict=True
+        ):
+            mine["lr"] = theirs["lr"]  # which come with the optimizer
+        for _ in range(4):
+            now.step()
+            expected.step()
+            assert now.get_last_lr() == expected.get_last_lr()

@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import zip_longest
 from numbers import Number
 from typing import Any
 
@@ -28,6 +29,7 @@ from gemsc.runtime.checkpoint.manifest import Manifest
 from gemsc.runtime.checkpoint.pieces import TensorPiece
 
 PARAMETERS = "params", "param_names"  # of a group: they are not values
+FUNCTIONS = "lr_lambdas"  # of a scheduler: what objects that are called keep, by group
 KERNELS = "fused", "foreach"  # how a step is computed, which is as `optimizer()` says
 WEIGHTS_ALONE = (
     "or `gemsc export` the checkpoint and resume from that file, the weights alone"
@@ -220,16 +222,20 @@ class SavedOptimizer:
             )
         return found
 
-    def scheduler(self, sources: Sequence[Source], rank: int) -> Any:
-        """Return the state of the scheduler of a rank whose groups have `sources`."""
+    def scheduler(self, now: Any, sources: Sequence[Source], rank: int) -> Any:
+        """Return the state of the scheduler of a rank whose groups have `sources`.
+
+        `now` is the state that the scheduler has there.
+        """
         places = [source for source in sources if source is not None]
         base = places[0][0] if places else min(rank, len(self.ranks) - 1)
-        ranks = {base, *(rank for rank, _ in places)}
-        states = {rank: self.decode(self.ranks[rank]["scheduler"]) for rank in ranks}
-        every = [(base, number) for number in range(len(self.ranks[base]["groups"]))]
+        ranks = dict.fromkeys((base, *(rank for rank, _ in places)))  # base first
+        counts = {rank: len(self.ranks[rank]["groups"]) for rank in ranks}
+        states = {r: self.decode(self.ranks[r]["scheduler"]) for r in counts}
+        every = [(base, number) for number in range(counts[base])]
         if places in ([], every):
             return states[base]
-        return _merged(states, base, places, len(every))
+        return _merged(states, now, places, counts)
 
     @cached_property
     def _group_of(self) -> dict[str, tuple[int, int]]:
@@ -286,23 +292,34 @@ class SavedOptimizer:
 
 
 def _merged(
-    states: Mapping[int, Any], base: int, places: Sequence[tuple[int, int]], groups: int
+    states: Mapping[int, Any],
+    now: Any,
+    places: Sequence[tuple[int, int]],
+    counts: Mapping[int, int],
+    key: object = "",
 ) -> Any:
-    """Put together the lists of one value for each of the groups that ranks saved."""
-    state = states[base]
+    """Put together the lists of one value for each of the groups that ranks saved.
+
+    Such a list has as many values as there are groups on each rank that saved it, and
+    here. A list of milestones, which may be as long by chance, stays as it is.
+    """
+
+    def part(key: Any, now: Any) -> Any:
+        theirs = {rank: state[key] for rank, state in states.items()}
+        return _merged(theirs, now, places, counts, key)
+
+    state = next(iter(states.values()))
     if isinstance(state, dict):
-        merged = {
-            key: _merged({r: s[key] for r, s in states.items()}, base, places, groups)
-            for key in state
-        }
+        known = now if isinstance(now, Mapping) else {}
+        merged = {key: part(key, known.get(key)) for key in state}
         return type(state)(merged)  # a Counter of MultiStepLR, for example
     if not isinstance(state, list):
         return state
-    if any(isinstance(each, dict) for each in state):  # schedulers in a scheduler
-        return [
-            _merged({r: s[i] for r, s in states.items()}, base, places, groups)
-            for i in range(len(state))
-        ]
-    if len(state) != groups:
+    here = now if isinstance(now, list) else []
+    if any(isinstance(each, dict) for each in state) and key != FUNCTIONS:
+        every = zip_longest(range(len(state)), here[: len(state)])
+        return [part(i, each) for i, each in every]  # schedulers in a scheduler
+    of_groups = all(len(states[rank]) == count for rank, count in counts.items())
+    if not of_groups or len(here or places) != len(places):
         return state
     return [states[rank][number] for rank, number in places]

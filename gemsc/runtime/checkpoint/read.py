@@ -392,10 +392,11 @@ class _Reader:
             updates.optimizer.load_state_dict(state)
             check_step(updates.optimizer)
         if updates.scheduler is not None:
-            found = saved.scheduler(sources, rank)
+            part, now = updates.scheduler, updates.scheduler.state_dict()
+            found = saved.scheduler(now, sources, rank)
             if found is not None:
-                with _fits("scheduler", part := updates.scheduler):
-                    check_alike(part, part.state_dict(), found, is_same=is_same)
+                with _fits("scheduler", part):
+                    check_alike(part, now, found, is_same=is_same)
                     part.load_state_dict(found)
 
 

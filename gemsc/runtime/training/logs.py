@@ -26,8 +26,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-import torch
-
 from gemsc.base.files import replaced
 from gemsc.base.phase import LOSS_OF
 from gemsc.errors import warn
@@ -98,7 +96,7 @@ class Log(Callback):
                 "samples_per_second": round(report.samples / whole, 3),
                 "seconds": round(report.seconds, 6),
                 "data_seconds": round(max(0.0, whole - report.seconds), 6),
-                "learning_rate": _learning_rate(trainer.optimizer),
+                "learning_rate": _learning_rate(trainer),
                 "gradient_norm": trainer.gradient_norm if is_new else None,
                 **{f"{LOSS_OF}{name}": x for name, x in report.losses.items()},
             }
@@ -308,7 +306,9 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def _learning_rate(optimizer: torch.optim.Optimizer | None) -> float | None:
-    """Return the learning rate of the first group of parameters."""
-    rate = optimizer.param_groups[0].get("lr") if optimizer is not None else None
+def _learning_rate(trainer: Trainer) -> float | None:
+    """Return the rate of the first group of the last phase that this rank updates."""
+    every = (each.optimizer for each in trainer.worker.variants.updates.values())
+    last = [optimizer for optimizer in every if optimizer is not None][-1:]
+    rate = last[0].param_groups[0].get("lr") if last else None
     return None if rate is None else float(rate)

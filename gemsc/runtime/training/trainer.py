@@ -253,15 +253,15 @@ class Trainer:
     def optimizer(self) -> torch.optim.Optimizer | None:
         """The optimizer of this rank's parameters; None if it updates none.
 
-        Where a step has several phases, it is that of the last one that has one here.
+        Where a step has several phases, it is that of the last one, on all ranks alike.
         """
-        found: torch.optim.Optimizer | None = self._of_last_phase("optimizer")
+        found: torch.optim.Optimizer | None = self._last_updates.optimizer
         return found
 
     @property
     def scheduler(self) -> Any:
         """What steps the learning rate after each update; None without one."""
-        return self._of_last_phase("scheduler")
+        return self._last_updates.scheduler
 
     @property
     def gradient_norm(self) -> float | None:
@@ -272,10 +272,9 @@ class Trainer:
         """
         return self.worker.variants.updates[self._last_phase].norm
 
-    def _of_last_phase(self, what: str) -> Any:
-        """Return what the last of the updates has that has one, None if none has."""
-        found = (getattr(each, what) for each in self.worker.variants.updates.values())
-        return next((each for each in reversed([*found]) if each is not None), None)
+    @property
+    def _last_updates(self) -> Any:
+        return [*self.worker.variants.updates.values()][-1]
 
     @property
     def step_number(self) -> int:
