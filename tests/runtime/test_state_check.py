@@ -255,12 +255,13 @@ def rising(optimizer: torch.optim.Optimizer) -> Any:
 
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*:UserWarning")
 @pytest.mark.parametrize("make", [in_sequence, rising])
+@pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize(
     ("before", "after"),
-    [("ab", "a b"), ("a ab", "ba"), ("ab", "b"), ("ab a", "b")],
+    [("ab", "a b"), ("a ab", "ba"), ("ab", "b"), ("ab a", "b"), ("ab bc", "bc")],
 )
 def test_a_scheduler_goes_on_where_ranks_have_other_groups(
-    make: Any, before: str, after: str
+    make: Any, steps: int, before: str, after: str
 ) -> None:
     """Milestones may be as many as groups; each group has its own function."""
 
@@ -274,14 +275,14 @@ def test_a_scheduler_goes_on_where_ranks_have_other_groups(
     ranks: list[dict[str, Any]] = [
         {
             "groups": [{"names": [name]} for name in names],
-            "scheduler": copy.deepcopy(begun(names, 3).state_dict()),
+            "scheduler": copy.deepcopy(begun(names, steps).state_dict()),
         }
         for names in before.split()
     ]
     saved = SavedOptimizer(ranks, {}, lambda value: value)
     for rank, names in enumerate(after.split()):
         slots: Any = [SimpleNamespace(name=n, group=i) for i, n in enumerate(names)]
-        now, expected = begun(names, 0), begun(names, 3)
+        now, expected = begun(names, 0), begun(names, steps)
         sources = saved.groups(slots, len(names), rank)
         now.load_state_dict(saved.scheduler(now.state_dict(), sources, rank))
         for mine, theirs in zip(

@@ -301,7 +301,7 @@ def _merged(
     """Put together the lists of one value for each of the groups that ranks saved.
 
     Such a list has as many values as there are groups on each rank that saved it, and
-    here. A list of milestones, which may be as long by chance, stays as it is.
+    here. One that is everywhere as it was made stays: milestones may be as many.
     """
 
     def part(key: Any, now: Any) -> Any:
@@ -320,6 +320,7 @@ def _merged(
         every = zip_longest(range(len(state)), here[: len(state)])
         return [part(i, each) for i, each in every]  # schedulers in a scheduler
     of_groups = all(len(states[rank]) == count for rank, count in counts.items())
-    if not of_groups or len(here or places) != len(places):
+    is_fixed = all(each == here for each in states.values())
+    if is_fixed or not of_groups or len(here or places) != len(places):
         return state
     return [states[rank][number] for rank, number in places]
