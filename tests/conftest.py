@@ -194,7 +194,7 @@ def default_dtype() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def same_draws_in_any_order() -> None:
-    """What a test draws does not depend on the tests before; GEMSC_TEST_SEED varies it."""
+    """Tests draw the same whatever ran before them; GEMSC_TEST_SEED gives others."""
     seed = int(os.environ.get("GEMSC_TEST_SEED", "0"))
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
