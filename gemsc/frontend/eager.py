@@ -18,6 +18,10 @@ from gemsc.base.plain_forward import enter_training
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.frontend.user_code import failing_line
 
+KEEP_WEIGHTS = (
+    "let eval() leave weights as they are (loralib: merge_weights=False), or keep a "
+    "new tensor (self.merged = self.weight + ...) that forward uses"
+)
 _NO_HOOKS = "yet support saved tensor hooks"  # says torch.func.grad
 
 
@@ -29,8 +33,14 @@ def in_mode(training: bool) -> str:
 def set_training(model: nn.Module, loss: Any, training: bool) -> None:
     """Set the mode of a model and a loss; layers that the user froze stay frozen."""
     if not training:
-        model.train()  # drops what some models keep from an earlier evaluation
-        model.eval()
+        try:
+            model.train()  # drops what some models keep from an earlier evaluation
+            model.eval()
+        except GemscError as error:
+            if "assigns to .data" in error.message:
+                error.message = error.message.replace("forward", "train() or eval()")
+                error.help = KEEP_WEIGHTS
+            raise
     else:
         enter_training(model)
     if isinstance(loss, nn.Module):

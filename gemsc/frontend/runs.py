@@ -21,6 +21,7 @@ from torch import fx
 
 from gemsc.base.dtypes import is_real, within
 from gemsc.errors import GemscError, SourceLocation
+from gemsc.frontend.eager import KEEP_WEIGHTS
 from gemsc.frontend.writer import CONSTANTS, GraphWriter, fixed_nodes, overwritten
 from gemsc.ir import meta
 from gemsc.ir.meta import Dtypes, TypedNumber
@@ -55,8 +56,7 @@ def reject_changes_by_eval(graph: fx.Graph) -> None:
         raise GemscError(
             f"eval() changes {node.target}, which training goes on with",
             at=meta.location(change),
-            help="let eval() keep a new tensor (self.merged = self.weight + ...), and "
-            "let forward use it",
+            help=KEEP_WEIGHTS,
         )
 
 

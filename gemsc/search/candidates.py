@@ -102,17 +102,12 @@ class Candidate:
         return self.samples / self.free_seconds if self.free_seconds else inf
 
     @property
-    def idle(self) -> float:
-        """Seconds of a step in which a rank waits for another stage, on average."""
-        return (self.seconds - self.ending) * self.bubble
-
-    @property
     def spent(self) -> dict[str, float]:
         """What a rank's part of the seconds goes to, in words: they add up to them."""
         step = self.seconds - self.ending
         return {
             "the ranks' own work takes": step * (1 - self.bubble - self.talking),
-            "ranks are idle": self.idle,
+            "ranks are idle": step * self.bubble,
             "messages and sums inside stages take": step * self.talking,
             "sums of gradients and the update take": self.ending,
         }

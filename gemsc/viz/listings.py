@@ -65,7 +65,12 @@ def list_candidates(candidates: Sequence[Candidate], most: int) -> Listing:
         column("samples/s", values(lambda c: c.samples_per_second), show_rate),
         column("step", values(lambda c: c.seconds), show_seconds),
         column("highest peak", values(lambda c: c.peak_bytes), show_bytes),
-        column("idle", values(lambda c: c.idle / c.seconds), "{:.0%}".format, drop=2),
+        column(
+            "idle",
+            values(lambda c: c.spent["ranks are idle"] / c.seconds),
+            "{:.0%}".format,
+            drop=2,
+        ),
         column("sent", values(lambda c: c.sent_bytes), show_bytes, drop=1),
     ]
     if any(problems):

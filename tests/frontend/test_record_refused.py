@@ -895,6 +895,14 @@ def test_weights_that_eval_changes_are_refused(merge: Callable[..., Any]) -> Non
     assert "keep a new tensor" in str(caught.value)
 
 
+def test_what_eval_assigns_to_data_has_advice_of_its_own() -> None:
+    """There is no forward to change where a library does so."""
+    model = Merging(lambda weight, more: setattr(weight, "data", weight.data + more))
+    with pytest.raises(GemscError, match=r"eval\(\) assigns to \.data") as caught:
+        record(model, (X,), training=False)
+    assert "merge_weights=False" in str(caught.value)
+
+
 def test_torch_export_refuses_them_too() -> None:
     model = Merging(lambda weight, more: weight.add_(more))
     with pytest.raises(GemscError, match=r"eval\(\) makes weight, which torch.export"):
