@@ -275,7 +275,8 @@ def _compared(compilation: Compilation, step: _Step) -> str:
         step.try_metrics(parts[0])
         return ""
     if kind == "undecided":
-        return f"rounding alone changes {wrong} by {found.rounding[wrong]:.0e}"
+        moved = found.turned or wrong
+        return f"rounding alone changes {moved} by {found.rounding[moved]:.0e}"
     traced = replace(expected, outputs=step.evaluated(expected.state, gradients=True))
     if compare(actual, traced).judge(dtype)[0] == "exact":
         raise GemscError(
@@ -394,7 +395,8 @@ def _with_roundings(
         other = changed.in_one_process()
         once = compare(other, expected, last_bit=found.last_bit)
         found = found.with_rounding(once.errors)
-    return found
+    is_full = lower is None and dtype is torch.float32
+    return found.with_gates() if is_full else found
 
 
 def on_threads(

@@ -549,6 +549,35 @@ def test_a_model_that_fails_in_float64_is_compared_in_its_own_dtype() -> None:
     assert "does not run in torch.float64: mat1 and mat2" in program.plan.only_dtype
 
 
+@pytest.mark.parametrize(("moved", "is_open"), [(0.05, True), (0.005, False)])
+def test_float32_alone_decides_nothing_where_rounding_turns_a_relu(
+    monkeypatch: pytest.MonkeyPatch, moved: float, is_open: bool
+) -> None:
+    """It then moves some gradient much, and by other roundings another one."""
+    compare = first_step.compare
+
+    def off(*records: Any, **how: Any) -> Comparison:
+        found = compare(*records, **how)
+        is_nudged = "last_bit" in how
+        first, last = (moved, 0.001) if is_nudged else (1e-6, 0.004)
+        off_by = {"gradient of first.bias": first, "gradient of last.bias": last}
+        return replace(found, errors={**found.errors, **off_by})
+
+    class Wide(Halved):
+        def forward(self, x: Tensor) -> Tensor:
+            last: Tensor = self.last(self.first(x).relu().float())
+            return last
+
+    monkeypatch.setattr(first_step, "compare", off)
+    if not is_open:
+        with pytest.raises(InternalError, match="gradient of last.bias is off by 4"):
+            compile(Wide(), (torch.randn(2, 8),), loss=squares, ranks=2)
+        return
+    plan = compile(Wide(), (torch.randn(2, 8),), loss=squares, ranks=2).plan
+    assert plan.only_dtype
+    assert plan.unchecked == "rounding alone changes gradient of first.bias by 5e-02"
+
+
 class Sampling(Picture):
     """It draws in evaluation, too, as a variational autoencoder does."""
 
