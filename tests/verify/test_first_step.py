@@ -570,7 +570,7 @@ def test_float32_alone_decides_nothing_where_rounding_turns_a_relu(
 
     monkeypatch.setattr(first_step, "compare", off)
     if not is_open:
-        with pytest.raises(InternalError, match="gradient of last.bias is off by 4"):
+        with pytest.raises(InternalError, match=r"gradient of last\.bias is off"):
             compile(Wide(), (torch.randn(2, 8),), loss=squares, ranks=2)
         return
     plan = compile(Wide(), (torch.randn(2, 8),), loss=squares, ranks=2).plan
