@@ -403,6 +403,29 @@ def test_what_steps_no_rates_is_no_scheduler(tmp_path: Path, made: object) -> No
         run(tmp_path, user_of(scheduler=lambda optimizer: steps_alone))
 
 
+def test_a_state_that_no_checkpoint_can_hold_ends_a_run_at_its_first_step(
+    tmp_path: Path,
+) -> None:
+    """Not after an epoch, which would be lost."""
+
+    class WarmUp(torch.optim.lr_scheduler.ConstantLR):
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            super().__init__(optimizer)
+            self.after = torch.optim.lr_scheduler.ConstantLR(optimizer)
+
+    def seen(trainer: Trainer, report: Any) -> None:
+        steps.append(report.step)
+
+    directory, steps = program(tmp_path), list[int]()
+    words = "--save", str(tmp_path / "saved"), "--checkpoint-every", "3"
+    user = user_of(scheduler=WarmUp, on_step=seen)
+    with pytest.raises(GemscError, match="after holds a ConstantLR, which no check"):
+        run(directory, user, *words)
+    assert {*steps} == {1}
+    run(directory, user, *words[:3], "never", "--overwrite", "--steps", "2")
+    assert {*steps} == {1, 2}
+
+
 @pytest.mark.slow
 def test_a_figure_that_metrics_cannot_give_is_refused_at_the_start(
     tmp_path: Path,

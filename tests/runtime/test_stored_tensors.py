@@ -188,7 +188,7 @@ def test_lists_of_one_value_for_each_group_are_put_together() -> None:
         {"rates": [0.1, 0.2], "steps": [4, 5, 6], "of": [{"rates": [1.0, 2.0]}]},
         {"rates": [0.3, 0.4], "steps": [4, 5, 6], "of": [{"rates": [3.0, 4.0]}]},
     ]
-    now = {"rates": [0.0, 0.0], "steps": [], "of": [{"rates": [0.0, 0.0]}]}
+    now = {"rates": [0.0, 0.0], "steps": [0, 0, 0], "of": [{"rates": [0.0, 0.0]}]}
     places, counts = [(1, 0), (0, 1)], {0: 2, 1: 2}
     found = optimizer_state._merged(dict(enumerate(ranks)), now, places, counts)
     assert found == {"rates": [0.3, 0.2], "steps": [4, 5, 6], "of": [{"rates": [3, 2]}]}

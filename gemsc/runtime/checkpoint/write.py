@@ -85,6 +85,15 @@ class PendingSave:
         return self.problem
 
 
+def check_savable(worker: Worker) -> None:
+    """Make sure that a checkpoint can hold what optimizers and schedulers keep.
+
+    Raises:
+        GemscError: it cannot.
+    """
+    _share(worker, {}, {})
+
+
 def save(
     worker: Worker,
     directory: Path,

@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.runtime.checkpoint.folder import go_back
+from gemsc.runtime.checkpoint.write import check_savable
 from gemsc.runtime.training.callbacks import Callback
 from gemsc.runtime.training.epochs import Epochs
 from gemsc.runtime.training.step_report import StepReport
@@ -158,6 +159,7 @@ class Checkpoints(Callback):
     source: Path | None = None  # what the run goes on from
     _saved: tuple[int, bool] = field(default=(-1, False), init=False)  # a step, early
     _due: float = field(default=0.0, init=False)  # by the clock of the first rank
+    _is_checked: bool = field(default=False, init=False)  # that all can be saved
 
     def on_start(self, trainer: Trainer) -> None:
         """Start the clock; what comes after an older checkpoint is not the latest."""
@@ -167,7 +169,13 @@ class Checkpoints(Callback):
         self._start_clock()
 
     def on_step(self, trainer: Trainer, report: StepReport) -> None:
-        """Save if it is time; at the end of an epoch, that waits for the evaluation."""
+        """Save if it is time; at the end of an epoch, that waits for the evaluation.
+
+        The first update, after which an optimizer has a state, shows if it can be done.
+        """
+        if not self._is_checked and trainer.worker.variants.num_updates:
+            self._is_checked = True
+            check_savable(trainer.worker)
         if self._is_time(trainer, report.step) and not self._ends(trainer):
             self.save(trainer)
 
