@@ -83,7 +83,7 @@ class RunComparison:
 
         In float64, what rounding does not explain is wrong, however much it moves.
         """
-        allowed = max(TOLERANCE[dtype], ALLOWED * self.rounding)
+        allowed = max(TOLERANCE[dtype], ALLOWED[dtype] * self.rounding)
         limit = most_allowed(dtype, self.inside)
         if self.worst <= min(allowed, limit):
             return "exact"

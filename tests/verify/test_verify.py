@@ -91,7 +91,9 @@ def test_a_rank_that_keeps_nothing_has_no_ratio() -> None:
 @pytest.mark.parametrize(
     ("dtype", "error", "rounding", "kind"),
     [
-        (NARROW, 0.2, 0.04, "wrong"),
+        (NARROW, 0.2, 0.02, "wrong"),
+        (NARROW, 0.03, 0.01, "exact"),
+        (NARROW, 0.05, 0.01, "wrong"),
         (NARROW, 0.2, 0.2, "undecided"),
         (NARROW, 0.09, 0.2, "exact"),
         (NARROW, float("inf"), 0.0, "wrong"),
