@@ -120,9 +120,12 @@ def test_statistics_that_are_fixed_stay() -> None:
     compiled(network(Fixed), ranks=2, data=2, micro_batches=2)
 
 
-def test_without_a_count_replicas_do_not_join() -> None:
+@pytest.mark.parametrize(
+    "norm", [Uncounted, partial(nn.InstanceNorm2d, track_running_stats=True)]
+)
+def test_without_a_count_replicas_do_not_join(norm: Any) -> None:
     with pytest.raises(GemscError, match=r"'1.running_mean', and each of 2 replicas"):
-        compiled(network(Uncounted), ranks=2, data=2, micro_batches=2)
+        compiled(network(norm), ranks=2, data=2, micro_batches=2)
 
 
 @pytest.mark.parametrize("layout", ["in flight", "copies", "mirrored"])
