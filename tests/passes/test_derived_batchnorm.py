@@ -91,6 +91,12 @@ def test_ranks_compute_what_one_process_does(layout: str) -> None:
     compiled(network(), **LAYOUTS[layout])
 
 
+def test_on_tiles_statistics_advance_once_where_a_block_runs_again() -> None:
+    """The grid writes them there: no layer is called."""
+    again = {"tiles": ("2x1",), "micro_batches": 2, "recompute": "all"}
+    compiled(network(nn.BatchNorm2d), ranks=2, **again)
+
+
 def test_of_fixed_or_absent_weights(tmp_path: Any) -> None:
     model = network()
     model[1].weight.requires_grad_(requires_grad=False)
