@@ -85,7 +85,8 @@ class _StageWriter:
     def _attributes(self) -> Iterator[str]:
         """Yield the lines that say what kind of stage it is."""
         flows = self.stage.flow, self.stage.evaluation
-        if any(has_random(flow.nodes) for flow in flows):
+        # what depends on data may draw where the examples did not let it
+        if self.whole or any(has_random(flow.nodes) for flow in flows):
             yield "draws_random_numbers = True"
         if constants := self._staying_constants():
             yield f"keeps_dtype = {tuple(constants)}"
