@@ -576,7 +576,7 @@ class Rarely(Dropping):
 
 @pytest.mark.parametrize("inner", [Dropping, Rarely])
 def test_random_numbers_inside_have_the_seed_of_the_stage(inner: Any) -> None:
-    """Without, replicas would draw the same ones: each rank's generator is seeded so."""
+    """Without it, replicas draw the same ones: all ranks' generators are alike."""
     text = "".join(compiled(Around(inner()), check=False).rank_modules().values())
     assert text.count("draws_random_numbers = True") == 1
 
