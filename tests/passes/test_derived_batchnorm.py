@@ -137,3 +137,22 @@ def test_without_a_count_replicas_do_not_join(norm: Any) -> None:
 @pytest.mark.parametrize("layout", ["in flight", "copies", "mirrored"])
 def test_an_exported_layer_is_such_a_class(layout: str) -> None:
     compiled(network(nn.BatchNorm2d), frontend="export", **LAYOUTS[layout])
+
+
+def test_what_data_writes_into_a_buffer_is_refused_with_replicas() -> None:
+    """A constant that is written again and again stays the same; a value does not."""
+
+    class Written(nn.Module):
+        def __init__(self, reads: bool) -> None:
+            super().__init__()
+            self.first, self.last = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 1, 1)
+            self.register_buffer("seen", torch.ones(2))
+            self.reads = reads
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen[0] = x.mean() if self.reads else 2.0
+            return self.last(self.first(x))
+
+    compiled(Written(reads=False), ranks=2, data=2)
+    with pytest.raises(GemscError, match="changes 'seen', and each of 2 replicas"):
+        compiled(Written(reads=True), ranks=2, data=2)
