@@ -83,9 +83,8 @@ class _StageWriter:
     # ------------------------------------------------------ the class
 
     def _attributes(self) -> Iterator[str]:
-        """Yield the lines that say what kind of stage it is."""
+        """Yield what kind of stage it is; what depends on data may draw, too."""
         flows = self.stage.flow, self.stage.evaluation
-        # what depends on data may draw where the examples did not let it
         if self.whole or any(has_random(flow.nodes) for flow in flows):
             yield "draws_random_numbers = True"
         if constants := self._staying_constants():
