@@ -83,9 +83,9 @@ class _StageWriter:
     # ------------------------------------------------------ the class
 
     def _attributes(self) -> Iterator[str]:
-        """Yield the lines that say what kind of stage it is."""
+        """Yield what kind of stage it is; what depends on data may draw, too."""
         flows = self.stage.flow, self.stage.evaluation
-        if any(has_random(flow.nodes) for flow in flows):
+        if self.whole or any(has_random(flow.nodes) for flow in flows):
             yield "draws_random_numbers = True"
         if constants := self._staying_constants():
             yield f"keeps_dtype = {tuple(constants)}"

@@ -14,6 +14,7 @@ from models import MODELS
 from program_support import Net, blocks_of, mean, node, run_passes
 from torch import Tensor, fx, nn
 
+from gemsc.costs.operators import draws
 from gemsc.errors import GemscError
 from gemsc.frontend import record
 from gemsc.ir import meta
@@ -385,3 +386,14 @@ def test_sparse_gradients_in_a_module_that_depends_on_data_are_refused() -> None
     with pytest.raises(GemscError) as caught:
         annotated(Net(lambda net, x: net.a(net.gate(x)), gate=Gate()), WORDS)
     assert "the gradient of 'table.weight' is sparse" in str(caught.value)
+
+
+@pytest.mark.parametrize("probability", [0.0, 0.1])
+def test_fused_attention_draws_if_it_drops(probability: float) -> None:
+    """As on a GPU, where no other operator tells."""
+    attend = torch.ops.aten._scaled_dot_product_flash_attention.default
+    q = torch.zeros(1, 1, 2, 4)
+    assert draws(attend, (q, q, q, probability), {}) is (probability > 0)
+    assert draws(attend, (q, q, q), {"dropout_p": probability}) is (probability > 0)
+    assert not draws(torch.ops.aten.add.Tensor, (q, q), {})
+    assert draws(torch.ops.aten.bernoulli.default, (q,), {})

@@ -91,6 +91,12 @@ def test_ranks_compute_what_one_process_does(layout: str) -> None:
     compiled(network(), **LAYOUTS[layout])
 
 
+def test_on_tiles_statistics_advance_once_where_a_block_runs_again() -> None:
+    """The grid writes them there: no layer is called."""
+    again = {"tiles": ("2x1",), "micro_batches": 2, "recompute": "all"}
+    compiled(network(nn.BatchNorm2d), ranks=2, **again)
+
+
 def test_of_fixed_or_absent_weights(tmp_path: Any) -> None:
     model = network()
     model[1].weight.requires_grad_(requires_grad=False)
@@ -120,11 +126,33 @@ def test_statistics_that_are_fixed_stay() -> None:
     compiled(network(Fixed), ranks=2, data=2, micro_batches=2)
 
 
-def test_without_a_count_replicas_do_not_join() -> None:
+@pytest.mark.parametrize(
+    "norm", [Uncounted, partial(nn.InstanceNorm2d, track_running_stats=True)]
+)
+def test_without_a_count_replicas_do_not_join(norm: Any) -> None:
     with pytest.raises(GemscError, match=r"'1.running_mean', and each of 2 replicas"):
-        compiled(network(Uncounted), ranks=2, data=2, micro_batches=2)
+        compiled(network(norm), ranks=2, data=2, micro_batches=2)
 
 
 @pytest.mark.parametrize("layout", ["in flight", "copies", "mirrored"])
 def test_an_exported_layer_is_such_a_class(layout: str) -> None:
     compiled(network(nn.BatchNorm2d), frontend="export", **LAYOUTS[layout])
+
+
+def test_what_data_writes_into_a_buffer_is_refused_with_replicas() -> None:
+    """A constant that is written again and again stays the same; a value does not."""
+
+    class Written(nn.Module):
+        def __init__(self, reads: bool) -> None:
+            super().__init__()
+            self.first, self.last = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 1, 1)
+            self.register_buffer("seen", torch.ones(2))
+            self.reads = reads
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen[0] = x.mean() if self.reads else 2.0
+            return self.last(self.first(x))
+
+    compiled(Written(reads=False), ranks=2, data=2)
+    with pytest.raises(GemscError, match="changes 'seen', and each of 2 replicas"):
+        compiled(Written(reads=True), ranks=2, data=2)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from models import MODELS
 from parity_support import lowered
+from program_support import Net, against_one_process
 
 from gemsc.base.nests import Mean, as_loss
 from gemsc.codegen.package import write_directory
@@ -165,6 +166,19 @@ def test_clipping_accumulation_and_learning_rates_are_those_of_one_process(
     for state in run_local(plan.ranks, train, timeout=120):
         for key, tensor in state.items():
             torch.testing.assert_close(tensor, expected[key], rtol=1e-9, atol=1e-12)
+
+
+def test_a_tied_weight_may_have_a_gradient_on_one_of_its_ranks_only(
+    tmp_path: Path,
+) -> None:
+    def forward(net: Net, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(net.a(x)).detach()
+        result: torch.Tensor = net.d(torch.tanh(net.c(torch.tanh(net.b(x)))))
+        return result
+
+    model = Net(forward)
+    model.d.weight = model.a.weight
+    assert against_one_process(tmp_path, model).worst <= 1e-9
 
 
 @pytest.mark.slow

@@ -126,6 +126,33 @@ def test_of_a_view_the_next_rank_has_the_view(placement: str, tmp_path: Path) ->
     check(program, tmp_path, x)
 
 
+def test_each_stage_has_what_it_reads_of_the_batch_itself(tmp_path: Path) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.enter, self.second = nn.Linear(512, 4), nn.Linear(4, 4)
+            self.third = nn.Linear(4, 512)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.third(self.second(torch.tanh(self.enter(x)))) * x
+
+    x = torch.randn(16, 64, 512)
+    options: dict[str, Any] = {"ranks": 2, "cuts": ("second", "third")}
+    options |= {"schedule": "gpipe", "placement": "0,1,0", "micro_batches": 4}
+    check(compile(Twice(), (x[:4],), loss=mean, **options), tmp_path, x)
+
+
+@pytest.mark.parametrize("shard", ["gradients", "weights"])
+def test_gradients_are_whole_until_their_parts_are_added_up(
+    shard: str, tmp_path: Path
+) -> None:
+    x, width = torch.randn(8, 512), 512
+    layers = [nn.Linear(width, width, bias=False), nn.Tanh(), nn.Linear(width, width)]
+    options = {"ranks": 2, "data": 2, "micro_batches": 2, "shard": shard}
+    program = compile(nn.Sequential(*layers), (x[:2],), loss=mean, **options)
+    check(program, tmp_path, x)
+
+
 @pytest.mark.slow(4)
 @pytest.mark.parametrize("given", [{}, {"device_memory": 4 * 2**20}], ids=["", "room"])
 @pytest.mark.parametrize("shard", ["gradients", "weights"])

@@ -578,6 +578,9 @@ def test_a_damaged_checkpoint_is_not_exported_and_the_older_one_is_whole(
         return trainer.worker.steps.done
 
     assert on_ranks(program, 2, work, optimizer=adam) == [1, 1]
+    drop("progress", "ranks", 1, "generators")(older)  # each rank has its own
+    with pytest.raises(GemscError, match="is damaged: KeyError 'generators'"):
+        on_ranks(program, 2, work, optimizer=adam)
 
 
 # -- random changes --------------------------------------------------------------------

@@ -259,6 +259,24 @@ def test_with_a_warning_a_bad_gradient_is_clipped_as_in_one_process(
             torch.testing.assert_close(tensor, wanted[name].detach(), equal_nan=True)
 
 
+def test_a_count_that_is_infinite_is_found(tmp_path: Path) -> None:
+    """The mean is 0, and so is each gradient: nothing would be trained."""
+
+    def loss(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        return (output - target).square().sum(), (target * 0 + 1000).exp().sum()
+
+    model = Net(forward, norm=nn.BatchNorm1d(4))
+    written(tmp_path, model, (X,), loss, ranks=2, micro_batches=1)
+
+    def work(trainer: Trainer) -> str:
+        with pytest.raises(NotFiniteError) as caught:
+            trainer.step(X, X)
+        return caught.value.message
+
+    says = "the loss is inf at step 1, in micro-batch 0"
+    assert on_ranks(tmp_path, 2, work) == [says, says]
+
+
 def test_gradients_of_any_kind_are_looked_at() -> None:
     kinds = (torch.float32, torch.float64, torch.bfloat16, torch.complex64)
     named = {str(kind): nn.Parameter(torch.ones(3, 2, dtype=kind)) for kind in kinds}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from torch import Tensor, nn
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
 from gemsc.runtime.training.trainer import Trainer
+from gemsc.runtime.worker import finite
 from gemsc.verify.compare import StepRecord, compare
 from gemsc.verify.one_process import reference_steps
 from gemsc.verify.precision import Precision
@@ -156,6 +160,62 @@ def test_an_overflow_on_one_rank_leaves_out_the_update_of_all(tmp_path: Path) ->
         assert moved == [True, False, True]
         assert [state["factor"] for state in states] == [2.0**16, 2.0**15, 2.0**15]
         assert [state["skipped"] for state in states] == [0, 1, 1]
+
+
+def chained(net: Net, x: Tensor) -> Tensor:
+    result: Tensor = net.d(torch.tanh(net.c(torch.tanh(net.b(net.a(x))))))
+    return result
+
+
+def of_positive(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """A sum and its count, another one in each micro-batch."""
+    taken = target > 0
+    return ((output - target) ** 2 * taken).sum(), taken.sum()
+
+
+def of_many(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """The same mean as of so many pixels that the sum alone overflows."""
+    total, count = of_positive(output, target)
+    return total * 2**18, count * 2**18
+
+
+@pytest.mark.parametrize("loss", [mse, of_positive, of_many])
+def test_the_factor_of_the_loss_is_gone_when_gradients_are_clipped(
+    loss: Callable[[Tensor, Tensor], Any], tmp_path: Path
+) -> None:
+    choices = {"ranks": 2, "micro_batches": 2, "precision": "float16"}
+    written(tmp_path, Net(chained), loss=loss, **choices)
+    data = torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(2))
+    options = {"accumulate": 2, "clip_norm": 0.1}
+
+    def work(trainer: Trainer) -> tuple[float | None, dict[str, Tensor]]:
+        while not trainer.worker.updates.count:
+            for part in data:
+                trainer.step(part, part)
+        return trainer.gradient_norm, trainer.state_dict()
+
+    model, whole = Net(chained), data.flatten(0, 1)
+    terms = loss(model(whole), whole)
+    (terms[0] / terms[1] if isinstance(terms, tuple) else terms).backward()
+    wanted = float(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    torch.optim.SGD(model.parameters(), lr=0.01).step()
+    for norm, found in on_ranks(tmp_path, 2, work, **options):
+        assert norm == pytest.approx(wanted, rel=0.01)
+        for name, tensor in found.items():
+            step, own = tensor - before[name], model.get_parameter(name) - before[name]
+            torch.testing.assert_close(step, own, rtol=0.05, atol=1e-5)
+
+
+def test_the_factor_grows_after_as_many_good_updates_as_it_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(finite, "INTERVAL", 2)
+    scale, found = finite.LossScale(), []
+    for is_overflow in (False, False, False, True, False, False, False, False):
+        assert scale.take(is_overflow=is_overflow)
+        found.append(int(math.log2(scale.factor)))
+    assert found == [16, 17, 17, 16, 16, 17, 17, 18]
 
 
 @pytest.mark.parametrize(

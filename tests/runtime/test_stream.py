@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from training_support import program, run, user_of
 
 import gemsc
 from gemsc.datasets.samples import num_samples
-from gemsc.datasets.stream import as_dataset
+from gemsc.datasets.stream import ENDLESS, as_dataset
 from gemsc.errors import GemscError
 from gemsc.plan_tables import PlannedShape
 from gemsc.runtime.data.batches import Batch
@@ -34,6 +35,8 @@ from gemsc.runtime.data.shapes import ShapeClasses, all_numbers
 from gemsc.runtime.data.shared import SharedData
 from gemsc.runtime.data.stream_batches import StreamBatches, batches_of
 from gemsc.runtime.data.stream_reader import Mark
+from gemsc.runtime.training.callbacks import Position
+from gemsc.runtime.training.epochs import Epochs
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.runtime.transport.local import run_local
 from gemsc.runtime.transport.transport import Transport
@@ -515,6 +518,16 @@ def test_batches_of_another_size_go_on_at_the_same_sample() -> None:
         within = {"size": 4, "first": 2, "marks": large.marks[1]}  # 8 of 6 to 11
         rest = reading(Stateful(24), keeps=keeps, **within)
         assert [row for rows in rest.rows for row in rows] == flat[8:]
+
+
+def test_steps_are_counted_as_if_all_batches_had_the_new_size() -> None:
+    """Nine steps of two samples: seven of an epoch, and two of the one that goes on."""
+    batches = StreamBatches(gemsc.Stream(Numbers(40)), 4, seed=0, shuffle=True)
+    epochs, steps = Epochs(batches, None, 2), SimpleNamespace(done=9)
+    trainer: Any = SimpleNamespace(worker=SimpleNamespace(steps=steps))
+    state = {"num_samples": ENDLESS, "epoch": 1, "batch_size": 2, "sample": 4}
+    Position(trainer, epochs).load_state_dict(state)
+    assert (epochs.now, epochs.start, steps.done) == (1, 3, 4)
 
 
 def test_marks_are_those_of_one_epoch() -> None:

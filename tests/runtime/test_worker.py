@@ -16,6 +16,7 @@ from worker_support import RUN, worker_of
 from gemsc.errors import GemscError
 from gemsc.messages.message import Input, Message, Value
 from gemsc.runtime.transport.local import LocalTransport, run_local
+from gemsc.runtime.worker.backward import is_absent
 from gemsc.runtime.worker.program import Run
 from gemsc.runtime.worker.worker import Worker
 
@@ -203,6 +204,23 @@ def test_an_input_that_the_stage_cuts_off_gets_zeros() -> None:
         assert torch.equal(found[1], torch.full((2, 4), 3.0))
 
     alone(work, Cut())
+
+
+def test_a_gradient_of_negative_zeros_is_not_taken_for_none() -> None:
+    """An optimizer moves a parameter whose gradient is zero, and not one without."""
+
+    def work(worker: Worker) -> None:
+        worker.begin({}, training=True)
+        x, y = (torch.ones(2, 4, requires_grad=True) for _ in range(2))
+        worker.run(RUN, 0, x, y)
+        there, not_there = worker.backward(RUN, 0, torch.zeros(2, 4))
+        assert (is_absent(there), is_absent(not_there)) == (False, True)
+
+    class Negative(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return -x + y.detach()
+
+    alone(work, Negative(), depends_on_data=True)
 
 
 def test_a_stage_that_nothing_flows_back_into_gives_zeros() -> None:

@@ -124,7 +124,7 @@ def _listed(names: list[str]) -> str:
 
 FIRST = 2.0**16
 GROWTH, BACKOFF = 2.0, 0.5
-SMALLEST = 1.0  # below it, what overflows is not what was scaled
+SMALLEST = 1.0  # of a mean's: below it, what overflows is not what was scaled
 INTERVAL = 2000  # updates between two growths
 
 
@@ -145,10 +145,11 @@ class LossScale:
     good: int = 0
     skipped: int = 0
 
-    def take(self, *, is_overflow: bool) -> bool:
+    def take(self, *, is_overflow: bool, terms: float = 0.0) -> bool:
         """Change the factor after an update, or after one that is left out.
 
-        Returns whether a smaller factor may help: it cannot where none is left.
+        Gradients are those of a sum of so many `terms`; 0: they are of a mean. Returns
+        whether a smaller factor may help: it cannot where none is left.
         """
         if not is_overflow:
             self.good += 1
@@ -159,7 +160,7 @@ class LossScale:
         self.good = 0
         self.skipped += 1
         self.factor *= BACKOFF
-        return self.factor >= SMALLEST
+        return self.factor * max(terms, 1.0) >= SMALLEST
 
     def state_dict(self) -> dict[str, float]:
         """Return what a checkpoint keeps, as numbers for JSON."""

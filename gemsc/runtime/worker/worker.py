@@ -377,10 +377,11 @@ class Worker:
         *sums, num_wrong = self.sum_up(*steps.own_mean().sums, is_wrong)
         steps.mean = Mean(*sums)
         self.updates.terms += steps.mean.count
-        is_finite = math.isfinite(steps.mean.value)
+        is_finite = math.isfinite(steps.mean.value + steps.mean.count)
         if scaler is not None and steps.is_update and is_finite:
             self.updates.is_spoilt |= bool(num_wrong)
-            num_wrong *= not scaler.take(is_overflow=bool(num_wrong))
+            terms = self.updates.terms
+            num_wrong *= not scaler.take(is_overflow=bool(num_wrong), terms=terms)
         if is_finite and (was_spoilt or not num_wrong):
             return
         problem = self._problem(is_wrong=is_wrong)
