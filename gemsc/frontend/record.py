@@ -51,6 +51,7 @@ from gemsc.frontend.tracer import Tracer, TracerFakeMode
 from gemsc.frontend.user_code import is_user_file
 from gemsc.frontend.values import (
     Returned,
+    checkpoint_notes,
     input_names,
     loss_fails_on,
     output_notes,
@@ -393,7 +394,7 @@ def _program(request: _Request, trace: _Trace, name: str) -> Program:
         structure=trace.returned.structure,
         notes=(
             *output_notes(trace.returned),
-            *_checkpoint_notes(trace.checkpoints),
+            *checkpoint_notes(trace.checkpoints, request.model),
             *_compile_notes(request.model),
         ),
         sources=tuple(sorted(files)),
@@ -417,18 +418,6 @@ def _forget_numbers(graph: fx.Graph) -> None:
     for node in known if modes else ():
         if any(not isinstance(each, FakeTensor) for each in tensors(node)):
             set_value(node, map_tensors(value(node), fake))
-
-
-def _checkpoint_notes(lines: list[SourceLocation]) -> Iterator[str]:
-    """Say what becomes of activation checkpoints."""
-    if not lines:
-        return
-    more = f" and {len(lines) - 1} more have" if len(lines) > 1 else " has"
-    yield (
-        f"{lines[0].short}: this activation checkpoint{more} no effect (choose "
-        "blocks with --recompute): running statistics in it are updated once, while "
-        "PyTorch alone updates them again in the backward"
-    )
 
 
 def _compile_notes(model: nn.Module) -> Iterator[str]:

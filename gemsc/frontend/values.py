@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,7 @@ from gemsc.base.nests import (
 )
 from gemsc.base.plain_forward import plain_forward
 from gemsc.base.rng import preserve_rng
-from gemsc.errors import GemscError
+from gemsc.errors import GemscError, SourceLocation
 from gemsc.frontend.fake_copy import copy_on_fakes
 from gemsc.ir.meta import spec
 from gemsc.ir.program import DataclassValue, Program, Slot
@@ -172,3 +172,16 @@ def _shown(nest: Any) -> str:
         return type(nest).__name__
     parts = (f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in leaves)
     return ", ".join(parts)
+
+
+def checkpoint_notes(lines: list[SourceLocation], model: nn.Module) -> Iterator[str]:
+    """Say what becomes of activation checkpoints."""
+    if not lines:
+        return
+    more = f" and {len(lines) - 1} more have" if len(lines) > 1 else " has"
+    note = f"{lines[0].short}: this activation checkpoint{more} no effect (choose "
+    note += "blocks with --recompute)"
+    if any(getattr(m, "running_mean", None) is not None for m in model.modules()):
+        note += ": running statistics in it are updated once, while PyTorch alone "
+        note += "updates them again in the backward"
+    yield note

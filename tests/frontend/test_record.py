@@ -528,6 +528,7 @@ def test_checkpoints_are_looked_into(reentrant: bool) -> None:
     (note,) = program.notes
     line = line_of("use_reentrant=reentrant)", Path(__file__).read_text())
     assert f"test_record.py:{line}" in note
+    assert "statistics" not in note  # there are none
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -540,6 +541,7 @@ def test_statistics_in_a_checkpoint_are_updated_once(reentrant: bool) -> None:
     assert targets(program).count("norm") == 2
     (note,) = program.notes
     assert "this activation checkpoint and 1 more" in note
+    assert "running statistics in it are updated once" in note
 
 
 def test_dropout_and_random_functions_draw_the_same_numbers() -> None:
