@@ -24,13 +24,12 @@ os.environ["COLUMNS"] = "160"  # of the terminal, whatever it is
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # ranks start in three quarters of it
 
 import hypothesis
-import numpy as np
 import pytest
 import torch
 from command_line import MODEL, Gemsc, gemsc_here
 from nightly import at_night
 
-from gemsc.base.rng import same_draws
+from gemsc.base.rng import same_draws, seed_all
 from gemsc.errors import GemscError
 from gemsc.ir.interpret import run_nodes
 from gemsc.launch.mpirun import find_mpirun
@@ -195,10 +194,7 @@ def default_dtype() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def same_draws_in_any_order() -> None:
     """Tests draw the same whatever ran before them; GEMSC_TEST_SEED gives others."""
-    seed = int(os.environ.get("GEMSC_TEST_SEED", "0"))
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed)
+    seed_all(int(os.environ.get("GEMSC_TEST_SEED", "0")))
 
 
 @pytest.fixture(autouse=True)
