@@ -23,7 +23,7 @@ from gemsc.calibrate.samples import FAMILIES, AtenCall, Draw
 from gemsc.costs.hardware import Device
 from gemsc.costs.operators import work_of
 from gemsc.costs.profile import Progress, clock_of
-from gemsc.ir.work import Work
+from gemsc.ir.operators.work import Work
 
 SWEEPS = 2  # over all operators
 CHUNK_BYTES = 2**28  # operators measured in turn; together far more than any cache

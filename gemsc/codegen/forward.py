@@ -35,7 +35,8 @@ def write_forwards(
 ) -> None:
     """Write `forward`, the blocks that it recomputes, and `forward_eval` if it differs.
 
-    What no micro-batch changes has a method of its own. `methods` has the names that no
+    What no micro-batch changes has a method of its own, and so has what replicas do for
+    each other (`advance_state`). `methods` has the names that no
     further method may have.
     """
     flow, constant = stage.flow, made_once(stage.flow)
@@ -57,6 +58,15 @@ def write_forwards(
     if stage.apart:
         writer.line()
         _write_forward(writer, stage, "forward_eval", stage.evaluation, named)
+    advances = {"advance_state": stage.advances}
+    if stage.apart:
+        advances["advance_state_eval"] = stage.advances_eval
+    for name, nodes in advances.items():
+        if nodes:
+            writer.line()
+            alone = StageFlow(flow.index, nodes, (), (), (), ())
+            about = "What changes without data: for micro-batches of other replicas."
+            _write_forward(writer, stage, name, alone, named, about=about)
 
 
 @dataclass(frozen=True, slots=True)

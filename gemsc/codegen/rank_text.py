@@ -12,6 +12,9 @@ from gemsc.base.parts import Part, parts_of, sums_in_order
 from gemsc.base.units import show_bytes, show_flops
 from gemsc.codegen.writer import in_docstring
 from gemsc.compilation import Compilation, TileProgram
+from gemsc.errors import GemscError
+from gemsc.ir import meta
+from gemsc.ir.changes import unjoined_changes
 from gemsc.ir.flow import StageFlow, message_tag, reductions, segments_of, value_names
 from gemsc.ir.program import GraphInput, Placement, Program, Segment, Transfer
 from gemsc.schedules.action import Kind
@@ -34,7 +37,8 @@ class StageText:
     `twins` maps each node to its like in the graph for evaluation; where the two graphs
     differ in more than constants it is None and the class gets a second forward, for
     `evaluation`. `segments` are blocks that are recomputed or offloaded, with their
-    nodes.
+    nodes. `advances` is what makes, without data, the changes of forward that belong to
+    the micro-batches of other replicas.
     """
 
     docstring: str
@@ -45,6 +49,8 @@ class StageText:
     twins: dict[fx.Node, fx.Node] | None
     evaluation: StageFlow
     segments: Segments = ()
+    advances: tuple[fx.Node, ...] = ()
+    advances_eval: tuple[fx.Node, ...] = ()
     tile: int | None = None  # of the stage's grid, if it has one
 
     @property
@@ -241,8 +247,39 @@ def _stage_text(
         twins=own.twins,
         evaluation=evaluation,
         segments=segments_of(own.program, flow),
+        advances=_advances(compilation, compilation.program, own.program, flow),
+        advances_eval=_advances(
+            *(compilation, compilation.evaluation, own.evaluation, evaluation)
+        ),
         tile=tile,
     )
+
+
+def _advances(
+    compilation: Compilation, whole: Program, own: Program, stage: StageFlow
+) -> tuple[fx.Node, ...]:
+    """Return what makes a stage's changes of other replicas' micro-batches, in order.
+
+    `own` is what the rank runs of the `whole` program.
+
+    Raises:
+        GemscError: several ranks share what makes them.
+    """
+    if compilation.plan.replicas * compilation.plan.data == 1:
+        return ()
+    inside = whole.require_stages()[stage.index].nodes
+    wanted = [change for change in unjoined_changes(whole) if change.node in inside]
+    known = {change.name: change.again for change in unjoined_changes(own)}
+    for change in wanted:
+        if not known.get(change.name):
+            raise GemscError(
+                f"forward changes '{change.name}' by what several ranks of a stage "
+                "share, and each replica would change it differently",
+                at=meta.location(change.node),
+                help="use a schedule with one replica and --data 1",
+            )
+    found = {node for change in wanted for node in known[change.name]}
+    return tuple(node for node in stage.nodes if node in found)
 
 
 def _docstring(

@@ -18,10 +18,12 @@ from gemsc.ir import meta
 from gemsc.ir.flow import has_random
 from gemsc.ir.holder import attributes_of, called_layer
 from gemsc.ir.layers import layer_source, norm_of_torch
-from gemsc.ir.mutation import mutated_state
+from gemsc.ir.mutation import mutated_state, read_statistics
 from gemsc.ir.opaque import opaque_of
 from gemsc.ir.program import Program
 from gemsc.weights.load import CONSTANTS
+
+METHODS = ("forward_eval", "advance_state", "advance_state_eval")  # besides forward
 
 
 def write_stage(writer: Writer, stage: StageText, named: Named) -> None:
@@ -71,7 +73,7 @@ class _StageWriter:
             if frozen:
                 self._write_train(frozen)
             tops = (path.partition(".")[0] for path in self.paths)
-            methods = Names([*dir(nn.ModuleDict()), *tops, "forward_eval"])
+            methods = Names([*dir(nn.ModuleDict()), *tops, *METHODS])
             write_forwards(writer, stage, self.named, methods)
         writer.line()
         writer.line()
@@ -89,8 +91,11 @@ class _StageWriter:
             yield "draws_random_numbers = True"
         if constants := self._staying_constants():
             yield f"keeps_dtype = {tuple(constants)}"
-        if changed := self._changed_parameters():
-            yield f"changed_parameters = {tuple(changed)}"
+        kinds = self.module.named_parameters, self.module.named_buffers
+        for tensors, what in zip(kinds, ("parameters", "buffers"), strict=True):
+            held = dict(tensors(remove_duplicate=False)).keys()
+            if changed := sorted(held & self._changed_tensors()):
+                yield f"changed_{what} = {tuple(changed)}"
 
     def _staying_constants(self) -> list[str]:
         """Return the tensors, neither parameter nor buffer, that keep their dtype."""
@@ -99,18 +104,20 @@ class _StageWriter:
         # what only other graphs of the model use is as it was there
         return [n for n in self.stage.owned if stays.get(n, n.startswith(CONSTANTS))]
 
-    def _changed_parameters(self) -> list[str]:
-        """Return the parameters that the stage's forward changes."""
+    def _changed_tensors(self) -> set[str]:
+        """Return the tensors that the stage's forward changes.
+
+        Statistics of layers are among them if the forward reads these itself.
+        """
         changed: list[str] = []
         for node in self.stage.flow.nodes:
             changed += mutated_state(node, self.module)
             opaque = opaque_of(called_layer(node, self.module))
             inside = opaque.changes if opaque is not None else ()
             changed += [f"{node.target}.{name}" for name in inside]
+            changed += read_statistics(node, self.stage.program).values()
         owned = self.stage.owned
-        names = {n if n in owned else self.aliases.get(n, n) for n in changed}
-        parameters = dict(self.module.named_parameters(remove_duplicate=False))
-        return sorted(names & parameters.keys())
+        return {n if n in owned else self.aliases.get(n, n) for n in changed}
 
     def _write_train(self, frozen: Sequence[str]) -> None:
         writer = self.writer
@@ -183,7 +190,9 @@ class _StageWriter:
                 names = children.setdefault(".".join(parts[:depth]), {})
                 names[parts[depth]] = None
         parameters = dict(self.module.named_parameters())
-        own = ["draws_random_numbers", "keeps_dtype", "changed_parameters"]
+        own = ["draws_random_numbers", "keeps_dtype"]
+        own += ["changed_parameters", "changed_buffers"]
+        own += METHODS
         own += ["grid"] if self.stage.tile is not None else []  # for the worker
         kinds = {}
         for container, names in children.items():

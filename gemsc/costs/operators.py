@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry
 
 from gemsc.base.dtypes import format_of
 from gemsc.costs.hardware import Device
-from gemsc.ir.work import Work
+from gemsc.ir.operators.work import Work
 
 _ATEN = torch.ops.aten
 _FREE = frozenset(

@@ -22,7 +22,7 @@ from gemsc.frontend.counters import differ, numbers_in
 from gemsc.frontend.eager import detached
 from gemsc.ir.meta import TensorSpec
 from gemsc.ir.opaque import Given, OpaqueCall, givens, what_is_taken
-from gemsc.ir.work import Work
+from gemsc.ir.operators.work import Work
 
 _CONSTANTS = (type(None), str, torch.dtype, torch.device)
 _NO_GRADIENT = "does not require grad and does not have a grad_fn"  # says autograd

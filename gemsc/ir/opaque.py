@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from gemsc.base.nests import map_tensors, tensor_leaves
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.ir.meta import TensorSpec
-from gemsc.ir.work import Work
+from gemsc.ir.operators.work import Work
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from gemsc.ir.staged import same_stages, with_copies
 from gemsc.lowering.stages import make_again, tile_passes
 from gemsc.options import CompileOptions
 from gemsc.passes.annotate import Annotate
+from gemsc.passes.checks.statistics import check_changes
 from gemsc.passes.follow_stages import (
     FollowShards,
     FollowStages,
@@ -46,6 +47,7 @@ def evaluate(
         annotate = Annotate(training=False)
         again = make_again(traced, read_hardware(options.hardware), chosen)
         graph = run(traced.evaluation, annotate, follow, again)
+        check_changes(graph, chosen.num_replicas * options.data)
         evaluation = run(graph, _outputs_alone(whole))
     found = TileProgram(whole, evaluation, twins)
     grids, halos = chosen.grids, done.tiles[0].halos

@@ -41,10 +41,10 @@ from gemsc.ir.flow import is_exchange
 from gemsc.ir.holder import attribute, attributes_of, copied_graph
 from gemsc.ir.interpret import run_nodes
 from gemsc.ir.opaque import OpaqueCall, told_of_calls
+from gemsc.ir.operators.work import Work
 from gemsc.ir.program import Program
 from gemsc.ir.shape_grid import told_of_sums
 from gemsc.ir.staged import moved
-from gemsc.ir.work import Work
 from gemsc.passes.base import Pass
 from gemsc.runtime import tiles
 from gemsc.runtime.tiles.saving import decomposed, saved_parts

@@ -412,18 +412,13 @@ def test_evaluation_does_no_power_iteration(
 
 @pytest.mark.slow(1)
 @pytest.mark.parametrize("kind", SPECTRAL)
-def test_replicas_would_iterate_too_seldom(
+def test_replicas_iterate_as_often_as_one_process(
     kind: Callable[..., nn.Module], tmp_path: Path
 ) -> None:
     """Each runs a part of the micro-batches, and each of these is one iteration."""
-    for options in ({"ranks": 4, "data": 2}, {"schedule": "mast", "micro_batches": 2}):
-        with pytest.raises(
-            GemscError, match=r"changes '.*_[uv]', and each of 2 replicas"
-        ) as caught:
-            against_one_process(tmp_path, Spectral(kind), **options)
-        error = caught.value
-        assert error.at is not None
-        assert error.help == "use a schedule with one replica and --data 1"
+    mast = {"schedule": "mast", "micro_batches": 2}
+    for options in ({"ranks": 4, "data": 2}, mast, mast | {"ranks": 4, "data": 2}):
+        assert against_one_process(tmp_path, Spectral(kind), **options).worst < EXACT
 
 
 # ------------------------------------------------------- a place in a row of memory

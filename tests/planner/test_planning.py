@@ -179,7 +179,7 @@ class Counting(nn.Module):
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
+        self.calls += x.detach().abs().mean()
         return self.b(torch.tanh(self.a(x) / self.calls))
 
 

@@ -1,27 +1,24 @@
 """Check statistics: what the forward changes must not depend on who runs it, and when.
 
 Example: two replicas update their BatchNorm's running mean apart, and the two averages
-join exactly; a counter that the user's forward increments does not. Nor can a stage
-that has several micro-batches in flight double a weight which the backward of an
-earlier one still needs.
+join exactly, and both can count all calls of the user's forward; a table that follows
+the data they cannot join. Nor can a stage that has several micro-batches in flight
+double a weight which the backward of an earlier one still needs.
 """
 
 from __future__ import annotations
 
-import operator
-from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import fx, nn
 
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.ir import meta
+from gemsc.ir.changes import Change, is_settled, unjoined_changes
 from gemsc.ir.holder import attribute, called_layer
-from gemsc.ir.layers import NORM_STATISTICS
 from gemsc.ir.mutation import (
     changed_by_layer,
     functional_call,
@@ -32,10 +29,6 @@ from gemsc.ir.opaque import opaque_of, opaques
 from gemsc.ir.program import Program, Skip
 from gemsc.passes.base import Pass
 
-# A second call right after the first one changes nothing.
-_SETTLING = frozenset(
-    {"clamp_", "clip_", "clamp_min_", "clamp_max_", "relu_", "abs_", "fill_", "zero_"}
-)
 _OUT_OF_PLACE = (
     "compute the new value under another name, in each forward: w = ..., and use w"
 )
@@ -52,9 +45,10 @@ class CheckStatistics(Pass):
     `num_runs` is replicas times data-parallel copies. The statistics of BatchNorm join
     (see gemsc.runtime.worker.reduction), also where a class that derives from it calls
     F.batch_norm as it does (BatchNormAct2d of timm), and a change that needs no data
-    and leaves what it has changed as it is; nothing else is known to. Nor do the
-    statistics in a module that depends on data, where some runs may update them more
-    often.
+    and leaves what it has changed as it is. Where a stage changes a buffer and needs no
+    data for it, each run makes the changes of the others (`advance_state`). Nothing
+    else is known to join; nor do the statistics in a module that depends on data, where
+    some runs may update them more often.
     """
 
     name: ClassVar[str] = "check-statistics"
@@ -68,16 +62,8 @@ class CheckStatistics(Pass):
         Raises:
             GemscError: the model could not be trained exactly; names the line.
         """
+        check_changes(program, self.num_runs)
         if self.num_runs > 1:
-            for node, name in _changes(program):
-                raise GemscError(
-                    f"forward changes '{name}', and each of {self.num_runs} replicas "
-                    "of the model would change it differently",
-                    at=meta.location(node),
-                    help="use a schedule with one replica and --data 1"
-                    + _or_without_change(node, program),
-                    notes=_why_whole(node, program),
-                )
             for node in program.compute_nodes:
                 for name in read_statistics(node, program).values():
                     raise GemscError(
@@ -88,6 +74,27 @@ class CheckStatistics(Pass):
                         "compute with statistics of the micro-batch",
                     )
         return program
+
+
+def check_changes(program: Program, num_runs: int) -> None:
+    """Refuse changes that `num_runs` runs of a graph would make differently.
+
+    Raises:
+        GemscError: names the line that changes a parameter or a buffer.
+    """
+    stages = [frozenset(each.nodes) for each in program.require_stages()]
+    for change in unjoined_changes(program) if num_runs > 1 else ():
+        again, node = change.again, change.node
+        if again and any(stage.issuperset(again) for stage in stages):
+            continue
+        raise GemscError(
+            f"forward changes '{change.name}', and each of {num_runs} replicas "
+            "of the model would change it differently",
+            at=meta.location(node),
+            help="use a schedule with one replica and --data 1"
+            + _or_without_change(change, program),
+            notes=_why_whole(node, program),
+        )
 
 
 def check_in_flight(program: Program, crowded: Collection[int]) -> None:
@@ -109,11 +116,11 @@ def check_in_flight(program: Program, crowded: Collection[int]) -> None:
             used = {name: node for name in _changed_and_kept(node, program)}
             for name in mutated_state(node, program.module):
                 reader = kept.get(id(attribute(program.module, name)))
-                if reader and not (_is_settled(node) and _is_unseen(node)):
+                if reader and not (is_settled(node) and _is_unseen(node)):
                     used[name] = reader
             for name, reader in used.items():
                 other = _without_change(node, program)
-                if _is_settled(node):
+                if is_settled(node):
                     other = "write to its .data, which autograd does not look at"
                 error = GemscError(
                     f"forward changes '{name}', and the backward of an earlier "
@@ -197,27 +204,6 @@ def _tie(program: Program) -> Skip | None:
     return max(ties, key=tied, default=None)
 
 
-def _changes(program: Program) -> Iterator[tuple[fx.Node, str]]:
-    """Yield the nodes that change a tensor of the model in a way that joins not."""
-    module = program.module
-    states = {n: mutated_state(n, module) for n in program.compute_nodes}
-    counts = Counter(name for names in states.values() for name in names)
-    joined = {name for node in states for name in _as_layers_do(node, states, program)}
-    for node, names in states.items():
-        if names and joined.issuperset(names):
-            continue
-        if any(counts[name] > 1 or not _is_settled(node) for name in names):
-            yield node, names[0]
-            continue
-        layer = called_layer(node, module)
-        opaque = opaque_of(layer)
-        if isinstance(layer, nn.modules.instancenorm._InstanceNorm):
-            if layer.track_running_stats:
-                yield node, f"{node.target}.running_mean"
-        elif opaque is not None and opaque.changes:
-            yield node, f"{node.target}.{opaque.changes[0]}"
-
-
 def _changed_and_kept(node: fx.Node, program: Program) -> Iterator[str]:
     """Yield what a module that is not looked into changes and keeps for backward."""
     opaque = opaque_of(called_layer(node, program.module))
@@ -238,40 +224,6 @@ def _why_whole(
     )
 
 
-def _as_layers_do(
-    node: fx.Node, states: dict[fx.Node, tuple[str, ...]], program: Program
-) -> tuple[str, ...]:
-    """Return the statistics that a node updates as the layer that has them would.
-
-    Their count of batches, which must be 1 more, is among them.
-    """
-    call = functional_call(node, program.module)
-    if call.kind != "batch_norm" or not states[node]:
-        return ()
-    path = states[node][0].rpartition(".")[0]
-    layer = program.module.get_submodule(path)
-    names = tuple(f"{path}.{n}" for n in NORM_STATISTICS)
-    if not isinstance(layer, nn.modules.batchnorm._BatchNorm):
-        return ()
-    counting = [n for n, changed in states.items() if names[-1] in changed]
-    users = {
-        user
-        for source in program.graph.nodes
-        if source.op == "get_attr" and source.target in names
-        for user in source.users
-    }
-    is_alike = (
-        layer.momentum is not None
-        and call.arguments.get("momentum", 0.1) == layer.momentum
-        and len(counting) == 1
-        and users == {node, *counting}
-        and not counting[0].users
-        and counting[0].target in ("add_", operator.iadd, torch.ops.aten.add_.Tensor)
-        and counting[0].args[1:] == (1,)
-    )
-    return names if is_alike else ()
-
-
 def _normalizes_without(name: str, node: fx.Node, program: Program) -> bool:
     """Whether a node normalizes by what it sees, and only updates these statistics.
 
@@ -282,24 +234,18 @@ def _normalizes_without(name: str, node: fx.Node, program: Program) -> bool:
     return is_norm and name in mutated_state(node, program.module)
 
 
-def _is_settled(node: fx.Node) -> bool:
-    """Whether a change gives the same again, as w.clamp_(0, 1) and w[0] = 0 do."""
-    alone = node.op == "call_method" and node.target in _SETTLING
-    alone |= node.target is operator.setitem
-    return alone and len(node.all_input_nodes) == 1
-
-
 def _is_unseen(node: fx.Node) -> bool:
     """Whether autograd does not notice a change, because it is one of `w.data`."""
     (source,) = node.all_input_nodes
     return source.target is getattr and source.args[1:2] == ("data",)
 
 
-def _or_without_change(node: fx.Node, program: Program) -> str:
-    """Return what else helps; `out=` is mostly torch's own, as in `spectral_norm`."""
-    if node.kwargs.get("out") is not None:
+def _or_without_change(change: Change, program: Program) -> str:
+    """Return what else helps, if anything: a buffer is there to be changed."""
+    is_state = not isinstance(attribute(program.module, change.name), nn.Parameter)
+    if is_state and not _why_whole(change.node, program):
         return ""
-    return f", or {_without_change(node, program)}"
+    return f", or {_without_change(change.node, program)}"
 
 
 def _without_change(node: fx.Node, program: Program) -> str:

@@ -31,6 +31,7 @@ from gemsc.runtime.worker.anomaly import AnomalyDetection
 from gemsc.runtime.worker.backward import edge_of, gradient_of, present, run_backward
 from gemsc.runtime.worker.deferral import Deferred
 from gemsc.runtime.worker.finite import NotFiniteError, Problem, not_finite
+from gemsc.runtime.worker.missed_changes import MissedChanges
 from gemsc.runtime.worker.program import RankPlace, RankProgram, Run
 from gemsc.runtime.worker.stages import Stages, keep_buffers, without_trace
 from gemsc.runtime.worker.steps import Steps
@@ -60,6 +61,7 @@ class Worker:
     stages: Stages
     updates: Updates
     grid: Grid | None
+    _missed: MissedChanges  # of the step of the moment
 
     def __init__(
         self,
@@ -126,10 +128,10 @@ class Worker:
         """Add a graph, on all ranks, for `use`; without `updates` it has its own."""
         if updates is None:
             is_half = program.precision is torch.float16
-            own = program, stages, self.place, self.steps, self._clip_norm
+            own = self.transport, program, stages, self.place, self.steps
             is_scaled = is_half and self._autocast is not None
             updates = Updates(
-                self.transport, *own, is_scaled=is_scaled, trained=trained
+                *own, self._clip_norm, is_scaled=is_scaled, trained=trained
             )
         forwards = stages.compiled() if program.torch_compile else stages
         shape = self.steps.shape_of(program.inputs)
@@ -169,6 +171,7 @@ class Worker:
         self.mail.begin(count, order, training=training)
         if training:
             self.updates.begin()
+        self._missed = MissedChanges(self.stages, self.steps, self._autocast)
         if training and self._on_nonfinite == "skip":
             self._give_back = [keep_buffers(each) for each in self.stages.values()]
 
@@ -176,6 +179,7 @@ class Worker:
         """Wait until all that this rank sent has arrived; a step `counts` once."""
         self.status.enter("the end of the step")
         self.mail.finish()
+        self._missed.finish(self.updates.whole_weights)
         self.steps.end(counts=counts)
         self.status.idle()
 
@@ -211,6 +215,7 @@ class Worker:
         counts = self.number < self.steps.count
         self.mail.release_arrived()
         stage = self.stages[run]
+        self._missed.before(run, self.number)
         staying = tuple(tensor for tensor in inputs if tensor.requires_grad)
         offloaded = OffloadedRun(lambda: self._store, stage, staying)
         deferred = None
@@ -321,6 +326,7 @@ class Worker:
         """Add up tied parameters' gradients and statistics; wait for all sums."""
         self.status.enter("gradient reduction")
         self.mail.end_order()
+        self._missed.finish(self.updates.whole_weights)
         self.updates.finish_reductions()
 
     def update(self) -> None:
@@ -364,6 +370,7 @@ class Worker:
             self.mail.act(run)
 
     def _evaluate(self, run: Run, forward: Any, *inputs: Tensor) -> Any:
+        self._missed.before(run, self.number)
         drawing = self._drawing(run, "evaluation", self.steps.evaluated)
         with torch.no_grad(), autocasting(self._autocast), drawing:
             return forward(*inputs)
@@ -398,12 +405,9 @@ class Worker:
 
     def _problem(self, *, is_wrong: bool) -> Problem:
         """Return what is not finite on any rank; here, it `is_wrong` with gradients."""
-        losses = {m: float(loss.sum()) for m, loss in self.steps.losses.items()}
-        losses = {
-            m: loss
-            for m, loss in losses.items()
-            if m < self.steps.count and not math.isfinite(loss)
-        }
+        counted = {m: x for m, x in self.steps.losses.items() if m < self.steps.count}
+        sums = {m: float(loss.sum()) for m, loss in counted.items()}
+        losses = {m: loss for m, loss in sums.items() if not math.isfinite(loss)}
         names = not_finite(self.updates.parameters) if is_wrong else []
         everyone = self.transport.host.all_gather_object((losses, names))
         phase = "" if self.variants[self.variant].trained is None else self.variant

@@ -1,0 +1,281 @@
+"""What forward changes without data, where several replicas see the micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from program_support import X, against_one_process, on_ranks, trunk, weights_in, written
+from torch import Tensor, nn
+
+from gemsc import compile
+from gemsc.errors import GemscError
+from gemsc.verify.compare import TOLERANCE
+
+EXACT = TOLERANCE[torch.float64]
+WIDTH = 4
+MAST: dict[str, Any] = {"schedule": "mast", "micro_batches": 4}
+DATA: dict[str, Any] = {"ranks": 4, "data": 2}
+REPLICAS = [DATA, MAST, MAST | DATA]
+
+
+class Growing(nn.Linear):
+    """Its output depends on what `change(layer, x)` has made of its buffers."""
+
+    size: Tensor
+    age: Tensor
+
+    def __init__(self, change: Callable[[Any, Tensor], None]) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.change = change
+        self.register_buffer("size", torch.full((WIDTH,), 0.5))
+        self.register_buffer("age", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.change(self, x)
+        return super().forward(x) * self.size.clone() + self.age.clone()
+
+
+def around(change: Callable[[Any, Tensor], None]) -> nn.Module:
+    return nn.Sequential(*trunk(2), Growing(change), nn.Tanh(), *trunk(3))
+
+
+def counted(layer: Growing, x: Tensor) -> None:
+    layer.age += 1
+
+
+def counted_in_training(layer: Growing, x: Tensor) -> None:
+    if layer.training:
+        layer.age += 1
+
+
+def counted_in_evaluation(layer: Growing, x: Tensor) -> None:
+    layer.age += 1 if layer.training else 2
+
+
+@torch.no_grad()
+def follows_the_weight(layer: Growing, x: Tensor) -> None:
+    norm = layer.weight.norm(dim=1)
+    norm.mul_(layer.age + 1)  # a change of what only the change itself needs
+    layer.size.mul_(0.9).add_(norm, alpha=0.1)
+    layer.age.add_(1)
+    layer.size[1:].clamp_(max=0.8)
+
+
+@pytest.mark.slow(1)
+@pytest.mark.parametrize("options", REPLICAS, ids=str)
+@pytest.mark.parametrize("change", [counted, follows_the_weight])
+def test_replicas_change_what_the_others_do(
+    change: Callable[..., None], options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Buffers are compared, too."""
+    assert against_one_process(tmp_path, around(change), **options).worst < EXACT
+
+
+@pytest.mark.parametrize("options", REPLICAS[:2], ids=str)
+@pytest.mark.parametrize(
+    "change", [counted, counted_in_training, counted_in_evaluation]
+)
+def test_evaluation_changes_what_one_process_does(
+    change: Callable[..., None], options: dict[str, Any], tmp_path: Path
+) -> None:
+    """That is compared when the program is compiled; here, what is there after it."""
+    path = tmp_path / "build"
+    program = compile(
+        around(change), (X,), loss=nn.MSELoss(), example_target=X, **options
+    )
+    assert program.plan.unchecked == ""
+    program.write(path)
+    ranks, size = program.plan.ranks, len(X) * 4 * options.get("data", 1)
+    batch = torch.ones(size, WIDTH)
+
+    def work(trainer: Any) -> list[int]:
+        ages = []
+        for step in (trainer.step, trainer.evaluate, trainer.step):
+            step(batch, batch)
+            ages += [int(s[n]) for s in own(trainer) for n in s if n.endswith(".age")]
+        return ages
+
+    def own(trainer: Any) -> list[dict[str, Tensor]]:
+        return [dict(stage.named_buffers()) for stage in trainer.worker.stages.values()]
+
+    count = size // len(X)
+    more = {"counted": 1, "counted_in_training": 0, "counted_in_evaluation": 2}
+    after = count + more[change.__name__] * count
+    found = [ages for ages in on_ranks(path, ranks, work) if ages]
+    assert len(found) == 2
+    assert found == [[count, after, after + count]] * 2
+
+
+@pytest.mark.slow(1)
+@pytest.mark.parametrize("options", REPLICAS, ids=str)
+@pytest.mark.parametrize("micro_batches", [1, 2, 3, 5])
+def test_what_fills_up_a_batch_changes_nothing(
+    micro_batches: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    written(tmp_path, around(counted), **{"ranks": 2, "micro_batches": 4} | options)
+    data = options.get("data", 1)
+    batch = torch.ones(len(X) * 4 * data, WIDTH)
+
+    def work(trainer: Any) -> list[int]:
+        count = min(micro_batches, 4 * data)
+        trainer.step(batch, batch, micro_batches=count)
+        stages = trainer.worker.stages.values()
+        named = [pair for stage in stages for pair in stage.named_buffers()]
+        return [int(t) - count for name, t in named if name.endswith(".age")]
+
+    found = on_ranks(tmp_path, options.get("ranks", 2), work)
+    assert [each for each in found if each] == [[0]] * (
+        2 * data if "schedule" in options else data
+    )
+
+
+def by_data(layer: Growing, x: Tensor) -> None:
+    layer.size.mul_(0.9).add_(x.detach().mean(), alpha=0.1)
+
+
+def by_chance(layer: Growing, x: Tensor) -> None:
+    layer.size.mul_(0.9).add_(torch.rand(WIDTH), alpha=0.1)
+
+
+@torch.no_grad()
+def by_data_later(layer: Growing, x: Tensor) -> None:
+    """What is added needs no data where it is made, but does where it is used."""
+    more = layer.weight.norm(dim=1)
+    more.mul_(x.mean())
+    layer.size.add_(more, alpha=0.1)
+
+
+@torch.no_grad()
+def by_data_in_a_row(layer: Growing, x: Tensor) -> None:
+    more = layer.weight.norm(dim=1).clone()
+    more[0] = x.mean()
+    layer.size.add_(more, alpha=0.1)
+
+
+@torch.no_grad()
+def by_data_in_another(layer: Growing, x: Tensor) -> None:
+    layer.age.add_((x > 0).sum())
+    layer.size.add_(layer.age, alpha=0.1)
+
+
+def by_data_too(layer: Growing, x: Tensor) -> None:
+    layer.size.add_(0.1)
+    layer.size.detach()[1:].add_(x.detach().mean())
+
+
+@torch.no_grad()
+def a_parameter(layer: Growing, x: Tensor) -> None:
+    """Replicas on one rank share it, and each would change it."""
+    layer.bias.data.mul_(0.9)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(by_data, by_chance, by_data_later, by_data_in_a_row, by_data_in_another),
+        *(by_data_too, a_parameter),
+    ],
+)
+def test_what_needs_data_is_refused(change: Callable[..., None]) -> None:
+    for options in REPLICAS[:2]:
+        with pytest.raises(GemscError, match="each of 2 replicas of the model") as told:
+            compile(
+                around(change), (X,), loss=nn.MSELoss(), example_target=X, **options
+            )
+        assert told.value.at is not None
+
+
+def in_evaluation(layer: Growing, x: Tensor) -> None:
+    if not layer.training:
+        layer.size.add_(x.mean())
+
+
+def test_what_evaluation_changes_by_data_is_refused() -> None:
+    model = around(in_evaluation)
+    options: dict[str, Any] = {"loss": nn.MSELoss(), "example_target": X}
+    assert compile(model, (X,), **options, ranks=2).plan.unchecked == ""
+    with pytest.raises(GemscError, match=r"changes '2\.size', and each of 2 replicas"):
+        compile(model, (X,), **options, ranks=4, data=2)
+
+
+class Apart(nn.Module):
+    """Its last layer changes a buffer by what the first one computes of a weight."""
+
+    level: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle = nn.Linear(WIDTH, WIDTH), nn.Sequential(*trunk(4))
+        self.register_buffer("level", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = self.first.weight.detach().norm(dim=1)
+        x = self.middle(self.first(x) * size)
+        self.level.add_(size)
+        return x + self.level.clone()
+
+
+def test_a_change_by_what_another_rank_computes_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(GemscError, match="changes 'level', and each of 2 replicas"):
+        against_one_process(tmp_path, Apart(), **REPLICAS[0])
+    assert against_one_process(tmp_path, Apart()).worst < EXACT
+
+
+@pytest.mark.slow(1)
+def test_weights_in_parts_are_whole_for_the_changes(tmp_path: Path) -> None:
+    options = {"schedule": "interleaved", "placement": "looped", "chunks": 2}
+    model = nn.Sequential(*trunk(5), Growing(follows_the_weight))  # not used last
+    found = against_one_process(
+        tmp_path, model, micro_batches=4, shard="weights", **DATA | options
+    )
+    assert found.worst < EXACT
+
+
+def in_half_precision(layer: Growing, x: Tensor) -> None:
+    with torch.no_grad():
+        layer.size.copy_(layer.weight @ layer.size)
+
+
+@pytest.mark.slow(1)
+def test_changes_round_as_in_forward(tmp_path: Path) -> None:
+    """Whoever makes them: the bits are the same on all ranks."""
+    model, sizes = around(in_half_precision), []
+    for number, options in enumerate(({"ranks": 2, "micro_batches": 4}, *REPLICAS)):
+        path = tmp_path / f"{number}"
+        options = {"micro_batches": 2, "precision": "bfloat16"} | options
+        written(path, model, **options)
+        batch = torch.ones(len(X) * 4, WIDTH)
+
+        def work(trainer: Any, batch: Tensor = batch) -> list[Tensor]:
+            trainer.step(batch, batch, micro_batches=4)
+            named = [s.named_buffers() for s in trainer.worker.stages.values()]
+            return [t for each in named for name, t in each if name.endswith(".size")]
+
+        sizes += [t for ts in on_ranks(path, options.get("ranks", 2), work) for t in ts]
+    assert len(sizes) == 1 + 2 + 2 + 4
+    assert all(torch.equal(size, sizes[0]) for size in sizes)
+
+
+@pytest.mark.slow(1)
+def test_a_run_that_goes_on_has_the_same_counts(tmp_path: Path) -> None:
+    written(tmp_path, around(counted), ranks=4, data=2, micro_batches=2)
+    batch = torch.ones(len(X) * 4, WIDTH)
+
+    def first(trainer: Any) -> None:
+        trainer.step(batch, batch)
+        trainer.save(tmp_path / "saved")
+
+    on_ranks(tmp_path, 4, first)
+    assert int(weights_in(tmp_path / "saved")["2.age"]) == 4
+
+    def then(trainer: Any) -> list[int]:
+        trainer.resume(tmp_path / "saved")
+        trainer.step(batch, batch)
+        stages = trainer.worker.stages.values()
+        return [int(s.get_buffer("2.age")) for s in stages if "2.age" in s.state_dict()]
+
+    assert [ages for ages in on_ranks(tmp_path, 4, then) if ages] == [[8], [8]]
