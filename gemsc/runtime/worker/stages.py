@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any
 
@@ -127,7 +127,13 @@ class Stages(dict[Run, nn.Module]):
 
     def _compiled(self, run: Run) -> Callable[..., Any]:
         stage = self[run]
-        compiled = torch.compile(stage.forward, fullgraph=True, dynamic=False)
+        changed = getattr(stage, "changed_buffers", ())
+        how: Any = {"fullgraph": True, "dynamic": False}
+        compiled = (
+            _compiled_apart(stage, changed, how)
+            if changed
+            else torch.compile(stage.forward, **how)
+        )
 
         def forward(*inputs: Any) -> Any:
             if are_draws_same() and run in self.drawing:
@@ -229,6 +235,30 @@ class Stages(dict[Run, nn.Module]):
             known, own = stage_tensors(others[run]), stage_tensors(stage)
             swap(stage, {id(t): known[n] for n, t in own.items() if n in known})
         return frozenset(trained)
+
+
+def _compiled_apart(
+    stage: nn.Module, names: Sequence[str], how: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """Return a stage's compiled forward, which changes these buffers after its graph.
+
+    In a backward torch.compile may compute again from an input that its own forward
+    has changed by then (pytorch/pytorch#197039): this graph changes none.
+    """
+
+    @partial(torch.compile, **how)
+    def graph(buffers: dict[str, Tensor], *inputs: Any) -> Any:
+        own = {name: buffer.clone() for name, buffer in buffers.items()}
+        return torch.func.functional_call(stage, own, inputs), own
+
+    def forward(*inputs: Any) -> Any:
+        buffers = {name: stage.get_buffer(name) for name in names}
+        outputs, changed = graph({n: b.clone() for n, b in buffers.items()}, *inputs)
+        for name, buffer in buffers.items():
+            buffer.data.copy_(changed[name])
+        return outputs
+
+    return forward
 
 
 class Freezing:
