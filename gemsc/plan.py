@@ -27,6 +27,7 @@ from gemsc.plan_tables import (
 T = TypeVar("T")
 
 FUSED = "fused=True"  # what a note asks an optimizer for
+WITHOUT_KERNELS = "torch.compile was off"  # when a step was compared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

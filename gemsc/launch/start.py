@@ -32,7 +32,7 @@ from gemsc.launch.hosts import (
 from gemsc.launch.launch import Ending, bar_settings, chosen_engine, launch
 from gemsc.launch.torch_ranks import check_one_machine
 from gemsc.options import CompileOptions
-from gemsc.plan import FUSED, Plan, rank_file
+from gemsc.plan import FUSED, WITHOUT_KERNELS, Plan, rank_file
 from gemsc.runtime.checkpoint.folder import check_checkpoint, last_step, way_on
 from gemsc.runtime.process.failure import computed_lines
 from gemsc.runtime.process.sharing import check_sharing
@@ -100,6 +100,11 @@ def _say_at_first(plan: Plan, folder: Path) -> None:
 
 def not_compared(plan: Plan, directory: Path) -> str:
     """Return that nobody has seen the program compute what its model does, and why."""
+    if plan.unchecked == WITHOUT_KERNELS:
+        return (
+            f"the step of {directory} that was compared with the model ran without "
+            f"torch.compile: gemsc verify {directory} runs its kernels, too"
+        )
     return (
         f"no step of {directory} was compared with the model ({plan.unchecked}): "
         f"gemsc verify {directory} does it"

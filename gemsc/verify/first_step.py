@@ -34,7 +34,7 @@ from gemsc.compilation import Compilation
 from gemsc.errors import GemscError, InternalError, warn
 from gemsc.ir import meta
 from gemsc.ir.invariants import sources
-from gemsc.plan import Plan
+from gemsc.plan import WITHOUT_KERNELS, Plan
 from gemsc.runtime.data.batches import repeated
 from gemsc.runtime.data.metrics import Metrics
 from gemsc.runtime.training.step_report import concatenated
@@ -84,9 +84,10 @@ def first_step(
     """Compare one step of a program with the model; return what the plan says of it.
 
     That is `unchecked`, why it was not, "" if it was, and `only_dtype` if the model
-    fails in float64. Where batches have several shapes, one of each is compared, one
-    after the other. Nothing changes in the model or the generators of random numbers.
-    If `metrics` fails for what the ranks give in evaluation, a warning says so.
+    fails in float64. Stages run as they are, without torch.compile. Where batches have
+    several shapes, one of each is compared, one after the other. Nothing changes in the
+    model or the generators of random numbers. If `metrics` fails for what the ranks
+    give in evaluation, a warning says so.
 
     Raises:
         InternalError: the program computes something else, or does not run.
@@ -111,6 +112,8 @@ def first_step(
         except _DoesNotRunError as error:
             reason = reason or str(error)
         else:
+            if plan.torch_compile and not found["unchecked"]:
+                found = {"unchecked": WITHOUT_KERNELS}
             return {**found, "only_dtype": reason} if reason else found
     return {"unchecked": reason}
 
@@ -214,7 +217,9 @@ class _Step:
                 return [trainer.evaluate(*batch) for batch in self.batches]
 
         try:
-            found = on_threads(self.plan.ranks, train, self.dtype)
+            # two threads cannot compile at once
+            with torch.compiler.set_stance("force_eager"):
+                found = on_threads(self.plan.ranks, train, self.dtype)
         except (GemscError, InternalError) as error:
             return error, _NOTHING, []
         except Exception as error:
@@ -312,8 +317,6 @@ def too_much(plan: Plan, model: nn.Module) -> str:
         return "the model has no weights here"
     if plan.options.get("local_batchnorm"):
         return "--local-batchnorm computes something else than the model"
-    if plan.torch_compile:
-        return "--torch-compile makes other kernels"
     copies = min(plan.data, MOST_COPIES)
     count = copies * plan.micro_batches * max(len(plan.shapes), 1)
     flops = sum(stage.flops for stage in plan.stages)

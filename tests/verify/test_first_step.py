@@ -24,7 +24,8 @@ from gemsc.codegen.package import rank_modules
 from gemsc.compilation import Compilation
 from gemsc.compiler import CompiledProgram, compile
 from gemsc.errors import GemscError, InternalError
-from gemsc.plan import Plan
+from gemsc.launch.start import not_compared
+from gemsc.plan import WITHOUT_KERNELS, Plan
 from gemsc.runtime.transport.local import LocalGroup
 from gemsc.runtime.transport.transport import Request
 from gemsc.runtime.worker.deferral import Deferred
@@ -88,6 +89,18 @@ def changed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 @pytest.mark.parametrize("options", [TILES, STAGES, {**STAGES, "ranks": 4, "data": 2}])
 def test_a_right_program_is_not_refused(options: dict[str, Any]) -> None:
     assert compiled(**options).plan.unchecked == ""
+
+
+def test_a_step_is_compared_without_the_kernels_of_torch_compile(
+    changed: Callable[..., None],
+) -> None:
+    options = {**STAGES, "torch_compile": True}
+    assert compiled(**options).plan.unchecked == WITHOUT_KERNELS
+    told = not_compared(compiled(**options).plan, Path("x"))
+    assert told.startswith("the step of x that was compared with the model ran without")
+    changed("x * 0.5", "x * 0.25", rank_with("x * 0.5", STAGES))
+    with pytest.raises(InternalError, match="wrong program"):
+        compiled(**options)
 
 
 class Turned(Picture):
