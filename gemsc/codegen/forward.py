@@ -316,7 +316,8 @@ class _Body:
         self._write_comment(node)
         self._release(self.position[node])
         note = note_of(node, self.stage.tile, self.stage.noun)
-        if not node.users and node not in self.flow.gives:
+        is_used = any(user in self.position for user in node.users)
+        if not is_used and node not in self.flow.gives:
             self.writer.statement(text, note)
             return
         targets = self.parts[node] or (node,)

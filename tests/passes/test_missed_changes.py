@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from program_support import X, against_one_process, on_ranks, trunk, weights_in, written
+from program_support import (
+    X,
+    against_one_process,
+    assert_formatted,
+    on_ranks,
+    trunk,
+    weights_in,
+    written,
+)
 from torch import Tensor, nn
 
 from gemsc import compile
@@ -117,6 +125,7 @@ def test_what_fills_up_a_batch_changes_nothing(
     micro_batches: int, options: dict[str, Any], tmp_path: Path
 ) -> None:
     written(tmp_path, around(counted), **{"ranks": 2, "micro_batches": 4} | options)
+    assert_formatted(tmp_path)
     data = options.get("data", 1)
     batch = torch.ones(len(X) * 4 * data, WIDTH)
 
