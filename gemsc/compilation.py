@@ -10,6 +10,7 @@ from typing import Any
 from torch import fx
 
 from gemsc.base.parts import Part, by_path
+from gemsc.ir.changes import Change, unjoined_changes
 from gemsc.ir.constants import changing_tensors
 from gemsc.ir.flow import (
     StageFlow,
@@ -132,6 +133,15 @@ class Compilation:
         """The parameters and buffers of each stage."""
         others = () if self.whole.twins is not None else (self.evaluation,)
         return owned_tensors(self.program, *others)
+
+    @cached_property
+    def missed_changes(self) -> tuple[tuple[Change, ...], tuple[Change, ...]]:
+        """What each replica changes for others, in training and in evaluation."""
+        if self.plan.replicas * self.plan.data == 1:
+            return (), ()
+        both = self.program, self.evaluation
+        training, evaluation = (tuple(unjoined_changes(each)) for each in both)
+        return training, evaluation
 
     def parts(self, rank: int) -> dict[str, Part]:
         """Return what not all ranks of a rank's grid hold as it does, by all names.

@@ -36,8 +36,8 @@ def write_forwards(
     """Write `forward`, the blocks that it recomputes, and `forward_eval` if it differs.
 
     What no micro-batch changes has a method of its own, and so has what replicas do for
-    each other (`advance_state`). `methods` has the names that no
-    further method may have.
+    each other (`advance_state`). `methods` has the names that no further method may
+    have.
     """
     flow, constant = stage.flow, made_once(stage.flow)
     if constant:

@@ -14,7 +14,7 @@ from gemsc.codegen.writer import in_docstring
 from gemsc.compilation import Compilation, TileProgram
 from gemsc.errors import GemscError
 from gemsc.ir import meta
-from gemsc.ir.changes import unjoined_changes
+from gemsc.ir.changes import Change, unjoined_changes
 from gemsc.ir.flow import StageFlow, message_tag, reductions, segments_of, value_names
 from gemsc.ir.program import GraphInput, Placement, Program, Segment, Transfer
 from gemsc.schedules.action import Kind
@@ -238,6 +238,7 @@ def _stage_text(
     flow, evaluation = own.flow(index), own.evaluation_flow(index)
     for value, node in (*flow.joined.items(), *evaluation.joined.items()):
         names[node] = names[value]
+    changed = compilation.missed_changes
     return StageText(
         docstring=in_docstring(f"Stage {index}: {blocks}."),
         program=own.program,
@@ -247,30 +248,29 @@ def _stage_text(
         twins=own.twins,
         evaluation=evaluation,
         segments=segments_of(own.program, flow),
-        advances=_advances(compilation, compilation.program, own.program, flow),
-        advances_eval=_advances(
-            *(compilation, compilation.evaluation, own.evaluation, evaluation)
-        ),
+        advances=_advances(changed[0], own.program, flow),
+        advances_eval=_advances(changed[1], own.evaluation, evaluation),
         tile=tile,
     )
 
 
 def _advances(
-    compilation: Compilation, whole: Program, own: Program, stage: StageFlow
+    changed: Sequence[Change], own: Program, stage: StageFlow
 ) -> tuple[fx.Node, ...]:
     """Return what makes a stage's changes of other replicas' micro-batches, in order.
 
-    `own` is what the rank runs of the `whole` program.
+    `changed` are those of the whole program, of which the rank runs its `own`.
 
     Raises:
         GemscError: several ranks share what makes them.
     """
-    if compilation.plan.replicas * compilation.plan.data == 1:
+    if not changed:
         return ()
-    inside = whole.require_stages()[stage.index].nodes
-    wanted = [change for change in unjoined_changes(whole) if change.node in inside]
     known = {change.name: change.again for change in unjoined_changes(own)}
-    for change in wanted:
+    sources = own.graph.find_nodes(op="get_attr")
+    here = {str(source.target) for source in sources if source.users}
+    changed = [each for each in changed if each.name in here]  # branches are elsewhere
+    for change in changed:
         if not known.get(change.name):
             raise GemscError(
                 f"forward changes '{change.name}' by what several ranks of a stage "
@@ -278,7 +278,7 @@ def _advances(
                 at=meta.location(change.node),
                 help="use a schedule with one replica and --data 1",
             )
-    found = {node for change in wanted for node in known[change.name]}
+    found = {node for change in changed for node in known[change.name]}
     return tuple(node for node in stage.nodes if node in found)
 
 

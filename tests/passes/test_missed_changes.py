@@ -288,3 +288,24 @@ def test_a_run_that_goes_on_has_the_same_counts(tmp_path: Path) -> None:
         return [int(s.get_buffer("2.age")) for s in stages if "2.age" in s.state_dict()]
 
     assert [ages for ages in on_ranks(tmp_path, 4, then) if ages] == [[8], [8]]
+
+
+class Towers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.left, self.right = around(counted), around(follows_the_weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.left(x) + self.right(x)
+
+
+@pytest.mark.slow(1)
+def test_a_rank_changes_what_its_branch_has(tmp_path: Path) -> None:
+    options = DATA | {"branches": ("2",)}
+    assert against_one_process(tmp_path, Towers(), **options).worst < EXACT
+    texts = [(tmp_path / f"rank{rank}.py").read_text() for rank in range(2)]
+    parts = [text.partition("def advance_state")[2] for text in texts]
+    own = [{n for n in ("left", "right") if f"self.{n}" in part} for part in parts]
+    assert sorted(map(sorted, own)) == [["left"], ["right"]]
