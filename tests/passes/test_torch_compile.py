@@ -44,7 +44,6 @@ COMBINED = "--ranks 2 --schedule mast --micro-batches 2 --shard-optimizer"
 MODEL = """
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.data import TensorDataset
 
 DROP = 0.0
