@@ -12,8 +12,7 @@ from gemsc.base.parts import Part, parts_of, sums_in_order
 from gemsc.base.units import show_bytes, show_flops
 from gemsc.codegen.writer import in_docstring
 from gemsc.compilation import Compilation, TileProgram
-from gemsc.errors import GemscError
-from gemsc.ir import meta
+from gemsc.errors import InternalError
 from gemsc.ir.changes import Change, unjoined_changes
 from gemsc.ir.flow import StageFlow, message_tag, reductions, segments_of, value_names
 from gemsc.ir.program import GraphInput, Placement, Program, Segment, Transfer
@@ -262,7 +261,7 @@ def _advances(
     `changed` are those of the whole program, of which the rank runs its `own`.
 
     Raises:
-        GemscError: several ranks share what makes them.
+        InternalError: a pass has spread what makes them over several ranks.
     """
     if not changed:
         return ()
@@ -272,12 +271,7 @@ def _advances(
     changed = [each for each in changed if each.name in here]  # branches are elsewhere
     for change in changed:
         if not known.get(change.name):
-            raise GemscError(
-                f"forward changes '{change.name}' by what several ranks of a stage "
-                "share, and each replica would change it differently",
-                at=meta.location(change.node),
-                help="use a schedule with one replica and --data 1",
-            )
+            raise InternalError(f"no rank alone can change '{change.name}' again")
     found = {node for change in changed for node in known[change.name]}
     return tuple(node for node in stage.nodes if node in found)
 

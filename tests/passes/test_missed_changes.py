@@ -20,7 +20,9 @@ from program_support import (
 from torch import Tensor, nn
 
 from gemsc import compile
-from gemsc.errors import GemscError
+from gemsc.codegen import rank_text
+from gemsc.errors import GemscError, InternalError
+from gemsc.ir.changes import unjoined_changes
 from gemsc.verify.compare import TOLERANCE
 
 EXACT = TOLERANCE[torch.float64]
@@ -288,6 +290,16 @@ def test_a_run_that_goes_on_has_the_same_counts(tmp_path: Path) -> None:
         return [int(s.get_buffer("2.age")) for s in stages if "2.age" in s.state_dict()]
 
     assert [ages for ages in on_ranks(tmp_path, 4, then) if ages] == [[8], [8]]
+
+
+def test_a_change_that_a_rank_cannot_make_again_is_never_left_out() -> None:
+    """No pass spreads one over ranks; one that did would leave it out with no word."""
+    given: dict[str, Any] = {"loss": nn.MSELoss(), "example_target": X, "check": False}
+    own = compile(around(by_data), (X,), ranks=1, **given).compilation.tiles[0]
+    changes = tuple(unjoined_changes(own.program))
+    assert {change.name for change in changes} == {"2.size"}
+    with pytest.raises(InternalError, match=r"'2\.size' again"):
+        rank_text._advances(changes, own.program, own.flow(0))
 
 
 class Towers(nn.Module):
