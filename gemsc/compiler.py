@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stderr
 from dataclasses import dataclass, replace
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from gemsc.compilation import Compilation, Traced
 from gemsc.costs.hardware import read_hardware
 from gemsc.costs.profile import Progress
 from gemsc.costs.sharing import SharedDevice
+from gemsc.errors import GemscError
 from gemsc.ir.flow import reductions
 from gemsc.ir.invariants import drawn_alike, lost_nothing
 from gemsc.ir.shards import Placed
@@ -41,7 +43,7 @@ from gemsc.options import AUTO, CompileOptions
 from gemsc.passes.branches.forks import most_branches
 from gemsc.passes.manager import Observer, Runs
 from gemsc.passes.share_device import share
-from gemsc.plan import Plan
+from gemsc.plan import WITHOUT_KERNELS, Plan
 from gemsc.planner.edited import EditedPlan
 from gemsc.planner.fitting import Scheduled
 from gemsc.planner.make_plan import make_plan
@@ -51,7 +53,7 @@ from gemsc.schedules.loops import find_loops
 from gemsc.search.auto import Tell, settled, telling_what_fits
 from gemsc.search.candidates import Candidate, image_sizes
 from gemsc.search.sharing import choose_sharing, sharing_note
-from gemsc.verify.first_step import first_step
+from gemsc.verify.first_step import few_rows, fewer, first_step
 from gemsc.viz.graph import draw_graph, render
 from gemsc.viz.report import write_report
 from gemsc.viz.timeline import write_timeline
@@ -154,9 +156,34 @@ def compile(
             found = {"unchecked": "the model has no weights here"}
             if has_weights:
                 found = first_step(program.compilation, *given, **feed, metrics=metrics)
+                if rows := few_rows(program.plan, model):
+                    few = program.plan, model, examples.few(rows), feed
+                    found |= _smaller_step(*few)
             program = program.with_plan(**found)
         held = replace(program.compilation, elsewhere=elsewhere)
         return replace(program, compilation=held)
+
+
+def _smaller_step(
+    plan: Plan, model: nn.Module, few: tuple[Any, Any], feed: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Compare a step of few samples, compiled by the same plan.
+
+    Return what the program's plan says of it: nothing, where none can be compared.
+    """
+    inputs, target = few
+    given = {**feed, "example_target": target}
+    try:
+        with redirect_stderr(StringIO()):  # what it warns of has been said
+            small = compile(model, inputs, **given, edited=EditedPlan.of(fewer(plan)))
+    except GemscError:  # the model does not take as few samples
+        return {}
+    found = first_step(small.compilation, model, inputs, **given)
+    if found["unchecked"] not in ("", WITHOUT_KERNELS):
+        return {}
+    size, count = small.plan.micro_batch_size, small.plan.micro_batches
+    note = f"compared with the model in a step of {count} micro-batches of {size}"
+    return {**found, "notes": [*plan.notes, note]}
 
 
 def lower(

@@ -87,6 +87,13 @@ class Examples:
                 return ["x".join(str(n) for n, d in pair if d) for pair in pairs]
         return ["" for _ in self.inputs]
 
+    def few(self, rows: int) -> tuple[Any, Any]:
+        """Return inputs and target as a user gives them, of so many samples at most."""
+        pairs = zip(self.inputs, self.targets, strict=True)
+        found = [(_first(i, i, rows), _first(t, i, rows)) for i, t in pairs]
+        inputs, targets = map(list, zip(*found, strict=True))
+        return found[0] if len(found) == 1 else (inputs, targets)
+
     def sizes(self, number: int) -> dict[str, list[int]]:
         """Return the shape of each tensor of a sample, by where it is."""
         rows = num_rows(self.inputs[number])
@@ -149,6 +156,15 @@ def samples(nest: Any, name: str, rows: int | None = None) -> dict[str, list[int
         for path, tensor in pairs
         if tensor.dim() and tensor.shape[0] == rows
     }
+
+
+def _first(nest: Any, inputs: Inputs, rows: int) -> Any:
+    size = num_rows(inputs)
+
+    def cut(path: Path, tensor: Tensor) -> Tensor:
+        return tensor[:rows] if tensor.dim() and len(tensor) == size else tensor
+
+    return map_tensors(nest, cut)
 
 
 def target_like(sample: Any, shapes: Sequence[Any], number: int) -> Any:

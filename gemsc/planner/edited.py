@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -44,6 +45,13 @@ class EditedPlan:
             GemscError: it cannot be read, or is no plan.
         """
         file = plan_file(path)
+        return cls(Plan.of(file, is_edited=True), file)
+
+    @classmethod
+    def of(cls, plan: Plan) -> EditedPlan:
+        """Take a plan as it would be read if it were written."""
+        text = plan.to_toml()
+        file = TomlFile(Path("plan.toml"), text, tomllib.loads(text), "compile again")
         return cls(Plan.of(file, is_edited=True), file)
 
     def options(self) -> CompileOptions:

@@ -61,6 +61,7 @@ from gemsc.verify.steps import NUDGES, nudged
 
 MOST_SECONDS = 30.0  # of the ranks and the model, as predicted
 MOST_BYTES = 4 << 30  # of weights and activations
+FEW_ROWS = FEW_MICRO_BATCHES = 2  # where all that a step has would be too much
 MOST_COPIES = 2  # data-parallel copies do the same
 _FLOPS_PER_SECOND = 2e10  # of a core, in float64: see benchmarks/checked_step.py
 _BLOCK_SECONDS = 1e-3  # of a block's launches, forward and backward
@@ -310,8 +311,31 @@ def _what_is_wrong(
     )
 
 
-def too_much(plan: Plan, model: nn.Module) -> str:
-    """Return why a step of a program cannot be run while it is compiled, or ""."""
+def few_rows(plan: Plan, model: nn.Module) -> int:
+    """Return the samples of two micro-batches whose step can be run in place of one.
+
+    That is 0 where the program's own step can be run, and where none can.
+    """
+    size, small = plan.micro_batch_size, fewer(plan)
+    if too_much(plan, model):
+        for rows in range(min(size, FEW_ROWS), 0, -1):
+            if not too_much(small, model, rows / size):
+                return rows
+    return 0
+
+
+def fewer(plan: Plan) -> Plan:
+    """Return the plan of a step of two micro-batches, compiled without other checks."""
+    count = min(plan.micro_batches, FEW_MICRO_BATCHES)
+    options = {**plan.options, "check": False, "profile": False}
+    return replace(plan, micro_batches=count, options=options)
+
+
+def too_much(plan: Plan, model: nn.Module, share: float = 1.0) -> str:
+    """Return why a step of a program cannot be run while it is compiled, or "".
+
+    Micro-batches have a `share` of their samples.
+    """
     tensors = [*model.parameters(), *model.buffers()]
     if any(tensor.is_meta for tensor in tensors):
         return "the model has no weights here"
@@ -319,7 +343,7 @@ def too_much(plan: Plan, model: nn.Module) -> str:
         return "--local-batchnorm computes something else than the model"
     copies = min(plan.data, MOST_COPIES)
     count = copies * plan.micro_batches * max(len(plan.shapes), 1)
-    flops = sum(stage.flops for stage in plan.stages)
+    flops = share * sum(stage.flops for stage in plan.stages)
     blocks = sum(len(stage.blocks) for stage in plan.stages)
     # forward and backward, then evaluation, of the ranks and of the model
     seconds = 2 * 4 * count * (flops / _FLOPS_PER_SECOND + blocks * _BLOCK_SECONDS / 4)
@@ -328,7 +352,8 @@ def too_much(plan: Plan, model: nn.Module) -> str:
     weights = sum(tensor.numel() for tensor in tensors)
     held = plan.replicas * copies * weights * max(s.grid.size for s in plan.stages)
     # in float64, as test_large_models.py measures; the model has its copies, too
-    num_bytes = 8 * (3 * held + 5 * weights) + 2 * copies * sum(plan.activation_bytes)
+    num_bytes = 8 * (3 * held + 5 * weights)
+    num_bytes += int(2 * copies * share * sum(plan.activation_bytes))
     if num_bytes > MOST_BYTES:
         return f"that would take about {num_bytes / 2**30:.0f} GiB of memory"
     return ""

@@ -1,0 +1,242 @@
+"""Where a step takes too long, one of few samples is compared, split alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from branch_models import BRANCH_MODELS
+from models import Case
+from shard_models import SHARD_MODELS
+from torch import Tensor, nn
+
+import gemsc.compiler
+from gemsc.base.examples import Examples
+from gemsc.base.phase import Phase
+from gemsc.codegen.package import rank_modules
+from gemsc.compilation import Compilation
+from gemsc.compiler import CompiledProgram, compile
+from gemsc.errors import GemscError, InternalError
+from gemsc.plan import WITHOUT_KERNELS, Plan
+from gemsc.verify import first_step
+
+ROWS, COUNT = 6, 8  # of an example; micro-batches
+X = torch.randn(ROWS, 3, 8, 6, generator=torch.Generator().manual_seed(1))
+
+
+class Picture(nn.Module):
+    """Takes pictures of any number; with `rows`, of that number only."""
+
+    def __init__(self, rows: int = -1) -> None:
+        super().__init__()
+        self.rows = rows
+        self.a, self.b = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 2, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.a(x)).relu()
+        return self.b(x * 0.5).reshape(self.rows, 2, 48)
+
+
+def squares(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Plan]]:
+    """Let two micro-batches of so many samples be all that is not too much.
+
+    Return the plans that are compared then.
+    """
+
+    def limit(program: CompiledProgram, rows: int) -> list[Plan]:
+        flops = sum(stage.flops for stage in program.plan.stages)
+        monkeypatch.setattr(first_step, "_FLOPS_PER_SECOND", 1.0)
+        monkeypatch.setattr(first_step, "_BLOCK_SECONDS", 0.0)
+        size = program.plan.micro_batch_size
+        copies = min(program.plan.data, first_step.MOST_COPIES)
+        most = 8 * copies * 2 * flops * (rows + 0.01) / size
+        monkeypatch.setattr(first_step, "MOST_SECONDS", most)
+        plans = []
+
+        def compare(compilation: Compilation, *given: Any, **how: Any) -> Any:
+            plans.append(compilation.plan)
+            return first_step.first_step(compilation, *given, **how)
+
+        monkeypatch.setattr(gemsc.compiler, "first_step", compare)
+        return plans
+
+    return limit
+
+
+def compiled(model: nn.Module | None = None, **options: Any) -> CompiledProgram:
+    options = {"ranks": 2, "micro_batches": COUNT, **options}
+    return compile(model or Picture(), (X,), loss=squares, **options)
+
+
+@pytest.mark.parametrize("rows", [2, 1])
+def test_a_smaller_step_is_compared(rows: int, few: Callable[..., list[Plan]]) -> None:
+    plans = few(compiled(check=False), rows)
+    plan = compiled().plan
+    _, small = plans
+    assert (small.micro_batch_size, small.micro_batches) == (rows, 2)
+    assert (plan.micro_batch_size, plan.micro_batches) == (ROWS, COUNT)
+    assert plan.unchecked == ""
+    note = f"compared with the model in a step of 2 micro-batches of {rows}"
+    assert plan.notes[-1] == note
+
+
+def test_what_is_wrong_in_it_is_refused(
+    few: Callable[..., list[Plan]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few(compiled(check=False), 2)
+
+    def modules(compilation: Compilation) -> dict[str, str]:
+        files = rank_modules(compilation)
+        assert any("* 0.5" in text for text in files.values())
+        return {name: text.replace("* 0.5", "* 0.4") for name, text in files.items()}
+
+    monkeypatch.setattr(gemsc.compiler, "rank_modules", modules)
+    with pytest.raises(InternalError, match="wrong program"):
+        compiled()
+
+
+class Asks(Picture):
+    def forward(self, x: Tensor) -> Tensor:
+        found = super().forward(x)
+        return found if torch.is_grad_enabled() else found * 2
+
+
+def test_what_is_wrong_in_the_model_is_told(few: Callable[..., list[Plan]]) -> None:
+    few(compiled(Asks(), check=False), 2)
+    with pytest.raises(GemscError, match=r"forward uses torch\.is_grad_enabled"):
+        compiled(Asks())
+
+
+def test_a_model_of_one_size_is_not_compared(
+    few: Callable[..., list[Plan]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    plans = few(compiled(Picture(ROWS), check=False), 2)
+    plan = compiled(Picture(ROWS)).plan
+    assert len(plans) == 1
+    assert plan.unchecked.startswith("that would take about")
+    assert plan.notes == []
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("reason", ["", WITHOUT_KERNELS, "the loss is not finite"])
+def test_a_smaller_step_that_says_nothing_is_none(
+    reason: str, few: Callable[..., list[Plan]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few(compiled(check=False), 2)
+    given: Any = iter([{"unchecked": "too long"}, {"unchecked": reason}])
+    monkeypatch.setattr(gemsc.compiler, "first_step", lambda *_, **__: next(given))
+    is_compared = reason in ("", WITHOUT_KERNELS)
+    plan = compiled().plan
+    assert plan.unchecked == (reason if is_compared else "too long")
+    assert len(plan.notes) == is_compared
+
+
+def test_no_block_is_measured_again(few: Callable[..., list[Plan]]) -> None:
+    seen: list[str] = []
+    how = {"profile": True, "progress": lambda name, share: seen.append(name)}
+    plans = few(compiled(check=False), 2)
+    compiled(**how, check=False)
+    once = len(seen)
+    compiled(**how)
+    assert len(seen) == 2 * once > 0
+    assert [plan.options["profile"] for plan in plans] == [True, False]
+
+
+def test_where_one_sample_is_too_much_none_is_compared(
+    few: Callable[..., list[Plan]],
+) -> None:
+    plans = few(compiled(check=False), 0)
+    assert compiled().plan.unchecked.startswith("that would take about")
+    assert len(plans) == 1
+
+
+def slow(*given: Any) -> Any:
+    return pytest.param(*given, marks=pytest.mark.slow)
+
+
+def split(plan: Plan) -> list[Any]:
+    """Return all that a plan says of how a model is split."""
+    names = "ranks", "blocks", "recompute", "offload", "grid", "trunk", "cut", "alone"
+    rows = []
+    for stage in plan.stages:
+        whole = [each.names for each in stage.whole]
+        forks = [(fork.join, fork.placed) for fork in stage.forks]
+        rows.append([*(getattr(stage, name) for name in names), whole, forks])
+    return [plan.schedule, plan.placement, plan.ranks, plan.data, rows]
+
+
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        (BRANCH_MODELS["mixture"], {"branches": "2", "recompute": "all"}),
+        (SHARD_MODELS["features"], {"data": 2, "ranks": 4, "shard": "weights"}),
+        slow(SHARD_MODELS["gpt"], {"schedule": "interleaved", "offload": "all"}),
+        slow(SHARD_MODELS["llama"], {"shards": "2", "data": 2, "ranks": 4}),
+        slow(SHARD_MODELS["resnet"], {"tiles": "2x1,1", "shards": "1,2", "ranks": 4}),
+    ],
+)
+def test_it_is_split_as_the_program_is(
+    case: Case, options: dict[str, Any], few: Callable[..., list[Plan]]
+) -> None:
+    inputs, target = case.sample(6)
+    given = {"loss": case.loss, "example_target": target, "micro_batches": COUNT}
+    options = {"ranks": 2, **given, **options}
+    model = case.build()
+    plans = few(compile(model, inputs, **options, check=False), 2)
+    assert compile(model, inputs, **options).plan.unchecked == ""
+    full, small = plans
+    assert split(full) == split(small)
+    assert (small.micro_batch_size, small.micro_batches) == (2, 2)
+
+
+class Game(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.g = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+        self.d = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 1))
+
+    def forward(self, z: Tensor) -> Tensor:
+        return self.g(z)
+
+
+def test_phases_have_a_smaller_step_too(
+    few: Callable[..., list[Plan]],
+) -> None:
+    def loss(net: Game, z: Tensor, target: Any) -> Tensor:
+        return net.d(net.g(z)).square().mean()
+
+    phases = [Phase(each, loss, train=each) for each in ("d", "g")]
+    given = Game(), (torch.randn(ROWS, 4),)
+    options: dict[str, Any] = {"ranks": 2, "micro_batches": COUNT, "phases": phases}
+    plans = few(compile(*given, **options, check=False), 2)
+    assert compile(*given, **options).plan.unchecked == ""
+    assert [(p.micro_batch_size, p.variants) for p in plans] == [
+        (ROWS, ["d", "g"]),
+        (2, ["d", "g"]),
+    ]
+
+
+def test_an_example_is_cut_where_it_has_samples() -> None:
+    inputs = {
+        "x": X,
+        "pairs": [torch.ones(ROWS), torch.ones(3)],
+        "scale": torch.ones(()),
+    }
+    found, target = Examples.of(inputs, (torch.arange(ROWS), "name")).few(2)
+    assert torch.equal(found["x"], X[:2])
+    assert [len(each) for each in found["pairs"]] == [2, 3]
+    assert found["scale"].dim() == 0
+    assert target[0].tolist() == [0, 1]
+    assert target[1] == "name"
+    shapes = [(torch.ones(1, 9),), (torch.ones(4, 3),)]
+    found, target = Examples.of(shapes, [torch.ones(1), torch.ones(4)]).few(2)
+    assert [tuple(each[0].shape) for each in found] == [(1, 9), (2, 3)]
+    assert [len(each) for each in target] == [1, 2]
