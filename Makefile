@@ -59,7 +59,7 @@ format: $(READY)  ## put all files into the one format
 	$(BIN)/ruff format .
 
 bench: $(READY)  ## measure: docs/benchmarks.md says what
-	@for script in $(filter-out %/contender_process.py, $(shell grep -l __main__ benchmarks/*.py)); do \
+	@for script in $(filter-out %/contender_process.py %/gpu_rank.py, $(shell grep -l __main__ benchmarks/*.py)); do \
 	  echo "== $$script"; $(BIN)/python $$script || exit; done
 
 size:  ## lines of each room of gemsc/, and the most that it may have

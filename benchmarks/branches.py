@@ -147,7 +147,7 @@ KINDS = {"towers": towers, "inside": inside}
 def main() -> None:
     """Measure, print."""
     parser = argparse.ArgumentParser(description="parallel branches on several ranks")
-    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("kind", choices=KINDS, nargs="?", help="without it, each")
     parser.add_argument("--quick", action="store_true", help="tiny: does it run?")
     parser.add_argument("--micro-batches", default="1,2,4")
     parser.add_argument("--rounds", type=int, default=7)
@@ -158,7 +158,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         options.micro_batches, options.rounds, options.patience = "2", 2, 0
-    KINDS[options.kind](options)
+    for kind in [options.kind] if options.kind else KINDS:
+        KINDS[kind](options)
 
 
 if __name__ == "__main__":

@@ -107,8 +107,9 @@ def measured(folder: Path, rounds: int) -> None:
     for share in SHARES:
         link.speed = TOTAL / (share * typical) if share else 0.0
         pairs = [
-            (seconds(EARLY), seconds(lambda *_: nullcontext())) for _ in range(rounds)
-        ][1:]
+            (seconds(EARLY), seconds(lambda *_: nullcontext()))
+            for _ in range(rounds + 1)
+        ][1:]  # the first steps are slower
         early, late = zip(*pairs, strict=True)
         if not share:
             typical = transport.all_gather_object(statistics.median(late))[0]

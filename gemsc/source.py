@@ -389,7 +389,7 @@ def _new_value(path: Path, name: str, text: str, statement: Any) -> ast.expr:
 
 def _unknown(path: Path, name: str, assigned: Mapping[str, Any]) -> GemscError:
     close = get_close_matches(name, assigned, n=1)
-    advice = "a constant is a number or a text that a line at the top assigns"
+    advice = "a constant is a number or a string that a line at the top assigns"
     if assigned:
         advice = f"it has {', '.join(assigned)}"
     at = None

@@ -109,6 +109,8 @@ def pytest_collection_modifyitems(
         chosen = [item for item in items if not item.get_closest_marker("nightly")]
         limits = ["by_day"] if config.getoption("--slow") else ["by_day", "slow"]
         later = cases_for_later(chosen, limits)
+        if config.getoption("--update-golden"):  # of all, not of some cases
+            later -= {i for i in later if "golden" in getattr(i, "fixturenames", ())}
         chosen = [item for item in chosen if item not in later]
     stays = part_of(chosen, config.getoption("--part"))
     config.hook.pytest_deselected(items=[i for i in items if i not in stays])

@@ -151,11 +151,16 @@ def _machine(name: str, allreduce: str) -> Hardware:
 
 
 def _heading(found: Simulation) -> str:
+    options = found.options
     return (
-        f"{found.name} on {found.last.ranks:,} ranks of {found.hardware.name}: "
-        f"{found.options.schedule}, {found.options.data:,} replicas of "
-        f"{found.options.copy_ranks} ranks"
+        f"{found.name} on {_many(found.last.ranks, 'rank')} of {found.hardware.name}: "
+        f"{options.schedule}, {_many(options.data, 'replica')} of "
+        f"{_many(options.copy_ranks, 'rank')}"
     )
+
+
+def _many(count: int, name: str) -> str:
+    return f"{count:,} {name}{'s' * (count > 1)}"
 
 
 def _print(found: Simulation) -> None:
@@ -169,8 +174,8 @@ def _print(found: Simulation) -> None:
         tell(f"- {note}")
     show_points(found.points, console)
     tell(
-        f"scaling efficiency {found.efficiency:.2%} on {last.ranks:,} ranks, compared "
-        f"with {found.points[0].ranks:,}: {last.throughput:,.1f} samples/s, "
+        f"scaling efficiency {found.efficiency:.2%} on {_many(last.ranks, 'rank')}, "
+        f"compared with {found.points[0].ranks:,}: {last.throughput:,.1f} samples/s, "
         f"{show_seconds(last.step_seconds)} a step",
     )
     peak, room = max(found.timeline.peak_bytes), found.hardware.device.memory_bytes

@@ -62,20 +62,21 @@ def draw_graph(program: Program, plan: Plan) -> str:
         form = {"shape": "ellipse", "style": "solid", "class": "input"}
         picture.node(_id(item.name), label, **form)
     boxes = boxes_of(program)
-    slowest = max(plan.stages, key=lambda stage: stage.seconds)
+    stages = plan.stages
+    slowest = max(stages, key=lambda stage: stage.seconds) if stages[1:] else None
     for stage in program.require_stages():
         index = stage.index % NUM_SERIES
         form = {"class": f"stage{index}", "style": "filled,rounded"}
-        form |= {"penwidth": "3"} if stage.index == slowest.index else {}
+        form |= {"penwidth": "3"} if stages[stage.index] is slowest else {}
         with picture.subgraph(name=f"cluster_stage{stage.index}") as cluster:
             cluster.attr(**form, **_colours("tint", index))
             own = [box for box in boxes if box.stage == stage.index]
             for box in own:
-                _draw_box(cluster, program, box, plan.stages[stage.index])
+                _draw_box(cluster, program, box, stages[stage.index])
             title, first = f"title{stage.index}", own[0].key
             with cluster.subgraph() as row:
                 row.attr(rank="same")
-                words = _stage_label(plan.stages[stage.index], slowest)
+                words = _stage_label(stages[stage.index], slowest)
                 form = {"shape": "plaintext", "style": "", "class": "title"}
                 row.node(title, graphviz.escape(words), fontsize="12", **form)
                 row.edge(title, first, style="invis")
@@ -125,7 +126,7 @@ def _colours(ground: str, index: int) -> dict[str, str]:
     }
 
 
-def _stage_label(stage: PlannedStage, slowest: PlannedStage) -> str:
+def _stage_label(stage: PlannedStage, slowest: PlannedStage | None) -> str:
     word = "rank" if len(stage.ranks) == 1 else "ranks"
     grid = f": {stage.grid}" if stage.grid else ""
     grid += f" of {stage.units}" if stage.units else ""

@@ -50,6 +50,12 @@ def test_a_title_is_a_node_so_that_no_arrow_crosses_it(program: Program) -> None
         assert f"{show_bytes(stage.cost.saved_bytes)} saved for backward" in text
 
 
+def test_the_slowest_of_several_stages_is_marked(program: Program) -> None:
+    assert drawn(program).count("the slowest") == 1
+    one = cut(blocks_of(networks.FlatUNet(), PICTURE), 1)
+    assert "the slowest" not in drawn(one)
+
+
 def test_a_loss_is_a_scalar_and_one_node_is_one() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     example = {"loss": nn.MSELoss(), "example_target": torch.ones(2, 4)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 from pathlib import Path
 
 import pytest
@@ -40,3 +41,20 @@ def test_the_folders_that_benchmarks_look_into_have_what_they_import():
         for line in script.read_text().splitlines():
             if "sys.path" in line and '"tests"' in line:
                 assert '"tests" / "support"' in line, (script.name, line)
+
+
+def test_what_make_bench_runs_needs_no_argument():
+    makefile = (ROOT / "Makefile").read_text()
+    left_out = re.findall(
+        r"%/(\w+)\.py", makefile.split("\nbench:")[1].split("\n\n")[0]
+    )
+    assert len(left_out) == 2
+    for script in SCRIPTS:
+        text = script.read_text()
+        if script.stem in left_out or "__main__" not in text:
+            continue
+        tree = ast.walk(ast.parse(text))
+        for call in (node for node in tree if isinstance(node, ast.Call)):
+            if ast.unparse(call.func).endswith(".add_argument"):
+                named = ast.unparse(call.args[0]).strip("'").startswith("-")
+                assert named or "nargs" in {word.arg for word in call.keywords}, script

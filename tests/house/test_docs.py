@@ -10,22 +10,27 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from dataclasses import dataclass, fields
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 from command_line import gemsc_here
 from rich.console import Console
 from safetensors.torch import load_file
+from torch import nn
 from typer.main import get_command
 
 from gemsc.cli import make_app
 from gemsc.compiler import CompiledProgram, compile
 from gemsc.ir.dump import dump
+from gemsc.ir.operators import calls, table
 from gemsc.launch.launch import launch
 from gemsc.launch.start import read_launch
-from gemsc.schedules import SCHEDULES
+from gemsc.passes.shards import operations
+from gemsc.schedules import SCHEDULES, policies
 from gemsc.user_model import UserModel, load_user_model
 from gemsc.viz.terminal import show
 
@@ -256,6 +261,67 @@ def test_the_readme_counts_the_networks_of_the_benchmark():
     assert f"{len(exact)} train one step exactly" in text
     assert f"and {failed} in float32" in text
     assert len(exact) + failed == len(rows)
+
+
+# what contributing.md adds
+
+
+CONTRIBUTING = ROOT / "docs" / "contributing.md"
+
+
+def indented(page: Path, start: str) -> str:
+    """Return an indented block of a list that begins so."""
+    text = page.read_text(encoding="utf-8")
+    found = re.search(
+        rf"^ {{7}}{re.escape(start)}.*\n(?: {{7}}.*\n)*", text, re.MULTILINE
+    )
+    assert found is not None
+    return textwrap.dedent(found[0])
+
+
+def test_the_pass_that_is_added_counts_what_its_example_shows(models, monkeypatch):
+    (text,) = (b for b in blocks(CONTRIBUTING, "python") if "class CountHeavy" in b)
+    module = ModuleType("count_heavy")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(text, vars(module))
+    module.replace = lambda program, num_heavy: num_heavy
+    counts = module.CountHeavy().apply(models["unet"].program.compilation.program)
+    assert f"    {' '.join(map(str, counts))}\n" in module.__doc__
+
+
+def test_the_schedule_that_is_shown_is_that_of_gemsc():
+    (text,) = (b for b in blocks(CONTRIBUTING, "python") if b.startswith("SCHEDULES"))
+    names = dict(vars(policies))
+    exec(text, names)
+    (name,) = names["SCHEDULES"]
+    assert names["SCHEDULES"][name] == SCHEDULES[name]
+
+
+def test_the_operation_that_is_added_is_exact_on_shards(monkeypatch):
+    added = ast.literal_eval("{" + indented(CONTRIBUTING, '"addmv": ("addmv"') + "}")
+    monkeypatch.setitem(calls.FUNCTIONS, torch.addmv, added["addmv"])
+    row = indented(CONTRIBUTING, '"addmv": Operator(')
+    monkeypatch.setitem(
+        table.OPERATORS, "addmv", eval("{" + row + "}", dict(vars(table)))["addmv"]
+    )
+    names = dict(vars(operations))
+    exec(
+        "from __future__ import annotations\n" + indented(CONTRIBUTING, "def _addmv"),
+        names,
+    )
+    monkeypatch.setitem(operations.OPERATIONS, "addmv", names["_addmv"])
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(6, 64)
+            self.vector, self.added = (nn.Parameter(torch.randn(n)) for n in (64, 8))
+
+        def forward(self, x):
+            return torch.addmv(self.added, torch.relu(self.first(x)), self.vector)
+
+    made = compile(Net(), torch.randn(8, 6), loss=torch.mean, ranks=2, shards=("2",))
+    assert {each.name for each in made.compilation.program.shards[0].cut} >= {"vector"}
 
 
 # the readme

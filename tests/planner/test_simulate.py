@@ -279,6 +279,8 @@ def test_the_command_prints_processes_that_share_a_device(
     done = gemsc(*words, "--ranks", 1, "--micro-batches", 2)
     assert done.code == 0, done.err
     assert "processes that share a device, a step of 32 samples each" in done.out
+    assert "Sequential on 1 rank of " in done.out
+    assert "1 replica of 1 rank\n" in done.out
     refused = gemsc(*words, "--ranks", 2)
     assert refused.code == 1
     assert "only for replicas of one rank, but these have 2" in refused.err
