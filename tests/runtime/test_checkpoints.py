@@ -237,6 +237,11 @@ def test_patience_ends_a_run_and_goes_on_after_a_resume(
     assert f"stopped after step 8: {said}" in capsys.readouterr().out
     with pytest.raises(GemscError, match=f"{said}: --patience 3 has ended this run"):
         evaluated([1.0] * 20, tmp_path, *resumed)
+    model = tmp_path / "saved" / "model.safetensors"
+    model.unlink()  # a kill may leave it out
+    assert evaluated([1.0] * 20, tmp_path, *words, "--resume") == 8
+    assert f"{tmp_path / 'saved'} has ended: {said}" in capsys.readouterr().out
+    assert model.is_file()
 
 
 @pytest.mark.slow
