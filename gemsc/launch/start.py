@@ -43,7 +43,7 @@ from gemsc.runtime.training.program_directory import (
     check_weights,
     tell_of_settings,
 )
-from gemsc.runtime.training.run_folder import LOCK, choose_folder
+from gemsc.runtime.training.run_folder import ABOUT, LOCK, choose_folder
 
 
 def start(
@@ -81,7 +81,9 @@ def start(
         rest += ["--save", str(folder)]
         _say_at_first(plan, folder)
     job = _Job(directory, plan, (*rest,), hosts, engine)
-    code = _run(job, how, folder, last_step(options.resume or folder))
+    old = _start_of(folder) if options.overwrite else None
+    step = last_step(options.resume or folder) if old is None else 0
+    code = _run(job, how, folder, step, old)
     if folder.is_dir():
         ended(folder)
         if not is_named:  # a run that failed before its start leaves nothing
@@ -140,8 +142,20 @@ class _Job:
         return computed_lines(file)
 
 
-def _run(first: _Job, how: Launch, folder: Path, step: int) -> int:
-    """Run a job that begins at a step, and what goes on from it, as often as asked."""
+def _start_of(folder: Path) -> str:
+    """Return what is another text once another start of a run has been noted."""
+    try:
+        found = (folder / ABOUT).stat()
+    except OSError:
+        return "none"
+    return f"{found.st_ino} {found.st_mtime_ns}"
+
+
+def _run(first: _Job, how: Launch, folder: Path, step: int, old: str | None) -> int:
+    """Run a job that begins at a step, and what goes on from it, as often as asked.
+
+    An `old` run in its folder, by its `_start_of`, is not what it goes on from.
+    """
     job, restart = first, 0
     while True:
         ending = job.run()
@@ -150,17 +164,18 @@ def _run(first: _Job, how: Launch, folder: Path, step: int) -> int:
             if not is_told and (way := way_on(folder)):
                 _say(f"note: {way}")
             return ending.code
-        restart, step = restart + 1, last_step(folder)
+        has_begun = old is None or _start_of(folder) != old
+        restart, step = restart + 1, last_step(folder) if has_begun else 0
         try:
-            job = _again(first, how.hosts)
+            job = _again(first, how.hosts, ["--resume"] if has_begun else [])
         except GemscError as error:
             _say(str(error))
             return ending.code
         _say(f"restart {restart} of {how.restarts} from step {step}: {ending.reason}")
 
 
-def _again(job: _Job, hosts: Sequence[Host]) -> _Job:
-    """Return the job that goes on in the run's folder, on the hosts that answer.
+def _again(job: _Job, hosts: Sequence[Host], more: Sequence[str]) -> _Job:
+    """Return the job with more arguments, on the hosts that answer.
 
     Raises:
         GemscError: there are too few of them.
@@ -179,7 +194,7 @@ def _again(job: _Job, hosts: Sequence[Host]) -> _Job:
         job,
         directory=directory,
         plan=plan,
-        arguments=(*job.arguments, "--resume"),
+        arguments=(*job.arguments, *more),
         hosts=places,
     )
 

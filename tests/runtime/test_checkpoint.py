@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from gemsc.base.files import write_text
 from gemsc.base.rng import preserve_rng
 from gemsc.errors import GemscError
-from gemsc.runtime.checkpoint import write
-from gemsc.runtime.checkpoint.folder import clear_space
+from gemsc.runtime.checkpoint import files, folder, read, write
+from gemsc.runtime.checkpoint.folder import check_digests, clear_space
 from gemsc.runtime.training.arguments import parse_arguments
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.weights.write import write_stream
@@ -183,6 +183,27 @@ def test_a_run_that_starts_anew_may_save_the_same_step(
         state = train_and_save(program, tmp_path, steps)
         assert same(resumed(program, tmp_path), state)
         assert len(names_in(tmp_path)) <= 4
+
+
+def test_a_run_may_save_while_another_reads_what_it_saved_before(
+    program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It switches its link; what another run, or an export, has begun with stays."""
+    wanted = train_and_save(program, tmp_path)
+    weights = weights_in(tmp_path)
+    train_and_save(program, tmp_path, steps=2, resume=True)
+
+    def switches(*arguments: Any) -> None:
+        check_digests(*arguments)
+        folder._link(tmp_path / "latest", "step-000003")
+
+    for reader in (read, files):
+        monkeypatch.setattr(reader, "check_digests", switches)
+        folder._link(tmp_path / "latest", "step-000001")
+        if reader is read:
+            assert same(resumed(program, tmp_path), wanted)
+        else:
+            assert same(weights_in(tmp_path), weights)
 
 
 def test_extra_state_of_a_loop_comes_back(program: Path, tmp_path: Path) -> None:

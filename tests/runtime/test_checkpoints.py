@@ -169,6 +169,35 @@ def test_the_best_one_is_kept(tmp_path: Path) -> None:
     assert best(tmp_path / "less" / "saved") == "step-000007"
 
 
+def test_a_kill_between_the_two_links_does_not_lose_the_best_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run that goes on may not say again that it is the best."""
+    now, link, saves = [0], folder._link, tmp_path / "saved"
+
+    def dies(path: Path, target: str) -> None:
+        link(path, target)
+        if target == "step-000002":
+            raise KeyError("dies")
+
+    def on_step(trainer: Trainer, report: Any) -> None:
+        now[0] = report.step
+
+    user = user_of(
+        dataset=lambda: pairs(4),
+        eval_dataset=lambda: pairs(4, seed=1),
+        metrics=lambda output, target: score([3.0, 2.0, 1.0, 3.0][now[0]]),
+        on_step=on_step,
+    )
+    words = "--best", "score", "--epochs", "3", "--keep", "1", "--save", saves
+    with monkeypatch.context() as patched:
+        patched.setattr(folder, "_link", dies)
+        with pytest.raises(KeyError, match="dies"):
+            run(program(tmp_path), user, *words)
+    run(tmp_path, user, *words, "--resume")
+    assert best(saves).startswith("step-000002")
+
+
 @pytest.mark.slow
 def test_it_is_the_least_loss_where_nothing_is_said(tmp_path: Path) -> None:
     evaluated([1.0, 2.0, 3.0], tmp_path)
@@ -208,6 +237,11 @@ def test_patience_ends_a_run_and_goes_on_after_a_resume(
     assert f"stopped after step 8: {said}" in capsys.readouterr().out
     with pytest.raises(GemscError, match=f"{said}: --patience 3 has ended this run"):
         evaluated([1.0] * 20, tmp_path, *resumed)
+    model = tmp_path / "saved" / "model.safetensors"
+    model.unlink()  # a kill may leave it out
+    assert evaluated([1.0] * 20, tmp_path, *words, "--resume") == 8
+    assert f"{tmp_path / 'saved'} has ended: {said}" in capsys.readouterr().out
+    assert model.is_file()
 
 
 @pytest.mark.slow

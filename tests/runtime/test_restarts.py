@@ -8,6 +8,7 @@ import pytest
 from command_line import MODEL, start
 from host_pair import two_hosts
 
+from gemsc.base.files import write_text
 from gemsc.launch import start as starting
 from gemsc.launch.hosts import Host
 from gemsc.launch.launch import Ending
@@ -92,6 +93,35 @@ def test_it_goes_on_from_the_last_checkpoint_as_often_as_asked(endings, command)
     )
     given = ["program", "--save", "saved", "--steps", "9"]
     assert started == [(2, given, ()), *[(2, [*given, "--resume"], ())] * 2]
+
+
+@pytest.mark.slow
+def test_it_does_not_go_on_from_the_run_that_it_was_to_replace(
+    endings, command, monkeypatch
+):
+    """As long as no rank has come so far as to remove that."""
+    endings, started = endings
+    saved = Path("saved")
+    (saved / "step-000009").mkdir(parents=True)
+    (saved / "step-000009" / "manifest.json").touch()
+    (saved / "latest").symlink_to("step-000009")
+    (saved / "run.json").write_text("{}")
+    endings += [replace(KILLED, step=0), Ending(1, step=5), Ending(0)]
+    ended = starting.calls_for_restart
+
+    def removed(ending, step):
+        if ending.code == 1:  # what the second of them did
+            write_text(saved / "run.json", "{}")
+            (saved / "latest").unlink()
+        return ended(ending, step)
+
+    monkeypatch.setattr(starting, "calls_for_restart", removed)
+    words = "run", "program", "--restarts", "2", "--save", "saved", "--overwrite"
+    done = command(*words)
+    assert done.code == 0
+    assert "restart 1 of 2 from step 0" in done.err
+    given = ["program", "--save", "saved", "--overwrite"]
+    assert [each for _, each, _ in started] == [given, given, [*given, "--resume"]]
 
 
 @pytest.mark.slow

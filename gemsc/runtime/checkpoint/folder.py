@@ -142,14 +142,27 @@ def _other_than(folder: Path) -> str:
 def _step_in(directory: Path) -> Path | None:
     """Return the folder that holds the files of a checkpoint, if there is one."""
     if (link := directory / LATEST).is_symlink() or link.exists():
-        return link
+        return _followed(link)
     if (directory / DISTRIBUTED).is_file():  # torchtitan calls it step-100000
         return None
     name = os.path.basename(os.path.realpath(directory))
     if (directory / MANIFEST).exists() or STEP.fullmatch(name):
-        return directory
+        return _followed(directory)
     found = _steps_of(directory)
     return found[-1] if found else None
+
+
+def _followed(link: Path) -> Path:
+    """Return where a link leads now: a run that goes on there switches it."""
+    return link.parent / os.readlink(link) if link.is_symlink() else link
+
+
+def place_in(directory: Path) -> Path:
+    """Return the checkpoint that a folder stands for now; itself if it has none."""
+    try:
+        return _step_in(directory) or directory
+    except OSError:
+        return directory
 
 
 def _steps_of(directory: Path) -> list[Path]:
@@ -261,9 +274,9 @@ def publish(directory: Path, beside: Path, kept: Retention) -> None:
     _remove([new])
     beside.rename(new)
     sync(directory)
-    _link(directory / LATEST, new.name)
-    if kept.best:
+    if kept.best:  # before the latest one, whose run would not say again that it is
         _link(directory / BEST, new.name)
+    _link(directory / LATEST, new.name)
     sync(directory)
     stay = {new.name, _target(directory / BEST)}
     others = [path for path in _steps_of(directory) if path.name not in stay]

@@ -19,6 +19,7 @@ from gemsc.runtime.checkpoint.folder import (
     check_checkpoint,
     check_digests,
     damage_named,
+    place_in,
 )
 from gemsc.runtime.checkpoint.holdings import (
     BESIDE_KEY,
@@ -75,6 +76,7 @@ def resume(worker: Worker, directory: Path, tensors: Extra) -> dict[str, Any]:
     stateful = [each for pair in pairs for each in pair if each]
     before = [each.state_dict() for each in stateful]
     fit, problem = _Fit(), None
+    directory = transport.all_gather_object(place_in(directory))[0]
     with torch.no_grad():
         try:
             fit = _fit(_Reader(worker, tensors), directory)

@@ -81,9 +81,9 @@ class Best(Callback):
         if self.is_asked_for and self.name == "loss" and trainer.phases:
             text = "--best and --patience ask for a held-out loss, and phases have none"
             raise GemscError(text, help="name a figure of metrics() with --best")
-        if self.patience is not None and self.since >= self.patience:
+        if self.is_over:
             raise GemscError(
-                f"{self._reason}: --patience {self.patience} has ended this run",
+                f"{self.reason}: --patience {self.patience} has ended this run",
                 help="resume with a larger --patience, or without",
             )
 
@@ -110,8 +110,8 @@ class Best(Callback):
         self.since = 0 if self.is_new else self.since + 1
         if self.is_new:
             self.value, self.step = value, trainer.step_number
-        if self.patience is not None and self.since >= self.patience:
-            trainer.stop(self._reason)
+        if self.is_over:
+            trainer.stop(self.reason)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best figure, and how long ago it was."""
@@ -132,7 +132,13 @@ class Best(Callback):
             self.since = state["since"]
 
     @property
-    def _reason(self) -> str:
+    def is_over(self) -> bool:
+        """Whether patience has an end."""
+        return self.patience is not None and self.since >= self.patience
+
+    @property
+    def reason(self) -> str:
+        """Why patience has an end."""
         evaluations = "evaluation" if self.since == 1 else f"{self.since} evaluations"
         if self.value is None:
             return f"{self.name} was no number in the last {evaluations}"

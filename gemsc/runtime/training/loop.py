@@ -228,6 +228,9 @@ class Training:
         if "Ema" in self.trainer.dropped:
             text = "warning: the checkpoint has averages of the weights, this run keeps"
             self.console.say(f"{text} none\nhelp: resume with --ema, or they are lost")
+        if goes_on and self.best is not None and self.best.is_over:
+            self.console.say(f"{folder} has ended: {self.best.reason}")
+            return False
         if self.epochs.owes_end or not self.epochs.is_over(done):
             if done and (changes := changed_options(self.options, done)):
                 text = "note: this run continues with other options than it had"
