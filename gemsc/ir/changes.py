@@ -69,6 +69,12 @@ def unjoined_changes(program: Program) -> Iterator[Change]:
             yield Change(node, f"{node.target}.{opaque.changes[0]}")
 
 
+def changes_weights(change: Change, module: nn.Module) -> bool:
+    """Whether parameters change when a change is made again, not only buffers."""
+    names = (name for node in change.again for name in mutated_state(node, module))
+    return any(isinstance(attribute(module, name), nn.Parameter) for name in names)
+
+
 def is_settled(node: fx.Node) -> bool:
     """Whether a change gives the same again, as w.clamp_(0, 1) and w[0] = 0 do."""
     alone = node.op == "call_method" and node.target in _SETTLING
@@ -89,10 +95,7 @@ def _writers(program: Program) -> dict[int, set[fx.Node]]:
 def _again(
     node: fx.Node, program: Program, writers: Mapping[int, set[fx.Node]]
 ) -> frozenset[fx.Node]:
-    """Return what makes a change without data: its inputs, and all that writes there.
-
-    None of it changes a parameter: replicas on one rank share these.
-    """
+    """Return what makes a change without data: its inputs, all that writes there."""
     found, way = {node}, [node]
     while way:
         each = way.pop()
@@ -115,12 +118,8 @@ def _needs_no_data(node: fx.Node, program: Program) -> bool:
     if node.op not in ("call_function", "call_method"):
         return False
     given = pytree.tree_leaves((node.args, node.kwargs))
-    if meta.facts(node).random or any(isinstance(each, ShapeGrid) for each in given):
-        return False
-    changed = mutated_state(node, program.module)
-    return not any(
-        isinstance(attribute(program.module, name), nn.Parameter) for name in changed
-    )
+    grids = (isinstance(each, ShapeGrid) for each in given)
+    return not meta.facts(node).random and not any(grids)
 
 
 def _as_layers_do(

@@ -13,7 +13,7 @@ from gemsc.ir.layers import layer_source
 from gemsc.ir.meta import layer as layer_of
 from gemsc.ir.program import Program
 from gemsc.ir.staged import same_stages, with_copies
-from gemsc.lowering.stages import make_again, tile_passes
+from gemsc.lowering.stages import make_again, replicas_of, tile_passes
 from gemsc.options import CompileOptions
 from gemsc.passes.annotate import Annotate
 from gemsc.passes.checks.statistics import check_changes
@@ -47,7 +47,8 @@ def evaluate(
         annotate = Annotate(training=False)
         again = make_again(traced, read_hardware(options.hardware), chosen)
         graph = run(traced.evaluation, annotate, follow, again)
-        check_changes(graph, chosen.num_replicas * options.data)
+        num_runs, with_weights = replicas_of(options, chosen)
+        check_changes(graph, num_runs, with_weights=with_weights)
         evaluation = run(graph, _outputs_alone(whole))
     found = TileProgram(whole, evaluation, twins)
     grids, halos = chosen.grids, done.tiles[0].halos

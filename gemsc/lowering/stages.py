@@ -222,6 +222,12 @@ def _shares(
     }
 
 
+def replicas_of(options: CompileOptions, chosen: StageLayout) -> tuple[int, bool]:
+    """Return how many replicas run a model, and if each has all weights for itself."""
+    has_weights = chosen.num_replicas == 1 and options.shard != "weights"
+    return chosen.num_replicas * options.data, has_weights
+
+
 def _cut(
     traced: Traced,
     options: CompileOptions,
@@ -234,7 +240,7 @@ def _cut(
     cut = run(traced.program, choose_stages)
     edges = tuple(len(stage.blocks) for stage in cut.require_stages())
     cut = run.once(("cut", id(traced.program), edges), lambda found: found, cut)
-    check_statistics = CheckStatistics(chosen.num_replicas * options.data)
+    check_statistics = CheckStatistics(*replicas_of(options, chosen))
     follows = isinstance(choose_stages, FollowStages)
     mark = MarkSegments(options.recompute, options.offload, follows)
     return run(cut, check_statistics, again, mark)

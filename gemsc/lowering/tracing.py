@@ -31,6 +31,7 @@ from gemsc.passes.annotate import Annotate
 from gemsc.passes.canonicalize import Canonicalize
 from gemsc.passes.checks.shared_memory import check_shared_memory
 from gemsc.passes.constants.causal_masks import CausalMasks
+from gemsc.passes.constants.delay_updates import DelayUpdates
 from gemsc.passes.detect_skips import DetectSkips
 from gemsc.passes.follow_stages import FollowOrder, find_twins
 from gemsc.passes.group_blocks import GroupBlocks
@@ -38,6 +39,7 @@ from gemsc.passes.manager import Observer, Runs
 from gemsc.passes.separate_towers import SeparateTowers
 from gemsc.passes.time_blocks import TimeBlocks
 
+PLAIN = DelayUpdates(), Canonicalize(), CausalMasks()
 MOST_FLOPS = 2e11  # forward, of a check that is limited: a minute of one core
 
 
@@ -84,7 +86,7 @@ def trace(
         annotate = Annotate(device=hardware.device if hardware else None)
         try:
             cut = SeparateTowers(), DetectSkips(), GroupBlocks()
-            program = run(program, Canonicalize(), CausalMasks(), annotate, *cut)
+            program = run(program, *PLAIN, annotate, *cut)
         except Exception as error:
             if check and not isinstance(error, GemscError):  # is it the model?
                 compare(program)
@@ -115,7 +117,7 @@ def trace(
         found = opaques(evaluation.module)
         if found.keys() != known.keys():  # what is not cut in one mode is in neither
             program = prepared(found)
-        same_order = Canonicalize(), CausalMasks(), FollowOrder(program)
+        same_order = *PLAIN, FollowOrder(program)
         evaluation = run(evaluation, *same_order)
         program = replace(
             program, sample_dims=sample_dims(model, example_inputs, evaluation)

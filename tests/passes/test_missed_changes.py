@@ -180,7 +180,7 @@ def by_data_too(layer: Growing, x: Tensor) -> None:
 
 @torch.no_grad()
 def a_parameter(layer: Growing, x: Tensor) -> None:
-    """Replicas on one rank share it, and each would change it."""
+    """Mirrored replicas on one rank share it, and each would change it."""
     layer.bias.data.mul_(0.9)
 
 
@@ -188,7 +188,7 @@ def a_parameter(layer: Growing, x: Tensor) -> None:
     "change",
     [
         *(by_data, by_chance, by_data_later, by_data_in_a_row, by_data_in_another),
-        *(by_data_too, a_parameter),
+        by_data_too,
     ],
 )
 def test_what_needs_data_is_refused(change: Callable[..., None]) -> None:
@@ -198,6 +198,21 @@ def test_what_needs_data_is_refused(change: Callable[..., None]) -> None:
                 around(change), (X,), loss=nn.MSELoss(), example_target=X, **options
             )
         assert told.value.at is not None
+
+
+@pytest.mark.parametrize("shard", ["off", "optimizer", "gradients"])
+def test_a_replica_changes_weights_of_its_own(shard: str, tmp_path: Path) -> None:
+    found = against_one_process(tmp_path, around(a_parameter), **DATA, shard=shard)
+    assert found.worst < EXACT
+
+
+@pytest.mark.parametrize("options", [MAST, DATA | {"shard": "weights"}], ids=str)
+def test_weights_that_replicas_share_are_left_alone(options: dict[str, Any]) -> None:
+    given = {"loss": nn.MSELoss(), "example_target": X, **options}
+    with pytest.raises(GemscError, match=r"changes '2\.bias', and each of 2") as told:
+        compile(around(a_parameter), (X,), **given)
+    help = "use a schedule with one replica, without --shard weights"
+    assert told.value.help == help
 
 
 def in_evaluation(layer: Growing, x: Tensor) -> None:

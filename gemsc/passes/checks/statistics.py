@@ -17,7 +17,7 @@ from torch import fx, nn
 
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.ir import meta
-from gemsc.ir.changes import Change, is_settled, unjoined_changes
+from gemsc.ir.changes import Change, changes_weights, is_settled, unjoined_changes
 from gemsc.ir.holder import attribute, called_layer
 from gemsc.ir.mutation import (
     changed_by_layer,
@@ -46,7 +46,8 @@ class CheckStatistics(Pass):
     (see gemsc.runtime.worker.reduction), also where a class that derives from it calls
     F.batch_norm as it does (BatchNormAct2d of timm), and a change that needs no data
     and leaves what it has changed as it is. Where a stage changes a buffer and needs no
-    data for it, each run makes the changes of the others (`advance_state`). Nothing
+    data for it, each run makes the changes of the others (`advance_state`); those of a
+    parameter only `with_weights` that no other run shares or has a part of. Nothing
     else is known to join; nor do the statistics in a module that depends on data, where
     some runs may update them more often.
     """
@@ -55,6 +56,7 @@ class CheckStatistics(Pass):
     requires: ClassVar[tuple[str, ...]] = ("stages",)
 
     num_runs: int = 1
+    with_weights: bool = False
 
     def apply(self, program: Program) -> Program:
         """Return the program as it is.
@@ -62,7 +64,7 @@ class CheckStatistics(Pass):
         Raises:
             GemscError: the model could not be trained exactly; names the line.
         """
-        check_changes(program, self.num_runs)
+        check_changes(program, self.num_runs, with_weights=self.with_weights)
         if self.num_runs > 1:
             for node in program.compute_nodes:
                 for name in read_statistics(node, program).values():
@@ -76,8 +78,10 @@ class CheckStatistics(Pass):
         return program
 
 
-def check_changes(program: Program, num_runs: int) -> None:
+def check_changes(program: Program, num_runs: int, *, with_weights: bool) -> None:
     """Refuse changes that `num_runs` runs of a graph would make differently.
+
+    `with_weights` says whether each run has all weights, and for itself alone.
 
     Raises:
         GemscError: names the line that changes a parameter or a buffer.
@@ -85,14 +89,17 @@ def check_changes(program: Program, num_runs: int) -> None:
     stages = [frozenset(each.nodes) for each in program.require_stages()]
     for change in unjoined_changes(program) if num_runs > 1 else ():
         again, node = change.again, change.node
-        if again and any(stage.issuperset(again) for stage in stages):
-            continue
+        own = "use a schedule with one replica and --data 1"
+        own += _or_without_change(change, program)
+        if any(map(again.issubset, stages)) and again:
+            if with_weights or not changes_weights(change, program.module):
+                continue
+            own = "use a schedule with one replica, without --shard weights"
         raise GemscError(
             f"forward changes '{change.name}', and each of {num_runs} replicas "
             "of the model would change it differently",
             at=meta.location(node),
-            help="use a schedule with one replica and --data 1"
-            + _or_without_change(change, program),
+            help=own,
             notes=_why_whole(node, program),
         )
 

@@ -1,0 +1,68 @@
+"""Delay updates: what forward changes without data changes where it is seen first.
+
+Example, a teacher that follows its student, layer by layer:
+    ta.lerp_(a, 0.01); tb.lerp_(b, 0.01); y = tb(ta(x))
+    -> ta.lerp_(a, 0.01); h = ta(x); tb.lerp_(b, 0.01); y = tb(h)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from gemsc.ir import meta
+from gemsc.ir.mutation import mutated_state
+from gemsc.ir.program import Program
+from gemsc.ir.staged import in_order, predecessors, random_nodes
+from gemsc.passes.base import Pass
+
+
+@dataclass(frozen=True)
+class DelayUpdates(Pass):
+    """Move changes of parameters and buffers to what uses them first.
+
+    A change stays in one stage with all that uses the tensor, so that one which stands
+    before all layers would keep them together. It moves with what it alone needs, if
+    that is computed from parameters, buffers and constants, without a gradient and
+    without random numbers. What may not pass each other, `predecessors` says.
+    """
+
+    name: ClassVar[str] = "delay-updates"
+
+    def apply(self, program: Program) -> Program:
+        """Return the program as it is, or with its nodes in another order."""
+        nodes = program.compute_nodes
+        moving = _updates(program)
+        goal = {node: i for i, node in enumerate(nodes)}
+        later: dict[fx.Node, int] = {}  # where the first one is that may not be passed
+        for node, earlier in reversed(predecessors(program).items()):
+            if node in moving:
+                goal[node] = later.get(node, goal[node])
+            for each in earlier:
+                later[each] = min(goal[node], later.get(each, len(nodes)))
+        order = sorted(nodes, key=lambda node: (goal[node], node not in moving))
+        return program if order == [*nodes] else in_order(program, order)[0]
+
+
+def _updates(program: Program) -> set[fx.Node]:
+    """Return the nodes that change state without data, and what only they need."""
+    nodes = program.compute_nodes
+    drawn = {*random_nodes(program, nodes)}
+    free: set[fx.Node] = set()
+    for node in nodes:
+        needs = (n.op == "get_attr" or n in free for n in node.all_input_nodes)
+        is_call = node.op in ("call_function", "call_method") and node not in drawn
+        if is_call and all(needs) and not _needs_gradient(node):
+            free.add(node)
+    found: set[fx.Node] = set()
+    for node in reversed(nodes):
+        is_needed = bool(node.users) and found.issuperset(node.users)
+        if node in free and (is_needed or mutated_state(node, program.module)):
+            found.add(node)
+    return found
+
+
+def _needs_gradient(node: fx.Node) -> bool:
+    return any(tensor.requires_grad for tensor in meta.tensors(node))

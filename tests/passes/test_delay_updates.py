@@ -1,0 +1,157 @@
+"""What forward changes without data changes where it is seen first."""
+
+from __future__ import annotations
+
+import copy
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gemsc import compile
+from gemsc.frontend.record import record
+from gemsc.passes.constants.delay_updates import DelayUpdates
+
+X = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3)
+    )
+
+
+class Teacher(nn.Module):
+    """A teacher of which all weights follow a student's at the start of forward."""
+
+    def __init__(self, calls: int = 1) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.student = layers()
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+        self.head, self.calls = nn.Linear(3, 3), calls
+        self.register_buffer("steps", torch.zeros(()))
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        self.steps += 1
+        share = 1 / (self.steps + 1)
+        own, others = self.student.parameters(), self.teacher.parameters()
+        for theirs, ours in zip(others, own, strict=True):
+            theirs.mul_(1 - share).add_(share * ours)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.follow()
+        found = self.head(self.student(x))
+        with torch.no_grad():
+            wanted = sum(self.teacher(x + call) for call in range(self.calls))
+        return (found - wanted).square().mean(1)
+
+
+def mean(output: Tensor) -> Tensor:
+    return output.mean()
+
+
+def compared(model: nn.Module, **options: Any) -> Any:
+    """Return the program of a model that computes what the model does."""
+    program = compile(model, (X,), loss=mean, **{"micro_batches": 2, **options})
+    assert program.plan.unchecked == ""
+    return program
+
+
+@pytest.mark.slow(2)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"ranks": 4},
+        {"ranks": 2, "schedule": "interleaved", "micro_batches": 4},
+        {"ranks": 2, "recompute": "all"},
+        {"ranks": 4, "data": 2},
+        {"ranks": 4, "data": 2, "shard": "optimizer"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("calls", [1, 2])
+def test_a_teacher_is_cut_between_its_layers(
+    calls: int, options: dict[str, Any]
+) -> None:
+    program = compared(Teacher(calls=calls), **options)
+    names = [name for stage in program.plan.stages for name in stage.blocks]
+    assert any(name.startswith("student") for name in names)
+    files = program.rank_modules().values()
+    assert any("def advance_state" in file for file in files) == ("data" in options)
+    if calls == 1:
+        assert sum(name.startswith("teacher") for name in names) > 1
+
+
+def order(model: nn.Module) -> list[str]:
+    """Return the names of a graph's nodes after the pass."""
+    program = DelayUpdates().apply(record(model, (X,)))
+    return [node.name for node in program.compute_nodes]
+
+
+class Changed(nn.Module):
+    """Calls `change(self, x)` before its layers; what it changes is used behind."""
+
+    def __init__(self, change: Any) -> None:
+        super().__init__()
+        self.change = change
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.register_buffer("scale", torch.ones(6))
+        self.register_buffer("other", torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.change(self, x)
+        y = self.norm(self.first(x))
+        return self.second(y) * self.scale.clone()
+
+
+def grows(model: Any, x: Tensor) -> None:
+    model.scale.mul_(2)
+
+
+def follows_the_norm(model: Any, x: Tensor) -> None:
+    model.scale.copy_(model.norm.running_mean)
+
+
+def follows_what_changes_later(model: Any, x: Tensor) -> None:
+    model.scale.add_(model.other)
+    model.other.mul_(x.detach().mean())
+
+
+def follows_the_data(model: Any, x: Tensor) -> None:
+    model.scale.add_(x.detach().mean(0))
+
+
+def is_drawn(model: Any, x: Tensor) -> None:
+    model.scale.add_(torch.rand(6))
+
+
+def keeps_a_gradient(model: Any, x: Tensor) -> None:
+    model.scale = model.scale.mul(2) + model.first.weight.sum()
+
+
+@pytest.mark.parametrize(
+    ("change", "pair"),
+    [
+        (grows, ["mul", "clone"]),
+        (follows_the_norm, ["copy", "y"]),  # the norm's call changes what it follows
+        (follows_what_changes_later, ["add", "mul"]),
+        (follows_the_data, []),
+        (is_drawn, []),
+        (keeps_a_gradient, []),
+    ],
+)
+def test_a_change_goes_no_further_than_it_may(change: Any, pair: list[str]) -> None:
+    """It and what it stands before then; it stays where it is if it needs data."""
+    model = Changed(change)
+    names = order(model)
+    before = [node.name for node in record(model, (X,)).compute_nodes]
+    assert sorted(names) == sorted(before)
+    assert (names == before) == (not pair)
+    assert pair in ([], *map(list, pairwise(names)))
