@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gemsc import compile
+from gemsc.errors import GemscError
 from gemsc.frontend.record import record
 from gemsc.passes.constants.delay_updates import DelayUpdates
 
@@ -107,12 +108,17 @@ class Changed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.change(self, x)
-        y = self.norm(self.first(x))
+        y = self.norm(self.first(x * self.other))
         return self.second(y) * self.scale.clone()
 
 
 def grows(model: Any, x: Tensor) -> None:
     model.scale.mul_(2)
+
+
+def grows_by_a_count(model: Any, x: Tensor) -> None:
+    model.other.add_(1)
+    model.scale.mul_(model.other)
 
 
 def follows_the_norm(model: Any, x: Tensor) -> None:
@@ -140,6 +146,7 @@ def keeps_a_gradient(model: Any, x: Tensor) -> None:
     ("change", "pair"),
     [
         (grows, ["mul", "clone"]),
+        (grows_by_a_count, ["mul", "clone"]),
         (follows_the_norm, ["copy", "y"]),  # the norm's call changes what it follows
         (follows_what_changes_later, ["add", "mul"]),
         (follows_the_data, []),
@@ -155,3 +162,18 @@ def test_a_change_goes_no_further_than_it_may(change: Any, pair: list[str]) -> N
     assert sorted(names) == sorted(before)
     assert (names == before) == (not pair)
     assert pair in ([], *map(list, pairwise(names)))
+
+
+def follow_the_data(model: Any, x: Tensor) -> None:
+    for each in (model.scale, model.other):
+        each.add_(x.detach().mean(0))
+
+
+def test_what_keeps_layers_together_is_told_once_for_each_line() -> None:
+    with pytest.raises(GemscError, match="2 stages need at least 2 blocks") as told:
+        compile(Changed(follow_the_data), (X,), loss=mean, ranks=2)
+    line = follow_the_data.__code__.co_firstlineno + 2
+    first, *others = told.value.__notes__
+    assert first.startswith("forward changes 'scale' and 1 more at ")
+    assert first.endswith(f".py:{line}: all that uses it stays on one rank")
+    assert not any("forward changes" in other for other in others)

@@ -147,12 +147,12 @@ def telling_what_ties(program: Program) -> Iterator[None]:
     try:
         yield
     except GemscError as error:
-        for node in program.compute_nodes:
-            for name in mutated_state(node, program.module):
-                error.add_note(
-                    f"forward changes '{name}' at {meta.location(node)}: all that uses "
-                    "it stays on one rank"
-                )
+        for at, names in _changed_at(program).items():
+            first, *others = names
+            name = f"'{first}'" + f" and {len(others)} more" * bool(others)
+            error.add_note(
+                f"forward changes {name} at {at}: all that uses it stays on one rank"
+            )
         for path, known in opaques(program.module).items():
             error.add_note(f"'{path}' stays whole, for {known.at}: {known.why}")
             if known.at and known.at.caller:
@@ -172,6 +172,15 @@ def telling_what_ties(program: Program) -> Iterator[None]:
                 other = f"draw '{name}' in the dataset, and pass it as an input"
             error.help = f"{error.help}; or {other}"
         raise
+
+
+def _changed_at(program: Program) -> dict[SourceLocation | None, dict[str, None]]:
+    """Return the parameters and buffers that forward changes, by the user's lines."""
+    found: dict[SourceLocation | None, dict[str, None]] = {}
+    for node in program.compute_nodes:
+        for name in mutated_state(node, program.module):
+            found.setdefault(meta.location(node), {})[name] = None
+    return found
 
 
 def _is_drawn(value: fx.Node) -> bool:
