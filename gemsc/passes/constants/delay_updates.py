@@ -12,7 +12,6 @@ from typing import ClassVar
 
 from torch import fx
 
-from gemsc.ir import meta
 from gemsc.ir.mutation import mutated_state
 from gemsc.ir.program import Program
 from gemsc.ir.staged import in_order, predecessors, random_nodes
@@ -25,8 +24,8 @@ class DelayUpdates(Pass):
 
     A change stays in one stage with all that uses the tensor, so that one which stands
     before all layers would keep them together. It moves with what it alone needs, if
-    that is computed from parameters, buffers and constants, without a gradient and
-    without random numbers. What may not pass each other, `predecessors` says.
+    that is computed from parameters, buffers and constants, without random numbers.
+    What may not pass each other, `predecessors` says.
     """
 
     name: ClassVar[str] = "delay-updates"
@@ -54,7 +53,7 @@ def _updates(program: Program) -> set[fx.Node]:
     for node in nodes:
         needs = (n.op == "get_attr" or n in free for n in node.all_input_nodes)
         is_call = node.op in ("call_function", "call_method") and node not in drawn
-        if is_call and all(needs) and not _needs_gradient(node):
+        if is_call and all(needs):
             free.add(node)
     found: set[fx.Node] = set()
     for node in reversed(nodes):
@@ -62,7 +61,3 @@ def _updates(program: Program) -> set[fx.Node]:
         if node in free and (is_needed or mutated_state(node, program.module)):
             found.add(node)
     return found
-
-
-def _needs_gradient(node: fx.Node) -> bool:
-    return any(tensor.requires_grad for tensor in meta.tensors(node))
