@@ -189,11 +189,11 @@ def _show(shared: SharedDevice, loads: dict[int, Load]) -> None:
         column(
             "samples/s", each(lambda k, load: load.samples_per_second), "{:,.1f}".format
         ),
-        column("gain", each(gain), "{:+.0%}".format),
+        column("gain", each(gain), "{:+z.0%}".format),
         column(
             "predicted",
             each(lambda k, load: shared.gain(k, sums=True)),
-            "{:+.0%}".format,
+            "{:+z.0%}".format,
         ),
         column("cores used", each(lambda k, load: load.cores), "{:.1f}".format),
         column("GPU used", each(lambda k, load: load.gpu_used), "{:.0%}".format),

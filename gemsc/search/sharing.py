@@ -55,9 +55,9 @@ def sharing_note(shared: SharedDevice, count: int) -> str:
     """Return what was measured and is predicted of so many replicas on each device."""
     gains = shared.gain(count), shared.gain(count, sums=True)
     found = shared.measured.get(count)
-    measured = "" if found is None else f"measured {found:+.0%}, "
+    measured = "" if found is None else f"measured {found:+z.0%}, "
     return (
-        f"{count} ranks share each device: {measured}predicted {gains[0]:+.0%} samples "
-        f"a second over one, {gains[1]:+.0%} with their sums in host memory; the "
-        "predicted step has a device for each rank"
+        f"{count} ranks share each device: {measured}predicted {gains[0]:+z.0%} "
+        f"samples a second over one, {gains[1]:+z.0%} with their sums in host memory; "
+        "the predicted step has a device for each rank"
     )

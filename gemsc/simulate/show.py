@@ -162,7 +162,7 @@ def show_sharing(
     counts = powers_of_two(most)
     rates = (count * samples / device.seconds(count) for count in counts)
     with_sums = (device.gain(count, sums=True) for count in counts)
-    larger, more = map(device.gain_of_batch, counts), "{:+.0%}".format
+    larger, more = map(device.gain_of_batch, counts), "{:+z.0%}".format
     columns = (
         column("processes", counts),
         column("step", map(device.seconds, counts), show_seconds),

@@ -5,6 +5,7 @@ By day no process is started: what they would measure is made up.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,8 @@ def test_the_note_has_both_figures() -> None:
     shared = SharedDevice(launch=2.0, kernels=1.0, full=1.0, rates={1: 10.0, 2: 13.0})
     assert "device: measured +30%, predicted +100% samples" in sharing_note(shared, 2)
     assert "device: predicted +100% samples" in sharing_note(shared, 4)
+    slower = replace(shared, rates={1: 10.0, 2: 9.97})
+    assert "device: measured +0%, predicted" in sharing_note(slower, 2)
 
 
 @pytest.fixture
