@@ -70,8 +70,8 @@ def unjoined_changes(program: Program) -> Iterator[Change]:
 
 
 def changes_weights(change: Change, module: nn.Module) -> bool:
-    """Whether parameters change when a change is made again, not only buffers."""
-    names = (name for node in change.again for name in mutated_state(node, module))
+    """Whether a change is one of parameters, not only of buffers."""
+    names = mutated_state(change.node, module)
     return any(isinstance(attribute(module, name), nn.Parameter) for name in names)
 
 

@@ -176,9 +176,10 @@ def split(plan: Plan) -> list[Any]:
 @pytest.mark.parametrize(
     ("case", "options"),
     [
-        (BRANCH_MODELS["mixture"], {"branches": "2", "recompute": "all"}),
+        slow(BRANCH_MODELS["mixture"], {"branches": "2"}),
         (SHARD_MODELS["features"], {"data": 2, "ranks": 4, "shard": "weights"}),
         slow(SHARD_MODELS["gpt"], {"schedule": "interleaved", "offload": "all"}),
+        slow(SHARD_MODELS["gpt"], {"recompute": "all"}),
         slow(SHARD_MODELS["llama"], {"shards": "2", "data": 2, "ranks": 4}),
         slow(SHARD_MODELS["resnet"], {"tiles": "2x1,1", "shards": "1,2", "ranks": 4}),
     ],

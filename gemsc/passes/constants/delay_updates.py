@@ -41,7 +41,7 @@ class DelayUpdates(Pass):
                 goal[node] = later.get(node, goal[node])
             for each in earlier:
                 later[each] = min(goal[node], later.get(each, len(nodes)))
-        order = sorted(nodes, key=lambda node: (goal[node], node not in moving))
+        order = sorted(nodes, key=goal.__getitem__)  # of equals, the first one moves
         return program if order == [*nodes] else in_order(program, order)[0]
 
 
