@@ -32,8 +32,9 @@ class DelayUpdates(Pass):
 
     def apply(self, program: Program) -> Program:
         """Return the program as it is, or with its nodes in another order."""
-        nodes = program.compute_nodes
-        moving = _updates(program)
+        nodes, moving = program.compute_nodes, _updates(program)
+        if not moving:
+            return program
         goal = {node: i for i, node in enumerate(nodes)}
         later: dict[fx.Node, int] = {}  # where the first one is that may not be passed
         for node, earlier in reversed(predecessors(program).items()):
@@ -42,7 +43,7 @@ class DelayUpdates(Pass):
             for each in earlier:
                 later[each] = min(goal[node], later.get(each, len(nodes)))
         order = sorted(nodes, key=goal.__getitem__)  # of equals, the first one moves
-        return program if order == [*nodes] else in_order(program, order)[0]
+        return in_order(program, order)[0]
 
 
 def _updates(program: Program) -> set[fx.Node]:
