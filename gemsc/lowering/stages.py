@@ -22,6 +22,7 @@ from gemsc.passes.base import Pass
 from gemsc.passes.checks.statistics import (
     CheckStatistics,
     check_in_flight,
+    check_rows,
     telling_what_ties,
 )
 from gemsc.passes.checks.tiles import CheckTiles
@@ -146,6 +147,8 @@ def _check(traced: Traced, options: CompileOptions) -> None:
                 at=opaque.at,
                 help="use 1f1b, interleaved or chimera",
             )
+    for program in traced.graphs if options.shard == "weights" else ():
+        check_rows(program)
     if traced.is_phase and options.shard in ("gradients", "weights"):
         raise GemscError(
             f"--shard {options.shard} cannot be combined with phases: each phase "
@@ -223,9 +226,8 @@ def _shares(
 
 
 def replicas_of(options: CompileOptions, chosen: StageLayout) -> tuple[int, bool]:
-    """Return how many replicas run a model, and if each has all weights for itself."""
-    has_weights = chosen.num_replicas == 1 and options.shard != "weights"
-    return chosen.num_replicas * options.data, has_weights
+    """Return how many replicas run a model, and if each has weights of its own."""
+    return chosen.num_replicas * options.data, chosen.num_replicas == 1
 
 
 def _cut(

@@ -206,13 +206,46 @@ def test_a_replica_changes_weights_of_its_own(shard: str, tmp_path: Path) -> Non
     assert found.worst < EXACT
 
 
-@pytest.mark.parametrize("options", [MAST, DATA | {"shard": "weights"}], ids=str)
-def test_weights_that_replicas_share_are_left_alone(options: dict[str, Any]) -> None:
-    given = {"loss": nn.MSELoss(), "example_target": X, **options}
+def test_weights_that_replicas_share_are_left_alone() -> None:
+    given = {"loss": nn.MSELoss(), "example_target": X, **MAST}
     with pytest.raises(GemscError, match=r"changes '2\.bias', and each of 2") as told:
         compile(around(a_parameter), (X,), **given)
-    help = "use a schedule with one replica, without --shard weights"
-    assert told.value.help == help
+    assert told.value.help == "use a schedule with one replica; --data may be more"
+
+
+class Whole(Growing):
+    """Depends on data, so that it is not traced."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.sum() > 1e6 else super().forward(x)
+
+
+def clamped(layer: Growing, x: Tensor) -> None:
+    layer.bias.data.clamp_(-0.2, 0.2)
+
+
+def in_evaluation_only(layer: Growing, x: Tensor) -> None:
+    if not layer.training:
+        layer.bias.data.mul_(0.9)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        *((Growing, each) for each in (a_parameter, clamped, in_evaluation_only)),
+        (Whole, a_parameter),
+    ],
+)
+def test_weights_in_rows_may_not_change(
+    kind: type[Growing], change: Callable[..., None]
+) -> None:
+    """Nor where no other replica is: the rows would be those before the change."""
+    model = nn.Sequential(*trunk(2), kind(change), nn.Tanh(), *trunk(3))
+    given = {"loss": nn.MSELoss(), "example_target": X, "shard": "weights"}
+    with pytest.raises(GemscError, match=r"'2\.bias', of which a rank keeps") as told:
+        compile(model, (X,), **given, ranks=2, shards="2", micro_batches=1)
+    assert told.value.help == "use --shard gradients in place of --shard weights"
+    assert told.value.at is not None
 
 
 def in_evaluation(layer: Growing, x: Tensor) -> None:

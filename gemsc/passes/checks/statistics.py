@@ -47,7 +47,7 @@ class CheckStatistics(Pass):
     F.batch_norm as it does (BatchNormAct2d of timm), and a change that needs no data
     and leaves what it has changed as it is. Where a stage changes a buffer and needs no
     data for it, each run makes the changes of the others (`advance_state`); those of a
-    parameter only `with_weights` that no other run shares or has a part of. Nothing
+    parameter only `with_weights` that no other run on its rank shares. Nothing
     else is known to join; nor do the statistics in a module that depends on data, where
     some runs may update them more often.
     """
@@ -81,7 +81,7 @@ class CheckStatistics(Pass):
 def check_changes(program: Program, num_runs: int, *, with_weights: bool) -> None:
     """Refuse changes that `num_runs` runs of a graph would make differently.
 
-    `with_weights` says whether each run has all weights, and for itself alone.
+    `with_weights` says whether each run has weights of its own.
 
     Raises:
         GemscError: names the line that changes a parameter or a buffer.
@@ -94,7 +94,7 @@ def check_changes(program: Program, num_runs: int, *, with_weights: bool) -> Non
         if any(map(again.issubset, stages)) and again:
             if with_weights or not changes_weights(change, program.module):
                 continue
-            own = "use a schedule with one replica, without --shard weights"
+            own = "use a schedule with one replica; --data may be more"
         raise GemscError(
             f"forward changes '{change.name}', and each of {num_runs} replicas "
             "of the model would change it differently",
@@ -102,6 +102,27 @@ def check_changes(program: Program, num_runs: int, *, with_weights: bool) -> Non
             help=own,
             notes=_why_whole(node, program),
         )
+
+
+def check_rows(program: Program) -> None:
+    """Refuse changes of weights that are whole only while a stage runs.
+
+    What is kept are a rank's rows, in which nobody would see the change.
+
+    Raises:
+        GemscError: names the line that changes a parameter.
+    """
+    for node in program.compute_nodes:
+        opaque = opaque_of(called_layer(node, program.module))
+        inside = opaque.changes if opaque is not None else ()
+        names = (f"{node.target}.{name}" for name in inside)
+        for name in (*mutated_state(node, program.module), *names):
+            if isinstance(attribute(program.module, name), nn.Parameter):
+                raise GemscError(
+                    f"forward changes '{name}', of which a rank keeps its rows only",
+                    at=meta.location(node) or (opaque.at if opaque else None),
+                    help="use --shard gradients in place of --shard weights",
+                )
 
 
 def check_in_flight(program: Program, crowded: Collection[int]) -> None:
