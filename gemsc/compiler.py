@@ -16,6 +16,7 @@ from torch import nn
 from gemsc.base.elementwise import OptimizerFactory
 from gemsc.base.examples import Examples
 from gemsc.base.phase import Phase
+from gemsc.base.units import show_micro_batches
 from gemsc.codegen.package import rank_modules, write_directory
 from gemsc.codegen.read import read_ranks
 from gemsc.compilation import Compilation, Traced
@@ -181,8 +182,9 @@ def _smaller_step(
     found = first_step(small.compilation, model, inputs, **given)
     if found["unchecked"] not in ("", WITHOUT_KERNELS):
         return {}
-    size, count = small.plan.micro_batch_size, small.plan.micro_batches
-    note = f"compared with the model in a step of {count} micro-batches of {size}"
+    step = show_micro_batches(small.plan.micro_batches)
+    step += f" of {small.plan.micro_batch_size}"
+    note = f"compared with the model in a step of {step}"
     return {**found, "notes": [*plan.notes, note]}
 
 
