@@ -233,7 +233,7 @@ def in_evaluation_only(layer: Growing, x: Tensor) -> None:
     ("kind", "change"),
     [
         *((Growing, each) for each in (a_parameter, clamped, in_evaluation_only)),
-        (Whole, a_parameter),
+        *((Whole, each) for each in (a_parameter, in_evaluation_only)),
     ],
 )
 def test_weights_in_rows_may_not_change(
@@ -258,6 +258,14 @@ def test_what_evaluation_changes_by_data_is_refused() -> None:
     options: dict[str, Any] = {"loss": nn.MSELoss(), "example_target": X}
     assert compile(model, (X,), **options, ranks=2).plan.unchecked == ""
     with pytest.raises(GemscError, match=r"changes '2\.size', and each of 2 replicas"):
+        compile(model, (X,), **options, ranks=4, data=2)
+
+
+def test_what_evaluation_alone_changes_in_a_whole_module_is_refused() -> None:
+    model = nn.Sequential(*trunk(2), Whole(in_evaluation_only), *trunk(3))
+    options: dict[str, Any] = {"loss": nn.MSELoss(), "example_target": X}
+    assert compile(model, (X,), **options, ranks=2).plan.unchecked == ""
+    with pytest.raises(GemscError, match=r"changes '2\.bias', and each of 2 replicas"):
         compile(model, (X,), **options, ranks=4, data=2)
 
 
