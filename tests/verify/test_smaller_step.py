@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -156,6 +158,42 @@ def test_where_one_sample_is_too_much_none_is_compared(
     plans = few(compiled(check=False), 0)
     assert compiled().plan.unchecked.startswith("that would take about")
     assert len(plans) == 1
+
+
+def test_what_it_says_is_added_and_what_it_warns_of_is_not_said_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Warns(Picture):
+        def forward(self, x: Tensor) -> Tensor:
+            print("warning: seen", file=sys.stderr)  # noqa: T201
+            return super().forward(x)
+
+    plan = replace(compiled(Warns(), check=False).plan, notes=["of the program"])
+    assert "seen" in capsys.readouterr().err
+    monkeypatch.setattr(
+        gemsc.compiler, "first_step", lambda *_, **__: {"unchecked": ""}
+    )
+    few = ((X[:2],), None), {"loss": squares}
+    found = gemsc.compiler._smaller_step(plan, Warns(), *few)
+    assert found["notes"][0] == "of the program"
+    assert len(found["notes"]) == 2
+    assert capsys.readouterr().err == ""
+
+
+def test_a_smaller_step_has_no_more_than_the_program_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan = compiled(check=False).plan
+    assert first_step.fewer(replace(plan, micro_batches=1)).micro_batches == 1
+    heavy = replace(plan, activation_bytes=[10**10])
+    assert "GiB of memory" in first_step.too_much(heavy, Picture())
+    assert first_step.too_much(heavy, Picture(), 0.01) == ""
+    one = replace(plan, micro_batch_size=1)
+    assert first_step.few_rows(one, Picture()) == 0
+    flops = sum(stage.flops for stage in plan.stages)
+    monkeypatch.setattr(first_step, "_FLOPS_PER_SECOND", 1.0)
+    monkeypatch.setattr(first_step, "MOST_SECONDS", 8 * 5 * flops)  # of 5 micro-batches
+    assert first_step.few_rows(one, Picture()) == 1
 
 
 def slow(*given: Any) -> Any:
