@@ -38,6 +38,7 @@ from gemsc.lowering.variants import (
     of_shapes,
     options_of,
     trace_all,
+    with_blocks_of,
     with_one_ownership,
 )
 from gemsc.options import AUTO, CompileOptions
@@ -140,43 +141,58 @@ def compile(
         given = model, example_inputs
         feed = {"loss": loss, "example_target": example_target, "phases": phases}
         graphs = trace_all(traced_as, *given, **feed, optimizer=optimizer)
-        first = graphs[find_largest(graphs)].program
-        if edited is not None:
-            edited.check(first.blocks or ())
-            kept = *options.whole, *edited.taken_out(first)
-            options = replace(options, whole=kept)
-        placed = edited.placed() if edited is not None else None
-        program = lower(
-            graphs, options, placed=placed, source=source, after_each=after_each
-        )
         examples = Examples.of(example_inputs, example_target)
-        program = program.with_plan(**of_shapes(program.compilation, examples))
-        if edited is not None:
-            edited.check_shared(program.plan)
+        how: dict[str, Any] = {"source": source, "after_each": after_each}
+        if edited is None:
+            program = lower(graphs, options, examples=examples, **how)
+        else:
+            program = _lower_as(edited, graphs, examples, **how)
         if options.check:
             found = {"unchecked": "the model has no weights here"}
             if has_weights:
                 found = first_step(program.compilation, *given, **feed, metrics=metrics)
                 if rows := few_rows(program.plan, model):
-                    few = program.plan, model, examples.few(rows), feed
-                    found |= _smaller_step(*few)
+                    few = model, examples.few(rows), feed
+                    found |= _smaller_step(program.plan, *few, traced_as, graphs)
             program = program.with_plan(**found)
         held = replace(program.compilation, elsewhere=elsewhere)
         return replace(program, compilation=held)
 
 
+def _lower_as(
+    edited: EditedPlan, graphs: Mapping[str, Traced], examples: Examples, **how: Any
+) -> CompiledProgram:
+    """Return the program of a plan."""
+    first, options = graphs[find_largest(graphs)].program, edited.options()
+    edited.check(first.blocks or ())
+    whole = *options.whole, *edited.taken_out(first)
+    given = {"placed": edited.placed(), "examples": examples, **how}
+    program = lower(graphs, replace(options, whole=whole), **given)
+    edited.check_shared(program.plan)
+    return program
+
+
 def _smaller_step(
-    plan: Plan, model: nn.Module, few: tuple[Any, Any], feed: Mapping[str, Any]
+    plan: Plan,
+    model: nn.Module,
+    few: tuple[Any, Any],
+    feed: Mapping[str, Any],
+    traced_as: Callable[..., Traced],
+    graphs: Mapping[str, Traced],
 ) -> dict[str, Any]:
-    """Compare a step of few samples, compiled by the same plan.
+    """Compare a step of few samples, compiled by the same plan, with the same blocks.
 
     Return what the program's plan says of it: nothing, where none can be compared.
     """
     inputs, target = few
     given = {**feed, "example_target": target}
+    how: dict[str, Any]
+    how = {"check": False, "profile": False, "after_each": None, "constants": {}}
     try:
         with redirect_stderr(StringIO()):  # what it warns of has been said
-            small = compile(model, inputs, **given, edited=EditedPlan.of(fewer(plan)))
+            traced = trace_all(partial(traced_as, **how), model, inputs, **given)
+            traced = with_blocks_of(graphs, traced)
+            small = _lower_as(EditedPlan.of(fewer(plan)), traced, Examples.of(*few))
     except GemscError:  # the model does not take as few samples
         return {}
     found = first_step(small.compilation, model, inputs, **given)
@@ -193,13 +209,15 @@ def lower(
     options: CompileOptions,
     *,
     placed: Placed | None = None,
+    examples: Examples | None = None,
     source: Path | None = None,
     after_each: Observer | None = None,
 ) -> CompiledProgram:
     """Cut a traced model into stages, schedule them, write their text and prove it.
 
     It may have several graphs, by name, "" for its own: all are cut where the one is
-    that costs most. `placed` are the branches of each rank, where a plan has them.
+    that costs most. `placed` are the branches of each rank, where a plan has them; its
+    plan tells of the shapes of `examples`.
     """
     graphs = {"": traced} if isinstance(traced, Traced) else traced
     run, graphs = Runs(after_each), knowing_all(graphs)
@@ -226,7 +244,9 @@ def lower(
         prove_files(files, each, tasks[name])
         lowered[name] = replace(each, files=files)
     in_order = {name: lowered[name] for name in graphs}
-    return CompiledProgram(as_family(in_order, largest), candidates)
+    program = CompiledProgram(as_family(in_order, largest), candidates)
+    found = of_shapes(program.compilation, examples) if examples else {}
+    return program.with_plan(**found)
 
 
 def plan(

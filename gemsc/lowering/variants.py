@@ -24,6 +24,7 @@ from gemsc.frontend.phases import own_loss, phase_inputs, phase_model, with_targ
 from gemsc.frontend.writer import share_constants
 from gemsc.ir.flow import owned_tensors
 from gemsc.ir.program import Program
+from gemsc.ir.staged import same_stages
 from gemsc.options import CompileOptions
 from gemsc.passes.follow_stages import find_twins
 from gemsc.plan import Plan
@@ -98,6 +99,25 @@ def find_largest(graphs: Mapping[str, Traced]) -> str:
         return seconds, sum(block.total("output_bytes") for block in blocks)
 
     return max(graphs, key=cost)
+
+
+def with_blocks_of(
+    others: Mapping[str, Traced], graphs: Mapping[str, Traced]
+) -> dict[str, Traced]:
+    """Return graphs with the blocks that others have, where nodes are the same.
+
+    They would be grouped otherwise where samples are fewer, and other nodes cost most.
+    """
+    largest = others[find_largest(others)]
+
+    def with_blocks(name: str, traced: Traced) -> Traced:
+        other = others.get(name, largest).program
+        twins = find_twins(other, traced.program)
+        if twins is None:
+            return traced
+        return replace(traced, program=same_stages(other, traced.program, twins))
+
+    return {name: with_blocks(name, each) for name, each in graphs.items()}
 
 
 def knowing_all(graphs: Mapping[str, Traced]) -> dict[str, Traced]:

@@ -325,10 +325,8 @@ def few_rows(plan: Plan, model: nn.Module) -> int:
 
 
 def fewer(plan: Plan) -> Plan:
-    """Return the plan of a step of two micro-batches, compiled without other checks."""
-    count = min(plan.micro_batches, FEW_MICRO_BATCHES)
-    options = {**plan.options, "check": False, "profile": False}
-    return replace(plan, micro_batches=count, options=options)
+    """Return the plan of a step of two micro-batches."""
+    return replace(plan, micro_batches=min(plan.micro_batches, FEW_MICRO_BATCHES))
 
 
 def too_much(plan: Plan, model: nn.Module, share: float = 1.0) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,8 +20,9 @@ from gemsc.base.examples import Examples
 from gemsc.base.phase import Phase
 from gemsc.codegen.package import rank_modules
 from gemsc.compilation import Compilation
-from gemsc.compiler import CompiledProgram, compile
+from gemsc.compiler import CompiledProgram, compile, trace
 from gemsc.errors import GemscError, InternalError
+from gemsc.ir.program import Program
 from gemsc.plan import WITHOUT_KERNELS, Plan
 from gemsc.verify import first_step
 
@@ -149,7 +151,7 @@ def test_no_block_is_measured_again(few: Callable[..., list[Plan]]) -> None:
     once = len(seen)
     compiled(**how)
     assert len(seen) == 2 * once > 0
-    assert [plan.options["profile"] for plan in plans] == [True, False]
+    assert len(plans) == 2
 
 
 def test_where_one_sample_is_too_much_none_is_compared(
@@ -174,7 +176,10 @@ def test_what_it_says_is_added_and_what_it_warns_of_is_not_said_again(
         gemsc.compiler, "first_step", lambda *_, **__: {"unchecked": ""}
     )
     few = ((X[:2],), None), {"loss": squares}
-    found = gemsc.compiler._smaller_step(plan, Warns(), *few)
+    traced_as = partial(trace, check=False)
+    graphs = {"": traced_as(Warns(), (X,), loss=squares)}
+    assert "seen" in capsys.readouterr().err
+    found = gemsc.compiler._smaller_step(plan, Warns(), *few, traced_as, graphs)
     assert found["notes"][0] == "of the program"
     assert len(found["notes"]) == 2
     assert capsys.readouterr().err == ""
@@ -234,6 +239,43 @@ def test_it_is_split_as_the_program_is(
     full, small = plans
     assert split(full) == split(small)
     assert (small.micro_batch_size, small.micro_batches) == (2, 2)
+
+
+class Scaled(nn.Module):
+    """Cut before the table by few samples, behind the columns by many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(16, 16)
+        self.table = nn.Parameter(torch.randn(4, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        table = self.table.tanh()
+        columns = x.unflatten(1, (4, 4)).amax(2)
+        return columns @ table
+
+
+def test_blocks_are_those_of_the_program(
+    few: Callable[..., list[Plan]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def blocks(program: Program) -> list[list[str]]:
+        return [[n.name for n in block.nodes] for block in program.blocks or ()]
+
+    x = torch.randn(ROWS, 16)
+    traced = [blocks(trace(Scaled(), (x[:n],), loss=squares).program) for n in (6, 2)]
+    assert traced[0] != traced[1]
+    options: dict[str, Any] = {"loss": squares, "ranks": 2, "micro_batches": COUNT}
+    few(compile(Scaled(), (x,), **options, check=False), 2)
+    found, compare = [], gemsc.compiler.first_step
+
+    def seeing(compilation: Compilation, *given: Any, **how: Any) -> Any:
+        found.append(blocks(compilation.program))
+        return compare(compilation, *given, **how)
+
+    monkeypatch.setattr(gemsc.compiler, "first_step", seeing)
+    assert compile(Scaled(), (x,), **options).plan.unchecked == ""
+    assert found == [traced[0], traced[0]]
 
 
 class Game(nn.Module):
