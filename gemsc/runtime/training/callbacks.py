@@ -59,6 +59,11 @@ class Callback:
     def on_start(self, trainer: Trainer) -> None:
         """Called once before the first step."""
 
+    def on_batch(
+        self, trainer: Trainer, what: str, sources: Mapping[str, Any], window: Any
+    ) -> None:
+        """Called before each "step" or "evaluation", of a batch's input and target."""
+
     def on_step(self, trainer: Trainer, report: StepReport) -> None:
         """Called after each step."""
 
@@ -292,12 +297,9 @@ class Console(Callback):
             return
         self._note_reading(trainer)
         if trainer.plan.shapes:
-            each = zip(
-                self._shapes[report.shape],
-                (1, report.samples, report.seconds),
-                strict=True,
-            )
-            self._shapes[report.shape] = [so_far + new for so_far, new in each]
+            step = 1, report.samples, report.seconds
+            both = zip(self._shapes[report.shape], step, strict=True)
+            self._shapes[report.shape] = [so_far + new for so_far, new in both]
         if self._bar is None:
             done = report.step - 1
             title = self.epochs.title(self.epochs.place(done)[0])

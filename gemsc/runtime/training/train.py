@@ -29,6 +29,7 @@ from gemsc.runtime.training.loop import Training
 from gemsc.runtime.training.program_directory import check_program, check_weights
 from gemsc.runtime.training.recording import record_timed_steps, time_steps
 from gemsc.runtime.training.run_folder import choose_folder, held
+from gemsc.runtime.training.same_batches import SameBatches
 from gemsc.runtime.training.trainer import (
     SchedulerFactory,
     Trainer,
@@ -273,7 +274,7 @@ def load(
         accumulate=accumulate,
         clip_norm=clip_norm,
         on_nonfinite=on_nonfinite,
-        callbacks=callbacks,
+        callbacks=(*callbacks, SameBatches()),
     )
     trainer.leave_on_signals()
     return trainer

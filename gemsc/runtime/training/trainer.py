@@ -148,8 +148,7 @@ class Trainer:
         Where images are split over ranks, it may hold only this rank's `window`.
         The first `micro_batches` of them count, by default all: what follows only fills
         up the batch. Of a program with several shapes, `shape` is the number of the
-        batch's one, in the order of `example_inputs()`; where it is not given, all
-        ranks need to get the batch.
+        batch's one, in the order of `example_inputs()`: all ranks get it, or the batch.
 
         Raises:
             GemscError: the batch does not fit the program.
@@ -168,6 +167,7 @@ class Trainer:
         worker, steps, losses = self.worker, self.worker.steps, dict[str, float]()
         sources = {"input": as_structure(input), "target": target}
         shape = shape_of_batch(self.plan, sources, shape)
+        self.tell("on_batch", "step", sources, window)
         worker.problem = None
         due = [p.name for p in self.phases if p.is_due(self.step_number)]
         due = due or [self.plan.variant_of(shape)]
@@ -204,6 +204,7 @@ class Trainer:
         steps = self.worker.steps
         sources = {"input": as_structure(input), "target": target}
         shape = shape_of_batch(self.plan, sources, shape)
+        self.tell("on_batch", "evaluation", sources, window)
         self.worker.use(self.plan.variant_of(shape))
         self._begin(sources, window, training=False)
         self.worker.program.eval_step(self.worker)

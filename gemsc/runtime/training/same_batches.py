@@ -1,0 +1,69 @@
+"""The batches of a user's own loop, compared: each rank makes its own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from gemsc.base.nests import Path, named_place, tensor_leaves
+from gemsc.errors import GemscError
+from gemsc.runtime.data.batches import digest
+from gemsc.runtime.data.tiled import Window
+from gemsc.runtime.training.callbacks import Callback
+from gemsc.runtime.training.trainer import Trainer
+
+
+class SameBatches(Callback):
+    """Compares what the ranks are given for a step, or for an evaluation.
+
+    Where each rank shuffles in its own way, the inputs that the first one reads are not
+    those of the targets that the last one reads. The 1st, 2nd, 4th, 8th, ... batches
+    are compared, tensors of which a rank has only a window are not.
+    """
+
+    def __init__(self) -> None:
+        self._counts = Counter[str]()
+
+    def on_batch(
+        self, trainer: Trainer, what: str, sources: Mapping[str, Any], window: Any
+    ) -> None:
+        """Compare a batch of all ranks.
+
+        Raises:
+            GemscError: two of them differ; on all ranks.
+        """
+        self._counts[what] += 1
+        number = self._counts[what]
+        if number & (number - 1):
+            return
+        known: dict[tuple[Path, int | None], tuple[int, str]] = {}
+        mine = _digests(trainer, sources, window)
+        for rank, theirs in enumerate(trainer.transport.all_gather_object(mine)):
+            for key, found in theirs.items():
+                first, wanted = known.setdefault(key, (rank, found))
+                if found != wanted:
+                    raise GemscError(
+                        f"{named_place(key[0])} of {what} {number} differs on ranks "
+                        f"{first} and {rank}",
+                        help="every rank needs the same batches: shuffle and draw with "
+                        "fixed seeds, DataLoader(..., shuffle=True, generator="
+                        "torch.Generator().manual_seed(0)), and sort files and sets",
+                    )
+
+
+def _digests(
+    trainer: Trainer, sources: Mapping[str, Any], window: Window | None
+) -> dict[tuple[Path, int | None], str]:
+    """Return the digest of each tensor, by its place; with the copy if it is a part."""
+    if window is not None:
+        return {}
+    plan = trainer.plan
+    parts = {plan.micro_batches * size for size in plan.micro_batch_sizes}
+    copy = trainer.transport.rank // plan.copy_ranks
+
+    def is_part(tensor: Any) -> bool:
+        return plan.data > 1 and tensor.dim() > 0 and len(tensor) in parts
+
+    leaves = tensor_leaves(dict(sources))
+    return {(path, copy if is_part(t) else None): digest(t) for path, t in leaves}
