@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from nightly import at_night
 from gemsc.base.rng import preserve_rng
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.runtime.data.batches import NUM_REPEATED, Batches, digest
+from gemsc.runtime.data.shapes import ShapeClasses
 from gemsc.runtime.data.shared import Digests, SharedData
 from gemsc.runtime.data.tiled import Window
 from gemsc.runtime.transport.local import run_local
@@ -285,3 +287,60 @@ def test_what_is_drawn_beside_the_data_is_the_same_on_every_rank() -> None:
     assert len({first, second, third}) == 3
     assert draws(reads=False) == draws(workers=1) == wanted
     assert draws(1) == draws(1, workers=1) == [second, third]
+
+
+# ------------------------------------------------------------------------- collate
+
+
+@dataclass  # which cannot be hashed
+class Mixing:
+    """Makes batches of samples mixed with each other, as much as a generator says."""
+
+    rng: Any
+
+    def __call__(self, samples: list[Any], number: int) -> Any:
+        x = torch.stack([sample for sample, _ in samples])
+        share = self.rng.random()
+        return share * x + (1 - share) * x.flip(0), torch.tensor(share)
+
+
+def mixing(rng: Any) -> ShapeClasses:
+    line = SourceLocation("model.py", 9)
+    return ShapeClasses([], collate=Mixing(rng), at={"collate": line})
+
+
+@pytest.mark.parametrize("kind", [np.random.default_rng, random.Random])
+def test_what_collate_draws_is_alike_on_all_ranks(kind: Any) -> None:
+    def shares(workers: int, epoch: int = 0, first: int = 0) -> list[float]:
+        options: Any = {"seed": 0, "shuffle": True, "workers": workers}
+        batches = Batches(Table(), 4, shapes=mixing(kind()), **options)
+        with preserve_rng():
+            found = [b.data[1].item() for b in batches.epoch(epoch, first)]
+        batches.close()
+        return found
+
+    wanted = shares(0)
+    assert len({*wanted}) == 3
+    assert shares(0) == shares(2) == wanted
+    assert shares(0, first=1) == wanted[1:]  # as a run that was resumed
+    assert not {*wanted} & {*shares(0, epoch=1)}
+
+
+@pytest.mark.parametrize("num_parts", [1, 2])
+def test_a_collate_that_cannot_be_seeded_is_refused(num_parts: int) -> None:
+    tables = [Table() for _ in range(4)]
+    shapes = mixing(random.SystemRandom())
+    with pytest.raises(GemscError) as caught:
+        on_ranks(*tables, num_parts=num_parts, shapes=shapes)
+    ranks = {1: "0 and 1", 2: "0 and 2"}[num_parts]
+    error = "model.py:9: error: dataset and collate give different batches on ranks "
+    assert str(caught.value).startswith(error + ranks)
+
+
+def test_parts_and_windows_have_batches_of_their_own() -> None:
+    def collate(samples: list[Any], number: int) -> Any:
+        return torch.stack([sample for sample, _ in samples]), 0
+
+    given: Any = {"shapes": ShapeClasses([], collate=collate)}
+    assert on_ranks(Table(), None, Table(), Table(), num_parts=2, **given)
+    assert on_ranks(Table(), Table(), boxes=[(0, 2), (2, 4)], **given)

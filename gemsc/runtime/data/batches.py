@@ -209,7 +209,7 @@ class Batches:
             shuffle=shuffle,
             shapes=numbers,
         )
-        self._part, self.num_copies, self._shapes = part, num_parts, shapes
+        self._part, self.num_copies, self.shapes = part, num_parts, shapes
         self._dataset: Dataset[Any] = _Reproducible(dataset, seed, window, shapes)
         self._sampler = _Sampler()  # what `_loader` goes through
         self._loader: DataLoader[Any] | None = None
@@ -288,6 +288,12 @@ class Batches:
             digests or {},
         )
 
+    def joined(self, batch: Batch) -> dict[int, str]:
+        """Return a digest of what the user's `collate` gave, by this part's number."""
+        if self.shapes is None or self.shapes.collate is None or not batch.digests:
+            return {}
+        return {self._part: digest(batch.data)}
+
     def _whole(self, row: BatchRow) -> bool:
         """Whether the whole targets of a batch are read."""
         is_full = len(row.indices) == self.size_of(row)
@@ -321,7 +327,7 @@ class Batches:
                 self._dataset,
                 batch_sampler=self._sampler,
                 num_workers=self.workers,
-                collate_fn=partial(_collate, self._shapes),
+                collate_fn=partial(_collate, self.shapes),
                 pin_memory=self.pinned,
                 worker_init_fn=_begin_worker,
                 persistent_workers=self.workers > 0,

@@ -80,7 +80,7 @@ class SeededReader:
     def seed(self, epoch: int, index: int) -> None:
         """Seed all generators for a sample."""
         seed_all(seed_of(self._seed, epoch, index))
-        _seed_generators(self._held, self._seed, epoch, index)
+        seed_generators(self._held, self._seed, epoch, index)
 
 
 def _set_epoch(dataset: Any, epoch: int) -> None:
@@ -107,7 +107,7 @@ def unreadable(error: Exception, call: str, index: int) -> GemscError:
     )
 
 
-def _seed_generators(held: dict[str, Any], *parts: int) -> None:
+def seed_generators(held: dict[str, Any], *parts: int) -> None:
     """Seed each generator with a number of its own, made of its path and the parts."""
     for path, generator in held.items():
         seed = seed_of(*parts, path)

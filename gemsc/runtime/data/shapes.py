@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,12 @@ from gemsc.datasets.stream import Stream
 from gemsc.errors import GemscError, SourceLocation, user_place
 from gemsc.plan import Plan
 from gemsc.plan_tables import PlannedShape
-from gemsc.runtime.data.held_generators import SeededReader, unreadable
+from gemsc.runtime.data.held_generators import (
+    SeededReader,
+    held_generators,
+    seed_generators,
+    unreadable,
+)
 from gemsc.runtime.data.tiled import TiledDataset
 from gemsc.runtime.process.status import Status
 from gemsc.runtime.transport.transport import Transport
@@ -49,6 +55,11 @@ class ShapeClasses:
     bucket: Callable[[Any], int] | None = None
     collate: Callable[[list[Any], int], Any] | None = None
     at: Mapping[str, SourceLocation | None] = field(default_factory=dict)
+
+    @cached_property
+    def held_generators(self) -> dict[str, Any]:
+        """The generators that `collate` has of its own."""
+        return held_generators(self.collate)
 
     def number_of(self, sample: Any) -> int:
         """Return the number of a sample's class.
@@ -182,6 +193,8 @@ def join_samples(samples: list[Any], shapes: ShapeClasses | None, number: int) -
     """
     if shapes is None or shapes.collate is None:
         return default_collate(samples)
+    # as the last sample was: every rank that reads these draws the same
+    seed_generators(shapes.held_generators, torch.initial_seed())
     try:
         batch = shapes.collate(samples, number)
     except Exception as error:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from gemsc.base.boxes import Box
 from gemsc.base.rng import seed_all, seed_of
@@ -15,6 +16,7 @@ from gemsc.runtime.transport.transport import Transport
 
 # by index and, where a rank reads only a part of each image, the box of it
 Digests = dict[tuple[int, Box | None], str]
+Key = TypeVar("Key")
 
 ADVICE = (
     "on every rank, the random generators of torch, numpy and Python, and those that "
@@ -74,8 +76,8 @@ class SharedData:
 
         Raises:
             GemscError: two ranks have read the same sample and got different data, or
-                a stream has not even one batch. If one rank gets other data when it
-                reads a sample again, that is said.
+                made another batch of it, or a stream has not even one. If one rank
+                gets other data when it reads a sample again, that is said.
         """
         batches = self.batches
         read = batches.epoch if reads else batches.empty
@@ -104,15 +106,16 @@ class SharedData:
             raise
 
     def _compare(self, batch: Batch | None, epoch: int) -> Digests:
-        known: dict[tuple[int, Box | None], tuple[int, str]] = {}
-        changing: list[int] = []
-        window = self.batches.window
-        box = window.box if window is not None else None
-        mine = None if batch is None else (box, batch.digests, batch.notes)
+        batches, mine = self.batches, None
+        if batch is not None:
+            box = batches.window.box if batches.window is not None else None
+            read = {(index, box): texts for index, texts in batch.digests.items()}
+            joined = {(part, box): text for part, text in batches.joined(batch).items()}
+            mine = read, joined, batch.notes
         gathered = self.transport.all_gather_object(mine)
-        known_all = [each for each in gathered if each is not None]
-        if len(known_all) < len(gathered):
-            size = self.batches.order.sizes[0]
+        known = [each for each in gathered if each is not None]
+        if len(known) < len(gathered):
+            size = batches.order.sizes[0]
             raise GemscError(
                 f"{self.name} ends before its first batch of {size} samples is "
                 "complete",
@@ -120,20 +123,22 @@ class SharedData:
                 help="add data, compile with fewer --micro-batches or --data, or let "
                 "every replica read the whole stream: gemsc.Stream(..., split=False)",
             )
-        everyone = [(box, digests) for box, digests, _ in known_all]
-        notes = [note for _, _, notes in known_all for note in notes]
+        notes = [note for *_, notes in known for note in notes]
         if notes and self.transport.rank == 0:
             print(max(notes), flush=True)  # noqa: T201 - a warning, if there is one
-        for rank, (box, theirs) in enumerate(everyone):
-            for index, (found, *again) in theirs.items():
-                changing += [index] if {*again} - {found} else []
-                first, wanted = known.setdefault((index, box), (rank, found))
-                if found != wanted:
-                    when = f", in epoch {epoch + 1}" if self.batches.shuffle else ""
-                    raise self._differs(
-                        f"returns different data on ranks {first} and {rank}: sample "
-                        f"{index}{when}"
-                    )
+        once = [{key: texts[0] for key, texts in read.items()} for read, *_ in known]
+        if (other := first_difference(once)) is not None:
+            (index, _), ranks = other
+            when = f", in epoch {epoch + 1}" if batches.shuffle else ""
+            how = f"returns different data on {ranks}: sample {index}{when}"
+            raise self._differs(how)
+        if (other := first_difference(joined for _, joined, _ in known)) is not None:
+            error = self._differs(f"and collate give different batches on {other[1]}")
+            assert batches.shapes is not None
+            error.at = batches.shapes.at.get("collate")
+            raise error
+        pairs = [pair for read, *_ in known for pair in read.items()]
+        changing = [index for (index, _), texts in pairs if len({*texts}) > 1]
         if changing and self.transport.rank == 0:
             warn(
                 f"{self.name} returns other data when sample {min(changing)} is read "
@@ -141,7 +146,23 @@ class SharedData:
                 at=self.at,
                 help=ADVICE,
             )
-        return {key: found for key, (_, found) in known.items()}
+        return {key: texts[0] for key, texts in pairs}
 
     def _differs(self, how: str) -> GemscError:
         return GemscError(f"{self.name} {how}", at=self.at, help=ADVICE)
+
+
+def first_difference(
+    everyone: Iterable[Mapping[Key, str]],
+) -> tuple[Key, str] | None:
+    """Return a key for which two ranks have different texts, and which ranks they are.
+
+    Each rank has a text for some keys, in the order of ranks.
+    """
+    known: dict[Key, tuple[int, str]] = {}
+    for rank, theirs in enumerate(everyone):
+        for key, text in theirs.items():
+            first, wanted = known.setdefault(key, (rank, text))
+            if text != wanted:
+                return key, f"ranks {first} and {rank}"
+    return None

@@ -159,7 +159,7 @@ class StreamBatches(Batches):
         self._part_size = self.size // self.num_copies
         self._start = self._part * self._part_size
         self.stream = dataset
-        reader = StreamReader(dataset, self.seed, self._shapes)
+        reader = StreamReader(dataset, self.seed, self.shapes)
         self._read_from = self._dataset = _StreamSamples(reader)
         self._read_from.reader.keeps_marks = keeps_marks
         self._given: tuple[list[int], Any, _Facts] | None = None  # the last batch

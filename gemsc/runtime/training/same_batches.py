@@ -9,6 +9,7 @@ from typing import Any
 from gemsc.base.nests import Path, named_place, tensor_leaves
 from gemsc.errors import GemscError
 from gemsc.runtime.data.batches import digest
+from gemsc.runtime.data.shared import first_difference
 from gemsc.runtime.data.tiled import Window
 from gemsc.runtime.training.callbacks import Callback
 from gemsc.runtime.training.trainer import Trainer
@@ -37,19 +38,18 @@ class SameBatches(Callback):
         number = self._counts[what]
         if number & (number - 1):
             return
-        known: dict[tuple[Path, int | None], tuple[int, str]] = {}
-        mine = _digests(trainer, sources, window)
-        for rank, theirs in enumerate(trainer.transport.all_gather_object(mine)):
-            for key, found in theirs.items():
-                first, wanted = known.setdefault(key, (rank, found))
-                if found != wanted:
-                    raise GemscError(
-                        f"{named_place(key[0])} of {what} {number} differs on ranks "
-                        f"{first} and {rank}",
-                        help="every rank needs the same batches: shuffle and draw with "
-                        "fixed seeds, DataLoader(..., shuffle=True, generator="
-                        "torch.Generator().manual_seed(0)), and sort files and sets",
-                    )
+        everyone = trainer.transport.all_gather_object(
+            _digests(trainer, sources, window)
+        )
+        if (other := first_difference(everyone)) is None:
+            return
+        (place, _), ranks = other
+        raise GemscError(
+            f"{named_place(place)} of {what} {number} differs on {ranks}",
+            help="every rank needs the same batches: shuffle and draw with fixed "
+            "seeds, DataLoader(..., shuffle=True, generator="
+            "torch.Generator().manual_seed(0)), and sort files and sets",
+        )
 
 
 def _digests(
