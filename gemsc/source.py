@@ -312,8 +312,12 @@ def split_constants(texts: list[str]) -> dict[str, str]:
     return found
 
 
-def check_run_constants(path: Path, constants: Mapping[str, str]) -> None:
+def check_run_constants(
+    path: Path, constants: Mapping[str, str], compiled: Mapping[str, str]
+) -> None:
     """Make sure that a run may change constants: the model does not use them.
+
+    Those that were `compiled` with the same values do not change.
 
     Raises:
         GemscError: what was compiled may use one.
@@ -323,7 +327,7 @@ def check_run_constants(path: Path, constants: Mapping[str, str]) -> None:
     for name in constants:
         if name not in assigned:
             raise _unknown(path, name, assigned)
-        if name not in free:
+        if name not in free and compiled.get(name) != constants[name]:
             raise GemscError(
                 f"{name} may be part of what was compiled: not only the data, the "
                 "optimizer, the metrics and the hooks use it",

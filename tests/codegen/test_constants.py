@@ -66,9 +66,10 @@ def test_what_cannot_be_set(
 
 def test_a_run_sets_what_the_model_does_not_use(tmp_path: Path) -> None:
     path = load(tmp_path).path
-    check_run_constants(path, {"RATE": "1"})
+    check_run_constants(path, {"RATE": "1"}, {})
+    check_run_constants(path, {"WIDTH": "8"}, {"WIDTH": "8"})
     with pytest.raises(GemscError, match="WIDTH may be part of what was compiled") as e:
-        check_run_constants(path, {"WIDTH": "8"})
+        check_run_constants(path, {"WIDTH": "8"}, {"WIDTH": "7"})
     assert e.value.help == "compile again with --set WIDTH=8"
 
 

@@ -174,7 +174,7 @@ def train(
         )
     constants = split_constants(options.set)
     user = load_user_model(plan.spec, constants={**plan.constants, **constants})
-    check_run_constants(user.path, constants)
+    check_run_constants(user.path, constants, plan.constants)
     if user.dataset is None:
         raise GemscError(
             f"{user.path} has no dataset()",
