@@ -18,6 +18,7 @@ from gemsc.runtime.data.stream_batches import StreamBatches
 from gemsc.runtime.process.failure import is_first
 from gemsc.runtime.process.status import REPORTED
 from gemsc.runtime.process.stop import StopSignal
+from gemsc.runtime.training.alike import SameCopies
 from gemsc.runtime.training.arguments import to_resume
 from gemsc.runtime.training.callbacks import Callback, Console, Ema, Hooks, Position
 from gemsc.runtime.training.checkpoints import Best, Checkpoints, plateaus
@@ -90,7 +91,7 @@ class Training:
             )
         if options.save is not None:
             callbacks.append(Log(options, self.epochs))
-        callbacks.append(self.console)
+        callbacks += [self.console, SameCopies()]
         if options.save is not None and options.checkpoint_every != "never":
             self.checkpoints = Checkpoints(
                 options.save,

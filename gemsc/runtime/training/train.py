@@ -23,13 +23,13 @@ from gemsc.runtime.process.failure import install_hooks, is_first, stop_all, wat
 from gemsc.runtime.process.status import REPORTED, Status
 from gemsc.runtime.process.stop import STOPPED, StopSignal
 from gemsc.runtime.process.watch import start_watch
+from gemsc.runtime.training.alike import SameBatches, SameCopies
 from gemsc.runtime.training.arguments import DEFAULT_TIMEOUT, parse_arguments
 from gemsc.runtime.training.callbacks import Callback
 from gemsc.runtime.training.loop import Training
 from gemsc.runtime.training.program_directory import check_program, check_weights
 from gemsc.runtime.training.recording import record_timed_steps, time_steps
 from gemsc.runtime.training.run_folder import choose_folder, held
-from gemsc.runtime.training.same_batches import SameBatches
 from gemsc.runtime.training.trainer import (
     SchedulerFactory,
     Trainer,
@@ -274,7 +274,7 @@ def load(
         accumulate=accumulate,
         clip_norm=clip_norm,
         on_nonfinite=on_nonfinite,
-        callbacks=(*callbacks, SameBatches()),
+        callbacks=(*callbacks, SameBatches(), SameCopies()),
     )
     trainer.leave_on_signals()
     return trainer

@@ -1,18 +1,25 @@
-"""The batches of a user's own loop, compared: each rank makes its own."""
+"""What ranks need to have alike: batches of a user's own loop, copies of weights."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path as FilePath
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from gemsc.base.nests import Path, named_place, tensor_leaves
-from gemsc.errors import GemscError
+from gemsc.errors import GemscError, warn
+from gemsc.runtime.checkpoint.holdings import Holdings
 from gemsc.runtime.data.batches import digest
 from gemsc.runtime.data.shared import first_difference
 from gemsc.runtime.data.tiled import Window
 from gemsc.runtime.training.callbacks import Callback
 from gemsc.runtime.training.trainer import Trainer
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class SameBatches(Callback):
@@ -62,8 +69,48 @@ def _digests(
     parts = {plan.micro_batches * size for size in plan.micro_batch_sizes}
     copy = trainer.transport.rank // plan.copy_ranks
 
-    def is_part(tensor: Any) -> bool:
+    def is_part(tensor: Tensor) -> bool:
         return plan.data > 1 and tensor.dim() > 0 and len(tensor) in parts
 
     leaves = tensor_leaves(dict(sources))
     return {(path, copy if is_part(t) else None): digest(t) for path, t in leaves}
+
+
+class SameCopies(Callback):
+    """Compares, at each checkpoint, weights and buffers that several ranks have.
+
+    They are equal bit by bit, unless a hook changes them, or an optimizer, on some
+    ranks only, or machines round differently. A checkpoint has rows of several ranks.
+    """
+
+    def on_save(self, trainer: Trainer, folder: FilePath) -> None:
+        """Warn if two ranks have another value of the same."""
+        if trainer.plan.options.get("local_batchnorm"):  # its statistics do differ
+            return
+        held = [*Holdings(trainer.worker).tensors({})]
+        sums = _sums_of_bits([each.tensor for each in held])
+        pairs = zip(held, sums, strict=True)
+        mine = {(h.key, h.piece.intervals): str(found) for h, found in pairs}
+        own = digest(repr(sorted(mine.items())))
+        texts = trainer.transport.all_gather_object(own)
+        is_first = texts.index(own) == trainer.transport.rank  # of those who have alike
+        everyone = trainer.transport.all_gather_object(mine if is_first else {})
+        other = first_difference(everyone)
+        if other is not None and trainer.transport.rank == 0:
+            (key, _), ranks = other
+            warn(
+                f"{ranks} have different copies of '{key.partition('/')[2]}' after "
+                f"step {trainer.step_number}: the weights depend on who saves them",
+                help="let hooks change weights and optimizers on all ranks alike; on "
+                "machines of different kinds, copies differ as these round differently",
+            )
+
+
+def _sums_of_bits(tensors: list[Tensor]) -> list[int]:
+    """Return the sum of each tensor's numbers, whose bits are read as integers."""
+    sums = []
+    for tensor in tensors:
+        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        bits = real.contiguous().view(_INTEGERS[real.element_size()])
+        sums.append(bits.sum(dtype=torch.int64).cpu())
+    return torch.stack(sums).tolist() if sums else []

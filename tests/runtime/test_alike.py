@@ -14,7 +14,7 @@ from program_support import X, on_ranks, trunk, written
 from gemsc.errors import GemscError
 from gemsc.launch.launch import launch
 from gemsc.runtime.data.tiled import Window, whole_window
-from gemsc.runtime.training.same_batches import SameBatches
+from gemsc.runtime.training.alike import SameBatches
 from gemsc.runtime.training.trainer import Trainer
 
 PART = torch.cat([X, X + 1])  # two micro-batches
