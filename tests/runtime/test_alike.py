@@ -1,4 +1,4 @@
-"""A loop of the user's own: batches that differ between ranks end it."""
+"""Batches of a user's own loop, and copies of weights, that differ between ranks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from program_support import X, on_ranks, trunk, written
+import training_support
+from program_support import Net, X, on_ranks, trunk, written
+from torch import nn
 
 from gemsc.errors import GemscError
 from gemsc.launch.launch import launch
 from gemsc.runtime.data.tiled import Window, whole_window
-from gemsc.runtime.training.alike import SameBatches
+from gemsc.runtime.training.alike import SameBatches, SameCopies
+from gemsc.runtime.training.step_report import StepReport
 from gemsc.runtime.training.trainer import Trainer
 
 PART = torch.cat([X, X + 1])  # two micro-batches
@@ -115,6 +118,7 @@ import torch
 trainer = gemsc.load("program")
 torch.manual_seed(trainer.transport.rank)  # as an own generator on each rank
 batch = torch.randn(4, 4)
+print([type(each).__name__ for each in trainer.callbacks], flush=True)
 trainer.step(batch, batch)
 """
 
@@ -125,8 +129,114 @@ def test_a_loop_that_draws_on_each_rank_is_refused(
 ) -> None:
     (tmp_path / "program").symlink_to(program)
     (tmp_path / "loop.py").write_text(LOOP)
-    with (tmp_path / "err").open("w") as err:
+    with (tmp_path / "said").open("w") as said:
         words = [sys.executable, "loop.py"]
-        assert launch(2, words, cwd=tmp_path, stderr=err, timeout=120) == 1
-    text = "loop.py:7: error: input[0] of step 1 differs on ranks 0 and 1\n"
-    assert text in (tmp_path / "err").read_text()
+        how: Any = {"cwd": tmp_path, "stdout": said, "stderr": said}
+        assert launch(2, words, **how, timeout=120) == 1
+    text = (tmp_path / "said").read_text()
+    assert "loop.py:8: error: input[0] of step 1 differs on ranks 0 and 1\n" in text
+    assert text.count("['SameBatches', 'SameCopies']\n") == 2
+
+
+# ---------------------------------------------------------------- copies of weights
+
+
+class Tied(Net):
+    """The first and the last layer, on two ranks, have one weight; with statistics."""
+
+    def __init__(self) -> None:
+        def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+            return self.d(self.norm(self.b(self.a(x).tanh())).tanh())
+
+        super().__init__(forward, norm=nn.BatchNorm1d(4))
+        self.d.weight = self.a.weight
+        self.register_buffer("phase", torch.ones(3, dtype=torch.complex64))
+        self.register_buffer("which", torch.tensor([True, False]))
+        self.register_buffer("rounded", torch.ones((), dtype=torch.bfloat16))
+        self.register_buffer("empty", torch.ones(0))
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tied") / "program"
+    written(folder, Tied(), ranks=4, data=2, micro_batches=2, cuts=("d",))
+    return folder
+
+
+def saved(program: Path, folder: Path, change: Any) -> None:
+    """Make two steps on four ranks, then a change, then a checkpoint."""
+    batch = torch.cat([PART, OTHER])
+
+    def work(trainer: Trainer) -> None:
+        trainer.add_callbacks([SameCopies()])
+        trainer.step(batch, batch)
+        with torch.no_grad():
+            change(trainer)
+        trainer.save(folder)
+
+    on_ranks(program, 4, work)
+
+
+def test_copies_that_are_equal_are_no_news(
+    tied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved(tied, tmp_path / "saved", lambda trainer: None)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "rank", "others"),
+    [
+        *(("a.weight", rank, (0, 1) if rank == 1 else (0, rank)) for rank in (1, 2, 3)),
+        ("a.weight", 0, (0, 1)),
+        ("norm.running_var", 2, (0, 2)),
+        ("d.bias", 3, (1, 3)),
+    ],
+)
+def test_a_copy_that_is_another_one_is_told(
+    name: str,
+    rank: int,
+    others: tuple[int, int],
+    tied: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def change(trainer: Trainer) -> None:
+        if trainer.transport.rank == rank:
+            tensor = trainer.state_dict()[name].view(-1)
+            tensor[0] = torch.nextafter(tensor[0], torch.tensor(9.0))
+
+    saved(tied, tmp_path / "saved", change)
+    first, second = others
+    text = f"warning: ranks {first} and {second} have different copies of '{name}' "
+    err = capsys.readouterr().err
+    assert err.startswith(f"{text}after step 1: ")
+    assert err.count("warning") == 1
+
+
+@pytest.mark.parametrize("is_everywhere", [False, True])
+def test_a_hook_that_changes_a_rate_on_one_rank_is_found(
+    is_everywhere: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def on_step(trainer: Trainer, report: StepReport) -> None:
+        if is_everywhere or trainer.transport.rank == 0:
+            assert trainer.optimizer is not None
+            trainer.optimizer.param_groups[0]["lr"] /= 10
+
+    own = training_support.program(tmp_path, ranks=2, data=2, cuts=())
+    user = training_support.user_of(on_step=on_step)
+    training_support.run(own, user, "--epochs", "3", "--save", str(tmp_path / "saved"))
+    err = capsys.readouterr().err
+    assert ("warning: ranks 0 and 1 have different copies of" in err) != is_everywhere
+
+
+def test_statistics_of_tiles_of_their_own_are_not_compared(
+    tied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def change(trainer: Trainer) -> None:
+        trainer.plan.options["local_batchnorm"] = True
+        state = trainer.state_dict()
+        state.get("norm.running_var", torch.zeros(4)).add_(trainer.transport.rank)
+
+    saved(tied, tmp_path / "saved", change)
+    assert capsys.readouterr().err == ""
