@@ -89,6 +89,52 @@ def test_a_teacher_is_cut_between_its_layers(
         assert sum(name.startswith("teacher") for name in names) > 1
 
 
+class Pictures(nn.Module):
+    """A teacher of pictures: twice, once before its weights change again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4))
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+        self.head = nn.Conv2d(4, 2, 3, padding=1)
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        pairs = zip(self.teacher.parameters(), self.student.parameters(), strict=True)
+        for theirs, ours in pairs:
+            theirs.mul_(0.9).add_(ours, alpha=0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.follow()
+        y = self.student(x) + self.teacher(x)
+        if self.training:
+            self.follow()
+        return self.head(y * self.teacher(x + 1))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"ranks": 2, "tiles": "2x1"},
+        pytest.param(
+            {"ranks": 4, "tiles": "1x2", "data": 2, "micro_batches": 1},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"ranks": 4, "tiles": "2x1", "shards": "2"}, marks=pytest.mark.slow
+        ),
+    ],
+    ids=str,
+)
+def test_a_teacher_of_pictures_is_cut_into_tiles(options: dict[str, Any]) -> None:
+    given = {"loss": mean, "micro_batches": 2, **options}
+    program = compile(Pictures(), (torch.randn(2, 3, 8, 8),), **given)
+    assert program.plan.unchecked == ""
+    text = program.rank_modules()["rank0.py"]
+    assert "# gather" not in text
+
+
 def order(model: nn.Module) -> list[str]:
     """Return the names of a graph's nodes after the pass."""
     program = DelayUpdates().apply(record(model, (X,)))
@@ -178,3 +224,23 @@ def test_what_keeps_layers_together_is_told_once_for_each_line() -> None:
     assert first.startswith("forward changes 'scale' and 1 more at ")
     assert first.endswith(f".py:{line}: all that uses it stays on one rank")
     assert not any("forward changes" in other for other in others)
+
+
+class Labels(nn.Module):
+    """Looks up each pixel, and shortens the rows that it finds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(6, 4, max_norm=0.5)
+        self.a, self.b = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 2, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.table(x[:, 0]).movedim(-1, 1)
+        return self.b(self.a(y).tanh())
+
+
+def test_rows_that_one_tile_alone_looks_up_change_on_all() -> None:
+    x = torch.ones(2, 1, 8, 8, dtype=torch.int64)
+    x[:, :, 4:] = 2
+    program = compile(Labels(), (x,), loss=mean, ranks=2, tiles="2x1", micro_batches=1)
+    assert program.plan.unchecked == ""

@@ -13,7 +13,7 @@ from gemsc.base.boxes import Box
 from gemsc.errors import InternalError
 from gemsc.ir import meta
 from gemsc.ir.halos import Halos, Need
-from gemsc.ir.mutation import elements
+from gemsc.ir.mutation import elements, memory, mutated_inputs
 from gemsc.ir.program import Barrier, Block, Program, Stage
 from gemsc.passes.spatial.conversions import Conversions
 from gemsc.passes.spatial.values import (
@@ -38,6 +38,7 @@ class Lowering(Conversions):
     rings: bool = False
     barriers: list[Barrier] = field(default_factory=list, init=False)
     _elsewhere: list[fx.Node] = field(default_factory=list, init=False)
+    _changed: dict[object, set[int]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -200,7 +201,7 @@ class Lowering(Conversions):
             local = self.lower(node, self.rule)
             assert local is not None
             self._env[node] = local
-            if not self._changes_alike(node):
+            if not (self._is_beside(node) or self._changes_alike(node)):
                 self._take_back(*before)
                 return False
         return True
@@ -211,6 +212,21 @@ class Lowering(Conversions):
             local = self.lower(node, _gathered)
             assert local is not None
             self._env[node] = local
+
+    def _is_beside(self, node: fx.Node) -> bool:
+        """Whether a node takes or gives no value whose memory is changed around it.
+
+        Weights that are changed may be those of the layer that it calls: a tile has all
+        of them, and calls its layer at the same place.
+        """
+        module, glue = self.program.module, meta.glue(node)
+        if glue not in self._changed:
+            around = [n for n in self.program.compute_nodes if meta.glue(n) == glue]
+            sources = (s for n in around for s in mutated_inputs(n, module))
+            self._changed[glue] = {key for s in sources for key in memory(s)}
+        values = (node, *node.all_input_nodes)
+        touched = {key for each in values for key in memory(each)}
+        return touched.isdisjoint(self._changed[glue])
 
     def _changes_alike(self, node: fx.Node) -> bool:
         """Whether a lowered node does to its memory what the node does.
