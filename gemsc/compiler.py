@@ -23,7 +23,7 @@ from gemsc.compilation import Compilation, Traced
 from gemsc.costs.hardware import read_hardware
 from gemsc.costs.profile import Progress
 from gemsc.costs.sharing import SharedDevice
-from gemsc.errors import GemscError
+from gemsc.errors import GemscError, InternalError
 from gemsc.ir.flow import reductions
 from gemsc.ir.invariants import drawn_alike, lost_nothing
 from gemsc.ir.shards import Placed
@@ -152,8 +152,8 @@ def compile(
             if has_weights:
                 found = first_step(program.compilation, *given, **feed, metrics=metrics)
                 if rows := few_rows(program.plan, model):
-                    few = model, examples.few(rows), feed
-                    found |= _smaller_step(program.plan, *few, traced_as, graphs)
+                    step = program.plan, model, examples.few(rows), feed
+                    found |= _smaller_step(*step, traced_as, graphs, metrics)
             program = program.with_plan(**found)
         held = replace(program.compilation, elsewhere=elsewhere)
         return replace(program, compilation=held)
@@ -179,6 +179,7 @@ def _smaller_step(
     feed: Mapping[str, Any],
     traced_as: Callable[..., Traced],
     graphs: Mapping[str, Traced],
+    metrics: Any = None,
 ) -> dict[str, Any]:
     """Compare a step of few samples, compiled by the same plan, with the same blocks.
 
@@ -193,9 +194,12 @@ def _smaller_step(
             traced = trace_all(partial(traced_as, **how), model, inputs, **given)
             traced = with_blocks_of(graphs, traced)
             small = _lower_as(EditedPlan.of(fewer(plan)), traced, Examples.of(*few))
-    except GemscError:  # the model does not take as few samples
+    except (
+        GemscError,
+        InternalError,
+    ):  # the model does not take as few samples, or not alike
         return {}
-    found = first_step(small.compilation, model, inputs, **given)
+    found = first_step(small.compilation, model, inputs, **given, metrics=metrics)
     if found["unchecked"] not in ("", WITHOUT_KERNELS):
         return {}
     step = show_micro_batches(small.plan.micro_batches)

@@ -22,6 +22,7 @@ from gemsc.compilation import Compilation, Followed, Traced
 from gemsc.errors import GemscError, InternalError
 from gemsc.frontend.phases import own_loss, phase_inputs, phase_model, with_target
 from gemsc.frontend.writer import share_constants
+from gemsc.ir import meta
 from gemsc.ir.flow import owned_tensors
 from gemsc.ir.program import Program
 from gemsc.ir.staged import same_stages
@@ -104,20 +105,33 @@ def find_largest(graphs: Mapping[str, Traced]) -> str:
 def with_blocks_of(
     others: Mapping[str, Traced], graphs: Mapping[str, Traced]
 ) -> dict[str, Traced]:
-    """Return graphs with the blocks that others have, where nodes are the same.
+    """Return graphs with the blocks that others have.
 
     They would be grouped otherwise where samples are fewer, and other nodes cost most.
+
+    Raises:
+        GemscError: one has other calls: the model asks how many samples there are.
     """
     largest = others[find_largest(others)]
 
     def with_blocks(name: str, traced: Traced) -> Traced:
-        other = others.get(name, largest).program
+        found = others.get(name, largest)
+        other = found.program
+        if _calls(found) != _calls(traced):
+            raise GemscError(f"{other.name} does something else with fewer samples")
         twins = find_twins(other, traced.program)
-        if twins is None:
+        if twins is None:  # it calls the same more often
             return traced
         return replace(traced, program=same_stages(other, traced.program, twins))
 
     return {name: with_blocks(name, each) for name, each in graphs.items()}
+
+
+def _calls(traced: Traced) -> list[set[tuple[Any, ...]]]:
+    """Return all that each of both graphs calls, and where."""
+    graphs = traced.program.graph, traced.evaluation.graph
+    calls = [[n for n in g.nodes if n.op.startswith("call")] for g in graphs]
+    return [{(n.op, n.target, meta.location(n)) for n in each} for each in calls]
 
 
 def knowing_all(graphs: Mapping[str, Traced]) -> dict[str, Traced]:

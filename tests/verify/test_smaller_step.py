@@ -107,6 +107,33 @@ def test_what_is_wrong_in_it_is_refused(
         compiled()
 
 
+def test_a_smaller_program_that_cannot_be_written_is_none(
+    few: Callable[..., list[Plan]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few(compiled(check=False), 2)
+
+    def modules(compilation: Compilation) -> dict[str, str]:
+        if compilation.plan.micro_batches < COUNT:
+            raise InternalError("a fault of gemsc")
+        return rank_modules(compilation)
+
+    monkeypatch.setattr(gemsc.compiler, "rank_modules", modules)
+    assert compiled().plan.unchecked.startswith("that would take about")
+
+
+def test_metrics_are_tried_in_it(
+    few: Callable[..., list[Plan]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def metrics(output: Tensor, target: Tensor) -> dict[str, Tensor]:
+        return {"accuracy": output.no_such_name}
+
+    options: dict[str, Any] = {"loss": nn.MSELoss(), "ranks": 2, "micro_batches": COUNT}
+    options |= {"example_target": torch.zeros(ROWS, 2, 48), "metrics": metrics}
+    few(compile(Picture(), (X,), **options, check=False), 2)
+    assert compile(Picture(), (X,), **options).plan.unchecked == ""
+    assert "on the examples, metrics() fails" in capsys.readouterr().err
+
+
 class Asks(Picture):
     def forward(self, x: Tensor) -> Tensor:
         found = super().forward(x)
@@ -276,6 +303,74 @@ def test_blocks_are_those_of_the_program(
     monkeypatch.setattr(gemsc.compiler, "first_step", seeing)
     assert compile(Scaled(), (x,), **options).plan.unchecked == ""
     assert found == [traced[0], traced[0]]
+
+
+class Asking(Picture):
+    """Does something else with more than two samples, in training or evaluation."""
+
+    def __init__(self, *, training: bool) -> None:
+        super().__init__()
+        self.asks = training
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > 2 and self.training is self.asks:
+            x = x.clamp(min=-1)
+        return super().forward(x)
+
+
+class Loop(Picture):
+    """Does the same for each sample."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return torch.stack([part - part.mean() for part in x])
+
+
+@pytest.mark.parametrize(
+    ("model", "is_compared"),
+    [(Asking(training=True), 0), (Asking(training=False), 0), (Loop(), 1)],
+)
+def test_a_step_that_calls_something_else_is_none(
+    model: nn.Module, is_compared: int, few: Callable[..., list[Plan]]
+) -> None:
+    plans = few(compiled(model, check=False), 2)
+    plan = compiled(model).plan
+    assert len(plans) == 1 + is_compared
+    assert plan.unchecked[:5] == ("" if is_compared else "that ")
+
+
+def contrast(output: Tensor) -> Tensor:
+    rows = output.flatten(1)
+    return nn.functional.cross_entropy(rows @ rows.T, torch.arange(len(rows)))
+
+
+@pytest.mark.parametrize(("rows", "is_compared"), [(2, True), (1, False)])
+def test_without_gradients_nothing_is_compared(
+    rows: int, is_compared: bool, few: Callable[..., list[Plan]]
+) -> None:
+    options: dict[str, Any] = {"loss": contrast, "ranks": 2, "micro_batches": COUNT}
+    plans = few(compile(Picture(), (X,), **options, check=False), rows)
+    plan = compile(Picture(), (X,), **options).plan
+    assert [each.micro_batch_size for each in plans] == [ROWS, rows]
+    assert plan.unchecked[:5] == ("" if is_compared else "that ")
+
+
+def test_the_shape_of_fewest_samples_decides(
+    few: Callable[..., list[Plan]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its 2 of 4 samples are more of a step than 2 of 16."""
+    x = [(torch.randn(16, 3, 8, 6),), (torch.randn(4, 3, 16, 12),)]
+    options: dict[str, Any] = {"loss": squares, "ranks": 2, "micro_batches": COUNT}
+    model = nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 2, 3, padding=1)
+    program = compile(nn.Sequential(*model), x, **options, check=False)
+    plans = few(program, 2)
+    flops = sum(stage.flops for stage in program.plan.stages)
+    seconds = 8 * 2 * 2 * flops  # of two micro-batches of each
+    monkeypatch.setattr(first_step, "MOST_SECONDS", 0.3 * seconds)
+    plan = compile(nn.Sequential(*model), x, **options).plan
+    assert plan.unchecked == ""
+    assert plan.notes[-1].endswith("2 micro-batches of 1")
+    assert [each.micro_batch_size for each in plans[1].shapes] == [1, 1]
 
 
 class Game(nn.Module):
