@@ -27,6 +27,7 @@ from gemsc.base.nests import (
 from gemsc.base.plain_forward import plain_forward
 from gemsc.base.rng import preserve_rng
 from gemsc.errors import GemscError, InternalError, SourceLocation
+from gemsc.frontend.attention import attention_of
 from gemsc.frontend.eager import deep_copy, detached, failures, in_mode, set_training
 from gemsc.frontend.fake_copy import LOSS
 from gemsc.frontend.gradients import (
@@ -52,6 +53,7 @@ _NOISE = 0.1
 _ROUNDINGS = 16  # of gradients added in another order, under autocast
 # A gradient may be off by twice what a last bit of the weights changes, up to a limit.
 _NUDGES, _TWICE, _LIMIT = 3, 2.0, 1e-4
+_Copies = tuple[nn.Module, Any, nn.Module]  # of model, loss and graph
 
 
 @dataclass
@@ -112,7 +114,7 @@ def check_against_eager(
     shared = _shared(program)
     versions = {name: parameter._version for name, parameter in shared.items()}
 
-    def copies() -> tuple[nn.Module, Any, nn.Module]:
+    def copies() -> _Copies:
         return _copies(program, model, loss, shared, training)
 
     eager_model, eager_loss, graph_module = copies()
@@ -154,11 +156,7 @@ def check_against_eager(
 
 
 def _nudged_gradients(
-    program: Program,
-    copies: tuple[nn.Module, Any, nn.Module],
-    inputs: Any,
-    target: Any,
-    seed: int,
+    program: Program, copies: _Copies, inputs: Any, target: Any, seed: int
 ) -> Gradients:
     """Return the model's gradients where its weights differ in their last bits."""
     model, loss, _ = copies
@@ -173,7 +171,7 @@ def _copies(
     loss: Any,
     shared: dict[str, nn.Parameter],
     training: bool,
-) -> tuple[nn.Module, Any, nn.Module]:
+) -> _Copies:
     """Return copies of the model, of its loss, and of what the graph calls."""
     eager_model, eager_loss = deep_copy((model, loss), _memo(shared))
     (graph_module,) = deep_copy((_holder(program.module),), _memo(shared))
@@ -183,10 +181,7 @@ def _copies(
 
 
 def _first_difference(
-    program: Program,
-    copies: tuple[nn.Module, Any, nn.Module],
-    inputs: Any,
-    target: Any,
+    program: Program, copies: _Copies, inputs: Any, target: Any
 ) -> fx.Node | None:
     """Return the first node that computes what no call at its line does in eager."""
     model, loss, module = copies
@@ -406,6 +401,9 @@ class _ValuesByLine(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if (attention := attention_of(func, args, kwargs or {})) is not None:
+            with self:  # as it is traced
+                return attention()
         result = func(*args, **(kwargs or {}))
         self._note((result, args[:1]))  # what was written to is a result, too
         return result

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gemsc.base.plain_forward import plain_forward
 from gemsc.base.rng import same_draws
-from gemsc.frontend import record
+from gemsc.frontend import check, record
 from gemsc.frontend.check import check_against_eager
 from gemsc.ir.opaque import opaque_of
 from gemsc.ir.program import Program
@@ -270,3 +270,18 @@ def test_two_ranks_draw_what_the_model_draws(tmp_path: Path) -> None:
     assert "query, key, value = permute.unbind(0)" in text
     assert "dropout_p=0.3 if self.training else 0.0" in text
     assert 'self.layers.layers["0"].self_attn.out_proj.weight' in text
+
+
+@pytest.mark.parametrize("weights", [True, False])
+def test_its_values_are_no_first_difference(weights: bool) -> None:
+    """Else a gradient that rounding alone changes is called a wrong trace (DETR)."""
+    model = Attends({}, {"need_weights": weights}).double()
+    program = record(model, (X,), loss=square, training=True)
+    copies = check._copies(program, model, square, {}, True)
+    assert check._first_difference(program, copies, (X,), None) is None
+    wrong = next(n for n in program.graph.nodes if "linear" in str(n.target))
+    wrong.args = (*wrong.args[:2], None)  # without the bias
+    with torch.no_grad():
+        copies[2].attention.in_proj_bias += 1
+        copies[0].attention.in_proj_bias += 1
+    assert check._first_difference(program, copies, (X,), None) is wrong
