@@ -17,6 +17,7 @@ from rich.table import Table
 from gemsc.base.files import write_text
 from gemsc.cli.command import read_settings
 from gemsc.cli.terminal import Answer, Directory, check_svg, console, gives_json, tell
+from gemsc.errors import warn
 from gemsc.launch.start import run_parser, start
 from gemsc.viz.curves import RunLog, curves
 
@@ -79,7 +80,10 @@ def draw_run(folder: Path) -> None:
         return
     log = RunLog.read(folder)
     if log.steps:
-        write_text(folder / "curves.svg", curves([log]))
+        try:
+            write_text(folder / "curves.svg", curves([log]))
+        except OSError as error:  # the run ends as it does without a drawing
+            warn(f"no curves.svg in {folder}: {error.strerror}")
 
 
 def _as_data(log: RunLog) -> dict[str, Any]:

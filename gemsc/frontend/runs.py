@@ -22,8 +22,9 @@ from torch import fx
 from gemsc.base.dtypes import is_real, within
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.frontend.eager import KEEP_WEIGHTS
-from gemsc.frontend.writer import CONSTANTS, GraphWriter, fixed_nodes, overwritten
+from gemsc.frontend.writer import GraphWriter, fixed_nodes, overwritten
 from gemsc.ir import meta
+from gemsc.ir.holder import CONSTANTS
 from gemsc.ir.meta import Dtypes, TypedNumber
 
 

@@ -23,12 +23,11 @@ from gemsc.frontend.targets import TargetCall
 from gemsc.frontend.user_code import UserLine
 from gemsc.frontend.values import PLAIN
 from gemsc.ir import meta
-from gemsc.ir.holder import with_graph
+from gemsc.ir.holder import CONSTANTS, with_graph
 from gemsc.ir.layers import NORM_STATISTICS
 from gemsc.ir.meta import Region
 from gemsc.ir.mutation import call_mutates
 
-CONSTANTS = "_constants"  # the path of tensors that are neither parameter nor buffer
 _LITERALS = (*PLAIN, torch.layout, torch.memory_format, type(...), range, type)
 
 

@@ -8,6 +8,8 @@ from torch import fx, nn
 
 from gemsc.ir import meta
 
+CONSTANTS = "_constants"  # the path of tensors that are neither parameter nor buffer
+
 
 class _Holder(fx.GraphModule):
     """A graph module that is never called: FX need not write its Python code.

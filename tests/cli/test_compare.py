@@ -117,3 +117,12 @@ def test_curves_are_drawn_where_a_step_was_logged(tmp_path: Path) -> None:
     draw_run(run_in(tmp_path / "some", [1.0, 0.5]))
     drawn = [path.parent.name for path in tmp_path.rglob("*.svg")]
     assert drawn == ["some"]
+
+
+def test_a_run_whose_curves_cannot_be_written_ends_as_it_did(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_in(tmp_path / "some", [1.0, 0.5])
+    (run / "curves.svg").mkdir()
+    draw_run(run)
+    assert f"warning: no curves.svg in {run}: " in capsys.readouterr().err

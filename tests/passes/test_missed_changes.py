@@ -377,3 +377,22 @@ def test_a_rank_changes_what_its_branch_has(tmp_path: Path) -> None:
     parts = [text.partition("def advance_state")[2] for text in texts]
     own = [{n for n in ("left", "right") if f"self.{n}" in part} for part in parts]
     assert sorted(map(sorted, own)) == [["left"], ["right"]]
+
+
+class Hidden(nn.Module):
+    """Its teacher is in a list: in no state_dict, and so in no checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.hidden = nn.Linear(WIDTH, WIDTH), [nn.Linear(WIDTH, WIDTH)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.hidden[0].weight.lerp_(self.own.weight, 0.1)
+        return self.own(x) + self.hidden[0](x).detach()
+
+
+def test_what_no_checkpoint_holds_may_not_change(tmp_path: Path) -> None:
+    model = nn.Sequential(*trunk(1), Hidden())
+    with pytest.raises(GemscError, match="neither a parameter nor a buffer"):
+        written(tmp_path, model, micro_batches=2)

@@ -18,7 +18,7 @@ from torch import fx, nn
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.ir import meta
 from gemsc.ir.changes import Change, changes_weights, is_settled, unjoined_changes
-from gemsc.ir.holder import attribute, called_layer
+from gemsc.ir.holder import CONSTANTS, attribute, called_layer
 from gemsc.ir.mutation import (
     changed_by_layer,
     functional_call,
@@ -81,11 +81,22 @@ class CheckStatistics(Pass):
 def check_changes(program: Program, num_runs: int, *, with_weights: bool) -> None:
     """Refuse changes that `num_runs` runs of a graph would make differently.
 
-    `with_weights` says whether each run has weights of its own.
+    `with_weights` says whether each run has weights of its own. What is neither a
+    parameter nor a buffer no run may change, as no checkpoint holds it.
 
     Raises:
         GemscError: names the line that changes a parameter or a buffer.
     """
+    for node in program.compute_nodes:
+        names = mutated_state(node, program.module)
+        if any(n.startswith(f"{CONSTANTS}.") for n in names) and not is_settled(node):
+            raise GemscError(
+                "forward changes a tensor that is neither a parameter nor a buffer of "
+                "the model: no checkpoint would hold it",
+                at=meta.location(node),
+                help="keep it with register_buffer, or the module that has it as an "
+                "attribute: self.teacher = ... in place of self.hidden = [...]",
+            )
     stages = [frozenset(each.nodes) for each in program.require_stages()]
     for change in unjoined_changes(program) if num_runs > 1 else ():
         again, node = change.again, change.node

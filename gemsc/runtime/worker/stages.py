@@ -41,10 +41,11 @@ def without_memory(tensor: Tensor, device: torch.device) -> Tensor:
     return found
 
 
-def keep_buffers(stage: nn.Module) -> Callable[[], None]:
-    """Return what gives a stage its buffers back, with the values that they have now.
+def keep_contents(stage: nn.Module) -> Callable[[], None]:
+    """Return what gives a stage back all that its forward may change, as it is now.
 
-    Forward may have put others in their place.
+    That are its buffers, in whose place forward may have put others, and parameters,
+    such as those of a teacher.
     """
     before = [
         (module, name, buffer, buffer.clone())
@@ -52,11 +53,15 @@ def keep_buffers(stage: nn.Module) -> Callable[[], None]:
         for name, buffer in module._buffers.items()
         if buffer is not None
     ]
+    changed = map(stage.get_parameter, getattr(stage, "changed_parameters", ()))
+    values = [(parameter, parameter.detach().clone()) for parameter in changed]
 
     def give_back() -> None:
         for module, name, buffer, value in before:
             module._buffers[name] = buffer
             buffer.data.copy_(value)  # autograd may hold it for micro-batches in flight
+        for parameter, value in values:
+            parameter.data.copy_(value)
 
     return give_back
 
@@ -64,15 +69,10 @@ def keep_buffers(stage: nn.Module) -> Callable[[], None]:
 @contextmanager
 def without_trace(stage: nn.Module) -> Iterator[None]:
     """Run a stage for its outputs alone: no gradients, and its tensors as they were."""
-    changed = getattr(stage, "changed_parameters", ())
-    parameters = [stage.get_parameter(name) for name in changed]
-    values = [parameter.detach().clone() for parameter in parameters]
-    give_back = keep_buffers(stage)
+    give_back = keep_contents(stage)
     with torch.no_grad():
         yield
     give_back()
-    for parameter, value in zip(parameters, values, strict=True):
-        parameter.data.copy_(value)
 
 
 class Stages(dict[Run, nn.Module]):

@@ -33,7 +33,7 @@ from gemsc.runtime.worker.deferral import Deferred
 from gemsc.runtime.worker.finite import NotFiniteError, Problem, not_finite
 from gemsc.runtime.worker.missed_changes import MissedChanges
 from gemsc.runtime.worker.program import RankPlace, RankProgram, Run
-from gemsc.runtime.worker.stages import Stages, keep_buffers, without_trace
+from gemsc.runtime.worker.stages import Stages, keep_contents, without_trace
 from gemsc.runtime.worker.steps import Steps
 from gemsc.runtime.worker.updates import Updates
 from gemsc.runtime.worker.variants import Variant, Variants, grids_of
@@ -97,7 +97,7 @@ class Worker:
         self.detects_anomalies = False  # in each operation: many times as slow
         self.problem: Problem | None = None  # the first of the last step
         self._on_nonfinite = on_nonfinite
-        self._give_back: list[Callable[[], None]] = []  # what buffers were
+        self._give_back: list[Callable[[], None]] = []  # what forward changed
         everyone = tuple(range(transport.host.size))
         self._everyone = transport.host.group(everyone, "losses")
         self.number = 0  # of the micro-batch that ran last, over all replicas
@@ -173,7 +173,7 @@ class Worker:
             self.updates.begin()
         self._missed = MissedChanges(self.stages, self.steps, self._autocast)
         if training and self._on_nonfinite == "skip":
-            self._give_back = [keep_buffers(each) for each in self.stages.values()]
+            self._give_back = [keep_contents(each) for each in self.stages.values()]
 
     def end(self, *, counts: bool = True) -> None:
         """Wait until all that this rank sent has arrived; a step `counts` once."""
