@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import random
 import sys
@@ -108,6 +109,8 @@ def _numbers(owner: Any, kinds: tuple[type, ...]) -> Iterator[tuple[str, object]
             yield name, value
         elif isinstance(value, _WITH_A_STATE):
             yield name, pickle.dumps(value)
+        elif isinstance(value, itertools.count):
+            yield name, repr(value)
         elif isinstance(value, np.ndarray) and value.size <= _MOST_ITEMS:
             yield name, value.tolist()
 
@@ -145,6 +148,9 @@ def _items(name: str, value: Any) -> Iterator[tuple[str, Any]]:
             cells = zip(code.co_freevars, value.__closure__ or (), strict=True)
             yield from ((key, content(cell)) for key, cell in cells)
             yield from ((key, known[key]) for key in code.co_names if key in known)
+            own = *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()
+            yield from ((f"a default of {value.__name__}", each) for each in own)
+            yield from ((f"{value.__name__}.{k}", v) for k, v in vars(value).items())
     elif isinstance(value, partial):
         yield f"{name}.func", value.func
     elif isinstance(value, (list, tuple, dict)):

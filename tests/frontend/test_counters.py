@@ -5,6 +5,7 @@ No graph shows it: forward does the same in the first thousand calls.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from functools import partial
@@ -81,6 +82,32 @@ def _ticks(self: Any) -> int:
     return self.tick()
 
 
+def _in_an_attribute_of_a_function(self: Any) -> int:
+    function: Any = _in_an_attribute_of_a_function
+    function.calls = getattr(function, "calls", 0) + 1
+    return int(function.calls)
+
+
+def _counts(self: Any) -> int:
+    return next(self.counts)
+
+
+def _in_a_default() -> Callable[[Any], int]:
+    def counts(self: Any, state: list[int] = [0]) -> int:  # noqa: B006
+        state[0] += 1
+        return state[0]
+
+    return counts
+
+
+def _in_a_named_default() -> Callable[[Any], int]:
+    def counts(self: Any, *, state: list[int] = [0]) -> int:  # noqa: B006
+        state[0] += 1
+        return state[0]
+
+    return counts
+
+
 class Pace:
     def __init__(self) -> None:
         self.step = 0
@@ -111,6 +138,10 @@ def _plain(self: Any) -> int:
         (_in_its_class, {}, r"self\.counter"),
         (_in_the_file, {}, r"COUNTED\[0\]"),
         (_in_a_closure(), {}, "count at each call"),
+        (_in_a_default(), {}, r"a default of counts\[0\] at each call: "),
+        (_in_a_named_default(), {}, r"a default of counts\[0\] at each call: "),
+        (_in_an_attribute_of_a_function, {}, r"_in_an_attribute\S+\.calls at each"),
+        (_counts, {"counts": itertools.count()}, r"self\.counts at each call\n"),
         (_ticks, {"tick": partial(_in_a_closure(), None)}, "count at each call"),
         (_in_what_it_makes, {}, r"self\.made at each call: None, 1, 2"),
         (_in_a_tensor, {"kept": torch.zeros(())}, r"self\.kept at each call\n"),

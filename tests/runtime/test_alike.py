@@ -58,7 +58,7 @@ def test_a_batch_that_differs_is_refused(what: str, place: str, program: Path) -
         do(*differing(place, trainer.transport.rank))
         begun.append(8)
 
-    match = re.escape(f"{place} of {what} 8 differs on ranks 0 and 1")
+    match = re.escape(f"ranks 0 and 1 got different batches: {place} of {what} 8")
     with pytest.raises(GemscError, match=match) as caught:
         on_ranks(program, 2, work)
     assert "generator=torch.Generator().manual_seed(0)" in str(caught.value.help)
@@ -86,7 +86,9 @@ def test_windows_are_not_compared(program: Path) -> None:
             callback.on_batch(trainer, *given, window)
             seen.append(trainer.transport.rank)
 
-    with pytest.raises(GemscError, match="input of step 1 differs on ranks 0 and 1"):
+    with pytest.raises(
+        GemscError, match="ranks 0 and 1 got different batches: input of step 1"
+    ):
         on_ranks(program, 2, work)
     assert sorted(seen) == [0, 1]
 
@@ -105,9 +107,9 @@ def test_copies_may_get_their_parts_and_ranks_of_one_the_same(tmp_path: Path) ->
 
     train(PART, PART, OTHER, OTHER)
     train(whole, whole, whole, whole)
-    with pytest.raises(GemscError, match="step 1 differs on ranks 2 and 3"):
+    with pytest.raises(GemscError, match="ranks 2 and 3 got different batches"):
         train(PART, PART, OTHER, PART)
-    with pytest.raises(GemscError, match="step 1 differs on ranks 0 and 2"):
+    with pytest.raises(GemscError, match="ranks 0 and 2 got different batches"):
         train(whole, whole, whole.flip(0), whole.flip(0))
 
 
@@ -134,7 +136,10 @@ def test_a_loop_that_draws_on_each_rank_is_refused(
         how: Any = {"cwd": tmp_path, "stdout": said, "stderr": said}
         assert launch(2, words, **how, timeout=120) == 1
     text = (tmp_path / "said").read_text()
-    assert "loop.py:8: error: input[0] of step 1 differs on ranks 0 and 1\n" in text
+    assert (
+        "loop.py:8: error: ranks 0 and 1 got different batches: input[0] of step 1\n"
+        in text
+    )
     assert text.count("['SameBatches', 'SameCopies']\n") == 2
 
 

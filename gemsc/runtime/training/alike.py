@@ -50,7 +50,7 @@ class SameBatches(Callback):
             return
         (place, _), ranks = other
         raise GemscError(
-            f"{named_place(place)} of {what} {number} differs on {ranks}",
+            f"{ranks} got different batches: {named_place(place)} of {what} {number}",
             help="every rank needs the same batches: shuffle and draw with fixed "
             "seeds, DataLoader(..., shuffle=True, generator="
             "torch.Generator().manual_seed(0)), and sort files and sets",

@@ -2,7 +2,7 @@
 
     on_load                              the program and its weights are loaded
     on_start                             and the checkpoint, if there is one
-      on_step on_step on_step ...        after each step
+      on_batch on_step, on_batch ...     before and after each step
       on_evaluation_start, on_evaluation where there is held-out data
       on_evaluation_failure              in place of on_evaluation
       on_epoch                           the end of an epoch, or of the run within one
