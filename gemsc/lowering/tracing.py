@@ -31,7 +31,7 @@ from gemsc.passes.annotate import Annotate
 from gemsc.passes.canonicalize import Canonicalize
 from gemsc.passes.checks.shared_memory import check_shared_memory
 from gemsc.passes.constants.causal_masks import CausalMasks
-from gemsc.passes.constants.delay_updates import DelayUpdates
+from gemsc.passes.constants.move_updates import MoveUpdates
 from gemsc.passes.detect_skips import DetectSkips
 from gemsc.passes.follow_stages import FollowOrder, find_twins
 from gemsc.passes.group_blocks import GroupBlocks
@@ -39,7 +39,7 @@ from gemsc.passes.manager import Observer, Runs
 from gemsc.passes.separate_towers import SeparateTowers
 from gemsc.passes.time_blocks import TimeBlocks
 
-PLAIN = DelayUpdates(), Canonicalize(), CausalMasks()
+PLAIN = MoveUpdates(), Canonicalize(), CausalMasks()
 MOST_FLOPS = 2e11  # forward, of a check that is limited: a minute of one core
 
 

@@ -49,19 +49,20 @@ class SeparateTowers(Pass):
         """Return the program with its towers, on another graph if nodes must move."""
         nodes = program.compute_nodes
         needed = _needed(program)
-        found = _Finder(nodes, needed, self.share).towers()
+        towers = _Finder(nodes, needed, self.share).towers()
+        found = [_with_changes(tower, needed) for tower in towers]
         order = nodes
         for tower in found:
             order = _gathered(order, tower, needed)
         if random_nodes(program, order) != random_nodes(program, nodes):
             return replace(program, towers=())
         rows = filter(None, (_row(order, tower) for tower in found))
-        towers = tuple(sorted(rows, key=lambda row: order.index(row[0])))
+        there = tuple(sorted(rows, key=lambda row: order.index(row[0])))
         if order == nodes:
-            return replace(program, towers=towers)
+            return replace(program, towers=there)
         moved, copy = in_order(program, order)
-        towers = tuple(tuple(copy[node] for node in tower) for tower in towers)
-        return replace(moved, towers=towers, facts=True)
+        there = tuple(tuple(copy[node] for node in tower) for tower in there)
+        return replace(moved, towers=there, facts=True)
 
 
 def _needed(program: Program) -> dict[fx.Node, int]:
@@ -175,6 +176,21 @@ def _bits(number: int) -> Iterator[int]:
         lowest = number & -number
         yield lowest.bit_length() - 1
         number ^= lowest
+
+
+def _with_changes(
+    tower: frozenset[fx.Node], needed: dict[fx.Node, int]
+) -> frozenset[fx.Node]:
+    """Return a tower with the changes of its weights that come behind their last use.
+
+    These need nothing of the model's inputs that the tower does not need.
+    """
+    glues = {meta.glue(node) for node in tower} - {None}
+    wanted = reduce(operator.or_, (needed[node] for node in tower))
+    fed = [any(s.op == "placeholder" for s in node.all_input_nodes) for node in needed]
+    others = sum(1 << i for i, is_fed in enumerate(fed) if is_fed) & ~wanted
+    changes = (n for n in needed if meta.glue(n) in glues and not needed[n] & others)
+    return tower.union(changes)
 
 
 def _gathered(

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from gemsc import compile
+from gemsc.compiler import trace
 from gemsc.errors import GemscError
 from gemsc.frontend.record import record
-from gemsc.passes.constants.delay_updates import DelayUpdates
+from gemsc.passes.constants.move_updates import MoveUpdates
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
 
@@ -25,15 +26,15 @@ def layers() -> nn.Sequential:
 
 
 class Teacher(nn.Module):
-    """A teacher of which all weights follow a student's at the start of forward."""
+    """A teacher of which all weights follow a student's, at one end of forward."""
 
-    def __init__(self, calls: int = 1) -> None:
+    def __init__(self, calls: int = 1, *, late: bool = False) -> None:
         super().__init__()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             self.student = layers()
         self.teacher = copy.deepcopy(self.student).requires_grad_(False)
-        self.head, self.calls = nn.Linear(3, 3), calls
+        self.head, self.calls, self.late = nn.Linear(3, 3), calls, late
         self.register_buffer("steps", torch.zeros(()))
 
     @torch.no_grad()
@@ -45,11 +46,13 @@ class Teacher(nn.Module):
             theirs.mul_(1 - share).add_(share * ours)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.training:
+        if self.training and not self.late:
             self.follow()
         found = self.head(self.student(x))
         with torch.no_grad():
             wanted = sum(self.teacher(x + call) for call in range(self.calls))
+        if self.training and self.late:
+            self.follow()
         return (found - wanted).square().mean(1)
 
 
@@ -76,17 +79,39 @@ def compared(model: nn.Module, **options: Any) -> Any:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("calls", [1, 2])
+@pytest.mark.parametrize(("calls", "late"), [(1, False), (2, False), (1, True)])
 def test_a_teacher_is_cut_between_its_layers(
-    calls: int, options: dict[str, Any]
+    calls: int, late: bool, options: dict[str, Any]
 ) -> None:
-    program = compared(Teacher(calls=calls), **options)
+    program = compared(Teacher(calls, late=late), **options)
     names = [name for stage in program.plan.stages for name in stage.blocks]
     assert any(name.startswith("student") for name in names)
     files = program.rank_modules().values()
     assert any("def advance_state" in file for file in files) == ("data" in options)
     if calls == 1:
         assert sum(name.startswith("teacher") for name in names) > 1
+
+
+class FollowsTheData(Teacher):
+    """Its first weight is changed, behind both, by what the student gives."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.student(x)
+        with torch.no_grad():
+            wanted = self.teacher(x)
+            if self.training:
+                self.teacher[0].weight.mul_(1 + y.mean())
+        return (self.head(y) - wanted).square().mean(1)
+
+
+def test_what_needs_another_tower_stays_behind_it() -> None:
+    compared(FollowsTheData(), ranks=2)
+    models = {FollowsTheData(): False, Teacher(late=True): True}
+    for model, are_inside in models.items():
+        towers = trace(model, (X,), loss=mean).program.towers or ()
+        names = {node.name for tower in towers for node in tower}
+        assert len(towers) == 2
+        assert ("mul" in names) == are_inside
 
 
 class Pictures(nn.Module):
@@ -137,7 +162,7 @@ def test_a_teacher_of_pictures_is_cut_into_tiles(options: dict[str, Any]) -> Non
 
 def order(model: nn.Module) -> list[str]:
     """Return the names of a graph's nodes after the pass."""
-    program = DelayUpdates().apply(record(model, (X,)))
+    program = MoveUpdates().apply(record(model, (X,)))
     return [node.name for node in program.compute_nodes]
 
 
@@ -185,7 +210,7 @@ def is_drawn(model: Any, x: Tensor) -> None:
 
 
 def is_used_before(model: Any, x: Tensor) -> None:
-    """What is put in its place needs no data, and is used by all that follows."""
+    """What is put in its place needs no data: that is done once it is known."""
     model.scale = model.scale.mul(2) + model.first.weight.sum()
 
 
@@ -198,7 +223,7 @@ def is_used_before(model: Any, x: Tensor) -> None:
         (follows_what_changes_later, ["add", "mul"]),
         (follows_the_data, []),
         (is_drawn, []),
-        (is_used_before, []),
+        (is_used_before, ["add", "copy_"]),
     ],
 )
 def test_a_change_goes_no_further_than_it_may(change: Any, pair: list[str]) -> None:
@@ -209,6 +234,57 @@ def test_a_change_goes_no_further_than_it_may(change: Any, pair: list[str]) -> N
     assert sorted(names) == sorted(before)
     assert (names == before) == (not pair)
     assert pair in ([], *map(list, pairwise(names)))
+
+
+class ChangedBehind(Changed):
+    """Calls it behind all layers; what it changes was used before."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled = x * self.other
+        y = self.second(self.norm(self.first(scaled)))
+        found = y + self.scale
+        self.change(self, x)
+        return found
+
+
+def other_grows(model: Any, x: Tensor) -> None:
+    model.other.mul_(2).sub_(1)
+
+
+def other_follows_the_norm(model: Any, x: Tensor) -> None:
+    model.other.copy_(model.norm.running_mean)
+
+
+def both_follow_each_other(model: Any, x: Tensor) -> None:
+    model.other.sub_(model.scale)
+    model.scale.mul_(2)
+
+
+def other_follows_the_data(model: Any, x: Tensor) -> None:
+    model.other.copy_(x.detach().mean(0))
+
+
+@pytest.mark.parametrize(
+    ("change", "moved"),
+    [
+        (other_grows, ["scaled", "mul", "sub"]),
+        (other_follows_the_norm, ["norm", "copy"]),
+        (both_follow_each_other, ["scaled", "sub", "first"]),
+        (other_follows_the_data, []),
+    ],
+)
+def test_a_change_behind_all_goes_back_no_further_than_it_may(
+    change: Any, moved: list[str]
+) -> None:
+    model = ChangedBehind(change)
+    names = order(model)
+    before = [node.name for node in record(model, (X,)).compute_nodes]
+    assert sorted(names) == sorted(before)
+    assert (names == before) == (not moved)
+    size = len(moved)
+    assert moved in ([], *(names[i : i + size] for i in range(len(names))))
+    if change is both_follow_each_other:  # the other one, not before it is read
+        assert names.index("mul") == len(names) - 1
 
 
 def follow_the_data(model: Any, x: Tensor) -> None:

@@ -1,0 +1,78 @@
+"""Move updates: what forward changes without data changes beside what sees it.
+
+Example, a teacher that follows its student, layer by layer:
+    ta.lerp_(a, 0.01); tb.lerp_(b, 0.01); y = tb(ta(x))
+    -> ta.lerp_(a, 0.01); h = ta(x); tb.lerp_(b, 0.01); y = tb(h)
+
+    y = tb(ta(x)); ta.lerp_(a, 0.01); tb.lerp_(b, 0.01)
+    -> h = ta(x); ta.lerp_(a, 0.01); y = tb(h); tb.lerp_(b, 0.01)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from gemsc.ir.mutation import mutated_state
+from gemsc.ir.program import Program
+from gemsc.ir.staged import in_order, predecessors, random_nodes
+from gemsc.passes.base import Pass
+
+
+@dataclass(frozen=True)
+class MoveUpdates(Pass):
+    """Move changes of parameters and buffers to what uses them next, or used them last.
+
+    A change stays in one stage with all that uses the tensor, so that one which stands
+    before or behind all layers would keep them together. It moves with what it alone
+    needs, if that is computed from parameters, buffers and constants, without random
+    numbers. What may not pass each other, `predecessors` says.
+    """
+
+    name: ClassVar[str] = "move-updates"
+
+    def apply(self, program: Program) -> Program:
+        """Return the program as it is, or with its nodes in another order."""
+        nodes, moving = program.compute_nodes, _updates(program)
+        if not moving:
+            return program
+        place = {node: i for i, node in enumerate(nodes)}
+        before = predecessors(program)
+        never = len(nodes)
+        used = dict.fromkeys(nodes, never)  # where the first is, of those that stay
+        for node, earlier in reversed(before.items()):
+            first = used[node] if node in moving else place[node]
+            for each in earlier:
+                used[each] = min(first, used[each])
+        goal = dict(place)
+        for node, earlier in before.items():
+            if node in moving:  # what nothing uses any more goes behind all it needs
+                behind = max((goal[each] for each in earlier), default=-1)
+                goal[node] = used[node] if used[node] < never else behind
+        for node, earlier in reversed(before.items()):
+            if goal[node] < 0:  # it needs nothing: to what it is for
+                goal[node] = used[node] if used[node] < never else place[node]
+            for each in earlier:
+                used[each] = min(goal[node], used[each])
+        # of equals, the one that stays is where it was: before it, or behind
+        return in_order(program, sorted(nodes, key=goal.__getitem__))[0]
+
+
+def _updates(program: Program) -> set[fx.Node]:
+    """Return the nodes that change state without data, and what only they need."""
+    nodes = program.compute_nodes
+    drawn = {*random_nodes(program, nodes)}
+    free: set[fx.Node] = set()
+    for node in nodes:
+        needs = (n.op == "get_attr" or n in free for n in node.all_input_nodes)
+        is_call = node.op in ("call_function", "call_method") and node not in drawn
+        if is_call and all(needs):
+            free.add(node)
+    found: set[fx.Node] = set()
+    for node in reversed(nodes):
+        is_needed = bool(node.users) and found.issuperset(node.users)
+        if node in free and (is_needed or mutated_state(node, program.module)):
+            found.add(node)
+    return found
