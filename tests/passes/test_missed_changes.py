@@ -396,3 +396,33 @@ def test_what_no_checkpoint_holds_may_not_change(tmp_path: Path) -> None:
     model = nn.Sequential(*trunk(1), Hidden())
     with pytest.raises(GemscError, match="neither a parameter nor a buffer"):
         written(tmp_path, model, micro_batches=2)
+
+
+class Compares(nn.Module):
+    """A loss with a network in a list, whose statistics nothing reads in training."""
+
+    def __init__(self, *, reads: bool) -> None:
+        super().__init__()
+        self.reads = reads
+        layers = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.hidden = [nn.Sequential(*layers).requires_grad_(False)]
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        net = self.hidden[0]
+        found = (net(output) - net(target)).square().mean()
+        return found + net[1].running_mean.sum() if self.reads else found
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_statistics_that_nothing_reads_may_be_hidden(
+    reads: bool, tmp_path: Path
+) -> None:
+    def compiled() -> Any:
+        return compile(trunk(2), (X,), loss=Compares(reads=reads), **options)
+
+    options: dict[str, Any] = {"example_target": X, "ranks": 2, "micro_batches": 2}
+    if not reads:
+        assert compiled().plan.unchecked == ""
+    else:
+        with pytest.raises(GemscError, match="neither a parameter nor a buffer"):
+            compiled()

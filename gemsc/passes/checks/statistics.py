@@ -89,7 +89,8 @@ def check_changes(program: Program, num_runs: int, *, with_weights: bool) -> Non
     """
     for node in program.compute_nodes:
         names = mutated_state(node, program.module)
-        if any(n.startswith(f"{CONSTANTS}.") for n in names) and not is_settled(node):
+        hidden = [name for name in names if name.startswith(f"{CONSTANTS}.")]
+        if any(_is_read(n, program) for n in hidden) and not is_settled(node):
             raise GemscError(
                 "forward changes a tensor that is neither a parameter nor a buffer of "
                 "the model: no checkpoint would hold it",
@@ -280,6 +281,19 @@ def _normalizes_without(name: str, node: fx.Node, program: Program) -> bool:
     kind = functional_call(node, program.module).kind
     is_norm = kind in ("batch_norm", "instance_norm")
     return is_norm and name in mutated_state(node, program.module)
+
+
+def _is_read(name: str, program: Program) -> bool:
+    """Whether what is computed depends on a tensor, which is not only updated."""
+
+    def reads(node: fx.Node) -> bool:
+        updates = name in mutated_state(node, program.module)
+        if updates and not any(map(reads, node.users)):
+            return False
+        return not _normalizes_without(name, node, program)
+
+    sources = program.graph.find_nodes(op="get_attr", target=name)
+    return any(reads(user) for source in sources for user in source.users)
 
 
 def _is_unseen(node: fx.Node) -> bool:
