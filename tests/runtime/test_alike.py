@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,15 @@ from torch import nn
 
 from gemsc.errors import GemscError
 from gemsc.launch.launch import launch
+from gemsc.plan import Plan
 from gemsc.runtime.data.tiled import Window, whole_window
-from gemsc.runtime.training.alike import SameBatches, SameCopies
+from gemsc.runtime.training import train
+from gemsc.runtime.training.alike import SameBatches, SameCopies, check_same_files
+from gemsc.runtime.training.arguments import parse_arguments
 from gemsc.runtime.training.step_report import StepReport
 from gemsc.runtime.training.trainer import Trainer
+from gemsc.runtime.transport.local import run_local
+from gemsc.runtime.transport.transport import Transport
 
 PART = torch.cat([X, X + 1])  # two micro-batches
 OTHER = PART.index_fill(1, torch.tensor([0]), 0.5)
@@ -114,11 +121,13 @@ def test_copies_may_get_their_parts_and_ranks_of_one_the_same(tmp_path: Path) ->
 
 
 LOOP = """\
+import os
 import gemsc
 import torch
 
-trainer = gemsc.load("program")
-torch.manual_seed(trainer.transport.rank)  # as an own generator on each rank
+rank = os.environ["OMPI_COMM_WORLD_RANK"]
+trainer = gemsc.load("program" + rank)  # a copy on each machine
+torch.manual_seed(int(rank))  # as an own generator on each rank
 batch = torch.randn(4, 4)
 print([type(each).__name__ for each in trainer.callbacks], flush=True)
 trainer.step(batch, batch)
@@ -126,21 +135,25 @@ trainer.step(batch, batch)
 
 
 @pytest.mark.mpi
-def test_a_loop_that_draws_on_each_rank_is_refused(
-    program: Path, tmp_path: Path
+@pytest.mark.parametrize("is_old", [False, True])
+def test_a_loop_with_other_batches_or_another_program_is_refused(
+    is_old: bool, program: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "program").symlink_to(program)
+    for rank in (0, 1):
+        shutil.copytree(program, tmp_path / f"program{rank}")
+    if is_old:
+        (tmp_path / "program1/rank1.py").write_text("")
     (tmp_path / "loop.py").write_text(LOOP)
     with (tmp_path / "said").open("w") as said:
         words = [sys.executable, "loop.py"]
         how: Any = {"cwd": tmp_path, "stdout": said, "stderr": said}
         assert launch(2, words, **how, timeout=120) == 1
     text = (tmp_path / "said").read_text()
-    assert (
-        "loop.py:8: error: ranks 0 and 1 got different batches: input[0] of step 1\n"
-        in text
-    )
-    assert text.count("['SameBatches', 'SameCopies']\n") == 2
+    error = "10: error: ranks 0 and 1 got different batches: input[0] of step 1"
+    if is_old:
+        error = "6: error: ranks 0 and 1 have different versions of rank1.py"
+    assert f"loop.py:{error}\n" in text
+    assert text.count("['SameBatches', 'SameCopies']\n") == 2 * (not is_old)
 
 
 # ---------------------------------------------------------------- copies of weights
@@ -245,3 +258,79 @@ def test_statistics_of_tiles_of_their_own_are_not_compared(
 
     saved(tied, tmp_path / "saved", change)
     assert capsys.readouterr().err == ""
+
+
+# --------------------------------------------------------------------------- files
+
+
+@pytest.fixture
+def copies(tmp_path: Path) -> list[Path]:
+    """Four folders as on four machines: a file of the user's and its program."""
+    program_of(tmp_path / "0", ranks=4, data=2)
+    (tmp_path / "0/model.py").write_text("RATE = 0.1\n")
+    for rank in (1, 2, 3):
+        shutil.copytree(tmp_path / "0", tmp_path / f"{rank}")
+    return [tmp_path / f"{rank}" for rank in range(4)]
+
+
+def check_copies(copies: list[Path]) -> None:
+    def work(transport: Transport) -> None:
+        folder = copies[transport.rank]
+        plan = Plan.read(folder / "program/plan.toml")
+        plan = replace(plan, spec=f"{folder}/model.py")
+        check_same_files(folder / "program", plan, transport)
+
+    run_local(4, work)
+
+
+def test_machines_may_have_equal_copies(copies: list[Path]) -> None:
+    (copies[1] / "program/rank0.py").write_text("# which this rank does not run\n")
+    check_copies(copies)
+
+
+@pytest.mark.parametrize(
+    ("rank", "file"),
+    [(1, "rank1.py"), (2, "rank0.py"), (3, "rank1.py"), (3, "model.py")],
+)
+def test_an_old_copy_of_a_file_is_refused(
+    rank: int, file: str, copies: list[Path]
+) -> None:
+    folder = copies[rank] / "program" if "rank" in file else copies[rank]
+    with (folder / file).open("a") as text:
+        text.write("# older\n")
+    match = f"ranks 0 and {rank} have different versions of {file}"
+    with pytest.raises(GemscError, match=match):
+        check_copies(copies)
+
+
+def test_an_old_copy_of_a_variant_is_refused(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        x = [torch.randn(2, 3, 4), torch.randn(2, 5, 4)]
+        given: Any = {"inputs": [(each,) for each in x], "target": x}
+        folder = tmp_path / f"{rank}"
+        written(folder, Net(lambda self, x: self.b(self.a(x))), ranks=2, **given)
+    names = {path.name for path in (tmp_path / "1").glob("rank1*.py")}
+    (variant,) = names - {"rank1.py"}
+    with (tmp_path / "1" / variant).open("a") as text:
+        text.write("# older\n")
+
+    def work(transport: Transport) -> None:
+        folder = tmp_path / f"{transport.rank}"
+        check_same_files(folder, Plan.read(folder / "plan.toml"), transport)
+
+    with pytest.raises(GemscError, match=f"different versions of {variant}"):
+        run_local(2, work)
+
+
+def test_a_run_compares_them(
+    program: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def check(*given: Any) -> None:
+        raise GemscError("compared")
+
+    (tmp_path / "model.py").write_text("")
+    plan = replace(Plan.read(program / "plan.toml"), spec=f"{tmp_path}/model.py")
+    monkeypatch.setattr(train, "check_same_files", check)
+    monkeypatch.setattr(train.Plan, "read", lambda path: plan)
+    with pytest.raises(GemscError, match="compared"):
+        run_local(1, lambda each: train.train(program, each, parse_arguments([])))

@@ -1,7 +1,8 @@
-"""What ranks need to have alike: batches of a user's own loop, copies of weights."""
+"""What ranks need to have alike: files, a user's own batches, copies of weights."""
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path as FilePath
@@ -12,12 +13,38 @@ from torch import Tensor
 
 from gemsc.base.nests import Path, named_place, tensor_leaves
 from gemsc.errors import GemscError, warn
+from gemsc.plan import Plan, rank_file
 from gemsc.runtime.checkpoint.holdings import Holdings
 from gemsc.runtime.data.batches import digest
 from gemsc.runtime.data.shared import first_difference
 from gemsc.runtime.data.tiled import Window
 from gemsc.runtime.training.callbacks import Callback
 from gemsc.runtime.training.trainer import Trainer
+from gemsc.runtime.transport.transport import Transport
+
+
+def check_same_files(directory: FilePath, plan: Plan, transport: Transport) -> None:
+    """Make sure that all ranks run the same program and the same file of the user's.
+
+    Machines without a folder that they share may have old copies of them. The first
+    rank reads the files of all, each other one its own.
+
+    Raises:
+        GemscError: two ranks have different ones; on all ranks.
+    """
+    own = [transport.rank % plan.copy_ranks]
+    ranks = range(plan.copy_ranks) if transport.rank == 0 else own
+    names = [rank_file(rank, name) for rank in ranks for name in ("", *plan.variants)]
+    main = getattr(sys.modules["__main__"], "__file__", None)  # of one's own loop
+    script = plan.spec.partition(":")[0] or main
+    files = [directory / name for name in names] + [FilePath(script or ".")]
+    mine = {f.name: digest(f.read_bytes()) for f in files if f.is_file()}
+    if (other := first_difference(transport.all_gather_object(mine))) is not None:
+        raise GemscError(
+            f"{other[1]} have different versions of {other[0]}",
+            help="copy it and the program's folder to all machines again, or start "
+            "from a folder that they share",
+        )
 
 
 class SameBatches(Callback):

@@ -23,7 +23,7 @@ from gemsc.runtime.process.failure import install_hooks, is_first, stop_all, wat
 from gemsc.runtime.process.status import REPORTED, Status
 from gemsc.runtime.process.stop import STOPPED, StopSignal
 from gemsc.runtime.process.watch import start_watch
-from gemsc.runtime.training.alike import SameBatches, SameCopies
+from gemsc.runtime.training.alike import SameBatches, SameCopies, check_same_files
 from gemsc.runtime.training.arguments import DEFAULT_TIMEOUT, parse_arguments
 from gemsc.runtime.training.callbacks import Callback
 from gemsc.runtime.training.loop import Training
@@ -172,6 +172,7 @@ def train(
             f"{directory} was compiled from Python and has no dataset",
             help="call gemsc.load() and trainer.step() in your own loop",
         )
+    check_same_files(directory, plan, transport)
     constants = split_constants(options.set)
     user = load_user_model(plan.spec, constants={**plan.constants, **constants})
     check_run_constants(user.path, constants, plan.constants)
@@ -259,6 +260,7 @@ def load(
     is_never = timeout is None or timeout == "never"
     start_watch(transport, 0.0 if is_never else parse_seconds(str(timeout)))
     check_program(folder, transport.size)
+    check_same_files(folder, plan, transport)
     share_cores(transport)
     if dtype is not None:
         torch.set_default_dtype(dtype)  # also of what forward makes
