@@ -202,6 +202,8 @@ class _Notes:
         """Return the report of a rank that could not say itself how it ended."""
         if how.endswith(f" exit code {STOPPED}"):
             return ""  # it has said so
+        if how.endswith(" exit code 1") and self._is_reported and not self.last_words:
+            return ""  # why all end was said
         if rank is None:
             self.told.append(how)
             return f"error: {how}"

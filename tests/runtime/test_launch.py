@@ -214,6 +214,24 @@ def test_ranks_that_left_with_a_checkpoint_are_heard_though_mpirun_ends_first(
 
 
 @pytest.mark.parametrize(
+    ("code", "reported", "says"),
+    [
+        (1, "touch", ""),
+        (1, "printf 'stopped at step 3' >", "rank 1 ended with exit code 1\n"),
+        (1, "true", "rank 1 ended with exit code 1\n"),
+        (3, "touch", "rank 1 ended with exit code 3\n"),
+    ],
+)
+def test_what_was_reported_is_not_told_again(
+    code, reported, says, shell_mpirun, tmp_path
+):
+    text = EXIT_CODE.replace(b" 3", f" {code}".encode())
+    (tmp_path / "text").write_bytes(text)
+    script = f"{reported} $GEMSC_STATUS_FOLDER/reported; cat {tmp_path}/text >&2"
+    assert run(f"{script}; exit {code}", tmp_path) == (code, says)
+
+
+@pytest.mark.parametrize(
     ("hosts", "why"),
     [((), "it may be by a signal"), ((Host("a", 2),), "as ssh when a host is lost")],
 )
