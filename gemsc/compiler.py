@@ -194,7 +194,7 @@ def _smaller_step(
             traced = trace_all(partial(traced_as, **how), model, inputs, **given)
             traced = with_blocks_of(graphs, traced)
             small = _lower_as(EditedPlan.of(fewer(plan)), traced, Examples.of(*few))
-    except (GemscError, InternalError):  # it does not take as few samples, or alike
+    except (GemscError, InternalError):  # few samples do not fit, or do something else
         return {}
     found = first_step(small.compilation, model, inputs, **given, metrics=metrics)
     if found["unchecked"] not in ("", WITHOUT_KERNELS):

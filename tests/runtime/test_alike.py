@@ -1,4 +1,4 @@
-"""Batches of a user's own loop, and copies of weights, that differ between ranks."""
+"""Batches of an own loop, copies of weights, and files that differ between ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -182,7 +182,7 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def saved(program: Path, folder: Path, change: Any) -> None:
-    """Make two steps on four ranks, then a change, then a checkpoint."""
+    """Make a step on four ranks, then a change, then a checkpoint."""
     batch = torch.cat([PART, OTHER])
 
     def work(trainer: Trainer) -> None:
@@ -320,6 +320,24 @@ def test_an_old_copy_of_a_variant_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(GemscError, match=f"different versions of {variant}"):
         run_local(2, work)
+
+
+def test_the_script_of_an_own_loop_is_compared(
+    program: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class OtherLoop:
+        rank = 0
+
+        def all_gather_object(self, mine: Any) -> list[Any]:
+            return [mine, {"loop.py": "of another digest"}]
+
+    script = tmp_path / "loop.py"
+    script.write_text("import gemsc\n")
+    main = sys.modules["__main__"]
+    monkeypatch.setattr(main, "__file__", str(script), raising=False)
+    plan, other = Plan.read(program / "plan.toml"), cast(Transport, OtherLoop())
+    with pytest.raises(GemscError, match=r"different versions of loop\.py"):
+        check_same_files(program, plan, other)
 
 
 def test_a_run_compares_them(

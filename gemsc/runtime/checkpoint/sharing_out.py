@@ -16,10 +16,12 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from gemsc.runtime.checkpoint.holdings import HeldTensor
 from gemsc.runtime.checkpoint.pieces import TensorPiece
+
+Table = TypeVar("Table")  # what a rank says of all that it holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +49,10 @@ def digest_of(items: Sequence[Item]) -> str:
     return hashlib.sha256(repr(items).encode()).hexdigest()
 
 
-def tables_of(
-    transport: Any, items: Sequence[Item], digests: Sequence[str]
-) -> dict[str, Sequence[Item]]:
-    """Return what ranks hold, by the digest of that; each of them says it once."""
+def tables_of(transport: Any, own: Table, digests: Sequence[str]) -> dict[str, Table]:
+    """Return what ranks hold, by the digest of that; each of them is said once."""
     is_first = digests.index(digests[transport.rank]) == transport.rank
-    told = transport.all_gather_object(items if is_first else None)
+    told = transport.all_gather_object(own if is_first else None)
     pairs = zip(digests, told, strict=True)
     return {digest: each for digest, each in pairs if each is not None}
 

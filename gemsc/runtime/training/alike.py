@@ -15,6 +15,7 @@ from gemsc.base.nests import Path, named_place, tensor_leaves
 from gemsc.errors import GemscError, warn
 from gemsc.plan import Plan, rank_file
 from gemsc.runtime.checkpoint.holdings import Holdings
+from gemsc.runtime.checkpoint.sharing_out import tables_of
 from gemsc.runtime.data.batches import digest
 from gemsc.runtime.data.shared import first_difference
 from gemsc.runtime.data.tiled import Window
@@ -114,11 +115,9 @@ class SameCopies(Callback):
             return
         held = Holdings(trainer.worker).tensors({})
         mine = {(h.key, h.piece.intervals): _sum_of_bits(h.tensor) for h in held}
-        own = digest(repr([*mine.items()]))
-        texts = trainer.transport.all_gather_object(own)
-        is_first = texts.index(own) == trainer.transport.rank  # of those who have alike
-        everyone = trainer.transport.all_gather_object(mine if is_first else {})
-        other = first_difference(everyone)
+        texts = trainer.transport.all_gather_object(digest(repr([*mine.items()])))
+        tables = tables_of(trainer.transport, mine, texts)
+        other = first_difference(tables[text] for text in texts)
         if other is not None and trainer.transport.rank == 0:
             (key, _), ranks = other
             warn(

@@ -148,7 +148,7 @@ class Trainer:
         Where images are split over ranks, it may hold only this rank's `window`.
         The first `micro_batches` of them count, by default all: what follows only fills
         up the batch. Of a program with several shapes, `shape` is the number of the
-        batch's one, in the order of `example_inputs()`: all ranks get it, or the batch.
+        batch's one in `example_inputs()`; without it, all ranks need the whole batch.
 
         Raises:
             GemscError: the batch does not fit the program.
