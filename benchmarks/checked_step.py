@@ -35,12 +35,26 @@ GPT = Case(
     cross_entropy,
     1,
 )
+LARGE_UNET = Case(
+    lambda: unet.UNet(64),
+    lambda batch: masked_pictures(batch, 512),
+    unet.loss,
+    1,
+)
+LONG_GPT = Case(
+    lambda: Gpt(768, 12, 12, 50257, 1024),
+    lambda batch: words(batch, 1024, 50257),
+    cross_entropy,
+    1,
+)
 SUBJECTS: dict[str, tuple[Case, dict[str, Any]]] = {
     "unet": (UNET, {"ranks": 4}),
     "unet 2x2": (UNET, {"ranks": 4, "tiles": "2x2"}),
     "resnet50": (RESNET, {"ranks": 4}),
     "resnet50, 16": (replace(RESNET, batch=16), {"ranks": 4}),
     "gpt2 small": (GPT, {"ranks": 4}),
+    "unet64, 512": (LARGE_UNET, {"ranks": 4}),
+    "gpt2, 1024": (LONG_GPT, {"ranks": 4}),
 }
 
 
@@ -50,9 +64,9 @@ def seconds(case: Case, options: dict[str, Any], *, runs: bool) -> tuple[float, 
     given = {"loss": case.loss, "example_target": target, "micro_batches": 4}
     own, left_out = compiler.first_step, {"unchecked": "not asked for"}
     step = own if runs else lambda *_, **how: left_out
-    rows = compiler.few_rows if runs else lambda *_: 0
+    smaller = compiler.smaller if runs else lambda *_: ()
     started = time.perf_counter()
-    with patch.multiple(compiler, first_step=step, few_rows=rows):
+    with patch.multiple(compiler, first_step=step, smaller=smaller):
         program = gemsc.compile(model, inputs, **given, **options)
     return time.perf_counter() - started, program.plan.unchecked
 

@@ -16,7 +16,6 @@ from torch import nn
 from gemsc.base.elementwise import OptimizerFactory
 from gemsc.base.examples import Examples
 from gemsc.base.phase import Phase
-from gemsc.base.units import show_micro_batches
 from gemsc.codegen.package import rank_modules, write_directory
 from gemsc.codegen.read import read_ranks
 from gemsc.compilation import Compilation, Traced
@@ -55,7 +54,8 @@ from gemsc.schedules.loops import find_loops
 from gemsc.search.auto import Tell, settled, telling_what_fits
 from gemsc.search.candidates import Candidate, image_sizes
 from gemsc.search.sharing import choose_sharing, sharing_note
-from gemsc.verify.first_step import few_rows, fewer, first_step
+from gemsc.verify.first_step import first_step
+from gemsc.verify.step_size import fewer, smaller
 from gemsc.viz.graph import draw_graph, render
 from gemsc.viz.report import write_report
 from gemsc.viz.timeline import write_timeline
@@ -151,9 +151,12 @@ def compile(
             found = {"unchecked": "the model has no weights here"}
             if has_weights:
                 found = first_step(program.compilation, *given, **feed, metrics=metrics)
-                if rows := few_rows(program.plan, model):
-                    step = program.plan, model, examples.few(rows), feed
-                    found |= _smaller_step(*step, traced_as, graphs, metrics)
+                for few, size in smaller(program.plan, model, examples):
+                    step = program.plan, model, few, size, feed
+                    less = _smaller_step(*step, traced_as, graphs, metrics)
+                    if less:
+                        found |= less
+                        break
             program = program.with_plan(**found)
         held = replace(program.compilation, elsewhere=elsewhere)
         return replace(program, compilation=held)
@@ -175,17 +178,18 @@ def _lower_as(
 def _smaller_step(
     plan: Plan,
     model: nn.Module,
-    few: tuple[Any, Any],
+    few: Examples,
+    size: str,
     feed: Mapping[str, Any],
     traced_as: Callable[..., Traced],
     graphs: Mapping[str, Traced],
     metrics: Any = None,
 ) -> dict[str, Any]:
-    """Compare a step of few samples, compiled by the same plan, with the same blocks.
+    """Compare a step of less, compiled by the same plan, with the same blocks.
 
     Return what the program's plan says of it: nothing, where none can be compared.
     """
-    inputs, target = few
+    inputs, target = few.given
     given = {**feed, "example_target": target}
     how: dict[str, Any]
     how = {"check": False, "profile": False, "after_each": None, "constants": {}}
@@ -193,15 +197,13 @@ def _smaller_step(
         with redirect_stderr(StringIO()):  # what it warns of has been said
             traced = trace_all(partial(traced_as, **how), model, inputs, **given)
             traced = with_blocks_of(graphs, traced)
-            small = _lower_as(EditedPlan.of(fewer(plan)), traced, Examples.of(*few))
-    except (GemscError, InternalError):  # few samples do not fit, or do something else
+            small = _lower_as(EditedPlan.of(fewer(plan)), traced, few)
+    except (GemscError, InternalError):  # less does not fit, or does something else
         return {}
     found = first_step(small.compilation, model, inputs, **given, metrics=metrics)
     if found["unchecked"] not in ("", WITHOUT_KERNELS):
         return {}
-    step = show_micro_batches(small.plan.micro_batches)
-    step += f" of {small.plan.micro_batch_size}"
-    note = f"compared with the model in a step of {step}"
+    note = f"compared with the model in a step of {size}"
     return {**found, "notes": [*plan.notes, note]}
 
 

@@ -87,12 +87,26 @@ class Examples:
                 return ["x".join(str(n) for n, d in pair if d) for pair in pairs]
         return ["" for _ in self.inputs]
 
-    def few(self, rows: int) -> tuple[Any, Any]:
-        """Return inputs and target as a user gives them, of so many samples at most."""
-        pairs = zip(self.inputs, self.targets, strict=True)
-        found = [(_first(i, i, rows), _first(t, i, rows)) for i, t in pairs]
-        inputs, targets = map(list, zip(*found, strict=True))
-        return found[0] if len(found) == 1 else (inputs, targets)
+    def few(self, rows: int, sizes: Mapping[int, int] | None = None) -> Examples:
+        """Return examples of so many samples at most.
+
+        Where a sample is as long as one of `sizes`, it is that short: {512: 64}.
+        """
+        pairs = [*zip(self.inputs, self.targets, strict=True)]
+        how = rows, sizes or {}
+        inputs = [_first(i, i, *how) for i, _ in pairs]
+        return Examples(inputs, [_first(t, i, *how) for i, t in pairs])
+
+    @property
+    def given(self) -> tuple[Any, Any]:
+        """Inputs and target as a user gives them: of several shapes, lists."""
+        pair = self.inputs, self.targets
+        return pair if len(self.inputs) > 1 else (pair[0][0], pair[1][0])
+
+    @property
+    def are_different(self) -> bool:
+        """Whether samples of all shapes are."""
+        return len({*self.names}) == len(self.inputs)
 
     def sizes(self, number: int) -> dict[str, list[int]]:
         """Return the shape of each tensor of a sample, by where it is."""
@@ -158,11 +172,14 @@ def samples(nest: Any, name: str, rows: int | None = None) -> dict[str, list[int
     }
 
 
-def _first(nest: Any, inputs: Inputs, rows: int) -> Any:
+def _first(nest: Any, inputs: Inputs, rows: int, sizes: Mapping[int, int]) -> Any:
     size = num_rows(inputs)
 
     def cut(path: Path, tensor: Tensor) -> Tensor:
-        return tensor[:rows] if tensor.dim() and len(tensor) == size else tensor
+        lengths = [sizes.get(length, length) for length in tensor.shape]
+        if tensor.dim() and len(tensor) == size:
+            lengths[0] = min(rows, size)
+        return tensor[tuple(map(slice, lengths))]
 
     return map_tensors(nest, cut)
 

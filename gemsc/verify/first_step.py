@@ -57,16 +57,10 @@ from gemsc.verify.one_process import (
     reference_steps,
 )
 from gemsc.verify.precision import Precision, WatchPrecision
+from gemsc.verify.step_size import MOST_COPIES, too_much
 from gemsc.verify.steps import NUDGES, nudged
 
-MOST_SECONDS = 30.0  # of the ranks and the model, as predicted
-MOST_BYTES = 4 << 30  # of weights and activations
-FEW_ROWS = FEW_MICRO_BATCHES = 2  # where all that a step has would be too much
-MOST_COPIES = 2  # data-parallel copies do the same
 FLAT = 1e-12  # of the loss: smaller gradients are rounding
-_FLOPS_PER_SECOND = 2e10  # of a core, in float64: see benchmarks/checked_step.py
-_BLOCK_SECONDS = 1e-3  # of a block's launches, forward and backward
-
 TIMEOUT = 120.0  # seconds in which nothing moves
 T = TypeVar("T")
 
@@ -266,7 +260,9 @@ def _compared(compilation: Compilation, step: _Step) -> str:
         failure, actual, parts = step.on_ranks(folder)
         try:
             expected = model_runs.result()
-        except (RuntimeError, TypeError, ValueError) as error:
+        except (GemscError, InternalError):
+            raise
+        except Exception as error:
             text = " ".join(str(error).split())
             reason = f"the model itself does not run in {dtype}: {text}"
             raise _DoesNotRunError(reason) from error
@@ -319,53 +315,6 @@ def _what_is_wrong(
         f"{what} is off by {error:.1e} from what the model computes in one process "
         f"(allowed: {allowed:.0e})"
     )
-
-
-def few_rows(plan: Plan, model: nn.Module) -> int:
-    """Return the samples of two micro-batches whose step can be run in place of one.
-
-    That is 0 where the program's own step can be run, and where none can.
-    """
-    sizes, small = plan.micro_batch_sizes, fewer(plan)
-    if too_much(plan, model):
-        for rows in range(min(max(sizes), FEW_ROWS), 0, -1):
-            # the shape that costs most may be that of fewest samples
-            if not too_much(small, model, min(1.0, rows / min(sizes))):
-                return rows
-    return 0
-
-
-def fewer(plan: Plan) -> Plan:
-    """Return the plan of a step of two micro-batches."""
-    return replace(plan, micro_batches=min(plan.micro_batches, FEW_MICRO_BATCHES))
-
-
-def too_much(plan: Plan, model: nn.Module, share: float = 1.0) -> str:
-    """Return why a step of a program cannot be run while it is compiled, or "".
-
-    Micro-batches have a `share` of their samples.
-    """
-    tensors = [*model.parameters(), *model.buffers()]
-    if any(tensor.is_meta for tensor in tensors):
-        return "the model has no weights here"
-    if plan.options.get("local_batchnorm"):
-        return "--local-batchnorm computes something else than the model"
-    copies = min(plan.data, MOST_COPIES)
-    count = copies * plan.micro_batches * max(len(plan.shapes), 1)
-    flops = share * sum(stage.flops for stage in plan.stages)
-    blocks = sum(len(stage.blocks) for stage in plan.stages)
-    # forward and backward, then evaluation, of the ranks and of the model
-    seconds = 2 * 4 * count * (flops / _FLOPS_PER_SECOND + blocks * _BLOCK_SECONDS / 4)
-    if seconds > MOST_SECONDS:
-        return f"that would take about {seconds:.0f} s"
-    weights = sum(tensor.numel() for tensor in tensors)
-    held = plan.replicas * copies * weights * max(s.grid.size for s in plan.stages)
-    # in float64, as test_large_models.py measures; the model has its copies, too
-    num_bytes = 8 * (3 * held + 5 * weights)
-    num_bytes += int(2 * copies * share * sum(plan.activation_bytes))
-    if num_bytes > MOST_BYTES:
-        return f"that would take about {num_bytes / 2**30:.0f} GiB of memory"
-    return ""
 
 
 def _with_few_copies(plan: Plan) -> Plan:

@@ -99,6 +99,19 @@ NORM = ["x", *norm_weights(1)]
 X = numbers(2, 3, 5, 5)
 
 
+@pytest.mark.parametrize("keepdims", [0, 1])
+def test_a_part_of_a_sequence_may_lose_its_axis(keepdims: int, tmp_path: Path) -> None:
+    node = helper.make_node
+    nodes = [
+        node("SplitToSequence", ["x"], ["parts"], axis=1, keepdims=keepdims),
+        node("SequenceAt", ["parts", "place"], ["part"]),
+        node("Mul", ["part", "scale"], ["y"]),
+    ]
+    weights = {"place": np.array(-1), "scale": numbers(5)}
+    path = write_onnx(tmp_path / "n.onnx", nodes, {"x": X.shape}, ["y"], weights)
+    assert_as_the_standard_says(path, X)
+
+
 @pytest.mark.parametrize("training_mode", [0, 1])
 def test_batchnorm_is_trained_whatever_the_mode_of_the_file(
     training_mode: int, tmp_path: Path

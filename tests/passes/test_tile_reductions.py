@@ -159,6 +159,21 @@ def test_norms_of_what_is_constant(norm: nn.Module, value: float) -> None:
     assert tiles.abs().max() <= max(2 * plain.abs().max(), 316 * 1e-7 * value)
 
 
+class SideBySide(nn.Module):
+    """Normalizes groups of channels that lie side by side in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.GroupNorm(2, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.linear(x.movedim(1, -1)).movedim(-1, 1))
+
+
+def test_groups_of_channels_that_lie_side_by_side() -> None:
+    check(SideBySide(), torch.randn(2, 4, 2, 3, 3), (2, 1, 1))
+
+
 @pytest.mark.parametrize("axis", [2, 3])
 def test_a_reduction_over_one_axis_leaves_the_other_cut(axis: int) -> None:
     model = Function(lambda x: x * x.mean(axis, keepdim=True).relu())

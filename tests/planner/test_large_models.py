@@ -48,7 +48,7 @@ def test_compiling_takes_little_more_than_the_weights(tmp_path: Path) -> None:
     weights = layers * layer
     assert found["real, no check"] < 1.3 * weights
     assert found["meta, no check"] < 2 * weights
-    # a first step runs: eight copies in float64, as first_step.too_much counts
+    # a first step runs: eight copies in float64, as step_size.too_much counts
     assert max(found["real"], found["meta"]) < 1.1 * 16 * weights
     assert found["rank"] < weights / 2 + 3 * layer
 

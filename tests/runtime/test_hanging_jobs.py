@@ -344,5 +344,6 @@ def test_an_own_loop_asks_whether_to_leave(
     asked = job(*own_loop("", "60s", saved), **given)
     assert asked.process.wait(START) == 75
     assert "error" not in asked.text
-    check_too_late(asked.text)
+    # what a file that gemsc loads says comes before, and a rank may be ended then
+    assert "at the end: <Handlers.SIG_IGN" in asked.text
     assert (saved / "latest").exists()

@@ -29,7 +29,7 @@ from gemsc.plan import WITHOUT_KERNELS, Plan
 from gemsc.runtime.transport.local import LocalGroup
 from gemsc.runtime.transport.transport import Request
 from gemsc.runtime.worker.deferral import Deferred
-from gemsc.verify import first_step
+from gemsc.verify import first_step, step_size
 from gemsc.verify.compare import Comparison, compare, read_record
 from gemsc.weights.write import write_tensors
 
@@ -365,7 +365,7 @@ def test_a_model_without_weights_is_left_out() -> None:
     with torch.device("meta"):
         model = Picture()
     plan: Any = SimpleNamespace()
-    assert first_step.too_much(plan, model) == "the model has no weights here"
+    assert step_size.too_much(plan, model) == "the model has no weights here"
 
 
 @pytest.mark.slow
@@ -406,15 +406,15 @@ def test_each_rank_has_one_thread_and_so_has_the_model() -> None:
 @pytest.mark.slow
 def test_what_is_too_large_is_left_out_with_the_reason() -> None:
     plan = compiled(**STAGES).plan
-    assert first_step.too_much(plan, Picture()) == ""
+    assert step_size.too_much(plan, Picture()) == ""
     with torch.device("meta"):
-        assert "no weights" in first_step.too_much(plan, Picture())
+        assert "no weights" in step_size.too_much(plan, Picture())
     stages = [replace(stage, flops=10**13) for stage in plan.stages]
-    assert " s" in first_step.too_much(replace(plan, stages=stages), Picture())
-    huge = replace(plan, activation_bytes=[10**10])
-    assert "GiB of memory" in first_step.too_much(huge, Picture())
+    assert " s" in step_size.too_much(replace(plan, stages=stages), Picture())
+    huge = replace(plan, activation_bytes=[10**15])
+    assert "GiB of memory" in step_size.too_much(huge, Picture())
     many = replace(plan, data=1000, ranks=2000)
-    assert first_step.too_much(many, Picture()) == ""
+    assert step_size.too_much(many, Picture()) == ""
     local = compiled(**TILES, local_batchnorm=True).plan
     assert "--local-batchnorm" in local.unchecked
 

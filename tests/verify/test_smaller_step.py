@@ -6,10 +6,13 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from branch_models import BRANCH_MODELS
 from models import Case
 from shard_models import SHARD_MODELS
@@ -24,7 +27,7 @@ from gemsc.compiler import CompiledProgram, compile, trace
 from gemsc.errors import GemscError, InternalError
 from gemsc.ir.program import Program
 from gemsc.plan import WITHOUT_KERNELS, Plan
-from gemsc.verify import first_step
+from gemsc.verify import first_step, step_size
 
 ROWS, COUNT = 6, 8  # of an example; micro-batches
 X = torch.randn(ROWS, 3, 8, 6, generator=torch.Generator().manual_seed(1))
@@ -55,14 +58,15 @@ def few(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Plan]]:
     Return the plans that are compared then.
     """
 
-    def limit(program: CompiledProgram, rows: int) -> list[Plan]:
+    def limit(program: CompiledProgram, rows: float) -> list[Plan]:
         flops = sum(stage.flops for stage in program.plan.stages)
-        monkeypatch.setattr(first_step, "_FLOPS_PER_SECOND", 1.0)
-        monkeypatch.setattr(first_step, "_BLOCK_SECONDS", 0.0)
+        monkeypatch.setattr(step_size, "_FLOPS_PER_SECOND", 1.0)
+        monkeypatch.setattr(step_size, "_BLOCK_SECONDS", 0.0)
         size = program.plan.micro_batch_size
-        copies = min(program.plan.data, first_step.MOST_COPIES)
+        copies = min(program.plan.data, step_size.MOST_COPIES)
         most = 8 * copies * 2 * flops * (rows + 0.01) / size
-        monkeypatch.setattr(first_step, "MOST_SECONDS", most)
+        monkeypatch.setattr(step_size, "MOST_SECONDS", most)
+        monkeypatch.setattr(step_size, "SOON", most)
         plans = []
 
         def compare(compilation: Compilation, *given: Any, **how: Any) -> Any:
@@ -202,7 +206,7 @@ def test_what_it_says_is_added_and_what_it_warns_of_is_not_said_again(
     monkeypatch.setattr(
         gemsc.compiler, "first_step", lambda *_, **__: {"unchecked": ""}
     )
-    few = ((X[:2],), None), {"loss": squares}
+    few = Examples.of((X[:2],)), "two", {"loss": squares}
     traced_as = partial(trace, check=False)
     graphs = {"": traced_as(Warns(), (X,), loss=squares)}
     assert "seen" in capsys.readouterr().err
@@ -216,16 +220,22 @@ def test_a_smaller_step_has_no_more_than_the_program_has(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plan = compiled(check=False).plan
-    assert first_step.fewer(replace(plan, micro_batches=1)).micro_batches == 1
+    assert step_size.fewer(replace(plan, micro_batches=1)).micro_batches == 1
     heavy = replace(plan, activation_bytes=[10**10])
-    assert "GiB of memory" in first_step.too_much(heavy, Picture())
-    assert first_step.too_much(heavy, Picture(), 0.01) == ""
+    monkeypatch.setattr(step_size, "free_memory", lambda: None)
+    assert "GiB of memory" in step_size.too_much(heavy, Picture())
+    assert step_size.too_much(heavy, Picture(), 0.01) == ""
     one = replace(plan, micro_batch_size=1)
-    assert first_step.few_rows(one, Picture()) == 0
+
+    def sizes(plan: Plan) -> list[str]:
+        examples = Examples.of((X[:1],))
+        return [size for _, size in step_size.smaller(plan, Picture(), examples)]
+
+    assert sizes(one) == []
     flops = sum(stage.flops for stage in plan.stages)
-    monkeypatch.setattr(first_step, "_FLOPS_PER_SECOND", 1.0)
-    monkeypatch.setattr(first_step, "MOST_SECONDS", 8 * 5 * flops)  # of 5 micro-batches
-    assert first_step.few_rows(one, Picture()) == 1
+    monkeypatch.setattr(step_size, "_FLOPS_PER_SECOND", 1.0)
+    monkeypatch.setattr(step_size, "MOST_SECONDS", 8 * 5 * flops)  # of 5 micro-batches
+    assert sizes(one) == ["2 micro-batches of 1"]
 
 
 def slow(*given: Any) -> Any:
@@ -366,11 +376,188 @@ def test_the_shape_of_fewest_samples_decides(
     plans = few(program, 2)
     flops = sum(stage.flops for stage in program.plan.stages)
     seconds = 8 * 2 * 2 * flops  # of two micro-batches of each
-    monkeypatch.setattr(first_step, "MOST_SECONDS", 0.3 * seconds)
+    monkeypatch.setattr(step_size, "MOST_SECONDS", 0.3 * seconds)
     plan = compile(nn.Sequential(*model), x, **options).plan
     assert plan.unchecked == ""
     assert plan.notes[-1].endswith("2 micro-batches of 1")
     assert [each.micro_batch_size for each in plans[1].shapes] == [1, 1]
+
+
+class Net(nn.Module):
+    """A small U-Net for pictures of any size, with a number for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.c = nn.Conv2d(8, 2, 3, padding=1)
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        x = self.a(x).relu() * scale[:, None, None]
+        small = self.b(F.max_pool2d(x, 2)).relu()
+        return self.c(torch.cat([x, F.interpolate(small, scale_factor=2)], 1) * 0.5)
+
+
+def pictures(size: int, rows: int = ROWS) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(rows, 3, size, 2 * size, generator=generator)
+    inputs = x, torch.rand(rows, 1, generator=generator)
+    target = torch.rand(rows, 2, size, 2 * size, generator=generator)
+    return {"example_inputs": inputs, "example_target": target, "loss": nn.MSELoss()}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"tiles": "2x1"}, slow({"data": 2, "ranks": 4})],
+)
+def test_samples_are_smaller_where_one_is_too_much(
+    options: dict[str, Any], few: Callable[..., list[Plan]]
+) -> None:
+    options = {"ranks": 2, "micro_batches": COUNT, **pictures(96), **options}
+    plans = few(compile(Net(), **options, check=False), 0.5)
+    plan = compile(Net(), **options).plan
+    assert plan.unchecked == ""
+    assert plan.notes[-1].endswith("in a step of 2 micro-batches of 2, of 3 x 32 x 64")
+    full, small = plans
+    assert split(full) == split(small)
+    assert (small.micro_batch_size, small.micro_batches) == (2, 2)
+
+
+def test_what_is_wrong_in_smaller_samples_is_refused(
+    few: Callable[..., list[Plan]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"ranks": 2, "micro_batches": COUNT, **pictures(64)}
+    few(compile(Net(), **options, check=False), 0.9)
+
+    def modules(compilation: Compilation) -> dict[str, str]:
+        files = rank_modules(compilation)
+        assert any("* 0.5" in text for text in files.values())
+        return {name: text.replace("* 0.5", "* 0.4") for name, text in files.items()}
+
+    monkeypatch.setattr(gemsc.compiler, "rank_modules", modules)
+    with pytest.raises(InternalError, match="wrong program"):
+        compile(Net(), **options)
+
+
+def test_smaller_samples_of_several_shapes_still_have_several(
+    few: Callable[..., list[Plan]],
+) -> None:
+    x = [(torch.randn(ROWS, 3, size, size),) for size in (64, 96)]
+    given = {"loss": squares, "ranks": 2, "micro_batches": COUNT}
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3))
+    plans = few(compile(model, x, **given, check=False), 1.9)
+    plan = compile(model, x, **given).plan
+    assert plan.notes[-1].endswith("of 2, of 3 x 32 x 32 and 3 x 64 x 64")
+    assert [each.name for each in plans[1].shapes] == ["32x32", "64x64"]
+    plans = few(compile(model, x, **given, check=False), 1.2)  # 32 x 32 both
+    assert compile(model, x, **given).plan.unchecked.startswith("that would take")
+    assert len(plans) == 1
+
+
+class Reader(nn.Module):
+    """Reads texts of any length whose words have 64 numbers; or looks at a place."""
+
+    def __init__(self, place: int | None = None, width: int = 64) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(width, 8), nn.Linear(8, 4)
+        self.place = place
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.b(self.a(x).tanh())
+        if self.place is not None:
+            found = found + x[:, self.place, :4, None].transpose(1, 2)
+        return found
+
+
+@pytest.mark.parametrize(("place", "is_compared"), [(None, True), (100, False)])
+def test_each_size_is_made_smaller_alone_where_all_cannot_be(
+    place: int | None, is_compared: bool, few: Callable[..., list[Plan]]
+) -> None:
+    x = torch.randn(ROWS, 128, 64)
+    given = {"loss": squares, "ranks": 2, "micro_batches": COUNT}
+    plans = few(compile(Reader(place), (x,), **given, check=False), 0.9)
+    plan = compile(Reader(place), (x,), **given).plan
+    assert len(plans) == 1 + is_compared
+    if is_compared:
+        assert plan.notes[-1].endswith("micro-batches of 2, of 32 x 64")
+    else:
+        assert plan.unchecked.startswith("that would take about")
+
+
+class Chooses(nn.Module):
+    """Takes words at places that are numbers of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.out = nn.Embedding(9, 8), nn.Linear(8, 4)
+
+    def forward(self, words: Tensor, places: Tensor) -> Tensor:
+        found = self.out(self.words(words))
+        return found[torch.arange(len(words))[:, None], places]
+
+
+def test_a_model_that_fails_on_smaller_samples_is_not_compared(
+    few: Callable[..., list[Plan]],
+) -> None:
+    inputs = torch.randint(9, (ROWS, 128)), torch.full((ROWS, 3), 100)
+    given = {"loss": squares, "ranks": 2, "micro_batches": COUNT}
+    plans = few(compile(Chooses(), inputs, **given, check=False), 0.9)
+    plan = compile(Chooses(), inputs, **given).plan
+    assert len(plans) == 2
+    assert plan.unchecked.startswith("that would take about")
+
+
+def test_samples_are_as_small_as_takes_little_time(
+    few: Callable[..., list[Plan]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def shapes(rows: int = 1, size: int = 512) -> list[str]:
+        given = pictures(size, rows)
+        examples = Examples.of(given["example_inputs"], given["example_target"])
+        found = step_size.smaller(replace(plan, micro_batch_size=rows), Net(), examples)
+        return [size.partition(", of ")[2] for _, size in found]
+
+    options = {"ranks": 2, "micro_batches": COUNT, **pictures(64)}
+    program = compile(Net(), **options, check=False)
+    plan = program.plan
+    few(program, ROWS / 4)  # a quarter of a step of one row
+    most = step_size.MOST_SECONDS
+    assert shapes()[0] == "3 x 256 x 512"
+    monkeypatch.setattr(step_size, "SOON", 0.3 * most)
+    assert shapes()[0] == "3 x 128 x 256"
+    monkeypatch.setattr(step_size, "SOON", 0.0)  # if nothing takes so little
+    assert shapes()[0] == "3 x 32 x 32"
+    assert shapes(1, 40) == []  # 80 would be 48
+    assert shapes(1, 31) == []
+
+
+def test_free_memory_is_what_all_groups_of_processes_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(folder: Path, texts: dict[str, str]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            (folder / name).write_text(text)
+
+    monkeypatch.setattr(step_size, "_GROUPS", tmp_path)
+    stat = {"memory.stat": "anon 5\ninactive_file 20\n", "memory.current": "50"}
+    write(tmp_path / "job" / "step", stat | {"memory.max": "max"})
+    write(tmp_path / "job", stat | {"memory.max": "100"})
+    old = {"memory.limit_in_bytes": "70", "memory.usage_in_bytes": "30"}
+    write(tmp_path / "memory", old | {"memory.stat": "total_inactive_file 4"})
+    left = step_size._left_to_groups
+    assert list(left(["0::/job/step"])) == [70]
+    assert list(left(["9:cpu,memory:/docker/x", "8:pids:/"])) == [44]
+    assert list(left(["0::/", "8:pids:/"])) == []
+    free = step_size.free_memory()
+    if Path("/proc/meminfo").exists():
+        assert free is not None
+        assert free > 0
+
+
+def test_a_step_needs_room_for_what_it_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, full = compiled(check=False).plan, SimpleNamespace(free=100)
+    assert step_size.too_much(plan, Picture()) == ""
+    monkeypatch.setattr(step_size.shutil, "disk_usage", lambda folder: full)
+    assert step_size.too_much(plan, Picture()).startswith("that would take about 0 GiB")
 
 
 class Game(nn.Module):
@@ -406,13 +593,17 @@ def test_an_example_is_cut_where_it_has_samples() -> None:
         "pairs": [torch.ones(ROWS), torch.ones(3)],
         "scale": torch.ones(()),
     }
-    found, target = Examples.of(inputs, (torch.arange(ROWS), "name")).few(2)
+    found, target = Examples.of(inputs, (torch.arange(ROWS), "name")).few(2).given
     assert torch.equal(found["x"], X[:2])
     assert [len(each) for each in found["pairs"]] == [2, 3]
     assert found["scale"].dim() == 0
+    whole, _ = (
+        Examples.of({"x": X, "mask": torch.ones(8, 8)}).few(9, {8: 3, ROWS: 5}).given
+    )
+    assert [tuple(each.shape) for each in whole.values()] == [(ROWS, 3, 3, 5), (3, 3)]
     assert target[0].tolist() == [0, 1]
     assert target[1] == "name"
     shapes = [(torch.ones(1, 9),), (torch.ones(4, 3),)]
-    found, target = Examples.of(shapes, [torch.ones(1), torch.ones(4)]).few(2)
+    found, target = Examples.of(shapes, [torch.ones(1), torch.ones(4)]).few(2).given
     assert [tuple(each[0].shape) for each in found] == [(1, 9), (2, 3)]
     assert [len(each) for each in target] == [1, 2]

@@ -135,7 +135,7 @@ def group_norm(
     result: Tensor
     grid, inside = grid.among(among), _rows(own)
     result, *_ = _Normalize.apply(groups, weight, bias, grid, dims, eps, inside)  # type: ignore[no-untyped-call]
-    return result.view(value.shape)
+    return result.reshape(value.shape)
 
 
 def instance_norm(

@@ -114,8 +114,7 @@ def _stacked(node: Node, rows: Sequence[Sequence[Value]]) -> Iterator[Value]:
 def _split_to_sequence(node: Node, x: Value, split: Numbers | None) -> Result:
     """As Split, with names for the parts."""
     length, sizes = x.shape[node.axis(node.attr.axis, x.rank)], node.operand(1)
-    if split is None and not node.attr.keepdims:
-        raise node.refuse("removes an axis", help="export it as Split")
+    is_squeezed = split is None and not node.attr.keepdims
     if split is None:
         split = [1] * length
     elif sizes is not None and not sizes.shape:  # of all parts but the last
@@ -123,8 +122,13 @@ def _split_to_sequence(node: Node, x: Value, split: Numbers | None) -> Result:
         split = [min(part, length - start) for start in range(0, length, part)]
     names = [f"{node.proto.output[0]}_{number}" for number in range(len(split))]
     sizes = computed("split", np.asarray(split))
-    parts = _single(node, "Split", [x, sizes], names, axis=node.attr.axis)
-    return [list(parts)]
+    parts: list[Any]
+    parts = [*_single(node, "Split", [x, sizes], names, axis=node.attr.axis)]
+    if is_squeezed:
+        axes = computed("axes", np.asarray([node.attr.axis]))
+        rows = zip(parts, names, strict=True)
+        parts = [_single(node, "Squeeze", [x, axes], [name])[0] for x, name in rows]
+    return [parts]
 
 
 @operator("SequenceConstruct", table=CONTROL)
