@@ -57,7 +57,7 @@ from gemsc.verify.one_process import (
     reference_steps,
 )
 from gemsc.verify.precision import Precision, WatchPrecision
-from gemsc.verify.step_size import MOST_COPIES, too_much
+from gemsc.verify.step_size import MOST_COPIES, own_dtype, too_much
 from gemsc.verify.steps import NUDGES, nudged
 
 FLAT = 1e-12  # of the loss: smaller gradients are rounding
@@ -96,11 +96,12 @@ def first_step(
     batches = [repeated(pair, plan) for pair in pairs]
     # whatever the optimizers are: they might hide what gradients are
     plain = [replace(each, optimizer=None, scheduler=None) for each in phases]
-    own, reason = getattr(torch, plan.dtype), ""
-    wide = () if plan.only_dtype else (torch.float64,)
+    own, reason = own_dtype(plan), ""
+    wide_is_much = too_much(plan, model, dtype=torch.float64)
+    wide = () if plan.only_dtype or wide_is_much else (torch.float64,)
     for dtype in dict.fromkeys((*wide, own)):
         if dtype not in TOLERANCE:
-            reason = reason or f"nothing is compared in {dtype}"
+            reason = reason or wide_is_much or f"nothing is compared in {dtype}"
             continue
         step = _Step(plan, model, loss, batches, dtype, plain, metrics)
         try:

@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from gemsc.base.examples import Examples
@@ -139,10 +140,13 @@ def _seconds(plan: Plan, share: float) -> float:
     return 2 * 4 * count * (flops / _FLOPS_PER_SECOND + blocks * _BLOCK_SECONDS / 4)
 
 
-def too_much(plan: Plan, model: nn.Module, share: float = 1.0) -> str:
+def too_much(
+    plan: Plan, model: nn.Module, share: float = 1.0, dtype: torch.dtype | None = None
+) -> str:
     """Return why a step of a program cannot be run while it is compiled, or "".
 
-    Micro-batches have a `share` of their numbers.
+    Micro-batches have a `share` of their numbers, which are of the program's dtype if
+    it is not given.
     """
     tensors = [*model.parameters(), *model.buffers()]
     if any(tensor.is_meta for tensor in tensors):
@@ -155,16 +159,23 @@ def too_much(plan: Plan, model: nn.Module, share: float = 1.0) -> str:
     weights = sum(tensor.numel() for tensor in tensors)
     wholes = max(math.prod(s.tiles) * s.branches for s in plan.stages)
     held = plan.replicas * copies * weights * wholes
-    # in float64, as test_large_models.py measures; the model has its copies, too
-    num_bytes = 8 * (3 * held + 5 * weights)
-    num_bytes += int(2 * copies * share * sum(plan.activation_bytes))
+    width, own = ((d or own_dtype(plan)).itemsize for d in (dtype, None))
+    # as test_large_models.py measures; the model has its copies, too
+    num_bytes = width * (3 * held + 5 * weights)
+    num_bytes += int(width / own * copies * share * sum(plan.activation_bytes))
     free = free_memory()
     if num_bytes > (MOST_BYTES if free is None else free / 2):
         return f"that would take about {num_bytes / 2**30:.0f} GiB of memory"
-    folder, written = tempfile.gettempdir(), 2 * 8 * held
+    folder, written = tempfile.gettempdir(), 2 * width * held
     if written > shutil.disk_usage(folder).free:
         return f"that would take about {written / 2**30:.0f} GiB in {folder}"
     return ""
+
+
+def own_dtype(plan: Plan) -> torch.dtype:
+    """Return the dtype in which a program trains."""
+    found: torch.dtype = getattr(torch, plan.dtype)
+    return found
 
 
 def free_memory() -> int | None:

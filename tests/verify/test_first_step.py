@@ -607,3 +607,31 @@ def test_a_model_that_draws_in_evaluation_is_compared_there(
     changed(" * 0.75", " * 0.75001", options["ranks"] - 1)
     with pytest.raises(InternalError, match="wrong program: evaluation's output"):
         compiled(Sampling(), **options)
+
+
+def test_where_float64_takes_too_much_memory_its_own_dtype_is_compared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def dtypes(own: torch.dtype, free: int) -> tuple[list[torch.dtype], str]:
+        found.clear()
+        monkeypatch.setattr(step_size, "free_memory", lambda: free)
+        plan = compile(model.to(own), (x.to(own),), **options).plan
+        return found, plan.unchecked
+
+    def noting(compilation: Compilation, step: Any) -> str:
+        found.append(step.dtype)
+        return compare(compilation, step)
+
+    found, compare = list[torch.dtype](), first_step._one_compared
+    monkeypatch.setattr(first_step, "_one_compared", noting)
+    model, x = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), torch.randn(4, 8)
+    options: dict[str, Any] = {"loss": squares, "ranks": 2, "micro_batches": 2}
+    plan = compile(model, (x,), **options, check=False).plan
+    copies, weights = 3 + 5, 4 * (8 * 8 + 8)  # of the ranks, of the model
+    need = 4 * copies * weights + sum(plan.activation_bytes)  # in float32
+    assert dtypes(torch.float32, 4 * need) == ([torch.float64], "")
+    assert dtypes(torch.float32, 4 * need - 1) == ([torch.float32], "")
+    assert dtypes(torch.float32, 2 * need) == ([torch.float32], "")
+    much = "that would take about 0 GiB of memory"
+    assert dtypes(torch.float32, 2 * 4 * copies * weights) == ([], much)
+    assert dtypes(torch.bfloat16, 2 * need) == ([], much)
