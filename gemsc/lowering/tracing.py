@@ -40,6 +40,7 @@ from gemsc.passes.separate_towers import SeparateTowers
 from gemsc.passes.time_blocks import TimeBlocks
 
 PLAIN = MoveUpdates(), Canonicalize(), CausalMasks()
+SHARED_FLOPS = 1e10  # forward, of a check for which several threads are worth it
 MOST_FLOPS = 2e11  # forward, of a check that is limited: a minute of one core
 
 
@@ -79,7 +80,7 @@ def trace(
     recorded = partial(_recorded, *record, model, example_inputs, **how)
 
     checked = model, example_inputs, {**feed, "training": trains}
-    compare = partial(_compare, checked, is_limited)
+    compare = partial(_compare, checked, is_limited, torch.get_num_threads())
 
     def prepared(opaque: Mapping[str, Opaque]) -> Program:
         program = recorded(opaque=opaque, training=trains)
@@ -139,17 +140,17 @@ def _in_one_forward(
 
 
 def _compare(
-    checked: tuple[nn.Module, Any, dict[str, Any]], is_limited: bool, program: Program
+    checked: tuple[nn.Module, Any, dict[str, Any]],
+    is_limited: bool,
+    threads: int,
+    program: Program,
 ) -> str:
     model, example_inputs, how = checked
-    if is_limited and _is_long(program):
-        return ""
-    return check_against_eager(program, model, example_inputs, **how)
-
-
-def _is_long(program: Program) -> bool:
     flops = sum(meta.facts(node).flops for node in program.graph.nodes)
-    return flops > MOST_FLOPS
+    if is_limited and flops > MOST_FLOPS:
+        return ""
+    with with_threads(threads if flops > SHARED_FLOPS else 1):
+        return check_against_eager(program, model, example_inputs, **how)
 
 
 def _recorded(

@@ -25,6 +25,7 @@ from gemsc.compilation import Compilation
 from gemsc.compiler import CompiledProgram, compile
 from gemsc.errors import GemscError, InternalError
 from gemsc.launch.start import not_compared
+from gemsc.lowering import tracing
 from gemsc.plan import WITHOUT_KERNELS, Plan
 from gemsc.runtime.transport.local import LocalGroup
 from gemsc.runtime.transport.transport import Request
@@ -387,7 +388,9 @@ def test_nothing_of_the_process_changes() -> None:
 
 
 @pytest.mark.slow
-def test_each_rank_has_one_thread_and_so_has_the_model() -> None:
+def test_each_rank_has_one_thread_and_so_has_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     seen = set()
 
     class Watched(Picture):
@@ -399,6 +402,10 @@ def test_each_rank_has_one_thread_and_so_has_the_model() -> None:
         compiled(Watched(), **TILES)
         assert torch.get_num_threads() == 2
     assert seen == {1}
+    monkeypatch.setattr(tracing, "SHARED_FLOPS", 0.0)  # of what is traced, in much work
+    with with_threads(2):
+        compiled(Watched(), check=True)
+    assert seen == {1, 2}
     with with_threads(1), ThreadPoolExecutor(1) as pool:  # as the ranks' are started
         assert pool.submit(torch.get_num_threads).result() == 1
 
