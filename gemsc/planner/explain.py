@@ -203,7 +203,8 @@ class Speed:
 
     `tokens_per_second` is 0 where samples are no words. `flops_per_second` counts the
     model's own operations: none for what is recomputed. `peak_share` is what that is of
-    what the devices could do in `dtype`; 0 where the plan does not know.
+    what the devices could do in `dtype`; 0 where the plan does not know, or it is more:
+    a CPU's peak is that of its matrix products, and convolutions may need less of them.
     """
 
     samples_per_second: float
@@ -235,7 +236,7 @@ def speed(plan: Plan) -> Speed:
         samples_per_second=samples / seconds if seconds else 0.0,
         tokens_per_second=plan.tokens * samples / seconds if seconds else 0.0,
         flops_per_second=rate,
-        peak_share=rate / peak if peak else 0.0,
+        peak_share=rate / peak if rate < peak else 0.0,
         dtype=plan.peak_dtype,
     )
 
