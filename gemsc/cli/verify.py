@@ -12,6 +12,8 @@ import typer
 from rich.table import Table
 
 from gemsc.base.files import write_text
+from gemsc.base.process import num_cores
+from gemsc.base.units import show_long
 from gemsc.cli.terminal import Answer, Directory, console, gives_json, tell
 from gemsc.codegen.read import read_ranks
 from gemsc.errors import GemscError, InternalError
@@ -23,6 +25,7 @@ from gemsc.schedules.check import prove
 from gemsc.verify.compare import Comparison
 from gemsc.verify.field.check import check_program_for_all_inputs
 from gemsc.verify.runs import OPTIONS, RunComparison, verify_run
+from gemsc.verify.step_size import step_seconds
 from gemsc.verify.steps import verify_program
 from gemsc.viz.terminal import show_activations
 
@@ -30,6 +33,8 @@ WORDS = {"exact": "exact", "wrong": "NOT EXACT", "undecided": "not decided"}
 KINDS = ("gradient", "parameter", "buffer")
 MOST_NAMED = 3
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
+SECONDS = {"float64": 1.0, "float32": 0.4}  # how long steps take, about
+LONG = 60.0  # seconds that are announced
 
 
 @gives_json
@@ -83,7 +88,7 @@ def verify_command(
         names = [plan.dtype]
         tell(f"only in {plan.dtype}: {only}")
     _prove(directory, plan)
-    for line in _about(plan, names):
+    for line in _about(plan, names, steps if run is None and device == "cpu" else 0):
         tell(line)
     if run is not None:
         return _verify_run(directory, names, run, arguments or [], chosen)
@@ -193,8 +198,11 @@ def _note_compared(directory: Path) -> None:
         write_text(directory / "plan.toml", plan.to_toml(directory))
 
 
-def _about(plan: Plan, names: list[str]) -> Iterator[str]:
-    """Yield what ranks and one process compute in, where that is not as usual."""
+def _about(plan: Plan, names: list[str], steps: int) -> Iterator[str]:
+    """Yield what ranks and one process compute in, and how long, if it is not as usual.
+
+    The `steps` are those on this machine's cores.
+    """
     if plan.precision != "float32":
         told = {"float64": "float64: without autocast"}
         told["float32"] = f"float32: within autocast, in {plan.precision}"
@@ -204,6 +212,11 @@ def _about(plan: Plan, names: list[str]) -> Iterator[str]:
             "torch.compile: other kernels than those of one process, so equal up to "
             "rounding; stages that draw random numbers are compared without it"
         )
+    once = step_seconds(plan) / max(1, num_cores() // plan.ranks)
+    seconds = steps * once * sum(SECONDS[name] for name in names)
+    if seconds >= LONG:
+        less = f"; --steps 1 --dtype float64 {show_long(once)}" * (seconds > once)
+        yield f"note: on this CPU that takes about {show_long(seconds)}{less}"
 
 
 def _verify_run(

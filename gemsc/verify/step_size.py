@@ -65,7 +65,7 @@ def smaller(
         few = examples.few(rows)
         share = _share(examples, few)
         if not too_much(step, model, share):
-            if _seconds(step, share) <= SOON:
+            if step_seconds(step, share) <= SOON:
                 yield few, f"{count} of {rows}"
                 return
             slow.append((few, f"{count} of {rows}"))
@@ -76,7 +76,7 @@ def smaller(
             share = _share(examples, few)
             if few.are_different and not too_much(step, model, share):
                 fit = few
-                if _seconds(step, share) <= SOON:
+                if step_seconds(step, share) <= SOON:
                     break
         if fit is not None:
             shapes = map(show_shape, fit.inputs)
@@ -128,8 +128,8 @@ def _halved(sizes: Sequence[int]) -> Iterator[dict[int, int]]:
         last = found
 
 
-def _seconds(plan: Plan, share: float) -> float:
-    """Return how long a step takes, of the ranks and of the model.
+def step_seconds(plan: Plan, share: float = 1.0) -> float:
+    """Return how long a step takes in float64 on one core, of the ranks and the model.
 
     That is forward and backward, then evaluation. Micro-batches have a `share` of their
     numbers.
@@ -153,7 +153,7 @@ def too_much(
         return "the model has no weights here"
     if plan.options.get("local_batchnorm"):
         return "--local-batchnorm computes something else than the model"
-    if (seconds := _seconds(plan, share)) > MOST_SECONDS:
+    if (seconds := step_seconds(plan, share)) > MOST_SECONDS:
         return f"that would take about {seconds:.0f} s"
     copies = min(plan.data, MOST_COPIES)
     weights = sum(tensor.numel() for tensor in tensors)

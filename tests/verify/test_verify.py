@@ -14,6 +14,7 @@ import pytest
 import torch
 import typer
 from command_line import MODEL, compile_here, gemsc_here
+from plan_support import made_up_plan
 from program_support import Net, X, adding, mse, written
 from rich.console import Console
 from torch import nn
@@ -595,3 +596,18 @@ def test_a_file_that_can_be_imported_but_once_is_as_it_was(tmp_path: Path) -> No
     plan.constants["loss"] = "None"
     with pytest.raises(GemscError, match="has no constant loss"):
         user_model_of(tmp_path, plan)
+
+
+def test_what_takes_long_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "num_cores", lambda: 8)  # 2 for each rank
+    monkeypatch.setattr(cli, "step_seconds", lambda plan: 240.0)
+    plan, both = made_up_plan(4), ["float64", "float32"]
+    assert list(cli._about(plan, both, 2)) == [
+        "note: on this CPU that takes about 5.6 min; --steps 1 --dtype float64 2 min"
+    ]
+    assert list(cli._about(plan, both[:1], 1)) == [
+        "note: on this CPU that takes about 2 min"
+    ]
+    assert not list(cli._about(plan, both[:1], 0))  # on a GPU
+    monkeypatch.setattr(cli, "step_seconds", lambda plan: 80.0)
+    assert not list(cli._about(plan, both, 1))  # 56 s
