@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,8 @@ from gemsc.base.nests import (
     tensor_leaves,
 )
 from gemsc.errors import GemscError
+
+_PARTS = 2, 4, 8, 16, 32  # of an input's size: of a target, where it is smaller
 
 
 @dataclass(frozen=True)
@@ -90,12 +93,15 @@ class Examples:
     def few(self, rows: int, sizes: Mapping[int, int] | None = None) -> Examples:
         """Return examples of so many samples at most.
 
-        Where a sample is as long as one of `sizes`, it is that short: {512: 64}.
+        Where a sample is as long as one of `sizes`, it is that short: {512: 64}. A
+        target of 128 x 128 is then one of 16 x 16.
         """
-        pairs = [*zip(self.inputs, self.targets, strict=True)]
-        how = rows, sizes or {}
-        inputs = [_first(i, i, *how) for i, _ in pairs]
-        return Examples(inputs, [_first(t, i, *how) for i, t in pairs])
+        inputs, targets = [], []
+        for given, target in zip(self.inputs, self.targets, strict=True):
+            how = num_rows(given), rows, sizes or {}
+            inputs.append(map_tensors(given, partial(_cut, *how, ())))
+            targets.append(map_tensors(target, partial(_cut, *how, _PARTS)))
+        return Examples(inputs, targets)
 
     @property
     def given(self) -> tuple[Any, Any]:
@@ -172,16 +178,24 @@ def samples(nest: Any, name: str, rows: int | None = None) -> dict[str, list[int
     }
 
 
-def _first(nest: Any, inputs: Inputs, rows: int, sizes: Mapping[int, int]) -> Any:
-    size = num_rows(inputs)
-
-    def cut(path: Path, tensor: Tensor) -> Tensor:
-        lengths = [sizes.get(length, length) for length in tensor.shape]
-        if tensor.dim() and len(tensor) == size:
-            lengths[0] = min(rows, size)
-        return tensor[tuple(map(slice, lengths))]
-
-    return map_tensors(nest, cut)
+def _cut(
+    size: int,
+    rows: int,
+    sizes: Mapping[int, int],
+    parts: Sequence[int],
+    path: Path,
+    tensor: Tensor,
+) -> Tensor:
+    known = sizes
+    for part in parts if known.keys().isdisjoint(tensor.shape[1:]) else ():
+        smaller = {n // part: -(-m // part) for n, m in sizes.items() if n % part == 0}
+        if sum(length in smaller for length in tensor.shape[1:]) > 1:
+            known = smaller
+            break
+    lengths = [known.get(length, length) for length in tensor.shape]
+    if tensor.dim() and len(tensor) == size:
+        lengths[0] = min(rows, size)
+    return tensor[tuple(map(slice, lengths))]
 
 
 def target_like(sample: Any, shapes: Sequence[Any], number: int) -> Any:

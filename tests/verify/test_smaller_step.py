@@ -422,6 +422,19 @@ def test_samples_are_smaller_where_one_is_too_much(
     assert (small.micro_batch_size, small.micro_batches) == (2, 2)
 
 
+def test_targets_of_half_the_resolution_are_smaller_too(
+    few: Callable[..., list[Plan]],
+) -> None:
+    given: dict[str, Any] = {"ranks": 2, "micro_batches": COUNT, "loss": nn.MSELoss()}
+    given["example_target"] = torch.rand(ROWS, 2, 48, 64)
+    layers = nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 2, 2, stride=2)
+    model, x = nn.Sequential(*layers), torch.randn(ROWS, 3, 96, 128)
+    few(compile(model, (x,), **given, check=False), 0.9)
+    plan = compile(model, (x,), **given).plan
+    assert plan.unchecked == ""
+    assert plan.notes[-1].endswith("2 micro-batches of 2, of 3 x 64 x 64")
+
+
 def test_what_is_wrong_in_smaller_samples_is_refused(
     few: Callable[..., list[Plan]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -607,3 +620,21 @@ def test_an_example_is_cut_where_it_has_samples() -> None:
     found, target = Examples.of(shapes, [torch.ones(1), torch.ones(4)]).few(2).given
     assert [tuple(each[0].shape) for each in found] == [(1, 9), (2, 3)]
     assert [len(each) for each in target] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("shape", "smaller"),
+    [
+        ([512, 256], [96, 48]),
+        ([16, 512, 256], [16, 96, 48]),
+        ([5, 128, 64], [5, 24, 12]),
+        ([16, 8], [3, 2]),
+        ([8, 4], [8, 4]),  # less than a 32nd
+        ([64], [64]),  # of one dimension: classes
+    ],
+)
+def test_a_target_is_cut_as_its_input_is(shape: list[int], smaller: list[int]) -> None:
+    given = (torch.ones(2, 512, 256), torch.ones(128, 64)), torch.ones(2, *shape)
+    inputs, target = Examples.of(*given).few(1, {512: 96, 256: 48, 300: 1}).given
+    assert [tuple(each.shape) for each in inputs] == [(1, 96, 48), (128, 64)]
+    assert [*target.shape] == [1, *smaller]
