@@ -90,17 +90,24 @@ class Examples:
                 return ["x".join(str(n) for n, d in pair if d) for pair in pairs]
         return ["" for _ in self.inputs]
 
-    def few(self, rows: int, sizes: Mapping[int, int] | None = None) -> Examples:
+    def few(
+        self,
+        rows: int,
+        sizes: Mapping[int, int] | None = None,
+        *,
+        is_oblong: bool = False,
+    ) -> Examples:
         """Return examples of so many samples at most.
 
         Where a sample is as long as one of `sizes`, it is that short: {512: 64}. A
-        target of 128 x 128 is then one of 16 x 16.
+        target of 128 x 128 is then one of 16 x 16. With `is_oblong`, the last size of
+        each is twice as large as that.
         """
         inputs, targets = [], []
         for given, target in zip(self.inputs, self.targets, strict=True):
             how = num_rows(given), rows, sizes or {}
-            inputs.append(map_tensors(given, partial(_cut, *how, ())))
-            targets.append(map_tensors(target, partial(_cut, *how, _PARTS)))
+            inputs.append(map_tensors(given, partial(_cut, *how, is_oblong, ())))
+            targets.append(map_tensors(target, partial(_cut, *how, is_oblong, _PARTS)))
         return Examples(inputs, targets)
 
     @property
@@ -182,6 +189,7 @@ def _cut(
     size: int,
     rows: int,
     sizes: Mapping[int, int],
+    is_oblong: bool,
     parts: Sequence[int],
     path: Path,
     tensor: Tensor,
@@ -193,6 +201,8 @@ def _cut(
             known = smaller
             break
     lengths = [known.get(length, length) for length in tensor.shape]
+    if is_oblong and tensor.dim() > 1 and lengths[-1] < tensor.shape[-1]:
+        lengths[-1] *= 2
     if tensor.dim() and len(tensor) == size:
         lengths[0] = min(rows, size)
     return tensor[tuple(map(slice, lengths))]

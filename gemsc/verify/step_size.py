@@ -70,17 +70,12 @@ def smaller(
                 return
             slow.append((few, f"{count} of {rows}"))
     for sizes in _sizes(examples):
-        fit = None
-        for each in _halved(sizes):
-            few = examples.few(most, each)
-            share = _share(examples, few)
-            if few.are_different and not too_much(step, model, share):
-                fit = few
-                if step_seconds(step, share) <= SOON:
-                    break
-        if fit is not None:
-            shapes = map(show_shape, fit.inputs)
-            yield fit, f"{count} of {most}, of {' and '.join(shapes)}"
+        found = _fitting(step, model, examples, most, sizes)
+        for is_oblong in (False, True) if found else ():  # norms refuse 1 x 1
+            few = examples.few(most, found, is_oblong=is_oblong)
+            if not too_much(step, model, _share(examples, few)):
+                shapes = " and ".join(map(show_shape, few.inputs))
+                yield few, f"{count} of {most}, of {shapes}"
     yield from slow[:1]
 
 
@@ -112,6 +107,21 @@ def _sizes(examples: Examples) -> list[list[int]]:
     found = {size for t in tensors for size in t.shape[1:] if size >= 2 * SMALL}
     each = sorted(found, reverse=True)
     return [each, *([size] for size in each if len(each) > 1)] if each else []
+
+
+def _fitting(
+    step: Plan, model: nn.Module, examples: Examples, rows: int, sizes: Sequence[int]
+) -> dict[int, int]:
+    """Return the sizes of a step that takes little time, or least, if it can be run."""
+    found = {}
+    for each in _halved(sizes):
+        few = examples.few(rows, each)
+        share = _share(examples, few)
+        if few.are_different and not too_much(step, model, share):
+            found = each
+            if step_seconds(step, share) <= SOON:
+                break
+    return found
 
 
 def _halved(sizes: Sequence[int]) -> Iterator[dict[int, int]]:

@@ -435,6 +435,18 @@ def test_targets_of_half_the_resolution_are_smaller_too(
     assert plan.notes[-1].endswith("2 micro-batches of 2, of 3 x 64 x 64")
 
 
+@pytest.mark.parametrize(("rows", "size"), [(0.5, " 3 x 32 x 64"), (0.2, "")])
+def test_a_norm_of_one_place_needs_another(
+    rows: float, size: str, few: Callable[..., list[Plan]]
+) -> None:
+    layers = nn.Conv2d(3, 4, 32, stride=32), nn.InstanceNorm2d(4), nn.Conv2d(4, 2, 1)
+    given = nn.Sequential(*layers), (torch.randn(ROWS, 3, 96, 128),)
+    options: dict[str, Any] = {"ranks": 2, "micro_batches": COUNT, "loss": squares}
+    few(compile(*given, **options, check=False), rows)
+    plan = compile(*given, **options).plan
+    assert "".join(plan.notes).rpartition(",")[2] == (f" of{size}" if size else "")
+
+
 def test_what_is_wrong_in_smaller_samples_is_refused(
     few: Callable[..., list[Plan]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -638,3 +650,11 @@ def test_a_target_is_cut_as_its_input_is(shape: list[int], smaller: list[int]) -
     inputs, target = Examples.of(*given).few(1, {512: 96, 256: 48, 300: 1}).given
     assert [tuple(each.shape) for each in inputs] == [(1, 96, 48), (128, 64)]
     assert [*target.shape] == [1, *smaller]
+
+
+def test_the_last_size_of_an_oblong_is_half_as_small() -> None:
+    given = torch.ones(2, 512, 80), torch.ones(2, 512, 3), torch.ones(512)
+    examples = Examples.of(given, torch.ones(2, 128, 20))
+    inputs, target = examples.few(1, {512: 96, 80: 48}, is_oblong=True).given
+    shapes = [tuple(each.shape) for each in (*inputs, target)]
+    assert shapes == [(1, 96, 80), (1, 96, 3), (96,), (1, 24, 20)]
