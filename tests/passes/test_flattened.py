@@ -259,3 +259,20 @@ def test_runs_of_dimensions_have_as_many_elements_also_of_none(
         for one, two in runs_of(shape, result)
     ]
     assert found == runs
+
+
+@pytest.mark.parametrize(
+    "best",
+    [
+        lambda y: y.max(1, keepdim=True)[0],
+        lambda y: y.amax(1, keepdim=True),
+        lambda y: y.mean(1, keepdim=True),
+    ],
+)
+def test_a_reduction_over_channels_and_rows_that_were_joined(
+    best: Callable[[Tensor], Tensor],
+) -> None:
+    """Joined with columns that were not, and what it is taken of."""
+    rest = Function(lambda x: x.flatten(1, 2)), Function(lambda y: y.sin() + best(y))
+    for grid in ((2, 1), (1, 2)):
+        check(Head(*rest, nn.Linear(10, 3)), torch.randn(2, 3, 6, 10), grid)

@@ -89,7 +89,10 @@ def lower_call(low: Lowering, node: fx.Node, call: Call | None = None) -> Local:
         raise Refused("its forward depends on data")
     if low.has_own_backward(node):
         _require_own_elements(low, node)
-    held = [s for s in sources if low.flattened(s) is not None and low.axes(s)]
+    held = [s for s in sources if low.flattened(s) is not None]
+    if plain := {s: Local(low.whole(s), None) for s in held if low.axes(s) is None}:
+        with low.instead(plain):
+            return lower_call(low, node, call)
     if not held:
         return _by_rule(low, call)
 

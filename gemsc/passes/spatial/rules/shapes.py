@@ -360,6 +360,8 @@ def along(low: Lowering, call: Call) -> Local:
     along_dims = numbered(call.get("dim", call.get("dims")), dims)
     if axes is None or along_dims is None:
         raise Refused("it goes over all elements")
+    if low.flattened(source) is not None:
+        raise Refused("it needs a value flattened")
     if any(axes[dim] is not None for dim in along_dims):
         raise Refused("it goes along a dimension that is cut")
     if any(
