@@ -177,6 +177,26 @@ def format_of(tensor: Tensor) -> torch.memory_format:
     return last if is_last else torch.contiguous_format
 
 
+Format = torch.memory_format | tuple[int, ...]
+
+
+def lying_of(tensor: Tensor) -> Format:
+    """Return the format of a tensor, or its dimensions as they lie in memory.
+
+    Those of a transposed one are in another order than its sizes. Where it repeats its
+    elements, as an expanded one does, it is plain.
+    """
+    form = format_of(tensor)
+    if form is not torch.contiguous_format or tensor.layout is not torch.strided:
+        return form
+    strides = tensor.stride()
+    dims = [dim for dim, size in enumerate(tensor.shape) if size != 1]
+    steps = [strides[dim] for dim in dims]
+    if not all(steps) or steps == sorted(steps, reverse=True):
+        return form
+    return tuple(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
+
+
 def is_laid_out(tensor: Tensor) -> bool:
     """Whether a tensor has just the strides that channels_last gives to its sizes.
 
@@ -191,11 +211,23 @@ def is_laid_out(tensor: Tensor) -> bool:
     return tensor.stride() == own != plain
 
 
-def empty(shape: Sequence[int], form: torch.memory_format, **how: Any) -> Tensor:
+def empty(shape: Sequence[int], form: Format, **how: Any) -> Tensor:
     """Return `torch.empty` of a format, as plain memory where it does not go."""
+    if isinstance(form, tuple):
+        return torch.empty_permuted(tuple(shape), form, **how)
     if CHANNELS_LAST.get(len(shape)) is not form:
         form = torch.contiguous_format
     return torch.empty(tuple(shape), memory_format=form, **how)
+
+
+def laid(tensor: Tensor, form: Format) -> Tensor:
+    """Return a tensor of a format, a copy where it lies otherwise; any for plain."""
+    if isinstance(form, tuple) and len(form) == tensor.dim():
+        back = [form.index(dim) for dim in range(tensor.dim())]
+        return tensor.permute(form).contiguous().permute(back)
+    if isinstance(form, tuple) or CHANNELS_LAST.get(tensor.dim()) is not form:
+        return tensor
+    return tensor.contiguous(memory_format=form)
 
 
 def to_format(tensor: Tensor) -> Tensor:
@@ -227,11 +259,9 @@ def converted(values: Any, name: str) -> Any:
 
 def like_examples(values: Any, examples: Any) -> Any:
     """Return a nest of tensors in the formats that the same ones have in `examples`."""
-    known = {path: format_of(tensor) for path, tensor in tensor_leaves(examples)}
+    known = {path: lying_of(tensor) for path, tensor in tensor_leaves(examples)}
 
-    def laid(path: Path, tensor: Tensor) -> Tensor:
-        form = known.get(path, torch.contiguous_format)
-        is_last = CHANNELS_LAST.get(tensor.dim()) is form
-        return tensor.contiguous(memory_format=form) if is_last else tensor
+    def change(path: Path, tensor: Tensor) -> Tensor:
+        return laid(tensor, known.get(path, torch.contiguous_format))
 
-    return map_tensors(values, laid)
+    return map_tensors(values, change)

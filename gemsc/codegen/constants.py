@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from gemsc.base.boxes import Box
-from gemsc.base.dtypes import format_of
+from gemsc.base.dtypes import lying_of
 from gemsc.codegen.exchanges import exchanges_of, gathers_of, sums_of, wish_of
 from gemsc.codegen.expressions import literal
 from gemsc.codegen.order import turns_text
@@ -376,7 +376,7 @@ def box_constants(values: Sequence[Box]) -> str:
 
 def _format(value: fx.Node) -> list[str]:
     """Return the argument that says how a value lies in memory, if it is not plain."""
-    form = meta.whole_format(value) or format_of(meta.value(value))
+    form = meta.whole_format(value) or lying_of(meta.value(value))
     return [] if form is torch.contiguous_format else [f"memory_format={form}"]
 
 

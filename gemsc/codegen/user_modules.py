@@ -14,6 +14,7 @@ from typing import Any, Union, get_args, get_origin
 import torch
 from torch import nn
 
+from gemsc.base.dtypes import lying_of
 from gemsc.codegen.expressions import (
     NAMESPACES,
     UserObject,
@@ -52,12 +53,14 @@ def user_module_source(path: str, opaque: Opaque, named: NamedObject) -> str:
 def tensor_source(tensor: torch.Tensor) -> str:
     """Return the parameter or tensor without values: `nn.Parameter(torch.empty(4))`."""
     shape = [*map(str, tensor.shape)] or ["()"]
-    if tensor.dtype != torch.float32:
-        shape.append(f"dtype={tensor.dtype}")
-    empty = f"torch.empty({', '.join(shape)})"
+    kind = [f"dtype={tensor.dtype}"] if tensor.dtype != torch.float32 else []
+    empty = f"torch.empty({', '.join([*shape, *kind])})"
     if isinstance(tensor, nn.Parameter):
         fixed = [] if tensor.requires_grad else ["requires_grad=False"]
         return f"nn.Parameter({', '.join([empty, *fixed])})"
+    if isinstance(order := lying_of(tensor), tuple):
+        given = str(tuple(tensor.shape)), str(order), *kind
+        return f"torch.empty_permuted({', '.join(given)})"
     return empty
 
 

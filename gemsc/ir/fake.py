@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import _disable_current_modes
 
-from gemsc.base.dtypes import empty, format_of
+from gemsc.base.dtypes import empty, lying_of
 from gemsc.ir.holder import hold
 
 
@@ -68,7 +68,7 @@ def fake_parameters(module: nn.Module, mode: FakeTensorMode) -> dict[int, Any]:
 def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
     """Return a fresh fake leaf with the tensor's shape, format, dtype and device."""
     with mode:
-        form = format_of(tensor)
+        form = lying_of(tensor)
         return empty(tensor.shape, form, dtype=tensor.dtype, device=tensor.device)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from gemsc.base.dtypes import Autocast
+from gemsc.base.dtypes import Autocast, Format
 from gemsc.errors import InternalError, SourceLocation
 from gemsc.ir.layout import Layout
 from gemsc.runtime.tiles.collectives import TileGrid
@@ -187,7 +187,7 @@ glue = NodeEntry[int | None]("glue", None)
 layout = NodeEntry[Layout | None]("layout", None)
 # how all of a value lies in memory, where the node has the part of a tile: one row of
 # it may seem to lie otherwise, and what is sent must lie the same on both ends
-whole_format = NodeEntry[torch.memory_format | None]("whole_format", None)
+whole_format = NodeEntry[Format | None]("whole_format", None)
 # the grid whose tiles' gradients a node's backward needs, None for none
 whole_gradients = NodeEntry[TileGrid | None]("whole_gradients", None)
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from gemsc.base.boxes import Box, shape_of
-from gemsc.base.dtypes import empty
+from gemsc.base.dtypes import Format, empty
 from gemsc.messages.exchange import Exchange, Piece
 from gemsc.messages.message import Message, Value, name_of, same_for_all
 
@@ -46,7 +46,7 @@ class TileValue:
     owned: tuple[Box, ...] = ()
     keeps_dtype: bool = False
     in_autocast: bool = False
-    memory_format: torch.memory_format = torch.contiguous_format
+    memory_format: Format = torch.contiguous_format
 
     def part(self, shape: tuple[int, ...]) -> Value:
         """Return a part of it, of a shape, as one tensor of a message."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gemsc.base.boxes import Box
-from gemsc.base.dtypes import within
+from gemsc.base.dtypes import Format, within
 from gemsc.base.nests import named_place
 from gemsc.errors import GemscError
 
@@ -41,7 +41,8 @@ class Value:
     its values are of that type, less those that keep their own (`x.float()`). Those
     that torch.autocast made, `in_autocast`, are of that type in float64 alone, which
     autocast leaves as it is. Its `memory_format` is that of the value when it was
-    traced: so it travels, without a copy where it lies so, and so does its gradient.
+    traced, or its dimensions as they lay in memory: so it travels, without a copy where
+    it lies so, and so does its gradient. A `view` may work on no other.
     """
 
     name: str
@@ -50,7 +51,7 @@ class Value:
     gradient: bool = False
     keeps_dtype: bool = False
     in_autocast: bool = False
-    memory_format: torch.memory_format = torch.contiguous_format
+    memory_format: Format = torch.contiguous_format
 
     @property
     def size(self) -> int:
@@ -60,22 +61,28 @@ class Value:
     @property
     def lying(self) -> tuple[int, ...]:
         """Its sizes in the order in which they lie in memory, and travel."""
+        return tuple(self.shape[dim] for dim in self._order)
+
+    @cached_property
+    def _order(self) -> tuple[int, ...]:
+        dims = tuple(range(len(self.shape)))
+        if isinstance(self.memory_format, tuple):
+            return self.memory_format
         if self.memory_format is torch.contiguous_format:
-            return self.shape
-        batch, channels, *image = self.shape
-        return batch, *image, channels
+            return dims
+        return 0, *dims[2:], 1
 
     def laid(self, tensor: Tensor) -> Tensor:
         """Return the tensor's memory, of sizes `lying`; a copy if it lies otherwise."""
         if self.memory_format is torch.contiguous_format:
             return tensor
-        return tensor.contiguous(memory_format=self.memory_format).movedim(1, -1)
+        return tensor.permute(self._order).contiguous()
 
     def stood(self, memory: Tensor) -> Tensor:
         """Return the tensor whose memory this is: the inverse of `laid`."""
         if self.memory_format is torch.contiguous_format:
             return memory
-        return memory.movedim(-1, 1)
+        return memory.permute([self._order.index(dim) for dim in range(memory.dim())])
 
     def check(self, tensor: Tensor) -> None:
         """Raise a GemscError unless a tensor has its shape."""
@@ -190,7 +197,7 @@ class Input:
     dtype: torch.dtype
     batched: bool = True
     box: Box = ()
-    memory_format: torch.memory_format = torch.contiguous_format
+    memory_format: Format = torch.contiguous_format
 
     @property
     def name(self) -> str:

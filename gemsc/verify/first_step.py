@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from gemsc.base.dtypes import cast, default_dtype
+from gemsc.base.dtypes import cast, default_dtype, laid, lying_of
 from gemsc.base.examples import Examples, num_rows
 from gemsc.base.nests import Mean
 from gemsc.base.phase import Phase
@@ -341,7 +341,8 @@ def different(batch: tuple[Any, Any], plan: Plan) -> tuple[Any, Any]:
         if not isinstance(leaf, Tensor) or not leaf.dim() or len(leaf) != size:
             return leaf
         parts = enumerate(torch.chunk(leaf, count))
-        return torch.cat([other(part, (m + share) / count) for m, part in parts])
+        found = [other(part, (m + share) / count) for m, part in parts]
+        return laid(torch.cat(found), lying_of(leaf))
 
     def other(leaf: Tensor, place: float) -> Tensor:
         if leaf.is_floating_point():

@@ -16,7 +16,15 @@ from threads import run_on_threads
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from gemsc.base.dtypes import convert, converted, format_of, like_examples
+import gemsc
+from gemsc.base.dtypes import (
+    convert,
+    converted,
+    format_of,
+    laid,
+    like_examples,
+    lying_of,
+)
 from gemsc.base.plain_forward import plain_forward
 from gemsc.errors import GemscError
 from gemsc.messages.message import Message, Value
@@ -256,3 +264,70 @@ def test_data_gets_the_format_of_the_examples() -> None:
 def test_an_unknown_format_is_refused() -> None:
     with pytest.raises(GemscError, match="memory format 'nhwc'"):
         CompileOptions(memory_format="nhwc")
+
+
+TRANSPOSED = torch.arange(48).view(8, 6).t()
+
+
+class Transposed(nn.Module):
+    """What it takes crosswise it takes apart where it lies in a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("crosswise", torch.arange(48.0).view(8, 6).t())
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = x.transpose(1, 2).view(2, 48).view(2, 8, 6).transpose(1, 2)
+        x = self.first(given.contiguous()).transpose(1, 2).sin()
+        y = self.second(x.transpose(1, 2).cos())
+        again = torch.as_strided(x, (2, 6, 8), (48, 8, 1))
+        rows = sum(each.t().view(48) for each in (self.crosswise, TRANSPOSED))
+        flat = x.transpose(1, 2).view(2, 48) + rows * 0.01
+        return y * flat.view(2, 6, 8) + again
+
+
+def test_what_lies_crosswise_lies_so_on_ranks() -> None:
+    """Messages, inputs, buffers, and tensors that are none: where a view needs it."""
+    x = torch.randn(2, 8, 6).transpose(1, 2)
+    loss, target = nn.functional.mse_loss, torch.randn(2, 6, 8)
+    given: dict[str, Any] = {"loss": loss, "example_target": target}
+    program = gemsc.compile(Transposed(), (x,), **given, ranks=2, cuts=("second",))
+    assert not program.plan.unchecked
+
+
+class Pictures(nn.Module):
+    """Its tiles gather what it takes apart where it lies in a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.first(x).permute(0, 2, 3, 1).sin()
+        again = torch.as_strided(rows, (2, 4, 8, 8), (256, 64, 8, 1))
+        return self.second(again)
+
+
+def test_what_tiles_gather_lies_as_it_did() -> None:
+    given: dict[str, Any] = {"loss": lambda y, t: y.sin().mean()}
+    given["example_target"] = torch.randn(2)
+    x = (torch.randn(2, 4, 8, 8),)
+    program = gemsc.compile(Pictures(), x, **given, ranks=2, tiles=("2x1",))
+    assert not program.plan.unchecked
+
+
+@pytest.mark.parametrize(
+    ("tensor", "order"),
+    [
+        (torch.ones(2, 3, 4).transpose(1, 2), (0, 2, 1)),
+        (torch.ones(2, 3, 4, 5)[:, ::2].permute(2, 0, 3, 1), (1, 3, 0, 2)),
+        (torch.ones(2, 1, 4).transpose(1, 2), torch.contiguous_format),
+        (torch.ones(2, 3, 4)[:, ::2], torch.contiguous_format),
+        (torch.ones(3, 1).expand(3, 4).t(), torch.contiguous_format),
+        (torch.ones(2, 3, 4, 5).to(memory_format=LAST), LAST),
+    ],
+)
+def test_a_tensor_lies_in_the_order_of_its_strides(tensor: Tensor, order: Any) -> None:
+    assert lying_of(tensor) == order
+    assert lying_of(laid(tensor.contiguous(), order)) == order

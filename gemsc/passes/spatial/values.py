@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from gemsc.base.boxes import Box, everything, intersection, is_inside, shape_of
-from gemsc.base.dtypes import format_of
+from gemsc.base.dtypes import lying_of
 from gemsc.base.parts import Part
 from gemsc.ir import meta
 from gemsc.ir.holder import put_layer, shallow_copy
@@ -218,7 +218,7 @@ def describe(
     meta.layout.set(new, layout)
     if shape is not None:
         fake = meta.value(old)
-        form = format_of(fake) if len(shape) == fake.dim() else torch.contiguous_format
+        form = lying_of(fake) if len(shape) == fake.dim() else torch.contiguous_format
         meta.whole_format.set(new, form)
         with fake.fake_mode:
             meta.set_value(new, fake.new_empty(shape))
