@@ -299,6 +299,7 @@ def exit_code(
     patch.setattr(cli.Plan, "read", lambda path: plan)
     patch.setattr(cli, "show_activations", lambda *given: None)
     patch.setattr(cli, "_prove", lambda *given: None)
+    patch.setattr(cli, "_about", lambda *given: ())
     try:
         cli.verify_command(directory=Path("program"), as_json=False)
     except typer.Exit as raised:
