@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -296,24 +297,41 @@ def test_what_lies_crosswise_lies_so_on_ranks() -> None:
     assert not program.plan.unchecked
 
 
-class Pictures(nn.Module):
-    """Its tiles gather what it takes apart where it lies in a row."""
+def strided(rows: Tensor) -> Tensor:
+    return torch.as_strided(rows, (2, 4, 8, 8), (256, 64, 8, 1))
 
-    def __init__(self) -> None:
+
+def paired(rows: Tensor) -> Tensor:
+    channels = rows.permute(0, 3, 1, 2).unflatten(3, (4, 2))
+    return torch.view_as_complex(channels).abs().repeat(1, 1, 1, 2)
+
+
+def flat(rows: Tensor) -> Tensor:
+    best = rows.sort(1)[0]
+    return best.permute(0, 3, 1, 2).view(2, 256).view(2, 4, 8, 8)
+
+
+class Pictures(nn.Module):
+    """Rows of channels, made of channels, are taken where they lie in a row."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.first, self.second = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 1)
+        self.function = function
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = self.first(x).permute(0, 2, 3, 1).sin()
-        again = torch.as_strided(rows, (2, 4, 8, 8), (256, 64, 8, 1))
-        return self.second(again)
+        return self.second(self.function(self.first(x).permute(0, 2, 3, 1).sin()))
 
 
-def test_what_tiles_gather_lies_as_it_did() -> None:
+@pytest.mark.parametrize("split", [{"tiles": "2x1"}, {"shards": "2"}], ids=str)
+@pytest.mark.parametrize("function", [strided, paired, flat])
+def test_what_a_grid_computes_whole_lies_as_it_did(
+    function: Callable[[Tensor], Tensor], split: dict[str, Any]
+) -> None:
     given: dict[str, Any] = {"loss": lambda y, t: y.sin().mean()}
     given["example_target"] = torch.randn(2)
     x = (torch.randn(2, 4, 8, 8),)
-    program = gemsc.compile(Pictures(), x, **given, ranks=2, tiles=("2x1",))
+    program = gemsc.compile(Pictures(function), x, **given, ranks=2, **split)
     assert not program.plan.unchecked
 
 

@@ -17,9 +17,11 @@ from dataclasses import dataclass, field, replace
 from operator import getitem
 from typing import Any
 
+import torch
 from torch import fx
 
 from gemsc.base.boxes import Box, everything, is_inside, shape_of
+from gemsc.base.dtypes import lying_of
 from gemsc.base.parts import Part
 from gemsc.ir import meta
 from gemsc.ir.halos import Halos, Need
@@ -44,6 +46,8 @@ from gemsc.passes.spatial.values import (
 )
 from gemsc.runtime import tiles
 
+# what goes by how its input lies in memory: a gathered one may lie otherwise
+_GO_BY_STRIDES = frozenset({"as_strided", "view_as_complex"})
 PartsOf = Callable[[fx.Node], tuple[Part, ...]]
 
 
@@ -250,14 +254,24 @@ class Conversions(Pieces):
     ) -> Local:
         """Add the same call; of its inputs the local values, or what `inputs` says."""
         chosen = inputs or {}
+        is_whole, target = axes is None and bool(self.grid), node.target
+        name = str(getattr(target, "__name__", target))
+        to_sizes = not any(type(each) is torch.dtype for each in node.args)
+        if is_whole and target == "view" and to_sizes and not node.kwargs:
+            target = "reshape"  # it may lie otherwise
 
         def choose(source: fx.Node) -> fx.Node:
-            return chosen[source] if source in chosen else self.get(source).node
+            found = chosen[source] if source in chosen else self.get(source).node
+            if not (is_whole and name in _GO_BY_STRIDES and meta.is_one_tensor(source)):
+                return found
+            given = found, lying_of(meta.value(source))
+            new = self.create(source, "call_function", tiles.laid, given, {}, None)
+            return new.node
 
         args = fx.node.map_arg(node.args, choose)
         kwargs = fx.node.map_arg(node.kwargs, choose)
-        local = self.create(node, node.op, node.target, args, kwargs, axes)
-        whole = bool(self.grid) and axes is None and self.has_own_backward(node)
+        local = self.create(node, node.op, target, args, kwargs, axes)
+        whole = is_whole and self.has_own_backward(node)
         meta.whole_gradients.set(local.node, self.here if whole else None)
         return local
 

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from gemsc.base import dtypes
 from gemsc.messages.exchange import Exchange
 
-__all__ = ["InFlight", "TileGrid", "all_reduce", "redistribute", "rows"]
+__all__ = ["InFlight", "TileGrid", "all_reduce", "laid", "redistribute", "rows"]
 
 
 class InFlight(Protocol):
@@ -83,6 +84,12 @@ def redistribute(grid: TileGrid, value: Tensor, exchange: Exchange) -> Tensor:
 def all_reduce(grid: TileGrid, value: Tensor, among: tuple[int, ...] = ()) -> Tensor:
     """Return the sum over the tiles, or some of them, the same on all of these."""
     return applied(_AllReduce, value, grid.among(among))
+
+
+def laid(value: Tensor, form: dtypes.Format) -> Tensor:
+    """Return a value as it lay when it was traced, for a call that goes by strides."""
+    plain = form is torch.contiguous_format
+    return value.contiguous() if plain else dtypes.laid(value, form)
 
 
 def rows(grid: TileGrid, row: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gemsc.base.boxes import Box, intersection, shape_of, volume
-from gemsc.base.dtypes import HALF, empty, lying_of
+from gemsc.base.dtypes import HALF, empty, format_of
 from gemsc.errors import InternalError
 from gemsc.messages.exchange import Exchange, Piece, View, index_of
 from gemsc.runtime.tiles.messages import Flight, tag_of
@@ -212,7 +212,7 @@ def _added(
 def _room(like: Tensor, box: Box, dtype: torch.dtype | None = None) -> Tensor:
     """Return memory for a box of a value, in the memory format of a part of it."""
     how = {"dtype": dtype or like.dtype, "device": like.device}
-    return empty(shape_of(box), lying_of(like), **how)
+    return empty(shape_of(box), format_of(like), **how)
 
 
 @lru_cache(maxsize=4096)
