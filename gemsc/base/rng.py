@@ -233,7 +233,8 @@ def _widened(value: Any, *, copy: bool = False) -> Any:
     if not isinstance(value, Tensor):
         return value
     dtype = within(value.dtype, torch.float64)
-    return value.to(dtype, copy=copy, memory_format=torch.contiguous_format)
+    wide = value.to(dtype, copy=copy, memory_format=torch.contiguous_format)
+    return wide.contiguous()  # `to` leaves what is transposed, and has the dtype
 
 
 def _narrowed(leaf: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -55,8 +55,11 @@ def test_draws_depend_on_what_is_asked_for_alone(name: str) -> None:
         again = draw(IMAGE)
         other_format = draw(IMAGE.contiguous(memory_format=torch.channels_last))
         wide = draw(IMAGE.double())
+        crosswise = IMAGE.double().transpose(1, 3).contiguous().transpose(1, 3)
+        other_strides = draw(crosswise)
     assert torch.equal(first, again)
     assert torch.equal(first, other_format)
+    assert torch.equal(wide, other_strides)
     torch.testing.assert_close(first.double(), wide.double(), rtol=1e-5, atol=1e-6)
     assert first.double().std() > 0
 
