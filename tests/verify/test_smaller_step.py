@@ -464,7 +464,7 @@ def test_what_is_wrong_in_smaller_samples_is_refused(
 
 
 def test_smaller_samples_of_several_shapes_still_have_several(
-    few: Callable[..., list[Plan]],
+    few: Callable[..., list[Plan]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = [(torch.randn(ROWS, 3, size, size),) for size in (64, 96)]
     given = {"loss": squares, "ranks": 2, "micro_batches": COUNT}
@@ -473,6 +473,8 @@ def test_smaller_samples_of_several_shapes_still_have_several(
     plan = compile(model, x, **given).plan
     assert plan.notes[-1].endswith("of 2, of 3 x 32 x 32 and 3 x 64 x 64")
     assert [each.name for each in plans[1].shapes] == ["32x32", "64x64"]
+    monkeypatch.setattr(step_size, "SOON", 0.0)  # 32 x 32 both would take least
+    assert compile(model, x, **given).plan.notes == plan.notes
     plans = few(compile(model, x, **given, check=False), 1.2)  # 32 x 32 both
     assert compile(model, x, **given).plan.unchecked.startswith("that would take")
     assert len(plans) == 1
@@ -552,6 +554,35 @@ def test_samples_are_as_small_as_takes_little_time(
     assert shapes()[0] == "3 x 32 x 32"
     assert shapes(1, 40) == []  # 80 would be 48
     assert shapes(1, 31) == []
+
+
+def test_what_is_tried_stands_in_order(few: Callable[..., list[Plan]]) -> None:
+    def sizes(*inputs: Any) -> list[str]:
+        found = step_size.smaller(program.plan, Net(), Examples.of(*inputs))
+        return [size.removeprefix("2 micro-batches of ") for _, size in found]
+
+    program = compiled(check=False)
+    long, short = torch.ones(ROWS, 128, 512), torch.ones(ROWS, 128)
+    few(program, 1)
+    assert sizes((long,)) == ["1"]
+    few(program, 0.5)
+    expected = ["64 x 256", "128 x 128", "32 x 512", "32 x 512"]
+    assert sizes((long,)) == [f"2, of {each}" for each in expected]
+    assert sizes((long, short))[0] == "2, of 32 x 128"  # half of `short` is too much
+
+
+def test_the_shape_of_most_samples_says_how_many(
+    few: Callable[..., list[Plan]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = [(X[:4],), (X[:1, :, :4],)]
+    options = {"loss": squares, "ranks": 2, "micro_batches": COUNT, "check": False}
+    layers = nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 2, 3, padding=1)
+    program = compile(nn.Sequential(*layers), x, **options)
+    few(program, 2)
+    most = step_size.MOST_SECONDS
+    monkeypatch.setattr(step_size, "MOST_SECONDS", 4 * most)  # 2 shapes, 2 of 4 samples
+    (found,) = step_size.smaller(program.plan, Net(), Examples.of(x))
+    assert found[1] == "2 micro-batches of 2"
 
 
 def test_free_memory_is_what_all_groups_of_processes_leave(
