@@ -100,8 +100,8 @@ class Examples:
         """Return examples of so many samples at most.
 
         Where a sample is as long as one of `sizes`, it is that short: {512: 64}. A
-        target of 128 x 128 is then one of 16 x 16. The last size of what `is_oblong`
-        is made half as small.
+        target of 128 x 128 is then one of 16 x 16. With `is_oblong`, the last size of
+        each is twice as large as that.
         """
         inputs, targets = [], []
         for given, target in zip(self.inputs, self.targets, strict=True):
