@@ -220,7 +220,7 @@ def empty(shape: Sequence[int], form: Format, **how: Any) -> Tensor:
     return torch.empty(tuple(shape), memory_format=form, **how)
 
 
-def laid(tensor: Tensor, form: Format) -> Tensor:
+def lying_as(tensor: Tensor, form: Format) -> Tensor:
     """Return a tensor of a format, a copy where it lies otherwise; any for plain."""
     if isinstance(form, tuple) and len(form) == tensor.dim():
         back = [form.index(dim) for dim in range(tensor.dim())]
@@ -262,6 +262,6 @@ def like_examples(values: Any, examples: Any) -> Any:
     known = {path: lying_of(tensor) for path, tensor in tensor_leaves(examples)}
 
     def change(path: Path, tensor: Tensor) -> Tensor:
-        return laid(tensor, known.get(path, torch.contiguous_format))
+        return lying_as(tensor, known.get(path, torch.contiguous_format))
 
     return map_tensors(values, change)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from gemsc.base.dtypes import cast, default_dtype, laid, lying_of
+from gemsc.base.dtypes import cast, default_dtype, lying_as, lying_of
 from gemsc.base.examples import Examples, num_rows
 from gemsc.base.nests import Mean
 from gemsc.base.phase import Phase
@@ -342,7 +342,7 @@ def different(batch: tuple[Any, Any], plan: Plan) -> tuple[Any, Any]:
             return leaf
         parts = enumerate(torch.chunk(leaf, count))
         found = [other(part, (m + share) / count) for m, part in parts]
-        return laid(torch.cat(found), lying_of(leaf))
+        return lying_as(torch.cat(found), lying_of(leaf))
 
     def other(leaf: Tensor, place: float) -> Tensor:
         if leaf.is_floating_point():

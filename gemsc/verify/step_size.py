@@ -32,6 +32,7 @@ MOST_SECONDS = 30.0  # of the ranks and the model, as predicted
 SOON = 10.0  # seconds for which samples are made smaller, where they can be
 MOST_BYTES = 4 << 30  # of weights and activations, where nobody knows what is free
 FEW_ROWS = FEW_MICRO_BATCHES = 2  # where all that a step has would be too much
+BESIDE = 3  # times the activations: those of the model, and what a call takes
 SMALL = 32  # sizes of a sample are not made smaller than this
 MOST_COPIES = 2  # data-parallel copies do the same
 _FLOPS_PER_SECOND = 2e10  # of a core, in float64: see benchmarks/checked_step.py
@@ -172,7 +173,8 @@ def too_much(
     width, own = ((d or own_dtype(plan)).itemsize for d in (dtype, None))
     # as test_large_models.py measures; the model has its copies, too
     num_bytes = width * (3 * held + 5 * weights)
-    num_bytes += int(width / own * copies * share * sum(plan.activation_bytes))
+    kept = copies * share * sum(plan.activation_bytes)
+    num_bytes += int(BESIDE * width / own * kept)
     free = free_memory()
     if num_bytes > (MOST_BYTES if free is None else free / 2):
         return f"that would take about {num_bytes / 2**30:.0f} GiB of memory"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gemsc.base.dtypes import is_laid_out, laid, lying_of, to_format
+from gemsc.base.dtypes import is_laid_out, lying_as, lying_of, to_format
 from gemsc.errors import GemscError
 from gemsc.weights.elsewhere import wanted_of
 from gemsc.weights.keras_model import KerasModel, is_keras
@@ -107,7 +107,7 @@ def fill(stage: nn.Module, read: Callable[[str], Tensor], device: torch.device) 
         if is_laid_out(empty) and not is_laid_out(tensor):
             tensor = to_format(tensor)
         elif isinstance(order := lying_of(empty), tuple):
-            tensor = laid(tensor, order)
+            tensor = lying_as(tensor, order)
         values[name] = tensor
         del tensor
     put(stage, values)

@@ -22,8 +22,8 @@ from gemsc.base.dtypes import (
     convert,
     converted,
     format_of,
-    laid,
     like_examples,
+    lying_as,
     lying_of,
 )
 from gemsc.base.plain_forward import plain_forward
@@ -348,4 +348,4 @@ def test_what_a_grid_computes_whole_lies_as_it_did(
 )
 def test_a_tensor_lies_in_the_order_of_its_strides(tensor: Tensor, order: Any) -> None:
     assert lying_of(tensor) == order
-    assert lying_of(laid(tensor.contiguous(), order)) == order
+    assert lying_of(lying_as(tensor.contiguous(), order)) == order

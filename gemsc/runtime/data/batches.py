@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from gemsc.base.dtypes import laid, lying_of
+from gemsc.base.dtypes import lying_as, lying_of
 from gemsc.base.examples import num_rows
 from gemsc.base.process import outlast_signals
 from gemsc.datasets.samples import num_samples, pair_error
@@ -408,7 +408,7 @@ def repeated(examples: Any, plan: Plan) -> Any:
 
     def repeat(leaf: Any) -> Any:
         many = isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == size
-        return laid(torch.cat([leaf] * count), lying_of(leaf)) if many else leaf
+        return lying_as(torch.cat([leaf] * count), lying_of(leaf)) if many else leaf
 
     return pytree.tree_map(repeat, examples)
 

@@ -89,7 +89,7 @@ def all_reduce(grid: TileGrid, value: Tensor, among: tuple[int, ...] = ()) -> Te
 def laid(value: Tensor, form: dtypes.Format) -> Tensor:
     """Return a value as it lay when it was traced, for a call that goes by strides."""
     plain = form is torch.contiguous_format
-    return value.contiguous() if plain else dtypes.laid(value, form)
+    return value.contiguous() if plain else dtypes.lying_as(value, form)
 
 
 def rows(grid: TileGrid, row: Tensor) -> Tensor:

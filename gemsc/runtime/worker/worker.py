@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from gemsc.base.dtypes import Autocast, autocasting, laid, whole
+from gemsc.base.dtypes import Autocast, autocasting, lying_as, whole
 from gemsc.base.nests import Mean
 from gemsc.base.rng import are_draws_same, seed_of, torch_seeded
 from gemsc.errors import InternalError
@@ -194,7 +194,7 @@ class Worker:
     def input(self, name: str, m: int) -> Tensor:
         """Return a micro-batch's part of a tensor of this copy's batch."""
         part = self.steps.input(name, m, self.transport.streams)
-        return laid(part, self.program.inputs[name].memory_format)
+        return lying_as(part, self.program.inputs[name].memory_format)
 
     def receive(self, message: Message | GridMessage, m: int) -> Any:
         """Return the message's value (a tuple if it has several), waiting politely."""
