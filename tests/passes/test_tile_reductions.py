@@ -115,6 +115,8 @@ MOVED: dict[str, Callable[[Tensor], Tensor]] = {
     "rows from the end": lambda x: x.narrow(2, -4, 4),
     "one dimension more": lambda x: x[True, :, 1:],
     "after itself": lambda x: torch.cat([x, x], 2),
+    "one window of all rows": lambda x: x.unfold(2, 7, 1),
+    "windows of channels": lambda x: x.unfold(1, 2, 1),
     "after others": lambda x: torch.cat([x[:, :, :2], x, x.sin()], 2),
     "after nothing": lambda x: torch.cat([x.new_zeros(0), x], 3),
     "beside means": lambda x: torch.cat([x.mean(2, True).expand_as(x), x], 1),

@@ -96,6 +96,8 @@ def view(low: Lowering, node: fx.Node) -> Local | None:
     name = str(name)
     axes = low.cut_axes(source)
     are_cut = [dim for dim, axis in enumerate(axes) if axis is not None]
+    if name == "unfold" and any(kept.get(dim) != dim for dim in are_cut):
+        return None  # its one window is as long as all tiles
     if not all(dim in kept for dim in are_cut):
         return _regrouped(low, node, source, axes) or join(low, node, source)
     result: list[int | None] = [None] * meta.tensors(node)[0].dim()
