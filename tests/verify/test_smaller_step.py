@@ -96,17 +96,21 @@ def test_a_smaller_step_is_compared(rows: int, few: Callable[..., list[Plan]]) -
     assert plan.notes[-1] == note
 
 
-def test_what_is_wrong_in_it_is_refused(
-    few: Callable[..., list[Plan]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    few(compiled(check=False), 2)
-
+def write_wrong_files(monkeypatch: pytest.MonkeyPatch) -> None:
     def modules(compilation: Compilation) -> dict[str, str]:
         files = rank_modules(compilation)
         assert any("* 0.5" in text for text in files.values())
         return {name: text.replace("* 0.5", "* 0.4") for name, text in files.items()}
 
     monkeypatch.setattr(gemsc.compiler, "rank_modules", modules)
+
+
+def test_what_is_wrong_in_it_is_refused(
+    few: Callable[..., list[Plan]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few(compiled(check=False), 2)
+
+    write_wrong_files(monkeypatch)
     with pytest.raises(InternalError, match="wrong program"):
         compiled()
 
@@ -453,12 +457,7 @@ def test_what_is_wrong_in_smaller_samples_is_refused(
     options = {"ranks": 2, "micro_batches": COUNT, **pictures(64)}
     few(compile(Net(), **options, check=False), 0.9)
 
-    def modules(compilation: Compilation) -> dict[str, str]:
-        files = rank_modules(compilation)
-        assert any("* 0.5" in text for text in files.values())
-        return {name: text.replace("* 0.5", "* 0.4") for name, text in files.items()}
-
-    monkeypatch.setattr(gemsc.compiler, "rank_modules", modules)
+    write_wrong_files(monkeypatch)
     with pytest.raises(InternalError, match="wrong program"):
         compile(Net(), **options)
 
