@@ -55,11 +55,13 @@ def test_compiling_takes_little_more_than_the_weights(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_vgg_16_takes_twice_its_weights(tmp_path: Path) -> None:
-    found = growths(tmp_path, 2, 8, "VGG-16, no check", "VGG-16")
+    names = "VGG-16, no check", "VGG-16, no step", "VGG-16"
+    found = growths(tmp_path, 2, 8, *names)
     weights = 4 * 138_357_544
     print({name: size / weights for name, size in found.items()})  # noqa: T201
     assert found["VGG-16, no check"] <= 1.1 * weights
-    assert found["VGG-16"] <= 2.0 * weights
+    assert found["VGG-16, no step"] <= 2.0 * weights
+    assert found["VGG-16"] <= 1.1 * 16 * weights  # where half of the memory is more
 
 
 MODEL = """

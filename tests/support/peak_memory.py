@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from safetensors.torch import save_file
@@ -21,6 +22,7 @@ import gemsc
 from gemsc.base.parts import Part
 from gemsc.runtime.training.program_directory import load_program
 from gemsc.runtime.worker.stages import Stages
+from gemsc.verify import step_size
 from gemsc.weights.first import FirstWeights
 
 SMALL = 8
@@ -117,6 +119,14 @@ def start_rank(folder: Path) -> None:
         Stages().add(run, kind, read, torch.device("cpu"), None)
 
 
+def compile_with_little_memory(
+    model: Callable[[], nn.Module], folder: Path, x: Tensor
+) -> None:
+    """Compile with the check, but for the step, which takes more than there is."""
+    with patch.object(step_size, "free_memory", lambda: 0):
+        compile(model, folder, x, True)
+
+
 def _read(
     first: FirstWeights, parts: Mapping[str, Part], stage: int, name: str
 ) -> Tensor:
@@ -148,6 +158,7 @@ def main(folder: Path, layers: int, width: int, steps: list[str]) -> None:
         "meta": partial(compile, meta, folder, x, True),
         "meta, no check": partial(compile, meta, folder, x, False),
         "VGG-16": partial(compile, Vgg16, folder, image, True),
+        "VGG-16, no step": partial(compile_with_little_memory, Vgg16, folder, image),
         "VGG-16, no check": partial(compile, Vgg16, folder, image, False),
         "rank": partial(start_rank, folder),
     }
