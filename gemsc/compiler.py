@@ -44,7 +44,7 @@ from gemsc.options import AUTO, CompileOptions
 from gemsc.passes.branches.forks import most_branches
 from gemsc.passes.manager import Observer, Runs
 from gemsc.passes.share_device import share
-from gemsc.plan import WITHOUT_KERNELS, Plan
+from gemsc.plan import COMPARED, Plan
 from gemsc.planner.edited import EditedPlan
 from gemsc.planner.fitting import Scheduled
 from gemsc.planner.make_plan import make_plan
@@ -151,10 +151,11 @@ def compile(
             found = {"unchecked": "the model has no weights here"}
             if has_weights:
                 found = first_step(program.compilation, *given, **feed, metrics=metrics)
-                for few, size in smaller(program.plan, model, examples):
+                is_compared = found["unchecked"] in COMPARED
+                steps = () if is_compared else smaller(program.plan, model, examples)
+                for few, size in steps:
                     step = program.plan, model, few, size, feed
-                    less = _smaller_step(*step, traced_as, graphs, metrics)
-                    if less:
+                    if less := _smaller_step(*step, traced_as, graphs, metrics):
                         found |= less
                         break
             program = program.with_plan(**found)
@@ -201,7 +202,7 @@ def _smaller_step(
     except (GemscError, InternalError):  # less does not fit, or does something else
         return {}
     found = first_step(small.compilation, model, inputs, **given, metrics=metrics)
-    if found["unchecked"] not in ("", WITHOUT_KERNELS):
+    if found["unchecked"] not in COMPARED:
         return {}
     note = f"compared with the model in a step of {size}"
     return {**found, "notes": [*plan.notes, note]}

@@ -28,6 +28,7 @@ T = TypeVar("T")
 
 FUSED = "fused=True"  # what a note asks an optimizer for
 WITHOUT_KERNELS = "torch.compile was off"  # when a step was compared
+COMPARED = "", WITHOUT_KERNELS  # what `unchecked` says then
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

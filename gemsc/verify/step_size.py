@@ -75,12 +75,12 @@ def smaller(
         for is_oblong in (False, True) if found else ():  # norms refuse 1 x 1
             few = examples.few(most, found, is_oblong=is_oblong)
             if not too_much(step, model, _share(examples, few)):
-                shapes = " and ".join(map(show_shape, few.inputs))
+                shapes = " and ".join(map(_shown_shape, few.inputs))
                 yield few, f"{count} of {most}, of {shapes}"
     yield from slow[:1]
 
 
-def show_shape(inputs: Any) -> str:
+def _shown_shape(inputs: Any) -> str:
     """Return for example `3 x 64 x 64`: a sample of the first input."""
     _, tensor = next(iter(tensor_leaves(inputs)))
     return " x ".join(map(str, tensor.shape[1:]))

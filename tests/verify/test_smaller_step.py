@@ -479,6 +479,18 @@ def test_smaller_samples_of_several_shapes_still_have_several(
     assert len(plans) == 1
 
 
+def test_a_step_that_was_compared_is_not_compared_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def much(plan: Plan, *given: Any, **how: Any) -> str:
+        return "less memory is free now" * (plan.micro_batches == COUNT)
+
+    monkeypatch.setattr(step_size, "too_much", much)
+    plan = compiled().plan
+    assert plan.unchecked == ""
+    assert plan.notes == []
+
+
 class Reader(nn.Module):
     """Reads texts of any length whose words have 64 numbers; or looks at a place."""
 
