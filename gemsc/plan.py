@@ -110,6 +110,8 @@ class Plan:
     sample_dims: list[int] = field(default_factory=list)
     """Where samples count in each tensor that the model returns; empty: in the first
     dimension."""
+    mixes_samples: bool = False
+    """Whether forward makes of each sample what depends on the others."""
     tokens: int = 0
     """Of one sample; 0 where the model takes no words."""
     peak_flops: float = 0.0

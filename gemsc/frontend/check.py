@@ -36,7 +36,7 @@ from gemsc.frontend.gradients import (
     gradient_distance,
     gradients_differ,
 )
-from gemsc.frontend.halves import loss_of_halves
+from gemsc.frontend.halves import loss_of_halves, of_two_samples
 from gemsc.frontend.user_code import user_line
 from gemsc.frontend.values import loss_fails_on, returned
 from gemsc.ir.holder import attribute
@@ -99,7 +99,7 @@ def check_against_eager(
 ) -> str:
     """Run one step of the graph and one of the model, on copies, and compare.
 
-    Return how the loss and the mean of those of its halves differ, "" if they do not.
+    Return how the loss of a batch is another one than that of its samples, or "".
 
     Outputs, loss, the gradient of each parameter and each buffer after the step must
     be equal, bit for bit or within the rounding of the dtype. Activation checkpoints
@@ -119,10 +119,9 @@ def check_against_eager(
 
     eager_model, eager_loss, graph_module = copies()
     with preserve_rng(), torch.enable_grad(), plain_forward():
-        code = check_against_eager.__code__
+        code, autocast = check_against_eager.__code__, program.autocast
         with failures(f"the model fails {in_mode(training)}", code):
             fed = detached(inputs), detached(target)
-            autocast = program.autocast
             expected = _run_eager(eager_model, fed[0], eager_loss, fed[1], autocast)
         with failures("the traced graph fails", code):
             values = {"input": detached(inputs), "target": detached(target)}
@@ -130,11 +129,14 @@ def check_against_eager(
     for name, parameter in shared.items():
         if parameter._version != versions[name]:
             raise InternalError(f"the model changes '{name}', which its graph does not")
+    with preserve_rng(), torch.no_grad(), plain_forward():
+        asked = None if expected.halves else loss
+        two = of_two_samples(lambda: copies()[0], inputs, asked, target)
     lower = program.autocast[1] if program.autocast is not None else None
     least = _ROUNDINGS * torch.finfo(lower).eps if lower else 0.0
     try:
         _compare(actual, expected, least)
-        return expected.halves
+        return two or expected.halves
     except GemscError as error:
         problem = error
     with preserve_rng(), torch.enable_grad(), plain_forward():
@@ -152,7 +154,7 @@ def check_against_eager(
             found = _nudged_gradients(program, own, inputs, target, seed)
             nudged.append(found)
     _compare(actual, expected, least, nudged)
-    return expected.halves
+    return two or expected.halves
 
 
 def _nudged_gradients(

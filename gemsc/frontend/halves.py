@@ -4,6 +4,9 @@ loss(4 samples) = 0.61      (loss(2 of them) + loss(the other 2)) / 2 = 0.58
 
 The gradients are compared as well: those of the hardest tenth of all pixels are others
 than those of the hardest tenth of each half, where both losses are log(2) at the start.
+
+The model, too, may mix samples, as one that returns how similar each picture of a batch
+is to each text: it is run on two samples, and on each of them.
 """
 
 from __future__ import annotations
@@ -18,12 +21,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gemsc.base.nests import as_loss, call_loss, map_tensors, tensor_leaves
+from gemsc.base.examples import num_rows
+from gemsc.base.nests import as_loss, call_loss, call_model, map_tensors, tensor_leaves
 from gemsc.base.rng import torch_state
+from gemsc.frontend.eager import detached
+from gemsc.frontend.values import returned
+from gemsc.ir.program import MIXES
 
 _TOLERANCE = 5e-6  # rounding is less, also where a loss computes in float32 inside
 _OWN_TOLERANCE = 1e-4  # where it cannot be asked in float64
-_ROUNDINGS = 4
+_ROUNDINGS, _MANY = 4, 16
+_NO_MEAN = "the loss is not a mean over samples"
+# What is left as in evaluation: it mixes samples, or draws, as everybody knows
+_KNOWN = nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd
 
 
 class _NotKnownError(Exception):
@@ -45,10 +55,11 @@ class _Loss:
             return ""
         whole, mean = f"{self.value:.4g}", f"{apart.value:.4g}"
         if whole != mean:
-            return f"{whole} of example_inputs, {mean} as the mean of its halves"
+            asked = f"{whole} of example_inputs, {mean} as the mean of its halves"
+            return f"{_NO_MEAN}: {asked}"
         return (
-            f"{whole} of example_inputs as of their halves, but with gradients "
-            f"that differ by {gradients:.1%}"
+            f"{_NO_MEAN}: {whole} of example_inputs as of their halves, but with "
+            f"gradients that differ by {gradients:.1%}"
         )
 
 
@@ -70,6 +81,78 @@ def loss_of_halves(
         except Exception:  # it has tensors of its own dtype
             found = _compared(loss, output, target, size, _OWN_TOLERANCE)
     return found if torch.equal(before, torch_state()) else ""
+
+
+def of_two_samples(
+    fresh: Callable[[], nn.Module], inputs: Any, loss: Any, target: Any
+) -> str:
+    """Say how what a model makes of two samples and of each of them differ.
+
+    `fresh()` returns a copy of the model, as it is before a step. BatchNorm is in eval
+    mode; so is everything, where forward draws random numbers. "" if they do not
+    differ, or where this cannot be asked: there is one sample, forward does not take
+    one alone, or what it returns is of the whole batch and the loss a mean of it.
+    """
+    size = num_rows(inputs)
+    for training in (True, False):
+        if size < 2:
+            break
+        before = torch_state()
+        with suppress(Exception):  # whatever a model says of batches of another size
+            parts = [
+                _rows(detached(inputs), detached(target), size, start, stop)
+                for start, stop in ((0, 2), (0, 1), (1, 2))
+            ]
+            outputs = [call_model(_still(fresh(), training), part) for part, _ in parts]
+            found = _mixed(*(returned(output).tensors for output in outputs))
+            if not found and loss is not None:
+                found = _of_each(loss, outputs, [labels for _, labels in parts])
+            if torch.equal(before, torch_state()):
+                return found
+    return ""
+
+
+def _still(model: nn.Module, training: bool) -> nn.Module:
+    for module in model.modules() if training else ():
+        if isinstance(module, _KNOWN):
+            module.eval()
+    return model if training else model.eval()
+
+
+def _mixed(
+    together: Sequence[Tensor], first: Sequence[Tensor], second: Sequence[Tensor]
+) -> str:
+    """Say in what the rows of two samples are not those of each."""
+    for whole, *each in zip(together, first, second, strict=True):
+        sizes = enumerate(zip(whole.shape, each[0].shape, strict=True))
+        rows = [dim for dim, (both, one) in sizes if both != one]
+        if len(rows) > 1 or (rows and whole.shape != torch.cat(each, rows[0]).shape):
+            return (
+                f"{MIXES}: it returns {list(whole.shape)} for two, "
+                f"{list(each[0].shape)} for one"
+            )
+        if rows and whole.is_floating_point():
+            apart = _distance([whole], [torch.cat(each, rows[0])])
+            if apart > _rounding(whole):
+                return (
+                    f"{MIXES}: what it returns for one differs by "
+                    f"{apart:.1%} beside another"
+                )
+    return ""
+
+
+def _of_each(loss: Any, outputs: Sequence[Any], targets: Sequence[Any]) -> str:
+    """Say how the loss of two samples and the mean of those of each differ."""
+    pairs = zip(outputs, targets, strict=True)
+    whole, first, second = (_loss(loss, *pair).value for pair in pairs)
+    mean = (first + second) / 2
+    if _distance([whole], [mean]) <= _rounding(whole):
+        return ""
+    return f"{_NO_MEAN}: {whole:.4g} of two, {mean:.4g} as the mean of each"
+
+
+def _rounding(tensor: Tensor) -> float:
+    return max(_OWN_TOLERANCE, _MANY * torch.finfo(tensor.dtype).eps)
 
 
 def _compared(

@@ -17,6 +17,8 @@ from gemsc.ir.halos import Halos
 from gemsc.ir.meta import TensorSpec, facts, location
 from gemsc.ir.shards import StageShards
 
+MIXES = "forward mixes samples"  # what `Program.halves` begins with where it does
+
 
 @dataclass(frozen=True, slots=True)
 class GraphInput:
@@ -217,8 +219,8 @@ class Program:
     `shard` says what they keep their rows of only, if that is not "off", and `kept` how
     many elements; of weights, those of `whole_stages` stages are whole at a time.
     `unfused_optimizer` is the name of one that would be faster with `fused=True`.
-    `halves` says how the loss of a micro-batch and the mean of those of its halves
-    differ, "" if they are not known to. `sample_dims` are the dimensions of samples in
+    `halves` says how the loss of a batch is another one than the mean of those of its
+    samples, "" if it is not known to be. `sample_dims` are the dimensions of samples in
     what the model returns, () where all are 0.
     `shards` says, by stage, how ranks share its channels, heads, features or words;
     `parts` are the parameters and buffers of which the rank at hand has a part only, or
@@ -267,6 +269,11 @@ class Program:
     owned: tuple[tuple[str, ...], ...] | None = None
     barriers: tuple[Barrier, ...] = ()
     unfused: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+    @property
+    def mixes_samples(self) -> bool:
+        """Whether what the model returns for a sample depends on the others."""
+        return self.halves.startswith(MIXES)
 
     @property
     def graph(self) -> fx.Graph:

@@ -83,6 +83,7 @@ def make_plan(
         micro_batches=sum(task.micro_batches),
         micro_batch_size=micro_batch_size(program),
         sample_dims=list(program.sample_dims),
+        mixes_samples=program.mixes_samples,
         times=times_text(hardware, options),
         step_seconds=timeline.makespan,
         ending_seconds=ending.seconds,
@@ -130,12 +131,12 @@ def _loss_notes(program: Program, task: Task, options: CompileOptions) -> list[s
     count = options.data * sum(task.micro_batches)
     size = count * micro_batch_size(program)
     if program.halves and count > 1:
+        counted = "return a sum and a count, or " if not program.mixes_samples else ""
         return [
-            f"the loss is not a mean over samples: {program.halves}. A step takes the "
-            f"mean of the losses of its {count} micro-batches, which is not the loss "
-            f"of its {size} samples together. If it should be that, return a sum and a "
-            "count, or let example_inputs() have all samples of a step, with "
-            "--micro-batches 1"
+            f"{program.halves}. A step takes the mean of the losses of its {count} "
+            f"micro-batches, which is not the loss of its {size} samples together. If "
+            f"it should be that, {counted}let example_inputs() have all samples of a "
+            "step, with --micro-batches 1"
         ]
     if program.loss is None or program.loss not in program.outputs:
         return []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gemsc import compile
-from gemsc.frontend.halves import loss_of_halves
+from gemsc.frontend.halves import loss_of_halves, of_two_samples
 
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 CLASSES = torch.tensor([0, 1, 2, 3, 0, 1])
@@ -71,6 +72,7 @@ def test_other_losses_are(loss: Callable[..., Any]) -> None:
     halves = (X[:3], CLASSES[:3]), (X[3:], CLASSES[3:])
     mean = sum(float(loss(*half)) for half in halves) / 2
     assert loss_of_halves(loss, X, CLASSES, 6) == (
+        "the loss is not a mean over samples: "
         f"{float(loss(X, CLASSES)):.4g} of example_inputs, "
         f"{mean:.4g} as the mean of its halves"
     )
@@ -218,3 +220,108 @@ def test_the_plan_says_what_a_step_makes_of_it() -> None:
 
 def test_one_micro_batch_is_the_batch() -> None:
     assert notes(summed, micro_batches=1) == []
+
+
+class Pairs(nn.Module):
+    """How similar each sample's first half is to each one's second half."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        left: Tensor = self.left(x)
+        return left @ self.right(x).T
+
+
+class BesideOthers(nn.Module):
+    """Adds the deviation over the batch, as discriminators do; or only in training."""
+
+    def __init__(self, in_training: bool = False, draws: bool = False) -> None:
+        super().__init__()
+        self.layer, self.in_training, self.draws = nn.Linear(4, 4), in_training, draws
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        if self.draws:
+            x = F.dropout(x, 0.5, self.training)
+        if self.training or not self.in_training:
+            x = x + 0.01 * x.std(0, correction=0).mean()
+        return x
+
+
+class OwnLoss(nn.Module):
+    """Computes its loss itself, a mean over the labels that count."""
+
+    def __init__(self, ignored: int) -> None:
+        super().__init__()
+        self.layer, self.ignored = nn.Linear(4, 4), ignored
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        scores = self.layer(x).flatten(0, 1)
+        return F.cross_entropy(scores, labels.flatten(), ignore_index=self.ignored)
+
+
+class Apart(nn.Module):
+    """Returns samples in dimension 1, a table, and counts its calls."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.BatchNorm1d(4), nn.Dropout(0.5)
+        self.layer = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        self.calls += 1
+        x = self.drop(self.layer(self.norm(x))) * self.calls
+        return x.T, self.calls.expand(3)
+
+
+def of_two(model: nn.Module, *inputs: Tensor, loss: Any = None) -> str:
+    with torch.no_grad():
+        return of_two_samples(lambda: copy.deepcopy(model).train(), inputs, loss, None)
+
+
+def test_a_model_that_mixes_samples_is_told() -> None:
+    shapes = "forward mixes samples: it returns [2, 2] for two, [1, 1] for one"
+    assert of_two(Pairs(), X) == shapes
+    values = "forward mixes samples: what it returns for one differs by "
+    for in_training in (False, True):
+        assert of_two(BesideOthers(in_training), X).startswith(values)
+    assert of_two(BesideOthers(draws=True), X).startswith(values)  # in evaluation
+    assert of_two(BesideOthers(in_training=True, draws=True), X) == ""
+
+
+def test_a_model_that_does_not_is_not() -> None:
+    assert of_two(Apart(), X) == ""
+    assert of_two(Pairs(), X[:1]) == ""
+
+
+def test_a_loss_that_the_model_computes_is_asked() -> None:
+    labels = torch.tensor([[0, 0, 1], [0, 1, 2]])
+    x = torch.randn(2, 3, 4)
+    told = of_two(OwnLoss(0), x, labels, loss=lambda output: output)
+    assert told.startswith("the loss is not a mean over samples: ")
+    assert told.endswith(" as the mean of each")
+    assert of_two(OwnLoss(-100), x, labels, loss=lambda output: output) == ""
+
+
+def test_compile_says_that_a_step_has_less_to_compare() -> None:
+    def compiled(micro_batches: int) -> str:
+        loss = lambda output, target: contrastive(output, target)  # noqa: E731
+        program = compile(
+            Pairs(), X, ranks=1, loss=loss, example_target=CLASSES,
+            micro_batches=micro_batches,
+        )  # fmt: skip
+        return " ".join(program.plan.notes)
+
+    told = (
+        "forward mixes samples: it returns [2, 2] for two, [1, 1] for one. A step "
+        "takes the mean of the losses of its 2 micro-batches, which is not the loss of "
+        "its 12 samples together. If it should be that, let example_inputs() have all "
+        "samples of a step, with --micro-batches 1"
+    )
+    assert told in compiled(2)
+    assert "mixes" not in compiled(1)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from program_support import WIDTH, Net, mse, on_ranks, written
+from program_support import WIDTH, Net, X, mse, on_ranks, written
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 from training_support import pairs, program, run, user_of
 from worker_support import worker_of
 
+from gemsc import compile
 from gemsc.errors import GemscError
 from gemsc.runtime.data.batches import Batches
 from gemsc.runtime.training.trainer import Trainer
@@ -185,3 +187,30 @@ def test_too_few_samples_are_named(
     with pytest.raises(GemscError, match=says) as caught:
         run(tmp_path, user, *options)
     assert advises in str(caught.value.help)
+
+
+def beside_others(self: Any, x: Tensor) -> Tensor:
+    x = self.b(torch.tanh(self.a(x)))
+    return self.c(x + x.std(0, correction=0))
+
+
+def test_samples_that_others_change_are_not_scored_beside_what_fills_a_batch(tmp_path):
+    compiled = compile(
+        Net(beside_others), (X,), loss=mse, example_target=X, ranks=2, micro_batches=1
+    )
+    assert compiled.plan.mixes_samples
+    compiled.write(tmp_path)
+    user = user_of(eval_dataset=lambda: pairs(2 * len(X)))
+    assert run(tmp_path, user, "--epochs", 1)
+    for source in (pairs(len(X) + 1), Stream(len(X) + 1)):
+        with pytest.raises(GemscError, match=f"it has 1 samples of {len(X)}") as caught:
+            run(tmp_path, user_of(eval_dataset=lambda s=source: s), "--epochs", 1)
+        assert caught.value.help == f"give eval_dataset a multiple of {len(X)} samples"
+
+
+class Stream(IterableDataset):
+    def __init__(self, count: int) -> None:
+        self.samples = pairs(count)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.samples[i] for i in range(len(self.samples)))

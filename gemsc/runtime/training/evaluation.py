@@ -103,6 +103,9 @@ class Evaluator:
         is_read_in_parts = batches.window is not None or self.windows is not None
         if is_read_in_parts or isinstance(batches, StreamBatches):
             return
+        for pair in zip(batches.order.counts, batches.order.sizes, strict=True):
+            if self.trainer.plan.mixes_samples and pair[0] % pair[1]:
+                raise self._not_alone(*pair)
         for batch, _ in islice(self.data.epoch(0), 1):
             sources = dict(zip(("input", "target"), batch.data, strict=True))
             sources["input"] = as_structure(sources["input"])
@@ -180,6 +183,10 @@ class Evaluator:
             is_full, count = batch.is_full, batch.count
             if is_full and result.mean is not None:
                 mean_loss.add(result.mean.loss, count)
+            if not is_full and self.trainer.plan.mixes_samples:
+                size = batches.order.sizes[batch.shape]
+                self._problem = self._problem or self._not_alone(count, size)
+                continue
             if self.metrics.is_empty and (is_full or self.loss is None):
                 continue
             status.enter("metrics")
@@ -194,6 +201,14 @@ class Evaluator:
             if not is_full and self.loss is not None:
                 with self._later(), as_hook("loss", self.user.line_of("loss")):
                     mean_loss.add(self._loss_of_rest(output, target, batch), count)
+
+    def _not_alone(self, count: int, size: int) -> GemscError:
+        return GemscError(
+            "forward mixes samples, so the last batch of eval_dataset cannot be filled "
+            f"up: it has {count % size} samples of {size}",
+            at=self.user.line_of("eval_dataset"),
+            help=f"give eval_dataset a multiple of {size} samples",
+        )
 
     @torch.no_grad()
     def _loss_of_rest(self, output: Any, target: Any, batch: Batch) -> Tensor:
