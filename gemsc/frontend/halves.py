@@ -94,21 +94,23 @@ def of_two_samples(
     one alone, or what it returns is of the whole batch and the loss a mean of it.
     """
     size = num_rows(inputs)
+    if size < 2:
+        return ""
     for training in (True, False):
-        if size < 2:
-            break
         before = torch_state()
         with suppress(Exception):  # whatever a model says of batches of another size
-            parts = [
-                _rows(detached(inputs), detached(target), size, start, stop)
-                for start, stop in ((0, 2), (0, 1), (1, 2))
-            ]
-            outputs = [call_model(_still(fresh(), training), part) for part, _ in parts]
+            outputs, targets = [], []
+            for start, stop in ((0, 1), (1, 2), (0, 2)):
+                nests = detached(inputs), detached(target)
+                rows, labels = _rows(*nests, size, start, stop)
+                outputs.append(call_model(_still(fresh(), training), rows))
+                targets.append(labels)
+                if not torch.equal(before, torch_state()):
+                    raise _NotKnownError
             found = _mixed(*(returned(output).tensors for output in outputs))
             if not found and loss is not None:
-                found = _of_each(loss, outputs, [labels for _, labels in parts])
-            if torch.equal(before, torch_state()):
-                return found
+                found = _of_each(loss, outputs, targets)
+            return found if torch.equal(before, torch_state()) else ""
     return ""
 
 
@@ -120,10 +122,10 @@ def _still(model: nn.Module, training: bool) -> nn.Module:
 
 
 def _mixed(
-    together: Sequence[Tensor], first: Sequence[Tensor], second: Sequence[Tensor]
+    first: Sequence[Tensor], second: Sequence[Tensor], together: Sequence[Tensor]
 ) -> str:
     """Say in what the rows of two samples are not those of each."""
-    for whole, *each in zip(together, first, second, strict=True):
+    for *each, whole in zip(first, second, together, strict=True):
         sizes = enumerate(zip(whole.shape, each[0].shape, strict=True))
         rows = [dim for dim, (both, one) in sizes if both != one]
         if len(rows) > 1 or (rows and whole.shape != torch.cat(each, rows[0]).shape):
@@ -144,7 +146,7 @@ def _mixed(
 def _of_each(loss: Any, outputs: Sequence[Any], targets: Sequence[Any]) -> str:
     """Say how the loss of two samples and the mean of those of each differ."""
     pairs = zip(outputs, targets, strict=True)
-    whole, first, second = (_loss(loss, *pair).value for pair in pairs)
+    first, second, whole = (_loss(loss, *pair).value for pair in pairs)
     mean = (first + second) / 2
     if _distance([whole], [mean]) <= _rounding(whole):
         return ""
