@@ -136,7 +136,7 @@ def _loss_notes(program: Program, task: Task, options: CompileOptions) -> list[s
             f"{program.halves}. A step takes the mean of the losses of its {count} "
             f"micro-batches, which is not the loss of its {size} samples together. If "
             f"it should be that, {counted}let example_inputs() have all samples of a "
-            "step, with --micro-batches 1"
+            f"step, with --micro-batches 1{' --data 1' if options.data > 1 else ''}"
         ]
     if program.loss is None or program.loss not in program.outputs:
         return []

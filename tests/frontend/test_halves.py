@@ -309,11 +309,11 @@ def test_a_loss_that_the_model_computes_is_asked() -> None:
 
 
 def test_compile_says_that_a_step_has_less_to_compare() -> None:
-    def compiled(micro_batches: int) -> str:
+    def compiled(micro_batches: int, data: int = 1) -> str:
         loss = lambda output, target: contrastive(output, target)  # noqa: E731
         program = compile(
-            Pairs(), X, ranks=1, loss=loss, example_target=CLASSES,
-            micro_batches=micro_batches,
+            Pairs(), X, ranks=data, loss=loss, example_target=CLASSES,
+            micro_batches=micro_batches, data=data,
         )  # fmt: skip
         return " ".join(program.plan.notes)
 
@@ -324,4 +324,5 @@ def test_compile_says_that_a_step_has_less_to_compare() -> None:
         "samples of a step, with --micro-batches 1"
     )
     assert told in compiled(2)
+    assert told + " --data 1" in compiled(1, data=2)
     assert "mixes" not in compiled(1)
