@@ -112,6 +112,8 @@ class Plan:
     dimension."""
     mixes_samples: bool = False
     """Whether forward makes of each sample what depends on the others."""
+    ignored: list[dict[str, Any]] = field(default_factory=list)
+    """Labels that a mean over labels leaves out: tensor, value, line of the loss."""
     tokens: int = 0
     """Of one sample; 0 where the model takes no words."""
     peak_flops: float = 0.0

@@ -230,9 +230,10 @@ class UserModel:
 
     def _has_newer_data(self) -> bool:
         """Return whether the file has a dataset, and the example is another file's."""
+        lines = map(self.line_of, ("dataset", "example_target"))
         own, other = (
-            getattr(value, "__module__", None) == self.module.__name__
-            for value in (self.dataset, self.example_target)
+            at is not None and not at.text.startswith(("from ", "import "))
+            for at in lines
         )
         return self.dataset is not None and own and not other
 

@@ -27,6 +27,7 @@ from gemsc.options import CompileOptions
 from gemsc.plan import FUSED, Plan
 from gemsc.plan_tables import PlannedFork, PlannedStage, PlannedTransfer, PlannedWhole
 from gemsc.planner.ending import after_backward
+from gemsc.planner.labels import ignored_labels
 from gemsc.planner.memory import largest_weights, peak_parts
 from gemsc.planner.predict import micro_batch_size, talking
 from gemsc.planner.traffic import exchanges, moved_bytes, stage_traffic, step_traffic
@@ -84,6 +85,7 @@ def make_plan(
         micro_batch_size=micro_batch_size(program),
         sample_dims=list(program.sample_dims),
         mixes_samples=program.mixes_samples,
+        ignored=ignored_labels(program),
         times=times_text(hardware, options),
         step_seconds=timeline.makespan,
         ending_seconds=ending.seconds,

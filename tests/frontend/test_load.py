@@ -281,3 +281,6 @@ def test_a_dataset_counts_more_than_a_target_that_is_only_imported(
         user = load_user_model(str(path))
         shapes.append(tuple(user.make_target(user.make_inputs()).shape))
     assert shapes == [(2, 1), (2,)]
+    path.write_text(path.read_text() + "example_target = torch.zeros(2, 7)\n")
+    user = load_user_model(str(path))
+    assert user.make_target(user.make_inputs()).shape == (2, 7)  # own, if no function

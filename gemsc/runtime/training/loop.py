@@ -25,6 +25,7 @@ from gemsc.runtime.training.checkpoints import Best, Checkpoints, plateaus
 from gemsc.runtime.training.datasets import Datasets
 from gemsc.runtime.training.epochs import Epochs
 from gemsc.runtime.training.evaluation import Evaluator, naming_samples
+from gemsc.runtime.training.labels import LabelsThatCount
 from gemsc.runtime.training.logs import Log
 from gemsc.runtime.training.run_folder import changed_options
 from gemsc.runtime.training.trainer import Trainer
@@ -91,7 +92,7 @@ class Training:
             )
         if options.save is not None:
             callbacks.append(Log(options, self.epochs))
-        callbacks += [self.console, SameCopies()]
+        callbacks += [self.console, SameCopies(), LabelsThatCount()]
         if options.save is not None and options.checkpoint_every != "never":
             self.checkpoints = Checkpoints(
                 options.save,

@@ -26,6 +26,7 @@ from gemsc.runtime.process.watch import start_watch
 from gemsc.runtime.training.alike import SameBatches, SameCopies, check_same_files
 from gemsc.runtime.training.arguments import DEFAULT_TIMEOUT, parse_arguments
 from gemsc.runtime.training.callbacks import Callback
+from gemsc.runtime.training.labels import LabelsThatCount
 from gemsc.runtime.training.loop import Training
 from gemsc.runtime.training.program_directory import check_program, check_weights
 from gemsc.runtime.training.recording import record_timed_steps, time_steps
@@ -276,7 +277,7 @@ def load(
         accumulate=accumulate,
         clip_norm=clip_norm,
         on_nonfinite=on_nonfinite,
-        callbacks=(*callbacks, SameBatches(), SameCopies()),
+        callbacks=(*callbacks, SameBatches(), SameCopies(), LabelsThatCount()),
     )
     trainer.leave_on_signals()
     return trainer

@@ -1,0 +1,56 @@
+"""Says where the micro-batches of a step have unlike many labels that count."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from gemsc.base.nests import tensor_leaves
+from gemsc.errors import warn
+from gemsc.runtime.training.callbacks import Callback
+from gemsc.runtime.training.trainer import Trainer
+
+
+class LabelsThatCount(Callback):
+    """Warns, once, where a step is not the mean over the labels that its loss counts.
+
+    A step takes the mean of the losses of its micro-batches. Where these are means over
+    100 labels and over 7, each of the 7 weighs fourteen times as much. The 1st, 2nd,
+    4th, 8th, ... batch of the first rank that computes losses is looked at.
+    """
+
+    def __init__(self) -> None:
+        self._count, self._said = 0, False
+
+    def on_batch(
+        self, trainer: Trainer, what: str, sources: Mapping[str, Any], window: Any
+    ) -> None:
+        """Count the labels of each micro-batch."""
+        plan = trainer.plan
+        self._count += what == "step"
+        of_groups = plan.groups or [[rank] for rank in range(plan.copy_ranks)]
+        is_due = what == "step" and not self._count & (self._count - 1)
+        is_mine = trainer.transport.rank == of_groups[plan.places[0][-1]][0]
+        if self._said or not is_due or not is_mine:
+            return
+        size, *others = {*plan.micro_batch_sizes}
+        leaves: dict[Any, Tensor] = dict(tensor_leaves(dict(sources)))
+        for each in plan.ignored if not others else ():
+            labels = leaves.get(tuple(each["path"]))
+            if labels is None or len(labels) % size:
+                continue
+            parts = (labels != each["label"]).reshape(len(labels) // size, -1)
+            least, most = (int(part) for part in parts.sum(1).aminmax())
+            if least != most:
+                self._said = True
+                warn(
+                    f"the micro-batches of step {trainer.step_number + 1} have "
+                    f"{least} to {most} labels that are not {each['label']}, which the "
+                    f"loss at {each['at']} leaves out. A step takes the mean of their "
+                    "means, in which a label weighs more where there are few",
+                    help="return a sum and a count from loss(output, target): the sum "
+                    "of the losses of all labels, and how many count",
+                )
+                return

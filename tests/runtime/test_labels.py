@@ -1,0 +1,123 @@
+"""A mean over the labels that count weighs micro-batches alike: that is told, once."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from program_support import on_ranks
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+from training_support import run, user_of
+
+from gemsc import compile
+from gemsc.runtime.training.labels import LabelsThatCount
+
+X, CLASSES = torch.randn(2, 6, 4), torch.arange(12).view(2, 6) % 3
+
+
+class Words(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def functional(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), target.flatten(), ignore_index=-1)
+
+
+def likelihood(output: Tensor, target: Tensor) -> Tensor:
+    scores = output.log_softmax(-1).flatten(0, 1)
+    return F.nll_loss(scores, target.flatten(), ignore_index=-1)
+
+
+class Layer(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, output: Tensor, target: Tensor) -> Any:
+        found = self.layer(output.log_softmax(-1).movedim(-1, 1), target[:, 1:])
+        return found if self.layer.reduction == "mean" else (found.sum(), len(target))
+
+
+class Shifted(Layer):
+    def forward(self, output: Tensor, target: Tensor) -> Any:
+        return super().forward(output[:, 1:], target)
+
+
+class Likelihood(nn.Module):
+    """Computes its loss itself, of labels among its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = Words()
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return functional(self.words(x), labels)
+
+
+def compiled(model: nn.Module, inputs: Any, loss: Any, target: Any) -> Any:
+    return compile(
+        model, inputs, loss=loss, example_target=target, ranks=2, micro_batches=3
+    )
+
+
+@pytest.mark.parametrize(
+    ("loss", "label"),
+    [
+        (functional, -1),
+        (likelihood, -1),
+        (Shifted(nn.CrossEntropyLoss()), -100),
+        (Shifted(nn.NLLLoss(ignore_index=255)), 255),
+        (Shifted(nn.CrossEntropyLoss(reduction="sum")), None),
+    ],
+)
+def test_a_plan_says_which_labels_a_mean_leaves_out(loss: Any, label: Any) -> None:
+    ignored = compiled(Words(), (X,), loss, CLASSES).plan.ignored
+    found = [(each["path"], each["label"]) for each in ignored]
+    assert found == ([(["target"], label)] if label is not None else [])
+    assert all(re.match(r"\S*\w+\.py:\d+$", each["at"]) for each in ignored)
+
+
+def test_it_says_nothing_where_compile_has_said_it() -> None:
+    some = torch.where(torch.arange(12).view(2, 6) < 4, -1, CLASSES)
+    assert compiled(Words(), (X,), functional, some).plan.ignored == []
+
+
+def labelled(*counts: int) -> TensorDataset:
+    """Return samples that have so many labels each."""
+    x = torch.randn(len(counts), 6, 4)
+    places, most = torch.arange(6), torch.tensor(counts)[:, None]
+    return TensorDataset(x, torch.where(places < most, 1, -1).expand(-1, 6))
+
+
+@pytest.mark.parametrize(("few", "many"), [(4, 4), (1, 6)])
+def test_a_run_says_where_micro_batches_have_unlike_many(
+    few: int, many: int, tmp_path: Path, capfd: Any
+) -> None:
+    compiled(Words(), (X,), functional, CLASSES).write(tmp_path)
+    user = user_of(dataset=lambda: labelled(*(few, many) * 12))
+    run(tmp_path, user, "--epochs", 2)
+    text = capfd.readouterr().err
+    told = re.findall(r"of step \d have (\d+) to (\d+) labels that are not -1", text)
+    assert len(told) == (few != many)
+    assert all(int(least) < int(most) for least, most in told)
+
+
+def test_labels_may_be_inputs(tmp_path: Path, capfd: Any) -> None:
+    inputs = X, CLASSES
+    program = compiled(Likelihood(), inputs, lambda output: output, None)
+    program.write(tmp_path)
+    x, labels = labelled(6, 6, 1, 2, 3, 4).tensors
+
+    def work(trainer: Any) -> None:
+        for _ in range(2):
+            trainer.step((x, labels))
+
+    on_ranks(tmp_path, 2, work, callbacks=[LabelsThatCount()])
+    text = capfd.readouterr().err
+    assert text.count("the micro-batches of step 1 have 3 to 12 labels") == 1
