@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
@@ -13,7 +14,14 @@ from gemsc.ir.operators.calls import Call, call_of
 from gemsc.ir.program import Program
 
 NOTHING = -100  # PyTorch's `ignore_index`, where none is given
-_NLL = "input target weight size_average ignore_index"
+_ATEN = ("input", "target", "weight", "reduction", "ignore_index")
+_NLL = ("input", "target", "weight", "size_average", "ignore_index")
+_NAMES: dict[Any, tuple[str, ...]] = {  # of arguments, of losses that are in no table
+    F.nll_loss: _NLL,
+    torch.ops.aten.nll_loss_nd.default: _ATEN,
+    torch.ops.aten.cross_entropy_loss.default: _ATEN,
+}
+_MEAN = ("mean", 1)
 
 
 def ignored_labels(program: Program) -> list[dict[str, Any]]:
@@ -26,26 +34,29 @@ def ignored_labels(program: Program) -> list[dict[str, Any]]:
         return []
     inputs = {each.name: each for each in program.inputs}
     return [
-        {"path": list(inputs[name].path), "label": label, "at": str(location(node))}
+        {"path": list(inputs[name].path), "label": label, "at": _place(node)}
         for node, labels, label in _means(program)
         for name in _sources(labels)
         if name in inputs and not inputs[name].spec.dtype.is_floating_point
     ]
 
 
+def _place(node: fx.Node) -> str:
+    at = location(node)
+    return f"at {at}" if at else "function"
+
+
 def _means(program: Program) -> Iterator[tuple[fx.Node, fx.Node, int]]:
     """Yield the losses that are means over labels, with these, and what they skip."""
     for node in program.compute_nodes:
         call = call_of(node, program.module)
-        if node.target is F.nll_loss:
-            given = dict(zip(_NLL.split(), node.args, strict=False)) | node.kwargs
+        layer = vars(call.layer) if type(call.layer) is nn.NLLLoss else {}
+        if names := _NLL if layer else _NAMES.get(node.target):
+            given = layer | dict(zip(names, node.args, strict=False)) | node.kwargs
             call = Call(node, "cross_entropy", given)
-        elif type(call.layer) is nn.NLLLoss:
-            given = dict(zip(_NLL.split(), node.args, strict=False)) | vars(call.layer)
-            call = Call(node, "cross_entropy", given | node.kwargs)
-        labels = call.get("target")
-        is_mean = call.get("reduction", "mean") == "mean"
-        if call.kind == "cross_entropy" and is_mean and isinstance(labels, fx.Node):
+        labels, how = call.get("target"), call.get("reduction", "mean")
+        is_mean = call.kind == "cross_entropy" and how in _MEAN
+        if is_mean and isinstance(labels, fx.Node):
             yield node, labels, int(call.get("ignore_index", NOTHING))
 
 

@@ -48,7 +48,7 @@ class LabelsThatCount(Callback):
                 warn(
                     f"the micro-batches of step {trainer.step_number + 1} have "
                     f"{least} to {most} labels that are not {each['label']}, which the "
-                    f"loss at {each['at']} leaves out. A step takes the mean of their "
+                    f"loss {each['at']} leaves out. A step takes the mean of their "
                     "means, in which a label weighs more where there are few",
                     help="return a sum and a count from loss(output, target): the sum "
                     "of the losses of all labels, and how many count",
