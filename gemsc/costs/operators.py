@@ -8,7 +8,7 @@ function of these quantities gives the seconds, or else a roofline.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,15 +24,6 @@ _ATEN = torch.ops.aten
 _FREE = frozenset(
     {_ATEN._unsafe_view, _ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided}
 )
-# torch.utils.flop_counter knows the attention of CUDA only
-_SAME_FORMULA = {
-    _ATEN._scaled_dot_product_flash_attention_for_cpu: (
-        _ATEN._scaled_dot_product_efficient_attention
-    ),
-    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: (
-        _ATEN._scaled_dot_product_efficient_attention_backward
-    ),
-}
 CACHE_BYTES = 2**20  # an operator with less to move finds it in a core's own cache
 ALIAS_BYTES = 2**11  # addresses so far apart use the same lines of a core's own cache
 LANES = 16  # numbers in float32 that a core or a warp works on at once
@@ -74,9 +65,11 @@ def work_of(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[int, list[W
     ):
         return 0, []
     name = func._schema.name.removeprefix("aten::")
-    packet = func._overloadpacket
-    formula = flop_registry.get(_SAME_FORMULA.get(packet, packet))
-    flops = int(formula(*args, **kwargs, out_val=result)) if formula else 0
+    formula = flop_registry.get(func._overloadpacket)
+    if name.startswith("_scaled_dot_product_"):
+        flops = _attention_flops(name, args)
+    else:
+        flops = int(formula(*args, **kwargs, out_val=result)) if formula else 0
     given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     results = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
     if name == "convolution":
@@ -90,6 +83,18 @@ def work_of(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[int, list[W
         features["fresh"] = 0.0
     features |= extra(given, results, args)
     return flops, [Work(kind, _dtype(results), features)]
+
+
+def _attention_flops(name: str, args: Sequence[Any]) -> int:
+    """Return those of the products of matrices, which PyTorch knows for CUDA only.
+
+    Backward makes the scores again. Heads may share keys and values.
+    """
+    is_backward = name.endswith("_backward")
+    query, key, value = args[1:4] if is_backward else args[:3]
+    of_keys, of_values = (3, 2) if is_backward else (1, 1)
+    scores = query.shape[:-1].numel() * key.shape[-2]
+    return int(2 * scores * (of_keys * query.shape[-1] + of_values * value.shape[-1]))
 
 
 def _form(kind: str, given: list[Tensor], results: list[Tensor]) -> str:

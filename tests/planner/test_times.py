@@ -11,6 +11,7 @@ import pytest
 import torch
 from program_support import mean, run_passes
 from torch import Tensor, nn
+from torch.utils.flop_counter import flop_registry
 
 from gemsc.calibrate.kernels import fit_seconds, least_squares
 from gemsc.calibrate.samples import FAMILIES, Draw, attention
@@ -202,3 +203,20 @@ def test_copies_of_an_asynchronous_device_hide_under_what_it_computes() -> None:
         assert seconds_of_a_stage("all", **fast)[way] == alone
         assert seconds_of_a_stage("all", **slow)[way] > 1000.0 > alone  # bytes
         assert added > seconds_of_a_stage("all", **slow)[way]
+
+
+@pytest.mark.parametrize("heads", [4, 2, 1])
+def test_heads_that_share_a_key_cost_what_others_do(heads: int) -> None:
+    """PyTorch counts the attention of CUDA, in 2.11 with a key for each head only."""
+    query, key = torch.randn(2, 4, 5, 8), torch.randn(2, heads, 7, 8)
+    backward = "_scaled_dot_product_efficient_attention_backward"
+    attention = "_scaled_dot_product_efficient_attention"
+    for name, before in ((attention, ()), (backward, (query,))):
+        operator = getattr(ATEN, name).default
+        args = (*before, query, key, key, None)
+        found, _ = work_of(operator, args, {}, (query,))
+        each = key.expand(2, 4, 7, 8) if heads == 1 else key.repeat(1, 4 // heads, 1, 1)
+        counted = flop_registry[operator.overloadpacket](
+            *before, query, each, each, out_val=(query,)
+        )
+        assert found == counted
