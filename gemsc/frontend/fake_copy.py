@@ -208,7 +208,7 @@ def reject_unsupported(model: nn.Module) -> None:
                 "gemsc.load_weights(model, path); gemsc plan needs none",
             )
     for name, parameter in model.named_parameters():
-        if parameter._backward_hooks:
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise GemscError(
                 f"parameter {name} has a gradient hook, which gemsc does not support",
                 help="change gradients in a torch.autograd.Function or the optimizer",

@@ -513,6 +513,10 @@ def test_hooks_and_lazy_parameters_are_refused() -> None:
     model.fc.weight.register_hook(lambda gradient: gradient / 2)  # no copy has it
     with pytest.raises(GemscError, match=r"parameter fc\.weight has a gradient hook"):
         record(model, (X,))
+    model = Model(lambda self, x: self.fc(x))
+    model.fc.bias.register_post_accumulate_grad_hook(lambda bias: None)
+    with pytest.raises(GemscError, match=r"parameter fc\.bias has a gradient hook"):
+        record(model, (X,))
     lazy = nn.Sequential(nn.LazyLinear(3))
     for refuse in (record, functools.partial(compile, loss=mean)):
         with pytest.raises(GemscError, match=r"'0\.weight' has no shape"):
