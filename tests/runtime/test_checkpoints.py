@@ -367,6 +367,22 @@ def plateau(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
 
 
+@pytest.mark.parametrize(("rule", "mode"), [(None, "max"), ("score:max", "min")])
+def test_a_plateau_in_the_other_direction_is_refused(
+    rule: str | None, mode: Any
+) -> None:
+    adam = torch.optim.Adam([torch.zeros(1, requires_grad=True)])
+    made = torch.optim.lr_scheduler.ReduceLROnPlateau(adam, mode)
+    updates = {"": SimpleNamespace(scheduler=made)}
+    worker = SimpleNamespace(variants=SimpleNamespace(updates=updates))
+    trainer: Any = SimpleNamespace(worker=worker, phases=())
+    epochs: Any = None
+    with pytest.raises(GemscError, match=f"ReduceLROnPlateau has mode='{mode}'"):
+        checkpoints.Best(epochs, rule).on_start(trainer)
+    made.mode = "min" if mode == "max" else "max"
+    checkpoints.Best(epochs, rule).on_start(trainer)
+
+
 @pytest.mark.slow
 def test_a_learning_rate_that_falls_on_a_plateau(tmp_path: Path) -> None:
     """It is stepped by evaluations, in each phase; without any, that is said."""

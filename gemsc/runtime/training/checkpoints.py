@@ -81,6 +81,15 @@ class Best(Callback):
         if self.is_asked_for and self.name == "loss" and trainer.phases:
             text = "--best and --patience ask for a held-out loss, and phases have none"
             raise GemscError(text, help="name a figure of metrics() with --best")
+        mode, other = ("max", "min") if self.is_larger_better else ("min", "max")
+        if any(each.mode != mode for each in plateaus(trainer)):
+            better = "larger" if self.is_larger_better else "smaller"
+            raise GemscError(
+                f"ReduceLROnPlateau has mode='{other}', and is shown {self.name}, which "
+                f"is better if {better}",
+                help=f"give it mode='{mode}', or name another figure: --best "
+                f"NAME:{other}",
+            )
         if self.is_over:
             raise GemscError(
                 f"{self.reason}: --patience {self.patience} has ended this run",
