@@ -5,6 +5,9 @@ loss(4 samples) = 0.61      (loss(2 of them) + loss(the other 2)) / 2 = 0.58
 The gradients are compared as well: those of the hardest tenth of all pixels are others
 than those of the hardest tenth of each half, where both losses are log(2) at the start.
 
+The first samples of a dataset may all have one label, and a single sample has no other:
+the loss of halves is asked again where one half has other labels.
+
 The model, too, may mix samples, as one that returns how similar each picture of a batch
 is to each text: it is run on two samples, and on each of them.
 """
@@ -31,6 +34,7 @@ from gemsc.ir.program import MIXES
 _TOLERANCE = 5e-6  # rounding is less, also where a loss computes in float32 inside
 _OWN_TOLERANCE = 1e-4  # where it cannot be asked in float64
 _ROUNDINGS, _MANY = 4, 16
+_LABELS = 1, 0  # of one half: both are classes, and both may be parts of a mask
 _NO_MEAN = "the loss is not a mean over samples"
 # What is left as in evaluation: it mixes samples, or draws, as everybody knows
 _KNOWN = nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd
@@ -45,7 +49,7 @@ class _Loss:
     value: Tensor
     gradients: dict[Any, Tensor]
 
-    def beside(self, apart: _Loss, tolerance: float) -> str:
+    def beside(self, apart: _Loss, tolerance: float, other: str) -> str:
         """Say how the mean of the halves differs from this, "" if it does not."""
         tolerance = max(tolerance, _ROUNDINGS * torch.finfo(self.value.dtype).eps)
         gradients = _distance(
@@ -55,11 +59,11 @@ class _Loss:
             return ""
         whole, mean = f"{self.value:.4g}", f"{apart.value:.4g}"
         if whole != mean:
-            asked = f"{whole} of example_inputs, {mean} as the mean of its halves"
-            return f"{_NO_MEAN}: {asked}"
+            asked = f"{whole} of example_inputs{other}"
+            return f"{_NO_MEAN}: {asked}, {mean} as the mean of its halves"
         return (
-            f"{_NO_MEAN}: {whole} of example_inputs as of their halves, but with "
-            f"gradients that differ by {gradients:.1%}"
+            f"{_NO_MEAN}: {whole} of example_inputs{other} as of their halves, but "
+            f"with gradients that differ by {gradients:.1%}"
         )
 
 
@@ -74,13 +78,23 @@ def loss_of_halves(
     """
     before = torch_state()
     found = ""
-    with suppress(Exception):  # whatever a loss says of batches of another size
-        try:
-            values, labels = map_tensors((output, target), _double)
-            found = _compared(_in_double(loss), values, labels, size, _TOLERANCE)
-        except Exception:  # it has tensors of its own dtype
-            found = _compared(loss, output, target, size, _OWN_TOLERANCE)
+    for label in (None, *_LABELS) if target is not None else (None,):
+        with suppress(Exception):  # whatever a loss says of batches of another size
+            found = found or _with_label(loss, output, target, size, label)
     return found if torch.equal(before, torch_state()) else ""
+
+
+def _with_label(
+    loss: Callable[..., Any], output: Any, target: Any, size: int, label: int | None
+) -> str:
+    """Say how they differ where all targets of one half are the `label`."""
+    try:
+        values, labels = map_tensors((output, target), _double)
+        parts = _halves(values, labels, size, label)
+        return _compared(_in_double(loss), parts, size, _TOLERANCE, label)
+    except Exception:  # it has tensors of its own dtype
+        parts = _halves(output, target, size, label)
+        return _compared(loss, parts, size, _OWN_TOLERANCE, label)
 
 
 def of_two_samples(
@@ -147,6 +161,8 @@ def _of_each(loss: Any, outputs: Sequence[Any], targets: Sequence[Any]) -> str:
     """Say how the loss of two samples and the mean of those of each differ."""
     pairs = zip(outputs, targets, strict=True)
     first, second, whole = (_loss(loss, *pair).value for pair in pairs)
+    if torch.equal(whole, first):
+        return ""  # that of the first of several, as `x[0]` of a graph
     mean = (first + second) / 2
     if _distance([whole], [mean]) <= _rounding(whole):
         return ""
@@ -158,9 +174,12 @@ def _rounding(tensor: Tensor) -> float:
 
 
 def _compared(
-    loss: Callable[..., Any], output: Any, target: Any, size: int, tolerance: float
+    loss: Callable[..., Any],
+    parts: tuple[Any, Any],
+    size: int,
+    tolerance: float,
+    label: int | None,
 ) -> str:
-    parts = _halves(output, target, size)
     together = _loss(loss, *_joined(*parts))
     first, second = (_loss(loss, *part) for part in parts)
     swapped = _loss(loss, *_joined(*parts[::-1])).value if size == 1 else None
@@ -173,7 +192,7 @@ def _compared(
         for path, gradient in first.gradients.items()
     }
     mean = _Loss((first.value + second.value) / 2, gradients)
-    return together.beside(mean, tolerance)
+    return together.beside(mean, tolerance, " with other targets" * (label is not None))
 
 
 def _distance(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> float:
@@ -187,12 +206,20 @@ def _distance(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> float:
     return apart / largest if largest else 0.0
 
 
-def _halves(output: Any, target: Any, size: int) -> tuple[Any, Any]:
+def _halves(output: Any, target: Any, size: int, label: int | None) -> tuple[Any, Any]:
+    """Return the halves of a batch; of the second, all targets are the `label`."""
     half = size // 2
+    first = _rows(output, target, size, 0, max(half, 1))
+    second = map_tensors(output, _smaller), target
     if half:
-        first = _rows(output, target, size, 0, half)
-        return first, _rows(output, target, size, half, 2 * half)
-    return _rows(output, target, 1, 0, 1), (map_tensors(output, _smaller), target)
+        second = _rows(output, target, size, half, 2 * half)
+    if label is None:
+        return first, second
+
+    def labelled(path: object, tensor: Tensor) -> Tensor:
+        return torch.full_like(tensor, label) if tensor.shape else tensor
+
+    return first, (second[0], map_tensors(second[1], labelled))
 
 
 def _rows(output: Any, target: Any, size: int, start: int, stop: int) -> Any:

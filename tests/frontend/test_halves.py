@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -148,6 +149,24 @@ def of_a_graph(output: Tensor, target: Tensor) -> Tensor:
 def test_a_loss_of_the_nodes_of_the_first_graph_is_that_of_the_only_one() -> None:
     assert loss_of_halves(of_a_graph, X[None], CLASSES[None], 1) == ""
     assert loss_of_halves(of_a_graph, X.view(2, 3, 4), CLASSES.view(2, 3), 2)
+
+
+@pytest.mark.parametrize("loss", [ignoring, weighted])
+@pytest.mark.parametrize("label", [0, 1])
+@pytest.mark.parametrize("size", [1, 6])
+def test_the_first_samples_may_have_one_label(
+    loss: Callable[..., Any], label: int, size: int
+) -> None:
+    of_two = partial(loss) if loss is weighted else partial(one_of_two, loss)
+    same = torch.full((size, 2), label)
+    told = loss_of_halves(of_two, X[:size, :, None].expand(-1, 4, 2), same, size)
+    assert " of example_inputs with other targets, " in told
+    assert not loss_of_halves(cross_entropy, X[:size], same[:, 0], size)
+
+
+def one_of_two(loss: Callable[..., Any], output: Tensor, target: Tensor) -> Any:
+    """The loss of rows whose second half does not count, if the label is not 1."""
+    return loss(output, torch.where(target == 1, target, target.new_tensor([0, 2])))
 
 
 @pytest.mark.parametrize("loss", [counted, drawing, of_six])
@@ -297,6 +316,29 @@ def test_a_model_that_mixes_samples_is_told() -> None:
 def test_a_model_that_does_not_is_not() -> None:
     assert of_two(Apart(), X) == ""
     assert of_two(Pairs(), X[:1]) == ""
+    first = Model(lambda self, x: self.layer(x[0])[None])  # of a graph
+    assert of_two(first, X, loss=lambda output: output[0].mean()) == ""
+
+
+class Model(nn.Module):
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        super().__init__()
+        self.layer, self._forward = nn.Linear(4, 4), forward
+
+    def forward(self, x: Tensor) -> Any:
+        return self._forward(self, x)
+
+
+def balance(self: Model, x: Tensor) -> Tensor:
+    """A loss that is small where a batch goes to all experts, as of Switch."""
+    shares = self.layer(x).softmax(1)
+    chosen = F.one_hot(shares.argmax(1), 4).float()
+    return 4 * (chosen.mean(0) * shares.mean(0)).sum()
+
+
+def test_a_balance_of_experts_is_told() -> None:
+    told = of_two(Model(balance), X * 3, loss=lambda output: output)
+    assert told.startswith("the loss is not a mean over samples: ")
 
 
 def test_a_loss_that_the_model_computes_is_asked() -> None:

@@ -85,8 +85,8 @@ class Best(Callback):
         if any(each.mode != mode for each in plateaus(trainer)):
             better = "larger" if self.is_larger_better else "smaller"
             raise GemscError(
-                f"ReduceLROnPlateau has mode='{other}', and is shown {self.name}, which "
-                f"is better if {better}",
+                f"ReduceLROnPlateau has mode='{other}', and is shown {self.name}, "
+                f"which is better if {better}",
                 help=f"give it mode='{mode}', or name another figure: --best "
                 f"NAME:{other}",
             )
