@@ -30,7 +30,7 @@ from gemsc.options import CompileOptions
 from gemsc.passes.follow_stages import find_twins
 from gemsc.plan import Plan
 from gemsc.plan_tables import PlannedPhase, PlannedShape
-from gemsc.planner.make_plan import OWN_LOSS
+from gemsc.planner.notes import OWN_LOSS
 
 
 def trace_phase(

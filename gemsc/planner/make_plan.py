@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import version
@@ -15,7 +15,6 @@ import torch
 
 from gemsc.base.dtypes import model_dtype
 from gemsc.base.fingerprint import fingerprint, source_fingerprints
-from gemsc.base.units import show_seconds
 from gemsc.costs.hardware import DEFAULT_HARDWARE, Hardware
 from gemsc.ir import meta
 from gemsc.ir.dump import dump
@@ -24,21 +23,21 @@ from gemsc.ir.opaque import opaques
 from gemsc.ir.program import Program, Stage
 from gemsc.ir.shards import CutTensor, Fork, StageShards, WholeTensor
 from gemsc.options import CompileOptions
-from gemsc.plan import FUSED, Plan
+from gemsc.plan import Plan
 from gemsc.plan_tables import PlannedFork, PlannedStage, PlannedTransfer, PlannedWhole
 from gemsc.planner.ending import after_backward
 from gemsc.planner.labels import ignored_labels
 from gemsc.planner.memory import largest_weights, peak_parts
+from gemsc.planner.notes import (
+    loss_notes,
+    optimizer_note,
+    state_notes,
+    unfused_note,
+)
 from gemsc.planner.predict import micro_batch_size, talking
 from gemsc.planner.traffic import exchanges, moved_bytes, stage_traffic, step_traffic
 from gemsc.schedules import Task, Timeline
 from gemsc.schedules.paths import skipping
-
-# for a byte of Adam's state: 63 ms for two numbers of 4 bytes of each of 9.5 million
-# parameters, and 11 ms fused
-UNFUSED_SECONDS = 0.69e-9
-WORTH_IT = 0.02  # of a step
-OWN_LOSS = "the model computes the loss"
 
 
 def make_plan(
@@ -65,7 +64,7 @@ def make_plan(
         peak_parts(weights, task, timeline, rank) for rank in range(task.num_ranks)
     ]
     step = timeline.makespan + ending.seconds
-    unfused = _unfused_note(program, max(m.optimizer for m in memory), step, hardware)
+    unfused = unfused_note(program, max(m.optimizer for m in memory), step, hardware)
     peak_dtype, peak = hardware.device.peak(
         options.precision if options.precision != "float32" else dtype
     )
@@ -108,8 +107,9 @@ def make_plan(
         opaque=_opaque(program),
         notes=[
             *program.notes,
-            *_loss_notes(program, task, options),
-            *_optimizer_note(program),
+            *loss_notes(program, task, options),
+            *state_notes(program, task, options),
+            *optimizer_note(program),
             *unfused,
         ],
         dtype=dtype,
@@ -123,59 +123,6 @@ def make_plan(
         options={k: list(v) if isinstance(v, tuple) else v for k, v in given.items()},
         sources=_fingerprints(program, whole=source is not None),
     )
-
-
-def _loss_notes(program: Program, task: Task, options: CompileOptions) -> list[str]:
-    """Say what evaluation asks for if the model itself computes the loss.
-
-    And of a loss that is no mean over samples, what a step makes of it.
-    """
-    count = options.data * sum(task.micro_batches)
-    size = count * micro_batch_size(program)
-    if program.halves and count > 1:
-        counted = "return a sum and a count, or " if not program.mixes_samples else ""
-        return [
-            f"{program.halves}. A step takes the mean of the losses of its {count} "
-            f"micro-batches, which is not the loss of its {size} samples together. If "
-            f"it should be that, {counted}let example_inputs() have all samples of a "
-            f"step, with --micro-batches 1{' --data 1' if options.data > 1 else ''}"
-        ]
-    if program.loss is None or program.loss not in program.outputs:
-        return []
-    return [
-        f"{OWN_LOSS}, of whole micro-batches: the length of "
-        f"eval_dataset must be a multiple of {size}"
-    ]
-
-
-def _optimizer_note(program: Program) -> list[str]:
-    """Say that an optimizer would need all parameters, where no rank has them."""
-    placement, stages = program.require_placement(), program.require_stages()
-    stages_of = Counter(r for s in stages for r in placement.ranks_of(s.index))
-    is_cut = program.shards or program.shard != "off"
-    if not is_cut and min(stages_of.values()) == len(stages):
-        return []
-    if not (difference := program.updated_together()):
-        return []
-    return [
-        "optimizer() looks at several parameters at once, or counts them: without "
-        f"others they step differently, by {difference:.0e}. It gets what its rank has "
-        "only, so weights will not be those of one process. Clip by the norm of all "
-        "gradients with `gemsc run --clip-norm`, and choose rates by names, not numbers"
-    ]
-
-
-def _unfused_note(
-    program: Program, state_bytes: int, step_seconds: float, hardware: Hardware
-) -> list[str]:
-    """Say what a fused optimizer would save, where that is worth a line."""
-    name, saved = program.unfused_optimizer, UNFUSED_SECONDS * state_bytes
-    if not name or hardware.device.asynchronous or saved < WORTH_IT * step_seconds:
-        return []
-    return [
-        f"{name} is about six times as fast on a CPU with {FUSED}, which would save "
-        f"about {show_seconds(saved)} of each step: give it to {name}"
-    ]
 
 
 def _tokens(program: Program) -> int:

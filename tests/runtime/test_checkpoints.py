@@ -428,7 +428,8 @@ def test_what_was_the_best_of_another_figure_is_forgotten() -> None:
 
 def test_that_phases_have_no_best_loss_is_said_before_they_are_trained() -> None:
     epochs: Any = SimpleNamespace(owes_end=False)
-    trainer: Any = SimpleNamespace(phases=("d", "g"))
+    worker = SimpleNamespace(variants=SimpleNamespace(updates={}))
+    trainer: Any = SimpleNamespace(phases=("d", "g"), worker=worker)
     asked: Any = ({"patience": 2}, {"rule": "loss"})
     for given in asked:
         with pytest.raises(GemscError, match="a held-out loss, and phases have none"):

@@ -1,0 +1,117 @@
+"""What a plan tells the user of a step: where it is not what one process would do.
+
+Example: a loss that is a sum, weights that forward changes once for each micro-batch,
+an optimizer that looks at parameters of other ranks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from gemsc.base.units import show_seconds
+from gemsc.costs.hardware import Hardware
+from gemsc.ir.changes import unjoined_changes
+from gemsc.ir.mutation import changed_by_layer
+from gemsc.ir.program import Program
+from gemsc.options import CompileOptions
+from gemsc.plan import FUSED
+from gemsc.planner.predict import micro_batch_size
+from gemsc.schedules import Task
+
+# for a byte of Adam's state: 63 ms for two numbers of 4 bytes of each of 9.5 million
+# parameters, and 11 ms fused
+UNFUSED_SECONDS = 0.69e-9
+WORTH_IT = 0.02  # of a step
+OWN_LOSS = "the model computes the loss"
+_LOSS = "_loss."  # before the names of what a loss has
+
+
+def loss_notes(program: Program, task: Task, options: CompileOptions) -> list[str]:
+    """Say what evaluation asks for if the model itself computes the loss.
+
+    And of a loss that is no mean over samples, what a step makes of it.
+    """
+    count = options.data * sum(task.micro_batches)
+    size = count * micro_batch_size(program)
+    if program.halves and count > 1:
+        counted = "return a sum and a count, or " if not program.mixes_samples else ""
+        return [
+            f"{program.halves}. A step takes the mean of the losses of its {count} "
+            f"micro-batches, which is not the loss of its {size} samples together. If "
+            f"it should be that, {counted}let example_inputs() have all samples of a "
+            f"step, with --micro-batches 1{' --data 1' if options.data > 1 else ''}"
+        ]
+    if program.loss is None or program.loss not in program.outputs:
+        return []
+    return [
+        f"{OWN_LOSS}, of whole micro-batches: the length of "
+        f"eval_dataset must be a multiple of {size}"
+    ]
+
+
+def state_notes(program: Program, task: Task, options: CompileOptions) -> list[str]:
+    """Say what moves with the micro-batches, and what a loss trains of its own.
+
+    Left out are BatchNorm's statistics, which everybody knows of, and rows that
+    `max_norm` has made small: they stay so.
+    """
+    found, count = [], options.data * sum(task.micro_batches)
+    changed = [
+        change.name
+        for change in unjoined_changes(program)
+        if not changed_by_layer(change.node, program.module)
+    ]
+    if changed and count > 1:
+        found.append(
+            f"forward changes {_and_more(changed)} once for each micro-batch: {count} "
+            "times in a step, where one process that takes its "
+            f"{count * micro_batch_size(program)} samples together would do so once"
+        )
+    own = [
+        name
+        for name, parameter in program.module.named_parameters()
+        if name.startswith(_LOSS) and parameter.requires_grad
+    ]
+    if own:
+        found.append(
+            f"the loss has parameters of its own, {_and_more(own)}: optimizer() gets "
+            "them, too, so they are trained. If they should stay as they are (those of "
+            "a pretrained network), call requires_grad_(False) for them"
+        )
+    return found
+
+
+def _and_more(names: Sequence[str]) -> str:
+    first, *others = dict.fromkeys(names)
+    return f"'{first}'" + f" and {len(others)} more" * bool(others)
+
+
+def optimizer_note(program: Program) -> list[str]:
+    """Say that an optimizer would need all parameters, where no rank has them."""
+    placement, stages = program.require_placement(), program.require_stages()
+    stages_of = Counter(r for s in stages for r in placement.ranks_of(s.index))
+    is_cut = program.shards or program.shard != "off"
+    if not is_cut and min(stages_of.values()) == len(stages):
+        return []
+    if not (difference := program.updated_together()):
+        return []
+    return [
+        "optimizer() looks at several parameters at once, or counts them: without "
+        f"others they step differently, by {difference:.0e}. It gets what its rank has "
+        "only, so weights will not be those of one process. Clip by the norm of all "
+        "gradients with `gemsc run --clip-norm`, and choose rates by names, not numbers"
+    ]
+
+
+def unfused_note(
+    program: Program, state_bytes: int, step_seconds: float, hardware: Hardware
+) -> list[str]:
+    """Say what a fused optimizer would save, where that is worth a line."""
+    name, saved = program.unfused_optimizer, UNFUSED_SECONDS * state_bytes
+    if not name or hardware.device.asynchronous or saved < WORTH_IT * step_seconds:
+        return []
+    return [
+        f"{name} is about six times as fast on a CPU with {FUSED}, which would save "
+        f"about {show_seconds(saved)} of each step: give it to {name}"
+    ]
