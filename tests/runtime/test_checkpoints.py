@@ -383,6 +383,20 @@ def test_a_plateau_in_the_other_direction_is_refused(
     checkpoints.Best(epochs, rule).on_start(trainer)
 
 
+def test_a_hook_that_steps_a_plateau_again_is_refused() -> None:
+    made = plateau(torch.optim.Adam([torch.zeros(1, requires_grad=True)]))
+    updates = {"": SimpleNamespace(scheduler=made)}
+    worker = SimpleNamespace(variants=SimpleNamespace(updates=updates))
+    trainer: Any = SimpleNamespace(worker=worker, step_number=1)
+    epochs: Any = SimpleNamespace(place=lambda done: (1, 0))
+    best, figures = checkpoints.Best(epochs), {"loss": 1.0}
+    best.on_evaluation(trainer, figures)
+    best.on_epoch(trainer, 0, figures)
+    made.step(figures["loss"])
+    with pytest.raises(GemscError, match="which this evaluation has stepped"):
+        best.on_epoch(trainer, 0, figures)
+
+
 @pytest.mark.slow
 def test_a_learning_rate_that_falls_on_a_plateau(tmp_path: Path) -> None:
     """It is stepped by evaluations, in each phase; without any, that is said."""

@@ -61,6 +61,7 @@ class Best(Callback):
         self.step = self.since = 0
         self.is_new = False  # the last evaluation is the best
         self.problem: GemscError | None = None  # the figure is not there
+        self._counts: list[int] = []  # of plateaus, once they were shown it
 
     def check(self, names: Iterable[str], at: SourceLocation | None) -> None:
         """Make sure that the figure is one of those whose names begin so.
@@ -111,6 +112,7 @@ class Best(Callback):
         _, within = self.epochs.place(trainer.step_number)
         for scheduler in waiting if within == 0 else ():
             scheduler.step(figures[self.name])
+        self._counts = [each.last_epoch for each in waiting]
         value, best = figures[self.name], self.value
         if self.is_larger_better:
             self.is_new = value == value if best is None else value > best
@@ -121,6 +123,17 @@ class Best(Callback):
             self.value, self.step = value, trainer.step_number
         if self.is_over:
             trainer.stop(self.reason)
+
+    def on_epoch(
+        self, trainer: Trainer, epoch: int, figures: Mapping[str, float]
+    ) -> None:
+        """Refuse a hook that steps a plateau again, as a loop of one's own does."""
+        counts = [each.last_epoch for each in plateaus(trainer)]
+        if self.name in figures and counts != self._counts:
+            raise GemscError(
+                "on_epoch() steps ReduceLROnPlateau, which this evaluation has stepped",
+                help=f"leave that out: it is shown {self.name}, or what --best names",
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best figure, and how long ago it was."""
