@@ -184,7 +184,8 @@ def train(
         )
     if options.seed is None:
         options.seed = saved_seed(options.resume)
-    torch.set_default_dtype(DTYPES[options.dtype])  # also of what forward makes
+    if options.dtype != "float32":  # else it is what the file says
+        torch.set_default_dtype(DTYPES[options.dtype])  # also of what forward makes
     trainer = Trainer(
         directory,
         transport,
