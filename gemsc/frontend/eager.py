@@ -44,7 +44,10 @@ def set_training(model: nn.Module, loss: Any, training: bool) -> None:
     else:
         enter_training(model)
     if isinstance(loss, nn.Module):
-        loss.train(training)
+        if not training:
+            loss.eval()
+        elif loss.training:  # no loop calls train() of a loss
+            enter_training(loss)
 
 
 @contextmanager
