@@ -1,4 +1,4 @@
-"""A loss, or a network in it, that is in evaluation mode stays so, as in plain loops."""
+"""A loss, or a network in it, that is in evaluation mode stays so, as in a loop."""
 
 from __future__ import annotations
 
