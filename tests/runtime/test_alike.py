@@ -153,7 +153,8 @@ def test_a_loop_with_other_batches_or_another_program_is_refused(
     if is_old:
         error = "6: error: ranks 0 and 1 have different versions of rank1.py"
     assert f"loop.py:{error}\n" in text
-    assert text.count("['SameBatches', 'SameCopies']\n") == 2 * (not is_old)
+    callbacks = "['SameBatches', 'SameCopies', 'EvenLabels']\n"
+    assert text.count(callbacks) == 2 * (not is_old)
 
 
 # ---------------------------------------------------------------- copies of weights
