@@ -153,7 +153,10 @@ def test_a_loop_with_other_batches_or_another_program_is_refused(
     if is_old:
         error = "6: error: ranks 0 and 1 have different versions of rank1.py"
     assert f"loop.py:{error}\n" in text
-    callbacks = "['SameBatches', 'SameCopies', 'LabelsThatCount']\n"
+    note = "note: gemsc.load() got no optimizer=: it trains with SGD, learning rate"
+    assert text.count(note) == (not is_old)
+    own = ["SameBatches", "SameCopies", "LabelsThatCount", "DefaultOptimizer"]
+    callbacks = f"{own}\n"
     assert text.count(callbacks) == 2 * (not is_old)
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from program_support import on_ranks
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
-from training_support import run, user_of
+from training_support import program, run, user_of
 
 from gemsc import compile
 from gemsc.runtime.training.labels import LabelsThatCount
@@ -126,3 +126,12 @@ def test_labels_may_be_inputs(tmp_path: Path, capfd: Any) -> None:
     on_ranks(tmp_path, 2, work, callbacks=[LabelsThatCount()])
     text = capfd.readouterr().err
     assert text.count("the micro-batches of step 1 have 3 to 12 labels") == 1
+
+
+@pytest.mark.parametrize(("accumulate", "left"), [(1, 0), (2, 1), (3, 0)])
+def test_steps_that_are_in_no_update_are_told(
+    accumulate: int, left: int, tmp_path: Path, capfd: Any
+) -> None:
+    run(program(tmp_path), user_of(), "--epochs", 1, "--accumulate", accumulate)
+    told = "note: 1 step at the end made no update (--accumulate 2)"
+    assert capfd.readouterr().out.count(told) == bool(left)

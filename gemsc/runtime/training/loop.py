@@ -170,6 +170,9 @@ class Training:
         """Say what was made, and write the weights as one plain file."""
         self.trainer.tell("on_end")
         self._export()
+        if left := self.trainer.worker.steps.waiting:
+            steps = f"{left} step{'s' * (left > 1)} at the end made no update"
+            self.console.say(f"note: {steps} (--accumulate {self.options.accumulate})")
         if self.console.talks and self.options.record_run is not None:
             self.record.write(self.options.record_run)
 

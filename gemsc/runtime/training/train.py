@@ -14,7 +14,7 @@ from gemsc.base.elementwise import OptimizerFactory
 from gemsc.base.phase import Phase
 from gemsc.base.process import is_started_by_mpirun, is_started_by_torch
 from gemsc.base.units import parse_seconds
-from gemsc.errors import GemscError
+from gemsc.errors import GemscError, say_note
 from gemsc.plan import Plan
 from gemsc.runtime.checkpoint.folder import saved_seed
 from gemsc.runtime.process.binding import share_cores
@@ -211,6 +211,17 @@ def train(
     return STOPPED if training.is_interrupted else 0
 
 
+class DefaultOptimizer(Callback):
+    """Says that a loop of one's own named no optimizer, as the file may have one."""
+
+    def on_start(self, trainer: Trainer) -> None:
+        """Say it before the first step."""
+        if trainer.transport.rank == 0:
+            say_note(
+                "gemsc.load() got no optimizer=: it trains with SGD, learning rate 0.01"
+            )
+
+
 def load(
     directory: str | Path,
     *,
@@ -266,6 +277,9 @@ def load(
     share_cores(transport)
     if dtype is not None:
         torch.set_default_dtype(dtype)  # also of what forward makes
+    followed = [*callbacks, SameBatches(), SameCopies(), LabelsThatCount()]
+    if optimizer is None and not phases:
+        followed.append(DefaultOptimizer())
     trainer = Trainer(
         folder,
         transport,
@@ -278,7 +292,7 @@ def load(
         accumulate=accumulate,
         clip_norm=clip_norm,
         on_nonfinite=on_nonfinite,
-        callbacks=(*callbacks, SameBatches(), SameCopies(), LabelsThatCount()),
+        callbacks=followed,
     )
     trainer.leave_on_signals()
     return trainer
