@@ -111,7 +111,7 @@ class Plan:
     """Where samples count in each tensor that the model returns; empty: in the first
     dimension."""
     mixes_samples: bool = False
-    """Whether forward makes of each sample what depends on the others."""
+    """Whether forward makes of each sample what depends on others, in evaluation."""
     ignored: list[dict[str, Any]] = field(default_factory=list)
     """Labels that a mean over labels leaves out: tensor, value, line of the loss."""
     tokens: int = 0

@@ -18,7 +18,7 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from gemsc.base.nests import as_loss, call_loss, call_model, map_tensors, tensor
 from gemsc.base.rng import torch_state
 from gemsc.frontend.eager import detached
 from gemsc.frontend.values import returned
-from gemsc.ir.program import MIXES
+from gemsc.ir.program import MIXES, MIXES_IN_TRAINING
 
 _TOLERANCE = 5e-6  # rounding is less, also where a loss computes in float32 inside
 _OWN_TOLERANCE = 1e-4  # where it cannot be asked in float64
@@ -46,8 +46,11 @@ class _NotKnownError(Exception):
 
 @dataclass(frozen=True)
 class _Loss:
+    """A loss and its gradients; `terms` are what is added up in it, without signs."""
+
     value: Tensor
     gradients: dict[Any, Tensor]
+    terms: float
 
     def beside(self, apart: _Loss, tolerance: float, other: str) -> str:
         """Say how the mean of the halves differs from this, "" if it does not."""
@@ -55,7 +58,8 @@ class _Loss:
         gradients = _distance(
             list(self.gradients.values()), list(apart.gradients.values())
         )
-        if max(_distance([self.value], [apart.value]), gradients) <= tolerance:
+        noise = _MANY * max(torch.finfo(t).eps for t in (self.value.dtype, torch.float))
+        if self.is_near(apart, tolerance, noise) and gradients <= tolerance:
             return ""
         whole, mean = f"{self.value:.4g}", f"{apart.value:.4g}"
         if whole != mean:
@@ -65,6 +69,12 @@ class _Loss:
             f"{_NO_MEAN}: {whole} of example_inputs{other} as of their halves, but "
             f"with gradients that differ by {gradients:.1%}"
         )
+
+    def is_near(self, other: _Loss, tolerance: float, noise: float) -> bool:
+        """Whether values are alike, or terms that cancel leave their rounding alone."""
+        values = abs(float(self.value)), abs(float(other.value))
+        allowed = max(tolerance * max(values), noise * max(self.terms, other.terms))
+        return abs(float(self.value - other.value)) <= allowed
 
 
 def loss_of_halves(
@@ -108,9 +118,8 @@ def of_two_samples(
     one alone, or what it returns is of the whole batch and the loss a mean of it.
     """
     size = num_rows(inputs)
-    if size < 2:
-        return ""
-    for training in (True, False):
+
+    def asked(training: bool) -> str | None:
         before = torch_state()
         with suppress(Exception):  # whatever a model says of batches of another size
             outputs, targets = [], []
@@ -125,7 +134,15 @@ def of_two_samples(
             if not found and loss is not None:
                 found = _of_each(loss, outputs, targets)
             return found if torch.equal(before, torch_state()) else ""
-    return ""
+        return None
+
+    told = asked(True) if size > 1 else ""
+    if told is None:
+        return asked(False) or ""
+    evaluation = asked(False) if told.startswith(MIXES) else None
+    if evaluation is not None and not evaluation.startswith(MIXES):
+        return told.replace(MIXES, MIXES_IN_TRAINING)
+    return told
 
 
 def _still(model: nn.Module, training: bool) -> nn.Module:
@@ -160,13 +177,15 @@ def _mixed(
 def _of_each(loss: Any, outputs: Sequence[Any], targets: Sequence[Any]) -> str:
     """Say how the loss of two samples and the mean of those of each differ."""
     pairs = zip(outputs, targets, strict=True)
-    first, second, whole = (_loss(loss, *pair).value for pair in pairs)
-    if torch.equal(whole, first):
+    first, second, whole = (_loss(loss, *pair) for pair in pairs)
+    if torch.equal(whole.value, first.value):
         return ""  # that of the first of several, as `x[0]` of a graph
-    mean = (first + second) / 2
-    if _distance([whole], [mean]) <= _rounding(whole):
+    mean = replace(first, value=(first.value + second.value) / 2)
+    rounding = _rounding(whole.value)
+    if whole.is_near(mean, rounding, rounding):
         return ""
-    return f"{_NO_MEAN}: {whole:.4g} of two, {mean:.4g} as the mean of each"
+    asked = f"{whole.value:.4g} of two, {mean.value:.4g} as the mean of each"
+    return f"{_NO_MEAN}: {asked}"
 
 
 def _rounding(tensor: Tensor) -> float:
@@ -191,7 +210,7 @@ def _compared(
         else (gradient + second.gradients[path]) / 2
         for path, gradient in first.gradients.items()
     }
-    mean = _Loss((first.value + second.value) / 2, gradients)
+    mean = _Loss((first.value + second.value) / 2, gradients, first.terms)
     return together.beside(mean, tolerance, " with other targets" * (label is not None))
 
 
@@ -254,7 +273,9 @@ def _loss(loss: Callable[..., Any], output: Any, target: Any) -> _Loss:
         gradients = torch.autograd.grad(
             value, list(leaves.values()), allow_unused=True, materialize_grads=True
         )
-    return _Loss(value.detach(), dict(zip(leaves, gradients, strict=True)))
+    pairs = zip(leaves.values(), gradients, strict=True)
+    terms = sum(float((leaf.detach() * each).abs().sum()) for leaf, each in pairs)
+    return _Loss(value.detach(), dict(zip(leaves, gradients, strict=True)), terms)
 
 
 def _in_double(loss: Any) -> Any:

@@ -18,6 +18,7 @@ from gemsc.ir.meta import TensorSpec, facts, location
 from gemsc.ir.shards import StageShards
 
 MIXES = "forward mixes samples"  # what `Program.halves` begins with where it does
+MIXES_IN_TRAINING = f"{MIXES} in training"
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +275,11 @@ class Program:
     def mixes_samples(self) -> bool:
         """Whether what the model returns for a sample depends on the others."""
         return self.halves.startswith(MIXES)
+
+    @property
+    def evaluation_mixes(self) -> bool:
+        """Whether it does in evaluation, too: a BatchNorm of one's own does not."""
+        return self.mixes_samples and not self.halves.startswith(MIXES_IN_TRAINING)
 
     @property
     def graph(self) -> fx.Graph:

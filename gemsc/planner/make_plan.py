@@ -83,7 +83,7 @@ def make_plan(
         micro_batches=sum(task.micro_batches),
         micro_batch_size=micro_batch_size(program),
         sample_dims=list(program.sample_dims),
-        mixes_samples=program.mixes_samples,
+        mixes_samples=program.evaluation_mixes,
         ignored=ignored_labels(program),
         times=times_text(hardware, options),
         step_seconds=timeline.makespan,

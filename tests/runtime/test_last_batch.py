@@ -208,6 +208,21 @@ def test_samples_that_others_change_are_not_scored_beside_what_fills_a_batch(tmp
         assert caught.value.help == f"give eval_dataset a multiple of {len(X)} samples"
 
 
+def in_training_alone(self: Any, x: Tensor) -> Tensor:
+    x = self.b(torch.tanh(self.a(x)))
+    return self.c(x + x.std(0, correction=0) if self.training else x)
+
+
+def test_what_is_mixed_in_training_alone_does_not_bear_on_evaluation(tmp_path):
+    compiled = compile(
+        Net(in_training_alone), X, loss=mse, example_target=X, ranks=2, micro_batches=2
+    )
+    assert "forward mixes samples in training: " in " ".join(compiled.plan.notes)
+    compiled.write(tmp_path)
+    user = user_of(eval_dataset=lambda: pairs(len(X) + 1))
+    assert run(tmp_path, user, "--epochs", 1)
+
+
 class Stream(IterableDataset):
     def __init__(self, count: int) -> None:
         self.samples = pairs(count)
