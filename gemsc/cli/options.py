@@ -103,9 +103,7 @@ def takes_options(
                 shown.append(parameter)
                 continue
             for f in chosen:
-                default = defaults.get(f.name, f.default)
-                if only_typed:
-                    default = None
+                default = None if only_typed else defaults.get(f.name, f.default)
                 shown.append(_parameter(f, default))
         with_flags.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
         with_flags.__annotations__ = {each.name: each.annotation for each in shown}

@@ -215,7 +215,8 @@ def _about(plan: Plan, names: list[str], steps: int) -> Iterator[str]:
     once = step_seconds(plan) / max(1, num_cores() // plan.ranks)
     seconds = steps * once * sum(SECONDS[name] for name in names)
     if seconds >= LONG:
-        less = f"; --steps 1 --dtype float64 {show_long(once)}" * (seconds > once)
+        least, first = once * SECONDS[names[0]], f"--steps 1 --dtype {names[0]}"
+        less = f"; {first} {show_long(least)}" * (seconds > least)
         yield f"note: on this CPU that takes about {show_long(seconds)}{less}"
 
 

@@ -609,6 +609,9 @@ def test_what_takes_long_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(cli._about(plan, both[:1], 1)) == [
         "note: on this CPU that takes about 2 min"
     ]
+    assert list(cli._about(plan, both[1:], 3)) == [  # float64 may not run at all
+        "note: on this CPU that takes about 2.4 min; --steps 1 --dtype float32 48 s"
+    ]
     assert not list(cli._about(plan, both[:1], 0))  # on a GPU
     monkeypatch.setattr(cli, "step_seconds", lambda plan: 80.0)
     assert not list(cli._about(plan, both, 1))  # 56 s
