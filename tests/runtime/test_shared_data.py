@@ -199,6 +199,8 @@ def test_a_digest_depends_on_dtype_shape_and_content() -> None:
     assert digest(torch.arange(6).view(2, 3).t()) == digest(
         torch.tensor([[0, 3], [1, 4], [2, 5]])
     )
+    waves = torch.randn(3, dtype=torch.complex64)  # .conj() only marks them
+    assert digest(waves.conj()) == digest(waves.conj().resolve_conj()) != digest(waves)
     assert digest(object()) == digest(object())
 
 

@@ -418,7 +418,7 @@ def digest(sample: Any) -> str:
     found = hashlib.blake2b(digest_size=16)
     for leaf in pytree.tree_leaves(sample):
         if isinstance(leaf, torch.Tensor):
-            value = leaf.detach().cpu().contiguous().reshape(-1)
+            value = leaf.detach().cpu().resolve_conj().contiguous().reshape(-1)
             found.update(f"{leaf.dtype} {tuple(leaf.shape)};".encode())
             found.update(value.view(torch.uint8).numpy().data)
         elif isinstance(leaf, np.ndarray | np.generic):
