@@ -197,6 +197,14 @@ def lying_of(tensor: Tensor) -> Format:
     return tuple(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
 
 
+def lying_order(form: Format, dims: int) -> tuple[int, ...]:
+    """Return the dimensions as they lie in memory; plain where a format does not go."""
+    if isinstance(form, tuple) and len(form) == dims:
+        return form
+    plain = tuple(range(dims))
+    return (0, *plain[2:], 1) if CHANNELS_LAST.get(dims) is form else plain
+
+
 def is_laid_out(tensor: Tensor) -> bool:
     """Whether a tensor has just the strides that channels_last gives to its sizes.
 
@@ -213,21 +221,15 @@ def is_laid_out(tensor: Tensor) -> bool:
 
 def empty(shape: Sequence[int], form: Format, **how: Any) -> Tensor:
     """Return `torch.empty` of a format, as plain memory where it does not go."""
-    if isinstance(form, tuple):
-        return torch.empty_permuted(tuple(shape), form, **how)
-    if CHANNELS_LAST.get(len(shape)) is not form:
-        form = torch.contiguous_format
-    return torch.empty(tuple(shape), memory_format=form, **how)
+    return torch.empty_permuted(tuple(shape), lying_order(form, len(shape)), **how)
 
 
 def lying_as(tensor: Tensor, form: Format) -> Tensor:
     """Return a tensor of a format, a copy where it lies otherwise; any for plain."""
-    if isinstance(form, tuple) and len(form) == tensor.dim():
-        back = [form.index(dim) for dim in range(tensor.dim())]
-        return tensor.permute(form).contiguous().permute(back)
-    if isinstance(form, tuple) or CHANNELS_LAST.get(tensor.dim()) is not form:
+    order, plain = lying_order(form, tensor.dim()), tuple(range(tensor.dim()))
+    if order == plain:
         return tensor
-    return tensor.contiguous(memory_format=form)
+    return tensor.permute(order).contiguous().movedim(plain, order)
 
 
 def to_format(tensor: Tensor) -> Tensor:

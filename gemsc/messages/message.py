@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gemsc.base.boxes import Box
-from gemsc.base.dtypes import Format, within
+from gemsc.base.dtypes import Format, lying_order, within
 from gemsc.base.nests import named_place
 from gemsc.errors import GemscError
 
@@ -65,12 +65,7 @@ class Value:
 
     @cached_property
     def _order(self) -> tuple[int, ...]:
-        dims = tuple(range(len(self.shape)))
-        if isinstance(self.memory_format, tuple):
-            return self.memory_format
-        if self.memory_format is torch.contiguous_format:
-            return dims
-        return 0, *dims[2:], 1
+        return lying_order(self.memory_format, len(self.shape))
 
     def laid(self, tensor: Tensor) -> Tensor:
         """Return the tensor's memory, of sizes `lying`; a copy if it lies otherwise."""
@@ -82,7 +77,7 @@ class Value:
         """Return the tensor whose memory this is: the inverse of `laid`."""
         if self.memory_format is torch.contiguous_format:
             return memory
-        return memory.permute([self._order.index(dim) for dim in range(memory.dim())])
+        return memory.movedim(tuple(range(memory.dim())), self._order)
 
     def check(self, tensor: Tensor) -> None:
         """Raise a GemscError unless a tensor has its shape."""
