@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -61,20 +61,28 @@ def smaller(
         return
     most, step = min(max(plan.micro_batch_sizes), FEW_ROWS), fewer(plan)
     count = show_micro_batches(step.micro_batches)
+
+    def seconds(few: Examples) -> float:
+        share = _share(examples, few)
+        cannot = not few.are_different or too_much(step, model, share)
+        return math.inf if cannot else step_seconds(step, share)
+
+    def at_least_soon(sizes: Mapping[int, int]) -> float:
+        return max(seconds(examples.few(most, sizes)), SOON)
+
     slow = []
     for rows in range(most, 0, -1):
         few = examples.few(rows)
-        share = _share(examples, few)
-        if not too_much(step, model, share):
-            if step_seconds(step, share) <= SOON:
-                yield few, f"{count} of {rows}"
-                return
+        if (taken := seconds(few)) <= SOON:
+            yield few, f"{count} of {rows}"
+            return
+        if taken < math.inf:
             slow.append((few, f"{count} of {rows}"))
     for sizes in _sizes(examples):
-        found = _fitting(step, model, examples, most, sizes)
-        for is_oblong in (False, True) if found else ():  # norms refuse 1 x 1
-            few = examples.few(most, found, is_oblong=is_oblong)
-            if not too_much(step, model, _share(examples, few)):
+        short = min(_halved(sizes), key=at_least_soon)  # the largest that is soon
+        for is_oblong in (False, True):  # norms refuse 1 x 1
+            few = examples.few(most, short, is_oblong=is_oblong)
+            if seconds(few) < math.inf:
                 shapes = " and ".join(map(_shown_shape, few.inputs))
                 yield few, f"{count} of {most}, of {shapes}"
     yield from slow[:1]
@@ -108,21 +116,6 @@ def _sizes(examples: Examples) -> list[list[int]]:
     found = {size for t in tensors for size in t.shape[1:] if size >= 2 * SMALL}
     each = sorted(found, reverse=True)
     return [each, *([size] for size in each if len(each) > 1)] if each else []
-
-
-def _fitting(
-    step: Plan, model: nn.Module, examples: Examples, rows: int, sizes: Sequence[int]
-) -> dict[int, int]:
-    """Return the sizes of a step that takes little time, or least, if it can be run."""
-    found = {}
-    for each in _halved(sizes):
-        few = examples.few(rows, each)
-        share = _share(examples, few)
-        if few.are_different and not too_much(step, model, share):
-            found = each
-            if step_seconds(step, share) <= SOON:
-                break
-    return found
 
 
 def _halved(sizes: Sequence[int]) -> Iterator[dict[int, int]]:
