@@ -216,10 +216,7 @@ def _mask(low: Lowering, call: Call, axes: Axes) -> fx.Node | None:
     """Return the node of the mask of the rank's queries; None if it needs none."""
     mask = call.get("attn_mask")
     if mask is not None:
-        shape = low.shape(mask)
-        own = axes[len(axes) - len(shape) :]
-        cut = (a if size > 1 else None for size, a in zip(shape, own, strict=True))
-        return low.spread(mask, tuple(cut))
+        return low.spread_beside(mask, axes[len(axes) - len(low.shape(mask)) :])
     if not call.get("is_causal", False) or axes[-2] is None:
         return None
     start, stop = low.owned(low.shape(call["query"]), axes)[low.place][-2]

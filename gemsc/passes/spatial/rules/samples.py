@@ -17,7 +17,7 @@ from gemsc.ir import meta
 from gemsc.ir.operators.calls import Call
 from gemsc.ir.operators.equations import letters_of, parse
 from gemsc.ir.operators.table import operands_of, operator_of
-from gemsc.passes.spatial.cuts import Axes, are_samples, fits, or_whole
+from gemsc.passes.spatial.cuts import are_samples, fits, or_whole
 from gemsc.passes.spatial.emit import call_again
 from gemsc.passes.spatial.lowering import Lowering
 from gemsc.passes.spatial.values import Local, Refused
@@ -84,7 +84,7 @@ def by_equation(low: Lowering, call: Call) -> Local:
         raise Refused("its result is not cut")
     inputs: dict[fx.Node, fx.Node] = {}
     for source, letters in operands:
-        wanted = _spread(low, source, tuple(axis_of.get(letter) for letter in letters))
+        wanted = low.spread_beside(source, tuple(map(axis_of.get, letters)))
         if inputs.setdefault(source, wanted) is not wanted:
             raise Refused("two of its operands are one value")
     local = call_again(low, call, cut, inputs, partial=bool(over))
@@ -112,10 +112,3 @@ def _cut_letters(
             if axis not in found.values():
                 found.setdefault(letter, axis)
     return found
-
-
-def _spread(low: Lowering, source: fx.Node, axes: Axes) -> fx.Node:
-    """Return the part of an operand that meets the others; of size 1 there is one."""
-    shape = low.shape(source)
-    own = (a if size > 1 else None for size, a in zip(shape, axes, strict=True))
-    return low.spread(source, tuple(own))
