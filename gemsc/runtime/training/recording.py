@@ -20,7 +20,7 @@ from gemsc.plan import Plan
 from gemsc.runtime.data.batches import repeated
 from gemsc.runtime.process.device import peak_bytes
 from gemsc.runtime.training.trainer import Trainer
-from gemsc.runtime.transport.streams import Moment
+from gemsc.runtime.transport.streams import Moment, Streams
 from gemsc.runtime.transport.transport import Transport
 from gemsc.runtime.worker.worker import Worker
 from gemsc.user_model import load_user_model
@@ -90,7 +90,7 @@ class Recorder:
         self, kind: str, call: Callable[..., Any], is_action: bool = False
     ) -> Callable[..., Any]:
         streams = self.worker.transport.streams
-        moment = streams.moment if kind in ON_DEVICE else _now
+        moment = streams.moment if kind in ON_DEVICE else Streams().moment
 
         def noting(*arguments: Any, **named: Any) -> Any:
             begin = moment()
@@ -104,11 +104,6 @@ class Recorder:
             return result
 
         return noting
-
-
-def _now() -> Moment:
-    now = time.perf_counter_ns()
-    return lambda: now
 
 
 def _outside(record: Record, busy: Sequence[tuple[int, int]]) -> Iterator[Record]:
