@@ -16,10 +16,10 @@ from gemsc.codegen.writer import Names, Writer
 from gemsc.errors import GemscError
 from gemsc.ir import meta
 from gemsc.ir.flow import has_random
-from gemsc.ir.holder import attributes_of, called_layer
+from gemsc.ir.holder import attributes_of
 from gemsc.ir.layers import layer_source, norm_of_torch
 from gemsc.ir.mutation import mutated_state, read_statistics
-from gemsc.ir.opaque import opaque_of
+from gemsc.ir.opaque import changed_inside, opaque_of
 from gemsc.ir.program import Program
 from gemsc.weights.load import CONSTANTS
 
@@ -112,9 +112,7 @@ class _StageWriter:
         changed: list[str] = []
         for node in self.stage.flow.nodes:
             changed += mutated_state(node, self.module)
-            opaque = opaque_of(called_layer(node, self.module))
-            inside = opaque.changes if opaque is not None else ()
-            changed += [f"{node.target}.{name}" for name in inside]
+            changed += changed_inside(node, self.module)
             changed += read_statistics(node, self.stage.program).values()
         owned = self.stage.owned
         return {n if n in owned else self.aliases.get(n, n) for n in changed}

@@ -20,7 +20,7 @@ from gemsc.ir import meta
 from gemsc.ir.holder import attribute, called_layer
 from gemsc.ir.layers import NORM_STATISTICS
 from gemsc.ir.mutation import functional_call, memory, mutated_inputs, mutated_state
-from gemsc.ir.opaque import opaque_of
+from gemsc.ir.opaque import changed_inside
 from gemsc.ir.program import Program
 from gemsc.ir.shape_grid import ShapeGrid
 
@@ -61,12 +61,11 @@ def unjoined_changes(program: Program) -> Iterator[Change]:
             yield Change(node, names[0], _again(node, program, writers))
             continue
         layer = called_layer(node, module)
-        opaque = opaque_of(layer)
         if isinstance(layer, nn.modules.instancenorm._InstanceNorm):
             if layer.track_running_stats:
                 yield Change(node, f"{node.target}.running_mean")
-        elif opaque is not None and opaque.changes:
-            yield Change(node, f"{node.target}.{opaque.changes[0]}")
+        elif inside := changed_inside(node, module):
+            yield Change(node, inside[0])
 
 
 def changes_weights(change: Change, module: nn.Module) -> bool:

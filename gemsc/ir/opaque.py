@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from gemsc.base.nests import map_tensors, tensor_leaves
 from gemsc.errors import GemscError, SourceLocation
+from gemsc.ir.holder import called_layer
 from gemsc.ir.meta import TensorSpec
 from gemsc.ir.operators.work import Work
 
@@ -124,6 +125,12 @@ def opaque_of(module: nn.Module | None) -> Opaque | None:
     held = {} if module is None else vars(module)
     found: Opaque | None = held.get("_gemsc_opaque")
     return found
+
+
+def changed_inside(node: fx.Node, module: nn.Module) -> list[str]:
+    """Return what a module that is not looked into changes of its own, if one runs."""
+    opaque = opaque_of(called_layer(node, module))
+    return [] if opaque is None else [f"{node.target}.{n}" for n in opaque.changes]
 
 
 def has_state(layer: nn.Module) -> bool:

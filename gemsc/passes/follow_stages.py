@@ -18,8 +18,7 @@ from gemsc.base.elementwise import check_elementwise
 from gemsc.errors import GemscError
 from gemsc.ir import meta
 from gemsc.ir.flow import layer_path, unique_names, used_tensors
-from gemsc.ir.holder import called_layer
-from gemsc.ir.opaque import opaque_of
+from gemsc.ir.opaque import changed_inside
 from gemsc.ir.program import Block, Program, Stage
 from gemsc.ir.shards import Fork, StageShards
 from gemsc.ir.staged import (
@@ -208,17 +207,12 @@ def find_twins(training: Program, evaluation: Program) -> dict[fx.Node, fx.Node]
             return None
         if meta.region(a) != meta.region(b):
             return None
-        if not _changed_inside(b, evaluation) <= _changed_inside(a, training):
+        changed = changed_inside(b, evaluation.module)
+        if not {*changed} <= {*changed_inside(a, training.module)}:
             return None
         twins[a] = b
     same = training.structure == evaluation.structure
     return twins if same else None
-
-
-def _changed_inside(node: fx.Node, program: Program) -> set[str]:
-    """Return what a module that is not looked into changes of its own."""
-    opaque = opaque_of(called_layer(node, program.module))
-    return set() if opaque is None else {*opaque.changes}
 
 
 def _alike(a: Any, b: Any, twins: dict[fx.Node, fx.Node]) -> bool:

@@ -18,7 +18,7 @@ class Work:
     fresh: bytes of results that are so large that their memory is new each time
     strided: bytes of arguments whose neighbours in memory are no neighbours in rows
 
-    Each kind adds its own; the functions below define them.
+    Each kind has its own: see gemsc.costs.operators.
     """
 
     kind: str

@@ -6,12 +6,12 @@ In one process an update of either changes both; the ranks have copies, which pa
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from gemsc.errors import GemscError
 from gemsc.ir.holder import called_layer
 from gemsc.ir.mutation import mutated_state
-from gemsc.ir.opaque import opaque_of
+from gemsc.ir.opaque import changed_inside
 from gemsc.ir.program import Program
 
 
@@ -27,11 +27,8 @@ def check_shared_memory(program: Program) -> None:
     changed = {id(t) for t in found.values() if t.requires_grad}
     for node in program.compute_nodes:
         changed |= {id(found[n]) for n in mutated_state(node, module) if n in found}
-        if (layer := called_layer(node, module)) is not None:
-            opaque = opaque_of(layer)
-            names = opaque.changes if opaque is not None else _statistics(layer)
-            paths = (f"{node.target}.{name}" for name in names)
-            changed |= {id(found[path]) for path in paths if path in found}
+        paths = [*changed_inside(node, module), *_statistics(node, module)]
+        changed |= {id(found[path]) for path in paths if path in found}
     spans = {name: _span(tensor) for name, tensor in found.items()}
     before: list[str] = []
     for name in sorted(found, key=spans.__getitem__):
@@ -47,9 +44,11 @@ def check_shared_memory(program: Program) -> None:
         before.append(name)
 
 
-def _statistics(layer: nn.Module) -> tuple[str, ...]:
-    is_norm = isinstance(layer, nn.modules.batchnorm._NormBase)
-    return tuple(layer._buffers) if is_norm and layer.training else ()
+def _statistics(node: fx.Node, module: nn.Module) -> list[str]:
+    layer = called_layer(node, module)
+    if not isinstance(layer, nn.modules.batchnorm._NormBase) or not layer.training:
+        return []
+    return [f"{node.target}.{name}" for name in layer._buffers]
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:

@@ -25,7 +25,7 @@ from gemsc.ir.mutation import (
     mutated_state,
     read_statistics,
 )
-from gemsc.ir.opaque import opaque_of, opaques
+from gemsc.ir.opaque import changed_inside, opaque_of, opaques
 from gemsc.ir.program import Program, Skip
 from gemsc.passes.base import Pass
 
@@ -126,9 +126,8 @@ def check_rows(program: Program) -> None:
     """
     for node in program.compute_nodes:
         opaque = opaque_of(called_layer(node, program.module))
-        inside = opaque.changes if opaque is not None else ()
-        names = (f"{node.target}.{name}" for name in inside)
-        for name in (*mutated_state(node, program.module), *names):
+        inside = changed_inside(node, program.module)
+        for name in (*mutated_state(node, program.module), *inside):
             if isinstance(attribute(program.module, name), nn.Parameter):
                 raise GemscError(
                     f"forward changes '{name}', of which a rank keeps its rows only",
