@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 import operator
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
-from torch._jit_internal import boolean_dispatched
 
 from gemsc.errors import GemscError
 from gemsc.frontend.opaque import AsksForGradientsError
+from gemsc.ir.staged import defaults_of
 
 TargetCall = tuple[str, Any, tuple[Any, ...], dict[str, Any]]
 """(op, target, args, kwargs) of an FX node, with tensors in the arguments."""
@@ -114,24 +112,13 @@ def _without_defaults(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Drop what torch.nn.functional adds to the call on the way."""
     if not kwargs or not getattr(func, "__module__", "").startswith("torch.nn"):
         return kwargs
-    defaults = _defaults(func)
+    defaults = defaults_of(func)
     return {
         name: value
         for name, value in kwargs.items()
         if name != "_stacklevel"
         and not (name in defaults and _identical(value, defaults[name]))
     }
-
-
-@cache
-def _defaults(func: Any) -> dict[str, Any]:
-    # F.max_pool2d and the like are one of two functions, by `return_indices`
-    func = boolean_dispatched.get(func, {}).get("if_false", func)
-    try:
-        parameters = inspect.signature(func).parameters.values()
-    except (TypeError, ValueError):
-        return {}
-    return {p.name: p.default for p in parameters if p.default is not p.empty}
 
 
 def _identical(a: object, b: object) -> bool:

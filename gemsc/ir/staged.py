@@ -11,10 +11,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._jit_internal import boolean_dispatched
 
 from gemsc.base.rng import may_draw
 from gemsc.errors import InternalError
@@ -132,7 +134,7 @@ def keywords_of_both(
     """
     ours, theirs = training.kwargs, evaluation.kwargs
     missing = ours.keys() ^ theirs.keys()
-    defaults = _defaults(training.target) if missing else {}
+    defaults = defaults_of(training.target) if missing else {}
     if not missing <= defaults.keys():
         return None
     names = [*ours, *(name for name in theirs if name not in ours)]
@@ -142,8 +144,12 @@ def keywords_of_both(
     }
 
 
-def _defaults(target: Any) -> dict[str, Any]:
+@cache
+def defaults_of(target: Any) -> dict[str, Any]:
+    """Return the arguments of a function that have defaults; {} if it does not say."""
     try:
+        # F.max_pool2d and the like are one of two functions, by `return_indices`
+        target = boolean_dispatched.get(target, {}).get("if_false", target)
         parameters = inspect.signature(target).parameters.values()
     except (TypeError, ValueError):
         return {}
