@@ -245,6 +245,24 @@ def dense_leaves(value: Any) -> list[torch.Tensor]:
     ]
 
 
+def storage_of(tensor: torch.Tensor) -> int:
+    """Return what tells the memory of a tensor, which its views share."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def storages_of(module: nn.Module) -> dict[int, str]:
+    """Return the name of each storage of a module's parameters and buffers."""
+    named = (*module.named_parameters(), *module.named_buffers())
+    return {storage_of(tensor): name for name, tensor in named}
+
+
+def as_kind(value: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as a parameter, trained or not, where the old one is such."""
+    if isinstance(old, nn.Parameter):
+        return nn.Parameter(value, requires_grad=old.requires_grad)
+    return value
+
+
 def map_tensors(
     value: Any, change: Callable[[Path, torch.Tensor], Any], path: Path = ()
 ) -> Any:
@@ -266,6 +284,16 @@ def map_tensors(
             for key, item in value.items()
         }
     return value
+
+
+def nest_text(nest: Any, show: Callable[[Any], str]) -> str:
+    """Return a tuple, list or dict as Python text, of what `show` says of its items."""
+    if isinstance(nest, dict):
+        return f"{{{', '.join(f'{show(k)}: {show(v)}' for k, v in nest.items())}}}"
+    inside = ", ".join(map(show, nest))
+    if isinstance(nest, list):
+        return f"[{inside}]"
+    return f"({inside},)" if len(nest) == 1 else f"({inside})"
 
 
 def named_tuple(like: Any, items: list[Any]) -> Any:

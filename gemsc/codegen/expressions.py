@@ -14,6 +14,7 @@ from torch import fx
 from torch.nn import functional as F
 
 from gemsc.base.dtypes import is_real
+from gemsc.base.nests import nest_text
 from gemsc.codegen.python_text import formatted, literal_text, quoted
 from gemsc.errors import GemscError, InternalError
 from gemsc.ir import meta
@@ -198,7 +199,7 @@ class _Show:
             either = f"{self(value.training)} if self.training"
             return f"({either} else {self(value.evaluation)})"
         if isinstance(value, tuple | list | dict):
-            return collection(value, self)
+            return nest_text(value, self)
         if isinstance(value, slice):
             parts = (value.start, value.stop, value.step)
             return f"slice({', '.join(map(self, parts))})"
@@ -277,17 +278,7 @@ def literal(value: object) -> str:
 
 def _nested(value: object) -> str:
     """Return a constant, or a tuple of them, as text."""
-    return collection(value, _nested) if isinstance(value, tuple) else literal(value)
-
-
-def collection(value: Any, show: Callable[[Any], str]) -> str:
-    """Return a tuple, list or dict as text, of what `show` gives for its items."""
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{show(k)}: {show(v)}' for k, v in value.items())}}}"
-    inside = ", ".join(map(show, value))
-    if isinstance(value, list):
-        return f"[{inside}]"
-    return f"({inside},)" if len(value) == 1 else f"({inside})"
+    return nest_text(value, _nested) if isinstance(value, tuple) else literal(value)
 
 
 def is_attribute(name: str) -> bool:
@@ -344,5 +335,5 @@ def structure_text(value: Any, outputs: Sequence[str]) -> str:
         items = (f"{name}={structure_text(item, outputs)}" for name, item in pairs)
         return f"named_output({', '.join(items)})"
     if isinstance(value, tuple | list | dict):
-        return collection(value, lambda item: structure_text(item, outputs))
+        return nest_text(value, lambda item: structure_text(item, outputs))
     return literal(value)

@@ -11,6 +11,8 @@ import ast
 import math
 from functools import lru_cache
 
+from gemsc.base.nests import nest_text
+
 OPERATORS: dict[type[ast.AST], tuple[str, int]] = {
     ast.Or: ("or", 1),
     ast.And: ("and", 2),
@@ -82,15 +84,8 @@ def literal_text(value: object) -> str:
         return f'float("{value}")'
     if value is None or value is ... or isinstance(value, bool | int | float | complex):
         return "..." if value is ... else repr(value).replace("e+", "e")
-    if isinstance(value, list):
-        return f"[{', '.join(map(literal_text, value))}]"
-    if isinstance(value, tuple):
-        return f"({', '.join(map(literal_text, value))}{',' * (len(value) == 1)})"
-    if isinstance(value, dict):
-        pairs = (
-            f"{literal_text(key)}: {literal_text(each)}" for key, each in value.items()
-        )
-        return f"{{{', '.join(pairs)}}}"
+    if isinstance(value, list | tuple | dict):
+        return nest_text(value, literal_text)
     raise TypeError(f"{type(value).__name__} has no literal")
 
 

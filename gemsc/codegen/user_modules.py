@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from gemsc.base.dtypes import lying_of
+from gemsc.base.nests import nest_text
 from gemsc.codegen.expressions import (
     NAMESPACES,
     UserObject,
-    collection,
     is_attribute,
     literal,
 )
@@ -213,7 +213,7 @@ class _Source:
         if isinstance(value, set):
             items = sorted(self.value(path, item) for item in value)
             return f"{{{', '.join(items)}}}" if items else "set()"
-        text = collection(value, lambda item: self.value(path, item))
+        text = nest_text(value, lambda item: self.value(path, item))
         return f"torch.Size({text})" if isinstance(value, torch.Size) else text
 
     def _callable(self, path: str, value: Any) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gemsc.base.nests import dense_leaves
+from gemsc.base.nests import dense_leaves, storage_of
 
 
 @dataclass(slots=True)
@@ -67,16 +67,17 @@ class GradientFlow:
 
     def see(self, given: Any, result: Any) -> None:
         """Look at what an operator gave; views of what it was given are nothing new."""
-        made = {_key(t): t for t in dense_leaves(result) if _key(t) not in self._alive}
+        new = (t for t in dense_leaves(result) if storage_of(t) not in self._alive)
+        made = {storage_of(t): t for t in new}
         if made:
             for tensor in dense_leaves(given):
-                made.pop(_key(tensor), None)
+                made.pop(storage_of(tensor), None)
         for tensor in made.values():
             self.storage(tensor)
 
     def storage(self, tensor: Tensor) -> tuple[int, int]:
         """Return the number of a tensor's storage, and its bytes."""
-        memory, key = tensor.untyped_storage(), _key(tensor)
+        memory, key = tensor.untyped_storage(), storage_of(tensor)
         if key in self._alive:
             return self._alive[key].number, self._alive[key].num_bytes
         found = _Storage(next(self._numbers), memory.nbytes(), self._running)
@@ -93,7 +94,3 @@ class GradientFlow:
         if gone.maker is not self._running:
             self.by_node[gone.maker].made[gone.number] = gone.num_bytes
             self.by_node[self._running].freed.append(gone.number)
-
-
-def _key(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

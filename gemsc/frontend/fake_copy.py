@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
 
 from gemsc.base.dtypes import within
-from gemsc.base.nests import Path, reject_lazy, tensor_leaves
+from gemsc.base.nests import Path, as_kind, reject_lazy, tensor_leaves
 from gemsc.errors import GemscError
 from gemsc.frontend.eager import deep_copy
 from gemsc.ir.fake import fake_parameters
@@ -129,9 +129,7 @@ def _in_dtype(
         if new != tensor.dtype:
             with torch.no_grad():
                 copied = fake.from_tensor(tensor, static_shapes=True).to(new)
-            if isinstance(tensor, nn.Parameter):
-                copied = nn.Parameter(copied, requires_grad=tensor.requires_grad)
-            memo[id(tensor)] = copied
+            memo[id(tensor)] = as_kind(copied, tensor)
     return memo
 
 

@@ -15,7 +15,14 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gemsc.base.nests import dense_leaves, map_tensors, named_tuple, tensor_leaves
+from gemsc.base.nests import (
+    dense_leaves,
+    map_tensors,
+    named_tuple,
+    storage_of,
+    storages_of,
+    tensor_leaves,
+)
 from gemsc.base.rng import seeded, torch_state
 from gemsc.costs.operators import draws, runs_a_kernel, work_of
 from gemsc.frontend.counters import differ, numbers_in
@@ -116,13 +123,7 @@ class Watch:
         learns = torch.is_grad_enabled() and any(
             tensor.requires_grad for tensor in (*inputs, *parameters)
         )
-        state = {
-            _storage(tensor): name
-            for name, tensor in (
-                *self.module.named_parameters(),
-                *self.module.named_buffers(),
-            )
-        }
+        state = storages_of(self.module)
         log = _Log(state)
         with log, saved_tensors_hooks(log.save, log.use):
             try:
@@ -193,11 +194,11 @@ class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def save(self, tensor: Tensor) -> Tensor:
         """Book a tensor that autograd keeps."""
-        if (name := self.persistent.get(_storage(tensor))) is not None:
+        if (name := self.persistent.get(storage_of(tensor))) is not None:
             self.kept.add(name)
         else:
             self.alive.append(tensor.detach())
-            self.saved[_storage(tensor)] = tensor.untyped_storage().nbytes()
+            self.saved[storage_of(tensor)] = tensor.untyped_storage().nbytes()
         return tensor
 
     def use(self, tensor: Tensor) -> Tensor:
@@ -210,7 +211,7 @@ class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if not _trains_a_batchnorm(func, args):
-            places = map(_storage, dense_leaves((args, kwargs)))
+            places = map(storage_of, dense_leaves((args, kwargs)))
             self.read |= {self.persistent[p] for p in places if p in self.persistent}
         if not runs_a_kernel(func, result):
             return result
@@ -227,11 +228,13 @@ class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, call: OpaqueCall, inputs: list[Tensor], outputs: list[Tensor]
     ) -> OpaqueCall:
         """Return the call with what the forward did."""
-        ours = {_storage(tensor) for tensor in (*inputs, *outputs)}
+        ours = {storage_of(tensor) for tensor in (*inputs, *outputs)}
         kept = self.saved.keys()
-        from_inputs = [i for i, t in enumerate(inputs) if _storage(t) in kept]
-        known = {_storage(tensor) for tensor in inputs}
-        from_outputs = [i for i, t in enumerate(outputs) if _storage(t) in kept - known]
+        from_inputs = [i for i, t in enumerate(inputs) if storage_of(t) in kept]
+        known = {storage_of(tensor) for tensor in inputs}
+        from_outputs = [
+            i for i, t in enumerate(outputs) if storage_of(t) in kept - known
+        ]
         return replace(
             call,
             forward=tuple(self.works),
@@ -251,10 +254,6 @@ def _trains_a_batchnorm(func: Any, args: Sequence[Any]) -> bool:
     names = (argument.name for argument in func._schema.arguments)
     given = dict(zip(names, args, strict=False))
     return "batch_norm" in str(func) and given.get("training") is True
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _check_taken(value: Any) -> None:

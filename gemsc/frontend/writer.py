@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-from gemsc.base.nests import Path, named_tuple, tensor_leaves
+from gemsc.base.nests import Path, named_tuple, storage_of, tensor_leaves
 from gemsc.base.rng import may_draw
 from gemsc.errors import GemscError
 from gemsc.frontend.closures import HELP_OF_LOSS
@@ -23,7 +23,7 @@ from gemsc.frontend.targets import TargetCall
 from gemsc.frontend.user_code import UserLine
 from gemsc.frontend.values import PLAIN
 from gemsc.ir import meta
-from gemsc.ir.holder import CONSTANTS, with_graph
+from gemsc.ir.holder import CONSTANTS, hold, with_graph
 from gemsc.ir.layers import NORM_STATISTICS
 from gemsc.ir.meta import Region
 from gemsc.ir.mutation import call_mutates
@@ -343,7 +343,7 @@ def _varies(node: fx.Node, training: bool) -> bool:
 def _memory(node: fx.Node) -> int | None:
     value = meta.value(node)
     is_tensor = isinstance(value, torch.Tensor)
-    return int(value.untyped_storage()._cdata) if is_tensor else None
+    return storage_of(value) if is_tensor else None
 
 
 def _part_name(target: object, key: str | int) -> object:
@@ -385,10 +385,7 @@ def make_root(
                 f"the model has an attribute with the reserved name {attribute}",
                 help=f"call it {attribute}_ or the like",
             )
-    root._modules.update(model._modules)
-    root._parameters.update(model._parameters)
-    root._buffers.update(model._buffers)
-    root._non_persistent_buffers_set |= model._non_persistent_buffers_set
+    hold(root, model)
     if isinstance(loss, nn.Module):
         root.add_module(LOSS, loss)
     if constants:

@@ -17,6 +17,7 @@ from torch.nn.modules import container
 from torch.nn.parameter import is_lazy
 
 import gemsc.nn
+from gemsc.base.nests import nest_text
 
 # modules whose classes have text, by their names in it
 _SPACES = {"nn": nn, "gemsc.nn": gemsc.nn}
@@ -218,7 +219,7 @@ def _literal(value: object) -> str:
     if isinstance(value, (str, torch.dtype)):
         return _word(value)
     if isinstance(value, (tuple, list)):
-        return _sequence(value)
+        return nest_text(value, _literal)
     if isinstance(value, torch.Tensor):
         dtype = "" if value.dtype is torch.float32 else f", dtype={value.dtype}"
         shape = ", ".join(str(int(size)) for size in value.shape) or "()"
@@ -232,13 +233,6 @@ def _word(value: str | torch.dtype) -> str:
     if not re.fullmatch(r"[A-Za-z0-9_-]*", value):
         raise _UnwritableError
     return f'"{value}"'
-
-
-def _sequence(value: tuple[Any, ...] | list[Any]) -> str:
-    items = ", ".join(_literal(item) for item in value)
-    if isinstance(value, list):
-        return f"[{items}]"
-    return f"({items},)" if len(value) == 1 else f"({items})"
 
 
 def _gives_same(source: str, module: nn.Module) -> bool:

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gemsc.base.nests import dense_leaves
+from gemsc.base.nests import dense_leaves, storages_of
 from gemsc.base.rng import fork_torch
 from gemsc.base.weighted import WeightedCall, WeightedCalls
 from gemsc.costs.gradients import GradientFlow
@@ -112,7 +112,7 @@ def annotate(
     fake.train(training)
     for path in program.frozen:
         fake.get_submodule(path).eval()
-    ledger = _Ledger(device or read_hardware().device, _storages(fake))
+    ledger = _Ledger(device or read_hardware().device, storages_of(fake))
     values: dict[fx.Node, Any] = {}
     for node in program.graph.nodes:
         if node.op == "placeholder":
@@ -147,11 +147,6 @@ def _storage_sizes(tensors: Iterable[Tensor]) -> tuple[tuple[int, int], ...]:
 def _facts_of_input(value: Tensor) -> meta.Facts:
     sizes = _storage_sizes([value])
     return meta.Facts(output_bytes=value.nbytes, storages=sizes)
-
-
-def _storages(module: nn.Module) -> dict[int, str]:
-    tensors = (*module.named_parameters(), *module.named_buffers())
-    return {tensor.untyped_storage()._cdata: name for name, tensor in tensors}
 
 
 @dataclass

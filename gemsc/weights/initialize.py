@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gemsc.base.dtypes import default_dtype
+from gemsc.base.nests import as_kind
 from gemsc.base.rng import outside_draws, seed_of, seeded
 from gemsc.errors import GemscError
 
@@ -75,9 +76,7 @@ def _unset(tensor: Tensor | None) -> Tensor | None:
         return tensor
     blank = torch.empty(tensor.shape, dtype=tensor.dtype)
     blank.fill_(_mark(tensor.dtype))
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(blank, requires_grad=tensor.requires_grad)
-    return blank
+    return as_kind(blank, tensor)
 
 
 def _mark(dtype: torch.dtype) -> float | int | bool:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from gemsc.base.nests import as_kind
 from gemsc.base.parts import Part
 from gemsc.ir.holder import attribute, put_layer, shallow_copy
 
@@ -45,18 +46,12 @@ def put_parts(module: fx.GraphModule, parts: Mapping[str, Part]) -> None:
         before = {name: attribute(owner, name) for name in own}
         for name, part in own.items():
             whole = before[name]
-            tensor = made.setdefault(id(whole), _empty(whole, part))
+            blank = torch.empty(part.local_shape, dtype=whole.dtype)
+            tensor = made.setdefault(id(whole), as_kind(blank, whole))
             slots: dict[str, Any] = owner._parameters
             slots = slots if name in slots else owner._buffers
             slots[name] = tensor
         _resize(owner, {name: part for name, part in own.items() if part.share})
-
-
-def _empty(whole: Tensor, part: Part) -> Tensor:
-    local = torch.empty(part.local_shape, dtype=whole.dtype)
-    if isinstance(whole, nn.Parameter):
-        return nn.Parameter(local, requires_grad=whole.requires_grad)
-    return local
 
 
 def _resize(layer: Any, parts: Mapping[str, Part]) -> None:

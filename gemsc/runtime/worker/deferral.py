@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
+from gemsc.base.nests import storage_of
 from gemsc.base.weighted import WeightedCall, WeightedCalls
 from gemsc.errors import InternalError
 from gemsc.runtime.memory.meter import ActivationMeter, active_meter
@@ -58,12 +59,12 @@ class Deferred:
         # autograd may give a parameter the memory of a gradient that waits here, and
         # would add the next micro-batch's to it in place
         grown = {
-            _storage(parameter.grad)
+            storage_of(parameter.grad)
             for parameter in parameters.values()
             if parameter.grad is not None
         }
         for index, (call, x, gradient) in enumerate(self._waiting):
-            if _storage(gradient.tensor) in grown:
+            if storage_of(gradient.tensor) in grown:
                 self._waiting[index] = call, x, _Held(gradient.tensor.clone())
 
     def compute(self) -> None:
@@ -173,10 +174,6 @@ class _Noted(torch.autograd.Function):
 def _next_number() -> int:
     """Return the number of what autograd records next in this thread."""
     return torch._C._autograd._get_sequence_nr()
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _add_up(call: WeightedCall, of_weight: Tensor, of_bias: Tensor | None) -> None:
