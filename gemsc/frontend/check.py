@@ -39,7 +39,7 @@ from gemsc.frontend.gradients import (
 from gemsc.frontend.halves import loss_of_halves, of_two_samples
 from gemsc.frontend.user_code import user_line
 from gemsc.frontend.values import loss_fails_on, returned
-from gemsc.ir.holder import attribute
+from gemsc.ir.holder import attribute, hold
 from gemsc.ir.interpret import run_node, run_nodes
 from gemsc.ir.meta import location
 from gemsc.ir.mutation import changed_by_layer, mutated_inputs
@@ -176,7 +176,8 @@ def _copies(
 ) -> _Copies:
     """Return copies of the model, of its loss, and of what the graph calls."""
     eager_model, eager_loss = deep_copy((model, loss), _memo(shared))
-    (graph_module,) = deep_copy((_holder(program.module),), _memo(shared))
+    hold(holder := nn.Module(), program.module)
+    (graph_module,) = deep_copy((holder,), _memo(shared))
     set_training(eager_model, eager_loss, training)
     _copy_flags(eager_model, eager_loss, graph_module)
     return eager_model, eager_loss, graph_module
@@ -243,15 +244,6 @@ def _memo(shared: dict[str, nn.Parameter]) -> dict[int, Any]:
         new.__dict__.update(parameter.__dict__)
         memo[id(parameter)] = new
     return memo
-
-
-def _holder(module: nn.Module) -> nn.Module:
-    """Return the layers, parameters and buffers of a graph module without its graph."""
-    holder = nn.Module()
-    holder._modules.update(module._modules)
-    holder._parameters.update(module._parameters)
-    holder._buffers.update(module._buffers)
-    return holder
 
 
 def _copy_flags(model: nn.Module, loss: Any, graph_module: nn.Module) -> None:
