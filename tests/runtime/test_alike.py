@@ -7,6 +7,7 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -303,6 +304,22 @@ def test_an_old_copy_of_a_file_is_refused(
     with (folder / file).open("a") as text:
         text.write("# older\n")
     match = f"ranks 0 and {rank} have different versions of {file}"
+    with pytest.raises(GemscError, match=match):
+        check_copies(copies)
+
+
+def test_an_old_copy_of_what_the_file_imports_is_refused(
+    copies: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rank, folder in enumerate(copies):
+        for name in ("parts/rates.py", "lib/site-packages/torch.py"):
+            (folder / name).parent.mkdir(parents=True)
+            (folder / name).write_text(f"RATE = {rank if 'lib' in name else 0.1}\n")
+            module = SimpleNamespace(__file__=str(folder / name))
+            monkeypatch.setitem(sys.modules, f"{name} of {rank}", module)
+    check_copies(copies)
+    (copies[2] / "parts/rates.py").write_text("RATE = 0.3\n")
+    match = "ranks 0 and 2 have different versions of parts/rates.py"
     with pytest.raises(GemscError, match=match):
         check_copies(copies)
 

@@ -25,10 +25,11 @@ from gemsc.runtime.transport.transport import Transport
 
 
 def check_same_files(directory: FilePath, plan: Plan, transport: Transport) -> None:
-    """Make sure that all ranks run the same program and the same file of the user's.
+    """Make sure that all ranks run the same program and the same files of the user's.
 
     Machines without a folder that they share may have old copies of them. The first
-    rank reads the files of all, each other one its own.
+    rank reads the programs of all, each other one its own. The user's are the model's
+    file, or the script, and what is imported by now from its folder.
 
     Raises:
         GemscError: two ranks have different ones; on all ranks.
@@ -38,14 +39,26 @@ def check_same_files(directory: FilePath, plan: Plan, transport: Transport) -> N
     names = [rank_file(rank, name) for rank in ranks for name in ("", *plan.variants)]
     main = getattr(sys.modules["__main__"], "__file__", None)  # of one's own loop
     script = plan.spec.partition(":")[0] or main
-    files = [directory / name for name in names] + [FilePath(script or ".")]
-    mine = {f.name: digest(f.read_bytes()) for f in files if f.is_file()}
+    files = {name: directory / name for name in names}
+    if script:
+        files |= _beside(FilePath(script).absolute())
+    mine = {n: digest(f.read_bytes()) for n, f in files.items() if f.is_file()}
     if (other := first_difference(transport.all_gather_object(mine))) is not None:
         raise GemscError(
             f"{other[1]} have different versions of {other[0]}",
             help="copy it and the program's folder to all machines again, or start "
-            "from a folder that they share",
+            "from a folder that they share; what is a machine's own, such as a path, "
+            "can be in its environment",
         )
+
+
+def _beside(script: FilePath) -> dict[str, FilePath]:
+    """Return a script and the modules in its folder, but for what was installed."""
+    folder = script.parent
+    known = (getattr(each, "__file__", None) for each in [*sys.modules.values()])
+    own = [FilePath(each) for each in known if each and "-packages" not in each]
+    inside = [each for each in own if each.is_relative_to(folder)]
+    return {each.relative_to(folder).as_posix(): each for each in (script, *inside)}
 
 
 class SameBatches(Callback):

@@ -176,6 +176,7 @@ def train(
     check_same_files(directory, plan, transport)
     constants = split_constants(options.set)
     user = load_user_model(plan.spec, constants={**plan.constants, **constants})
+    check_same_files(directory, plan, transport)  # now with what it imports
     check_run_constants(user.path, constants, plan.constants)
     if user.dataset is None:
         raise GemscError(
