@@ -346,11 +346,6 @@ class Conversions(Pieces):
             return self.whole(node)
         return self.part(node, self.owned(self.shape(node), axes))
 
-    def spread_beside(self, node: fx.Node, axes: Axes) -> fx.Node:
-        """Return the part that meets others cut like this; of size 1 there is one."""
-        pairs = zip(self.shape(node), axes, strict=True)
-        return self.spread(node, tuple(a if size > 1 else None for size, a in pairs))
-
     def shared(self, node: fx.Node, parts: tuple[Part, ...]) -> Local:
         """Return a value of which shards have these parts; tiles cut it as before."""
         local = self.local(node)

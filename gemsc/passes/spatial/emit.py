@@ -245,3 +245,9 @@ def weighted_sum(
     """Add up a value of each tile, or of some, times its share; the sum has `axes`."""
     weighted = add_call(low, call.node, operator.mul, local.node, share, partial=True)
     return low.all_reduce(call.node, weighted.node, axes, among)
+
+
+def spread_beside(low: Lowering, node: fx.Node, axes: Axes) -> fx.Node:
+    """Return what of a value meets others that are cut like this; of size 1, all."""
+    pairs = zip(low.shape(node), axes, strict=True)
+    return low.spread(node, tuple(a if size > 1 else None for size, a in pairs))

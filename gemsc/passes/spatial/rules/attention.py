@@ -27,7 +27,7 @@ from gemsc.ir import meta
 from gemsc.ir.operators.calls import Call
 from gemsc.ir.program import Barrier
 from gemsc.passes.spatial.cuts import Axes
-from gemsc.passes.spatial.emit import add_call
+from gemsc.passes.spatial.emit import add_call, spread_beside
 from gemsc.passes.spatial.lowering import Lowering
 from gemsc.passes.spatial.values import Local, Refused, refined
 from gemsc.runtime import tiles
@@ -216,7 +216,7 @@ def _mask(low: Lowering, call: Call, axes: Axes) -> fx.Node | None:
     """Return the node of the mask of the rank's queries; None if it needs none."""
     mask = call.get("attn_mask")
     if mask is not None:
-        return low.spread_beside(mask, axes[len(axes) - len(low.shape(mask)) :])
+        return spread_beside(low, mask, axes[len(axes) - len(low.shape(mask)) :])
     if not call.get("is_causal", False) or axes[-2] is None:
         return None
     start, stop = low.owned(low.shape(call["query"]), axes)[low.place][-2]

@@ -18,7 +18,7 @@ from gemsc.ir.operators.calls import Call
 from gemsc.ir.operators.equations import letters_of, parse
 from gemsc.ir.operators.table import operands_of, operator_of
 from gemsc.passes.spatial.cuts import are_samples, fits, or_whole
-from gemsc.passes.spatial.emit import call_again
+from gemsc.passes.spatial.emit import call_again, spread_beside
 from gemsc.passes.spatial.lowering import Lowering
 from gemsc.passes.spatial.values import Local, Refused
 
@@ -84,7 +84,7 @@ def by_equation(low: Lowering, call: Call) -> Local:
         raise Refused("its result is not cut")
     inputs: dict[fx.Node, fx.Node] = {}
     for source, letters in operands:
-        wanted = low.spread_beside(source, tuple(map(axis_of.get, letters)))
+        wanted = spread_beside(low, source, tuple(map(axis_of.get, letters)))
         if inputs.setdefault(source, wanted) is not wanted:
             raise Refused("two of its operands are one value")
     local = call_again(low, call, cut, inputs, partial=bool(over))
