@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import sys
+import sysconfig
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,12 @@ from gemsc.launch.launch import launch
 from gemsc.plan import Plan
 from gemsc.runtime.data.tiled import Window, whole_window
 from gemsc.runtime.training import train
-from gemsc.runtime.training.alike import SameBatches, SameCopies, check_same_files
+from gemsc.runtime.training.alike import (
+    SameBatches,
+    SameCopies,
+    check_same_files,
+    own_files,
+)
 from gemsc.runtime.training.arguments import parse_arguments
 from gemsc.runtime.training.step_report import StepReport
 from gemsc.runtime.training.trainer import Trainer
@@ -373,3 +379,9 @@ def test_a_run_compares_them(
     monkeypatch.setattr(train.Plan, "read", lambda path: plan)
     with pytest.raises(GemscError, match="compared"):
         run_local(1, lambda each: train.train(program, each, parse_arguments([])))
+
+
+def test_python_itself_is_not_compared() -> None:
+    """A folder may have it beside one's files: ~/miniconda3, of another version."""
+    folder = Path(sysconfig.get_path("stdlib")).parents[1]
+    assert [*own_files(folder / "own.py")] == ["own.py"]

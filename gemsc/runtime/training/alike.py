@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import sysconfig
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path as FilePath
@@ -41,7 +42,7 @@ def check_same_files(directory: FilePath, plan: Plan, transport: Transport) -> N
     script = plan.spec.partition(":")[0] or main
     files = {name: directory / name for name in names}
     if script:
-        files |= _beside(FilePath(script).absolute())
+        files |= own_files(FilePath(script).absolute())
     mine = {n: digest(f.read_bytes()) for n, f in files.items() if f.is_file()}
     if (other := first_difference(transport.all_gather_object(mine))) is not None:
         raise GemscError(
@@ -52,12 +53,12 @@ def check_same_files(directory: FilePath, plan: Plan, transport: Transport) -> N
         )
 
 
-def _beside(script: FilePath) -> dict[str, FilePath]:
+def own_files(script: FilePath) -> dict[str, FilePath]:
     """Return a script and the modules in its folder, but for what was installed."""
-    folder = script.parent
+    folder, python = script.parent, sysconfig.get_path("stdlib")
     known = (getattr(each, "__file__", None) for each in [*sys.modules.values()])
     own = [FilePath(each) for each in known if each and "-packages" not in each]
-    inside = [each for each in own if each.is_relative_to(folder)]
+    inside = [f for f in own if f.is_relative_to(folder) and python not in f.as_posix()]
     return {each.relative_to(folder).as_posix(): each for each in (script, *inside)}
 
 
