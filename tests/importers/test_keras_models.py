@@ -76,6 +76,19 @@ def frozen() -> Any:
     return keras.Model(image, L.Conv2D(2, 3)(norm(x)))
 
 
+def thawed() -> Any:
+    """Freeze models and a wrapper, of which some layers are trained after all."""
+    image = L.Input((4, 8))
+    norm, last = L.BatchNormalization(), L.Dense(4)
+    base = keras.Sequential([L.Dense(8), norm, L.Dense(5), last])
+    steps, both = L.TimeDistributed(L.Dense(4)), L.Bidirectional(L.LSTM(3))
+    model = keras.Model(image, both(steps(base(image))))
+    base.trainable = steps.trainable = both.trainable = False
+    norm.trainable = last.trainable = steps.layer.trainable = True
+    both.backward_layer.trainable = True
+    return model
+
+
 def operations() -> Any:
     image = L.Input((6, 8, 4))
     x = L.Conv2D(4, 1)(image)
@@ -87,7 +100,7 @@ def operations() -> Any:
 
 
 MODELS: list[Callable[[], Any]] = [
-    *(residual, unet, nested, shared, structures, frozen, operations)
+    *(residual, unet, nested, shared, structures, frozen, thawed, operations)
 ]
 
 

@@ -44,6 +44,12 @@ class Listed:
         return self.is_own and self.kind in MODELS
 
     @property
+    def holds_layers(self) -> bool:
+        """Whether what it holds says itself whether it is trained."""
+        is_wrapper = self.kind in ("Bidirectional", "RNN", "TimeDistributed")
+        return self.is_model or (self.is_own and is_wrapper)
+
+    @property
     def is_operation(self) -> bool:
         """Whether it is a function of keras.ops, which has no place in the weights."""
         return ".ops." in f"{self.text.get('module') or ''}."

@@ -66,6 +66,11 @@ class Graph:
         own = '"data_format": "channels_first"' in json.dumps(self.archive.config)
         return self.options.channels_first and not own
 
+    @cached_property
+    def frozen(self) -> bool:
+        """Whether nothing is trained: of a model within it, its layers say so."""
+        return Listed.of(self.archive.config).config.get("trainable") is False
+
     # ------------------------------------------------------------------- models
 
     def model(
@@ -74,7 +79,6 @@ class Graph:
         path: str,
         *,
         given: Sequence[Laid] | None = None,
-        frozen: bool = False,
     ) -> Model:
         """Return a model as a class; its values are `given` if it is within another.
 
@@ -85,9 +89,8 @@ class Graph:
         words = f"{entry.kind} model {entry.name!r} of {self.archive.path.name}"
         sheet = Sheet(entry.name, words, self.archive.path.name)
         with sheet.place(f"{entry.kind} {entry.name!r}"), _readable(sheet):
-            frozen = frozen or entry.config.get("trainable") is False
             entries = [Listed.of(layer) for layer in entry.config["layers"]]
-            calls = _Calls(self, sheet, path, entries, frozen, given)
+            calls = _Calls(self, sheet, path, entries, given)
             if entry.kind == "Sequential":
                 outputs, structure = calls.in_a_row(entry.config), None
             else:
@@ -133,7 +136,7 @@ class Graph:
                 for laid, of in zip(given, model.inputs, strict=True)
             ]
         counts = len(self.layers), len(self.sheets)
-        again = self.model(layer.text, layer.path, given=given, frozen=layer.frozen)
+        again = self.model(layer.text, layer.path, given=given)
         if model is None:
             model = self.called[layer] = again
             self.sheets.append(model.sheet)
@@ -147,8 +150,9 @@ class Graph:
                 )
         return _results(call, model, layer.added[""], given)
 
-    def layer(self, entry: Listed, path: str, *, frozen: bool, name: str = "") -> Layer:
+    def layer(self, entry: Listed, path: str, *, name: str = "") -> Layer:
         """Return a layer of the archive, with its variables."""
+        is_frozen = entry.config.get("trainable") is False and not entry.holds_layers
         layer = Layer(
             entry.kind,
             name or entry.name,
@@ -156,7 +160,7 @@ class Graph:
             {} if entry.is_operation else self.archive.variables(path),
             self.archive.table,
             path,
-            frozen or entry.config.get("trainable") is False,
+            self.frozen or is_frozen,
             text=entry.text if entry.is_model else None,
             is_operation=entry.is_operation,
         )
@@ -166,7 +170,7 @@ class Graph:
     def within(self, outer: Layer, text: Mapping[str, Any], part: str) -> Layer:
         """Return a layer that another one holds."""
         path, name = f"{outer.path}/{part}", f"{outer.name}.{part.replace('/', '.')}"
-        return self.layer(Listed.of(text), path, frozen=outer.frozen, name=name)
+        return self.layer(Listed.of(text), path, name=name)
 
 
 def _at_the_end(sheet: Sheet, laid: Laid, channels_first: bool) -> Laid:
@@ -209,7 +213,6 @@ class _Calls:
         sheet: Sheet,
         path: str,
         entries: Sequence[Listed],
-        frozen: bool,
         given: Sequence[Laid] | None,
     ) -> None:
         self.graph, self.sheet = graph, sheet
@@ -221,7 +224,7 @@ class _Calls:
         folder = f"{path}/layers" if path else "layers"
         places = {e.name: f"{folder}/{w}" for e, w in zip(held, words, strict=True)}
         self.layers = {
-            entry.name: graph.layer(entry, places.get(entry.name, ""), frozen=frozen)
+            entry.name: graph.layer(entry, places.get(entry.name, ""))
             for entry in entries
         }
 

@@ -85,7 +85,7 @@ class Layer:
     `variables` are the names of its tensors in the file, in Keras' order, and by the
     paths of its parts for those that have parts: {"": (...), "cell": (...)}. `table`
     says what the file knows of them, and `path` is where they stand in it. A layer that
-    is `frozen` is not trained, because it or a model around it says so. `text` is the
+    is `frozen` is not trained, because it or the whole model says so. `text` is the
     whole config of a model within a model, and `is_operation` marks a function of
     keras.ops.
     """
