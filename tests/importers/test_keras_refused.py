@@ -230,6 +230,25 @@ def test_regularizers_and_constraints_are_noted(tmp_path: Path) -> None:
     assert "'both': UnitNorm(axis=0) of its recurrent is left out" in notes
 
 
+def test_what_begins_anew_of_an_optimizer_is_said(tmp_path: Path) -> None:
+    model, optimizers = of(layers.LSTM(3)), keras.optimizers
+    inputs, targets = torch.ones(2, *SEQUENCE), torch.ones(2, 3)
+    rate = optimizers.schedules.ExponentialDecay(0.1, 5, 0.5)
+    for optimizer, wanted in [
+        (optimizers.SGD(0.1), ""),
+        (optimizers.SGD(0.1, momentum=0.9), "here its moments begin anew"),
+        (optimizers.SGD(rate), "here the steps of its rate begin anew"),
+    ]:
+        model.compile(optimizer, "mse")
+        for updates in range(2):
+            folder = tmp_path / f"{updates}{wanted}"
+            folder.mkdir()
+            notes = "\n".join(imported(model, folder)[0].notes)
+            assert ("begin anew" in notes) == bool(updates and wanted)
+            model.train_on_batch(inputs, targets)
+        assert f"optimizer: 1 updates are in the file: {wanted}" in notes or not wanted
+
+
 def test_a_direction_or_cell_that_keras_does_not_train_is_frozen(
     tmp_path: Path,
 ) -> None:

@@ -26,6 +26,7 @@ from gemsc.importers.keras.optimizers import OPTIMIZERS, SCHEDULES
 losses, optimizers = keras.losses, keras.optimizers
 schedules = keras.optimizers.schedules
 CLASSES = 4
+OUTPUT = ModelOutput("dense", (8, CLASSES))
 
 
 def text_of(outputs: list[ModelOutput] | None = None, **settings: Any) -> TrainingText:
@@ -34,7 +35,7 @@ def text_of(outputs: list[ModelOutput] | None = None, **settings: Any) -> Traini
     network = keras.Model(inputs, keras.layers.Dense(CLASSES)(inputs))
     network.compile(**settings)
     config = json.loads(json.dumps(network.get_compile_config()))
-    return training_text(config, outputs or [ModelOutput("dense", (8, CLASSES))])
+    return training_text(config, outputs or [OUTPUT])
 
 
 def functions(text: TrainingText) -> Mapping[str, Any]:
@@ -154,12 +155,28 @@ def test_a_loss_is_known_by_its_short_name(alias: str) -> None:
     torch.testing.assert_close(found, losses.get(alias)(y, x).mean())
 
 
-def test_labels_may_be_a_row_where_the_output_is_a_column() -> None:
-    space = functions(text_of([ModelOutput("dense", (8, 1))], loss="mse"))
-    x, y = torch.rand(8, 1), torch.rand(8)
-    wanted = losses.MeanSquaredError()(y, x)
-    torch.testing.assert_close(space["loss"](x, y), wanted)
-    assert not torch.isclose(wanted, F.mse_loss(x, y.expand(8, 8)))
+@pytest.mark.parametrize("shape", [(8, 1), (8,), (4, 4, 1), (1, 5, 5, 1)])
+@pytest.mark.parametrize("loss", ["mse", "binary_crossentropy", "dice"])
+def test_labels_may_have_one_axis_more_or_less(loss: str, shape: Any) -> None:
+    output = ModelOutput("dense", shape)
+    space = functions(text_of([output], loss=loss, metrics=["binary_accuracy"]))
+    x = torch.rand(shape)
+    y = torch.rand(shape[:-1] if len(shape) > 1 else (8, 1)).round()
+    wanted = keras.losses.get(loss)
+    metric = keras.metrics.BinaryAccuracy()
+    metric.update_state(y, x)
+    for labels in (y, y.reshape(x.shape)):
+        given = labels.reshape(x.shape)
+        torch.testing.assert_close(space["loss"](x, labels), wanted(given, x).mean())
+        found = space["metrics"](x, labels)["binary_accuracy"]
+        assert found == float(metric.result())
+
+
+@pytest.mark.parametrize("weights", [0.3, [0.3], {"dense": 0.3}])
+def test_the_loss_of_an_only_output_may_have_a_weight(weights: Any) -> None:
+    space = functions(training_text({"loss": "mse", "loss_weights": weights}, [OUTPUT]))
+    x, y = torch.rand(8, CLASSES), torch.rand(8, CLASSES)
+    torch.testing.assert_close(space["loss"](x, y), 0.3 * F.mse_loss(x, y))
 
 
 @pytest.mark.parametrize("channels", [1, CLASSES])

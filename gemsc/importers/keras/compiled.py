@@ -115,8 +115,11 @@ class TrainingText:
             is_only = len(self.outputs) == 1
             name = "loss" if is_only else f"loss_of_{self.word(output)}"
             doc = f"Return Keras' loss of {output.name!r}."
-            self.function(name, doc, self.forms[output].lines)
             factor = "" if weight in (None, 1) else f"{float(weight)!r} * "
+            *lines, last = self.forms[output].lines
+            if is_only:
+                last = last.replace("return ", f"return {factor}", 1)
+            self.function(name, doc, [*lines, last])
             parts.append(f"{factor}{name}(output{output.place}, target{output.place})")
         if len(self.outputs) > 1:
             sums = [f"total = total + {part}" for part in parts[1:]]

@@ -126,9 +126,21 @@ def _reduced(form: LossForm, reduction: str, output: ModelOutput) -> LossForm:
 
 
 def _as_output(output: ModelOutput) -> str:
-    """Return the line that gives the target the output's type, and the shape (n, 1)."""
-    shape = ".reshape(-1, 1)" if output.shape[1:] == (1,) else ""
-    return f"target = target.to(output.dtype){shape}"
+    """Return the line that gives the target the output's type, and its last axis."""
+    return f"target = {_aligned('target', output)}.to(output.dtype)"
+
+
+def _aligned(target: str, output: ModelOutput) -> str:
+    """Return a target with as many axes as the output: labels (n,) for (n, 1)."""
+    rank = len(output.shape)
+    if rank == 1:
+        return f"{target}.reshape(-1)"
+    if rank == 2 and output.channels == 1:
+        return f"{target}.reshape(-1, 1)"
+    if output.channels > 1:
+        return target
+    longer = f"{target}.unsqueeze({output.dim})"
+    return f"({longer} if {target}.dim() == {rank - 1} else {target})"
 
 
 def _plain(text: str, settings: Settings, output: ModelOutput) -> LossForm:
@@ -382,10 +394,9 @@ def _accuracy_of(output: ModelOutput, target: str) -> str:
 
 def _binary_metric(settings: Settings, output: ModelOutput) -> list[str]:
     threshold = float(settings.get("threshold", 0.5))
-    shape = ".reshape(-1, 1)" if output.shape[1:] == (1,) else ""
     return [
         f"guess = (output > {threshold!r}).to(output.dtype)",
-        f"return (guess == target{shape}).float().mean()",
+        f"return (guess == {_aligned('target', output)}).float().mean()",
     ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +72,22 @@ def read_keras(path: Path, options: ImportOptions) -> ImportedNetwork:
         archive,
         functions=training.functions,
         imports=[f"import {options.custom.stem}"] if options.custom else [],
-        notes=[*notes, *training.notes],
+        notes=[*notes, *training.notes, *_begun(archive, training.functions)],
     )
+
+
+def _begun(archive: Archive, functions: Sequence[str]) -> Iterator[str]:
+    """Say what begins anew of a training that the file is in the middle of."""
+    names = archive.variables("optimizer").get("", ())  # counter, rate, moments
+    count = archive.table[names[0]] if names else None
+    if count is None or count.shape or count.dtype.kind not in "iu":
+        return
+    updates, defined = int(archive.read(names[0])), "\n".join(functions)
+    again = ["its moments"] if len(names) > 2 and "def optimizer" in defined else []
+    again += ["the steps of its rate"] if "def scheduler" in defined else []
+    if updates and again:
+        what = " and ".join(again)
+        yield f"optimizer: {updates} updates are in the file: here {what} begin anew"
 
 
 def _inputs(model: Listed) -> set[str]:
