@@ -273,3 +273,37 @@ def test_single_numbers_are_trained_where_the_exporter_says_so(optimize, tmp_pat
     for one in (network, theirs):
         train(one, [x] * 3)
     check_same(network, theirs)
+
+
+class Computed(nn.Module):
+    """A norm without weights, a constant matrix, and weights that are computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
+        self.norm = nn.LayerNorm(6, elementwise_affine=False)
+        self.last = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = self.norm(self.first(x)) @ torch.eye(6).roll(1, 0)
+        return self.last((mixed + torch.arange(6.0)).unsqueeze(1))
+
+
+def test_what_the_exporter_computes_of_no_parameter_is_not_trained(
+    tmp_path: Path,
+) -> None:
+    path = exported(
+        Computed().eval(), [torch.rand(4, 6)], tmp_path / "a.onnx", **MERGED
+    )
+    net, _ = imported(path)
+    trained = sorted(tuple(p.shape) for p in net.parameters() if p.requires_grad)
+    assert trained == [(2,), (2, 6), (6,), (6, 6)]
+
+
+@pytest.mark.parametrize("how", [MERGED, OLDER])
+def test_a_norm_without_weights_is_not_given_any(how: Any, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.LayerNorm(6, elementwise_affine=False), nn.Linear(6, 2))
+    path = exported(model.eval(), [torch.rand(4, 6)], tmp_path / "a.onnx", **how)
+    net, _ = imported(path)
+    trained = sorted(tuple(p.shape) for p in net.parameters() if p.requires_grad)
+    assert trained == [(2,), (2, 6)]

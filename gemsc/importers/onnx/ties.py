@@ -28,6 +28,8 @@ from gemsc.importers.onnx.trained import SLOTS, all_nodes, weight_slots
 from gemsc.importers.weight import Array
 
 FX_NODE = "pkg.torch.onnx.fx_node"  # %a = call_function[target=...](args = (%p_w, ...
+SIGNATURE = "pkg.torch.export.ExportedProgram.graph_signature"  # its parameters
+FOLDED = "pkg.onnxscript.optimizer.folded_from"  # of which values a constant was made
 WITH_BIAS = re.compile(r"target=torch\.ops\.aten\.(linear|addmm|conv)")
 Key = tuple[str | int, ...]  # equal for the same parameter
 UNKNOWN: Key = ()
@@ -43,8 +45,8 @@ class Ties:
     """What was changed: of how many parameters each of the `parted` tensors was.
 
     `left_out` are parameters of the model that the file has not: biases of zeros.
-    `buffers` are tensors that the model holds and does not train, `parameters` those
-    that it trains, as the exporter says.
+    `buffers` are tensors that the model holds or computes and does not train,
+    `parameters` those that it trains, as the exporter says.
     """
 
     parted: Mapping[str, int]
@@ -124,7 +126,21 @@ def part(
             elif str(key[0]).startswith(("b_", "c_")):
                 buffers.add(new)
     _join(graph, uses, read)
-    return Ties(parted, left_out, buffers, noted)
+    return Ties(parted, left_out, buffers | (_computed(graph) - noted), noted)
+
+
+def _computed(graph: onnx.GraphProto) -> set[str]:
+    """Return the tensors that the exporter has computed, and of no parameter."""
+    signature = next((p.value for p in graph.metadata_props if p.key == SIGNATURE), "")
+    trained = set(re.findall(r": PARAMETER target='(.+)'", signature))
+    return {
+        value.name
+        for value in graph.value_info
+        for known in value.metadata_props
+        if known.key == FOLDED
+        and trained
+        and trained.isdisjoint(re.findall(r"'([^']+)'", known.value))
+    }
 
 
 def _groups(name: str, uses: Sequence[_Use]) -> Mapping[Key, list[_Use]]:

@@ -120,10 +120,25 @@ def trained_names(
                     users.setdefault(name, set()).add(scope(node))
     statistics = _statistics(graph, makers, table)
     weights -= {*buffers, *(statistics - _used_elsewhere(graph))}
+    weights -= set(_neutral(graph, makers, read))
     others = [n for n in named if n not in weights and not _is_mask(read(n))]
     found = weights | set(others)
     shared = [name for name in users if name in found and len(users[name]) > 1]
     return TrainedTensors(found, statistics, others, shared)
+
+
+def _neutral(
+    graph: onnx.GraphProto,
+    makers: Mapping[str, onnx.NodeProto],
+    read: Callable[[str], Array],
+) -> Iterator[str]:
+    """Give the ones and zeros of norms without weights: Constants of the exporter."""
+    for node in all_nodes(graph):
+        is_norm = node.op_type.endswith("Normalization")
+        for index, name in enumerate(node.input[1:3] if is_norm else ()):
+            is_constant = name in makers and makers[name].op_type == "Constant"
+            if is_constant and (read(name) == 1 - index).all():
+                yield name
 
 
 def _is_mask(array: Array) -> bool:
