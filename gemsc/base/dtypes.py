@@ -221,7 +221,11 @@ def is_laid_out(tensor: Tensor) -> bool:
 
 def empty(shape: Sequence[int], form: Format, **how: Any) -> Tensor:
     """Return `torch.empty` of a format, as plain memory where it does not go."""
-    return torch.empty_permuted(tuple(shape), lying_order(form, len(shape)), **how)
+    if isinstance(form, tuple):
+        return torch.empty_permuted(tuple(shape), form, **how)
+    if CHANNELS_LAST.get(len(shape)) is not form:
+        form = torch.contiguous_format
+    return torch.empty(tuple(shape), memory_format=form, **how)
 
 
 def lying_as(tensor: Tensor, form: Format) -> Tensor:

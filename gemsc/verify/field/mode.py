@@ -39,7 +39,9 @@ DRAWS = names(
     "normal_ exponential_ random_"
 )
 # new memory
-UNWRITTEN = names("empty empty_like empty_strided new_empty new_empty_strided")
+UNWRITTEN = names(
+    "empty empty_like empty_permuted empty_strided new_empty new_empty_strided"
+)
 # what looks at numbers without changing them, or makes none
 PLAIN = names(
     "_local_scalar_dense isfinite isinf isnan is_same_size size stride is_nonzero "
