@@ -30,7 +30,9 @@ def ignored_labels(program: Program) -> list[dict[str, Any]]:
     Such a mean weighs the labels of a micro-batch with few more than others. There are
     none where the loss returns a sum and a count, or compile says that it is no mean.
     """
-    if program.loss is None or spec(program.loss).shape or program.halves:
+    if program.loss is None or spec(program.loss).shape:
+        return []
+    if program.halves and not program.mixes_samples:
         return []
     inputs = {each.name: each for each in program.inputs}
     return [

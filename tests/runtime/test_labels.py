@@ -93,6 +93,18 @@ def test_it_says_nothing_where_compile_has_said_it() -> None:
     assert compiled(Words(), (X,), functional, some).plan.ignored == []
 
 
+class Mixing(Words):
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = super().forward(x)
+        return found + x.std()
+
+
+def test_that_forward_mixes_samples_says_nothing_of_labels() -> None:
+    plan = compiled(Mixing(), (X,), functional, CLASSES).plan
+    assert plan.mixes_samples
+    assert [each["label"] for each in plan.ignored] == [-1]
+
+
 def labelled(*counts: int) -> TensorDataset:
     """Return samples that have so many labels each."""
     x = torch.randn(len(counts), 6, 4)
@@ -123,10 +135,11 @@ def test_labels_may_be_inputs(told: int, tmp_path: Path, capfd: Any) -> None:
     )
 
     def work(trainer: Any) -> None:
+        trainer.add_callbacks([LabelsThatCount()])  # each rank counts
         for step in range(1, 5):
             trainer.step(unlike if step == told else even)
 
-    on_ranks(tmp_path, 2, work, callbacks=[LabelsThatCount()])
+    on_ranks(tmp_path, 2, work)
     text = capfd.readouterr().err
     message = f"the micro-batches of step {told} have 3 to 12 labels"
     assert text.count(message) == text.count("warning: ") == (told < 3)
