@@ -40,7 +40,7 @@ from gemsc.runtime.data.metrics import Metrics
 from gemsc.runtime.training.step_report import concatenated
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.runtime.training.verification import recorded
-from gemsc.runtime.transport.local import run_local
+from gemsc.runtime.transport.local import look_up_operators, run_local
 from gemsc.runtime.transport.transport import Transport
 from gemsc.verify.compare import (
     TOLERANCE,
@@ -251,6 +251,7 @@ class _Step:
 def _compared(compilation: Compilation, step: _Step) -> str:
     """Run both on a batch; return why they cannot be compared, "" if they are equal."""
     dtype = step.dtype
+    look_up_operators()
     with ExitStack() as stack:
         stack.enter_context(preserve_rng())
         stack.enter_context(default_dtype(dtype))  # of all threads, until both end

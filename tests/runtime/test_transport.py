@@ -16,6 +16,7 @@ import torch
 from mpi_transport_program import CASES
 from nightly import at_night
 
+from gemsc.base.rng import same_draws
 from gemsc.errors import GemscError, InternalError
 from gemsc.launch.launch import launch
 from gemsc.launch.mpirun import find_mpirun
@@ -473,6 +474,25 @@ def test_sums_of_halves_may_go_on_in_any_order(monkeypatch):
     for one, other in tensors:
         assert one.tolist() == [1, 3]
         assert other.tolist() == [21, 23]
+
+
+def test_operators_are_looked_up_before_threads_call_them(monkeypatch):
+    """Of two threads that do it at a time, one may later call freed memory."""
+    asked, look_up = [], torch._ops._get_packet
+
+    def slow(name, module):
+        if threading.current_thread() is not threading.main_thread():
+            asked.append(name)
+            time.sleep(0.02)
+        return look_up(name, module)
+
+    def main(transport: LocalTransport) -> None:
+        with same_draws():  # a mode of torch's
+            torch._foreach_expm1_([torch.ones(1)])  # nobody else calls it
+
+    monkeypatch.setattr(torch._ops, "_get_packet", slow)
+    run_local(2, main)
+    assert asked == []
 
 
 def test_a_mailbox_is_finished_when_all_has_been_received():

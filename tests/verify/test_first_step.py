@@ -643,3 +643,19 @@ def test_where_float64_takes_too_much_memory_its_own_dtype_is_compared(
     much = "that would take about 0 GiB of memory"
     assert dtypes(torch.float32, 2 * 4 * copies * weights) == ([], much)
     assert dtypes(torch.bfloat16, 2 * need) == ([], much)
+
+
+def test_operators_are_looked_up_before_a_thread_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The model runs in one of its own, beside the ranks."""
+    seen: list[str] = []
+
+    def pool(count: int) -> ThreadPoolExecutor:
+        seen.append("a thread")
+        return ThreadPoolExecutor(count)
+
+    monkeypatch.setattr(first_step, "look_up_operators", lambda: seen.append("found"))
+    monkeypatch.setattr(first_step, "ThreadPoolExecutor", pool)
+    compiled(**STAGES)
+    assert seen == ["found", "a thread"]

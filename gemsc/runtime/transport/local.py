@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NoReturn, TypeVar
 
 import torch
@@ -240,6 +241,21 @@ class LocalTransport:
         self.barrier()
 
 
+@cache
+def look_up_operators() -> None:
+    """Make the objects that stand for torch's operators, before threads need them.
+
+    Of two threads that are the first to call one in a `TorchDispatchMode`, each makes
+    an object. One of them is freed, and torch may go on to use that one: it calls what
+    lies there now, or crashes.
+    """
+    for name in torch._C._dispatch_get_all_op_names():
+        space, _, rest = name.partition("::")
+        operator, _, overload = rest.partition(".")
+        packet = getattr(getattr(torch.ops, space), operator, None)
+        getattr(packet, overload or "default", None)
+
+
 def run_local(
     num_ranks: int,
     main: Callable[[LocalTransport], T],
@@ -257,6 +273,7 @@ def run_local(
         InternalError: a deadlock, messages that nobody received, or `timeout` seconds
             in which nothing moved: how long all takes is a matter of the machine.
     """
+    look_up_operators()
     world = World(num_ranks)
     results: dict[int, T] = {}
     cores = [*os.sched_getaffinity(0)] if hasattr(os, "sched_setaffinity") else []
