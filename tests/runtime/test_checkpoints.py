@@ -8,10 +8,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 from training_support import pairs, program, run, user_of
 
 from gemsc.base.files import facts_of
@@ -222,6 +224,31 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path) -> N
         assert one.keys() == other.keys()
         assert all(torch.equal(one[key], other[key]) for key in one)
         assert file == files[0] or any("optimizer/exp_avg/" in key for key in one)
+
+
+class Lists(LRScheduler):
+    """A scheduler of one's own that keeps a table, and lists that grow and shrink."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.table, self.seen, self.left = np.linspace(0.1, 0.01, 9), [], [2, 4, 6]
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float]:
+        self.seen.append(float(self.table[self.last_epoch]))
+        if self.last_epoch in self.left:
+            self.left.pop(0)
+        factor = self.table[len(self.left)] * len(self.seen)
+        return [factor for _ in self.optimizer.param_groups]
+
+
+def test_a_scheduler_goes_on_with_its_arrays_and_lists(tmp_path: Path) -> None:
+    folder, user = program(tmp_path / "program"), user_of(scheduler=Lists)
+    words = ("--epochs", "9", "--save", str(tmp_path / "run"), "--steps")
+    whole = run(folder, user, *words[:2], "--steps", "7")
+    run(folder, user, *words, "3")
+    found = run(folder, user, *words, "7", "--resume")
+    for mine, theirs in zip(whole, found, strict=True):
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
 @pytest.mark.slow

@@ -81,6 +81,17 @@ def test_a_deque_keeps_how_many_it_holds() -> None:
     assert again == deque([0.2, 0.1])
 
 
+@pytest.mark.parametrize("dtype", ["uint32", "<f8", ">i2", "bool"])
+def test_an_array_comes_back_as_one(dtype: str) -> None:
+    made, tensors = np.eye(5).astype(dtype), list[torch.Tensor]()
+    encoded = encode(made, lambda t: str(tensors.append(t)), "it")
+    again = decode(encoded, lambda name: tensors[0])
+    assert isinstance(again, np.ndarray)
+    assert np.array_equal(again, made)
+    with pytest.raises(GemscError, match="holds a tensor of <U1, which no"):
+        encode(np.array(["a"]), str, "it")
+
+
 @pytest.mark.parametrize(
     "kind",
     [

@@ -43,6 +43,7 @@ from gemsc.runtime.checkpoint.states import (
     check_generators,
     check_step,
     decode,
+    is_torchs,
     set_generators,
 )
 from gemsc.runtime.worker.updates import Updates
@@ -390,7 +391,8 @@ class _Reader:
             for now, theirs in zip(
                 *(each["param_groups"] for each in (current, state)), strict=True
             ):
-                check_alike(None, now, theirs, is_same=True)
+                known = is_torchs(updates.optimizer)
+                check_alike(None, now, theirs, is_same=known)
             updates.optimizer.load_state_dict(state)
             check_step(updates.optimizer)
         if updates.scheduler is not None:
@@ -398,7 +400,7 @@ class _Reader:
             found = saved.scheduler(now, sources, rank)
             if found is not None:
                 with _fits("scheduler", part):
-                    check_alike(part, now, found, is_same=is_same)
+                    check_alike(part, now, found, is_same=is_same and is_torchs(part))
                     part.load_state_dict(found)
 
 

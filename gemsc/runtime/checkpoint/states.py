@@ -51,6 +51,7 @@ MAPPINGS: dict[str, type] = {"Counter": Counter, "OrderedDict": OrderedDict}
 MAKERS: dict[str, Callable[[Any], Any]] = {
     "float": float,
     "complex": lambda parts: complex(*parts),
+    "array": Tensor.numpy,
     "dtype": DTYPES.__getitem__,
     **LISTS,
     BOUNDED: lambda pair: deque(*pair),
@@ -79,7 +80,7 @@ def encode(value: Any, put: Put, what: str) -> Any:
         case torch.dtype():
             return _kind("dtype", dtype_name(value))
         case Tensor() | np.ndarray():
-            return _tensor(torch.as_tensor(value).detach(), put, what)
+            return _tensor(value, put, what)
         case list():
             return [encode(each, put, what) for each in value]
         case tuple() | set() | deque():
@@ -112,14 +113,18 @@ def _mapping(value: Mapping[Any, Any], put: Put, what: str) -> dict[str, Any]:
     return _kind(kind, pairs)
 
 
-def _tensor(tensor: Tensor, put: Put, what: str) -> dict[str, Any]:
+def _tensor(tensor: Any, put: Put, what: str) -> dict[str, Any]:
+    if is_array := isinstance(tensor, np.ndarray):
+        tensor = tensor.astype(tensor.dtype.newbyteorder("="))
     if (name := dtype_name(tensor.dtype)) not in DTYPES:
         raise GemscError(
             f"{what} holds a tensor of {name}, which no checkpoint can hold",
             help="return a tensor of another dtype from state_dict()",
         )
+    if is_array:
+        return _kind("array", _tensor(torch.from_numpy(tensor), put, what))
     if tensor.numel() > SMALL:
-        return _kind("stored", put(tensor))
+        return _kind("stored", put(tensor.detach()))
     numbers = tensor.cpu().reshape(-1).tolist()
     return {
         **_kind("tensor", encode(numbers, put, what)),
@@ -211,8 +216,8 @@ def _numpy(states: Mapping[str, Any]) -> tuple[Any, ...]:
 def check_alike(part: Any, now: Any, saved: Any, *, is_same: bool) -> None:
     """Make sure that saved values are of the kinds that an optimizer or scheduler has.
 
-    Where the layout of the ranks `is_same`, lists are as long as they are now. What is
-    None, or not there, may become anything else.
+    Where the layout of the ranks `is_same`, lists are as long as they are now, or have
+    grown. What is None, or not there, may become anything else.
 
     Raises:
         ValueError: a value is not, or it would stand in the place of a method.
@@ -236,7 +241,7 @@ def check_alike(part: Any, now: Any, saved: Any, *, is_same: bool) -> None:
             pairs = [(now.get(key), saved[key]) for key in saved] if is_alike else ()
         case list() | tuple():
             is_alike = isinstance(saved, list | tuple)
-            is_alike = is_alike and not (is_same and len(now) != len(saved))
+            is_alike = is_alike and not (is_same and len(now) > len(saved))
             pairs = zip(now, saved if is_alike else (), strict=False)
         case _:
             is_alike = isinstance(saved, type(now))
@@ -256,6 +261,11 @@ def _is_own(part: Any, key: Any) -> bool:
     return key == "optimizer" or callable(getattr(part, str(key), None))
 
 
+def is_torchs(part: Any) -> bool:
+    """Whether an optimizer or a scheduler is one of torch's own."""
+    return type(part).__module__.startswith("torch.optim.")
+
+
 def check_step(optimizer: Any) -> None:
     """Make one step with the state of an optimizer of torch's, without its tensors.
 
@@ -264,7 +274,7 @@ def check_step(optimizer: Any) -> None:
     Raises:
         Exception: the step fails.
     """
-    if not type(optimizer).__module__.startswith("torch.optim."):
+    if not is_torchs(optimizer):
         return
     try:
         _trial(optimizer, {})
