@@ -241,8 +241,29 @@ class Lists(LRScheduler):
         return [factor for _ in self.optimizer.param_groups]
 
 
-def test_a_scheduler_goes_on_with_its_arrays_and_lists(tmp_path: Path) -> None:
-    folder, user = program(tmp_path / "program"), user_of(scheduler=Lists)
+class Lean(torch.optim.Optimizer):
+    """Keeps what torch would make of the dtype of the parameters when it is loaded."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        every = (p for group in self.param_groups for p in group["params"])
+        for parameter in (p for p in every if p.grad is not None):
+            state = self.state[parameter]
+            for name, dtype in (("mean", torch.bfloat16), ("signs", torch.int64)):
+                state.setdefault(name, torch.zeros_like(parameter, dtype=dtype))
+            state["mean"].lerp_(parameter.grad.bfloat16(), 0.1)
+            state["signs"] += parameter.grad > 0
+            parameter -= 0.1 * state["mean"].float() / (1 + state["signs"])
+
+
+@pytest.mark.parametrize("given", [{"scheduler": Lists}, {"optimizer": Lean}])
+def test_a_state_of_ones_own_comes_back_as_it_was(
+    given: dict[str, Any], tmp_path: Path
+) -> None:
+    folder, user = program(tmp_path / "program"), user_of(**given)
     words = ("--epochs", "9", "--save", str(tmp_path / "run"), "--steps")
     whole = run(folder, user, *words[:2], "--steps", "7")
     run(folder, user, *words, "3")

@@ -23,7 +23,12 @@ from program_support import Net, X, batch_of, on_ranks
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import SGD, Adam
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    LinearLR,
+    SequentialLR,
+    StepLR,
+)
 from torch.utils.data import DataLoader
 from training_support import FromTest, pairs, program, run, simple, user_of
 
@@ -141,6 +146,79 @@ def test_a_run_that_goes_on_with_another_schedule_in_its_file_says_what_counts(
     run(folder, of(4), "--save", save, "--steps", "3", "--resume", save)
     said = "the scheduler keeps the values of the checkpoint: step_size 2 (scheduler()"
     assert capfd.readouterr().err.count(f"{said} gives 4); on_step can change") == 1
+
+
+def of_head(named: Any, rate: float) -> SGD:
+    """Return what the first rank has none of."""
+    return SGD([p for name, p in named if name.startswith("c")], lr=rate)
+
+
+def warmed(made: SGD, steps: int) -> Any:
+    return SequentialLR(made, [LinearLR(made), CosineAnnealingLR(made, steps)], [steps])
+
+
+NOW_OTHERWISE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "a rate of the last rank": (
+        {"optimizer": partial(of_head, rate=0.5)},
+        {"optimizer": partial(of_head, rate=0.25)},
+        "the checkpoint: lr 0.5 (optimizer() gives 0.25); on_step",
+    ),
+    "a schedule of a sequence": (
+        {"scheduler": partial(warmed, steps=2)},
+        {"scheduler": partial(warmed, steps=4)},
+        "milestones [2] (scheduler() gives [4]), T_max 2 (scheduler() gives 4); on",
+    ),
+    "more parameters": (
+        {"optimizer": partial(of_head, rate=0.5)},
+        {"optimizer": partial(SGD, lr=0.5)},
+        "that the checkpoint's did not have: a.weight, a.bias, b.weight and 3 more\n",
+    ),
+    "the first scheduler": (
+        {},
+        {"scheduler": LinearLR},
+        "the checkpoint has no scheduler: LinearLR begins, as scheduler() makes it\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOW_OTHERWISE)
+def test_what_goes_on_otherwise_than_its_file_has_it_now_is_told_once(
+    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before, now, said = NOW_OTHERWISE[name]
+    words = "--save", str(tmp_path / "run"), "--steps"
+    run(program(tmp_path), user_of(**before), *words, "1")
+    run(tmp_path, user_of(**before), *words, "2", "--resume")
+    assert "note:" not in capfd.readouterr().err
+
+    def rates(trainer: Trainer) -> list[float]:
+        made = trainer.optimizer
+        return [] if made is None else [group["lr"] for group in made.param_groups]
+
+    found = run(tmp_path, user_of(**now), *words, "3", "--resume", result=rates)
+    error = capfd.readouterr().err
+    assert error.count(said) == error.count("note:") == 1, error
+    if "the first" in name:  # it has made one step
+        assert found == run(tmp_path, user_of(**now), "--steps", "1", result=rates)
+
+
+def test_parameters_that_a_hook_gave_the_optimizer_are_not_left_out(
+    tmp_path: Path,
+) -> None:
+    def weights(named: Any) -> SGD:
+        return SGD([p for name, p in named if name.endswith("weight")], lr=0.1)
+
+    def on_step(trainer: Trainer, report: StepReport) -> None:
+        if report.step == 1:
+            named = trainer.worker.updates.parameters.items()
+            biases = [p for name, p in named if name.endswith("bias")]
+            trainer.optimizer.add_param_group({"params": biases})
+
+    user = user_of(optimizer=weights, on_step=on_step)
+    words = "--save", str(tmp_path / "run"), "--steps"
+    run(program(tmp_path), user, *words, "2")
+    with pytest.raises(GemscError, match=r"bias', which optimizer\(\) now leaves out"):
+        run(tmp_path, user, *words, "3", "--resume")
 
 
 def test_a_run_that_goes_on_takes_the_kernels_of_its_optimizer_from_the_file(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
@@ -146,6 +146,32 @@ class SavedOptimizer:
     states: Mapping[str, Sequence[str]]
     decode: Callable[[Any], Any]
 
+    @property
+    def has_no_scheduler(self) -> bool:
+        """Whether a run was saved, and no rank of it had a scheduler."""
+        kinds = [saved["kinds"] for saved in self.ranks]
+        return any(kinds) and not any("scheduler" in each for each in kinds)
+
+    def check_taken(
+        self, held: Iterable[HeldTensor], slots: Sequence[UpdatedParameter]
+    ) -> list[str]:
+        """Return which parameters of a rank's optimizer were in no saved one.
+
+        Raises:
+            GemscError: one of those that the rank has `held` was, and now is in none.
+        """
+        names = dict.fromkeys(slot.name for slot in slots)
+        for each in held:
+            is_left_out = each.key in self._group_of and each.key not in names
+            if is_left_out and each.tensor.requires_grad:
+                raise GemscError(
+                    f"the optimizer of the checkpoint has '{each.key}', which "
+                    "optimizer() now leaves out",
+                    help="let it take that, too, also what a hook adds to it later; "
+                    f"freeze() what is not to be trained; {WEIGHTS_ALONE}",
+                )
+        return [n for n in names if self._group_of and n not in self._group_of]
+
     def groups(
         self, slots: Sequence[UpdatedParameter], count: int, rank: int
     ) -> list[Source]:
@@ -175,10 +201,12 @@ class SavedOptimizer:
         slots: Sequence[UpdatedParameter],
         sources: Sequence[Source],
         read: Callable[[str, TensorPiece], Tensor],
+        fixed: Sequence[str] = (),
     ) -> State:
         """Return the state of an optimizer as its `load_state_dict` takes it.
 
-        `read` gives a piece of the tensor with a key.
+        `read` gives a piece of the tensor with a key. Values of groups that are `fixed`
+        stay what they are.
         """
         state: State = {}
         for slot in slots:
@@ -196,8 +224,8 @@ class SavedOptimizer:
             if source is not None:
                 rank, number = source
                 values = self.decode(self.ranks[rank]["groups"][number]["values"])
-            kernels = {name: group[name] for name in KERNELS if name in group}
-            groups.append({**group, **values, **kernels})
+            own = {n: group[n] for n in (*KERNELS, *fixed) if n in group}
+            groups.append({**group, **values, **own})
         return {**current, "state": state, "param_groups": groups}
 
     def others(self, rank: int, *, is_same: bool) -> State:

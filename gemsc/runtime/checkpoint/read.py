@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from gemsc.errors import GemscError, say_note
+from gemsc.errors import GemscError
 from gemsc.runtime.checkpoint.files import StoredTensors
 from gemsc.runtime.checkpoint.folder import (
     check_checkpoint,
@@ -28,9 +28,9 @@ from gemsc.runtime.checkpoint.holdings import (
     Holdings,
     gradient_key,
 )
+from gemsc.runtime.checkpoint.kept_values import CYCLED, Notes, say_kept
 from gemsc.runtime.checkpoint.manifest import MANIFEST, Manifest, damaged
 from gemsc.runtime.checkpoint.optimizer_state import (
-    PARAMETERS,
     WEIGHTS_ALONE,
     SavedOptimizer,
     slots_of,
@@ -53,8 +53,6 @@ from gemsc.weights.source import open_distributed
 if TYPE_CHECKING:
     from gemsc.weights.distributed import DistributedCheckpoint
 
-MOST_NAMED = 3  # values of an optimizer that are named
-
 
 @dataclass
 class _Fit:
@@ -67,6 +65,7 @@ class _Fit:
     take_gradients: Callable[[bool], object] | None = None
     is_same: bool = False
     extra: dict[str, Any] = field(default_factory=dict)
+    notes: Notes = field(default_factory=dict)
 
 
 def resume(worker: Worker, directory: Path, tensors: Extra) -> dict[str, Any]:
@@ -89,8 +88,7 @@ def resume(worker: Worker, directory: Path, tensors: Extra) -> dict[str, Any]:
                 for part, state in zip(stateful, before, strict=True):
                     part.load_state_dict(state)
                 raise theirs
-        if transport.rank == 0:
-            _say_kept(stateful, before)
+        say_kept(transport, fit.notes, stateful, before)
         for act in fit.acts:
             act()
         worker.stages.align()
@@ -98,52 +96,6 @@ def resume(worker: Worker, directory: Path, tensors: Extra) -> dict[str, Any]:
         if fit.take_gradients is not None:
             fit.take_gradients(all(is_same for _, is_same in everyone))
     return fit.extra
-
-
-def _say_kept(parts: list[Any], made: list[dict[str, Any]]) -> None:
-    """Say where optimizers and schedulers go on with other values than they now get."""
-    found: dict[str, dict[str, None]] = {"optimizer": {}, "scheduler": {}}
-    kinds = [
-        "optimizer" if hasattr(part, "param_groups") else "scheduler" for part in parts
-    ]
-    of_groups = partial(_of_groups, "scheduler" in kinds)
-    for kind, part, before in zip(kinds, parts, made, strict=True):
-        values = of_groups if kind == "optimizer" else _of_scheduler
-        for name, mine, theirs in values(part, before, part.state_dict()):
-            now, then = str(mine), str(theirs)  # some are tensors
-            if now != then:
-                text = f"{name} {then:.40} ({kind}() gives {now:.40})"
-                found[kind][text] = None
-    for kind, texts in found.items():
-        first, count = [*texts][:MOST_NAMED], len(texts) - MOST_NAMED
-        rest = f" and {count} more" if count > 0 else ""
-        text = f"the {kind} keeps the values of the checkpoint"
-        if texts:
-            say_note(f"{text}: {', '.join(first)}{rest}; on_step can change them")
-
-
-def _of_groups(
-    is_scheduled: bool, part: Any, made: Any, loaded: Any
-) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the values of each group, as made and as loaded.
-
-    What a scheduler sets has changed since the start: of its rates the initial one is
-    compared, where it keeps that in the group as those of PyTorch.
-    """
-    cycled = ("lr", "momentum", "betas") if is_scheduled else ()
-    pairs = zip(*(s.get("param_groups", ()) for s in (made, loaded)), strict=True)
-    for mine, theirs in pairs:
-        names = (n for n in mine if n in theirs and n not in (*PARAMETERS, *cycled))
-        yield from ((name, mine[name], theirs[name]) for name in names)
-
-
-def _of_scheduler(part: Any, made: Any, loaded: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield what a scheduler is made with, as far as it keeps that under its name."""
-    code = getattr(type(part).__init__, "__code__", None)
-    names = code.co_varnames[: code.co_argcount] if code is not None else ()
-    for name in names:
-        if name in made and name in loaded and name != "last_epoch":
-            yield name, made[name], loaded[name]
 
 
 def _fit(reader: _Reader, directory: Path) -> _Fit:
@@ -204,6 +156,7 @@ class _Reader:
 
     def __post_init__(self) -> None:
         self.holdings = Holdings(self.worker)
+        self.notes: Notes = {}
 
     def weights(
         self, stored: StoredTensors, key: str, extra: Extra
@@ -259,6 +212,7 @@ class _Reader:
             partial(self._take_gradients, stored, gradients),
             is_same,
             _checked_extra(read(progress["extra"])),
+            self.notes,
         )
 
     def of_distributed(self, saved: DistributedCheckpoint) -> _Fit:
@@ -379,13 +333,20 @@ class _Reader:
                         f"{kind}",
                         help=f"use {before} again, {WEIGHTS_ALONE}",
                     )
+        held, rank = holdings.updated(updates), self.worker.transport.host.rank
         if updates.optimizer is None:
+            saved.check_taken(held.values(), ())
             return
         current = state_of(updates.optimizer)
-        slots = slots_of(updates.optimizer, current, holdings.updated(updates))
-        rank = self.worker.transport.host.rank
+        slots = slots_of(updates.optimizer, current, held)
+        text = "the optimizer has parameters that the checkpoint's did not have: {}"
+        self.notes.setdefault(text, []).extend(saved.check_taken(held.values(), slots))
         sources = saved.groups(slots, len(current["param_groups"]), rank)
-        state = saved.state(current, slots, sources, stored.read)
+        fixed: Sequence[str] = ()
+        if updates.scheduler is not None and saved.has_no_scheduler:
+            text = "the checkpoint has no scheduler: {} begins, as scheduler() makes it"
+            self.notes[text], fixed = [type(updates.scheduler).__name__], CYCLED
+        state = saved.state(current, slots, sources, stored.read, fixed)
         state |= saved.others(rank, is_same=is_same)
         with _fits("optimizer", updates.optimizer):
             for now, theirs in zip(
@@ -394,6 +355,7 @@ class _Reader:
                 known = is_torchs(updates.optimizer)
                 check_alike(None, now, theirs, is_same=known)
             updates.optimizer.load_state_dict(state)
+            self._keep_dtypes(updates.optimizer, slots, state["state"], stored)
             check_step(updates.optimizer)
         if updates.scheduler is not None:
             part, now = updates.scheduler, updates.scheduler.state_dict()
@@ -402,6 +364,23 @@ class _Reader:
                 with _fits("scheduler", part):
                     check_alike(part, now, found, is_same=is_same and is_torchs(part))
                     part.load_state_dict(found)
+
+    def _keep_dtypes(
+        self, optimizer: Any, slots: Any, saved: Any, stored: StoredTensors
+    ) -> None:
+        """Give tensors of the state the dtypes that they were saved in.
+
+        torch has made them of the dtype of their parameter, for a parameter of another
+        dtype than before: a count or a sum in another one would go on otherwise.
+        """
+        for slot in slots:
+            keys = (f"{place}{slot.name}" for place in (MODEL_KEY, BESIDE_KEY, ""))
+            before = next((stored.entry(k).dtype for k in keys if k in stored), None)
+            state = getattr(optimizer, "state", {}).get(slot.parameter, {})
+            for key, value in saved.get(slot.index, {}).items():
+                dtype = getattr(value, "dtype", before)
+                if dtype not in (before, getattr(state.get(key), "dtype", dtype)):
+                    state[key] = value.to(state[key].device)
 
 
 @contextmanager

@@ -1,0 +1,76 @@
+"""What a resumed run says: where it goes on otherwise than its file has it now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import chain
+from typing import Any
+
+from gemsc.errors import say_note
+from gemsc.runtime.checkpoint.optimizer_state import PARAMETERS
+from gemsc.runtime.transport.transport import Transport
+
+MOST_NAMED = 3  # values that are named
+CHANGE = "on_step can change them"
+CYCLED = "lr", "momentum", "betas"  # of a group: what schedulers set
+Notes = dict[str, list[str]]  # texts with {}, and what to name there
+
+
+def say_kept(
+    transport: Transport, notes: Notes, parts: list[Any], made: list[dict[str, Any]]
+) -> None:
+    """Say once what there is to say of any rank; all ranks call this.
+
+    That are `notes`, and where optimizers and schedulers go on with other values than
+    those that they were `made` with.
+    """
+    notes = {text: [*names] for text, names in notes.items()}
+    kinds = [
+        "optimizer" if hasattr(part, "param_groups") else "scheduler" for part in parts
+    ]
+    of_groups = partial(_of_groups, "scheduler" in kinds)
+    for kind, part, before in zip(kinds, parts, made, strict=True):
+        values = of_groups if kind == "optimizer" else _of_scheduler
+        said = f"the {kind} keeps the values of the checkpoint: {{}}; {CHANGE}"
+        for name, mine, theirs in values(part, before, part.state_dict()):
+            now, then = str(mine), str(theirs)  # some are tensors
+            if now != then:
+                text = f"{name} {then:.40} ({kind}() gives {now:.40})"
+                notes.setdefault(said, []).append(text)
+    everyone = transport.all_gather_object(notes)
+    for said in dict.fromkeys(chain(*everyone)) if transport.rank == 0 else ():
+        found = [*dict.fromkeys(chain(*(each.get(said, ()) for each in everyone)))]
+        first, count = ", ".join(found[:MOST_NAMED]), len(found) - MOST_NAMED
+        if found:
+            say_note(said.format(first + (f" and {count} more" if count > 0 else "")))
+
+
+def _of_groups(
+    is_scheduled: bool, part: Any, made: Any, loaded: Any
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the values of each group, as made and as loaded.
+
+    What a scheduler sets has changed since the start: of its rates the initial one is
+    compared, where it keeps that in the group as those of PyTorch.
+    """
+    cycled = CYCLED if is_scheduled else ()
+    pairs = zip(*(s.get("param_groups", ()) for s in (made, loaded)), strict=True)
+    for mine, theirs in pairs:
+        names = (n for n in mine if n in theirs and n not in (*PARAMETERS, *cycled))
+        yield from ((name, mine[name], theirs[name]) for name in names)
+
+
+def _of_scheduler(part: Any, made: Any, loaded: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield what a scheduler is made with, as far as it keeps that under its name.
+
+    So of those that it is made of (SequentialLR, ChainedScheduler).
+    """
+    code = getattr(type(part).__init__, "__code__", None)
+    names = code.co_varnames[: code.co_argcount] if code is not None else ()
+    for name in (*names, "_milestones"):
+        if name in made and name in loaded and name != "last_epoch":
+            yield name.lstrip("_"), made[name], loaded[name]
+    inner = (state.get("_schedulers", ()) for state in (made, loaded))
+    for each in zip(getattr(part, "_schedulers", ()), *inner, strict=False):
+        yield from _of_scheduler(*each)
