@@ -248,6 +248,31 @@ def test_each_replica_goes_on_with_its_own_gradients_that_wait(
     assert off(weights_in(run), weights_in(whole)) < 1e-12
 
 
+@pytest.mark.parametrize("shard", ["off", "gradients"])
+@pytest.mark.parametrize("before", [1, 2])
+def test_gradients_of_steps_that_are_undone_are_forgotten(
+    before: int, shard: str, tmp_path: Path
+) -> None:
+    """A loop that goes back to a checkpoint is as if it had never gone farther."""
+    options = {"ranks": 4, "data": 2, "shard": shard, "micro_batches": 1}
+    written(tmp_path / "two", Net(simple), **options)
+    batches = [batch_of((X + i, X), 2) for i in range(5)]
+    straight, back = tmp_path / "straight", tmp_path / "back"
+
+    def go_back(trainer: Trainer) -> None:
+        place = trainer.worker.place
+        for number, batch in enumerate(batches[: before + 1]):
+            if number == before:
+                trainer.save(tmp_path / "kept")
+            trainer.step(*(t.chunk(place.num_copies)[place.copy] for t in batch))
+        trainer.resume(tmp_path / "kept")
+
+    given = {"accumulate": 2, "resume": False}
+    go_on(tmp_path / "two", 4, straight, batches, **given)
+    go_on(tmp_path / "two", 4, back, batches[before:], after=go_back, **given)
+    assert off(weights_in(back), weights_in(straight)) == 0
+
+
 def test_gradients_of_a_tied_weight_that_wait_are_those_of_all_its_ranks(
     tmp_path: Path,
 ) -> None:

@@ -190,6 +190,7 @@ class _Reader:
         scales = {"": progress["scaler"], **progress.get("scalers", {})}
         pending = read(progress.get("pending", {}))
         for name, updates in worker.variants.updates.items():
+            acts.append(updates.drop_gradients)
             if (begun := pending.get(name)) is not None:
                 acts.append(partial(setattr, updates, "terms", float(begun["terms"])))
                 acts.append(

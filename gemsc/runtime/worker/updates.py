@@ -269,7 +269,7 @@ class Updates:
             self.scheduler, ReduceLROnPlateau
         ):
             self.scheduler.step()
-        self._drop_gradients()
+        self.drop_gradients()
         self.forget_whole_weights()
         stay = self._at_once if self.weight_parts is not None else ()
         self.own.gather(torch.Tensor.detach, without=stay)
@@ -280,9 +280,10 @@ class Updates:
         if self.before is not None:
             self.before()
         self.norm = None
-        self._drop_gradients()
+        self.drop_gradients()
 
-    def _drop_gradients(self) -> None:
+    def drop_gradients(self) -> None:
+        """Forget what steps have added up for an update."""
         self.own.drop_gradients()
         for parameter in self._trained.values():  # other phases' ones may wait
             parameter.grad = None
