@@ -7,7 +7,7 @@ import re
 import signal
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import redirect_stderr
 from dataclasses import replace
 from functools import partial
@@ -534,6 +534,42 @@ def test_a_loop_of_ones_own_has_callbacks_and_stops_on_all_ranks(
         ["3"],
         ["start", "step 1", "step 2", "step 3", "save saved", "3"],
     ]
+
+
+class Counts(gemsc.Callback):
+    """Counts otherwise on each rank."""
+
+    count = 0
+
+    def on_step(self, trainer: Trainer, report: StepReport) -> None:
+        self.count += 1 + trainer.transport.rank
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self.count = state["count"]
+
+
+@pytest.mark.parametrize(("ranks", "counts"), [(2, [2, 4]), (3, [2, 3, 4])])
+def test_a_callback_goes_on_with_the_state_of_its_rank(
+    ranks: int, counts: list[int], tmp_path: Path
+) -> None:
+    """In another layout all go on with that of the first rank."""
+    x, target = batch_of((X, X), 4)
+
+    def work(trainer: Trainer) -> int:
+        trainer.add_callbacks([counted := Counts()])
+        if (tmp_path / "saved").exists():
+            trainer.resume(tmp_path / "saved")
+        trainer.step(x, target)
+        trainer.save(tmp_path / "saved")
+        return counted.count
+
+    program(tmp_path / "2", ranks=2, micro_batches=4)
+    program(tmp_path / "3", ranks=3, micro_batches=4)
+    assert on_ranks(tmp_path / "2", 2, work) == [1, 2]
+    assert on_ranks(tmp_path / str(ranks), ranks, work) == counts
 
 
 def test_load_takes_what_a_trainer_takes() -> None:

@@ -208,11 +208,15 @@ class _Reader:
             optimizer = SavedOptimizer(own, states_of(manifest), read)
             states = updates, optimizer, stored
             self._load_states(*states, is_same=is_same)
+        more, kept = read(progress["extra"]), ranks[0].get("callbacks")
+        kept = ranks[rank].get("callbacks", kept) if is_same else kept
+        if kept is not None:  # or an older gemsc has put it there
+            more["callbacks"] = read(kept)
         return _Fit(
             acts,
             partial(self._take_gradients, stored, gradients),
             is_same,
-            _checked_extra(read(progress["extra"])),
+            _checked_extra(more),
             self.notes,
         )
 

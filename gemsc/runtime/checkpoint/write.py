@@ -91,7 +91,7 @@ def check_savable(worker: Worker) -> None:
     Raises:
         GemscError: it cannot.
     """
-    _share(worker, {}, {})
+    _share(worker, {}, {}, {})
 
 
 def save(
@@ -99,6 +99,7 @@ def save(
     directory: Path,
     *,
     extra: Mapping[str, Any],
+    callbacks: Mapping[str, Any],
     tensors: Extra,
     kept: Retention,
     background: bool,
@@ -107,7 +108,7 @@ def save(
     transport, step = worker.transport.host, worker.steps.done
     share, beside, problem = _Share(), directory, None
     try:
-        share = _share(worker, extra, tensors)
+        share = _share(worker, extra, tensors, callbacks)
         if transport.rank == 0:
             with _told_where(directory, step):
                 beside = clear_space(directory, step)
@@ -198,7 +199,12 @@ class _Share:
         return _Share((), copies, self.texts)
 
 
-def _share(worker: Worker, extra: Mapping[str, Any], tensors: Extra) -> _Share:
+def _share(
+    worker: Worker,
+    extra: Mapping[str, Any],
+    tensors: Extra,
+    callbacks: Mapping[str, Any],
+) -> _Share:
     rank, holdings = worker.transport.host.rank, Holdings(worker)
     held = [*holdings.tensors(tensors)]
     updates = worker.variants.updates
@@ -225,6 +231,7 @@ def _share(worker: Worker, extra: Mapping[str, Any], tensors: Extra) -> _Share:
         **encoded.pop(""),
         **({"phases": encoded} if encoded else {}),
         "generators": encode(generator_states(worker.device), put, "a generator"),
+        "callbacks": encode(callbacks, put, "the state of callbacks"),
         "layout": holdings.digest(),
     }
     texts = {"aliases": holdings.aliases(), "rank": own}
@@ -346,6 +353,9 @@ class _Job:
             if not all((self.beside / name).is_file() for name in files):
                 raise self._removed
             ranks = [said["rank"] for said in everyone]
+            for each in ranks[1:]:
+                if each["callbacks"] == ranks[0]["callbacks"]:
+                    del each["callbacks"]
             progress = {**everyone[0]["run"], "ranks": ranks}
             found = Manifest(self.step, self.ranks, files, tensors, aliases, progress)
             found.write(self.beside)

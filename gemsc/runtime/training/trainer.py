@@ -401,11 +401,8 @@ class Trainer:
         self._saving = save(
             self.worker,
             directory,
-            extra={
-                "own": dict(extra or {}),
-                "callbacks": states,
-                "frozen": sorted(self._freezing.names),
-            },
+            extra={"own": dict(extra or {}), "frozen": sorted(self._freezing.names)},
+            callbacks=states,
             tensors=tensors_of(self.callbacks),
             kept=Retention(keep, best, early),
             background=background,
