@@ -474,6 +474,27 @@ def test_a_learning_rate_that_falls_on_a_plateau(tmp_path: Path) -> None:
     assert "ReduceLROnPlateau takes a figure: evaluations only have score" in found
 
 
+def test_what_a_hook_saves_in_the_last_step_of_an_epoch_owes_its_end(
+    tmp_path: Path,
+) -> None:
+    epochs = []
+
+    def on_step(trainer: Trainer, report: Any) -> None:
+        if report.step == 3:
+            trainer.save(tmp_path / "own")
+
+    def on_epoch(trainer: Trainer, epoch: int, figures: dict[str, float]) -> None:
+        epochs.append(epoch)
+
+    hooks = {"on_step": on_step, "on_epoch": on_epoch}
+    user = user_of(eval_dataset=pairs, scheduler=plateau, **hooks)
+    words = "--epochs", "2", "--save", str(tmp_path / "run")
+    whole = run(program(tmp_path / "program"), user, *words)
+    found = run(tmp_path / "program", user, *words, "--resume", tmp_path / "own")
+    assert sorted(epochs) == [0] * 4 + [1] * 4
+    assert all(torch.equal(found[0][name], whole[0][name]) for name in whole[0])
+
+
 def test_what_was_the_best_of_another_figure_is_forgotten() -> None:
     epochs: Any = SimpleNamespace(owes_end=False)
     state = {"name": "loss", "value": 0.1, "step": 4, "since": 2, "is_owed": True}

@@ -369,8 +369,12 @@ def test_one_rank_may_stop_all(
     words = "--epochs", "4"
     assert run(tmp_path, user_of(on_step=on_step), *words, result=steps) == [2, 2]
     assert "stopped after step 2: it is enough" in capsys.readouterr().out
-    assert run(tmp_path, user_of(on_epoch=on_epoch), *words, result=steps) == [6, 6]
+    user, saved = user_of(on_epoch=on_epoch), ("--save", str(tmp_path / "run"))
+    assert run(tmp_path, user, *words, *saved, result=steps) == [6, 6]
     assert "stopped after step 6: it is late" in capsys.readouterr().out
+    assert run(tmp_path, user, *words, *saved, "--resume", result=steps) == [12, 12]
+    said = "note: this run was stopped after step 6 (it is late), and trains on"
+    assert said in capsys.readouterr().out
 
 
 @pytest.mark.slow

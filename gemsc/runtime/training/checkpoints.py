@@ -211,6 +211,7 @@ class Checkpoints(Callback):
         self, trainer: Trainer, epoch: int, figures: Mapping[str, float]
     ) -> None:
         """Save if it is time, or if the evaluation was the best one."""
+        trainer.agree()  # a checkpoint knows of what has stopped the run
         is_best = self.best is not None and self.best.is_new
         is_time = self.every == "epoch" or self._is_time(trainer, trainer.step_number)
         if is_time or is_best:

@@ -20,10 +20,10 @@ from gemsc.runtime.process.status import REPORTED
 from gemsc.runtime.process.stop import StopSignal
 from gemsc.runtime.training.alike import SameCopies
 from gemsc.runtime.training.arguments import to_resume
-from gemsc.runtime.training.callbacks import Callback, Console, Ema, Hooks, Position
+from gemsc.runtime.training.callbacks import Callback, Console, Ema, Hooks
 from gemsc.runtime.training.checkpoints import Best, Checkpoints, plateaus
 from gemsc.runtime.training.datasets import Datasets
-from gemsc.runtime.training.epochs import Epochs
+from gemsc.runtime.training.epochs import Epochs, Position
 from gemsc.runtime.training.evaluation import Evaluator, naming_samples
 from gemsc.runtime.training.labels import LabelsThatCount
 from gemsc.runtime.training.logs import Log
@@ -237,6 +237,9 @@ class Training:
             self.console.say(f"{folder} has ended: {self.best.reason}")
             return False
         if self.epochs.owes_end or not self.epochs.is_over(done):
+            if why := self.epochs.stopped:
+                text = f"note: this run was stopped after step {done} ({why})"
+                self.console.say(f"{text}, and trains on")
             if done and (changes := changed_options(self.options, done)):
                 text = "note: this run continues with other options than it had"
                 self.console.say(f"{text}: {', '.join(changes)}")
