@@ -9,7 +9,6 @@ from typing import Any
 
 from gemsc.errors import say_note
 from gemsc.runtime.checkpoint.optimizer_state import PARAMETERS
-from gemsc.runtime.transport.transport import Transport
 
 MOST_NAMED = 3  # values that are named
 CHANGE = "on_step can change them"
@@ -18,7 +17,7 @@ Notes = dict[str, list[str]]  # texts with {}, and what to name there
 
 
 def say_kept(
-    transport: Transport, notes: Notes, parts: list[Any], made: list[dict[str, Any]]
+    transport: Any, notes: Notes, parts: list[Any], made: list[dict[str, Any]]
 ) -> None:
     """Say once what there is to say of any rank; all ranks call this.
 
