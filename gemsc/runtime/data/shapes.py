@@ -156,14 +156,14 @@ def shape_of_batch(
     """
     if not plan.shapes:
         return 0
-    if given in range(len(plan.shapes)):
-        return given
-    if given is not None:
+    if given is not None and given not in range(len(plan.shapes)):
         raise GemscError(
             f"shape={given} is the number of no shape of this program, which has "
             f"{len(plan.shapes)}",
             help="give its place in what example_inputs() returns, from 0 on",
         )
+    if given is not None:
+        return given
     sample = sources.get("input"), sources.get("target")
     found = {place: size for place, size in _shapes(sample).items() if size}
     known = {number: each.sizes for number, each in enumerate(plan.shapes)}
