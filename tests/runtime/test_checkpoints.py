@@ -251,12 +251,14 @@ class Lean(torch.optim.Optimizer):
     def step(self) -> None:
         every = (p for group in self.param_groups for p in group["params"])
         for parameter in (p for p in every if p.grad is not None):
+            self.state["of all"]["steps"] = self.state["of all"].get("steps", 0) + 1
             state = self.state[parameter]
             for name, dtype in (("mean", torch.bfloat16), ("signs", torch.int64)):
                 state.setdefault(name, torch.zeros_like(parameter, dtype=dtype))
             state["mean"].lerp_(parameter.grad.bfloat16(), 0.1)
             state["signs"] += parameter.grad > 0
-            parameter -= 0.1 * state["mean"].float() / (1 + state["signs"])
+            mean, count = state["mean"].float(), self.state["of all"]["steps"]
+            parameter -= 0.1 * count * mean / (1 + state["signs"])
 
 
 @pytest.mark.parametrize("given", [{"scheduler": Lists}, {"optimizer": Lean}])

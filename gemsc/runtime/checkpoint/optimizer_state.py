@@ -131,6 +131,9 @@ def split_state(
         for number, group in enumerate(state["param_groups"])
     ]
     rest = {k: v for k, v in state.items() if k not in ("state", "param_groups")}
+    known = {slot.index for slot in slots}
+    if beside := {k: v for k, v in state["state"].items() if k not in known}:
+        rest["state"] = beside  # of no parameter
     return tensors, {"groups": groups, "values": values, "rest": rest}
 
 

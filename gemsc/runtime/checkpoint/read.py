@@ -352,7 +352,8 @@ class _Reader:
             text = "the checkpoint has no scheduler: {} begins, as scheduler() makes it"
             self.notes[text], fixed = [type(updates.scheduler).__name__], CYCLED
         state = saved.state(current, slots, sources, stored.read, fixed)
-        state |= saved.others(rank, is_same=is_same)
+        others = saved.others(rank, is_same=is_same)
+        state = {**state, **others, "state": state["state"] | others.get("state", {})}
         with _fits("optimizer", updates.optimizer):
             for now, theirs in zip(
                 *(each["param_groups"] for each in (current, state)), strict=True
