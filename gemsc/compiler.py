@@ -115,7 +115,7 @@ def compile(
     Raises:
         GemscError: the model or an option cannot be compiled; it says where and why.
     """
-    model = as_module(model)
+    model, loss = as_module(model), as_module(loss)
     options = replace(options or CompileOptions(), **choices)
     has_weights = not is_on_meta(model)
     is_held = elsewhere is None and has_weights

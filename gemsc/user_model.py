@@ -248,7 +248,8 @@ class UserModel:
                 at=self.line_of("loss"),
                 help="define loss(output, target), or use a loss of torch.nn",
             )
-        return as_module(loss)
+        with self._at_line_of("loss"):
+            return as_module(loss)
 
     def make_phases(self) -> tuple[Phase, ...]:
         """Return the phases of a step, in their order; none if it is one update.

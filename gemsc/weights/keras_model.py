@@ -38,9 +38,21 @@ def as_module(model: Any) -> Any:
     """Return a model of Keras as a `KerasModel`, anything else as it is.
 
     Its weights that hooks compute are without a graph: see `detach_hooked`.
+
+    Raises:
+        GemscError: it is a loss of Keras, whose arguments have the other order.
     """
     if is_keras(model):
         return KerasModel(model)
+    keras, place = sys.modules.get("keras"), getattr(model, "__module__", "")
+    if place == "keras.src.losses.losses" or isinstance(
+        model, getattr(keras, "Loss", ())
+    ):
+        raise GemscError(
+            "the loss is one of Keras, which takes the target first",
+            help="let a function call it: def loss(output, target): return "
+            "keras_loss(target, output)",
+        )
     if isinstance(model, nn.Module):
         detach_hooked(model)
     return model

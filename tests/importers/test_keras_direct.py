@@ -304,6 +304,15 @@ def test_what_would_silently_be_something_else_is_refused(
         gemsc.compile(make(), (torch.rand(4, 8),), loss=squares, ranks=2)
 
 
+@pytest.mark.parametrize(
+    "loss", [keras.losses.BinaryCrossentropy(), keras.losses.binary_crossentropy]
+)
+def test_a_loss_that_takes_the_target_first_is_refused(loss: Any) -> None:
+    net, inputs = row(layers.Dense(4)), (torch.rand(4, 8),)
+    with pytest.raises(GemscError, match="takes the target first"):
+        gemsc.compile(net, inputs, loss=loss, example_target=torch.rand(4, 2), ranks=2)
+
+
 def test_torch_export_is_refused() -> None:
     net, inputs = row(layers.Dense(4)), (torch.rand(4, 8),)
     with pytest.raises(GemscError, match="does not follow Keras models exactly"):
