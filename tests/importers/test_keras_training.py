@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -172,11 +173,20 @@ def test_labels_may_have_one_axis_more_or_less(loss: str, shape: Any) -> None:
         assert found == float(metric.result())
 
 
-@pytest.mark.parametrize("weights", [0.3, [0.3], {"dense": 0.3}])
+@pytest.mark.parametrize("weights", [0.3, [0.3], {"dense": 0.3}, {"whatever": 0.3}])
 def test_the_loss_of_an_only_output_may_have_a_weight(weights: Any) -> None:
-    space = functions(training_text({"loss": "mse", "loss_weights": weights}, [OUTPUT]))
     x, y = torch.rand(8, CLASSES), torch.rand(8, CLASSES)
-    torch.testing.assert_close(space["loss"](x, y), 0.3 * F.mse_loss(x, y))
+    wanted = 0.3 * F.mse_loss(x, y)
+    for place in ("", '["dense"]'):  # a model may give a dict of one
+        output, config = replace(OUTPUT, place=place), {"loss": "mse"}
+        space = functions(training_text(config | {"loss_weights": weights}, [output]))
+        given = ({"dense": x}, {"dense": y}) if place else (x, y)
+        torch.testing.assert_close(space["loss"](*given), wanted)
+
+
+def test_what_keras_saves_of_no_loss_is_said() -> None:
+    for setting, said in ((losses.Huber(0.3), True), ("huber", False)):
+        assert any("delta" in note for note in text_of(loss=setting).notes) == said
 
 
 @pytest.mark.parametrize("channels", [1, CLASSES])
@@ -411,11 +421,15 @@ def test_every_schedule_of_the_table_is_compared() -> None:
 
 def test_what_gemsc_run_does_is_said_with_its_options() -> None:
     text = text_of(
-        optimizer=optimizers.SGD(0.1, global_clipnorm=1.5, use_ema=True), loss="mse"
+        optimizer=optimizers.SGD(
+            0.1, global_clipnorm=1.5, use_ema=True, ema_overwrite_frequency=7
+        ),
+        loss="mse",
     )
     notes = " ".join(text.notes)
     assert "--clip-norm 1.5" in notes
     assert "--ema 0.99" in notes
+    assert "every 7 updates" in notes
 
 
 def test_functions_of_long_names_are_as_ruff_formats_them(tmp_path: Path) -> None:

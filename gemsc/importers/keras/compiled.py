@@ -12,6 +12,7 @@ from gemsc.codegen.writer import Names, Writer
 from gemsc.importers.expression import write_statement
 from gemsc.importers.keras.config import class_and_config
 from gemsc.importers.keras.losses import (
+    UNSAVED,
     LossForm,
     ModelOutput,
     UnknownLossError,
@@ -89,6 +90,12 @@ class TrainingText:
             except UnknownLossError as why:
                 self.notes.append(f"loss: {why}: write loss(output, target) yourself")
                 return {}
+            what, value = UNSAVED.get(name, ("", None))
+            if what and isinstance(setting, Mapping) and what not in settings:
+                self.notes.append(
+                    f"loss {name}: Keras saves no {what}: here it is {value}, as in "
+                    "Keras once the file is loaded"
+                )
             if forms[output].whole:
                 self.notes.append(
                     f"loss {name} is of a whole batch in Keras: here it is the mean of "
@@ -97,9 +104,14 @@ class TrainingText:
         return forms
 
     def each(self, setting: Any) -> Iterator[tuple[ModelOutput, Any]]:
-        """Yield what is said for each output: one for all, a list, a dict by names."""
+        """Yield what is said for each output: one for all, a list, a dict by names.
+
+        Of an only output, Keras heeds no name.
+        """
         for number, output in enumerate(self.outputs):
-            if isinstance(setting, Mapping) and "class_name" not in setting:
+            if isinstance(setting, Mapping) and len(self.outputs) == len(setting) == 1:
+                yield output, next(iter(setting.values()))
+            elif isinstance(setting, Mapping) and "class_name" not in setting:
                 yield output, setting.get(output.name)
             elif isinstance(setting, list | tuple):
                 yield output, setting[number] if number < len(setting) else None
@@ -112,7 +124,7 @@ class TrainingText:
         for output, weight in self.each(self.config.get("loss_weights")):
             if output not in self.forms:
                 continue
-            is_only = len(self.outputs) == 1
+            is_only = not output.place
             name = "loss" if is_only else f"loss_of_{self.word(output)}"
             doc = f"Return Keras' loss of {output.name!r}."
             factor = "" if weight in (None, 1) else f"{float(weight)!r} * "
@@ -121,7 +133,7 @@ class TrainingText:
                 last = last.replace("return ", f"return {factor}", 1)
             self.function(name, doc, [*lines, last])
             parts.append(f"{factor}{name}(output{output.place}, target{output.place})")
-        if len(self.outputs) > 1:
+        if self.outputs[0].place:
             sums = [f"total = total + {part}" for part in parts[1:]]
             lines = [f"total = {parts[0]}", *sums, "return total"]
             doc = "Add the losses of the outputs."

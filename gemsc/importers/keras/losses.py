@@ -361,6 +361,8 @@ LOSSES: Mapping[str, str | Callable[[Settings, ModelOutput], LossForm]] = {
     "squared_hinge": SIGNS + "return (F.relu(1 - target * output) ** 2).mean()",
     "tversky": partial(_overlap, TVERSKY),
 }
+# settings that get_config() of Keras leaves out, and what they are then
+UNSAVED = {"cosine_similarity": ("axis", -1), "huber": ("delta", 1.0)}
 
 
 # ------------------------------------------------ metrics, that are means over samples
