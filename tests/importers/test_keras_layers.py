@@ -367,4 +367,5 @@ def test_functions_of_each_element_are_those_of_keras(tmp_path: Path) -> None:
     positive = keras.ops.sigmoid(x) + 0.5
     outputs = [getattr(keras.ops, name)(positive) for name in POSITIVE.split()]
     outputs += [getattr(keras.ops, name)(x * 3.0) for name in ANY.split()]
+    outputs += [keras.ops.max(x, 1, initial=0.3), keras.ops.min(x, 1, initial=-0.3)]
     assert_same(keras.Model(x, outputs), tmp_path)

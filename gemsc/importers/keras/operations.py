@@ -101,7 +101,11 @@ def _reduction(template: str, call: LayerCall) -> Laid:
     x = laid.value if first else laid.ordered(call.sheet, first=False)
     dims = tuple(sorted(dimension(a, rank, first) for a in axes))
     kept = ", keepdim=True" if keep else ""
-    return call.gives(template.format(x=x, dims=dims, keep=kept), first=first and keep)
+    text = template.format(x=x, dims=dims, keep=kept)
+    if (start := call.config.get("initial")) is not None:
+        bound = "min" if call.layer.kind == "Max" else "max"
+        text += f".clamp({bound}={float(start)!r})"
+    return call.gives(text, first=first and keep)
 
 
 # -------------------------------------------------------------------------- shapes
