@@ -292,6 +292,22 @@ def test_recurrent_layers_in_each_direction(what, tmp_path):
         np.testing.assert_allclose(one.numpy(), two, rtol=1e-5, atol=1e-5)
 
 
+def test_a_recurrent_layer_may_begin_with_what_is_trained(tmp_path):
+    nodes = [
+        node("Expand", ["start", "sizes"], ["h0"]),
+        node("RNN", ["x", "w", "r", "", "", "h0"], ["y"], hidden_size=3),
+    ]
+    weights = {
+        "start": numbers(1, 1, 3),
+        "sizes": np.array([1, 2, 3]),
+        "w": numbers(1, 3, 4),
+        "r": numbers(1, 3, 3),
+    }
+    path = file_of(tmp_path / "a.onnx", nodes, {"x": [5, 2, 4]}, weights)
+    network = agree(path, numbers(5, 2, 4))
+    assert len(list(network.parameters())) == 3
+
+
 def test_weights_of_half_precision_that_are_cast_are_parameters(tmp_path):
     nodes = [
         node("Cast", ["a.weight"], ["wide"], to=onnx.TensorProto.FLOAT),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from onnx_files import file_of, imported, node
 from torch import nn
 
@@ -199,3 +201,29 @@ def test_recurrence_that_pytorch_has_not_is_refused(
     path = file_of(tmp_path / "a.onnx", nodes, {"x": [5, 2, 3]}, weights)
     with pytest.raises(GemscError, match=message):
         imported(path)
+
+
+def _rows(function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    return lambda x: function(x.flatten(1)).reshape(x.shape)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "same"),
+    [
+        ("Softmax", {}, _rows(lambda x: x.softmax(1))),
+        ("LogSoftmax", {"axis": -3}, _rows(lambda x: x.log_softmax(1))),
+        ("Hardmax", {"axis": 1}, _rows(lambda x: F.one_hot(x.argmax(1), 24).float())),
+        ("LpNormalization", {"axis": 1, "p": 1}, lambda x: F.normalize(x, p=1, dim=1)),
+    ],
+)
+def test_what_the_evaluator_of_onnx_does_otherwise_is_as_the_standard_says(
+    kind: str, settings: dict[str, Any], same: Any, tmp_path: Path
+) -> None:
+    """In what is computed at import, and in what the import is compared with."""
+    c = numbers(2, 2, 3, 4)
+    nodes = [node(kind, [name], [f"of_{name}"], **settings) for name in ("x", "c")]
+    nodes.append(node("Sub", ["of_x", "of_c"], ["y"]))
+    path = file_of(tmp_path / "a.onnx", nodes, {"x": c.shape}, {"c": c}, opset=11)
+    x = torch.from_numpy(numbers(*c.shape))
+    found = imported(path)[0].eval()(x)
+    torch.testing.assert_close(found, same(x) - same(torch.from_numpy(c)))

@@ -183,7 +183,7 @@ def _runner(proto: onnx.NodeProto, opsets: Mapping[str, int]) -> Run:
         inputs = {n: a for n, a in zip(proto.input, arrays, strict=True) if n}
         try:
             with np.errstate(all="ignore"):
-                outputs = ReferenceEvaluator(model).run(None, inputs)
+                outputs = _evaluator(model).run(None, inputs)
         except Exception as why:  # of any type, for a node that need not make sense
             raise NoFitError(str(why).split("\n")[0] or type(why).__name__) from why
         return [np.asarray(array) for array in outputs]
@@ -292,9 +292,49 @@ def reference(
         for node in model.graph.node:
             _evaluate(node)
         named = dict(zip(inputs, arrays, strict=True))
-        return list(ReferenceEvaluator(model, new_ops=[LRN]).run(None, named))
+        return list(_evaluator(model).run(None, named))
 
     return run
+
+
+def _evaluator(model: onnx.ModelProto) -> ReferenceEvaluator:
+    """Return the reference implementation, with the standard's word for what is not."""
+    opset = max((o.version for o in model.opset_import if not o.domain), default=1)
+    flat = [_flattened(*item) for item in _ROWS.items()] if opset < 13 else []
+    return ReferenceEvaluator(model, new_ops=[LRN, LpNormalization, *flat])
+
+
+def _flattened(kind: str, function: Callable[[Array], Array]) -> type[OpRun]:
+    """Return an operator over an axis and all after it; onnx 1.23 takes one alone."""
+
+    def run(self: OpRun, x: Array, **_: Any) -> tuple[Array]:
+        axis = next((a.i for a in self.onnx_node.attribute if a.name == "axis"), 1)
+        rows = x.reshape(math.prod(x.shape[:axis]), -1)
+        return (function(rows).astype(x.dtype).reshape(x.shape),)
+
+    return type(kind, (OpRun,), {"op_domain": "", "_run": run})
+
+
+def _log_softmax(rows: Array) -> Array:
+    rows = rows - rows.max(1, keepdims=True)
+    return rows - np.log(np.exp(rows).sum(1, keepdims=True))
+
+
+_ROWS: Mapping[str, Callable[[Array], Array]] = {  # before opset 13
+    "Hardmax": lambda rows: np.eye(rows.shape[1])[rows.argmax(1)],
+    "LogSoftmax": _log_softmax,
+    "Softmax": lambda rows: np.exp(_log_softmax(rows)),
+}
+
+
+class LpNormalization(OpRun):
+    """What the standard says; onnx 1.23 adds up numbers below 0 as they are."""
+
+    op_domain = ""
+
+    def _run(self, x: Array, *, axis: int, p: int) -> tuple[Array]:
+        norm = (np.abs(x) ** p).sum(axis, keepdims=True) ** (1 / p)
+        return (np.where(norm == 0, 0, x / norm).astype(x.dtype),)
 
 
 class LRN(OpRun):
