@@ -291,6 +291,10 @@ def _problem(layer: Any) -> tuple[str, str] | None:
         return "computes its activations again (RematScope)", (
             "leave that out: gemsc compile --recompute does it"
         )
+    if layer.dtype_policy.name == "mixed_float16":
+        return "has the policy mixed_float16, for which Keras scales the loss", (
+            "leave the policy out: gemsc compile --precision float16 scales it, too"
+        )
     is_wrapper = isinstance(layer, sys.modules["keras"].layers.TorchModuleWrapper)
     if layer._parameters or layer._buffers or is_wrapper:
         return "holds weights of PyTorch", (

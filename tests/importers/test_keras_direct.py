@@ -284,6 +284,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: row(layers.Dense(4, bias_constraint="non_neg")), "constraint on 'bias'"),
     (lambda: row(layers.Dense(4, activity_regularizer="l2")), "adds to Keras' loss"),
     (again, "RematScope"),
+    (lambda: row(layers.Dense(4, dtype="mixed_float16")), "Keras scales the loss"),
     (torch_weights, "holds weights of PyTorch"),
     (
         lambda: row(Draws(lambda x, _: x + keras.random.normal(ops.shape(x), seed=3))),
