@@ -443,6 +443,50 @@ def test_a_layer_of_ones_own_that_does_not_fit_is_named(
     assert "own_layers.py" in f"{caught.value} {caught.value.help}"
 
 
+class Two(layers.Layer):
+    """Has parts whose variables have one shape; the file has `key` before `query`."""
+
+    def build(self, shape: Any) -> None:
+        self.query, self.key = (layers.Dense(4, use_bias=False) for _ in range(2))
+        for part in (self.query, self.key):
+            part.build(shape)
+
+    def call(self, x: Any) -> Any:
+        return 2 * self.query(x) - self.key(x)
+
+
+PARTS = """
+import torch
+from torch import nn
+
+class TwoModule(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.query = nn.ParameterDict({"kernel": torch.empty(4, 4)})
+        self.key = nn.ParameterDict({"kernel": torch.empty(4, 4)})
+
+    def forward(self, x):
+        return 2 * x @ self.query["kernel"] - x @ self.key["kernel"]
+
+def Two(config):
+    return TwoModule()
+"""
+
+
+def test_parts_of_a_layer_of_ones_own_are_known_by_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    inputs = keras.Input((4,))
+    model = keras.Model(inputs, Two()(inputs))
+    one, other = tmp_path / "with_parts.py", tmp_path / "with_others.py"
+    one.write_text(PARTS)
+    other.write_text(PARTS.replace("self.query", "self.questions"))
+    with pytest.raises(GemscError, match="in which order: key, query"):
+        imported(model, tmp_path, ImportOptions(custom=other))
+    assert_same(model, tmp_path, options=ImportOptions(custom=one))
+
+
 def test_a_train_py_imports_a_model_with_layers_of_ones_own(tmp_path: Path) -> None:
     with_scale().save(tmp_path / "m.keras")
     (tmp_path / "layers").mkdir()

@@ -15,6 +15,7 @@ import importlib.util
 import inspect
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -109,21 +110,36 @@ def _add(call: LayerCall, path: Path, name: str, function: Callable[..., Any]) -
 
 
 def _weights(call: LayerCall, module: nn.Module, where: str) -> dict[str, Weight]:
-    """Return the variables of the layer under the names of the module's tensors."""
-    sources = [
-        source
-        for names in call.layer.variables.values()
-        for source in names
-        if not source.rpartition("/vars/")[0].endswith("seed_generator")
-    ]
-    sizes = [tuple(call.layer.table[source].shape) for source in sources]
+    """Return the variables of the layer under the names of the module's tensors.
+
+    The file has parts of a layer by the alphabet: where these have variables of one
+    shape, the module must have parts of the same names.
+    """
+    parts = {
+        part.replace("/", "."): names
+        for part, names in call.layer.variables.items()
+        if names and not part.endswith("seed_generator")
+    }
     tensors = {name: tuple(t.shape) for name, t in module.state_dict().items()}
+    owners = {name: name.rpartition(".")[0] for name in tensors}
+    is_named = Counter(owners.values()) == {p: len(n) for p, n in parts.items()}
+    taken = {part: iter(names) for part, names in parts.items()}
+    order = owners.values() if is_named else [p for p in parts for _ in parts[p]]
+    sources = [next(taken[part]) for part in order]
+    sizes = [tuple(call.layer.table[source].shape) for source in sources]
     if list(tensors.values()) != sizes:
         ours, file = _said(tensors.items()), _said(zip(sources, sizes, strict=True))
         raise call.refuse(
             f"has other weights than {where}: {file} in the file, {ours} in the module",
             help="give the module parameters of the shapes that Keras' variables have, "
             "in their order; transpose them in forward",
+        )
+    if not is_named and len(set(zip(order, sizes, strict=True))) > len(set(sizes)):
+        raise call.refuse(
+            "has parts with variables of one shape, and the file does not say in which "
+            f"order: {', '.join(filter(None, parts)):.200}",
+            help=f"let the module of {where} have parts of these names, such as "
+            "self.key = nn.ParameterDict({'kernel': torch.empty(4, 4)})",
         )
     return dict(zip(tensors, map(same, sources), strict=True))
 
