@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from inspect import signature
 from itertools import islice
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from gemsc.base.nests import named_place, tensor_leaves
+from gemsc.base.nests import Path, named_place, tensor_leaves
 from gemsc.datasets.stream import ENDLESS, Stream
 from gemsc.errors import GemscError, SourceLocation
 
@@ -85,11 +86,10 @@ def collated_target(
     """Return the target of a batch whose inputs are as `examples` has them.
 
     Raises:
-        GemscError: an input is missing in the samples, or has another shape.
+        GemscError: an input is missing here or there, or has another shape.
     """
     inputs, target = default_collate(samples)
-    single = isinstance(inputs, Tensor)
-    given = dict(tensor_leaves({"input": (inputs,) if single else inputs}))
+    given = _leaves(inputs)
     for path, tensor in tensor_leaves(examples):
         name = named_place(path)
         if path not in given:
@@ -105,7 +105,44 @@ def collated_target(
             help="return inputs with the structure and the shapes of example_inputs(), "
             "without its first dimension",
         )
+    if "input" in examples:
+        check_inputs(inputs, examples["input"], at)
     return target
+
+
+def check_inputs(inputs: Any, examples: Any, at: SourceLocation | None = None) -> None:
+    """Make sure that a batch has no input that the program would not read.
+
+    It reads the tensors of `examples`. A number there is one for all samples, and None
+    stays None: samples may have that number, or any one, in its place.
+
+    Raises:
+        GemscError: it has one.
+    """
+    read = dict(tensor_leaves({"input": examples}))
+    for path, tensor in _leaves(inputs).items():
+        if path in read:
+            continue
+        found, known = "which example_inputs() has not", examples
+        with suppress(IndexError, KeyError, TypeError):
+            for part in path[1:]:
+                known = known[part]
+            wanted = tensor[0] if known is None else known
+            if tensor.dim() == 1 and bool((tensor == wanted).all()):
+                continue
+            found = f"which is {known!r} in example_inputs()"
+        raise GemscError(
+            f"a sample of the dataset has {named_place(path)}, {found}",
+            at=at,
+            help="a program reads the tensors of example_inputs() and nothing else: "
+            "return a tensor there, too, or leave it out of the samples",
+        )
+
+
+def _leaves(inputs: Any) -> dict[Path, Tensor]:
+    """Return the tensors of a batch by their place; a lone one is the first of all."""
+    alone = isinstance(inputs, Tensor)
+    return dict(tensor_leaves({"input": (inputs,) if alone else inputs}))
 
 
 def no_shapes_known(dataset: Any, at: SourceLocation | None = None) -> GemscError:

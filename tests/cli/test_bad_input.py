@@ -226,6 +226,21 @@ FILES = {
         MODEL + f"def dataset():{HERE}\n    return [(dict(x=torch.zeros(8)), 0)] * 9\n",
         advises="the structure and the shapes of example_inputs()",
     ),
+    "dataset of more inputs": Mistake(
+        ("a sample of the dataset has input[1], which example_inputs() has not",),
+        MODEL + f"def dataset():{HERE}\n"
+        "    return [((torch.zeros(8), torch.ones(8)), 0)] * 9\n",
+        advises="leave it out of the samples",
+    ),
+    "numbers that are fixed": Mistake(
+        ("a sample of the dataset has input[1], which is 2 in example_inputs()",),
+        with_forward("return self.third(self.second(self.first(x)))").replace(
+            "(torch.randn(2, 8),)", "(torch.randn(2, 8), 2)"
+        )
+        + f"def dataset():{HERE}\n"
+        "    return [((torch.zeros(8), i), 0) for i in range(9)]\n",
+        advises="return a tensor there, too",
+    ),
     "dataset of dictionaries": Mistake(
         ("(input, target) pairs: a sample is of type dict, with the keys 'x', 'y'",),
         MODEL + f"def dataset():{HERE}\n    return [dict(x=torch.zeros(8), y=0)] * 9\n",

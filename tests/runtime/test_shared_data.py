@@ -51,7 +51,7 @@ def on_ranks(
 ) -> list[list[Digests]]:
     """Read an epoch on a rank for each table; None reads nothing."""
     boxes = options.pop("boxes", [None] * len(tables))
-    begin = options.pop("begin", 0)
+    begin, examples = options.pop("begin", 0), options.pop("examples", ())
     options = {"shuffle": True, **options}
 
     def read(transport: Transport) -> list[Digests]:
@@ -67,7 +67,7 @@ def on_ranks(
             window=window,
             **options,
         )
-        data = SharedData(batches, transport, "dataset", PLACE)
+        data = SharedData(batches, transport, "dataset", PLACE, examples)
         reads = table is not None
         return [seen for _, seen in data.epoch(number, begin, reads=reads)]
 
@@ -100,6 +100,26 @@ def test_a_sample_that_is_no_pair_is_named_with_the_line_of_the_dataset() -> Non
     with pytest.raises(GemscError) as caught:
         on_ranks(Holes(), Holes(), shuffle=False)
     assert str(caught.value).startswith("model.py:7: error: sample 5: the dataset does")
+
+
+def test_inputs_that_no_example_has_are_not_left_out_with_no_word() -> None:
+    class Pairs(Table):
+        def read(self, index: int, box: Any) -> Any:
+            return (torch.ones(1), 2, index // 8), index
+
+    def read(*examples: Any) -> int:
+        tables = (Pairs(), None)
+        return len(on_ranks(*tables, examples=[examples], shuffle=False)[0])
+
+    one = torch.ones(4, 1)
+    assert read(one, 2, one) == read(one, None, one) == 3
+    for examples, found in (
+        ((one,), r"input\[1\], which example_inputs\(\) has not"),
+        ((one, 3, one), r"input\[1\], which is 3 in example_inputs"),
+        ((one, one, 0), r"input\[2\], which is 0 in example_inputs"),  # later it is 1
+    ):
+        with pytest.raises(GemscError, match=f"model.py:7: .* has {found}"):
+            read(*examples)
 
 
 def test_samples_for_evaluation_are_compared() -> None:

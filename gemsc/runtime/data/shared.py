@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from gemsc.base.boxes import Box
 from gemsc.base.rng import seed_all, seed_of
+from gemsc.datasets.samples import check_inputs
 from gemsc.errors import GemscError, SourceLocation, warn
 from gemsc.runtime.data.batches import Batch, Batches
 from gemsc.runtime.data.stream_batches import StreamBatches
@@ -29,13 +30,15 @@ ADVICE = (
 class SharedData:
     """The batches of one dataset on this rank.
 
-    `name` is that of the dataset in the user's file, `at` the line.
+    `name` is that of the dataset in the user's file, `at` the line, and `examples` are
+    what `example_inputs` returns for each shape, if batches are to be like these.
     """
 
     batches: Batches
     transport: Transport
     name: str
     at: SourceLocation | None
+    examples: Sequence[Any] = ()
 
     def __post_init__(self) -> None:
         """Make sure that the dataset has as many samples on every rank."""
@@ -89,6 +92,8 @@ class SharedData:
             compares = i == first or batches.compare_all
             found = self._compare(batch, number) if compares else {}
             assert batch is not None
+            if self.examples and reads:
+                check_inputs(batch.data[0], self.examples[batch.shape], self.at)
             if batch.ends and requests is not None:
                 requests.ask("end")
             yield batch, found

@@ -133,7 +133,9 @@ class Datasets:
                 help="return gemsc.Stream(..., samples=...) from dataset(), or leave "
                 "out the option",
             )
-        shared = SharedData(batches, self.transport, name, self.user.line_of(name))
+        at = self.user.line_of(name)
+        examples = self.user.make_shapes() if self.user.example_inputs else ()
+        shared = SharedData(batches, self.transport, name, at, examples)
         if len(batches) == 0:
             raise self._too_few(name, batches.num_samples, shuffle, trains_rest)
         if shuffle and not shared.split(reads=self.reads):
