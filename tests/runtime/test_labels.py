@@ -145,6 +145,24 @@ def test_labels_may_be_inputs(told: int, tmp_path: Path, capfd: Any) -> None:
     assert text.count(message) == text.count("warning: ") == (told < 3)
 
 
+@pytest.mark.parametrize(
+    ("given", "dtype", "told"),
+    [
+        (torch.float64, None, 2),
+        (torch.float64, torch.float64, 0),
+        (torch.float16, None, 0),
+    ],
+)
+def test_numbers_that_are_rounded_are_told(
+    given: torch.dtype, dtype: Any, told: int, tmp_path: Path, capfd: Any
+) -> None:
+    user = user_of(dataset=lambda: TensorDataset(*torch.ones(2, 12, 4, dtype=given)))
+    run(program(tmp_path), user, "--epochs", 2, dtype=dtype)
+    text = capfd.readouterr().err
+    assert text.count(" is torch.float64 in the data, and rounded to") == told
+    assert text.count("warning: input[0] ") == (told > 0)
+
+
 @pytest.mark.parametrize(("accumulate", "left"), [(1, 0), (2, 1), (3, 0)])
 def test_steps_that_are_in_no_update_are_told(
     accumulate: int, left: int, tmp_path: Path, capfd: Any

@@ -1,12 +1,14 @@
-"""Says where the micro-batches of a step have unlike many labels that count."""
+"""Says what batches have: unlike many labels that count, numbers that are rounded."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from gemsc.base.dtypes import is_real, within
 from gemsc.base.nests import tensor_leaves
 from gemsc.errors import warn
 from gemsc.runtime.training.callbacks import Callback
@@ -54,3 +56,38 @@ class LabelsThatCount(Callback):
                     "of the losses of all labels, and how many count",
                 )
                 return
+
+
+class RoundedNumbers(Callback):
+    """Warns, once, where numbers of the data have more digits than those of examples.
+
+    A program reads them in the dtype of the examples: times in float64, 1.7e9 seconds,
+    are multiples of 128 in float32.
+    """
+
+    def __init__(self) -> None:
+        self._said = False
+
+    def on_batch(
+        self, trainer: Trainer, what: str, sources: Mapping[str, Any], window: Any
+    ) -> None:
+        """Look at the first batch, on all ranks."""
+        if self._said or what != "step":
+            return
+        self._said = True
+        leaves: dict[Any, Tensor] = dict(tensor_leaves(dict(sources)))
+        mine = {}
+        for item in trainer.worker.variants.inputs:
+            own = within(item.dtype, trainer.worker.float_dtype)
+            given = leaves[item.path].dtype if item.path in leaves else own
+            if is_real(given) and torch.promote_types(given, own) != own:
+                mine[item.name] = (given, own)
+        everyone = trainer.transport.all_gather_object(mine)
+        found = {name: pair for each in everyone for name, pair in each.items()}
+        for name, (given, own) in found.items() if trainer.transport.rank == 0 else ():
+            warn(
+                f"{name} is {given} in the data, and rounded to {own} as in the examples "
+                "that the program was compiled for",
+                help=f"convert it to {own} in the dataset; if that loses too much, let "
+                f"the examples have {given}, and forward or the loss convert it",
+            )

@@ -25,7 +25,7 @@ from gemsc.runtime.training.checkpoints import Best, Checkpoints, plateaus
 from gemsc.runtime.training.datasets import Datasets
 from gemsc.runtime.training.epochs import Epochs, Position
 from gemsc.runtime.training.evaluation import Evaluator, naming_samples
-from gemsc.runtime.training.labels import LabelsThatCount
+from gemsc.runtime.training.labels import LabelsThatCount, RoundedNumbers
 from gemsc.runtime.training.logs import Log
 from gemsc.runtime.training.run_folder import changed_options
 from gemsc.runtime.training.trainer import Trainer
@@ -93,6 +93,7 @@ class Training:
         if options.save is not None:
             callbacks.append(Log(options, self.epochs))
         callbacks += [self.console, SameCopies(), LabelsThatCount()]
+        callbacks.append(RoundedNumbers())
         if options.save is not None and options.checkpoint_every != "never":
             self.checkpoints = Checkpoints(
                 options.save,
