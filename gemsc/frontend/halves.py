@@ -114,16 +114,17 @@ def of_two_samples(
 
     `fresh()` returns a copy of the model, as it is before a step. BatchNorm is in eval
     mode; so is everything, where forward draws random numbers. "" if they do not
-    differ, or where this cannot be asked: there is one sample, forward does not take
-    one alone, or what it returns is of the whole batch and the loss a mean of it.
+    differ, or where this cannot be asked: there is one sample, or what forward returns
+    is of the whole batch and the loss a mean of it. A BatchNorm without statistics may
+    not take one alone: then it is asked of two and two.
     """
     size = num_rows(inputs)
 
-    def asked(training: bool) -> str | None:
+    def asked(training: bool, each: int = 1) -> str | None:
         before = torch_state()
         with suppress(Exception):  # whatever a model says of batches of another size
             outputs, targets = [], []
-            for start, stop in ((0, 1), (1, 2), (0, 2)):
+            for start, stop in ((0, each), (each, 2 * each), (0, 2 * each)):
                 nests = detached(inputs), detached(target)
                 rows, labels = _rows(*nests, size, start, stop)
                 outputs.append(call_model(_still(fresh(), training), rows))
@@ -134,7 +135,7 @@ def of_two_samples(
             if not found and loss is not None:
                 found = _of_each(loss, outputs, targets)
             return found if torch.equal(before, torch_state()) else ""
-        return None
+        return asked(training, 2) if each == 1 and size > 3 else None
 
     told = asked(True) if size > 1 else ""
     if told is None:

@@ -326,6 +326,8 @@ def test_a_model_that_mixes_samples_is_told() -> None:
     assert told.startswith(values.replace("samples", "samples in training"))
     assert of_two(BesideOthers(draws=True), X).startswith(values)  # in evaluation
     assert of_two(BesideOthers(in_training=True, draws=True), X) == ""
+    not_alone = nn.Sequential(nn.BatchNorm1d(4, track_running_stats=False))
+    assert of_two(not_alone, X).startswith(values)  # of two and two
 
 
 def test_a_model_that_does_not_is_not() -> None:
