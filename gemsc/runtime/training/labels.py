@@ -86,8 +86,8 @@ class RoundedNumbers(Callback):
         found = {name: pair for each in everyone for name, pair in each.items()}
         for name, (given, own) in found.items() if trainer.transport.rank == 0 else ():
             warn(
-                f"{name} is {given} in the data, and rounded to {own} as in the examples "
-                "that the program was compiled for",
+                f"{name} is {given} in the data, and rounded to {own}, as in the "
+                "examples that the program was compiled for",
                 help=f"convert it to {own} in the dataset; if that loses too much, let "
                 f"the examples have {given}, and forward or the loss convert it",
             )
