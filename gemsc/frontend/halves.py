@@ -29,7 +29,7 @@ from gemsc.base.nests import as_loss, call_loss, call_model, map_tensors, tensor
 from gemsc.base.rng import torch_state
 from gemsc.frontend.eager import detached
 from gemsc.frontend.values import returned
-from gemsc.ir.program import MIXES, MIXES_IN_TRAINING
+from gemsc.ir.program import MIXES, MIXES_IN_TRAINING, NO_SUM
 
 _TOLERANCE = 5e-6  # rounding is less, also where a loss computes in float32 inside
 _OWN_TOLERANCE = 1e-4  # where it cannot be asked in float64
@@ -82,16 +82,34 @@ def loss_of_halves(
 ) -> str:
     """Say how the loss of a micro-batch and the mean of those of its halves differ.
 
-    "" if they do not, or where this cannot be asked: the loss returns a count,
-    draws random numbers, or takes something that is not one row for each of `size`
-    samples. Of a single sample, the other half is the same with smaller outputs.
+    "" if they do not, or where this cannot be asked: the loss draws random numbers, or
+    takes something that is not one row for each of `size` samples. Of a single sample,
+    the other half is the same with smaller outputs. A sum and a count are to be those
+    of the halves together: a loss and its accuracy are not.
     """
     before = torch_state()
     found = ""
+    with suppress(Exception):
+        found = _no_sum(loss, _halves(output, target, size, None))
     for label in (None, *_LABELS) if target is not None else (None,):
         with suppress(Exception):  # whatever a loss says of batches of another size
             found = found or _with_label(loss, output, target, size, label)
     return found if torch.equal(before, torch_state()) else ""
+
+
+def _no_sum(loss: Callable[..., Any], parts: tuple[Any, Any]) -> str:
+    """Say how a pair differs from the sums of those of the halves."""
+    nests = [map_tensors(part, _copied) for part in (_joined(*parts), *parts)]
+    whole, *each = (as_loss(call_loss(copy.deepcopy(loss), *nest)) for nest in nests)
+    sums = torch.stack(each).sum(0)
+    is_near = torch.allclose(whole, sums, rtol=_OWN_TOLERANCE, equal_nan=True)
+    if is_near or not whole.shape:
+        return ""
+    (total, count), (totals, counts) = whole.tolist(), sums.tolist()
+    return (
+        f"{NO_SUM}: {total:.4g} and {count:.4g} of example_inputs, {totals:.4g} and "
+        f"{counts:.4g} as the sums of those of its halves"
+    )
 
 
 def _with_label(
@@ -285,6 +303,10 @@ def _in_double(loss: Any) -> Any:
 
 def _double(path: object, tensor: Tensor) -> Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def _copied(path: object, tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
 
 
 def _smaller(path: object, tensor: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from gemsc.base.units import show_seconds
 from gemsc.costs.hardware import Hardware
 from gemsc.ir.changes import unjoined_changes
 from gemsc.ir.mutation import changed_by_layer
-from gemsc.ir.program import Program
+from gemsc.ir.program import NO_SUM, Program
 from gemsc.options import CompileOptions
 from gemsc.plan import FUSED
 from gemsc.planner.predict import micro_batch_size
@@ -34,6 +34,11 @@ def loss_notes(program: Program, task: Task, options: CompileOptions) -> list[st
     """
     count = options.data * sum(task.micro_batches)
     size = count * micro_batch_size(program)
+    if program.halves.startswith(NO_SUM):
+        return [
+            f"{program.halves}. A step divides the first by the second: return the "
+            "loss alone if that is something else, such as an accuracy"
+        ]
     if program.halves and count > 1:
         counted = "return a sum and a count, or " if not program.mixes_samples else ""
         return [

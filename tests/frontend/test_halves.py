@@ -54,6 +54,11 @@ def counted(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
     return F.cross_entropy(output, target, reduction="sum"), len(output)
 
 
+def beside_its_accuracy(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    hits = output.argmax(1) == target
+    return F.cross_entropy(output, target), hits.float().mean()
+
+
 def drawing(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output + torch.randn_like(output), target)
 
@@ -249,6 +254,18 @@ def test_the_plan_says_what_a_step_makes_of_it() -> None:
     assert notes(counted, micro_batches=3) == []  # as it says
     (note,) = notes(summed, micro_batches=1, data=2, ranks=4)
     assert "losses of its 2 micro-batches" in note
+
+
+@pytest.mark.parametrize("size", [6, 1])
+def test_a_pair_that_is_no_sum_and_count_is_told(size: int) -> None:
+    model, given = nn.Linear(4, 4), {"ranks": 1, "micro_batches": 1}
+    told = []
+    for loss in (beside_its_accuracy, counted):
+        given |= {"loss": loss, "example_target": CLASSES[:size]}
+        told += compile(model, (X[:size],), **given).plan.notes
+    (note,) = (each for each in told if "pair" in each)
+    assert note.startswith("the loss returns a pair that is no sum and count: ")
+    assert note.endswith("if that is something else, such as an accuracy")
 
 
 def test_one_micro_batch_is_the_batch() -> None:
