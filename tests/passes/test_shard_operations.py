@@ -49,11 +49,30 @@ def test_embeddings_of_parts_of_the_words_add_up(
         parts(weight.detach(), 0, cuts), cuts, parts(weight.grad, 0, cuts), strict=True
     ):
         part.requires_grad_()
-        addend = tiles.embedding(ids, part, own, padding_idx)
+        addend = tiles.embedding(ids, part, own, 7, padding_idx)
         (addend * factor).sum().backward()
         assert torch.allclose(part.grad, expected, rtol=0, atol=1e-14)
         total += addend.detach()
     assert torch.equal(total, whole)
+
+
+@pytest.mark.parametrize("wrong", [-1, 7, 9])
+def test_words_and_classes_that_are_none_are_no_zeros(wrong: int) -> None:
+    ids, weight, cuts = torch.tensor([3, wrong]), torch.randn(7, 3), CUTS[3]
+    fails = 0
+    for part, own in zip(parts(weight, 0, cuts), cuts, strict=True):
+        try:
+            tiles.embedding(ids, part, own, 7)
+        except IndexError:
+            fails += 1
+    assert fails == 1
+
+    def work(grid: Grid) -> None:
+        part, own = parts(torch.zeros(2, 7), 1, cuts)[grid.tile], cuts[grid.tile]
+        tiles.parallel_cross_entropy(grid, part, ids, words=own, num_words=7)
+
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        on_tiles(3, work)
 
 
 LOSSES: list[dict[str, Any]] = [

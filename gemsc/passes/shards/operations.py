@@ -294,8 +294,7 @@ def _embedding(x: Inside) -> Local | None:
     """Look up the rank's own words; other ranks add the rest."""
     if not x.is_summed:
         return None
-    words, _ = _words(x)
-    args: tuple[Any, ...] = (x.input(x.call.input), x.tensor("weight"), words)
+    args: tuple[Any, ...] = (x.input(x.call.input), x.tensor("weight"), *_words(x))
     if (padding := x.call.get("padding_idx")) is not None:
         args = (*args, padding)
     addend = x.create("call_function", tiles.embedding, args, {})

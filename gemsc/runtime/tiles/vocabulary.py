@@ -32,14 +32,18 @@ __all__ = ["embedding", "parallel_cross_entropy"]
 
 
 def embedding(
-    ids: Tensor, weight: Tensor, words: Interval, padding_idx: int | None = None
+    ids: Tensor,
+    weight: Tensor,
+    words: Interval,
+    num_words: int,
+    padding_idx: int | None = None,
 ) -> Tensor:
     """Return the tile's addend of `F.embedding`: zeros for words that others have.
 
-    `weight` has the rows of `words`, one at least, of the whole vocabulary, in which
-    `padding_idx` counts from 0.
+    `weight` has the rows of `words`, one at least, of the whole vocabulary of
+    `num_words`, in which `padding_idx` counts from 0.
     """
-    own, places = _own(ids, words)
+    own, places = _own(ids, words, num_words)
     skipped = None
     if padding_idx is not None and words[0] <= padding_idx < words[1]:
         skipped = padding_idx - words[0]
@@ -80,6 +84,12 @@ class _Loss:
     reduction: str
     smoothing: float
 
+    def own(self, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Return which targets are the tile's, and their places; none is ignored."""
+        own, places = _own(target, self.words, self.num_words)
+        own = own & (target != self.ignore_index)
+        return own, torch.where(own, places, 0)
+
     def weights(self, weight: Tensor | None, target: Tensor) -> Tensor:
         """Return the weight of each target, 0 where it is ignored."""
         used = target != self.ignore_index
@@ -106,7 +116,7 @@ class _CrossEntropy(torch.autograd.Function):
         how: _Loss,
     ) -> Tensor:
         wide = widened(logits)
-        own, places = _own(target, how.words)
+        own, places = how.own(target)
         chosen = wide.gather(1, places.unsqueeze(1)).squeeze(1).masked_fill(~own, 0)
         row = [wide.logsumexp(1), chosen]
         if how.smoothing:
@@ -147,14 +157,18 @@ class _CrossEntropy(torch.autograd.Function):
         if how.smoothing:
             ones = torch.ones_like(result)
             result -= smooth.unsqueeze(1) * how.weighted(ones, weight)
-        own, places = _own(target, how.words)
+        own, places = how.own(target)
         mine = sharp.masked_fill(~own, 0)
         result.scatter_add_(1, places.unsqueeze(1), -mine.unsqueeze(1))
         return result.to(logits.dtype), None, None, None, None
 
 
-def _own(ids: Tensor, words: Interval) -> tuple[Tensor, Tensor]:
-    """Return which ids are among the tile's words, and their rows; 0 for others."""
+def _own(ids: Tensor, words: Interval, count: int) -> tuple[Tensor, Tensor]:
+    """Return which ids are among the tile's words, and their rows; 0 for others.
+
+    An id that no tile has is the first or the last one's, where it is out of range.
+    """
     start, stop = words
-    own = (ids >= start) & (ids < stop)
+    near = ids.clamp(0, count - 1)
+    own = (near >= start) & (near < stop)
     return own, torch.where(own, ids - start, 0)
