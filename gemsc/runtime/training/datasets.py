@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass, field
+from typing import Any
 
 from gemsc.base.examples import Examples
+from gemsc.base.nests import map_tensors
 from gemsc.datasets.samples import joins_samples, num_samples
 from gemsc.datasets.stream import ENDLESS
 from gemsc.errors import GemscError, warn
@@ -134,7 +136,10 @@ class Datasets:
                 "out the option",
             )
         at = self.user.line_of(name)
-        examples = self.user.make_shapes() if self.user.example_inputs else ()
+        examples: Any = ()
+        if self.user.example_inputs and not isinstance(items, TiledDataset):
+            made = self.user.make_shapes()  # their memory is not kept
+            examples = map_tensors(made, lambda _, tensor: tensor.to("meta"))
         shared = SharedData(batches, self.transport, name, at, examples)
         if len(batches) == 0:
             raise self._too_few(name, batches.num_samples, shuffle, trains_rest)
