@@ -8,6 +8,7 @@ parameter and buffer after the step must be equal.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import (
@@ -31,7 +32,7 @@ from gemsc.base.plain_forward import with_threads
 from gemsc.base.rng import preserve_rng, same_draws
 from gemsc.codegen.package import write_directory
 from gemsc.compilation import Compilation
-from gemsc.errors import GemscError, InternalError, warn
+from gemsc.errors import GemscError, InternalError, say_note, warn
 from gemsc.ir import meta
 from gemsc.ir.invariants import sources
 from gemsc.plan import WITHOUT_KERNELS, Plan
@@ -49,6 +50,7 @@ from gemsc.verify.compare import (
     compare,
     read_record,
 )
+from gemsc.verify.figures import no_means
 from gemsc.verify.one_process import (
     AnyLoss,
     evaluated,
@@ -62,6 +64,7 @@ from gemsc.verify.steps import NUDGES, nudged
 
 FLAT = 1e-12  # of the loss: smaller gradients are rounding
 TIMEOUT = 120.0  # seconds in which nothing moves
+QUICK = 1.0  # seconds: metrics that take longer are called once
 T = TypeVar("T")
 
 _NOTHING = StepRecord([0.0], {}, {})
@@ -234,7 +237,10 @@ class _Step:
         return None, replace(record, outputs=outputs), parts
 
     def try_metrics(self, parts: list[Any]) -> None:
-        """Warn if `metrics` fails for what the ranks give for the first batch."""
+        """Warn if `metrics` fails for what the ranks give for the first batch.
+
+        And say which figures are no means over samples.
+        """
         output = concatenated(parts, self.plan.sample_dims)
         inputs, target = self.batches[0]
         if target is None:  # there is no example; a dataset has some
@@ -242,10 +248,21 @@ class _Step:
         try:
             with preserve_rng():
                 output = cast(output, getattr(torch, self.plan.dtype))
-                Metrics(self.metrics).add(output, target, num_rows(inputs))
+                size, start = num_rows(inputs), time.monotonic()
+                Metrics(self.metrics).add(output, target, size)
+                found, scored = "", (output, target)
+                if time.monotonic() - start < QUICK:
+                    found = no_means(self.metrics, scored, size, self.plan.sample_dims)
         except GemscError as error:
             text = f"tried on the examples, {error.message}: evaluations would end so"
             warn(text, at=error.at, help=error.help or "")
+            return
+        if found:
+            say_note(
+                f"metrics: {found}. Evaluations give the mean over their batches, "
+                "which is not that of all samples together: for this, give an object "
+                "with update, compute and reset (docs/models.md)"
+            )
 
 
 def _compared(compilation: Compilation, step: _Step) -> str:

@@ -163,7 +163,7 @@ def test_metrics_are_tried_on_a_batch_as_in_an_evaluation(
     compile(GivesResult(), (X,), **given, **options, metrics=metrics)
     assert torch.equal(torch.get_rng_state(), before)
     assert "warning" not in capsys.readouterr().err
-    ((picture, target, _),) = seen
+    picture, target, _ = seen[0]
     assert picture.shape == target.shape == (8, 2, 8, 6)
     assert picture.dtype == target.dtype == torch.float32
     compile(GivesResult(), (X,), **given, **STAGES, metrics=wrong)
