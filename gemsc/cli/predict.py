@@ -12,7 +12,7 @@ import typer
 
 from gemsc.cli.export import program_of, trained_model
 from gemsc.cli.terminal import tell
-from gemsc.errors import GemscError
+from gemsc.errors import GemscError, warn
 from gemsc.launch.launch import bar_settings, launch
 from gemsc.plan import Plan
 from gemsc.runtime.process.device import require_gpu
@@ -120,6 +120,12 @@ def predict_command(
     plan = check_program(program, Plan.read(program / "plan.toml").ranks)
     tell_of_settings(program, plan)
     taken = _taken(program, plan)
+    if plan.mixes_samples:
+        warn(
+            "forward mixes samples: what it gives for a window depends on the others "
+            "in its micro-batch",
+            help="compile with an example_inputs() of one sample to predict each alone",
+        )
     for picture in pictures:
         _check_picture(plan, picture, level, orientation, spacing, taken)
     if overlap is None and not is_volume(pictures[0]):

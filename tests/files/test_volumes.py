@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from training_support import pairs, predict_job, run, user_of
 
 from gemsc.errors import GemscError
+from gemsc.plan import Plan
 from gemsc.runtime.training.predict import VolumePrediction
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.slides.volume import Volume, count_voxels
@@ -671,6 +672,15 @@ def test_what_windows_cannot_score_is_refused(
         run(tmp_path, user_with(**names), "--steps", "1")
     assert caught.value.help
     assert "test_volumes.py" in str(caught.value.at)
+
+
+def test_windows_that_others_change_are_not_scored(tmp_path: Path) -> None:
+    program(tmp_path, ranks=2, micro_batches=2)
+    plan = Plan.read(tmp_path / "plan.toml")
+    text = replace(plan, mixes_samples=True).to_toml(tmp_path)
+    (tmp_path / "plan.toml").write_text(text)
+    with pytest.raises(GemscError, match="eval_windows: forward mixes samples"):
+        run(tmp_path, user_with(), "--steps", "1")
 
 
 @pytest.mark.parametrize("channels", [1, -1])

@@ -515,12 +515,26 @@ def test_that_phases_have_no_best_loss_is_said_before_they_are_trained() -> None
     epochs: Any = SimpleNamespace(owes_end=False)
     worker = SimpleNamespace(variants=SimpleNamespace(updates={}))
     trainer: Any = SimpleNamespace(phases=("d", "g"), worker=worker)
+    trainer.transport = SimpleNamespace(rank=0)
     asked: Any = ({"patience": 2}, {"rule": "loss"})
     for given in asked:
         with pytest.raises(GemscError, match="a held-out loss, and phases have none"):
             checkpoints.Best(epochs, **given).on_start(trainer)
     for given in ({}, {"rule": "dice"}):
         checkpoints.Best(epochs, **given).on_start(trainer)
+
+
+def test_which_direction_is_the_best_is_said_where_nobody_asks(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    worker = SimpleNamespace(variants=SimpleNamespace(updates={}))
+    transport, epochs = SimpleNamespace(rank=0), SimpleNamespace(owes_end=False)
+    trainer: Any = SimpleNamespace(phases=(), worker=worker, transport=transport)
+    for rule in (None, "loss", "dice:max", "rmse:min", "dice"):
+        assert capsys.readouterr().err == ""
+        checkpoints.Best(epochs, rule).on_start(trainer)  # type: ignore[arg-type]
+    told = capsys.readouterr().err
+    assert told.startswith("note: --best dice: the smallest is the best; ")
 
 
 def dice(output: Tensor, target: Tensor) -> Any:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from training_support import predict_job, user_of
 
 from gemsc.errors import GemscError
+from gemsc.plan import Plan
 from gemsc.runtime.training.predict import Job, Prediction, as_input, as_picture
 from gemsc.slides import slide as slide_module
 from gemsc.slides.slide import Slide
@@ -444,6 +446,13 @@ def test_what_cannot_be_predicted_is_said_before_ranks_start(
         assert done.code == 1
         assert message in done.err
         assert "help: " in done.err
+    assert "forward mixes samples" not in done.err
+    text = replace(Plan.read(Path("p/plan.toml")), mixes_samples=True).to_toml(
+        Path("p")
+    )
+    Path("p/plan.toml").write_text(text)
+    told = "warning: forward mixes samples: what it gives for a window depends on"
+    assert told in command("predict", "p", "grey.npy").err
     assert "there is no folder q" in command("predict", "q", "slide.npy").err
     assert "slide.npy is a file" in command("predict", "slide.npy", "p").err
     assert not Path("masks").exists()

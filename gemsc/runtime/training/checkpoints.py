@@ -20,7 +20,7 @@ from typing import Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from gemsc.errors import GemscError, SourceLocation
+from gemsc.errors import GemscError, SourceLocation, say_note
 from gemsc.runtime.checkpoint.folder import go_back
 from gemsc.runtime.checkpoint.write import check_savable
 from gemsc.runtime.training.callbacks import Callback
@@ -55,6 +55,7 @@ class Best(Callback):
         self.epochs = epochs
         self.name, _, kind = (rule or "loss").partition(":")
         self.is_larger_better = kind == "max"
+        self.is_assumed = self.name != "loss" and not kind
         self.is_asked_for = rule is not None or patience is not None
         self.patience = patience
         self.value: float | None = None
@@ -82,6 +83,11 @@ class Best(Callback):
         if self.is_asked_for and self.name == "loss" and trainer.phases:
             text = "--best and --patience ask for a held-out loss, and phases have none"
             raise GemscError(text, help="name a figure of metrics() with --best")
+        if self.is_assumed and trainer.transport.rank == 0:
+            say_note(
+                f"--best {self.name}: the smallest is the best; if it is the largest, "
+                f"--best {self.name}:max"
+            )
         mode, other = ("max", "min") if self.is_larger_better else ("min", "max")
         if any(each.mode != mode for each in plateaus(trainer)):
             better = "larger" if self.is_larger_better else "smaller"

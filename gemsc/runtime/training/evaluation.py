@@ -78,6 +78,13 @@ class Evaluator:
                 at=at,
                 help="leave out eval_windows, or return one shape from example_inputs",
             )
+        if self.trainer.plan.mixes_samples:
+            raise GemscError(
+                "eval_windows: forward mixes samples, so what it gives for a window "
+                "depends on the others in its micro-batch",
+                at=at,
+                help="let example_inputs() have one sample, or leave out eval_windows",
+            )
         if self.data.batches.window is not None:
             raise GemscError(
                 "eval_windows needs whole cases, but eval_dataset is read in parts",
