@@ -271,34 +271,41 @@ class Case:
         index[axes] = [slice(span.start, span.start + size) for span, size in both]
         return tuple(index)
 
-    def add(self, places: Sequence[Place], output: Any) -> None:
+    def add(
+        self, places: Sequence[Place], output: Any, dims: Sequence[int] = ()
+    ) -> None:
         """Add what the model returned for the windows at these places.
+
+        Samples count in `dims` of its tensors, or in the first dimension.
 
         Raises:
             GemscError: the outputs are no scores of each pixel of the windows.
         """
         size = self.windows.size
+        leaves, spec = pytree.tree_flatten(output)
+        dims = [*dims, *[0] * len(leaves)][: len(leaves)]
         if self._sums is None:
-            self._sums = pytree.tree_map(self._empty, output)
+            self._sums = pytree.tree_unflatten([*map(self._empty, leaves, dims)], spec)
             dtypes = [leaf.dtype.to_real() for leaf in pytree.tree_leaves(self._sums)]
             dtype = functools.reduce(torch.promote_types, dtypes)
             self._weights = self._how.weights(size).to(dtype)
             self._counts = torch.zeros(self.whole, dtype=dtype)
         for number, place in enumerate(places):
-            for sums, leaf in zip(
-                pytree.tree_leaves(self._sums), pytree.tree_leaves(output), strict=True
-            ):
+            of_all = zip(pytree.tree_leaves(self._sums), leaves, dims, strict=True)
+            for sums, leaf, dim in of_all:
                 axes = image_axes(leaf.shape, size)
                 assert axes is not None
                 weights = self._weights.to(sums)
                 weights = weights if axes.stop is None else weights[..., None]
-                sums[self._at(sums, axes, place)] += weights * leaf[number, None]
+                sums[self._at(sums, axes, place)] += weights * leaf.narrow(
+                    dim, number, 1
+                )
             spans = (
                 slice(p.start, p.start + n) for p, n in zip(place, size, strict=True)
             )
             self._counts[tuple(spans)] += self._weights
 
-    def _empty(self, leaf: Any) -> Tensor:
+    def _empty(self, leaf: Any, dim: int) -> Tensor:
         """Return room for the whole of an output."""
         size = self.windows.size
         axes = image_axes(leaf.shape, size) if isinstance(leaf, Tensor) else None
@@ -312,8 +319,8 @@ class Case:
                 "blended",
                 help="let it return tensors of the windows' size in evaluation",
             )
-        shape = [1, *leaf.shape[1:]]
-        shape[axes] = self.whole
+        shape = [*leaf.shape]
+        shape[dim], shape[axes] = 1, self.whole
         dtype = torch.promote_types(leaf.dtype, torch.float32)
         return torch.zeros(shape, dtype=dtype, device=leaf.device)
 

@@ -366,7 +366,7 @@ class PlainRun:
             for places, count in case.windows.batches(self.settings.micro_batch_size):
                 with same_draws(), self._autocast():
                     output = self._forward(case.take(places))
-                case.add(places[:count], output)
+                case.add(places[:count], output, self.settings.sample_dims)
             output = case.output()
             scored, wanted = on_device((output, target), HOST)
             metrics.add(scored, wanted, 1)

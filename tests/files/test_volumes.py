@@ -689,11 +689,14 @@ def test_what_looks_at_one_pixel_gives_what_it_gives_at_once(channels: int) -> N
     x = torch.rand(1, 23, 17, 2).movedim(-1, channels)
 
     def model(x: Tensor) -> dict[str, Tensor]:
-        return {"score": x.tanh(), "half": x.half(), "flat": x.sum(channels)}
+        found = {"score": x.tanh(), "half": x.half(), "flat": x.sum(channels)}
+        return found | {"steps": torch.stack([x, -x])}  # samples count in dimension 1
 
     case = Case((23, 17), (8, 6), SlidingWindows(0.5, "gaussian"), x)
-    for place in case.windows:
-        case.add([place], model(case.take([place])))
+    places = list(case.windows)
+    case.add(places[:3], model(case.take(places[:3])), [0, 0, 0, 1])
+    for place in places[3:]:
+        case.add([place], model(case.take([place])), [0, 0, 0, 1])
     found, expected = case.output(), model(x)
     assert found["half"].dtype == torch.float32
     for name, value in expected.items():

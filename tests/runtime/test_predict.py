@@ -163,6 +163,14 @@ def test_an_output_becomes_a_picture() -> None:
         assert as_picture(scores, size, "mask", 0.5).tolist() == [[7, 299, 0]]
         found = as_picture(scores, size, "probabilities", 0.5)
         assert np.array_equal(found, many.softmax(0).movedim(0, -1))
+    classes = torch.tensor([[4, 0, 2]])  # whole numbers, as after argmax
+    for kept in (classes, classes[None], classes.byte()):
+        found = as_picture(kept, size, "mask", 0.0)
+        assert found.tolist() == [[4, 0, 2]]
+        assert found.dtype == (np.int32 if kept.dtype == torch.int64 else np.uint8)
+    assert as_picture(classes, size, "mask", 2.5).tolist() == [[1, 0, 0]]
+    with pytest.raises(GemscError, match="no scores that have"):
+        as_picture(classes, size, "probabilities", 0.0)
     square = torch.rand(2, 2, 2)  # channels come first where both may be
     assert np.array_equal(
         as_picture(square, (2, 2), "scores", 0), square.movedim(0, -1)
@@ -211,6 +219,32 @@ def test_functions_of_the_models_file_say_what_goes_in_and_comes_out(
         GemscError, match=r"returns \[1, \d+, \d+\] for \d+ x \d+ x 1 of"
     ):
         predict(tmp_path, 4, grey, bare)
+
+
+class Steps(nn.Module):
+    """Returns the guesses of several steps, and a number of the micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 4, 3, padding=1)
+        self.last = nn.Conv2d(4, 2, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.last(torch.tanh(self.first(x)))
+        return torch.stack([x / 2, x]), x.mean()
+
+
+def test_samples_are_taken_where_the_model_has_them(tmp_path: Path) -> None:
+    model, picture = Steps(), colours(70, 50)
+    x, target = torch.rand(2, 3, 32, 32), torch.rand(2, 2, 32, 32)
+    last = lambda output, target: mse(output[0][-1], target)  # noqa: E731
+    written(tmp_path, model, (x,), last, target, micro_batches=2, ranks=2, data=2)
+    user = user_of(predict_output=lambda output: output[0][-1].movedim(0, -1).numpy())
+    found = predict(tmp_path, 2, picture, user)
+    model.double()
+    scale = torch.from_numpy(picture / 255.0).movedim(-1, 0)[None]
+    wanted = model(scale)[0][-1, 0].movedim(0, -1).detach().numpy()
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-6)
 
 
 def test_a_mask_has_one_type_that_other_programs_read(tmp_path: Path) -> None:

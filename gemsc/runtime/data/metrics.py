@@ -210,6 +210,19 @@ def first_samples(value: Any, count: int, size: int, dims: Sequence[int] = ()) -
     return along_samples(first, dims, value)
 
 
+def sample_of(value: Any, number: int, size: int, dims: Sequence[int] = ()) -> Any:
+    """Return what a batch of `size` samples holds for one of them.
+
+    What has no row for each sample stays whole.
+    """
+
+    def one(dim: int, leaf: Any) -> Any:
+        is_rows = isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[dim] == size
+        return leaf.select(dim, number) if is_rows else leaf
+
+    return along_samples(one, dims, value)
+
+
 def is_texts(value: Any) -> bool:
     """Return whether it is what torch collates texts to: a list of them."""
     return isinstance(value, list) and all(isinstance(text, str) for text in value)

@@ -354,9 +354,9 @@ def evaluate_case(
         windows, shape = case.take(own), trainer.plan.first_shape
         output = trainer.evaluate(windows, target, shape=shape).output
         holders.find(output)
-        whole = holders.join(output)
-        if whole is not None:
-            case.add(places[:count], whole)
+        dims = trainer.plan.sample_dims
+        if (whole := holders.join(output, dims)) is not None:
+            case.add(places[:count], whole, dims)
         if bar is not None:
             bar.step(None, count)
     return case.output()

@@ -24,11 +24,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils.data import default_collate
 
 from gemsc.base.units import show_bytes
 from gemsc.errors import GemscError
+from gemsc.runtime.data.metrics import sample_of
 from gemsc.runtime.data.tiled import window_of
 from gemsc.runtime.process.device import peak_bytes
 from gemsc.runtime.process.progress import ProgressBar
@@ -79,10 +79,11 @@ def as_picture(
     """Return what is written of the output for a window or a volume of this size.
 
     Its last axis has the channels, if there are any. A mask has the class with the
-    highest score; of a single channel, 1 where the score is above the threshold.
+    highest score; of a single channel, 1 where the score is above the threshold, or
+    the classes themselves if it has whole numbers.
 
     Raises:
-        GemscError: the output is no picture of this size.
+        GemscError: the output is no picture of this size, or has no scores.
     """
     if not isinstance(output, Tensor):
         what = "dict" if isinstance(output, dict) else type(output).__name__
@@ -99,7 +100,16 @@ def as_picture(
             f"{' x '.join(map(str, size))}: the sizes do not match",
             help=OUTPUT_HELP,
         )
+    is_float = scores.is_floating_point()
+    if kind == "probabilities" and not is_float:
+        raise GemscError(
+            f"the model returns {scores.dtype}: no scores that have probabilities",
+            help="--output-kind mask writes classes as they are",
+        )
     if kind == "mask":
+        if len(scores) == 1 and not (is_float or threshold):
+            is_small = scores.dtype.itemsize == 1
+            return scores[0].numpy().astype(np.uint8 if is_small else np.int32)
         if len(scores) == 1:
             return (scores[0] > threshold).numpy().astype(np.uint8)
         return scores.argmax(0).numpy().astype(np.min_scalar_type(len(scores) - 1))
@@ -194,10 +204,12 @@ class _Prediction:
         is_first = self.trainer.transport.rank == 0
         return ProgressBar(total, "predict") if is_first else None
 
-    def drawn(self, outputs: Any, number: int, size: tuple[int, ...]) -> NDArray[Any]:
+    def drawn(
+        self, outputs: Any, number: int, count: int, size: tuple[int, ...]
+    ) -> NDArray[Any]:
         """Return what is written of one of the outputs, for a picture of this size."""
         job, user = self.job, self.user
-        output = pytree.tree_map_only(Tensor, lambda leaf: leaf[number], outputs)
+        output = sample_of(outputs, number, count, self.trainer.plan.sample_dims)
         if user is None or user.predict_output is None:
             return as_picture(output, size, job.kind, job.threshold)
         found = np.asarray(user.call("predict_output", output))
@@ -239,7 +251,7 @@ class VolumePrediction(_Prediction):
         if bar is not None:
             bar.close()
         if output is not None:
-            data = self.drawn(output, 0, self.volume.shape)
+            data = self.drawn(output, 0, 1, self.volume.shape)
             self.volume.write(Path(self.job.output), data)
 
     def _input(self) -> Any:
@@ -397,9 +409,8 @@ class Prediction(_Prediction):
         if output is None:
             return None
         count = self.trainer.plan.batch_size // self.trainer.worker.place.num_copies
-        return np.stack(
-            [self.drawn(output, i, self.picture.size) for i in range(count)]
-        )
+        size = self.picture.size
+        return np.stack([self.drawn(output, i, count, size) for i in range(count)])
 
 
 if __name__ == "__main__":
