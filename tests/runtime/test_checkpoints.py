@@ -171,6 +171,23 @@ def test_the_best_one_is_kept(tmp_path: Path) -> None:
     assert best(tmp_path / "less" / "saved") == "step-000007"
 
 
+def test_what_evaluations_judged_is_named_where_it_was_not_saved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    to, last = tmp_path / "saved", ["-o", "FILE.safetensors\n"]
+    for words, told in (
+        ("--best score:max", f"the best, of step 2: gemsc export {to}/best"),
+        ("--best score:max --ema 0.5", f"of step 2: gemsc export {to}/best --ema"),
+        ("--ema 0.5", f"the averages: gemsc export {to} --ema"),
+        ("--best score:min", "saved "),  # the last step was
+        ("", "saved "),
+    ):
+        evaluated([3.0, 4.0, 2.0], tmp_path, *words.split(), "--overwrite")
+        out = capsys.readouterr().out
+        assert out.endswith(" ".join([told, *last])) or told == "saved "
+        assert ("FILE" in out) == (told != "saved ")
+
+
 def test_a_kill_between_the_two_links_does_not_lose_the_best_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,7 @@ import argparse
 import shlex
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 from gemsc.base.rng import seed_of
@@ -184,6 +185,19 @@ class Training:
             if self.console.talks:
                 export_model(folder, folder / MODEL, is_new=True)
             self.console.say(f"saved {folder / MODEL}")
+            self._say_what_was_best(folder)
+
+    def _say_what_was_best(self, folder: Path) -> None:
+        """Say how to get what evaluations judged, where that are other weights."""
+        best, done = self.best, self.trainer.step_number
+        if best is None:
+            return
+        is_other = best.is_asked_for and best.step not in (0, done)
+        averages = self.options.ema is not None
+        if is_other or averages:
+            what = f"the best, of step {best.step}" if is_other else "the averages"
+            words = f"{folder / 'best' if is_other else folder}{' --ema' * averages}"
+            self.console.say(f"{what}: gemsc export {words} -o FILE.safetensors")
 
     def _train(self) -> int:
         """Make all steps and evaluations that are left; return how many steps are done.
