@@ -316,8 +316,9 @@ def _flattened(kind: str, function: Callable[[Array], Array]) -> type[OpRun]:
 
 
 def _log_softmax(rows: Array) -> Array:
-    rows = rows - rows.max(1, keepdims=True)
-    return rows - np.log(np.exp(rows).sum(1, keepdims=True))
+    shifted = rows - rows.max(1, keepdims=True)
+    result: Array = shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
+    return result
 
 
 _ROWS: Mapping[str, Callable[[Array], Array]] = {  # before opset 13
