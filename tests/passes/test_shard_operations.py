@@ -49,7 +49,7 @@ def test_embeddings_of_parts_of_the_words_add_up(
         parts(weight.detach(), 0, cuts), cuts, parts(weight.grad, 0, cuts), strict=True
     ):
         part.requires_grad_()
-        addend = tiles.embedding(ids, part, own, 7, padding_idx)
+        addend = tiles.embedding(ids, part, own, num_words=7, padding_idx=padding_idx)
         (addend * factor).sum().backward()
         assert torch.allclose(part.grad, expected, rtol=0, atol=1e-14)
         total += addend.detach()
@@ -62,7 +62,7 @@ def test_words_and_classes_that_are_none_are_no_zeros(wrong: int) -> None:
     fails = 0
     for part, own in zip(parts(weight, 0, cuts), cuts, strict=True):
         try:
-            tiles.embedding(ids, part, own, 7)
+            tiles.embedding(ids, part, own, num_words=7)
         except IndexError:
             fails += 1
     assert fails == 1

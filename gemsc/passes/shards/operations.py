@@ -294,10 +294,12 @@ def _embedding(x: Inside) -> Local | None:
     """Look up the rank's own words; other ranks add the rest."""
     if not x.is_summed:
         return None
-    args: tuple[Any, ...] = (x.input(x.call.input), x.tensor("weight"), *_words(x))
+    words, count = _words(x)
+    args = x.input(x.call.input), x.tensor("weight"), words
+    settings: dict[str, Any] = {"num_words": count}
     if (padding := x.call.get("padding_idx")) is not None:
-        args = (*args, padding)
-    addend = x.create("call_function", tiles.embedding, args, {})
+        settings["padding_idx"] = padding
+    addend = x.create("call_function", tiles.embedding, args, settings)
     return x.added_up(addend.node)
 
 

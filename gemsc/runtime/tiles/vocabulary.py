@@ -35,6 +35,7 @@ def embedding(
     ids: Tensor,
     weight: Tensor,
     words: Interval,
+    *,
     num_words: int,
     padding_idx: int | None = None,
 ) -> Tensor:
