@@ -163,7 +163,7 @@ def test_a_loop_with_other_batches_or_another_program_is_refused(
     note = "note: gemsc.load() got no optimizer=: it trains with SGD, learning rate"
     assert text.count(note) == (not is_old)
     own = ["SameBatches", "SameCopies", "LabelsThatCount", "RoundedNumbers"]
-    own.append("DefaultOptimizer")
+    own += ["UnreadInputs", "DefaultOptimizer"]
     callbacks = f"{own}\n"
     assert text.count(callbacks) == 2 * (not is_old)
 

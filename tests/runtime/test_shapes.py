@@ -421,6 +421,15 @@ def run_of(folder: Path, data: list[Any], options: dict[str, Any], *words: str) 
     return losses, states
 
 
+def test_that_zeros_fill_up_targets_is_told(tmp_path: Path, capfd: Any) -> None:
+    """They are a class like others."""
+    compiled(tmp_path / "x", Words())
+    for given in ({}, {"pad_value": (0, IGNORED)}):
+        run(tmp_path / "x", user_of(dataset=texts, **given), "--steps", 1)
+        note = "filled up with zeros, which the loss counts; pad_value = (0, -100)"
+        assert (note in capfd.readouterr().out) == (not given)
+
+
 @pytest.mark.slow
 @pytest.mark.by_day(4)
 @pytest.mark.parametrize("way", OPTIONS)

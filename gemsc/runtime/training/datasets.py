@@ -172,9 +172,20 @@ class Datasets:
         )
 
     def _note_shapes(self, shared: SharedData) -> None:
-        """Say which shapes have too few samples for a batch."""
-        order = shared.batches.order
-        for number, each in enumerate(self.plan.shapes):
+        """Say which shapes have too few samples for a batch, and what targets get."""
+        order, shapes = shared.batches.order, self.plan.shapes
+        targets = [
+            [size for place, size in each.sizes.items() if place.startswith("target")]
+            for each in shapes
+        ]
+        is_padded = any(sizes != targets[0] for sizes in targets)
+        if is_padded and self.user.pad_value is None and self.user.collate is None:
+            self.notes.append(
+                "note: a target that is smaller than its shape is filled up with "
+                "zeros, which the loss counts; pad_value = (0, -100), of inputs and "
+                "targets, fills it up with what a crossentropy leaves out"
+            )
+        for number, each in enumerate(shapes):
             count = order.counts[number]
             if count and not order.batches[number] and self.transport.rank == 0:
                 warn(

@@ -25,8 +25,12 @@ from gemsc.runtime.process.stop import STOPPED, StopSignal
 from gemsc.runtime.process.watch import start_watch
 from gemsc.runtime.training.alike import SameBatches, SameCopies, check_same_files
 from gemsc.runtime.training.arguments import DEFAULT_TIMEOUT, parse_arguments
+from gemsc.runtime.training.batch_checks import (
+    LabelsThatCount,
+    RoundedNumbers,
+    UnreadInputs,
+)
 from gemsc.runtime.training.callbacks import Callback
-from gemsc.runtime.training.labels import LabelsThatCount, RoundedNumbers
 from gemsc.runtime.training.loop import Training
 from gemsc.runtime.training.program_directory import check_program, check_weights
 from gemsc.runtime.training.recording import record_timed_steps, time_steps
@@ -278,8 +282,8 @@ def load(
     share_cores(transport)
     if dtype is not None:
         torch.set_default_dtype(dtype)  # also of what forward makes
-    followed = [*callbacks, SameBatches(), SameCopies(), LabelsThatCount()]
-    followed.append(RoundedNumbers())
+    followed = [*callbacks, SameBatches(), SameCopies()]
+    followed += [LabelsThatCount(), RoundedNumbers(), UnreadInputs()]
     if optimizer is None and not phases:
         followed.append(DefaultOptimizer())
     trainer = Trainer(

@@ -1,4 +1,4 @@
-"""Says what batches have: unlike many labels that count, numbers that are rounded."""
+"""Warns of what batches have and steps lose: labels, digits, whole inputs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gemsc.base.dtypes import is_real, within
-from gemsc.base.nests import tensor_leaves
+from gemsc.base.nests import named_place, tensor_leaves
 from gemsc.errors import warn
 from gemsc.runtime.training.callbacks import Callback
 from gemsc.runtime.training.trainer import Trainer
@@ -90,4 +90,34 @@ class RoundedNumbers(Callback):
                 "examples that the program was compiled for",
                 help=f"convert it to {own} in the dataset; if that loses too much, let "
                 f"the examples have {given}, and forward or the loss convert it",
+            )
+
+
+class UnreadInputs(Callback):
+    """Warns, once, of inputs that one's own loop gives and no rank reads.
+
+    A program has the inputs of `example_inputs()` that forward uses: a mask that is not
+    among them is not used.
+    """
+
+    def __init__(self) -> None:
+        self._said = False
+
+    def on_batch(
+        self, trainer: Trainer, what: str, sources: Mapping[str, Any], window: Any
+    ) -> None:
+        """Look at the first batch, on all ranks."""
+        if self._said:
+            return
+        self._said = True
+        given = [path for path, _ in tensor_leaves({"input": sources["input"]})]
+        mine = {item.path for item in trainer.worker.variants.inputs}
+        everyone = trainer.transport.all_gather_object((given, mine))
+        read = set[Any]().union(*(paths for _, paths in everyone))
+        unread = {p: None for paths, _ in everyone for p in paths if p not in read}
+        if unread and trainer.transport.rank == 0:
+            warn(
+                f"no rank reads {', '.join(map(named_place, unread))} of a batch: "
+                "example_inputs() does not have it, or forward does not use it",
+                help="let example_inputs() have it and compile again, or leave it out",
             )

@@ -1,4 +1,4 @@
-"""A mean over the labels that count weighs micro-batches alike: that is told, once."""
+"""What batches have and a step does not take as one process would is told, once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 from training_support import program, run, user_of
 
 from gemsc import compile
-from gemsc.runtime.training.labels import LabelsThatCount
+from gemsc.runtime.training.batch_checks import LabelsThatCount, UnreadInputs
 
 X, CLASSES = torch.randn(2, 6, 4), torch.arange(12).view(2, 6) % 3
 
@@ -161,6 +161,23 @@ def test_numbers_that_are_rounded_are_told(
     text = capfd.readouterr().err
     assert text.count(" is torch.float64 in the data, and rounded to") == told
     assert text.count("warning: input[0] ") == (told > 0)
+
+
+@pytest.mark.parametrize("unread", [0, 1])
+def test_inputs_that_nobody_reads_are_told(
+    unread: int, tmp_path: Path, capfd: Any
+) -> None:
+    folder = program(tmp_path)
+    x, target = torch.randn(2, 4, 4)
+
+    def work(trainer: Any) -> None:
+        trainer.add_callbacks([UnreadInputs()])
+        for _ in range(2):
+            trainer.step((x, x)[: 1 + unread], target)
+
+    on_ranks(folder, 2, work)
+    told = "warning: no rank reads input[1] of a batch: example_inputs() does not have"
+    assert capfd.readouterr().err.count(told) == unread
 
 
 @pytest.mark.parametrize(("accumulate", "left"), [(1, 0), (2, 1), (3, 0)])
