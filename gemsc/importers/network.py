@@ -146,28 +146,64 @@ class ImportedNetwork:
             reason = str(why).split("\n")[0][:200]
             return f"not compared with the file's own definition: {reason}"
         try:
-            root = self.model.root
-            empty = root.state_dict()
-            state = {name: self.tensor(name, value) for name, value in empty.items()}
-            with torch.no_grad(), torch.device("cpu"):
-                found = functional_call(root, state, tuple(inputs), tie_weights=False)
+            outputs = self._run(state := self._state(), inputs)
         except (RuntimeError, IndexError, ValueError, TypeError) as why:
             reason = str(why).split("\n")[0][:200]
             raise GemscError(
                 f"{self.model.file} cannot be run as it was read: {reason}",
                 help=REPORT,
             ) from why
-        outputs = list(found) if isinstance(found, (tuple, list)) else [found]
-        far = max(
-            (distance(o, w) for o, w in zip(outputs, wanted, strict=True)), default=0.0
-        )
+        far = farthest(outputs, wanted)
         if not far <= WITHIN:
             raise GemscError(
                 f"{self.model.file} gives different numbers than the network that was "
                 f"read from it: they differ by {far:.1e} of the largest",
                 help=REPORT,
             )
-        return f"compared with the file's own definition: within {far:.0e}"
+        said = f"compared with the file's own definition: within {far:.0e}"
+        if not self._of_more(state, inputs, outputs) <= WITHIN:
+            size = len(inputs[0])
+            said += f". Of {2 * size} samples it gives other results than of {size} "
+            said += f"and {size}: keep to {size}, unless it is to mix samples"
+        return said
+
+    def _state(self) -> dict[str, Tensor]:
+        empty = self.model.root.state_dict()
+        return {name: self.tensor(name, value) for name, value in empty.items()}
+
+    def _run(self, state: dict[str, Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+        with torch.no_grad(), torch.device("cpu"):
+            root, given = self.model.root, tuple(inputs)
+            found = functional_call(root, state, given, tie_weights=False)
+        return list(found) if isinstance(found, (tuple, list)) else [found]
+
+    def _of_more(
+        self,
+        state: dict[str, Tensor],
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+    ) -> float:
+        """Return how far two batches at once are from one after the other.
+
+        A file may have a fixed shape, of which several axes could be the batch. 0 where
+        this cannot be asked, and for an output that does not grow with the batch.
+        """
+        others = [value.flip(value.dim() - 1) for value in inputs if value.dim()]
+        try:
+            both = [torch.cat(pair) for pair in zip(inputs, others, strict=True)]
+            three = outputs, self._run(state, others), self._run(state, both)
+            triples = zip(*three, strict=True)
+            grown = [each for each in triples if each[2].shape != each[0].shape]
+            apart = [torch.cat((one, other)) for one, other, _ in grown]
+        except (RuntimeError, IndexError, ValueError, TypeError):
+            return 0.0
+        return farthest([together for *_, together in grown], apart)
+
+
+def farthest(found: Sequence[Tensor], wanted: Sequence[Array | Tensor]) -> float:
+    """Return how far the farthest of some values is from another."""
+    pairs = zip(found, wanted, strict=True)
+    return max((distance(one, other) for one, other in pairs), default=0.0)
 
 
 def _example(like: Tensor) -> Tensor:
