@@ -45,6 +45,7 @@ def dice(output: Tensor, target: Tensor, dims: tuple[int, ...]) -> Tensor:
         (F.cross_entropy, SCORES, LABELS),
         (F.binary_cross_entropy, MASKS.sigmoid(), TRUE_MASKS),
         (lambda o, t: (o - t).mean(), MASKS, TRUE_MASKS),
+        (lambda o, t: o.mean(), MASKS, TRUE_MASKS),
         (lambda o, t: dice(o, t, (1, 2, 3)).mean(), MASKS, TRUE_MASKS),
         (lambda o, t: next(COUNT), SCORES, LABELS),  # who knows?
         (lambda o, t: torch.rand(()), SCORES, LABELS),

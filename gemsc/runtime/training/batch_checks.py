@@ -79,6 +79,7 @@ class RoundedNumbers(Callback):
         mine = {}
         for item in trainer.worker.variants.inputs:
             own = within(item.dtype, trainer.worker.float_dtype)
+            own = torch.promote_types(own, item.dtype)  # less was asked for
             given = leaves[item.path].dtype if item.path in leaves else own
             if is_real(given) and torch.promote_types(given, own) != own:
                 mine[item.name] = (given, own)
