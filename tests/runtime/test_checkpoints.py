@@ -257,6 +257,12 @@ class Lists(LRScheduler):
         factor = self.table[len(self.left)] * len(self.seen)
         return [factor for _ in self.optimizer.param_groups]
 
+    def state_dict(self) -> Any:
+        return [super().state_dict()]
+
+    def load_state_dict(self, state: Any) -> None:
+        super().load_state_dict(*state)
+
 
 class Lean(torch.optim.Optimizer):
     """Keeps what torch would make of the dtype of the parameters when it is loaded."""
@@ -267,8 +273,8 @@ class Lean(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self) -> None:
         every = (p for group in self.param_groups for p in group["params"])
+        self.state["of all"]["steps"] = self.state["of all"].get("steps", 0) + 1
         for parameter in (p for p in every if p.grad is not None):
-            self.state["of all"]["steps"] = self.state["of all"].get("steps", 0) + 1
             state = self.state[parameter]
             for name, dtype in (("mean", torch.bfloat16), ("signs", torch.int64)):
                 state.setdefault(name, torch.zeros_like(parameter, dtype=dtype))
@@ -289,6 +295,15 @@ def test_a_state_of_ones_own_comes_back_as_it_was(
     found = run(folder, user, *words, "7", "--resume")
     for mine, theirs in zip(whole, found, strict=True):
         assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    if "optimizer" in given:
+        (state,) = run(
+            program(tmp_path / "one rank", ranks=1),
+            user,
+            *(*words, "9", "--resume", str(tmp_path / "run"), "--overwrite"),
+            ranks=1,
+            result=lambda trainer: trainer.worker.updates.optimizer.state,
+        )
+        assert state["of all"] == {"steps": 9}
 
 
 @pytest.mark.slow

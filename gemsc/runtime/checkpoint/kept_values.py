@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -21,18 +20,20 @@ def say_kept(
 ) -> None:
     """Say once what there is to say of any rank; all ranks call this.
 
-    That are `notes`, and where optimizers and schedulers go on with other values than
+    These are `notes`, and where optimizers and schedulers go on with other values than
     those that they were `made` with.
     """
     notes = {text: [*names] for text, names in notes.items()}
     kinds = [
         "optimizer" if hasattr(part, "param_groups") else "scheduler" for part in parts
     ]
-    of_groups = partial(_of_groups, "scheduler" in kinds)
+    left_out = (*PARAMETERS, *(CYCLED if "scheduler" in kinds else ()))
     for kind, part, before in zip(kinds, parts, made, strict=True):
-        values = of_groups if kind == "optimizer" else _of_scheduler
+        both = before, part.state_dict()
+        of_groups = _of_groups(*both, left_out)
+        values = of_groups if kind == "optimizer" else _of_scheduler(part, *both)
         said = f"the {kind} keeps the values of the checkpoint: {{}}; {CHANGE}"
-        for name, mine, theirs in values(part, before, part.state_dict()):
+        for name, mine, theirs in values:
             now, then = str(mine), str(theirs)  # some are tensors
             if now != then:
                 text = f"{name} {then:.40} ({kind}() gives {now:.40})"
@@ -45,18 +46,15 @@ def say_kept(
             say_note(said.format(first + (f" and {count} more" if count > 0 else "")))
 
 
-def _of_groups(
-    is_scheduled: bool, part: Any, made: Any, loaded: Any
-) -> Iterator[tuple[str, Any, Any]]:
+def _of_groups(made: Any, loaded: Any, left_out: Any) -> Iterator[tuple[str, Any, Any]]:
     """Yield the values of each group, as made and as loaded.
 
     What a scheduler sets has changed since the start: of its rates the initial one is
     compared, where it keeps that in the group as those of PyTorch.
     """
-    cycled = CYCLED if is_scheduled else ()
     pairs = zip(*(s.get("param_groups", ()) for s in (made, loaded)), strict=True)
     for mine, theirs in pairs:
-        names = (n for n in mine if n in theirs and n not in (*PARAMETERS, *cycled))
+        names = (name for name in mine if name in theirs and name not in left_out)
         yield from ((name, mine[name], theirs[name]) for name in names)
 
 
@@ -65,6 +63,8 @@ def _of_scheduler(part: Any, made: Any, loaded: Any) -> Iterator[tuple[str, Any,
 
     So of those that it is made of (SequentialLR, ChainedScheduler).
     """
+    if not isinstance(made, Mapping):
+        return
     code = getattr(type(part).__init__, "__code__", None)
     names = code.co_varnames[: code.co_argcount] if code is not None else ()
     for name in (*names, "_milestones"):

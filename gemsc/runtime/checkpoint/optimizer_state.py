@@ -234,7 +234,7 @@ class SavedOptimizer:
     def others(self, rank: int, *, is_same: bool) -> State:
         """Return what an optimizer keeps beside groups and states of parameters.
 
-        In another layout that is a number or a text which all ranks have kept alike.
+        In another layout these are numbers and texts which all ranks have kept alike.
 
         Raises:
             GemscError: they have kept other things.
@@ -244,8 +244,7 @@ class SavedOptimizer:
             return dict(self.decode(kept[rank]))
         kept = [each for each in kept if each]  # not of ranks that update nothing
         found: State = self.decode(kept[0]) if kept else {}
-        plain = all(isinstance(v, Number | str | None) for v in found.values())
-        if not plain or any(each != kept[0] for each in kept):
+        if not _is_plain(found) or any(each != kept[0] for each in kept):
             raise GemscError(
                 f"the optimizer keeps '{next(iter(found))}' in a form that belongs to "
                 "the ranks that saved it",
@@ -320,6 +319,12 @@ class SavedOptimizer:
                 known = {*texts[text]}
                 texts[text] += [name for name in group["names"] if name not in known]
         return found
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(isinstance(k, str) and _is_plain(v) for k, v in value.items())
+    return isinstance(value, Number | str | None)
 
 
 def _merged(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -65,7 +65,6 @@ class _Fit:
     take_gradients: Callable[[bool], object] | None = None
     is_same: bool = False
     extra: dict[str, Any] = field(default_factory=dict)
-    notes: Notes = field(default_factory=dict)
 
 
 def resume(worker: Worker, directory: Path, tensors: Extra) -> dict[str, Any]:
@@ -79,7 +78,7 @@ def resume(worker: Worker, directory: Path, tensors: Extra) -> dict[str, Any]:
     directory = transport.all_gather_object(place_in(directory))[0]
     with torch.no_grad():
         try:
-            fit = _fit(_Reader(worker, tensors), directory)
+            fit = _fit(reader := _Reader(worker, tensors), directory)
         except GemscError as error:
             problem = error
         everyone = transport.all_gather_object((problem, fit.is_same))
@@ -88,7 +87,7 @@ def resume(worker: Worker, directory: Path, tensors: Extra) -> dict[str, Any]:
                 for part, state in zip(stateful, before, strict=True):
                     part.load_state_dict(state)
                 raise theirs
-        say_kept(transport, fit.notes, stateful, before)
+        say_kept(transport, reader.notes, stateful, before)
         for act in fit.acts:
             act()
         worker.stages.align()
@@ -156,7 +155,7 @@ class _Reader:
 
     def __post_init__(self) -> None:
         self.holdings = Holdings(self.worker)
-        self.notes: Notes = {}
+        self.notes: Notes = defaultdict(list)
 
     def weights(
         self, stored: StoredTensors, key: str, extra: Extra
@@ -208,16 +207,14 @@ class _Reader:
             optimizer = SavedOptimizer(own, states_of(manifest), read)
             states = updates, optimizer, stored
             self._load_states(*states, is_same=is_same)
-        more, kept = read(progress["extra"]), ranks[0].get("callbacks")
-        kept = ranks[rank].get("callbacks", kept) if is_same else kept
-        if kept is not None:  # or an older gemsc has put it there
-            more["callbacks"] = read(kept)
+        more, own = read(progress["extra"]), ranks[rank] if is_same else {}
+        if "callbacks" in (kept := ranks[0] | own):  # or an older gemsc has it in extra
+            more["callbacks"] = read(kept["callbacks"])
         return _Fit(
             acts,
             partial(self._take_gradients, stored, gradients),
             is_same,
             _checked_extra(more),
-            self.notes,
         )
 
     def of_distributed(self, saved: DistributedCheckpoint) -> _Fit:
@@ -345,21 +342,18 @@ class _Reader:
         current = state_of(updates.optimizer)
         slots = slots_of(updates.optimizer, current, held)
         text = "the optimizer has parameters that the checkpoint's did not have: {}"
-        self.notes.setdefault(text, []).extend(saved.check_taken(held.values(), slots))
+        self.notes[text] += saved.check_taken(held.values(), slots)
         sources = saved.groups(slots, len(current["param_groups"]), rank)
-        fixed: Sequence[str] = ()
-        if updates.scheduler is not None and saved.has_no_scheduler:
+        if begins := updates.scheduler is not None and saved.has_no_scheduler:
             text = "the checkpoint has no scheduler: {} begins, as scheduler() makes it"
-            self.notes[text], fixed = [type(updates.scheduler).__name__], CYCLED
+            self.notes[text] += [type(updates.scheduler).__name__]
+        fixed = CYCLED if begins else ()
         state = saved.state(current, slots, sources, stored.read, fixed)
         others = saved.others(rank, is_same=is_same)
         state = {**state, **others, "state": state["state"] | others.get("state", {})}
         with _fits("optimizer", updates.optimizer):
-            for now, theirs in zip(
-                *(each["param_groups"] for each in (current, state)), strict=True
-            ):
-                known = is_torchs(updates.optimizer)
-                check_alike(None, now, theirs, is_same=known)
+            both = (each["param_groups"] for each in (current, state))
+            check_alike(None, *both, is_same=is_torchs(updates.optimizer))
             updates.optimizer.load_state_dict(state)
             self._keep_dtypes(updates.optimizer, slots, state["state"], stored)
             check_step(updates.optimizer)

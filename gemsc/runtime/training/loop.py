@@ -188,15 +188,14 @@ class Training:
             self._say_what_was_best(folder)
 
     def _say_what_was_best(self, folder: Path) -> None:
-        """Say how to get what evaluations judged, where that are other weights."""
+        """Say how to get the weights that evaluations judged, if they are others."""
         best, done = self.best, self.trainer.step_number
-        if best is None:
-            return
-        is_other = best.is_asked_for and best.step not in (0, done)
         averages = self.options.ema is not None
-        if is_other or averages:
-            what = f"the best, of step {best.step}" if is_other else "the averages"
-            words = f"{folder / 'best' if is_other else folder}{' --ema' * averages}"
+        what, words = "the averages" if averages else "", str(folder)
+        if best and best.is_asked_for and best.step not in (0, done):
+            what, words = f"the best, of step {best.step}", f"{folder / 'best'}"
+        if what:
+            words += " --ema" * averages
             self.console.say(f"{what}: gemsc export {words} -o FILE.safetensors")
 
     def _train(self) -> int:
