@@ -86,7 +86,7 @@ def collated_target(
     """Return the target of a batch whose inputs are as `examples` has them.
 
     Raises:
-        GemscError: an input is missing here or there, or has another shape.
+        GemscError: an input is missing on either side, or has another shape.
     """
     inputs, target = default_collate(samples)
     given = _leaves(inputs)
@@ -123,7 +123,7 @@ def check_inputs(inputs: Any, examples: Any, at: SourceLocation | None = None) -
     for path, tensor in _leaves(inputs).items():
         if path in read:
             continue
-        found, known = "which example_inputs() has not", examples
+        found, known = "which example_inputs() does not have", examples
         with suppress(IndexError, KeyError, TypeError):
             for part in path[1:]:
                 known = known[part]

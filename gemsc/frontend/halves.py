@@ -107,8 +107,8 @@ def _no_sum(loss: Callable[..., Any], parts: tuple[Any, Any]) -> str:
         return ""
     (total, count), (totals, counts) = whole.tolist(), sums.tolist()
     return (
-        f"{NO_SUM}: {total:.4g} and {count:.4g} of example_inputs, {totals:.4g} and "
-        f"{counts:.4g} as the sums of those of its halves"
+        f"{NO_SUM}: {total:.4g} and {count:.4g} of example_inputs, but {totals:.4g} "
+        f"and {counts:.4g} when those of its halves are added up"
     )
 
 

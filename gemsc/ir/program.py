@@ -19,7 +19,7 @@ from gemsc.ir.shards import StageShards
 
 MIXES = "forward mixes samples"  # what `Program.halves` begins with where it does
 MIXES_IN_TRAINING = f"{MIXES} in training"
-NO_SUM = "the loss returns a pair that is no sum and count"
+NO_SUM = "the loss returns a pair that is not a sum and a count"
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,9 +30,8 @@ def no_means(
 ) -> str:
     """Say which figures of an output and a target of `size` samples are no means.
 
-    Half of the samples are asked about together with the same ones, of other outputs
-    and perhaps targets.
-    "" if all are means, or where this cannot be asked: a metric fails, or says
+    Half of the samples are taken twice, the second time with other outputs, and perhaps
+    targets. "" if all are means, or where this cannot be asked: a metric fails, or says
     something else when it is called again.
     """
     leaves = pytree.tree_leaves(scored)

@@ -227,7 +227,7 @@ FILES = {
         advises="the structure and the shapes of example_inputs()",
     ),
     "dataset of more inputs": Mistake(
-        ("a sample of the dataset has input[1], which example_inputs() has not",),
+        ("a sample of the dataset has input[1], which example_inputs() does not have",),
         MODEL + f"def dataset():{HERE}\n"
         "    return [((torch.zeros(8), torch.ones(8)), 0)] * 9\n",
         advises="leave it out of the samples",

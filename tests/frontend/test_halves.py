@@ -264,7 +264,7 @@ def test_a_pair_that_is_no_sum_and_count_is_told(size: int) -> None:
         given |= {"loss": loss, "example_target": CLASSES[:size]}
         told += compile(model, (X[:size],), **given).plan.notes
     (note,) = (each for each in told if "pair" in each)
-    assert note.startswith("the loss returns a pair that is no sum and count: ")
+    assert note.startswith("the loss returns a pair that is not a sum and a count: ")
     assert note.endswith("if that is something else, such as an accuracy")
 
 

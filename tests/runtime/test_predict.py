@@ -169,7 +169,7 @@ def test_an_output_becomes_a_picture() -> None:
         assert found.tolist() == [[4, 0, 2]]
         assert found.dtype == (np.int32 if kept.dtype == torch.int64 else np.uint8)
     assert as_picture(classes, size, "mask", 2.5).tolist() == [[1, 0, 0]]
-    with pytest.raises(GemscError, match="no scores that have"):
+    with pytest.raises(GemscError, match="which have no probabilities"):
         as_picture(classes, size, "probabilities", 0.0)
     square = torch.rand(2, 2, 2)  # channels come first where both may be
     assert np.array_equal(

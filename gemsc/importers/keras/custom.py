@@ -112,8 +112,8 @@ def _add(call: LayerCall, path: Path, name: str, function: Callable[..., Any]) -
 def _weights(call: LayerCall, module: nn.Module, where: str) -> dict[str, Weight]:
     """Return the variables of the layer under the names of the module's tensors.
 
-    The file has parts of a layer by the alphabet: where these have variables of one
-    shape, the module must have parts of the same names.
+    The file has the parts of a layer in alphabetical order: where these have variables
+    of the same shape, the module must have parts of the same names.
     """
     parts = {
         part.replace("/", "."): names

@@ -82,7 +82,7 @@ def _other_notes(config: Config) -> list[str]:
             f"average of the weights: gemsc run --ema {config['ema_momentum']}"
         )
         if often := config.get("ema_overwrite_frequency"):
-            notes.append(f"every {often} updates the weights become it in Keras alone")
+            notes.append(f"every {often} updates Keras alone makes it the weights")
     steps = config.get("gradient_accumulation_steps")
     if steps:
         notes.append(f"gradients of {steps} batches: gemsc run --accumulate {steps}")

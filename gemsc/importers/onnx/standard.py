@@ -298,7 +298,7 @@ def reference(
 
 
 def _evaluator(model: onnx.ModelProto) -> ReferenceEvaluator:
-    """Return the reference implementation, with the standard's word for what is not."""
+    """Return the reference implementation, mended where it is not as the standard."""
     opset = max((o.version for o in model.opset_import if not o.domain), default=1)
     flat = [_flattened(*item) for item in _ROWS.items()] if opset < 13 else []
     return ReferenceEvaluator(model, new_ops=[LRN, LpNormalization, *flat])

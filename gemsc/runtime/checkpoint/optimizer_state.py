@@ -170,7 +170,7 @@ class SavedOptimizer:
                 raise GemscError(
                     f"the optimizer of the checkpoint has '{each.key}', which "
                     "optimizer() now leaves out",
-                    help="let it take that, too, also what a hook adds to it later; "
+                    help="give it that, too, and what a hook adds to it later; "
                     f"freeze() what is not to be trained; {WEIGHTS_ALONE}",
                 )
         return [n for n in names if self._group_of and n not in self._group_of]

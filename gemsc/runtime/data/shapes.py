@@ -158,8 +158,7 @@ def shape_of_batch(
         return 0
     if given is not None and given not in range(len(plan.shapes)):
         raise GemscError(
-            f"shape={given} is the number of no shape of this program, which has "
-            f"{len(plan.shapes)}",
+            f"there is no shape {given}: this program has {len(plan.shapes)}",
             help="give its place in what example_inputs() returns, from 0 on",
         )
     if given is not None:

@@ -167,7 +167,7 @@ class _CrossEntropy(torch.autograd.Function):
 def _own(ids: Tensor, words: Interval, count: int) -> tuple[Tensor, Tensor]:
     """Return which ids are among the tile's words, and their rows; 0 for others.
 
-    An id that no tile has is the first or the last one's, where it is out of range.
+    One that is out of range goes to the first or the last tile, where it fails.
     """
     start, stop = words
     near = ids.clamp(0, count - 1)

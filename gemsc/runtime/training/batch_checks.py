@@ -120,5 +120,5 @@ class UnreadInputs(Callback):
             warn(
                 f"no rank reads {', '.join(map(named_place, unread))} of a batch: "
                 "example_inputs() does not have it, or forward does not use it",
-                help="let example_inputs() have it and compile again, or leave it out",
+                help="add it to example_inputs() and compile again, or leave it out",
             )

@@ -182,8 +182,8 @@ class Datasets:
         if is_padded and self.user.pad_value is None and self.user.collate is None:
             self.notes.append(
                 "note: a target that is smaller than its shape is filled up with "
-                "zeros, which the loss counts; pad_value = (0, -100), of inputs and "
-                "targets, fills it up with what a crossentropy leaves out"
+                "zeros, which the loss counts; pad_value = (0, -100), for inputs and "
+                "targets, fills it up with labels that a crossentropy leaves out"
             )
         for number, each in enumerate(shapes):
             count = order.counts[number]

@@ -103,7 +103,7 @@ def as_picture(
     is_float = scores.is_floating_point()
     if kind == "probabilities" and not is_float:
         raise GemscError(
-            f"the model returns {scores.dtype}: no scores that have probabilities",
+            f"the model returns {scores.dtype}: classes, which have no probabilities",
             help="--output-kind mask writes classes as they are",
         )
     if kind == "mask":
