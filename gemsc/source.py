@@ -248,6 +248,9 @@ def user_failure(
         file = Path(frame.filename)
         if file.parent == path.parent and frame.lineno is not None:
             at = SourceLocation(frame.filename, frame.lineno)
+    if isinstance(error, GemscError):  # of what gemsc gives them to call
+        at, advice = error.at or at, error.help or advice
+        return GemscError(f"{what}: {error.message}", at=at, help=advice)
     text = " ".join(str(error).split())
     if isinstance(error, ModuleNotFoundError) and error.name:
         advice = f"install {error.name}, or start gemsc where it can be imported"

@@ -273,7 +273,7 @@ def _other_names(
         problems.append(f"has no {_list(missing)}")
     if extra:
         problems.append(f"has {_list(extra)}, which the model does not have")
-    help = "the names must be those of the model's state_dict()"
+    help = "use weights of this model, or let model() load what fits of them itself"
     if prefix := _prefix(missing, files.table):
         help = f"its names begin with '{prefix}': save the module inside, or rename"
     elif prefix := _prefix(extra, dict.fromkeys(known)):

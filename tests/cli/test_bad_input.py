@@ -167,6 +167,13 @@ FILES = {
         MODEL + f"def model():\n    raise ValueError('no width'){HERE}\n",
         advises="when it is called alone",
     ),
+    "model() loads what is not there": Mistake(
+        ("model() fails: there is no file or folder nothing.safetensors",),
+        MODEL
+        + "import gemsc\ndef model():\n"
+        + f"    return gemsc.load_weights(Net(), 'nothing.safetensors'){HERE}\n",
+        advises="give a .safetensors file",
+    ),
     "model() exits": Mistake(
         ("model() fails: SystemExit",),
         MODEL + f"import sys\ndef model():\n    sys.exit(){HERE}\n",

@@ -301,6 +301,7 @@ def renamed(old: str, new: str) -> dict[str, Tensor]:
             "and 5 more",
             "with 'module.'",
         ),
+        ({"norm.0.bias": torch.ones(8)}, "has no 'embed.weight'", "model() load what"),
         (state() | {"other": torch.ones(1)}, "has 'other', which", "without it"),
         (state() | {"norm.0.bias": torch.ones(3)}, r"has shape \[3\]", "of this model"),
         (
