@@ -237,11 +237,12 @@ def _report(
 
 def _say_unused(user: UserModel) -> None:
     """Say what may be a name of ours in other letters, and what is done without it."""
-    lacking = [each.name for each in fields(user) if getattr(user, each.name) is None]
+    ours = [each.name for each in fields(user)]
+    lacking = [name for name in ours if getattr(user, name) is None]
     for name, at in unused(user.path):
         if name in lacking:  # it is None
             continue
-        if meant := meant_by(name, lacking):
+        if name not in ours and (meant := meant_by(name, lacking)):
             help = f"if it is for gemsc, call it {meant}"
             warn(f"nothing uses {name}", at=at, help=help)
         elif name == "collate" and not joins_samples(user.collate):

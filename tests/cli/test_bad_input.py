@@ -687,6 +687,7 @@ WITHOUT = MODEL.partition("def optimizer")[0] + "dataset = Data(24)\n\n\n"
         ("def metric(): ...\nprint(metric)", ""),
         ("def helper(): ...", ""),
         ("scheduler = collate = None", ""),
+        ("def predict_input(region): ...", ""),  # not predict_output
         ("from torch.optim import Optimizer", ""),
     ],
 )
