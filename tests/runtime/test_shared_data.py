@@ -114,7 +114,7 @@ def test_inputs_that_no_example_has_are_not_left_out_with_no_word() -> None:
     one = torch.ones(4, 1)
     assert read(one, 2, one) == read(one, None, one) == 3
     for examples, found in (
-        ((one,), r"input\[1\], which example_inputs\(\) has not"),
+        ((one,), r"input\[1\], which example_inputs\(\) does not have"),
         ((one, 3, one), r"input\[1\], which is 3 in example_inputs"),
         ((one, one, 0), r"input\[2\], which is 0 in example_inputs"),  # later it is 1
     ):
