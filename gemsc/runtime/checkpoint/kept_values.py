@@ -10,7 +10,6 @@ from gemsc.errors import say_note
 from gemsc.runtime.checkpoint.optimizer_state import PARAMETERS
 
 MOST_NAMED = 3  # values that are named
-CHANGE = "on_step can change them"
 CYCLED = "lr", "momentum", "betas"  # of a group: what schedulers set
 Notes = dict[str, list[str]]  # texts with {}, and what to name there
 
@@ -32,7 +31,8 @@ def say_kept(
         both = before, part.state_dict()
         of_groups = _of_groups(*both, left_out)
         values = of_groups if kind == "optimizer" else _of_scheduler(part, *both)
-        said = f"the {kind} keeps the values of the checkpoint: {{}}; {CHANGE}"
+        said = f"the {kind} keeps the values of the checkpoint: {{}}; on_step can "
+        said += "change them"
         for name, mine, theirs in values:
             now, then = str(mine), str(theirs)  # some are tensors
             if now != then:

@@ -156,12 +156,12 @@ def shape_of_batch(
     """
     if not plan.shapes:
         return 0
-    if given is not None and given not in range(len(plan.shapes)):
-        raise GemscError(
-            f"there is no shape {given}: this program has {len(plan.shapes)}",
-            help="give its place in what example_inputs() returns, from 0 on",
-        )
     if given is not None:
+        if given not in range(len(plan.shapes)):
+            raise GemscError(
+                f"there is no shape {given}: this program has {len(plan.shapes)}",
+                help="give its place in what example_inputs() returns, from 0 on",
+            )
         return given
     sample = sources.get("input"), sources.get("target")
     found = {place: size for place, size in _shapes(sample).items() if size}

@@ -93,8 +93,7 @@ class Training:
             )
         if options.save is not None:
             callbacks.append(Log(options, self.epochs))
-        callbacks += [self.console, SameCopies(), LabelsThatCount()]
-        callbacks.append(RoundedNumbers())
+        callbacks += [self.console, SameCopies(), LabelsThatCount(), RoundedNumbers()]
         if options.save is not None and options.checkpoint_every != "never":
             self.checkpoints = Checkpoints(
                 options.save,
