@@ -214,16 +214,18 @@ def _rows(function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         ("LogSoftmax", {"axis": -3}, _rows(lambda x: x.log_softmax(1))),
         ("Hardmax", {"axis": 1}, _rows(lambda x: F.one_hot(x.argmax(1), 24).float())),
         ("LpNormalization", {"axis": 1, "p": 1}, lambda x: F.normalize(x, p=1, dim=1)),
+        ("Softmax", {"axis": 1, "opset": 13}, lambda x: x.softmax(1)),
     ],
 )
 def test_what_the_evaluator_of_onnx_does_otherwise_is_as_the_standard_says(
     kind: str, settings: dict[str, Any], same: Any, tmp_path: Path
 ) -> None:
     """In what is computed at import, and in what the import is compared with."""
-    c = numbers(2, 2, 3, 4)
-    nodes = [node(kind, [name], [f"of_{name}"], **settings) for name in ("x", "c")]
+    c, opset = numbers(2, 2, 3, 4), settings.get("opset", 11)
+    given = {name: value for name, value in settings.items() if name != "opset"}
+    nodes = [node(kind, [name], [f"of_{name}"], **given) for name in ("x", "c")]
     nodes.append(node("Sub", ["of_x", "of_c"], ["y"]))
-    path = file_of(tmp_path / "a.onnx", nodes, {"x": c.shape}, {"c": c}, opset=11)
+    path = file_of(tmp_path / "a.onnx", nodes, {"x": c.shape}, {"c": c}, opset=opset)
     x = torch.from_numpy(numbers(*c.shape))
     found = imported(path)[0].eval()(x)
     torch.testing.assert_close(found, same(x) - same(torch.from_numpy(c)))
