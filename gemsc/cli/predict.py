@@ -12,7 +12,7 @@ import typer
 
 from gemsc.cli.export import program_of, trained_model
 from gemsc.cli.terminal import tell
-from gemsc.errors import GemscError, warn
+from gemsc.errors import GemscError, say_note, warn
 from gemsc.launch.launch import bar_settings, launch
 from gemsc.plan import Plan
 from gemsc.runtime.process.device import require_gpu
@@ -116,18 +116,20 @@ def predict_command(
         )
     program = program_of(run)
     outputs = _outputs(output, pictures)
-    _check_outputs(outputs, pictures, overwrite=overwrite)
     plan = check_program(program, Plan.read(program / "plan.toml").ranks)
     tell_of_settings(program, plan)
     taken = _taken(program, plan)
-    if plan.mixes_samples:
-        warn(
-            "forward mixes samples: what it gives for a window depends on the others "
-            "in its micro-batch",
-            help="compile with an example_inputs() of one sample to predict each alone",
-        )
+    makes_input = _makes_input(plan)
     for picture in pictures:
-        _check_picture(plan, picture, level, orientation, spacing, taken)
+        channels = _channels(plan, picture, level, orientation, spacing, taken)
+        if not makes_input and channels != taken.channels:
+            raise GemscError(
+                f"{picture} has {channels} channels, but the model expects "
+                f"{taken.channels}",
+                help=INPUT_HELP,
+            )
+    _check_outputs(outputs, pictures, overwrite=overwrite)
+    _tell_of_input(plan, taken, makes_input)
     if overlap is None and not is_volume(pictures[0]):
         overlap = min(USUAL_OVERLAP, min(taken.size) // 8)
     if overlap is not None and 2 * overlap >= min(taken.size):
@@ -264,15 +266,36 @@ def _taken(program: Path, plan: Plan) -> Picture:
     )
 
 
-def _check_picture(
+def _makes_input(plan: Plan) -> bool:
+    """Return whether the model's file says what the model gets of a picture."""
+    if not plan.spec:
+        return False
+    user = load_user_model(plan.spec, constants=plan.constants)
+    user.make_windows()  # what is wrong with them is said now
+    return user.predict_input is not None
+
+
+def _tell_of_input(plan: Plan, taken: Picture, makes_input: bool) -> None:
+    if plan.mixes_samples:
+        warn(
+            "forward mixes samples: what it gives for a window depends on the others "
+            "in its micro-batch",
+            help="compile with an example_inputs() of one sample to predict each alone",
+        )
+    if plan.spec and not makes_input:
+        what = "voxels as in the file" if len(taken.size) == 3 else "pixels from 0 to 1"
+        say_note(f"the model gets {what}; if dataset() gives others, {INPUT_HELP}")
+
+
+def _channels(
     plan: Plan,
     path: Path,
     level: int,
     orientation: str | None,
     spacing: tuple[float, float, float] | None,
     taken: Picture,
-) -> None:
-    """Refuse what the model cannot take."""
+) -> int:
+    """Return a picture's channels; refuse what the model cannot take."""
     is_deep = len(taken.size) == 3
     if is_deep != is_volume(path):
         one, other = ("volumes", "picture") if is_deep else ("pictures", "volume")
@@ -288,17 +311,6 @@ def _check_picture(
                 help="leave it out",
             )
     if is_deep:
-        channels = Volume(path, orientation, level, spacing).channels
-    else:
-        tifffile_module()
-        channels = Slide(path, level).shape[2]
-    if plan.spec:
-        user = load_user_model(plan.spec, constants=plan.constants)
-        user.make_windows()
-        if user.predict_input is not None:
-            return
-    if channels != taken.channels:
-        raise GemscError(
-            f"{path} has {channels} channels, but the model expects {taken.channels}",
-            help=INPUT_HELP,
-        )
+        return Volume(path, orientation, level, spacing).channels
+    tifffile_module()
+    return Slide(path, level).shape[2]

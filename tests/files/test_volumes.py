@@ -489,6 +489,7 @@ def test_what_does_not_fit_is_said_before_ranks_start(
     for words, message in (
         (["nowhere.nii"], "there is no file nowhere.nii"),
         (["slide.npy"], "expects volumes (windows of 8 x 6 x 4 voxels), but slide.npy"),
+        (["slide.npy", "-o", "x.nii.gz"], "expects volumes (windows of 8 x 6 x 4 voxe"),
         (["two.nii.gz"], "two.nii.gz has 2 channels, but the model expects 1"),
         (["case.nii.gz", "-o", "x.tiff"], "x.tiff cannot hold the prediction of a"),
         (["case.nii.gz", "--overlap", "2"], "cannot overlap by 2 on each side"),

@@ -150,6 +150,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         ),
         "MultiHeadAttention 'a' is given attention_mask",
     ),
+    "rounded": (
+        lambda: keras.Model(x := keras.Input(SEQUENCE), keras.ops.cast(x, "bfloat16")),
+        "casts to 'bfloat16'",
+    ),
     "lambda": (
         lambda: of(layers.Lambda(lambda x: 2 * x, name="a")),
         "'a' (Lambda)",

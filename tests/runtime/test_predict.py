@@ -431,6 +431,7 @@ def test_a_run_in_phases_predicts_with_the_constants_that_it_was_trained_with(
     done = command("predict", "run", "slide.npy", "other.npy", *ways, "-o", "found")
     assert done.code == 0, done.err
     assert "warning" not in done.err
+    assert "pixels from 0 to 1" not in done.err
     assert "wrote 2 files in found" in done.out
     weights = load_file("run/model.safetensors").items()
     net = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 1, 1)).double()
@@ -447,6 +448,11 @@ def test_a_run_in_phases_predicts_with_the_constants_that_it_was_trained_with(
     (tmp_path / "width.json").write_text("8")
     told = command("predict", "run", "slide.npy", *ways, "--level", "3").err
     assert "width.json has changed since" in told
+    Path("model.py").write_text(PHASED.replace("predict_input", "predict_output"))
+    told = command("predict", "run", "slide.npy", *ways, "--overlap", "16").err
+    assert (
+        "gets pixels from 0 to 1; if dataset() gives others, define predict_in" in told
+    )
 
 
 def test_what_cannot_be_predicted_is_said_before_ranks_start(
@@ -473,7 +479,7 @@ def test_what_cannot_be_predicted_is_said_before_ranks_start(
         (["slide.npy", "grey.npy", "-o", "m.tiff"], "m.tiff is one file, but there"),
         (["slide.npy", "grey.npy", "-o", "grey.npy"], "grey.npy is one file, but"),
         (["slide.npy", "p/slide.npy"], "would both be written to masks/slide.tiff"),
-        (["slide.npy", "grey.npy", "-o", "no/where"], "there is no folder no"),
+        (["slide.npy", "same.tiff", "-o", "no/where"], "there is no folder no"),
         (["same.tiff", "-o", ".", "--overwrite"], "same.tiff would replace the pict"),
     ):
         done = command("predict", "p", *words)
@@ -486,7 +492,7 @@ def test_what_cannot_be_predicted_is_said_before_ranks_start(
     )
     Path("p/plan.toml").write_text(text)
     told = "warning: forward mixes samples: what it gives for a window depends on"
-    assert told in command("predict", "p", "grey.npy").err
+    assert told in command("predict", "p", "slide.npy", "--overlap", "16").err
     assert "there is no folder q" in command("predict", "q", "slide.npy").err
     assert "slide.npy is a file" in command("predict", "slide.npy", "p").err
     assert not Path("masks").exists()

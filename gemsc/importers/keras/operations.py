@@ -209,11 +209,12 @@ def _matmul(call: LayerCall) -> Laid:
 @operation("Cast")
 def _cast(call: LayerCall) -> Laid:
     laid, name = call.inputs[0], str(call.config.get("dtype"))
-    if "float" in name:
+    if name in ("float", "float32", "float64"):  # as the network
         return call.gives(f"{laid.value}.float()", first=laid.first)
     if "int" in name:
         return call.gives(f"{laid.value}.long()", first=laid.first)
-    raise call.refuse(f"casts to {name!r:.40}")
+    advice = "leave it out: gemsc compile --precision has bfloat16 and float16"
+    raise call.refuse(f"casts to {name!r:.40}", advice if "float" in name else None)
 
 
 # ----------------------------------------------------------------- one line for each
