@@ -109,8 +109,8 @@ def compile(
     What the model has on the meta device the program has not either: its ranks find it
     `elsewhere`, or it is imported later. Without weights nothing is compared with it.
 
-    The model's parameters and buffers and the random generators are left unchanged;
-    a `memory_format` changes how they lie in memory.
+    The model's parameters and buffers and the random generators are left unchanged; a
+    `memory_format` changes how they lie in memory, its `train()` what it freezes.
 
     Raises:
         GemscError: the model or an option cannot be compiled; it says where and why.

@@ -30,8 +30,13 @@ def in_mode(training: bool) -> str:
     return "in eager mode" if training else "in evaluation mode (model.eval())"
 
 
-def set_training(model: nn.Module, loss: Any, training: bool) -> None:
-    """Set the mode of a model and a loss; layers that the user froze stay frozen."""
+def set_training(
+    model: nn.Module, loss: Any, training: bool, copy_of: nn.Module | None = None
+) -> None:
+    """Set the mode of a model and a loss; layers that the user froze stay frozen.
+
+    What a copy's own `train()` freezes is frozen in the model that it is a copy of.
+    """
     if not training:
         try:
             model.train()  # drops what some models keep from an earlier evaluation
@@ -43,6 +48,10 @@ def set_training(model: nn.Module, loss: Any, training: bool) -> None:
             raise
     else:
         enter_training(model)
+        named = dict(copy_of.named_parameters()) if copy_of is not None else {}
+        for name, parameter in model.named_parameters():
+            if name in named and not parameter.requires_grad:
+                named[name].requires_grad_(False)
     if isinstance(loss, nn.Module):
         if not training:
             loss.eval()

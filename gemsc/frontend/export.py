@@ -174,7 +174,7 @@ class _Wrapper(nn.Module):
                 if isinstance(module, nn.Module):
                     cast_module(module, dtype)
         self.add_module(_MODEL, copied)
-        set_training(copied, self.loss, training)
+        set_training(copied, self.loss, training, model)
         # copies: torch.export takes one tensor at two places for one input
         self.given = detached({"input": inputs, "target": target})
         self.leaves = tuple(tensor_leaves(self.given))

@@ -162,7 +162,7 @@ def _trace_twice(request: _Request) -> _Trace:
 
 def _copy(request: _Request, fake: TracerFakeMode) -> FakeCopy:
     copied = copy_on_fakes(request.model, request.loss, fake, request.dtype)
-    set_training(copied.model, copied.loss, request.training)
+    set_training(copied.model, copied.loss, request.training, request.model)
     return copied
 
 

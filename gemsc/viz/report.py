@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -94,6 +95,7 @@ def report(plan: Plan, candidates: Sequence[Candidate] = (), graph: str = "") ->
     )
 
 
+@functools.cache
 def _template() -> jinja2.Template:
     folder = Path(__file__).parent
     environment = jinja2.Environment(

@@ -322,6 +322,7 @@ FREEZES = BIASED.replace(
     def train(self, mode=True):
         super().train(mode)
         self.norm.eval()
+        self.norm.weight.requires_grad_(False)
         return self
 
 
@@ -345,6 +346,7 @@ def test_a_model_that_freezes_its_norms_in_train_trains_without_them(
     saved = read_tensors(tmp_path / "run" / "model.safetensors")
     assert saved["norm.num_batches_tracked"] == 0
     assert torch.equal(saved["norm.running_var"], torch.ones(4, dtype=torch.float64))
+    assert torch.equal(saved["norm.weight"], torch.ones(4, dtype=torch.float64))
     user = load_user_model(str(tmp_path / "model.py"))
     settings = replace(SETTINGS, steps=2, replicas=1, accumulate=1, clip_norm=None)
     run = PlainRun(user, user.make_unfilled(), replace(settings, micro_batches=4))
