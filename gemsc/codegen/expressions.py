@@ -263,7 +263,8 @@ def literal(value: object) -> str:
         return literal_text(float(value))
     if isinstance(value, range):
         return repr(value)
-    if isinstance(value, torch.dtype | torch.memory_format | torch.layout):
+    kinds = torch.dtype | torch.memory_format | torch.layout | torch.qscheme
+    if isinstance(value, kinds):
         return str(value)
     if isinstance(value, torch.device):
         return "device"

@@ -123,6 +123,7 @@ def test_subscripts(index: Any, text: str) -> None:
         (torch.float16, "torch.float16"),
         (torch.channels_last, "torch.channels_last"),
         (torch.strided, "torch.strided"),
+        (torch.per_tensor_affine, "torch.per_tensor_affine"),
         (torch.device("cpu"), "device"),
         (range(1, 7, 2), "range(1, 7, 2)"),
         (None, "None"),
