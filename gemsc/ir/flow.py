@@ -142,6 +142,18 @@ def external_inputs(nodes: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
     return tuple(used)
 
 
+def makers(value: fx.Node) -> set[fx.Node]:
+    """Return a value with all nodes that it is computed from, but no weights."""
+    found: set[fx.Node] = set()
+    waiting = [value]
+    while waiting:
+        node = waiting.pop()
+        if node.op != "get_attr" and node not in found:
+            found.add(node)
+            waiting += node.all_input_nodes
+    return found
+
+
 def inner_flow(stage: StageFlow, nodes: tuple[fx.Node, ...]) -> StageFlow:
     """Return some consecutive nodes of a stage as a function of their own."""
     elsewhere = set(stage.nodes) - set(nodes)
@@ -352,6 +364,6 @@ def _uses(program: Program, node: fx.Node) -> list[str]:
     return names
 
 
-def has_random(nodes: tuple[fx.Node, ...]) -> bool:
+def has_random(nodes: Iterable[fx.Node]) -> bool:
     """Whether any node draws random numbers."""
     return any(meta.facts(node).random for node in nodes)

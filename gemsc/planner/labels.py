@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from gemsc.ir.flow import makers
 from gemsc.ir.meta import location, spec
 from gemsc.ir.operators.calls import Call, call_of
 from gemsc.ir.program import Program
@@ -38,8 +39,8 @@ def ignored_labels(program: Program) -> list[dict[str, Any]]:
     return [
         {"path": list(inputs[name].path), "label": label, "at": _place(node)}
         for node, labels, label in _means(program)
-        for name in _sources(labels)
-        if name in inputs and not inputs[name].spec.dtype.is_floating_point
+        for name in {node.name for node in makers(labels)} & inputs.keys()
+        if not inputs[name].spec.dtype.is_floating_point
     ]
 
 
@@ -60,16 +61,3 @@ def _means(program: Program) -> Iterator[tuple[fx.Node, fx.Node, int]]:
         is_mean = call.kind == "cross_entropy" and how in _MEAN
         if is_mean and isinstance(labels, fx.Node):
             yield node, labels, int(call.get("ignore_index", NOTHING))
-
-
-def _sources(node: fx.Node) -> set[str]:
-    """Return the placeholders that a value is made of."""
-    found, left = set(), [node]
-    seen = {node}
-    while left:
-        each = left.pop()
-        if each.op == "placeholder":
-            found.add(each.name)
-        left += [source for source in each.all_input_nodes if source not in seen]
-        seen.update(each.all_input_nodes)
-    return found

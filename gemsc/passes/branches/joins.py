@@ -131,7 +131,7 @@ class JoinHere(ForkHere):
         if wanted.boxes != held:
             return low.cropped(here, wanted.shape, held, wanted.boxes)
         shared = (node for node in low.stage.nodes if not low.is_in_branch(node))
-        if not has_random(tuple(shared)):
+        if not has_random(shared):
             return here
         shape = tuple(meta.value(here).shape)
         return low.add(value, "contiguous", (here,), shape, meta.layout(here))

@@ -18,6 +18,7 @@ from torch import fx, nn
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.ir import meta
 from gemsc.ir.changes import Change, changes_weights, is_settled, unjoined_changes
+from gemsc.ir.flow import has_random, makers
 from gemsc.ir.holder import CONSTANTS, attribute, called_layer
 from gemsc.ir.mutation import (
     changed_by_layer,
@@ -200,7 +201,7 @@ def telling_what_ties(program: Program) -> Iterator[None]:
                 "layers in between stay together"
             )
             other = f"compute '{name}' again for each layer that uses it"
-            if _is_drawn(tie.value):  # anew, it would be other numbers
+            if has_random(makers(tie.value)):  # anew, it would be other numbers
                 other = f"draw '{name}' in the dataset, and pass it as an input"
             error.help = f"{error.help}; or {other}"
         raise
@@ -213,19 +214,6 @@ def _changed_at(program: Program) -> dict[SourceLocation | None, dict[str, None]
         for name in mutated_state(node, program.module):
             found.setdefault(meta.location(node), {})[name] = None
     return found
-
-
-def _is_drawn(value: fx.Node) -> bool:
-    """Whether a value depends on random numbers."""
-    seen, way = {value}, [value]
-    while way:
-        node = way.pop()
-        if meta.facts(node).random:
-            return True
-        new = [each for each in node.all_input_nodes if each not in seen]
-        seen.update(new)
-        way += new
-    return False
 
 
 def _tie(program: Program) -> Skip | None:

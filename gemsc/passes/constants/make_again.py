@@ -21,7 +21,7 @@ from gemsc.base.grid_shape import GridShape
 from gemsc.costs.hardware import LinkSpeed
 from gemsc.ir import meta
 from gemsc.ir.constants import constant_nodes
-from gemsc.ir.flow import used_tensors
+from gemsc.ir.flow import makers, used_tensors
 from gemsc.ir.holder import copied_graph
 from gemsc.ir.program import Program, Stage
 from gemsc.ir.staged import moved
@@ -65,11 +65,11 @@ class MakeAgain(Pass):
             copies[dest] = _copied(program, dest, here)
         program = _with_copies(program, copies)
         pairs = chain.from_iterable(nodes.items() for nodes in copies.values())
-        makers = set(chain.from_iterable(pairs))
-        makers |= {item for node in makers for item in _items(node)}
+        again = set(chain.from_iterable(pairs))
+        again |= {item for node in again for item in _items(node)}
         for stage in program.require_stages():
             if self._makes_once(program, stage):
-                _mark(node for node in stage.nodes if node in makers)
+                _mark(node for node in stage.nodes if node in again)
         return program
 
     def _makes_once(self, program: Program, stage: Stage) -> bool:
@@ -110,7 +110,7 @@ def _groups(
     """Return values that have nodes in common together, with all that makes them."""
     groups: list[tuple[list[fx.Node], set[fx.Node]]] = []
     for value in values:
-        group, made = [value], _makers(value)
+        group, made = [value], makers(value)
         apart = []
         for others, theirs in groups:
             if made & theirs:
@@ -119,18 +119,6 @@ def _groups(
                 apart.append((others, theirs))
         groups = [*apart, (group, made)]
     return groups
-
-
-def _makers(value: fx.Node) -> set[fx.Node]:
-    """Return a value with all nodes that it is computed from."""
-    found: set[fx.Node] = set()
-    waiting = [value]
-    while waiting:
-        node = waiting.pop()
-        if node.op != "get_attr" and node not in found:
-            found.add(node)
-            waiting += node.all_input_nodes
-    return found
 
 
 def _items(node: fx.Node) -> Iterable[fx.Node]:
