@@ -51,6 +51,12 @@ def show_micro_batches(count: int) -> str:
     return f"{count} micro-batch{'es' * (count != 1)}"
 
 
+def show_some(names: Sequence[str], most: int, between: str = ", ") -> str:
+    """Return for example `a, b and 3 more`: the first ones, and how many are left."""
+    more = len(names) - most
+    return between.join(names[:most]) + f" and {more} more" * (more > 0)
+
+
 def _show(
     value: float, base: int, units: tuple[str, ...], digits: tuple[int, ...]
 ) -> str:

@@ -29,7 +29,6 @@ from gemsc.base.rng import preserve_rng
 from gemsc.errors import GemscError, InternalError, SourceLocation
 from gemsc.frontend.attention import attention_of
 from gemsc.frontend.eager import deep_copy, detached, failures, in_mode, set_training
-from gemsc.frontend.fake_copy import LOSS
 from gemsc.frontend.gradients import (
     Gradients,
     difference_of,
@@ -39,7 +38,7 @@ from gemsc.frontend.gradients import (
 from gemsc.frontend.halves import loss_of_halves, of_two_samples
 from gemsc.frontend.user_code import user_line
 from gemsc.frontend.values import loss_fails_on, returned
-from gemsc.ir.holder import attribute, hold
+from gemsc.ir.holder import LOSS, attribute, hold
 from gemsc.ir.interpret import run_node, run_nodes
 from gemsc.ir.meta import location
 from gemsc.ir.mutation import changed_by_layer, mutated_inputs

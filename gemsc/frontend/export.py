@@ -39,7 +39,7 @@ from gemsc.errors import GemscError
 from gemsc.frontend import counters
 from gemsc.frontend.closures import reject_closures
 from gemsc.frontend.eager import detached, failures, set_training, transformed
-from gemsc.frontend.fake_copy import LOSS, fake_input, reject_unsupported
+from gemsc.frontend.fake_copy import fake_input, reject_unsupported
 from gemsc.frontend.opaque import DATA_ERRORS
 from gemsc.frontend.runs import mark_dtypes, other_generators, reject_rounded
 from gemsc.frontend.user_code import failing_line, printed_line
@@ -47,7 +47,7 @@ from gemsc.frontend.values import Returned, input_names, output_notes, returned
 from gemsc.frontend.writer import make_root
 from gemsc.ir import meta
 from gemsc.ir.fake import fake_copy
-from gemsc.ir.holder import CONSTANTS
+from gemsc.ir.holder import CONSTANTS, LOSS
 from gemsc.ir.interpret import run_node
 from gemsc.ir.meta import Region, TensorSpec
 from gemsc.ir.opaque import Opaque

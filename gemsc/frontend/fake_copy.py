@@ -16,10 +16,10 @@ from gemsc.base.nests import Path, as_kind, reject_lazy, tensor_leaves
 from gemsc.errors import GemscError
 from gemsc.frontend.eager import deep_copy
 from gemsc.ir.fake import fake_parameters
+from gemsc.ir.holder import LOSS
 from gemsc.ir.layers import as_of_torch, layer_source
 
 _MOST_NUMBERS = 64  # of a buffer that forward may ask for them
-LOSS = "_loss"  # the path of a loss that is a module
 
 
 @dataclass(frozen=True)

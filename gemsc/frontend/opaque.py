@@ -20,9 +20,9 @@ from gemsc.base.dtypes import cast, cast_module, default_dtype
 from gemsc.base.nests import Inputs, call_loss, call_model
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.frontend.eager import deep_copy, detached, failures, in_mode, set_training
-from gemsc.frontend.fake_copy import LOSS
 from gemsc.frontend.observe import Watch
 from gemsc.frontend.user_code import failing_line
+from gemsc.ir.holder import LOSS
 from gemsc.ir.opaque import Opaque
 
 

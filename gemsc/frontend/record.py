@@ -32,7 +32,6 @@ from gemsc.frontend.closures import reject_closures
 from gemsc.frontend.counters import counters_of, reject_counters
 from gemsc.frontend.eager import in_mode, set_training
 from gemsc.frontend.fake_copy import (
-    LOSS,
     FakeCopy,
     copy_on_fakes,
     fake_input,
@@ -58,7 +57,7 @@ from gemsc.frontend.values import (
     returned,
 )
 from gemsc.frontend.writer import GraphWriter, make_root
-from gemsc.ir.holder import put_layer
+from gemsc.ir.holder import LOSS, put_layer
 from gemsc.ir.layers import as_of_torch
 from gemsc.ir.meta import TensorSpec, location, set_value, tensors, value
 from gemsc.ir.opaque import Opaque, OpaqueLeaf

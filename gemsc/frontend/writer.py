@@ -18,12 +18,12 @@ from gemsc.base.rng import may_draw
 from gemsc.errors import GemscError
 from gemsc.frontend.closures import HELP_OF_LOSS
 from gemsc.frontend.eager import transformed
-from gemsc.frontend.fake_copy import LOSS, FakeCopy
+from gemsc.frontend.fake_copy import FakeCopy
 from gemsc.frontend.targets import TargetCall
 from gemsc.frontend.user_code import UserLine
 from gemsc.frontend.values import PLAIN
 from gemsc.ir import meta
-from gemsc.ir.holder import CONSTANTS, hold, with_graph
+from gemsc.ir.holder import CONSTANTS, LOSS, hold, with_graph
 from gemsc.ir.layers import NORM_STATISTICS
 from gemsc.ir.meta import Region
 from gemsc.ir.mutation import call_mutates

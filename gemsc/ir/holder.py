@@ -9,6 +9,7 @@ from torch import fx, nn
 from gemsc.ir import meta
 
 CONSTANTS = "_constants"  # the path of tensors that are neither parameter nor buffer
+LOSS = "_loss"  # the path of a loss that is a module
 
 
 class _Holder(fx.GraphModule):

@@ -14,6 +14,7 @@ from torch import Tensor
 from gemsc.base.boxes import Box
 from gemsc.base.dtypes import Format, lying_order, within
 from gemsc.base.nests import named_place
+from gemsc.base.units import show_some
 from gemsc.errors import GemscError
 
 ALIGNMENT = 64  # bytes; a cache line, so that every packed value starts on one
@@ -172,9 +173,8 @@ class Message:
 
 def name_of(values: Sequence[Any], *, is_gradient: bool) -> str:
     """Return what a message with these named values is called."""
-    names = " and ".join(f"'{value.name}'" for value in values[:3])
-    more = f" and {len(values) - 3} more" if len(values) > 3 else ""
-    return "the gradient of " * is_gradient + names + more
+    names = [f"'{value.name}'" for value in values]
+    return "the gradient of " * is_gradient + show_some(names, 3, " and ")
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ an optimizer that looks at parameters of other ranks.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 
-from gemsc.base.units import show_seconds
+from gemsc.base.units import show_seconds, show_some
 from gemsc.costs.hardware import Hardware
 from gemsc.ir.changes import unjoined_changes
+from gemsc.ir.holder import LOSS
 from gemsc.ir.mutation import changed_by_layer
 from gemsc.ir.program import NO_SUM, Program
 from gemsc.options import CompileOptions
@@ -24,7 +24,6 @@ from gemsc.schedules import Task
 UNFUSED_SECONDS = 0.69e-9
 WORTH_IT = 0.02  # of a step
 OWN_LOSS = "the model computes the loss"
-_LOSS = "_loss."  # before the names of what a loss has
 
 
 def loss_notes(program: Program, task: Task, options: CompileOptions) -> list[str]:
@@ -62,34 +61,29 @@ def state_notes(program: Program, task: Task, options: CompileOptions) -> list[s
     `max_norm` has made small: they stay so.
     """
     found, count = [], options.data * sum(task.micro_batches)
-    changed = [
-        change.name
+    changed = dict.fromkeys(
+        f"'{change.name}'"
         for change in unjoined_changes(program)
         if not changed_by_layer(change.node, program.module)
-    ]
+    )
     if changed and count > 1:
         found.append(
-            f"forward changes {_and_more(changed)} once for each micro-batch: {count} "
-            "times in a step, where one process that takes its "
+            f"forward changes {show_some([*changed], 1)} once for each micro-batch: "
+            f"{count} times in a step, where one process that takes its "
             f"{count * micro_batch_size(program)} samples together would do so once"
         )
     own = [
-        name
+        f"'{name}'"
         for name, parameter in program.module.named_parameters()
-        if name.startswith(_LOSS) and parameter.requires_grad
+        if name.startswith(f"{LOSS}.") and parameter.requires_grad
     ]
     if own:
         found.append(
-            f"the loss has parameters of its own, {_and_more(own)}: optimizer() gets "
-            "them, too, so they are trained. If they should stay as they are (those of "
-            "a pretrained network), call requires_grad_(False) for them"
+            f"the loss has parameters of its own, {show_some(own, 1)}: optimizer() "
+            "gets them, too, so they are trained. If they should stay as they are "
+            "(those of a pretrained network), call requires_grad_(False) for them"
         )
     return found
-
-
-def _and_more(names: Sequence[str]) -> str:
-    first, *others = dict.fromkeys(names)
-    return f"'{first}'" + f" and {len(others)} more" * bool(others)
 
 
 def optimizer_note(program: Program) -> list[str]:

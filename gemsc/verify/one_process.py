@@ -33,6 +33,7 @@ from gemsc.base.nests import (
 )
 from gemsc.base.phase import Phase
 from gemsc.base.plain_forward import enter_training, plain_forward
+from gemsc.ir.holder import LOSS
 from gemsc.plan import Plan
 from gemsc.runtime.training.step_report import concatenated
 from gemsc.runtime.training.verification import without_noise
@@ -196,7 +197,7 @@ def plain_updates(
         named = model.named_parameters()
         pairs = [(n, p) for n, p in named if not phases or phase.trains(n)]
         if not phases and isinstance(loss, nn.Module):
-            pairs += loss.named_parameters(prefix="_loss")
+            pairs += loss.named_parameters(prefix=LOSS)
         make = phase.optimizer or partial(torch.optim.SGD, lr=0.01)
         made = make(pairs)
         paced = phase.scheduler(made) if phase.scheduler is not None else None

@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from gemsc.base.files import DISTRIBUTED
+from gemsc.base.units import show_some
 from gemsc.errors import GemscError
 from gemsc.weights.tensor_file import TensorFile
 from gemsc.weights.write import Entry
@@ -298,9 +299,7 @@ def _prefix(names: Sequence[str], others: Mapping[str, object]) -> str:
 
 
 def _list(names: Sequence[str]) -> str:
-    more = len(names) - SHOWN
-    shown = ", ".join(f"'{name}'" for name in names[:SHOWN])
-    return shown + (f" and {more} more" if more > 0 else "")
+    return show_some([f"'{name}'" for name in names], SHOWN)
 
 
 def _word(entry: Entry) -> str:

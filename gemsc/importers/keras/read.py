@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gemsc.base.units import show_some
 from gemsc.codegen.python_text import literal_text
 from gemsc.errors import GemscError
 from gemsc.importers.keras import (  # noqa: F401  each has functions of layers
@@ -177,10 +178,9 @@ def _check(path: Path, config: Mapping[str, Any], graph: Graph, given: str) -> N
         and graph.translator(entry.kind, entry.name, entry.is_operation) is None
     ]
     if unknown:
-        more = f" and {len(unknown) - _SHOWN} more" if len(unknown) > _SHOWN else ""
         raise GemscError(
             f"{path.name} uses layers that gemsc does not support: "
-            f"{', '.join(unknown[:_SHOWN])}{more}",
+            f"{show_some(unknown, _SHOWN)}",
             help=f"build them of other layers, {given}; the code of a Lambda in a file "
             f"is never run. Or {_DIRECTLY}",
         )

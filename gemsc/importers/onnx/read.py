@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from onnx.checker import ValidationError
 from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
+from gemsc.base.units import show_some
 from gemsc.errors import GemscError
 from gemsc.importers.network import ImportedNetwork, ImportOptions
 from gemsc.importers.onnx.file import OnnxTensors, load_model
@@ -304,7 +306,7 @@ def _returns(
 def _notes(
     sheet: Sheet, graph: onnx.GraphProto, tensors: OnnxTensors, trained: TrainedTensors
 ) -> list[str]:
-    notes = []
+    notes, some = [], partial(show_some, most=8)
     folded = sum(map(_is_folded, graph.node))
     if folded:
         notes.append(
@@ -314,31 +316,31 @@ def _notes(
     own = dict(sheet.root.named_parameters())
     frozen = [name for name, p in own.items() if not p.requires_grad]
     if frozen:
-        notes.append(f"not trained, as they are computed, or buffers: {_some(frozen)}")
+        notes.append(f"not trained, as they are computed, or buffers: {some(frozen)}")
     held = {s for n, w in sheet.weights.items() if n in own for s in w.sources}
     shared = [name for name in trained.shared if name in held]
     if shared:
         notes.append(
             "one tensor in the file for several layers, and trained as one: "
-            f"{_some(shared)}; if they only happened to be equal, export with "
+            f"{some(shared)}; if they only happened to be equal, export with "
             "dynamo=True, optimize=False"
         )
     if tensors.ties.parted:
         parted = [f"{name} (of {n})" for name, n in tensors.ties.parted.items()]
         notes.append(
             "the exporter merged tensors that happened to be equal; each layer has its "
-            f"own again: {_some(parted)}"
+            f"own again: {some(parted)}"
         )
     if tensors.ties.left_out:
         notes.append(
             "left out by the exporter, as they are zeros, and so not trained: "
-            f"{_some(tensors.ties.left_out)}; export with optimize=False to keep them"
+            f"{some(tensors.ties.left_out)}; export with optimize=False to keep them"
         )
     if trained.named:
         count = sum(math.prod(tensors.table[name].shape) for name in trained.named)
         notes.append(
             f"trained though no layer's weight, {count:,} parameters: "
-            f"{_some(trained.named)}; if one is a constant, make it "
+            f"{some(trained.named)}; if one is a constant, make it "
             "self.register_buffer(name, torch.empty(...)) in model.py"
         )
     buffers = [
@@ -347,18 +349,13 @@ def _notes(
         if buffer.numel() > 1 and "running_" not in name
     ]
     if buffers:
-        notes.append(f"constants: {_some(buffers)}")
+        notes.append(f"constants: {some(buffers)}")
     if sheet.fixes_batch:
         notes.append(
             f"{sheet.fixes_batch} fixes the batch at {sheet.inputs[0].shape[0]}: "
             "export the model with dynamic_shapes to have another one"
         )
     return notes
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return ", ".join(names[:8]) + more
 
 
 def _is_folded(node: onnx.NodeProto) -> bool:

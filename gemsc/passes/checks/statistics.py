@@ -15,6 +15,7 @@ from typing import ClassVar
 
 from torch import fx, nn
 
+from gemsc.base.units import show_some
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.ir import meta
 from gemsc.ir.changes import Change, changes_weights, is_settled, unjoined_changes
@@ -181,8 +182,7 @@ def telling_what_ties(program: Program) -> Iterator[None]:
         yield
     except GemscError as error:
         for at, names in _changed_at(program).items():
-            first, *others = names
-            name = f"'{first}'" + f" and {len(others)} more" * bool(others)
+            name = show_some([f"'{name}'" for name in names], 1)
             error.add_note(
                 f"forward changes {name} at {at}: all that uses it stays on one rank"
             )

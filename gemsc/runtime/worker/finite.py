@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from gemsc.base.units import show_some
 from gemsc.errors import GemscError
 
 MOST_NAMED = 3
@@ -58,7 +59,7 @@ class Problem:
         if self.phase:
             what += f" of phase {self.phase}"
         if found:
-            numbers = _listed([str(m) for m, _ in found])
+            numbers = show_some([str(m) for m, _ in found], MOST_NAMED)
             plural = "es" * (len(found) > 1)
             return (
                 f"{what} is {found[0][1]} at step {self.step}, in micro-batch"
@@ -66,7 +67,7 @@ class Problem:
             )
         if not self.gradients:  # each loss is finite, their sum is not
             return f"{what} is not finite at step {self.step}"
-        names = _listed([f"'{name}'" for name in self.gradients])
+        names = show_some([f"'{name}'" for name in self.gradients], MOST_NAMED)
         return f"the gradient of {names} is not finite at step {self.step}"
 
 
@@ -115,11 +116,6 @@ def _real(gradient: Tensor) -> Tensor:
     if gradient.is_sparse:
         gradient = gradient._values()
     return torch.view_as_real(gradient) if gradient.is_complex() else gradient
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-    return ", ".join(names[:MOST_NAMED]) + more
 
 
 FIRST = 2.0**16
