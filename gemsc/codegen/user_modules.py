@@ -23,7 +23,7 @@ from gemsc.codegen.expressions import (
     literal,
 )
 from gemsc.errors import GemscError, InternalError
-from gemsc.ir.layers import HOOKS, layer_source
+from gemsc.ir.layers import HOOKS, empty_source, layer_source
 from gemsc.ir.opaque import Opaque
 
 _INTERNAL = frozenset(vars(nn.Module()))
@@ -52,15 +52,13 @@ def user_module_source(path: str, opaque: Opaque, named: NamedObject) -> str:
 
 def tensor_source(tensor: torch.Tensor) -> str:
     """Return the parameter or tensor without values: `nn.Parameter(torch.empty(4))`."""
-    shape = [*map(str, tensor.shape)] or ["()"]
-    kind = [f"dtype={tensor.dtype}"] if tensor.dtype != torch.float32 else []
-    empty = f"torch.empty({', '.join([*shape, *kind])})"
+    empty = empty_source(tensor)
     if isinstance(tensor, nn.Parameter):
-        fixed = [] if tensor.requires_grad else ["requires_grad=False"]
-        return f"nn.Parameter({', '.join([empty, *fixed])})"
+        fixed = "" if tensor.requires_grad else ", requires_grad=False"
+        return f"nn.Parameter({empty}{fixed})"
     if isinstance(order := lying_of(tensor), tuple):
-        given = str(tuple(tensor.shape)), str(order), *kind
-        return f"torch.empty_permuted({', '.join(given)})"
+        dtype = "" if tensor.dtype is torch.float32 else f", dtype={tensor.dtype}"
+        return f"torch.empty_permuted({tuple(tensor.shape)}, {order}{dtype})"
     return empty
 
 

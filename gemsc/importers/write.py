@@ -23,7 +23,7 @@ from gemsc.errors import InternalError
 from gemsc.importers.expression import names_in, write_statement
 from gemsc.importers.network import ImportedNetwork
 from gemsc.importers.sheet import Line, Sheet, Symbol, after_parent, sheet_of
-from gemsc.ir.layers import layer_source
+from gemsc.ir.layers import empty_source, layer_source
 
 IMPORTS = (
     "import math",
@@ -197,11 +197,11 @@ class _Held:
         """Write what a module holds, which stands in a place."""
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                source = f"nn.Parameter({_empty(parameter)})"
+                source = f"nn.Parameter({empty_source(parameter)})"
                 self.assign(f"{place}.{name}", source)
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                self.assign(f"{place}.{name}", f"nn.Buffer({_empty(buffer)})")
+                self.assign(f"{place}.{name}", f"nn.Buffer({empty_source(buffer)})")
         for name, child in module._modules.items():
             if child is None:
                 continue
@@ -242,12 +242,6 @@ class _Held:
         """Write that something stands in a place."""
         fresh = partial(self.locals.unique, "part")
         write_statement(self.writer, f"{place} = ", parsed(source), fresh)
-
-
-def _empty(tensor: Tensor) -> str:
-    sizes = ", ".join(map(str, tensor.shape)) or "()"
-    dtype = "" if tensor.dtype is torch.float32 else f", dtype={tensor.dtype}"
-    return f"torch.empty({sizes}{dtype})"
 
 
 # --------------------------------------------------------------------- forward

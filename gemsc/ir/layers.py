@@ -221,10 +221,15 @@ def _literal(value: object) -> str:
     if isinstance(value, (tuple, list)):
         return nest_text(value, _literal)
     if isinstance(value, torch.Tensor):
-        dtype = "" if value.dtype is torch.float32 else f", dtype={value.dtype}"
-        shape = ", ".join(str(int(size)) for size in value.shape) or "()"
-        return f"torch.empty({shape}{dtype})"
+        return empty_source(value)
     raise _UnwritableError
+
+
+def empty_source(tensor: torch.Tensor) -> str:
+    """Return such a tensor without values: `torch.empty(4, 3, dtype=torch.int64)`."""
+    dtype = "" if tensor.dtype is torch.float32 else f", dtype={tensor.dtype}"
+    shape = ", ".join(str(int(size)) for size in tensor.shape) or "()"
+    return f"torch.empty({shape}{dtype})"
 
 
 def _word(value: str | torch.dtype) -> str:
