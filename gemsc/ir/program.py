@@ -230,10 +230,8 @@ class Program:
     `towers` are branches worth a stage of their own, each one a row of the nodes.
     `facts` says that all nodes have them. `halos` are what tiles have beyond their own
     parts; `tile` is the one of each grid that runs the graph (`tile % size` of smaller
-    ones). `barriers` are the places where split stages had to gather a value. `unfused`
-    are, by stage, the exchanges and their bytes if no halo served several layers; only
-    stages where some does. `notes` tell the user what is done otherwise than the model
-    says.
+    ones). `barriers` are the places where split stages had to gather a value. `notes`
+    tell the user what is done otherwise than the model says.
     """
 
     name: str
@@ -270,7 +268,6 @@ class Program:
     parts: dict[str, Part] = field(default_factory=dict)
     owned: tuple[tuple[str, ...], ...] | None = None
     barriers: tuple[Barrier, ...] = ()
-    unfused: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def mixes_samples(self) -> bool:

@@ -61,20 +61,19 @@ class SplitTiles(Pass):
         num_stages = len(program.require_stages())
         if len(self.grids) != num_stages:
             raise InternalError(f"{len(self.grids)} grids for {num_stages} stages")
-        halos = program.halos or Halos()
         low = Lowering(
             program,
             self.grids,
             self.tile,
             probe_of(program),
-            halos,
+            program.halos or Halos(),
             lower_node,
             rings=self.rings,
             training=self.training,
         )
         parts = _parts(program, self.tile)
         names = {alias: parts[n] for alias, n in program.aliases.items() if n in parts}
-        lowered = replace(low.run(), tile=self.tile, unfused=halos.unfused, parts=parts)
+        lowered = replace(low.run(), tile=self.tile, parts=parts)
         lowered = replace(lowered, owned=_owned(program, parts))
         put_parts(lowered.module, parts | names)
         for node in lowered.graph.nodes:

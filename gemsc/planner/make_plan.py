@@ -140,12 +140,13 @@ def _stages(
 ) -> list[PlannedStage]:
     """Return what each stage holds; `tiles` are what those of the largest grid run."""
     placement, first = program.require_placement(), tiles[0]
+    before = first.halos.unfused if first.halos else {}  # without fused halos
     planned = []
     stages = zip(program.require_stages(), first.require_stages(), strict=True)
     for (stage, own), cost in zip(stages, task.stages, strict=True):
         grid, halos = placement.grid(stage.index), exchanges(first, own)
         size = len(halos), sum(each.num_bytes for each in halos)
-        unfused = first.unfused.get(stage.index, size)
+        unfused = before.get(stage.index, size)
         planned.append(
             PlannedStage(
                 index=stage.index,
