@@ -61,7 +61,7 @@ class _StageWriter:
                 writer.line()
             fixed = stage.program.frozen
             frozen = [path for path in self.paths if path in fixed]
-            frozen += [path for path in sorted(fixed) if self._holder(path)]
+            frozen += [path for path in sorted(fixed) if _holder(path, self.whole)]
             with writer.block("def __init__(self) -> None:"):
                 writer.line("super().__init__()")
                 self._write_layers()
@@ -77,10 +77,6 @@ class _StageWriter:
             write_forwards(writer, stage, self.named, methods)
         writer.line()
         writer.line()
-
-    def _holder(self, path: str) -> str | None:
-        """Return the user's own module that a path lies in, if any."""
-        return _holder(path, self.whole)
 
     # ------------------------------------------------------ the class
 
@@ -124,7 +120,7 @@ class _StageWriter:
             writer.line("super().train(mode)")
             layers = [
                 f"self.get_submodule({quoted(path)})"
-                if self._holder(path)
+                if _holder(path, self.whole)
                 else access("self", path)
                 for path in frozen
             ]
@@ -226,7 +222,9 @@ class _StageWriter:
             else:
                 self._write_layer(path)
         for alias, first in self.aliases.items():
-            is_held = alias.rpartition(".")[0] in self.paths or self._holder(alias)
+            is_held = alias.rpartition(".")[0] in self.paths or _holder(
+                alias, self.whole
+            )
             if is_held and first in self.stage.owned:
                 self.writer.line(f"{self._tied(alias, first)}  # tied")
 
@@ -245,10 +243,10 @@ class _StageWriter:
         A user's module holds lists, which take no names behind a dot.
         """
         source = access("self", first)
-        if self._holder(first) not in (None, first.rpartition(".")[0]):
+        if _holder(first, self.whole) not in (None, first.rpartition(".")[0]):
             source = f"operator.attrgetter({quoted(first)})(self)"
         owner, _, name = path.rpartition(".")
-        if self._holder(path) in (None, owner):
+        if _holder(path, self.whole) in (None, owner):
             return f"{access('self', path)} = {source}"
         return f"setattr(self.get_submodule({quoted(owner)}), {quoted(name)}, {source})"
 
