@@ -52,14 +52,14 @@ def _slope(name: str, mode: OverField, g: Tensor, *rest: Any, **how: Any) -> Any
     return mode.mul(mode.of(g), mode.field.apply(key, tensors[0]))
 
 
-@rule("rsqrt")
-def _rsqrt(mode: OverField, t: Tensor) -> Any:
-    return mode.inverse(mode.field.apply(_SQRT, mode.of(t)))
-
-
-@rule("exp")
-def _exp(mode: OverField, t: Tensor) -> Tensor:
-    return mode.exp(t)
+RULES |= {
+    "exp": OverField.exp,
+    "mul": lambda mode, a, b: mode.mul(mode.of(a), mode.of(b)),
+    "reciprocal": lambda mode, a: mode.inverse(mode.of(a)),
+    "rsqrt": lambda mode, a: mode.inverse(mode.field.apply(_SQRT, mode.of(a))),
+    "add": lambda mode, a, b, alpha=1: _sum_of_two(mode, a, b, mode.of(alpha)),
+    "sub": lambda mode, a, b, alpha=1: _sum_of_two(mode, a, b, -mode.of(alpha)),
+}
 
 
 @rule("log")
@@ -106,16 +106,6 @@ SUMS = names(
 )
 
 
-@rule("add")
-def _add(mode: OverField, a: Any, b: Any, alpha: Any = 1) -> Tensor:
-    return _sum_of_two(mode, a, b, mode.of(alpha))
-
-
-@rule("sub")
-def _sub(mode: OverField, a: Any, b: Any, alpha: Any = 1) -> Tensor:
-    return _sum_of_two(mode, a, b, -mode.of(alpha))
-
-
 def _sum_of_two(mode: OverField, a: Any, b: Any, factor: float) -> Tensor:
     x, y = mode.of(a), mode.of(b)
     if factor == 1.0:
@@ -148,11 +138,6 @@ def _exp_of(mode: OverField, value: Any) -> Tensor:
     return mode.field.apply("exp", torch.tensor(mode.of(value), dtype=torch.float64))
 
 
-@rule("mul")
-def _mul(mode: OverField, a: Any, b: Any) -> Tensor:
-    return mode.mul(mode.of(a), mode.of(b))
-
-
 @rule("neg")
 def _neg(mode: OverField, a: Tensor) -> Any:
     result = -mode.of(a)
@@ -169,11 +154,6 @@ def _div(mode: OverField, a: Any, b: Any, rounding_mode: Any = None) -> Any:
             raise NotDecidedError(f"a division rounded by {rounding_mode}")
         return aten.div(*counts, rounding_mode=rounding_mode)
     return mode.mul(mode.of(a), mode.inverse(mode.of(b)))
-
-
-@rule("reciprocal")
-def _reciprocal(mode: OverField, a: Tensor) -> Any:
-    return mode.inverse(mode.of(a))
 
 
 @rule("pow")
@@ -222,13 +202,10 @@ def _mean(
     return _mean_of(mode, mode.of(t), dims, keepdim)
 
 
-def _mean_of(
-    mode: OverField, t: Tensor, dims: Any = None, keepdim: bool = False
-) -> Tensor:
+def _mean_of(mode: OverField, t: Tensor, dims: Any, keepdim: bool) -> Tensor:
     total = mode.sum(t, dims, keepdim)
-    return mode.mul(
-        total, mode.inverse(mode.field.number(t.numel() // max(total.numel(), 1)))
-    )
+    count = t.numel() // max(total.numel(), 1)
+    return mode.mul(total, mode.inverse(mode.field.number(count)))
 
 
 @rule("cumsum")
@@ -310,17 +287,14 @@ def _convolution_backward(
     step = max(1, LONGEST // max(spatial, 1))
     if spatial > LONGEST or weight.numel() > LONGEST * weight.shape[1]:
         raise NotDecidedError(f"a sum of {spatial} products")
+    backward = aten.convolution_backward
     mine = of_weight = of_bias = None
     if mask[0]:
-        mine = aten.convolution_backward(
-            g, x, weight, None, *shape, [True, False, False]
-        )[0]
+        mine = backward(g, x, weight, None, *shape, [True, False, False])[0]
         mode.field.reduced(mine)
     if mask[1]:
         for gs, xs in zip(torch.split(g, step), torch.split(x, step), strict=True):
-            part = aten.convolution_backward(
-                gs, xs, weight, None, *shape, [False, True, False]
-            )[1]
+            part = backward(gs, xs, weight, None, *shape, [False, True, False])[1]
             mode.field.reduced(part)
             of_weight = part if of_weight is None else mode.add(of_weight, part)
     if mask[2]:
