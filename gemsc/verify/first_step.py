@@ -52,7 +52,6 @@ from gemsc.verify.compare import (
 )
 from gemsc.verify.figures import no_means
 from gemsc.verify.one_process import (
-    AnyLoss,
     evaluated,
     held_out,
     named_outputs,
@@ -150,9 +149,8 @@ class _Step:
         precision, record = Precision.of(plan, dtype), _NOTHING
         with same_draws():
             if self.loss is not None or self.phases:
-                loss = AnyLoss(self.loss) if self.loss is not None else None
                 count = plan.data * plan.micro_batches
-                step = self.model, loss, self.batches, count, dtype
+                step = self.model, self.loss, self.batches, count, dtype
                 record = reference_steps(*step, precision=precision, phases=self.phases)
         return replace(record, outputs=self.evaluated(record.state))
 
@@ -171,7 +169,7 @@ class _Step:
         if self.loss is None or self.phases or _has_state(self.loss):
             return None
         plan, dtype = self.plan, self.dtype
-        how = AnyLoss(self.loss), outputs, batch, plan, dtype, Precision.of(plan, dtype)
+        how = self.loss, outputs, batch, plan, dtype, Precision.of(plan, dtype)
         with suppress(Exception):  # whatever a loss says of what evaluation gives
             first, second = held_out(*how), held_out(*how)
             if math.isfinite(first.value) and first.sums == second.sums:

@@ -190,7 +190,7 @@ def plain_updates(
 
     def whole(model: nn.Module, given: Any, wanted: Any) -> Any:
         assert loss is not None
-        return loss(call_model(model, given), wanted)
+        return call_loss(loss, call_model(model, given), wanted)
 
     updates = []
     for phase in phases or [OnePhase("", whole, (), optimizer, scheduler)]:
@@ -233,18 +233,6 @@ def micro_batch_of(value: Any, m: int, count: int, batch: int) -> Any:
     return pytree.tree_map(cut, value)
 
 
-class AnyLoss(nn.Module):
-    """The user's loss, which may take outputs alone."""
-
-    def __init__(self, loss: Callable[..., Any]) -> None:
-        super().__init__()
-        self.loss = loss
-
-    def forward(self, output: Any, target: Any) -> Any:
-        """Return the loss."""
-        return call_loss(self.loss, output, target)
-
-
 def evaluated(
     model: nn.Module,
     state: Mapping[str, Tensor],
@@ -280,7 +268,7 @@ def evaluated(
 
 
 def held_out(
-    loss: nn.Module,
+    loss: Callable[..., Any],
     outputs: Sequence[Any],
     batch: tuple[Any, Any],
     plan: Plan,
@@ -288,14 +276,15 @@ def held_out(
     precision: Precision,
 ) -> Mean:
     """Return the loss in evaluation of what a model gives for each micro-batch."""
-    loss = copy.deepcopy(loss).eval()
-    cast_module(loss, dtype)
+    loss = copy.deepcopy(loss)
+    if isinstance(loss, nn.Module):
+        cast_module(loss.eval(), dtype)
     mean, count, target = Mean(), plan.data * plan.micro_batches, cast(batch[1], dtype)
     with torch.no_grad(), plain_forward(), default_dtype(dtype):
         for m, output in enumerate(outputs):
             part = micro_batch_of(target, m, count, num_rows(batch[0]))
             with precision.autocast(CPU):
-                mean.add(as_loss(loss(output, part)))
+                mean.add(as_loss(call_loss(loss, output, part)))
     return mean
 
 

@@ -43,7 +43,6 @@ from gemsc.verify.field.mode import Exps, OverField
 from gemsc.verify.field.numbers import PRIMES, Field, NotDecidedError
 from gemsc.verify.first_step import different, on_threads
 from gemsc.verify.one_process import (
-    AnyLoss,
     evaluated,
     held_out,
     named_outputs,
@@ -217,7 +216,6 @@ def _once(
         whole = _drawn_model(subject.model, drawn)
         first = FirstWeights(subject.directory / plan.weights)
         _draw_weights(first, folder / plan.weights, len(plan.stages), whole)
-        loss = AnyLoss(subject.loss)
         batch = (
             _drawn_batch(subject.inputs, drawn, "input"),
             _drawn_batch(subject.target, drawn, "target"),
@@ -233,9 +231,9 @@ def _once(
                 with _over(drawn, see) as mode, _of_model():
                     with Degrees() as degrees:
                         expected = reference_steps(
-                            whole, loss, [batch], count, DTYPE, _Still
+                            whole, subject.loss, [batch], count, DTYPE, _Still
                         )
-                    held = _evaluated(whole, expected.state, loss, batch, plan)
+                    held = _evaluated(whole, expected.state, subject.loss, batch, plan)
                 actual, found, modes = _ranks(folder, plan, batch, drawn, watch)
         except NotDecidedError as error:
             return AllInputs(
@@ -261,7 +259,7 @@ def _is_chance(mode: OverField, verdict: str) -> bool:
 def _evaluated(
     model: nn.Module,
     state: Mapping[str, Tensor],
-    loss: nn.Module,
+    loss: Callable[..., Any],
     batch: tuple[Any, Any],
     plan: Plan,
 ) -> _Evaluated:
