@@ -13,7 +13,7 @@ from gemsc.base.parts import Part
 from gemsc.ir import meta
 from gemsc.ir.holder import attribute, with_graph
 from gemsc.ir.layout import Layout
-from gemsc.messages.exchange import Exchange
+from gemsc.messages.exchange import Exchange, index_of
 from gemsc.passes.spatial.position import StagePosition
 from gemsc.passes.spatial.values import describe, local_sizes, refined, unfolded
 from gemsc.runtime import tiles
@@ -87,12 +87,7 @@ class Pieces(StagePosition):
         """Return the node of the rows that are wanted of those held."""
         key = (source, wanted, 0.0, self._stage, parts)
         if key not in self._parts:
-            index = tuple(
-                slice(start - begin, stop - begin)
-                for (start, stop), (begin, _) in zip(
-                    wanted[self.place], held[self.place], strict=True
-                )
-            )
+            index = index_of(wanted[self.place], held[self.place])
             sizes = shape_of(held[self.place])
             index = tuple(
                 slice(None) if rows == slice(0, size) else rows

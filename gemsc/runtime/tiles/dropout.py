@@ -82,11 +82,7 @@ def _mask(
         generator.manual_seed(seed_of(torch.initial_seed(), draw, number))
         drawn = value.new_empty(shape_of(tuple(strip)))
         drawn.bernoulli_(1 - p, generator=generator)
-        rows = (
-            slice(start - begin, stop - begin)
-            for (start, stop), (begin, _) in zip(wanted, strip, strict=True)
-        )
-        parts.append(drawn[tuple(rows)])
+        parts.append(drawn[index_of(wanted, tuple(strip))])
     return torch.cat(parts, dim).div_(1 - p)
 
 
