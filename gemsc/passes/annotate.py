@@ -13,7 +13,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -70,8 +70,7 @@ class Annotate(Pass):
     share them.
     """
 
-    name: ClassVar[str] = "annotate"
-    provides: ClassVar[tuple[str, ...]] = ("facts",)
+    provides = ("facts",)
 
     device: Device | None = field(default=None, hash=False)
     training: bool = True

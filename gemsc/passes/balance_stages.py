@@ -10,7 +10,6 @@ from bisect import bisect
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, combinations, pairwise
-from typing import ClassVar
 
 from gemsc.base.grid_shape import ALONE, GridShape
 from gemsc.costs.hardware import LinkSpeed
@@ -53,9 +52,8 @@ class BalanceStages(Pass):
     of the busiest rank for all micro-batches but one.
     """
 
-    name: ClassVar[str] = "balance-stages"
-    requires: ClassVar[tuple[str, ...]] = ("facts", "towers", "blocks")
-    provides: ClassVar[tuple[str, ...]] = ("stages",)
+    requires = ("facts", "towers", "blocks")
+    provides = ("stages",)
 
     num_stages: int = 1
     kind: str = "compute"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
@@ -23,6 +24,10 @@ class Pass(ABC):
     requires: ClassVar[tuple[str, ...]] = ()
     provides: ClassVar[tuple[str, ...]] = ()
     of_one_rank: ClassVar[bool] = False
+
+    def __init_subclass__(cls) -> None:
+        """Name a pass for people with the words of its class: `find-halos`."""
+        cls.name = "-".join(re.findall("[A-Z][a-z]*", cls.__name__)).lower()
 
     @abstractmethod
     def apply(self, program: Program) -> Program:

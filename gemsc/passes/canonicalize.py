@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -61,8 +61,6 @@ class Canonicalize(Pass):
     The user's modules stay as they are: a layer that works in place is replaced by a
     copy that does not. A call with `out=` is one in place.
     """
-
-    name: ClassVar[str] = "canonicalize"
 
     def apply(self, program: Program) -> Program:
         """Return the program with a rewritten copy of the graph."""

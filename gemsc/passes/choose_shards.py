@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import ClassVar
 
 import torch
 from torch import fx
@@ -48,8 +47,7 @@ class ChooseShards(Pass):
     all of whose ranks advice counts.
     """
 
-    name: ClassVar[str] = "choose-shards"
-    requires: ClassVar[tuple[str, ...]] = ("stages", "facts")
+    requires = ("stages", "facts")
 
     grids: tuple[GridShape, ...]
     link: LinkSpeed = field(hash=False)

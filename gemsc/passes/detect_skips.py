@@ -8,7 +8,6 @@ Example, a residual block inside a U-Net level:
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import fx
@@ -32,9 +31,8 @@ class DetectSkips(Pass):
     a graph). What any stage can make of constants, as a mask, skips nothing.
     """
 
-    name: ClassVar[str] = "detect-skips"
-    requires: ClassVar[tuple[str, ...]] = ("facts",)
-    provides: ClassVar[tuple[str, ...]] = ("skips",)
+    requires = ("facts",)
+    provides = ("skips",)
 
     short_layers: int = 4
     short_share: float = 1 / 8

@@ -20,7 +20,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from operator import getitem
-from typing import ClassVar
 
 from torch import Tensor, fx
 
@@ -52,9 +51,8 @@ class FindHalos(Pass):
     as for `SplitTiles`.
     """
 
-    name: ClassVar[str] = "find-halos"
-    requires: ClassVar[tuple[str, ...]] = ("stages",)
-    provides: ClassVar[tuple[str, ...]] = ("halos",)
+    requires = ("stages",)
+    provides = ("halos",)
 
     grids: tuple[GridShape, ...]
     layers: int = 0

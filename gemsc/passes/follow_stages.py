@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import fx
 
@@ -48,9 +48,8 @@ class FollowStages(Pass):
     its nodes are `twins` of the first one's nodes, by names, each is where its twin is.
     """
 
-    name: ClassVar[str] = "follow-stages"
-    requires: ClassVar[tuple[str, ...]] = ("facts",)
-    provides: ClassVar[tuple[str, ...]] = ("blocks", "stages", "placement")
+    requires = ("facts",)
+    provides = ("blocks", "stages", "placement")
 
     training: Program = field(repr=False)
     owned: tuple[tuple[str, ...], ...] = field(repr=False)
@@ -131,8 +130,7 @@ class FollowShards(Pass):
     weights are, and values outside of what is cut are held as `trunk` says.
     """
 
-    name: ClassVar[str] = "follow-shards"
-    requires: ClassVar[tuple[str, ...]] = ("stages",)
+    requires = ("stages",)
 
     training: Program = field(repr=False)
     twins: Mapping[str, str] | None = field(repr=False)
@@ -172,8 +170,6 @@ class FollowOrder(Pass):
 
     Then the two can be compared node by node.
     """
-
-    name: ClassVar[str] = "follow-order"
 
     training: Program = field(repr=False)
 

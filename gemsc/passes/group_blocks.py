@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from itertools import pairwise
-from typing import ClassVar
 
 from torch import fx
 
@@ -41,9 +40,8 @@ class GroupBlocks(Pass):
        before a norm of what a later sum needs, too: behind it, both would be sent.
     """
 
-    name: ClassVar[str] = "group-blocks"
-    requires: ClassVar[tuple[str, ...]] = ("facts", "towers", "skips")
-    provides: ClassVar[tuple[str, ...]] = ("blocks",)
+    requires = ("facts", "towers", "skips")
+    provides = ("blocks",)
 
     short_layers: int = 4
     short_share: float = 1 / 8

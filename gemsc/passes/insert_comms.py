@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from math import prod
-from typing import ClassVar
 
 from torch import fx
 
@@ -31,9 +30,8 @@ class InsertComms(Pass):
     `known` are transfers that are there already; indices begin at `first_index`.
     """
 
-    name: ClassVar[str] = "insert-comms"
-    requires: ClassVar[tuple[str, ...]] = ("stages",)
-    provides: ClassVar[tuple[str, ...]] = ("transfers",)
+    requires = ("stages",)
+    provides = ("transfers",)
 
     pack_bytes: int = 64 * 1024
     outputs: bool = False

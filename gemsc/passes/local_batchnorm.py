@@ -8,7 +8,6 @@ Example, on a tile:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch.nn import functional as F
 
@@ -28,8 +27,7 @@ class LocalBatchnorm(Pass):
     that are saved are those of the first tile.
     """
 
-    name: ClassVar[str] = "local-batchnorm"
-    requires: ClassVar[tuple[str, ...]] = ("stages",)
+    requires = ("stages",)
 
     def apply(self, program: Program) -> Program:
         """Return the program with the user's own layers in the place of the grid's."""

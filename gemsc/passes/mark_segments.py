@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import ClassVar
 
 from gemsc.errors import GemscError
 from gemsc.ir import meta
@@ -41,9 +40,8 @@ class MarkSegments(Pass):
     schedule is known. A graph that `follows` another one may lack what is named.
     """
 
-    name: ClassVar[str] = "mark-segments"
-    requires: ClassVar[tuple[str, ...]] = ("facts", "stages")
-    provides: ClassVar[tuple[str, ...]] = ("segments",)
+    requires = ("facts", "stages")
+    provides = ("segments",)
 
     recompute: tuple[str, ...] = ()
     offload: tuple[str, ...] = ()

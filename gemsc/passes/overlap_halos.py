@@ -9,7 +9,7 @@ Example, on a tile:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import fx, nn
 
@@ -29,8 +29,7 @@ class OverlapHalos(Pass):
     `gemsc.runtime.tiles.convolution`.
     """
 
-    name: ClassVar[str] = "overlap-halos"
-    requires: ClassVar[tuple[str, ...]] = ("stages",)
+    requires = ("stages",)
 
     def apply(self, program: Program) -> Program:
         """Return the program in which these layers get their halo on the way."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import ClassVar
 
 from gemsc.base.grid_shape import GridShape
 from gemsc.ir.program import Placement, Program
@@ -30,9 +29,8 @@ class PlaceStages(Pass):
     `kind` is the name of such rows.
     """
 
-    name: ClassVar[str] = "place-stages"
-    requires: ClassVar[tuple[str, ...]] = ("stages",)
-    provides: ClassVar[tuple[str, ...]] = ("placement",)
+    requires = ("stages",)
+    provides = ("placement",)
 
     kind: str
     rows: tuple[tuple[int, ...], ...]

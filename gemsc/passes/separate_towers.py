@@ -11,7 +11,6 @@ import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import ClassVar
 
 from torch import fx
 
@@ -39,9 +38,8 @@ class SeparateTowers(Pass):
     not pass each other says `gemsc.ir.staged.predecessors`.
     """
 
-    name: ClassVar[str] = "separate-towers"
-    requires: ClassVar[tuple[str, ...]] = ("facts",)
-    provides: ClassVar[tuple[str, ...]] = ("towers",)
+    requires = ("facts",)
+    provides = ("towers",)
 
     share: float = 1 / 8
 

@@ -9,7 +9,6 @@ Example, two tiles one above the other, on the upper one:
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from gemsc.base.grid_shape import GridShape
 from gemsc.base.parts import Part
@@ -46,10 +45,9 @@ class SplitTiles(Pass):
     The result has blocks and stages of the new nodes, the placement, and no transfers.
     """
 
-    name: ClassVar[str] = "split-tiles"
-    requires: ClassVar[tuple[str, ...]] = ("stages", "halos")
-    provides: ClassVar[tuple[str, ...]] = ("stages",)
-    of_one_rank: ClassVar[bool] = True
+    requires = ("stages", "halos")
+    provides = ("stages",)
+    of_one_rank = True
 
     grids: tuple[GridShape, ...]
     tile: int = 0

@@ -8,7 +8,7 @@ Example, a block of two nodes predicted at 2 + 1 ms and measured at 4.5 ms:
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
@@ -29,8 +29,7 @@ WORTH_IT = 0.1  # of the blocks' seconds: another option is named that saves as 
 class TimeBlocks(Pass):
     """Run each block on real tensors, forward and backward (`compile --profile`)."""
 
-    name: ClassVar[str] = "time-blocks"
-    requires: ClassVar[tuple[str, ...]] = ("facts", "blocks")
+    requires = ("facts", "blocks")
 
     inputs: Any = field(default=(), repr=False)
     target: Any = field(default=None, repr=False)

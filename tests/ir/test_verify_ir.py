@@ -226,8 +226,6 @@ def test_sources_are_what_gives_elements() -> None:
 @pytest.mark.parametrize("target", ["expand_as", "view_as"])
 def test_a_pass_that_takes_the_shape_for_the_value_is_caught(target: str) -> None:
     class Swap(Pass):
-        name = "swap"
-
         def apply(self, program: Program) -> Program:
             graph = fx.Graph()
             graph.output(graph.graph_copy(program.graph, copied := {}))

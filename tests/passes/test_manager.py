@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
 
 import pytest
 import torch
@@ -21,9 +20,8 @@ from gemsc.passes.base import Pass
 class Step(Pass):
     """A pass that does what a test wants."""
 
-    name: ClassVar[str] = "step"
-    requires: ClassVar[tuple[str, ...]] = ()
-    provides: ClassVar[tuple[str, ...]] = ()
+    requires = ()
+    provides = ()
     work: Callable[[Program], Program] = field(default=lambda program: program)
 
     def apply(self, program: Program) -> Program:
@@ -31,13 +29,11 @@ class Step(Pass):
 
 
 class NeedsBlocks(Step):
-    name: ClassVar[str] = "needs-blocks"
-    requires: ClassVar[tuple[str, ...]] = ("blocks",)
+    requires = ("blocks",)
 
 
 class GivesBlocks(Step):
-    name: ClassVar[str] = "gives-blocks"
-    provides: ClassVar[tuple[str, ...]] = ("blocks",)
+    provides = ("blocks",)
 
 
 @pytest.fixture

@@ -24,8 +24,6 @@ __all__ = ["WholeTiles"]
 class WholeTiles(Pass):
     """What `SplitTiles` gives if no operation can be split."""
 
-    name = "split-tiles"
-
     grids: tuple[GridShape, ...]
     tile: int = 0
     training: bool = True

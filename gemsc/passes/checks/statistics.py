@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import fx, nn
 
@@ -54,8 +53,7 @@ class CheckStatistics(Pass):
     some runs may update them more often.
     """
 
-    name: ClassVar[str] = "check-statistics"
-    requires: ClassVar[tuple[str, ...]] = ("stages",)
+    requires = ("stages",)
 
     num_runs: int = 1
     with_weights: bool = False

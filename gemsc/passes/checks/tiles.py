@@ -6,7 +6,6 @@ Example: `--tiles 2x2` on volumes of 64 x 64 x 64 voxels has too few numbers.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import fx
 
@@ -27,8 +26,7 @@ class CheckTiles(Pass):
     window moves if there is any such input.
     """
 
-    name: ClassVar[str] = "check-tiles"
-    requires: ClassVar[tuple[str, ...]] = ("stages", "placement")
+    requires = ("stages", "placement")
 
     def apply(self, program: Program) -> Program:
         """Return the program as it is.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -39,8 +39,6 @@ class CausalMasks(Pass):
     one that depends on buffers, which can be loaded, or has a value in its making of
     more than `most_bytes`, stays.
     """
-
-    name: ClassVar[str] = "causal-masks"
 
     most_bytes: int = 256 * 2**20
 

@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import ClassVar
 
 from torch import fx
 
@@ -45,8 +44,7 @@ class MakeAgain(Pass):
     that change, though not in this graph.
     """
 
-    name: ClassVar[str] = "make-again"
-    requires: ClassVar[tuple[str, ...]] = ("facts", "stages")
+    requires = ("facts", "stages")
 
     link: LinkSpeed
     grids: tuple[GridShape, ...] = ()

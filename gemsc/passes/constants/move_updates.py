@@ -11,7 +11,6 @@ Example, a teacher that follows its student, layer by layer:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import fx
 
@@ -30,8 +29,6 @@ class MoveUpdates(Pass):
     needs, if that is computed from parameters, buffers and constants, without random
     numbers. What may not pass each other, `predecessors` says.
     """
-
-    name: ClassVar[str] = "move-updates"
 
     def apply(self, program: Program) -> Program:
         """Return the program as it is, or with its nodes in another order."""
