@@ -261,9 +261,13 @@ def _heads(node: fx.Node) -> list[str]:
 
 def shared_path(paths: Iterable[str]) -> str:
     """Return the words that all paths of modules begin with, "" if there are none."""
-    words = zip(*(path.split(".") for path in paths), strict=False)
-    same = takewhile(lambda each: len(set(each)) == 1, words)
-    return ".".join(each[0] for each in same)
+    return ".".join(shared_start(path.split(".") for path in paths))
+
+
+def shared_start(rows: Iterable[Iterable[str]]) -> list[str]:
+    """Return what all rows begin with, the letters of texts for example."""
+    columns = zip(*rows, strict=False)
+    return [each[0] for each in takewhile(lambda each: len(set(each)) == 1, columns)]
 
 
 def layer_path(node: fx.Node) -> str:

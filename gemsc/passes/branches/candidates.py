@@ -5,13 +5,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from operator import itemgetter
 
 from torch import fx
 
 from gemsc.ir import meta
-from gemsc.ir.flow import base_name, layer_path, shared_path, unique_names
+from gemsc.ir.flow import base_name, layer_path, shared_path, shared_start, unique_names
 from gemsc.ir.holder import attributes_of
 from gemsc.ir.shards import Branch, Fork
 from gemsc.passes.branches.assignment import ALL
@@ -131,7 +130,7 @@ def _name(nodes: Sequence[fx.Node], fork: str) -> str:
         return f"{fork}.{base_name(nodes[0])}" if fork else base_name(nodes[0])
     heavy = [node for node in layers if meta.facts(node).heavy] or layers
     shared = shared_path(map(layer_path, layers))
-    letters = _letters([layer_path(node) for node in heavy]).rstrip("._")
+    letters = "".join(shared_start(map(layer_path, heavy))).rstrip("._")
     slowest = layer_path(max(heavy, key=lambda node: meta.facts(node).seconds))
     depth = len(fork.split(".")) + 1 if fork else 1
     word = ".".join(slowest.split(".")[:depth])
@@ -143,9 +142,3 @@ def _has_weights(node: fx.Node) -> bool:
     facts = meta.facts(node)
     is_layer = facts.heavy or facts.parameter_bytes > 0
     return is_layer and bool(attributes_of(node))
-
-
-def _letters(paths: Sequence[str]) -> str:
-    columns = zip(*paths, strict=False)
-    same = takewhile(lambda each: len(set(each)) == 1, columns)
-    return "".join(each[0] for each in same)
