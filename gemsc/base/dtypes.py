@@ -96,6 +96,14 @@ def widened(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in HALF else tensor
 
 
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same, bit for bit."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    pair = (each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other))
+    return torch.equal(*pair)
+
+
 def nudge(module: nn.Module, seed: int, dtype: torch.dtype | None = None) -> None:
     """Change each number of the parameters by a last bit of a dtype, up or down.
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gemsc.base.dtypes import same_bits
 from gemsc.base.parts import Part
 from gemsc.verify.precision import LowPrecision
 from gemsc.weights.read import pasted, read_tensors
@@ -95,7 +96,7 @@ def _drifted(
     for rank, own in enumerate(parts):
         tensors = read_tensors(folder / f"state{rank}.safetensors")
         for name in tensors.keys() & trained - own.keys():
-            if not _same_bits(first.setdefault(name, tensors[name]), tensors[name]):
+            if not same_bits(first.setdefault(name, tensors[name]), tensors[name]):
                 found.add(name)
     return found
 
@@ -106,15 +107,8 @@ def _unequal(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> set[st
     return {
         name
         for name, (one, other) in both.items()
-        if one is None or other is None or not _same_bits(one, other)
+        if one is None or other is None or not same_bits(one, other)
     }
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    pair = (each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other))
-    return torch.equal(*pair)
 
 
 @dataclass(frozen=True)

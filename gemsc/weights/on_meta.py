@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from gemsc.base.dtypes import same_bits
 from gemsc.errors import GemscError
 from gemsc.weights.load import blank, put, stage_tensors, swap
 
@@ -36,10 +37,9 @@ def give_buffers(model: nn.Module, make: Callable[[int], nn.Module]) -> None:
     if not missing:
         return
     first, second = (_on_cpu(make, seed) for seed in (0, 1))
+    both = first.keys() & second.keys()
     found = {
-        name: first[name]
-        for name in missing
-        if name in first and _same(first[name], second.get(name))
+        n: first[n] for n in missing if n in both and same_bits(first[n], second[n])
     }
     put(model, {n: t for n, t in found.items() if n in dict(model.named_buffers())})
     for path, module in model.named_modules():
@@ -113,13 +113,6 @@ def _on_cpu(make: Callable[[int], nn.Module], seed: int) -> Mapping[str, Tensor]
         own = {n: t for n, t in vars(module).items() if isinstance(t, Tensor)}
         found |= {f"{path}.{name}".lstrip("."): t for name, t in own.items()}
     return {name: t.detach() for name, t in found.items() if not t.is_meta}
-
-
-def _same(one: Tensor, other: Tensor | None) -> bool:
-    if other is None or one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    raw = (t.contiguous().view(-1).view(torch.uint8) for t in (one, other))
-    return torch.equal(*raw)
 
 
 class _OnCpu(TorchFunctionMode):
