@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from gemsc.base.dtypes import is_real
 from gemsc.base.rng import QuietMode
+from gemsc.runtime.tiles.saving import is_freed
 from gemsc.verify.field.numbers import LONGEST, SMALL, Field, NotDecidedError
 
 Rule = Callable[..., Any]
@@ -88,13 +89,13 @@ class NotesOnMemory(Generic[T]):
     def of(self, t: Tensor) -> T | None:
         """Return what is known of a tensor's memory."""
         found = self._notes.get(t.untyped_storage()._cdata)
-        return None if found is None or _is_gone(found[0]) else found[1]
+        return None if found is None or is_freed(found[0]) else found[1]
 
     def enter(self, t: Tensor, note: T) -> None:
         """Say what is known of a tensor's memory from now on."""
         if len(self._notes) > self._many:
             for key, (memory, _) in list(self._notes.items()):
-                if _is_gone(memory):
+                if is_freed(memory):
                     self._notes.pop(key, None)
             self._many = max(_FEW, 2 * len(self._notes))
         storage = t.untyped_storage()
@@ -126,10 +127,6 @@ def name_and_place(func: Any) -> tuple[str, bool]:
 def holds_numbers(leaf: Any) -> TypeGuard[Tensor]:
     """Whether something is a tensor of numbers that are no integers."""
     return isinstance(leaf, Tensor) and is_real(leaf.dtype)
-
-
-def _is_gone(memory: StorageWeakRef) -> bool:
-    return bool(memory.expired())  # type: ignore[no-untyped-call]
 
 
 _unwritten = itertools.count(1)  # what is in new memory: never twice the same
