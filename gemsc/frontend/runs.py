@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partialmethod
 from itertools import product, zip_longest
 from typing import Any
 
@@ -243,24 +244,16 @@ class AnyDraw(float):
         made.low, made.high = min(ends), max(ends)
         return made
 
-    def _with(self, other: Any, operation: Callable[[float, float], float]) -> Any:
+    def _with(self, operation: Callable[[float, float], float], other: Any) -> Any:
         if isinstance(other, AnyDraw) or not isinstance(other, int | float):
             return NotImplemented
         ends = (operation(self.low, other), operation(self.high, other))
         return self.of(operation(float(self), other), *ends)
 
-    def __add__(self, other: Any) -> Any:
-        return self._with(other, operator.add)
-
-    def __sub__(self, other: Any) -> Any:
-        return self._with(other, operator.sub)
-
-    def __mul__(self, other: Any) -> Any:
-        return self._with(other, operator.mul)
-
-    def __truediv__(self, other: Any) -> Any:
-        return self._with(other, operator.truediv)
-
+    __add__: Any = partialmethod(_with, operator.add)
+    __sub__: Any = partialmethod(_with, operator.sub)
+    __mul__: Any = partialmethod(_with, operator.mul)
+    __truediv__: Any = partialmethod(_with, operator.truediv)
     __radd__, __rmul__ = __add__, __mul__
 
     def __neg__(self) -> Any:
@@ -284,17 +277,10 @@ class AnyDraw(float):
             raise GemscError("a draw decides something")
         return answers.pop()
 
-    def __lt__(self, other: float) -> bool:
-        return self._asks(operator.lt, other)
-
-    def __le__(self, other: float) -> bool:
-        return self._asks(operator.le, other)
-
-    def __gt__(self, other: float) -> bool:
-        return self._asks(operator.gt, other)
-
-    def __ge__(self, other: float) -> bool:
-        return self._asks(operator.ge, other)
+    __lt__: Any = partialmethod(_asks, operator.lt)
+    __le__: Any = partialmethod(_asks, operator.le)
+    __gt__: Any = partialmethod(_asks, operator.gt)
+    __ge__: Any = partialmethod(_asks, operator.ge)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, int | float):
