@@ -107,7 +107,7 @@ def _computation(
     """Return it as text with all parentheses that may be needed."""
     target: Any = node.target
     if node.op == "call_module":
-        return _own(node, access("self", str(target)), args, kwargs, show)
+        return _own(node, access(str(target)), args, kwargs, show)
     if node.op == "call_method":
         return _call(f"({show(args[0])}).{target}", args[1:], kwargs, show)
     if node.op != "call_function":
@@ -288,11 +288,12 @@ def is_attribute(name: str) -> bool:
     return name.isidentifier() and not keyword.iskeyword(name) and not mangled
 
 
-def access(owner: str, path: str) -> str:
-    """Return `owner.layer1["0"].conv1` for the path `layer1.0.conv1`."""
+def access(path: str) -> str:
+    """Return `self.layer1["0"].conv1` for the path `layer1.0.conv1`."""
+    text = "self"
     for part in path.split("."):
-        owner += f".{part}" if is_attribute(part) else f"[{quoted(part)}]"
-    return owner
+        text += f".{part}" if is_attribute(part) else f"[{quoted(part)}]"
+    return text
 
 
 def _with_choices(

@@ -179,7 +179,7 @@ def _dtype_source(
     tensors = dict(stage.program.module.named_parameters())
     for name in stage.owned:
         if name in tensors and tensors[name].is_floating_point():
-            return f"{access('self', name)}.dtype", tensors[name].dtype
+            return f"{access(name)}.dtype", tensors[name].dtype
     return "torch.get_default_dtype()", torch.get_default_dtype()
 
 
@@ -298,7 +298,7 @@ class _Body:
             return self.pending[1]
         if node.op == "get_attr":
             path = str(node.target)
-            return access("self", self.stage.program.aliases.get(path, path))
+            return access(self.stage.program.aliases.get(path, path))
         return self.local[node]
 
     def _wish(self, node: fx.Node) -> str:

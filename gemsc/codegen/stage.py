@@ -121,7 +121,7 @@ class _StageWriter:
             layers = [
                 f"self.get_submodule({quoted(path)})"
                 if _holder(path, self.whole)
-                else access("self", path)
+                else access(path)
                 for path in frozen
             ]
             if len(layers) == 1:
@@ -148,7 +148,7 @@ class _StageWriter:
             layers = ["self"]
             if has != images:
                 inside = (path for path in self.paths if _is_under(path, images, has))
-                layers = [access("self", path) for path in inside]
+                layers = [access(path) for path in inside]
             for layer in layers:
                 yield f"{layer}.to(memory_format={form})"
 
@@ -229,7 +229,7 @@ class _StageWriter:
                 self.writer.line(f"{self._tied(alias, first)}  # tied")
 
     def _write_container(self, path: str) -> None:
-        place, layer = access("self", path), self.norms.get(path)
+        place, layer = access(path), self.norms.get(path)
         if layer is None:
             self.writer.line(f"{place} = {self.containers[path]}()")
             return
@@ -242,17 +242,17 @@ class _StageWriter:
 
         A user's module holds lists, which take no names behind a dot.
         """
-        source = access("self", first)
+        source = access(first)
         if _holder(first, self.whole) not in (None, first.rpartition(".")[0]):
             source = f"operator.attrgetter({quoted(first)})(self)"
         owner, _, name = path.rpartition(".")
         if _holder(path, self.whole) in (None, owner):
-            return f"{access('self', path)} = {source}"
+            return f"{access(path)} = {source}"
         return f"setattr(self.get_submodule({quoted(owner)}), {quoted(name)}, {source})"
 
     def _write_layer(self, path: str) -> None:
         layer, line = self.module.get_submodule(path), self.writer.line
-        opaque, place = opaque_of(layer), access("self", path)
+        opaque, place = opaque_of(layer), access(path)
         if opaque is not None:
             text = user_module_source(path, opaque, self.named)
             self.writer.statement(f"{place} = {text}")
@@ -272,21 +272,21 @@ class _StageWriter:
         self.writer.statement(f"{place} = {source}", self.stage.note_of(*parameters))
         for name, parameter in parameters.items():
             if not parameter.requires_grad:
-                line(f"{access('self', name)}.requires_grad_(False)")
+                line(f"{access(name)}.requires_grad_(False)")
 
     def _write_tensor(self, path: str, tensor: Tensor) -> None:
         owner, _, name = path.rpartition(".")
         source, note = tensor_source(tensor), self.stage.note_of(path)
         if owner in self.norms:
             if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
-                self.writer.line(f"{access('self', path)}.requires_grad_(False)")
+                self.writer.line(f"{access(path)}.requires_grad_(False)")
             return
         if isinstance(tensor, nn.Parameter):
-            self.writer.statement(f"{access('self', path)} = {source}", note)
+            self.writer.statement(f"{access(path)} = {source}", note)
             return
         lost = name in self.module.get_submodule(owner)._non_persistent_buffers_set
         arguments = f"{name!r}, {source}{', persistent=False' * lost}"
-        holder = access("self", owner) if owner else "self"
+        holder = access(owner) if owner else "self"
         self.writer.statement(f"{holder}.register_buffer({arguments})", note)
 
 

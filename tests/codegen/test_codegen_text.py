@@ -185,10 +185,10 @@ def test_what_cannot_be_written_is_refused() -> None:
 
 
 def test_paths_that_are_no_attributes_are_subscripts() -> None:
-    assert access("self", "a.0.conv") == 'self.a["0"].conv'
-    assert access("self", "class.b") == 'self["class"].b'
-    assert access("self", 'a"b') == "self['a\"b']"
-    assert access("self", "__x.__y__") == 'self["__x"].__y__'
+    assert access("a.0.conv") == 'self.a["0"].conv'
+    assert access("class.b") == 'self["class"].b'
+    assert access('a"b') == "self['a\"b']"
+    assert access("__x.__y__") == 'self["__x"].__y__'
 
 
 # The writer
