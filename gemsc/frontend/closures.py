@@ -36,7 +36,7 @@ HELP_OF_LOSS = (
 )
 
 
-def reject_closures(model: nn.Module, loss: Any = None) -> None:
+def reject_closures(model: nn.Module, loss: Any) -> None:
     """Refuse a function in a model, a hook or another, that holds a part of the model.
 
     Or the loss, or a method, that refers to it by a global variable.

@@ -58,7 +58,7 @@ def unjoined_changes(program: Program) -> Iterator[Change]:
         if names and joined.issuperset(names):
             continue
         if any(counts[name] > 1 or not is_settled(node) for name in names):
-            yield Change(node, names[0], _again(node, program, writers))
+            yield Change(node, names[0], _again(node, writers))
             continue
         layer = called_layer(node, module)
         if isinstance(layer, nn.modules.instancenorm._InstanceNorm):
@@ -91,14 +91,12 @@ def _writers(program: Program) -> dict[int, set[fx.Node]]:
     return found
 
 
-def _again(
-    node: fx.Node, program: Program, writers: Mapping[int, set[fx.Node]]
-) -> frozenset[fx.Node]:
+def _again(node: fx.Node, writers: Mapping[int, set[fx.Node]]) -> frozenset[fx.Node]:
     """Return what makes a change without data: its inputs, all that writes there."""
     found, way = {node}, [node]
     while way:
         each = way.pop()
-        if not _needs_no_data(each, program):
+        if not _needs_no_data(each):
             return frozenset()
         written = {n for key in memory(each) for n in writers.get(key, ())}
         new = {*each.all_input_nodes, *written} - found
@@ -107,7 +105,7 @@ def _again(
     return frozenset(n for n in found if n.op != "get_attr")
 
 
-def _needs_no_data(node: fx.Node, program: Program) -> bool:
+def _needs_no_data(node: fx.Node) -> bool:
     """Whether a node takes nothing but its inputs, and no other rank has a part in it.
 
     Layers take part in what follows from their mode; they are not looked into.

@@ -60,7 +60,7 @@ class DetectSkips(Pass):
             short = len(heavy) <= self.short_layers or share <= self.short_share
             if _hourglass(node, span, last):
                 short = False
-            if _is_joined_again_and_again(node, nodes, uses) or not _is_real(node):
+            if _is_joined_again_and_again(nodes, uses) or not _is_real(node):
                 short = False
             size = meta.facts(node).output_bytes
             skips.append(Skip(node, last, num_bytes=size, long=not short))
@@ -92,9 +92,7 @@ def _hourglass(value: fx.Node, span: tuple[fx.Node, ...], last: fx.Node) -> bool
     )
 
 
-def _is_joined_again_and_again(
-    value: fx.Node, nodes: tuple[fx.Node, ...], uses: list[int]
-) -> bool:
+def _is_joined_again_and_again(nodes: tuple[fx.Node, ...], uses: list[int]) -> bool:
     """Whether two joins of the value with others have a heavy node between them."""
     joins = [use for use in uses if _num_values(nodes[use]) > 1]
     if len(joins) < 2:

@@ -71,8 +71,8 @@ class SplitTiles(Pass):
         )
         parts = _parts(program, self.tile)
         names = {alias: parts[n] for alias, n in program.aliases.items() if n in parts}
-        lowered = replace(low.run(), tile=self.tile, parts=parts)
-        lowered = replace(lowered, owned=_owned(program, parts))
+        owned = _owned(program, parts)
+        lowered = replace(low.run(), tile=self.tile, parts=parts, owned=owned)
         put_parts(lowered.module, parts | names)
         for node in lowered.graph.nodes:
             meta.drop_facts(node)

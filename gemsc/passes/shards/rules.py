@@ -27,7 +27,7 @@ def roles_of(
     probe: Probe,
     node: fx.Node,
     dims: Lookup,
-    takers: Collection[str] = (),
+    takers: Collection[str],
 ) -> tuple[Call, Roles]:
     """Return what a node computes, and the roles of its dimensions.
 

@@ -239,8 +239,8 @@ def weighted_sum(
     call: Call,
     local: Local,
     share: float,
-    axes: Axes | None = None,
-    among: tuple[int, ...] = (),
+    axes: Axes | None,
+    among: tuple[int, ...],
 ) -> Local:
     """Add up a value of each tile, or of some, times its share; the sum has `axes`."""
     weighted = add_call(low, call.node, operator.mul, local.node, share, partial=True)
