@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeGuard
 
@@ -15,6 +16,21 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from gemsc.base.dtypes import empty, lying_of
 from gemsc.ir.holder import hold
+
+
+class Listener(threading.local):
+    """Who hears, in this thread, of what only a run on fake tensors knows."""
+
+    tell: Callable[[Any], None] | None = None
+
+    @contextmanager
+    def told(self, tell: Callable[[Any], None]) -> Iterator[None]:
+        """Tell of all that happens meanwhile."""
+        self.tell = tell
+        try:
+            yield
+        finally:
+            self.tell = None
 
 
 def fake_copy(module: nn.Module, mode: FakeTensorMode) -> nn.Module:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +13,12 @@ from torch.utils import _pytree as pytree
 
 from gemsc.base.nests import map_tensors, tensor_leaves
 from gemsc.errors import GemscError, SourceLocation
+from gemsc.ir.fake import Listener
 from gemsc.ir.holder import called_layer
 from gemsc.ir.meta import TensorSpec
 from gemsc.ir.operators.work import Work
+
+stand_ins = Listener()  # hears of each call that a stand-in stood in for
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +187,8 @@ def stand_in(
     call = opaque.call_of(args, kwargs)
     inputs = [tensor for _, tensor in tensor_leaves((args, kwargs))]
     made: Any = _StandIn.apply(call, givens(call.gives), *inputs, *parameters)  # type: ignore[no-untyped-call]
-    _tell(call)
+    if stand_ins.tell is not None:
+        stand_ins.tell(call)
     outputs = iter(made)
     return pytree.tree_map(
         lambda each: next(outputs) if isinstance(each, Given) else each,
@@ -233,22 +235,3 @@ class _StandIn(torch.autograd.Function):
                 for (shape, dtype, device), needs in zip(ctx.like, needed, strict=True)
             ),
         )
-
-
-_listener = threading.local()
-
-
-@contextmanager
-def told_of_calls(listen: Callable[[OpaqueCall], None]) -> Iterator[None]:
-    """Tell of each call that a stand-in stood in for in this thread."""
-    _listener.listen = listen
-    try:
-        yield
-    finally:
-        _listener.listen = None
-
-
-def _tell(call: OpaqueCall) -> None:
-    listen = getattr(_listener, "listen", None)
-    if listen is not None:
-        listen(call)

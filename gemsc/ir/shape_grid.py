@@ -8,28 +8,17 @@ Fake tensors go through the very function that a rank calls.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from gemsc.base.boxes import shape_of
+from gemsc.ir.fake import Listener
 from gemsc.messages.exchange import Exchange, Piece
 from gemsc.runtime.tiles.saving import remember
 
-_listener = threading.local()
-
-
-@contextmanager
-def told_of_sums(listen: Callable[[int], None]) -> Iterator[None]:
-    """Tell of the bytes of each sum over tiles that this thread's fake tensors need."""
-    _listener.listen = listen
-    try:
-        yield
-    finally:
-        _listener.listen = None
+sums = Listener()  # hears of the bytes of each sum over tiles
 
 
 @dataclass(frozen=True, repr=False)
@@ -58,9 +47,8 @@ class ShapeGrid:
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Return the tensor."""
-        listen = getattr(_listener, "listen", None)
-        if listen is not None:
-            listen(tensor.nbytes)
+        if sums.tell is not None:
+            sums.tell(tensor.nbytes)
         return tensor
 
     def collect(self, held: Tensor, exchange: Exchange) -> Tensor:

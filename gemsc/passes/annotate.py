@@ -40,10 +40,10 @@ from gemsc.ir.fake import LSTM, MaskCounts, fake_copy, fake_like, with_workspace
 from gemsc.ir.flow import is_exchange
 from gemsc.ir.holder import attribute, attributes_of, copied_graph
 from gemsc.ir.interpret import run_nodes
-from gemsc.ir.opaque import OpaqueCall, told_of_calls
+from gemsc.ir.opaque import OpaqueCall, stand_ins
 from gemsc.ir.operators.work import Work
 from gemsc.ir.program import Program
-from gemsc.ir.shape_grid import told_of_sums
+from gemsc.ir.shape_grid import sums
 from gemsc.ir.staged import moved
 from gemsc.passes.base import Pass
 from gemsc.runtime import tiles
@@ -119,8 +119,8 @@ def annotate(
     with (
         mode,
         ledger,
-        told_of_sums(ledger.book_tiles),
-        told_of_calls(ledger.book_call),
+        sums.told(ledger.book_tiles),
+        stand_ins.told(ledger.book_call),
         fork_torch(),
     ):
         with WeightedCalls(ledger.note_weights), torch.set_grad_enabled(training):
