@@ -314,16 +314,10 @@ def waiting(node: fx.Node, link: LinkSpeed) -> tuple[float, float]:
     """
     traffic = traffic_of(node)
     seconds = link.seconds(traffic.most_bytes) if traffic.num_bytes else 0.0
-    if is_ring(node):
-        hidden, facts = 1 - inner_share(node), meta.facts(node)
-        return (
-            max(0.0, seconds - hidden * facts.forward_seconds),
-            max(0.0, seconds - hidden * facts.backward_seconds) + seconds,
-        )
-    if not is_overlapped(node):
+    if not (is_ring(node) or is_overlapped(node)):
         return seconds, seconds
     share, facts = inner_share(node), meta.facts(node)
-    return (
-        max(0.0, seconds - share * facts.forward_seconds),
-        max(0.0, seconds - share * facts.backward_seconds),
-    )
+    hidden = 1 - share if is_ring(node) else share
+    forward = max(0.0, seconds - hidden * facts.forward_seconds)
+    backward = max(0.0, seconds - hidden * facts.backward_seconds)
+    return forward, backward + (seconds if is_ring(node) else 0.0)
