@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import fx, nn
@@ -410,8 +411,7 @@ def _patched(tracer: Tracer) -> Iterator[None]:
     """Let module calls and custom autograd functions pass through the tracer."""
     function: Any = torch.autograd.Function
     below = function.__base__
-    module: Any = nn.Module
-    call = module._call_impl  # setting __call__ would change each subclass: slow
+    call: Any = nn.Module._call_impl  # to set __call__ would change subclasses: slow
     apply = function.__dict__["apply"]
 
     def traced_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -429,20 +429,13 @@ def _patched(tracer: Tracer) -> Iterator[None]:
     def made(context: Any, *_: Any) -> None:
         tracer.note_context(context)
 
-    made_by: Any = BackwardCFunction  # each call of a custom function makes one
-    module._call_impl = traced_call
-    function.apply = classmethod(traced_apply)
-    below.apply = classmethod(reached_apply)
-    made_by.__init__ = made
     log = logging.getLogger("torch._subclasses.fake_tensor")
-    was_disabled = log.disabled
-    log.disabled = True  # it prints tracebacks of errors that we report
-    try:
-        with plain_scripts():
-            yield
-    finally:
-        log.disabled = was_disabled
-        module._call_impl = call
-        function.apply = apply
-        del below.apply
-        del made_by.__init__
+    with (
+        patch.object(nn.Module, "_call_impl", traced_call),
+        patch.object(function, "apply", classmethod(traced_apply)),
+        patch.object(below, "apply", classmethod(reached_apply)),
+        patch.object(BackwardCFunction, "__init__", made),  # of each call of a function
+        patch.object(log, "disabled", True),  # it prints tracebacks that we report
+        plain_scripts(),
+    ):
+        yield
