@@ -17,6 +17,7 @@ from torch.nn.modules import container
 from torch.nn.parameter import is_lazy
 
 import gemsc.nn
+from gemsc.base.dtypes import default_dtype
 from gemsc.base.nests import nest_text
 
 # modules whose classes have text, by their names in it
@@ -253,17 +254,16 @@ def _gives_same(source: str, module: nn.Module) -> bool:
 @lru_cache(maxsize=1024)  # models have many layers of a kind
 def _made(source: str) -> nn.Module | None:
     """Return the layer that an expression gives, None if it gives none."""
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
     try:
-        with torch.device("meta"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the user has seen them
+        with (
+            default_dtype(torch.float32),
+            torch.device("meta"),
+            warnings.catch_warnings(action="ignore"),  # the user has seen them
+        ):
             # Safe: `_literal` wrote every part of the text.
             made: nn.Module = eval(source, dict(_EVALUATED))
     except (TypeError, ValueError, RuntimeError, AssertionError):
         return None
-    finally:
-        torch.set_default_dtype(default)
     return made
 
 

@@ -91,7 +91,7 @@ def call_of(node: fx.Node, module: nn.Module, alike: Any = None) -> Call:
     """
     if node.op == "call_module":
         return _describe_layer(node, module.get_submodule(str(node.target)))
-    table = _METHODS if node.op == "call_method" else FUNCTIONS
+    table = _ALIKE if node.op == "call_method" else FUNCTIONS
     target: Any = alike or node.target
     try:
         kind, names = table.get(target, ("", ""))
@@ -273,7 +273,6 @@ FUNCTIONS |= {
     F.log_softmax: ("log_softmax", "input dim _stacklevel dtype"),
 }
 del FUNCTIONS[torch.binary_cross_entropy_with_logits]
-_METHODS = _ALIKE
 
 
 _WINDOW = "kernel_size stride padding"
