@@ -238,13 +238,16 @@ def weighted_sum(
     low: Lowering,
     call: Call,
     local: Local,
-    share: float,
-    axes: Axes | None,
-    among: tuple[int, ...],
+    over: Axes,
+    axes: Axes | None = None,
 ) -> Local:
-    """Add up a value of each tile, or of some, times its share; the sum has `axes`."""
+    """Add up a value of each tile, or of those `over` axes, times its share.
+
+    That is its share of the input; the sum has `axes`.
+    """
+    share = low.share(low.shape(call.input), over)
     weighted = add_call(low, call.node, operator.mul, local.node, share, partial=True)
-    return low.all_reduce(call.node, weighted.node, axes, among)
+    return low.all_reduce(call.node, weighted.node, axes, low.among(over))
 
 
 def spread_beside(low: Lowering, node: fx.Node, axes: Axes) -> fx.Node:

@@ -187,11 +187,9 @@ def mean_of_everything(low: Lowering, call: Call) -> Local:
     """Add up the tiles' means, each by its share of the elements."""
     source, axes = call.input, low.cut_axes(call.input)
     dims = tuple(range(-call.rank, 0))
-    among = low.among(axes)
     args = (low.get(source).node, dims)
     local = add_call(low, call.node, "mean", *args, keepdim=True, partial=True)
-    share = low.share(low.shape(source), axes)
-    return weighted_sum(low, call, local, share, None, among)
+    return weighted_sum(low, call, local, axes)
 
 
 def largest_of_everything(low: Lowering, call: Call) -> Local:

@@ -90,7 +90,7 @@ def along_tiles(
         return along(low, call)
     if flattened is not None:
         low.hold(call.node, flattened)
-    if among := low.among(axes[dim] for dim in dims if axes[dim] is not None):
+    if among := low.among(axes[dim] for dim in dims):
         options["among"] = among
     args = (low.here, low.get(source).node, dims)
     return add_call(low, call.node, function, *args, axes=axes, **options)
@@ -143,7 +143,7 @@ def _over_tiles(
     node, source = call.node, call.input
     shape, axes = low.shape(source), low.cut_axes(source)
     part = low.get(source).node
-    among = low.among(axes[dim] for dim in dims if axes[dim] is not None)
+    among = low.among(axes[dim] for dim in dims)
     options: dict[str, Any] = {}
     if call.get("keepdim", False):
         options["keepdim"] = True
@@ -156,8 +156,7 @@ def _over_tiles(
         if call.kind == "sum":
             return low.all_reduce(node, local.node, result, among)
         reduced = tuple(a if d in dims else None for d, a in enumerate(axes))
-        share = low.share(shape, reduced)
-        return weighted_sum(low, call, local, share, result, among)
+        return weighted_sum(low, call, local, reduced, result)
     if not meta.spec(source).dtype.is_floating_point:
         raise Refused("it is not floating point")
     if call.kind in ("var", "std"):

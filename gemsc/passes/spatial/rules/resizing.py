@@ -152,8 +152,7 @@ def adaptive_pooling(low: Lowering, call: Call, kind: str) -> Local:
             return largest_of_everything(low, call)
         part = {source: low.get(source).node}
         mean = call_again(low, call, None, part, partial=True)
-        share = low.share(low.shape(source), axes)
-        return weighted_sum(low, call, mean, share, None, low.among(axes))
+        return weighted_sum(low, call, mean, axes)
     return _pool(low, call, axes, kind, out_sizes)
 
 
