@@ -115,6 +115,11 @@ def deep_copy(objects: Any, memo: dict[int, Any] | None = None) -> Any:
         ) from error
 
 
+def snapshot(value: Any) -> Any:
+    """Return a nest as it is now: in-place calls may change shapes and gradients."""
+    return map_tensors(value, lambda _, t: t.detach().requires_grad_(t.requires_grad))
+
+
 def detached(value: Any) -> Any:
     """Return a nest with tensors of its own that require gradients as these do."""
 

@@ -38,7 +38,7 @@ from gemsc.base.rng import preserve_rng
 from gemsc.errors import GemscError
 from gemsc.frontend import counters
 from gemsc.frontend.closures import reject_closures
-from gemsc.frontend.eager import detached, failures, set_training, transformed
+from gemsc.frontend.eager import detached, failures, set_training, snapshot, transformed
 from gemsc.frontend.fake_copy import fake_input, reject_unsupported
 from gemsc.frontend.opaque import DATA_ERRORS
 from gemsc.frontend.runs import mark_dtypes, other_generators, reject_rounded
@@ -426,7 +426,7 @@ def _attach_values(root: fx.GraphModule, inputs: tuple[torch.Tensor, ...]) -> No
                 with _fixed_sizes(node):
                     values[node] = run_node(node, values, module)
             if node.op != "output":
-                meta.set_value(node, map_tensors(values[node], _snapshot))
+                meta.set_value(node, snapshot(values[node]))
 
 
 @contextmanager
@@ -440,7 +440,3 @@ def _fixed_sizes(node: fx.Node) -> Iterator[None]:
             help="keep the size fixed: multiply by the mask, use torch.where; or move "
             "it into a submodule, which stays whole with --frontend record",
         ) from error
-
-
-def _snapshot(path: Path, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().requires_grad_(tensor.requires_grad)

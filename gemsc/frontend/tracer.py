@@ -24,6 +24,7 @@ from gemsc.base.nests import call_model, tensor_leaves
 from gemsc.base.plain_forward import own_checkpoint, plain_forward, plain_scripts
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.frontend.attention import attention_of
+from gemsc.frontend.eager import snapshot
 from gemsc.frontend.fake_copy import FakeCopy, in_one_memory
 from gemsc.frontend.opaque import (
     DATA_ERRORS,
@@ -337,7 +338,7 @@ class Tracer(TorchFunctionMode):
         changes = call_mutates(op, target, given)  # or a layer does, which is alike
         with self.pause():
             old = [
-                (self.writer.node_of(tensor), tensor, _snapshot(tensor))
+                (self.writer.node_of(tensor), tensor, snapshot(tensor))
                 for _, tensor in (tensor_leaves(args[:2]) if changes else ())
             ]
             outer, self._read = self._read, {}
@@ -399,11 +400,6 @@ def _unknown(numbers: list[Any]) -> Iterator[None]:
     finally:
         for number, known in several:
             number.constant = known
-
-
-def _snapshot(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor as it is now: in-place calls may change shape and gradient."""
-    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 @contextmanager
