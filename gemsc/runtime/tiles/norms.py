@@ -31,7 +31,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from gemsc.base.boxes import Box, Interval, shape_of
 from gemsc.base.dtypes import widened
 from gemsc.nn import BiasedBatchNorm
-from gemsc.runtime.tiles.collectives import TileGrid, rows
+from gemsc.runtime.tiles.collectives import TileGrid, applied, rows
 
 __all__ = [
     "batch_norm",
@@ -132,10 +132,8 @@ def group_norm(
     if own is not None:
         own = (own[0], (0, num_groups), (0, groups.shape[2]), *own[2:])
     weight, bias = _view(weight, shape), _view(bias, shape)
-    result: Tensor
-    grid, inside = grid.among(among), _rows(own)
-    result, *_ = _Normalize.apply(groups, weight, bias, grid, dims, eps, inside)  # type: ignore[no-untyped-call]
-    return result.reshape(value.shape)
+    how = grid.among(among), dims, eps, _rows(own)
+    return applied(_Normalize, groups, weight, bias, *how).reshape(value.shape)
 
 
 def instance_norm(
@@ -169,10 +167,7 @@ def layer_norm(
     shape = (*(1,) * dims[0], *shape_of(box))
     weight = None if weight is None else weight[part].reshape(shape)
     bias = None if bias is None else bias[part].reshape(shape)
-    result: Tensor
-    grid = grid.among(among)
-    result, *_ = _Normalize.apply(value, weight, bias, grid, dims, eps, ...)  # type: ignore[no-untyped-call]
-    return result
+    return applied(_Normalize, value, weight, bias, grid.among(among), dims, eps, ...)
 
 
 def _view(tensor: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
@@ -194,7 +189,7 @@ class _Normalize(torch.autograd.Function):
         dims: tuple[int, ...],
         eps: float,
         own: Rows,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ) -> Tensor:
         mean, variance, count = _merged_groups(grid, value[own], dims)
         rstd = (variance + eps).rsqrt()
         scale = rstd if weight is None else rstd * weight
@@ -203,13 +198,12 @@ class _Normalize(torch.autograd.Function):
         ctx.save_for_backward(value, weight, mean, rstd, count)
         ctx.grid, ctx.dims, ctx.own = grid, dims, own
         ctx.bias_shape = None if bias is None else bias.shape
-        ctx.mark_non_differentiable(mean, variance, count)
-        return result, mean, variance, count
+        return result
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, gradient: Tensor, *_: Tensor
+        ctx: Any, gradient: Tensor
     ) -> tuple[Tensor, Tensor | None, Tensor | None, None, None, None, None]:
         value, weight, mean, rstd, count = ctx.saved_tensors
         gradient = widened(gradient)
