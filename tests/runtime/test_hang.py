@@ -49,7 +49,6 @@ SUM = ("the sum 'losses'", 0b111)
 def state(rank: int, doing: str = "forward", *needs: tuple[str, int]) -> RankState:
     return RankState(
         rank=rank,
-        size=3,
         pid=1,
         limit=60,
         seen=100,

@@ -36,7 +36,6 @@ BETWEEN_STEPS = "between two steps"
 class RankState:
     """What the watch of a rank saw when it last looked.
 
-    size: the number of ranks of the job.
     limit: seconds without a change after which the job is stopped; 0 for never.
     seen, changed: when the watch looked, and when the rank last went on: seconds of the
         machine's monotonic clock, which its processes share.
@@ -47,7 +46,6 @@ class RankState:
     """
 
     rank: int
-    size: int
     pid: int
     limit: float
     seen: float

@@ -103,7 +103,6 @@ class HangWatch:
         needs = wait.needs if wait is not None else []
         state = RankState(
             rank=self._transport.rank,
-            size=self._transport.size,
             pid=os.getpid(),
             limit=self._limit,
             seen=now,
