@@ -24,7 +24,6 @@ from gemsc.calibrate.kernels import fit_seconds, rounded
 from gemsc.costs.hardware import Allreduce, LinkSpeed, Network
 from gemsc.errors import GemscError
 from gemsc.runtime.process.failure import install_hooks, stop_all
-from gemsc.runtime.process.status import Status
 from gemsc.runtime.transport.choose import start_transport
 from gemsc.runtime.transport.transport import Transport
 
@@ -104,7 +103,7 @@ def main(path: Path | None = None) -> dict[str, object] | None:
                 path.write_text(json.dumps(found))
         transport.close()
     except BaseException as error:
-        stop_all(error, transport, Status.current)
+        stop_all(error, transport)
     return found
 
 

@@ -99,14 +99,12 @@ def _source(path: Path) -> list[str]:
         return []
 
 
-def stop_all(
-    error: BaseException, transport: Transport, status: Status | None
-) -> NoReturn:
+def stop_all(error: BaseException, transport: Transport) -> NoReturn:
     """Print the report, unless another rank was first, and end every rank."""
     stop = StopSignal.current
     if stop is not None and stop.number == signal.SIGTERM:
         time.sleep(REPORT_SECONDS)  # what ends a failed job sends it, then kills
-    text = describe_failure(error, transport.rank, status)
+    text = describe_failure(error, transport.rank, Status.current)
     if isinstance(error, KeyboardInterrupt):
         text = "interrupted"
     end_job(text, transport)
@@ -114,17 +112,12 @@ def stop_all(
 
 def end_job(text: str, transport: Transport, code: int = 1) -> NoReturn:
     """Print the report, unless another rank was first, and end every rank."""
-    _report(text)
-    transport.abort(code)
-
-
-def _report(text: str) -> None:
-    """Print the text if no other rank has printed one; else leave it the time to."""
     if is_first(REPORTED):
         sys.stderr.write(f"{text}\n")  # at once: mpirun's own words may come next
         sys.stderr.flush()
-    else:
+    else:  # leave it the time to
         time.sleep(REPORT_SECONDS)
+    transport.abort(code)
 
 
 def is_first(what: str, text: str = "") -> bool:
@@ -175,11 +168,11 @@ def install_hooks(transport: Transport) -> None:
     def in_main(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        stop_all(error.with_traceback(trace), transport, Status.current)
+        stop_all(error.with_traceback(trace), transport)
 
     def in_thread(args: threading.ExceptHookArgs) -> None:
         if args.exc_value is not None:
-            stop_all(args.exc_value, transport, Status.current)
+            stop_all(args.exc_value, transport)
 
     Breakpoints.install(transport.rank)
     sys.excepthook = in_main

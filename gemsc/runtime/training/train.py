@@ -20,7 +20,7 @@ from gemsc.runtime.checkpoint.folder import saved_seed
 from gemsc.runtime.process.binding import share_cores
 from gemsc.runtime.process.device import claim_device, exact_arithmetic, num_gpus
 from gemsc.runtime.process.failure import install_hooks, is_first, stop_all, watch_exit
-from gemsc.runtime.process.status import REPORTED, Status
+from gemsc.runtime.process.status import REPORTED
 from gemsc.runtime.process.stop import STOPPED, StopSignal
 from gemsc.runtime.process.watch import start_watch
 from gemsc.runtime.training.alike import SameBatches, SameCopies, check_same_files
@@ -97,7 +97,7 @@ def main(directory: Path, arguments: list[str] | None = None) -> int:
             code = train(directory, transport, options, device)
         transport.close()
     except BaseException as error:
-        stop_all(error, transport, Status.current)
+        stop_all(error, transport)
     return code
 
 
