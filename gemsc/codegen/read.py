@@ -41,7 +41,7 @@ from gemsc.runtime import (
     tile_boxes,
     tiles,
 )
-from gemsc.runtime.tiles.messages import tag_of
+from gemsc.runtime.tiles.grid import tag_of
 from gemsc.runtime.worker.program import StepFunction
 from gemsc.schedules.action import Action, Kind
 from gemsc.schedules.rank_step import (

@@ -33,8 +33,7 @@ from gemsc.compiler import CompiledProgram, prove_files
 from gemsc.errors import GemscError, InternalError
 from gemsc.messages.exchange import Exchange
 from gemsc.planner.explain import task_of
-from gemsc.runtime.tiles.grid import Grid
-from gemsc.runtime.tiles.messages import FIRST_TAG, tag_of
+from gemsc.runtime.tiles.grid import FIRST_TAG, Grid, tag_of
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.runtime.transport.local import LocalGroup, LocalTransport, run_local
 from gemsc.runtime.transport.mailbox import Mailbox
