@@ -93,7 +93,7 @@ class Lanes(LocalTransport):
         self, tensor: Tensor, peer: int, key: Any, text: str, *, is_send: bool
     ) -> Request:
         tag = key[2]
-        check_message(tensor, peer, tag, size=self.size, cuda_aware=self.cuda_aware)
+        check_message(self, tensor, peer, tag)
         text = f"{'send' if is_send else 'receive'} of {shape_text(tensor)}, tag {tag}"
         request = LocalRequest(self._world, text, tensor.detach())
         part = Part(request, peer, tag, is_send)

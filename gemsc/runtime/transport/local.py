@@ -169,7 +169,7 @@ class LocalTransport:
     def _post(
         self, tensor: Tensor, peer: int, key: Key, text: str, *, is_send: bool
     ) -> Request:
-        check_message(tensor, peer, key[2], size=self.size, cuda_aware=self.cuda_aware)
+        check_message(self, tensor, peer, key[2])
         request = LocalRequest(self._world, text, tensor.detach())
         self._world.post(request, key, is_send=is_send)
         return request

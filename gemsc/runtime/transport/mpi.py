@@ -90,18 +90,15 @@ class MpiTransport:
 
     def send(self, tensor: Tensor, dest: int, tag: int) -> Request:
         """Start to send the tensor's bytes."""
-        self._check(tensor, dest, tag)
+        check_message(self, tensor, dest, tag)
         what = f"message {tag} from rank {self.rank} to rank {dest}"
         return self._lane.send(tensor, dest, tag, Awaited(what, (dest,)))
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> Request:
         """Start to receive into the tensor's bytes."""
-        self._check(tensor, source, tag)
+        check_message(self, tensor, source, tag)
         what = f"message {tag} from rank {source} to rank {self.rank}"
         return self._lane.receive(tensor, source, tag, Awaited(what, (source,)))
-
-    def _check(self, tensor: Tensor, peer: int, tag: int) -> None:
-        check_message(tensor, peer, tag, size=self.size, cuda_aware=self.cuda_aware)
 
     def wait(self, *requests: Request) -> None:
         """Return when all requests are complete."""

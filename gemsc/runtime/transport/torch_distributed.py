@@ -280,7 +280,7 @@ class TorchTransport:
     def _post(
         self, tensor: Tensor, peer: int, tag: int, need: Awaited, *, is_send: bool
     ) -> Request:
-        check_message(tensor, peer, tag, size=self.size, cuda_aware=self.cuda_aware)
+        check_message(self, tensor, peer, tag)
         tensor = tensor.detach()
         if peer == self.rank:
             return self._post_own(tensor, tag, is_send=is_send)

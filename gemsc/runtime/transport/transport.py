@@ -163,15 +163,13 @@ def shape_text(tensor: Tensor) -> str:
     return f"{shape} {str(tensor.dtype).removeprefix('torch.')}"
 
 
-def check_message(
-    tensor: Tensor, peer: int, tag: int, *, size: int, cuda_aware: bool
-) -> None:
-    """Raise an InternalError for a message that no transport can carry."""
-    if not 0 <= peer < size:
-        raise InternalError(f"no rank {peer}: there are {size} ranks")
+def check_message(transport: Transport, tensor: Tensor, peer: int, tag: int) -> None:
+    """Raise an InternalError for a message that a transport cannot carry."""
+    if not 0 <= peer < transport.size:
+        raise InternalError(f"no rank {peer}: there are {transport.size} ranks")
     if not 0 <= tag <= LARGEST_TAG:
         raise InternalError(f"tag {tag} is outside 0..{LARGEST_TAG}")
-    check_memory(tensor, cuda_aware=cuda_aware)
+    check_memory(tensor, cuda_aware=transport.cuda_aware)
 
 
 def check_memory(tensor: Tensor, *, cuda_aware: bool) -> None:
