@@ -46,22 +46,22 @@ class Departures:
         self._waiting: deque[Names] | None = None  # None until it is known what leaves
         self._gone: set[str] = set()
 
-    def watch(self) -> None:
-        """Begin the stage's last action: call `note` for each gradient from now on."""
+    def watch(self, told: Callable[[], None], stack: ExitStack) -> None:
+        """Begin the stage's last action: note each gradient until the stack is closed.
+
+        That one has come is told each time.
+        """
         trained = tuple(n for n, p in self._parameters.items() if p.requires_grad)
         if trained == self._trained:
             self._waiting = self._buckets(self._present)
         self._trained = trained
         self._noted = Counter()
 
-    def hooks(self, told: Callable[[], None], stack: ExitStack) -> None:
-        """Note each gradient as it comes, and tell so, until the stack is closed."""
-
         def arrived(name: str, _: Tensor) -> None:
             self.note(name)
             told()
 
-        for name in self._trained or ():
+        for name in trained:
             parameter = self._parameters[name]
             register: Any = parameter.register_post_accumulate_grad_hook
             hook = register(partial(arrived, name))
@@ -129,6 +129,5 @@ def leaving_early(
 
     with ExitStack() as stack:
         for each in sums:
-            each.watch()
-            each.hooks(told, stack)
+            each.watch(told, stack)
         yield
