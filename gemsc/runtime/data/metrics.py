@@ -72,24 +72,21 @@ class Metrics:
         Raises:
             GemscError: the user's function fails; with its line.
         """
-        with as_hook("metrics", self._at):
-            self._add(output, target, count)
-
-    def _add(self, output: Any, target: Any, count: int) -> None:
         self._count += count
-        for name, function in self._functions.items():
-            found = function(output, target)
-            if not name and not isinstance(found, Mapping):
-                raise GemscError(
-                    f"metrics() returns an object of type {type(found).__name__}",
-                    at=self._at,
-                    help='return a dict of numbers: {"accuracy": accuracy}',
-                )
-            for key, value in _numbers(name, found):
-                self._sums[key] += value * count
-                self._counts[key] += count
-        for metric, adds in self._states.values():
-            getattr(metric, adds)(output, target)
+        with as_hook("metrics", self._at):
+            for name, function in self._functions.items():
+                found = function(output, target)
+                if not name and not isinstance(found, Mapping):
+                    raise GemscError(
+                        f"metrics() returns an object of type {type(found).__name__}",
+                        at=self._at,
+                        help='return a dict of numbers: {"accuracy": accuracy}',
+                    )
+                for key, value in _numbers(name, found):
+                    self._sums[key] += value * count
+                    self._counts[key] += count
+            for metric, adds in self._states.values():
+                getattr(metric, adds)(output, target)
 
     def figures(self) -> dict[str, tuple[float, int]]:
         """Return each figure, and of how many samples it is.
@@ -97,17 +94,14 @@ class Metrics:
         Raises:
             GemscError: the user's metric fails; with its line.
         """
-        with as_hook("metrics", self._at):
-            return self._figures()
-
-    def _figures(self) -> dict[str, tuple[float, int]]:
         counts = self._counts
         found = {n: (total / counts[n], counts[n]) for n, total in self._sums.items()}
-        for name, (metric, adds) in self._states.items():
-            value = getattr(metric, _RESULTS[adds])() if self._count else {}
-            if not name and not isinstance(value, Mapping):
-                name = type(metric).__name__
-            found |= {key: (n, self._count) for key, n in _numbers(name, value)}
+        with as_hook("metrics", self._at):
+            for name, (metric, adds) in self._states.items():
+                value = getattr(metric, _RESULTS[adds])() if self._count else {}
+                if not name and not isinstance(value, Mapping):
+                    name = type(metric).__name__
+                found |= {key: (n, self._count) for key, n in _numbers(name, value)}
         return found
 
 
