@@ -26,21 +26,18 @@ if TYPE_CHECKING:
     from gemsc.weights.keras_model import KerasModel as KerasModel
     from gemsc.weights.load import load_weights as load_weights
 
-_HOMES = {
-    "Callback": "gemsc.runtime.training.callbacks",
-    "CompileOptions": "gemsc.options",
-    "CompiledProgram": "gemsc.compiler",
-    "Ema": "gemsc.runtime.training.callbacks",
-    "GemscError": "gemsc.errors",
-    "KerasModel": "gemsc.weights.keras_model",
-    "Phase": "gemsc.base.phase",
-    "Slide": "gemsc.slides.slide",
-    "Stream": "gemsc.datasets.stream",
-    "Trainer": "gemsc.runtime.training.trainer",
-    "compile": "gemsc.compiler",
-    "load": "gemsc.runtime.training.train",
-    "load_weights": "gemsc.weights.load",
-    "verify_compiled": "gemsc.verify.steps",
+_MODULES = {
+    "base.phase": ("Phase",),
+    "compiler": ("CompiledProgram", "compile"),
+    "datasets.stream": ("Stream",),
+    "errors": ("GemscError",),
+    "options": ("CompileOptions",),
+    "runtime.training.callbacks": ("Callback", "Ema"),
+    "runtime.training.train": ("load",),
+    "runtime.training.trainer": ("Trainer",),
+    "slides.slide": ("Slide",),
+    "verify.steps": ("verify_compiled",),
+    "weights.keras_model": ("KerasModel",),
+    "weights.load": ("load_weights",),
 }
-__all__ = [*_HOMES]
-__getattr__ = loads(__name__, _HOMES)
+__all__, __getattr__ = loads(__name__, _MODULES)

@@ -34,30 +34,21 @@ if TYPE_CHECKING:
     from gemsc.runtime.worker.program import user_object as user_object
     from gemsc.runtime.worker.worker import Worker as Worker
 
-_HOMES = {
-    "AxisWindows": "gemsc.runtime.tiles.windows",
-    "Exchange": "gemsc.messages.exchange",
-    "Grid": "gemsc.runtime.tiles.grid",
-    "GridMessage": "gemsc.messages.grid_message",
-    "Input": "gemsc.messages.message",
-    "Message": "gemsc.messages.message",
-    "Part": "gemsc.base.parts",
-    "RankProgram": "gemsc.runtime.worker.program",
-    "Resize": "gemsc.runtime.tiles.windows",
-    "Run": "gemsc.runtime.worker.program",
-    "TileValue": "gemsc.messages.grid_message",
-    "TiledDataset": "gemsc.runtime.data.tiled",
-    "Tiles": "gemsc.messages.message",
-    "Value": "gemsc.messages.message",
-    "Worker": "gemsc.runtime.worker.worker",
-    "main": "gemsc.runtime.training.train",
-    "named_output": "gemsc.base.nests",
-    "offloaded": "gemsc.runtime.memory.offload",
-    "once": "gemsc.runtime.memory.once",
-    "recompute": "gemsc.runtime.memory.recomputation",
-    "tile_boxes": "gemsc.base.boxes",
-    "user_module": "gemsc.runtime.worker.program",
-    "user_object": "gemsc.runtime.worker.program",
+_MODULES = {
+    "base.boxes": ("tile_boxes",),
+    "base.nests": ("named_output",),
+    "base.parts": ("Part",),
+    "messages.exchange": ("Exchange",),
+    "messages.grid_message": ("GridMessage", "TileValue"),
+    "messages.message": ("Input", "Message", "Tiles", "Value"),
+    "runtime.data.tiled": ("TiledDataset",),
+    "runtime.memory.offload": ("offloaded",),
+    "runtime.memory.once": ("once",),
+    "runtime.memory.recomputation": ("recompute",),
+    "runtime.tiles.grid": ("Grid",),
+    "runtime.tiles.windows": ("AxisWindows", "Resize"),
+    "runtime.training.train": ("main",),
+    "runtime.worker.program": ("RankProgram", "Run", "user_module", "user_object"),
+    "runtime.worker.worker": ("Worker",),
 }
-__all__ = [*_HOMES]
-__getattr__ = loads(__name__, _HOMES)
+__all__, __getattr__ = loads(__name__, _MODULES)
