@@ -152,39 +152,37 @@ class StreamBatches(Batches):
         super().__init__(dataset, size, **options)
         self.is_open = self.num_samples == ENDLESS
         self.workers = 0 if dataset.is_loader else min(self.workers, 1)
-        self.keeps_marks = keeps_marks
-        self.shuffle = self.order.shuffle
         (self.size,) = self.order.sizes  # a stream has samples of one shape
         self._drops_rest = [*self.order.least] == [self.size]
         self._part_size = self.size // self.num_copies
         self._start = self._part * self._part_size
         self.stream = dataset
-        reader = StreamReader(dataset, self.seed, self.shapes)
-        self._read_from = self._dataset = _StreamSamples(reader)
-        self._read_from.reader.keeps_marks = keeps_marks
+        self.reader = StreamReader(dataset, self.seed, self.shapes)
+        self.reader.keeps_marks = keeps_marks
+        self._dataset = _StreamSamples(self.reader)
         self._given: tuple[list[int], Any, _Facts] | None = None  # the last batch
         self._resumed: tuple[int, Mapping[int, Mark]] = -1, {}  # an epoch, its marks
 
     @property
     def num_parts(self) -> int:
         """The parts of the stream."""
-        return self._read_from.reader.num_parts
+        return self.reader.num_parts
 
     def can_split(self) -> bool:
         """Whether each copy of the model could read a part of the stream."""
         drops_rest = self.shuffle and self._drops_rest
         if not drops_rest or self.stream.is_loader or not self.stream.split:
             return False
-        return self._read_from.reader.can_split(self._part, self.num_copies)
+        return self.reader.can_split(self._part, self.num_copies)
 
     def split(self, count: int) -> None:
         """Read the stream in so many parts."""
-        self._read_from.reader.num_parts = count
+        self.reader.num_parts = count
 
     def resume(self, epoch: int, marks: Mapping[int, Mark]) -> None:
         """Go on in an epoch, from marks if there are any."""
         self._resumed, self._given = (epoch, marks), None
-        self._read_from.reader.resume(epoch, marks)
+        self.reader.resume(epoch, marks)
 
     def marks(self, epoch: int) -> dict[int, Mark]:
         """Return, by their number, where the parts were that are read here."""
@@ -226,7 +224,8 @@ class StreamBatches(Batches):
             own = self._own(self.indices(i)[:count])
             texts = zip(own, collated.digests, strict=True)
             digests |= {index: text for index, text in texts if text}
-            self._given = (own, collated.data, facts) if self.keeps_marks else None
+            is_kept = self.reader.keeps_marks
+            self._given = (own, collated.data, facts) if is_kept else None
             yield Batch(
                 collated.data,
                 is_full=count == self.size,
@@ -255,7 +254,7 @@ class StreamBatches(Batches):
             end,
             tuple(until),
             has_digests=is_first or self.compare_all,
-            wants_places=self.keeps_marks and self.shuffle,
+            wants_places=self.reader.keeps_marks and self.shuffle,
             fills_up=is_filled,
         )
 
