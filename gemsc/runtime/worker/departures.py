@@ -55,10 +55,13 @@ class Departures:
         if trained == self._trained:
             self._waiting = self._buckets(self._present)
         self._trained = trained
-        self._noted = Counter()
+        noted = self._noted = Counter[str]()
 
         def arrived(name: str, _: Tensor) -> None:
-            self.note(name)
+            noted[name] += 1
+            if name in self._gone:
+                text = f"the gradient of '{name}' changes after its sum has started"
+                raise InternalError(text)
             told()
 
         for name in trained:
@@ -66,14 +69,6 @@ class Departures:
             register: Any = parameter.register_post_accumulate_grad_hook
             hook = register(partial(arrived, name))
             stack.callback(hook.remove)
-
-    def note(self, name: str) -> None:
-        """Note that something was added to a gradient."""
-        assert self._noted is not None
-        self._noted[name] += 1
-        if name in self._gone:
-            text = f"the gradient of '{name}' changes after its sum has started"
-            raise InternalError(text)
 
     def advance(self) -> bool:
         """Let go what is complete; return whether all is gone."""
