@@ -56,14 +56,10 @@ class Picture:
             return cls(tuple(axes[1:]), axes[0], True)
         return cls(tuple(axes[:-1]), axes[-1], False)
 
-    @property
-    def unit(self) -> str:
-        """What the window is measured in."""
-        return "pixels" if len(self.size) == 2 else "voxels"
-
     def __str__(self) -> str:
         """Return `96 x 96 x 64 voxels`."""
-        return f"{' x '.join(map(str, self.size))} {self.unit}"
+        unit = "pixels" if len(self.size) == 2 else "voxels"
+        return f"{' x '.join(map(str, self.size))} {unit}"
 
     def shape_of(self, input: Any) -> tuple[int, ...] | None:
         """Return the size of the picture in a batch of one; None if there is none."""

@@ -66,13 +66,10 @@ class ProgressBar:
             return
         number = f"{self._done}" + ("" if self.total is None else f"/{self.total}")
         self._hidden = f"{self.title} {number}  {facts}"
-        if now - self._last_line > self._pause(now) or self._done in (1, self.total):
+        pause = max(2.0, (now - self._start) / 50)  # more of it the longer it goes on
+        if now - self._last_line > pause or self._done in (1, self.total):
             self._last_line = now
             self._print()
-
-    def _pause(self, now: float) -> float:
-        """Return the seconds between lines: more of them the longer it goes on."""
-        return max(2.0, (now - self._start) / 50)
 
     def close(self) -> None:
         """Leave the last state on the screen."""
