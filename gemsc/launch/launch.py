@@ -129,7 +129,9 @@ def launch(
             signals.pass_on_to(process)
             if engine == "mpi" and not (hosts or is_hydra(Path(command[0]))):
                 keep_to_loopback(process.pid)
-            reader = _start_reader(process, target, notes.of_rank)
+            of_pipe = (process.stderr, target, notes.of_rank)
+            reader = threading.Thread(target=_copy, args=of_pipe, daemon=True)
+            reader.start()
             code = _wait(process, timeout, notes, target)
         seen = signals.seen
         reader.join(GRACE_SECONDS)
@@ -359,17 +361,8 @@ def _forwarded_signals(folder: Path) -> Iterator[_Signals]:
             signal.signal(number, handler)
 
 
-def _start_reader(
-    process: subprocess.Popen[bytes], target: int, tell: Tell
-) -> threading.Thread:
-    """Copy the ranks' stderr in a thread, less mpirun's paragraphs."""
-    pipe = process.stderr
-    thread = threading.Thread(target=_copy, args=(pipe, target, tell), daemon=True)
-    thread.start()
-    return thread
-
-
 def _copy(pipe: IO[bytes], target: int, tell: Tell) -> None:
+    """Copy the ranks' stderr, less mpirun's paragraphs."""
     for text in in_our_words(iter(lambda: os.read(pipe.fileno(), 65536), b""), tell):
         _write(target, text)
 
