@@ -13,6 +13,7 @@ messages.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,7 @@ from gemsc.runtime.transport.mpi_messages import (
     InSteps,
     Lane,
     TestRequest,
+    Then,
 )
 from gemsc.runtime.transport.transport import (
     LARGEST_TAG,
@@ -81,25 +83,19 @@ class MpiGroup:
         """Start the sum, in pieces."""
         check_sum(tensor)
         tensor = tensor.detach()
-        need = self._need("sum")
         if len(self.ranks) == 1 or not tensor.numel():
-            return ChainedRequest(self._turns, need, ())
+            return self._chained("sum", ())
         if tensor.dtype not in HALF:
-            return ChainedRequest(
-                self._turns, need, self._sums(tensor), tensors=(tensor,)
-            )
+            return self._chained("sum", self._sums(tensor), kept=(tensor,))
         if tensor.nbytes >= HALVES_BYTES:
             return self._sum_of_halves(tensor)
         staged = tensor.to(torch.float32)
 
-        def finish() -> tuple[Request, ...]:
+        def finish() -> None:
             tensor.copy_(staged)
-            return ()
 
         kept = (tensor, staged)
-        return ChainedRequest(
-            self._turns, need, self._sums(staged), finish, tensors=kept
-        )
+        return self._chained("sum", self._sums(staged), finish, kept=kept)
 
     def _sums(self, tensor: Tensor) -> list[Request]:
         """Start the sum of each piece of a tensor."""
@@ -128,10 +124,7 @@ class MpiGroup:
             return self._exchange(tag, [own] * members, parts, "sum")
 
         first = self._exchange(tag, parts, arrived, "sum")
-        need = self._need("sum")
-        chain = ChainedRequest(
-            self._turns, need, first, gather, tensors=(tensor, *arrived)
-        )
+        chain = self._chained("sum", first, gather, kept=(tensor, *arrived))
         self._turns.add(chain)
         return chain
 
@@ -147,17 +140,9 @@ class MpiGroup:
         parts = torch.split(tensor, list(sizes))
         own, members = parts[self._member], range(len(parts))
         terms = [own if m == self._member else torch.empty_like(own) for m in members]
-
-        def add() -> tuple[Request, ...]:
-            add_in_order(terms, result)
-            return ()
-
-        what = "sum of shares"
+        what, add = "sum of shares", partial(add_in_order, terms, result)
         requests = self._exchange(self._next_tag(), parts, terms, what)
-        kept = (tensor, result)
-        return ChainedRequest(
-            self._turns, self._need(what), requests, add, tensors=kept
-        )
+        return self._chained(what, requests, add, kept=(tensor, result))
 
     def all_gather(
         self, tensor: Tensor, sizes: Sequence[int], result: Tensor
@@ -170,9 +155,17 @@ class MpiGroup:
         parts[self._member].copy_(tensor)
         what = "gathering"
         requests = self._exchange(self._next_tag(), [tensor] * len(parts), parts, what)
-        return ChainedRequest(
-            self._turns, self._need(what), requests, tensors=(tensor, result)
-        )
+        return self._chained(what, requests, kept=(tensor, result))
+
+    def _chained(
+        self,
+        what: str,
+        requests: Sequence[Request],
+        *then: Then,
+        kept: tuple[Tensor, ...] = (),
+    ) -> ChainedRequest:
+        need = self._need(what)
+        return ChainedRequest(self._turns, need, requests, *then, tensors=kept)
 
     def _next_tag(self) -> int:
         """Return a tag that no other exchange in flight has, the same on all members.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 LARGEST_PIECE = 2**30  # bytes
 
-Then = Callable[[], Iterable[Request]]
+Then = Callable[[], Iterable[Request] | None]
 
 
 class InSteps:
@@ -82,7 +82,7 @@ class ChainedRequest:
             if not self._then:
                 self._tensors = ()
                 return True
-            self._requests = [*self._then.popleft()()]
+            self._requests = [*(self._then.popleft()() or ())]
 
     def done(self) -> bool:
         """Give the library a turn; True once complete, and from then on."""
