@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -44,13 +44,16 @@ KINDS = (
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """What is in a file or a folder; a tensor is read when it is asked for."""
+    """What is in a file or a folder; a tensor is read when it is asked for.
+
+    `mapped` gives one on the memory of its file: pages are read when it is used. To
+    write to it changes a page of its own, not the file. Of a checkpoint of
+    torch.distributed it is read, into memory of its own.
+    """
 
     path: Path
     table: Mapping[str, Entry]
-    _files: Mapping[str, TensorFile] = field(default_factory=dict, repr=False)
-    _tensors: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
-    _distributed: DistributedCheckpoint | None = field(default=None, repr=False)
+    mapped: Callable[[str], Tensor] = field(repr=False)
 
     @staticmethod
     def open(path: Path) -> WeightFiles:
@@ -67,20 +70,8 @@ class WeightFiles:
         if path.suffix in OF_TORCH:
             tensors = _of_torch(path)
             table = {name: Entry.of(tensor) for name, tensor in tensors.items()}
-            return WeightFiles(path, table, _tensors=tensors)
-        return _of_files(path, [path])
-
-    def mapped(self, name: str) -> Tensor:
-        """Return a tensor on the memory of its file: pages are read when it is used.
-
-        To write to it changes a page of its own, not the file. Of a checkpoint of
-        torch.distributed it is read, into memory of its own.
-        """
-        if self._distributed is not None:
-            return self._distributed.read(name)
-        if name in self._tensors:
-            return self._tensors[name]
-        return self._files[name].mapped(name)
+            return WeightFiles(path, table, tensors.__getitem__)
+        return _of_files(path, [_opened(path)])
 
 
 def open_distributed(folder: Path) -> DistributedCheckpoint:
@@ -93,7 +84,7 @@ def open_distributed(folder: Path) -> DistributedCheckpoint:
 def _of_folder(folder: Path) -> WeightFiles:
     if (folder / DISTRIBUTED).is_file():
         found = open_distributed(folder)
-        return WeightFiles(folder, found.table, _distributed=found)
+        return WeightFiles(folder, found.table, found.read)
     indices = sorted(folder.glob(INDEX))
     if len(indices) > 1:
         names = " and ".join(path.name for path in indices[:2])
@@ -101,11 +92,11 @@ def _of_folder(folder: Path) -> WeightFiles:
     if indices:
         return _of_index(indices[0])
     if (folder / MODEL).is_file():
-        return _of_files(folder, [folder / MODEL])
+        return _of_files(folder, [_opened(folder / MODEL)])
     shards = sorted(folder.glob("*.safetensors"))
     others = sorted(path for path in folder.iterdir() if path.suffix in OF_TORCH)
     if shards:
-        return _of_files(folder, shards)
+        return _of_files(folder, map(_opened, shards))
     if len(others) == 1:
         return WeightFiles.open(others[0])
     raise GemscError(f"{folder} holds no weights", help=KINDS)
@@ -131,26 +122,28 @@ def _of_index(index: Path) -> WeightFiles:
                 f"{shard} is missing, but {index.name} names it",
                 help="download it again, or copy all files of the weights",
             )
-    found = _of_files(index.parent, shards)
+    files = [*map(_opened, shards)]
+    found = _of_files(index.parent, files)
+    held = {name: file.path.name for file in files for name in file.table}
     for name, place in places.items():
-        if name not in found.table or found._files[name].path.name != str(place):
+        if held.get(name) != str(place):
             raise _damaged(index, f"{place} has no '{name}'")
     return found
 
 
-def _of_files(path: Path, files: Iterable[Path]) -> WeightFiles:
-    table: dict[str, Entry] = {}
-    places: dict[str, TensorFile] = {}
-    for file in map(_opened, files):
-        for name, entry in file.table.items():
-            if name in places:
-                first, second = places[name].path.name, file.path.name
+def _of_files(path: Path, files: Iterable[TensorFile]) -> WeightFiles:
+    held: dict[str, TensorFile] = {}
+    for file in files:
+        for name in file.table:
+            if name in held:
+                first, second = held[name].path.name, file.path.name
                 raise GemscError(
                     f"'{name}' is in {first} and in {second} of {path}",
                     help="give the file that you mean",
                 )
-            table[name], places[name] = entry, file
-    return WeightFiles(path, table, places)
+            held[name] = file
+    table = {name: file.table[name] for name, file in held.items()}
+    return WeightFiles(path, table, lambda name: held[name].mapped(name))
 
 
 def _opened(path: Path) -> TensorFile:
