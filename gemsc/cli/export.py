@@ -24,7 +24,7 @@ from gemsc.importers.folder import ORIGIN_FILE, Origin
 from gemsc.importers.network import READERS
 from gemsc.importers.onnx.from_torch import export_onnx
 from gemsc.plan import Plan
-from gemsc.runtime.checkpoint.files import OptimizerState, saved_model
+from gemsc.runtime.checkpoint.files import SavedModel, saved_model
 from gemsc.runtime.checkpoint.folder import LATEST, MODEL
 from gemsc.runtime.training.run_folder import ABOUT, RUNS, options_at
 from gemsc.runtime.training.starting import first_weights, tensors_of_program
@@ -92,8 +92,7 @@ def export_command(
             ) from None
     for note in notes:
         tell(f"note: {note}")
-    line = f"wrote {output}: {trained.what}"
-    tell(line)
+    tell(f"wrote {output}: {trained.what}")
 
 
 def _write_loss(run: Path, output: Path | None, trained: Trained) -> list[str]:
@@ -263,20 +262,13 @@ def _has_content(place: Path) -> bool:
 
 
 @dataclass(frozen=True)
-class Trained:
-    """The tensors of a model under the user's names; `what` says which they are.
+class Trained(SavedModel):
+    """A model that is saved; `what` says which, `constants` what `--set` gave its run.
 
-    `loss` has those of the loss, with LOSS before their names; `constants` are what
-    `--set` gave to the run.
-
-    `optimizer` gives the state of the optimizer that goes with them, if there is one.
+    One that a program starts from is of step 0.
     """
 
     what: str
-    table: Mapping[str, Entry]
-    read: Callable[[str], Tensor]
-    loss: Mapping[str, Entry] = field(default_factory=dict)
-    optimizer: Callable[[], OptimizerState | None] = lambda: None
     constants: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -299,8 +291,7 @@ def trained_model(place: Path, *, averages: bool) -> Iterator[Trained]:
         what = f"the model of step {saved.step} of {place}"
         options = options_at(place, saved.step) or {}
         constants = split_constants(options.get("set", []))
-        own = saved.table, saved.read, saved.loss, saved.optimizer
-        yield Trained(what, *own, constants)
+        yield Trained(**vars(saved), what=what, constants=constants)
 
 
 def program_of(place: Path) -> Path:
@@ -399,4 +390,6 @@ def _initial(program: Path) -> Trained:
             table |= dict.fromkeys(names, tables[stage][own])
             sources |= dict.fromkeys(names, (stage, own))
     what = f"the model that {program} starts from"
-    return Trained(what, table, lambda name: first.read(*sources[name]))
+    return Trained(
+        0, table, {}, lambda name: first.read(*sources[name]), lambda: None, what
+    )
