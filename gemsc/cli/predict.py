@@ -16,13 +16,7 @@ from gemsc.errors import GemscError, say_note, warn
 from gemsc.launch.launch import bar_settings, launch
 from gemsc.plan import Plan
 from gemsc.runtime.process.device import require_gpu
-from gemsc.runtime.training.predict import (
-    DTYPES,
-    INPUT_HELP,
-    KINDS,
-    Job,
-    write_jobs,
-)
+from gemsc.runtime.training.predict import DTYPES, INPUT_HELP, KINDS, Job
 from gemsc.runtime.training.program_directory import (
     check_program,
     load_program,
@@ -150,11 +144,10 @@ def predict_command(
         job = Job(
             program=str(program),
             weights=str(work / "weights.safetensors"),
-            source=str(pictures[0]),
+            pictures=[*zip(map(str, pictures), map(str, outputs), strict=True)],
             level=level,
             orientation=orientation,
             spacing=spacing,
-            output=str(outputs[0]),
             overlap=overlap,
             kind=output_kind,
             threshold=threshold,
@@ -162,20 +155,14 @@ def predict_command(
             dtype=dtype,
             constants=trained.constants,
         )
-        jobs = [*map(job.of, pictures, outputs)]
-        write_jobs(work / "jobs.json", jobs)
-        code = _launch(plan, work / "jobs.json")
-        if code != 0:
+        job.write(work / "job.json")
+        module = "gemsc.runtime.training.predict"
+        words = [sys.executable, "-m", module, str(work / "job.json")]
+        if (code := launch(plan.ranks, words, env=bar_settings())) != 0:
             raise typer.Exit(code)
     several = len(outputs) > 1
     written = f"{len(outputs)} files in {folder}" if several else outputs[0]
     tell(f"wrote {written}: {trained.what}")
-
-
-def _launch(plan: Plan, jobs: Path) -> int:
-    """Let the ranks predict; return the exit code."""
-    words = [sys.executable, "-m", "gemsc.runtime.training.predict", str(jobs)]
-    return launch(plan.ranks, words, env=bar_settings())
 
 
 def _outputs(given: Path | None, pictures: Sequence[Path]) -> list[Path]:

@@ -15,7 +15,7 @@ from command_line import Gemsc
 from numpy.typing import NDArray
 from program_support import on_ranks, written
 from torch import Tensor, nn
-from training_support import pairs, predict_job, run, user_of
+from training_support import pairs, predict_job, predict_on, run, user_of
 
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
@@ -154,15 +154,12 @@ def predict(
     folder: Path, ranks: int, user: UserModel | None = None, **options: Any
 ) -> Any:
     """Return the image that a program on threads writes of case.nii.gz."""
-    files = {
-        "source": str(folder / "case.nii.gz"),
-        "output": str(folder / "out.nii.gz"),
-    }
-    job = predict_job(folder, **files | options)
+    files = folder / "case.nii.gz", folder / "out.nii.gz"
+    job = predict_job(folder, *files, **options)
     on_ranks(
         folder,
         ranks,
-        lambda trainer: VolumePrediction(trainer, job, user).run(),
+        lambda trainer: predict_on(VolumePrediction, trainer, job, user),
         dtype=torch.float64,
     )
     return nibabel.load(folder / "out.nii.gz")

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from program_support import on_ranks, written
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from training_support import predict_job, user_of
+from training_support import predict_job, predict_on, user_of
 
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
@@ -66,8 +66,9 @@ def program(folder: Path, outputs: int = 2, size: int = SIZE, **options: Any) ->
 
 
 def job(folder: Path, **options: Any) -> Job:
-    files = {"source": str(folder / "slide.npy"), "output": str(folder / "mask.tiff")}
-    return predict_job(folder, **files | {"overlap": OVERLAP} | options)
+    source = options.pop("source", folder / "slide.npy")
+    given = {"overlap": OVERLAP} | options
+    return predict_job(folder, source, folder / "mask.tiff", **given)
 
 
 def predict(
@@ -84,7 +85,7 @@ def predict(
     on_ranks(
         folder,
         ranks,
-        lambda trainer: Prediction(trainer, asked, user).run(),
+        lambda trainer: predict_on(Prediction, trainer, asked, user),
         dtype=dtype,
     )
     found: NDArray[Any] = tifffile.imread(folder / "mask.tiff")
@@ -327,9 +328,9 @@ def test_memory_does_not_grow_with_the_slide(
             path, empty, shape=(height, 512, 3), dtype=np.uint8, tile=(256, 256),
             photometric="rgb", compression="zlib",
         )  # fmt: skip
-        asked = job(tmp_path, source=str(path), kind="mask", dtype="float32")
+        asked = job(tmp_path, source=path, kind="mask", dtype="float32")
         tracemalloc.start()  # NumPy's arrays: all that is read, drawn and written
-        on_ranks(tmp_path, 2, lambda t, j=asked: Prediction(t, j, None).run())
+        on_ranks(tmp_path, 2, lambda t, j=asked: predict_on(Prediction, t, j))
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
         assert Slide(tmp_path / "mask.tiff").shape == (height, 512, 1)

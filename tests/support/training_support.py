@@ -95,17 +95,28 @@ def run(
     )
 
 
-def predict_job(folder: Path, **options: Any) -> Job:
-    """Return what `gemsc predict` is asked for; `source` and `output` must be given."""
+def predict_job(folder: Path, source: Path, output: Path, **options: Any) -> Job:
+    """Return what `gemsc predict` is asked for, of one picture."""
     given: dict[str, Any] = {
         "program": str(folder),
         "weights": "",
+        "pictures": [(str(source), str(output))],
         "level": 0,
         "orientation": None,
+        "spacing": None,
         "overlap": None,
         "kind": "scores",
         "threshold": 0.0,
         "device": "cpu",
         "dtype": "float64",
+        "constants": {},
     }
     return Job(**given | options)
+
+
+def predict_on(
+    kind: Callable[..., Any], trainer: Trainer, job: Job, user: UserModel | None = None
+) -> None:
+    """Let a rank do what `gemsc predict` lets it do with the picture of a job."""
+    ((source, output),) = job.pictures
+    kind(trainer, job, user, source).run(Path(output))

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -124,39 +124,33 @@ DTYPES = {"float32": None, "float64": torch.float64}
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is asked of one picture; `weights` is a file of them, `output` one to write.
+    """What is asked of pictures, which are pairs of a file to read and one to write.
 
-    `constants` are those that `--set` gave to the run that trained them.
+    `weights` is a file of them, `constants` what `--set` gave to the run that trained
+    them.
     """
 
     program: str
     weights: str
-    source: str
+    pictures: Sequence[tuple[str, str]]
     level: int
     orientation: str | None
-    spacing: Sequence[float] | None = None
-    output: str
+    spacing: Sequence[float] | None
     overlap: int | None
     kind: str
     threshold: float
     device: str
     dtype: str
-    constants: Mapping[str, str] = field(default_factory=dict)
+    constants: Mapping[str, str]
 
-    def of(self, source: Path, output: Path) -> Job:
-        """Return the same of another picture."""
-        return replace(self, source=str(source), output=str(output))
-
-
-def write_jobs(path: Path, jobs: Sequence[Job]) -> None:
-    """Write for the ranks what is asked of each picture, in one program."""
-    path.write_text(json.dumps([asdict(job) for job in jobs]), encoding="utf-8")
+    def write(self, path: Path) -> None:
+        """Write it for the ranks."""
+        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
 
 def main(path: Path) -> None:
-    """Run this rank under mpirun; what is not whole yet stands beside the jobs."""
-    jobs = [Job(**fields) for fields in json.loads(path.read_bytes())]
-    job = jobs[0]
+    """Run this rank under mpirun; what is not whole yet stands beside the job."""
+    job = Job(**json.loads(path.read_bytes()))
     wanted = None if job.device == "auto" else torch.device(job.device)
     trainer = load(job.program, phases=None, device=wanted, dtype=DTYPES[job.dtype])
     for number in STOPPING:  # there is nothing to save
@@ -166,18 +160,18 @@ def main(path: Path) -> None:
     constants = {**plan.constants, **job.constants}
     user = load_user_model(plan.spec, constants=constants) if plan.spec else None
     transport = trainer.transport
-    for job in jobs:
+    for source, output in job.pictures:
         start = time.perf_counter()
-        whole = Path(job.output)
+        whole = Path(output)
         begun = path.parent / f"new-{whole.name}"
-        of_source = VolumePrediction if is_volume(Path(job.source)) else Prediction
-        prediction = of_source(trainer, replace(job, output=str(begun)), user)
-        prediction.run()
+        of_source = VolumePrediction if is_volume(Path(source)) else Prediction
+        prediction = of_source(trainer, job, user, source)
+        prediction.run(begun)
         # all wait for the rank that writes
         peaks = transport.all_gather_object(peak_bytes(trainer.device))
         if transport.rank == 0:
             begun.replace(whole)
-            name = f"{whole}: " if len(jobs) > 1 else ""
+            name = f"{whole}: " if len(job.pictures) > 1 else ""
             print(  # noqa: T201
                 f"{name}{prediction.what}, in {time.perf_counter() - start:.0f} s; "
                 f"a rank took at most {show_bytes(max(peaks))} of memory",
@@ -228,9 +222,11 @@ class _Prediction:
 class VolumePrediction(_Prediction):
     """A volume on its way through one rank."""
 
-    def __init__(self, trainer: Trainer, job: Job, user: UserModel | None) -> None:
+    def __init__(
+        self, trainer: Trainer, job: Job, user: UserModel | None, source: str
+    ) -> None:
         super().__init__(trainer, job, user)
-        self.volume = Volume(job.source, job.orientation, job.level, job.spacing)
+        self.volume = Volume(source, job.orientation, job.level, job.spacing)
         given = user.make_windows() if user is not None else None
         how, size = given or SlidingWindows(), self.picture.size
         steps = how.steps(size)
@@ -244,7 +240,7 @@ class VolumePrediction(_Prediction):
         """What is done, in a few words."""
         return f"{self.volume}: {len(self.case.windows)} windows of {self.picture}"
 
-    def run(self) -> None:
+    def run(self, path: Path) -> None:
         """Predict all windows; the rank that has the outputs writes the file."""
         bar = self.bar(-(-len(self.case.windows) // self.trainer.plan.batch_size))
         output = evaluate_case(self.trainer, self.case, self.holders, bar)
@@ -252,7 +248,7 @@ class VolumePrediction(_Prediction):
             bar.close()
         if output is not None:
             data = self.drawn(output, 0, 1, self.volume.shape)
-            self.volume.write(Path(self.job.output), data)
+            self.volume.write(path, data)
 
     def _input(self) -> Any:
         """Return the whole volume as the model takes it, as a batch of one."""
@@ -275,9 +271,11 @@ class VolumePrediction(_Prediction):
 class Prediction(_Prediction):
     """A slide on its way through one rank."""
 
-    def __init__(self, trainer: Trainer, job: Job, user: UserModel | None) -> None:
+    def __init__(
+        self, trainer: Trainer, job: Job, user: UserModel | None, source: str
+    ) -> None:
         super().__init__(trainer, job, user)
-        self.slide = Slide(job.source, job.level)
+        self.slide = Slide(source, job.level)
         size, overlap = self.picture.size, job.overlap
         assert overlap is not None
         steps = tuple(n - 2 * overlap for n in size)
@@ -291,7 +289,7 @@ class Prediction(_Prediction):
         count, overlap = len(self.windows), self.job.overlap
         return f"{count} windows of {self.picture}, overlap {overlap}"
 
-    def run(self) -> None:
+    def run(self, path: Path) -> None:
         """Predict all windows; the rank that has the outputs writes the file."""
         pictures = self._pictures()
         first = next(pictures, None)
@@ -299,7 +297,6 @@ class Prediction(_Prediction):
             return
         shape = (*self.slide.shape[:2], *first.shape[2:])
         bands = self._bands(itertools.chain([first], pictures), first)
-        path = Path(self.job.output)
         write_rows(path, bands, shape, first.dtype, self.slide.pixel)
 
     def _bands(
@@ -379,7 +376,7 @@ class Prediction(_Prediction):
             )
             given = " x ".join(map(str, region.shape))
             raise GemscError(
-                f"predict_input returns {shape} for {given} of {self.job.source}: "
+                f"predict_input returns {shape} for {given} of {self.slide.path}: "
                 "rows, columns, channels",
                 at=user.line_of("predict_input"),
                 help=f"return {self.picture.channels} channels and as many pixels as "
