@@ -191,14 +191,10 @@ def main(*, settings: bool = True) -> None:
         _fail(GemscError(why, help="give a path that can be used"))
     except InternalError as error:
         notes = "".join(f"\nnote: {note}" for note in getattr(error, "__notes__", ()))
-        say(f"internal error: {error}{notes}")
-        say("help: this is a bug in gemsc; please report it")
-        sys.exit(70)
+        _fail_by_a_bug(f"{error}{notes}")
     except Exception:
         say(traceback.format_exc().rstrip())
-        say("internal error: see above")
-        say("help: this is a bug in gemsc; please report it")
-        sys.exit(70)
+        _fail_by_a_bug("see above")
 
 
 def _open_streams() -> None:
@@ -245,6 +241,11 @@ def _check_values(app: typer.Typer, words: list[str]) -> None:
 def _fail(error: GemscError) -> NoReturn:
     say(str(error))
     sys.exit(2 if isinstance(error, UsageError) else 1)
+
+
+def _fail_by_a_bug(text: str) -> NoReturn:
+    say(f"internal error: {text}\nhelp: this is a bug in gemsc; please report it")
+    sys.exit(70)
 
 
 def _in_our_words(error: Any) -> UsageError:

@@ -170,9 +170,7 @@ def plan_command(
     show_plan(found, console)
     if output is not None:
         write_text(output, found.to_toml(output.parent))
-        tell(
-            f"wrote {output}: edit it, then gemsc compile {model} --plan {output}",
-        )
+        tell(f"wrote {output}: edit it, then gemsc compile {model} --plan {output}")
     compared = [_as_data(each) for each in candidates]
     why = reason(candidates) if candidates else ""
     told = {"why": why, "speed": asdict(speed(found)), "candidates": compared}
@@ -247,11 +245,8 @@ def _say_unused(user: UserModel) -> None:
             warn(f"nothing uses {name}", at=at, help=help)
         elif name == "collate" and not joins_samples(user.collate):
             help = "if it is for gemsc, let it take (samples, number)"
-            warn(
-                "nothing uses collate, which takes no number of a shape",
-                at=at,
-                help=help,
-            )
+            what = "nothing uses collate, which takes no number of a shape"
+            warn(what, at=at, help=help)
     if user.loss is not None and user.optimizer is None:
         text = "it trains with SGD, learning rate 0.01"
         say_note(f"no optimizer() in {user.path.name}: {text}")

@@ -92,8 +92,7 @@ def import_command(
     for line in described(network):
         tell(line)
     model = folder / MODEL_FILE
-    line = f"wrote {model}; next: gemsc compile {model}"
-    tell(line)
+    tell(f"wrote {model}; next: gemsc compile {model}")
 
 
 def _import_weights(program: Path, weights: Path | None) -> None:

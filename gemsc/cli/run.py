@@ -67,8 +67,7 @@ def compare_command(
     console.print(_table(logs))
     differ = _differences(logs)
     for name, values in differ.items():
-        line = f"--{name.replace('_', '-')}: {', '.join(map(str, values))}"
-        tell(line)
+        tell(f"--{name.replace('_', '-')}: {', '.join(map(str, values))}")
     tell(f"wrote {output}")
     found = {"runs": [_as_data(log) for log in logs], "options": differ}
     return found | {"drawing": str(output)}, 0
