@@ -250,6 +250,14 @@ def storage_of(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def all_named(
+    module: nn.Module, prefix: str = ""
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield a module's parameters, then its buffers, under all names that they have."""
+    yield from module.named_parameters(prefix, remove_duplicate=False)
+    yield from module.named_buffers(prefix, remove_duplicate=False)
+
+
 def storages_of(module: nn.Module) -> dict[int, str]:
     """Return the name of each storage of a module's parameters and buffers."""
     named = (*module.named_parameters(), *module.named_buffers())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
 
 from gemsc.base.dtypes import within
-from gemsc.base.nests import Path, as_kind, reject_lazy, tensor_leaves
+from gemsc.base.nests import Path, all_named, as_kind, reject_lazy, tensor_leaves
 from gemsc.errors import GemscError
 from gemsc.frontend.eager import deep_copy
 from gemsc.ir.fake import fake_parameters
@@ -144,19 +144,12 @@ def _name_modules(
             names.setdefault(id(each), path)
             result.own.setdefault(id(each), list(map(id, _held(each))))
     for owner in (real, copied):
-        for name, tensor in _named_tensors(owner, prefix):
+        for name, tensor in all_named(owner, prefix):
             result.tensors.setdefault(id(tensor), name)
 
 
 def _held(module: nn.Module, *, recurse: bool = True) -> list[torch.Tensor]:
     return [*module.parameters(recurse), *module.buffers(recurse)]
-
-
-def _named_tensors(
-    module: nn.Module, prefix: str
-) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters(prefix=prefix, remove_duplicate=False)
-    yield from module.named_buffers(prefix=prefix, remove_duplicate=False)
 
 
 def _name_constants(result: FakeCopy, memo: dict[int, Any]) -> None:

@@ -16,10 +16,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from torch import Tensor, nn
+from torch import nn
 
 from gemsc.base.files import ELSEWHERE, write_text
-from gemsc.base.nests import reject_lazy
+from gemsc.base.nests import all_named, reject_lazy
 from gemsc.errors import GemscError
 from gemsc.weights.source import Wanted
 from gemsc.weights.write import DTYPES, Entry, stored_name
@@ -51,7 +51,7 @@ class Elsewhere:
         """
         reject_lazy(model)
         tensors = {each.names[0]: each for each in wanted_of(model)}
-        named = dict(_all_names(model))
+        named = dict(all_named(model))
         return Elsewhere(tensors, frozenset(n for n in tensors if named[n].is_meta))
 
     @property
@@ -133,14 +133,9 @@ def wanted_of(model: nn.Module) -> Iterator[Wanted]:
     """Yield what a model's state_dict has, and buffers that are not in it."""
     state = model.state_dict(keep_vars=True)
     names: dict[int, list[str]] = {}
-    for name, tensor in _all_names(model):
+    for name, tensor in all_named(model):
         names.setdefault(id(tensor), []).append(name)
-    for name, tensor in dict(_all_names(model)).items():
+    for name, tensor in dict(all_named(model)).items():
         if (own := names[id(tensor)])[0] == name:
             required = any(each in state for each in own)
             yield Wanted(tuple(own), Entry.of(tensor), required)
-
-
-def _all_names(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gemsc.base.nests import all_named
 from gemsc.runtime.checkpoint.pieces import TensorPiece
 from gemsc.runtime.worker.updates import Updates
 from gemsc.runtime.worker.worker import Worker
@@ -117,11 +118,10 @@ class Holdings:
                 found[alias] = first
         for stage in self.worker.stages.values():
             firsts = {id(tensor): name for name, tensor in stage_tensors(stage).items()}
-            for named in (stage.named_parameters, stage.named_buffers):
-                for name, tensor in named(remove_duplicate=False):
-                    first = firsts[id(tensor)]
-                    if name != first and not name.startswith(NOT_OF_THE_MODEL):
-                        found[name] = first
+            for name, tensor in all_named(stage):
+                first = firsts[id(tensor)]
+                if name != first and not name.startswith(NOT_OF_THE_MODEL):
+                    found[name] = first
         return found
 
     def digest(self) -> str:

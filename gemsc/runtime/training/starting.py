@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gemsc.base.boxes import Interval
+from gemsc.base.nests import all_named
 from gemsc.base.parts import Part
 from gemsc.plan import Plan
 from gemsc.runtime.training.program_directory import load_program
@@ -50,9 +51,8 @@ def tensors_of_program(
             with torch.device("meta"):
                 stage = kind()
             own: dict[int, str] = {}
-            for tensors in (stage.named_parameters, stage.named_buffers):
-                for name, tensor in tensors(remove_duplicate=False):
-                    names[own.setdefault(id(tensor), name)].append(name)
+            for name, tensor in all_named(stage):
+                names[own.setdefault(id(tensor), name)].append(name)
             persistent |= stage.state_dict().keys()
     return [
         Wanted(tuple(dict.fromkeys([name, *names[name]])), entry, name in persistent)

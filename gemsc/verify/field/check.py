@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from gemsc.base.dtypes import default_dtype
 from gemsc.base.files import ELSEWHERE
+from gemsc.base.nests import all_named
 from gemsc.base.rng import preserve_rng, same_draws
 from gemsc.errors import GemscError
 from gemsc.plan import Plan, rank_file
@@ -348,11 +349,7 @@ def _draw_weights(
     first: FirstWeights, folder: Path, num_stages: int, model: nn.Module
 ) -> None:
     """Put the model's numbers into a program's files of weights, all of them."""
-    pairs = [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]
-    known = {name: tensor.detach() for name, tensor in pairs}
+    known = {name: tensor.detach() for name, tensor in all_named(model)}
     of_stages = [
         {
             name: known[name] if name in known else first.read(stage, name)
