@@ -25,6 +25,11 @@ HALF = (torch.float16, torch.bfloat16)
 Autocast = tuple[str, torch.dtype]  # type of device, and what matrices multiply in
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return `float32` for torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
 def autocasting(autocast: Autocast | None) -> AbstractContextManager[Any]:
     """Compute in mixed precision, or as it is written for None: `torch.autocast`."""
     if autocast is None:
@@ -154,7 +159,7 @@ def check_modes(file: str) -> None:
         )
     if (dtype := torch.get_default_dtype()) in HALF:
         torch.set_default_dtype(torch.float32)
-        name = str(dtype).removeprefix("torch.")
+        name = dtype_name(dtype)
         raise GemscError(
             f"importing {file} makes {name} the dtype of all new tensors",
             help=f"let model() return `model.to({dtype})`, or leave it in float32 and "

@@ -11,6 +11,7 @@ import torch
 import typer
 from rich.table import Table
 
+from gemsc.base.dtypes import dtype_name
 from gemsc.base.files import write_text
 from gemsc.base.process import num_cores
 from gemsc.base.units import show_long
@@ -300,7 +301,7 @@ def _about_inside(dtype: str, found: Comparison | RunComparison) -> str:
     """Return a line about lower precision inside of a model, if there is any."""
     if found.inside is None:
         return ""
-    kind = str(found.inside.dtype).removeprefix("torch.")
+    kind = dtype_name(found.inside.dtype)
     return f"\n{dtype}: the model computes in {kind} inside: {found.inside.call}"
 
 

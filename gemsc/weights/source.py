@@ -23,6 +23,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from gemsc.base.dtypes import dtype_name
 from gemsc.base.files import DISTRIBUTED
 from gemsc.base.units import show_some
 from gemsc.errors import GemscError
@@ -233,7 +234,7 @@ def conversions(files: WeightFiles, wanted: Iterable[Wanted]) -> list[str]:
     for each in wanted:
         for name in each.names[:1]:
             if name in files.table and files.table[name].dtype != each.entry.dtype:
-                pair = _word(files.table[name]), _word(each.entry)
+                pair = dtype_name(files.table[name].dtype), dtype_name(each.entry.dtype)
                 found[pair] = found.get(pair, 0) + 1
     return [
         f"{count} tensor{'s' * (count > 1)} of {files.path} converted from {a} to {b}"
@@ -253,8 +254,8 @@ def _check(files: WeightFiles, name: str, entry: Entry) -> None:
     kinds = [(e.dtype.is_floating_point, e.dtype.is_complex) for e in (have, entry)]
     if kinds[0] != kinds[1]:
         raise GemscError(
-            f"{files.path}: '{name}' is {_word(have)}, but the model needs "
-            f"{_word(entry)}",
+            f"{files.path}: '{name}' is {dtype_name(have.dtype)}, but the model needs "
+            f"{dtype_name(entry.dtype)}",
             help="use weights of this model; convert quantized ones first",
         )
 
@@ -293,7 +294,3 @@ def _prefix(names: Sequence[str], others: Mapping[str, object]) -> str:
 
 def _list(names: Sequence[str]) -> str:
     return show_some([f"'{name}'" for name in names], SHOWN)
-
-
-def _word(entry: Entry) -> str:
-    return str(entry.dtype).removeprefix("torch.")

@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from gemsc.base.dtypes import dtype_name
 from gemsc.errors import GemscError
 from gemsc.runtime.checkpoint.folder import (
     check_checkpoint,
@@ -35,7 +36,7 @@ from gemsc.runtime.checkpoint.optimizer_state import (
     tensor_key,
 )
 from gemsc.runtime.checkpoint.pieces import TensorPiece, make_up
-from gemsc.runtime.checkpoint.states import DTYPES, decode, dtype_name
+from gemsc.runtime.checkpoint.states import DTYPES, decode
 from gemsc.weights.load import LOSS
 from gemsc.weights.tensor_file import StoredSlice, TensorFile
 from gemsc.weights.write import Entry, stored_name, write_stream

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gemsc.base.dtypes import dtype_name
 from gemsc.base.elementwise import NUMBERS
 from gemsc.base.rng import torch_state
 from gemsc.errors import GemscError
@@ -34,11 +35,6 @@ from gemsc.weights.write import DTYPES as STORED_DTYPES
 SMALL = 16  # elements of a tensor that stands in the text
 KIND, OF = "$", "of"
 BOUNDED = "bounded deque"
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return `float32` for torch.float32."""
-    return str(dtype).removeprefix("torch.")
 
 
 DTYPES = {dtype_name(dtype): dtype for dtype in STORED_DTYPES.values()}

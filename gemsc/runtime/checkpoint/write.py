@@ -23,6 +23,7 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import Tensor
 
+from gemsc.base.dtypes import dtype_name
 from gemsc.base.files import FileFacts, write_text
 from gemsc.errors import GemscError, InternalError
 from gemsc.runtime.checkpoint.folder import (
@@ -43,7 +44,7 @@ from gemsc.runtime.checkpoint.sharing_out import (
     own_rows_of,
     tables_of,
 )
-from gemsc.runtime.checkpoint.states import dtype_name, encode, generator_states
+from gemsc.runtime.checkpoint.states import encode, generator_states
 from gemsc.runtime.process.status import Status
 from gemsc.runtime.worker.updates import Updates
 from gemsc.runtime.worker.worker import Worker

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import default_collate
 
+from gemsc.base.dtypes import dtype_name
 from gemsc.base.nests import named_place, named_tuple
 from gemsc.datasets.samples import no_shapes_known, num_samples, pair_error
 from gemsc.datasets.stream import Stream
@@ -126,9 +127,9 @@ class ShapeClasses:
                 found = F.pad(tensor, ends, value=value)
                 if rounds or found.flatten()[-1].item() == value:
                     return found
-            name = str(tensor.dtype).removeprefix("torch.")
             raise GemscError(
-                f"pad_value gives {value!r} for {named_place(place)}, which is {name}",
+                f"pad_value gives {value!r} for {named_place(place)}, which is "
+                f"{dtype_name(tensor.dtype)}",
                 at=self.at.get("pad_value"),
                 help="give a number, or (of inputs, of targets), such as (0, -100)",
             )
