@@ -22,6 +22,20 @@ OF_A_HOST = re.compile(
     r"|(SSH|XDG|DBUS|SLURM)_\w+"
 )
 
+# settings everywhere; versions 4 (OMPI) and 5 (PRTE) read different names
+OPEN_MPI = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_ALLOW_RUN_AS_ROOT": "1",
+    "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "true",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    # Where one process may not read another's memory (containers), messages go through
+    # shared memory in pieces. 16 MiB take 1 ms in pieces of 512 KiB; in the usual
+    # 32 KiB, 90 ms, as a polite rank moves a piece or two at each turn
+    "OMPI_MCA_btl_sm_max_send_size": str(512 * 2**10),
+}
+
 
 def find_mpirun() -> Path:
     """Return the mpirun of this Python's environment, or else the one on the path.
@@ -83,19 +97,18 @@ def mpirun_command(
     }
     is_open_mpi = not is_hydra(mpirun)
     if is_open_mpi:
-        settings |= _open_mpi_settings()
+        settings |= OPEN_MPI
         settings |= {} if hosts else _one_machine_settings(scratch)
         if _is_built_with_cuda(mpirun):  # what carries GPU memory may be another part
             settings.pop("OMPI_MCA_pml", None)
     settings |= dict(os.environ) | dict(env or {})
-    where = _open_mpi_options if is_open_mpi else _hydra_options
-    command = [str(mpirun), "-n", str(num_ranks), *where(num_ranks, hosts, settings)]
-    return [*command, *argv], settings
+    where = _hydra_options(hosts)
+    if is_open_mpi:
+        where = _open_mpi_options(num_ranks, hosts, settings)
+    return [str(mpirun), "-n", str(num_ranks), *where, *argv], settings
 
 
-def _hydra_options(
-    num_ranks: int, hosts: Sequence[Host], settings: Mapping[str, str]
-) -> list[str]:
+def _hydra_options(hosts: Sequence[Host]) -> list[str]:
     """Options of MPICH, which brings all of the environment to every host."""
     where = ["-launcher", "fork"]
     if hosts:
@@ -119,22 +132,6 @@ def _open_mpi_options(
 def _is_carried(name: str) -> bool:
     own = name.startswith(OF_MPI) or OF_A_HOST.fullmatch(name) is not None
     return name.isidentifier() and not own
-
-
-def _open_mpi_settings() -> dict[str, str]:
-    """Settings everywhere; versions 4 (OMPI) and 5 (PRTE) read different names."""
-    return {
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "PRTE_ALLOW_RUN_AS_ROOT": "1",
-        "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "OMPI_MCA_rmaps_base_oversubscribe": "true",
-        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-        # Where one process may not read another's memory (containers), messages go
-        # through shared memory in pieces. 16 MiB take 1 ms in pieces of 512 KiB; in the
-        # usual 32 KiB, 90 ms, as a polite rank moves a piece or two at each turn
-        "OMPI_MCA_btl_sm_max_send_size": str(512 * 2**10),
-    }
 
 
 def _one_machine_settings(scratch: Path | None) -> dict[str, str]:
