@@ -182,13 +182,9 @@ class OwnRows:
             for bucket in self._gathered(found, of):
                 waiting.append(bucket)
                 if len(waiting) > 1:  # two at most are in memory
-                    self._unpack(waiting.popleft())
+                    waiting.popleft().finish(self._transport)
         for bucket in waiting:
-            self._unpack(bucket)
-
-    def _unpack(self, bucket: Bucket) -> None:
-        self._transport.wait(bucket.request)
-        bucket.unpack()
+            bucket.finish(self._transport)
 
     def _gathered(
         self, shared: ShardedSum, of: Callable[[nn.Parameter], Tensor | None]

@@ -39,8 +39,9 @@ class Bucket:
     values: Tensor
     request: Request
 
-    def unpack(self) -> None:
-        """Put the values into the tensors."""
+    def finish(self, transport: DeviceTransport) -> None:
+        """Wait for the values, and put them into the tensors."""
+        transport.wait(self.request)
         sizes = [tensor.numel() for tensor in self.tensors]
         pairs = zip(torch.split(self.values, sizes), self.tensors, strict=True)
         parts = [part.view_as(tensor) for part, tensor in pairs]

@@ -295,12 +295,7 @@ class WeightParts:
             request = gather(found.group, own[0].reshape(-1), sizes, values)
             return partial(self._transport.wait, request)
         bucket = gather_rows(self._transport, found.group, own, by_rank)
-
-        def finish() -> None:
-            self._transport.wait(bucket.request)
-            bucket.unpack()
-
-        return finish
+        return partial(bucket.finish, self._transport)
 
 
 def weight_buckets(tensors: Sequence[Tensor]) -> list[list[int]]:
