@@ -268,22 +268,19 @@ class TorchTransport:
 
     def send(self, tensor: Tensor, dest: int, tag: int) -> Request:
         """Start to send the tensor's bytes."""
-        need = Awaited(f"message {tag} from rank {self.rank} to rank {dest}", (dest,))
-        return self._post(tensor, dest, tag, need, is_send=True)
+        return self._post(tensor, dest, tag, is_send=True)
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> Request:
         """Start to receive into the tensor's bytes."""
-        what = f"message {tag} from rank {source} to rank {self.rank}"
-        need = Awaited(what, (source,))
-        return self._post(tensor, source, tag, need, is_send=False)
+        return self._post(tensor, source, tag, is_send=False)
 
-    def _post(
-        self, tensor: Tensor, peer: int, tag: int, need: Awaited, *, is_send: bool
-    ) -> Request:
+    def _post(self, tensor: Tensor, peer: int, tag: int, *, is_send: bool) -> Request:
         check_message(self, tensor, peer, tag)
         tensor = tensor.detach()
         if peer == self.rank:
             return self._post_own(tensor, tag, is_send=is_send)
+        source, dest = (self.rank, peer) if is_send else (peer, self.rank)
+        need = Awaited(f"message {tag} from rank {source} to rank {dest}", (peer,))
         start = self._messages.send if is_send else self._messages.recv
         parts, then = [(tensor, tag)], None
         if (peer, tag, is_send) not in self._sized:
