@@ -51,7 +51,7 @@ def show_micro_batches(count: int) -> str:
     return f"{count} micro-batch{'es' * (count != 1)}"
 
 
-def show_some(names: Sequence[str], most: int, between: str = ", ") -> str:
+def show_some(names: Sequence[str], most: int = 3, between: str = ", ") -> str:
     """Return for example `a, b and 3 more`: the first ones, and how many are left."""
     more = len(names) - most
     return between.join(names[:most]) + f" and {more} more" * (more > 0)

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
 
+from gemsc.base.units import show_some
 from gemsc.errors import say_note
 from gemsc.runtime.checkpoint.optimizer_state import PARAMETERS
 
-MOST_NAMED = 3  # values that are named
 CYCLED = "lr", "momentum", "betas"  # of a group: what schedulers set
 Notes = dict[str, list[str]]  # texts with {}, and what to name there
 
@@ -41,9 +41,8 @@ def say_kept(
     everyone = transport.all_gather_object(notes)
     for said in dict.fromkeys(chain(*everyone)) if transport.rank == 0 else ():
         found = [*dict.fromkeys(chain(*(each.get(said, ()) for each in everyone)))]
-        first, count = ", ".join(found[:MOST_NAMED]), len(found) - MOST_NAMED
         if found:
-            say_note(said.format(first + (f" and {count} more" if count > 0 else "")))
+            say_note(said.format(show_some(found)))
 
 
 def _of_groups(made: Any, loaded: Any, left_out: Any) -> Iterator[tuple[str, Any, Any]]:
