@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ELSEWHERE = "elsewhere.json"  # where a program's weights are, if it has them not itself
 DISTRIBUTED = ".metadata"  # the table of a folder of torch.distributed.checkpoint
@@ -38,6 +40,17 @@ def write_text(path: Path, text: str) -> None:
     """Write a whole text file."""
     with replaced(path) as beside:
         beside.write_text(text, encoding="utf-8")
+
+
+def in_json(found: Any) -> Any:
+    """Return it in JSON's types; a number that is not finite is null, as is None."""
+    if isinstance(found, Mapping):
+        return {str(key): in_json(value) for key, value in found.items()}
+    if isinstance(found, list | tuple):
+        return [in_json(each) for each in found]
+    if isinstance(found, float):
+        return found if math.isfinite(found) else None
+    return found if isinstance(found, int | str | None) else str(found)
 
 
 def sync(path: Path) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from time import perf_counter
@@ -25,6 +24,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
+from gemsc.base.files import in_json
 from gemsc.errors import GemscError
 
 UNCUT = 10_000  # characters of a line where no terminal's width cuts it
@@ -121,7 +121,7 @@ def gives_json(command: Callable[..., Answer | None]) -> Callable[..., None]:
             with _quiet():
                 answer = command(**others)
             if answer is not None:
-                typer.echo(json.dumps(_plain(answer[0]), indent=2, allow_nan=False))
+                typer.echo(json.dumps(in_json(answer[0]), indent=2, allow_nan=False))
         if answer is not None and answer[1]:
             raise typer.Exit(answer[1])
 
@@ -145,14 +145,3 @@ def _quiet() -> Iterator[None]:
         console.quiet = False
         os.dup2(held, 1)
         os.close(held)
-
-
-def _plain(found: Any) -> Any:
-    """Return it in JSON's types; a number that is not finite is null, as is None."""
-    if isinstance(found, Mapping):
-        return {str(key): _plain(value) for key, value in found.items()}
-    if isinstance(found, (list, tuple)):
-        return [_plain(each) for each in found]
-    if isinstance(found, float):
-        return found if math.isfinite(found) else None
-    return found if isinstance(found, (int, str, type(None))) else str(found)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import math
 import os
 import platform
 import time
@@ -26,7 +25,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from gemsc.base.files import replaced
+from gemsc.base.files import in_json, replaced
 from gemsc.base.phase import LOSS_OF
 from gemsc.errors import warn
 from gemsc.runtime.process.device import peak_bytes
@@ -176,7 +175,7 @@ class Log(Callback):
 
     def _write(self, event: str, step: int, **what: Any) -> dict[str, Any]:
         record = {"event": event, "step": step, "time": round(time.time(), 3), **what}
-        finite: dict[str, Any] = _finite(record)
+        finite: dict[str, Any] = in_json(record)
         if self._lines is not None:
             with self._going_on():
                 self._lines.write(json.dumps(finite, allow_nan=False) + "\n")
@@ -215,7 +214,7 @@ class Log(Callback):
         is_last = row.get("step") == step and table.is_file()
         if is_last and table.stat().st_size == end and self._columns == before:
             os.truncate(table, begin)
-            self._add_row({**row, **_finite(figures)})
+            self._add_row({**row, **in_json(figures)})
         else:
             self._tabulate()
 
@@ -293,17 +292,6 @@ def _found(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the columns of log.csv that an evaluation fills."""
     figures = record["figures"] if record.get("event") == "evaluation" else {}
     return {f"eval_{name}": value for name, value in figures.items()}
-
-
-def _finite(value: Any) -> Any:
-    """Return a value as JSON has it, with null for numbers that it does not have."""
-    if isinstance(value, Mapping):
-        return {str(key): _finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
 
 
 def _learning_rate(trainer: Trainer) -> float | None:
