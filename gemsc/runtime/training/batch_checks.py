@@ -32,9 +32,8 @@ class LabelsThatCount(Callback):
         """Count the labels of each micro-batch."""
         plan = trainer.plan
         self._count += what == "step"
-        of_groups = plan.groups or [[rank] for rank in range(plan.copy_ranks)]
         is_due = what == "step" and not self._count & (self._count - 1)
-        is_mine = trainer.transport.rank == of_groups[plan.places[0][-1]][0]
+        is_mine = trainer.transport.rank == plan.members[plan.places[0][-1]][0]
         if self._said or not is_due or not is_mine:
             return
         size, *others = {*plan.micro_batch_sizes}
