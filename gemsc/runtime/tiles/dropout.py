@@ -74,15 +74,14 @@ def _mask(
     size, parts = shape[dim], []
     generator = torch.Generator(value.device)
     for number in range(STRIPS):
-        strip = list(everything(shape))
-        strip[dim] = size * number // STRIPS, size * (number + 1) // STRIPS
-        wanted = intersection(box, tuple(strip))
+        sides = size * number // STRIPS, size * (number + 1) // STRIPS
+        strip = (*everything(shape[:dim]), sides, *everything(shape[dim + 1 :]))
+        wanted = intersection(box, strip)
         if not all(shape_of(wanted)):
             continue
         generator.manual_seed(seed_of(torch.initial_seed(), draw, number))
-        drawn = value.new_empty(shape_of(tuple(strip)))
-        drawn.bernoulli_(1 - p, generator=generator)
-        parts.append(drawn[index_of(wanted, tuple(strip))])
+        drawn = value.new_empty(shape_of(strip)).bernoulli_(1 - p, generator=generator)
+        parts.append(drawn[index_of(wanted, strip)])
     return torch.cat(parts, dim).div_(1 - p)
 
 
