@@ -63,9 +63,9 @@ def start(
     tell_of_settings(directory, plan)
     if plan.unchecked:
         sys.stderr.write(f"note: {not_compared(plan, directory)}\n")
-    how, rest, options = read_launch(arguments)
+    options, rest = read_launch(arguments)
     engine = chosen_engine(options.engine)
-    hosts = _places(how.hosts, plan.ranks, directory, engine)
+    hosts = _places(options.hosts, plan.ranks, directory, engine)
     if not hosts:  # else each host counts its own
         _check_machine(plan, options)
     is_named = options.save is not None
@@ -83,7 +83,7 @@ def start(
     job = _Job(directory, plan, (*rest,), hosts, engine)
     old = _start_of(folder) if options.overwrite else None
     step = last_step(options.resume or folder) if old is None else 0
-    code = _run(job, how, folder, step, old)
+    code = _run(job, options, folder, step, old)
     if folder.is_dir():
         ended(folder)
         if not is_named:  # a run that failed before its start leaves nothing
@@ -151,7 +151,9 @@ def _start_of(folder: Path) -> str:
     return f"{found.st_ino} {found.st_mtime_ns}"
 
 
-def _run(first: _Job, how: Launch, folder: Path, step: int, old: str | None) -> int:
+def _run(
+    first: _Job, options: argparse.Namespace, folder: Path, step: int, old: str | None
+) -> int:
     """Run a job that begins at a step, and what goes on from it, as often as asked.
 
     An `old` run in its folder, by its `_start_of`, is not what it goes on from.
@@ -159,7 +161,7 @@ def _run(first: _Job, how: Launch, folder: Path, step: int, old: str | None) -> 
     job, restart = first, 0
     while True:
         ending = job.run()
-        if restart == how.restarts or not calls_for_restart(ending, step):
+        if restart == options.restarts or not calls_for_restart(ending, step):
             is_told = ending.code in (0, 1, STOPPED)  # by a rank
             if not is_told and (way := way_on(folder)):
                 _say(f"note: {way}")
@@ -167,11 +169,12 @@ def _run(first: _Job, how: Launch, folder: Path, step: int, old: str | None) -> 
         has_begun = old is None or _start_of(folder) != old
         restart, step = restart + 1, last_step(folder) if has_begun else 0
         try:
-            job = _again(first, how.hosts, ["--resume"] if has_begun else [])
+            job = _again(first, options.hosts, ["--resume"] if has_begun else [])
         except GemscError as error:
             _say(str(error))
             return ending.code
-        _say(f"restart {restart} of {how.restarts} from step {step}: {ending.reason}")
+        count = f"restart {restart} of {options.restarts}"
+        _say(f"{count} from step {step}: {ending.reason}")
 
 
 def _again(job: _Job, hosts: Sequence[Host], more: Sequence[str]) -> _Job:
@@ -226,18 +229,8 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)  # noqa: T201
 
 
-@dataclass(frozen=True)
-class Launch:
-    """How the ranks are started: on which hosts, and how often again."""
-
-    hosts: tuple[Host, ...] = ()
-    restarts: int = 0
-
-
-def read_launch(
-    arguments: Sequence[str],
-) -> tuple[Launch, list[str], argparse.Namespace]:
-    """Return how to start the ranks, their arguments, and these as the ranks read them.
+def read_launch(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return all options, with `hosts` read, and the arguments of the ranks.
 
     Raises:
         GemscError: an option is unknown or wrong, or a host.
@@ -245,19 +238,19 @@ def read_launch(
     parser = _launch_parser()
     own, rest = parser.parse_known_args(arguments)
     options = parse_arguments(rest, parents=[parser])
-    hosts: tuple[Host, ...] = ()
+    options.hosts, options.restarts = (), own.restarts
     if own.hosts is not None and own.hostfile is not None:
         raise GemscError("--hosts and --hostfile are given", help="give only one")
     if own.hosts is not None:
-        hosts = parse_hosts(own.hosts)
+        options.hosts = parse_hosts(own.hosts)
     elif own.hostfile is not None:
-        hosts = read_hostfile(own.hostfile)
-    if own.restarts and getattr(options, "checkpoint_every", None) == "never":
+        options.hosts = read_hostfile(own.hostfile)
+    if own.restarts and options.checkpoint_every == "never":
         raise GemscError(
             "--restarts has no checkpoint to resume from with --checkpoint-every never",
             help="leave one of them out",
         )
-    return Launch(hosts, own.restarts), rest, options
+    return options, rest
 
 
 def run_parser() -> Parser:
