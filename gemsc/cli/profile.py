@@ -181,15 +181,12 @@ def _show(shared: SharedDevice, loads: dict[int, Load]) -> None:
     def each(value: Callable[[int, Load], object]) -> Iterator[object]:
         return (value(count, load) for count, load in loads.items())
 
-    def gain(count: int, load: Load) -> float | None:
-        return shared.measured.get(count)
-
     columns = [
         column("processes", loads),
         column(
             "samples/s", each(lambda k, load: load.samples_per_second), "{:,.1f}".format
         ),
-        column("gain", each(gain), "{:+z.0%}".format),
+        column("gain", each(lambda k, _: shared.measured.get(k)), "{:+z.0%}".format),
         column(
             "predicted",
             each(lambda k, load: shared.gain(k, sums=True)),
