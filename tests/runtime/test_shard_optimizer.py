@@ -265,6 +265,43 @@ def test_what_an_optimizer_updates_as_a_whole_is_left_to_one_rank(
     assert max(shares) < 2 * min(shares)
 
 
+class Anew(torch.optim.Optimizer):
+    """Gives parameters other tensors, as many a one of third parties does."""
+
+    def __init__(self, named: Any) -> None:
+        super().__init__(named, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.data = p.data - 0.1 * p.grad
+
+
+@pytest.mark.parametrize("name", ["data", "chimera and data"])
+def test_an_optimizer_may_give_parameters_other_tensors(
+    name: str, tmp_path: Path
+) -> None:
+    both = [
+        trained(
+            tmp_path / str(shard), net(), Anew, shard=shard, trainer={}, **PLANS[name]
+        )[0]
+        for shard in (False, True)
+    ]
+    assert not changes(*both)
+
+
+def test_rows_that_are_frozen_by_hand_are_refused(tmp_path: Path) -> None:
+    def work(trainer: Trainer) -> None:
+        assert trainer.optimizer is not None
+        trainer.optimizer.param_groups[0]["params"][0].requires_grad_(False)
+        trainer.step(*batch_of((X, X), 2 * trainer.plan.micro_batches))
+
+    written(tmp_path, net(), optimizer=adamw, shard="optimizer", **PLANS["data"])
+    with pytest.raises(GemscError, match=r"some rows(?s:.*)trainer\.freeze\(\"a\."):
+        on_ranks(tmp_path, 4, work, optimizer=adamw)
+
+
 def test_rows_are_not_in_a_group_that_goes_by_sizes(tmp_path: Path) -> None:
     """On the first rank one group is empty, and the parameters have names."""
     numel = net().a.weight.numel()

@@ -137,7 +137,8 @@ class SameCopies(Callback):
             warn(
                 f"{ranks} have different copies of '{key.partition('/')[2]}' after "
                 f"step {trainer.step_number}: the weights depend on who saves them",
-                help="let hooks change weights and optimizers on all ranks alike; on "
+                help="let hooks change weights and optimizers on all ranks alike, and "
+                "weights with --shard in optimizer.register_step_post_hook(); on "
                 "machines of different kinds, copies differ as these round differently",
             )
 

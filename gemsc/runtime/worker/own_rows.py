@@ -6,10 +6,12 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from gemsc.base.boxes import Interval
 from gemsc.base.parts import rows_of
+from gemsc.errors import GemscError
 from gemsc.messages.rows import Rows, in_pairs, rows_of_holders
 from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.transport import Group
@@ -158,6 +160,34 @@ class OwnRows:
         own = {n: p for found in everything for n, p in found.own.items()}
         updated = {**held, **own}
         return {n: p for n, p in updated.items() if p.numel() or n not in own}
+
+    def check_trained(self) -> None:
+        """Make sure that nobody froze rows, of which alone an optimizer knows.
+
+        Raises:
+            GemscError: somebody did.
+        """
+        for found in self.sums.values():
+            for name, own in found.own.items():
+                if found.parameters[name].requires_grad and not own.requires_grad:
+                    raise GemscError(
+                        f"requires_grad of '{name}' was changed, of which this rank has"
+                        " only some rows in its optimizer",
+                        help=f'call trainer.freeze("{name}") on all ranks',
+                    )
+
+    @torch.no_grad()
+    def rejoin(self, without: Collection[str] = ()) -> None:
+        """Put rows back into the whole of which they are: `p.data = ...` moves them.
+
+        What is kept under the keys in `without` has memory of its own.
+        """
+        kept = (each for key, each in self.kept.items() if key not in without)
+        for found in (*self.pairs.values(), *kept):
+            for name, own in found.own.items():
+                rows = rows_of(found.parameters[name].detach(), found.mine[name])
+                if rows.data_ptr() != own.data_ptr():
+                    own.data = rows.copy_(own)
 
     def drop_gradients(self) -> None:
         """Take the gradients from the rows."""

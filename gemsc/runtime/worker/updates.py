@@ -152,6 +152,7 @@ class Updates:
 
     def begin(self) -> None:
         """Remember what running statistics were before the step."""
+        self.own.check_trained()
         for statistics in self._statistics.values():
             statistics.remember()
         program = self._program
@@ -270,8 +271,9 @@ class Updates:
         ):
             self.scheduler.step()
         self.drop_gradients()
-        self.forget_whole_weights()
         stay = self._at_once if self.weight_parts is not None else ()
+        self.own.rejoin(without=stay)
+        self.forget_whole_weights()
         self.own.gather(torch.Tensor.detach, without=stay)
         self.count += 1
 
