@@ -219,6 +219,22 @@ def test_what_ranks_keep_beside_groups_goes_along_only_if_it_is_alike() -> None:
         unlike.others(0, is_same=False)
 
 
+@pytest.mark.parametrize("nest", [list, deque, lambda each: {"last": each[0]}])
+def test_what_is_in_a_list_of_an_optimizer_goes_along_with_the_same_rows_only(
+    nest: Callable[[list[Any]], Any],
+) -> None:
+    whole = TensorPiece.whole((2, 3))
+    rows = whole.rows(0, 1)
+    kept = {"history": nest([torch.ones(1, 3)]), "counts": [1, torch.tensor(2.0)]}
+    saved = {"values": {"a": {"piece": rows.intervals, "state": kept}}}
+    found = SavedOptimizer([saved], {}, lambda value: value)
+    assert found.rest_of("a", rows) == kept
+    with pytest.raises(GemscError, match="'history' of 'a' in a form that belongs to"):
+        found.rest_of("a", whole)
+    del kept["history"]
+    assert found.rest_of("a", whole) == kept
+
+
 def test_a_group_goes_on_as_that_of_its_first_parameter() -> None:
     names = (("a",), ("b",)), (("c",), ())
     ranks: list[dict[str, Any]] = [

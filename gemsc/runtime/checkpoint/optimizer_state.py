@@ -20,6 +20,7 @@ from numbers import Number
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from gemsc.base.dtypes import is_laid_out, to_format
 from gemsc.base.elementwise import NUMBERS
@@ -298,7 +299,7 @@ class SavedOptimizer:
                 return dict(self.decode(each["state"]))
         found = dict(self.decode(everyone[0]["state"])) if everyone else {}
         for key, value in found.items():
-            if isinstance(value, Tensor) and value.dim():
+            if any(getattr(leaf, "ndim", 0) for leaf in pytree.tree_leaves(value)):
                 raise GemscError(
                     f"the optimizer keeps '{key}' of '{name}' in a form that belongs "
                     "to the ranks that saved it",
