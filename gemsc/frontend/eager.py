@@ -15,6 +15,7 @@ from torch import nn
 from gemsc.base.dtypes import Autocast, is_real
 from gemsc.base.nests import map_tensors
 from gemsc.base.plain_forward import enter_training
+from gemsc.base.rng import preserve_rng
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.frontend.user_code import failing_line
 
@@ -184,7 +185,7 @@ def check_optimizer(
             help="return one torch.optim.Optimizer of all the parameters that it gets; "
             "derive a class of your own from it",
         )
-    if callable(step) and _needs_closure(step):
+    if callable(step) and _needs_closure(step, trained, factory):
         raise GemscError(
             f"{type(made).__name__} computes the loss several times per step and needs "
             "a closure for it, but ranks compute it once",
@@ -250,13 +251,33 @@ def _could_be_fused(made: Any) -> bool:
     )
 
 
-def _needs_closure(step: Callable[..., Any]) -> bool:
+def _needs_closure(
+    step: Callable[..., Any],
+    trained: list[tuple[str, nn.Parameter]],
+    factory: Callable[[Iterable[tuple[str, nn.Parameter]]], Any],
+) -> bool:
+    """Whether a step takes a closure, or fails without one, as many of SAM do."""
     try:
         given = inspect.signature(step).parameters.values()
     except ValueError:  # it is not written in Python
         return False
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return any(p.default is inspect.Parameter.empty and p.kind in kinds for p in given)
+    if any(p.default is inspect.Parameter.empty and p.kind in kinds for p in given):
+        return True
+    like = [(name, torch.zeros([min(2, n) for n in p.shape])) for name, p in trained]
+
+    def fails(*closure: Callable[[], torch.Tensor]) -> bool:
+        small = [(name, nn.Parameter(tensor.clone())) for name, tensor in like]
+        for _, parameter in small:
+            parameter.grad = torch.ones_like(parameter)
+        try:
+            with preserve_rng():
+                factory(small).step(*closure)
+        except Exception:  # its first real step will say why
+            return True
+        return False
+
+    return fails() and not fails(lambda: torch.zeros(()))
 
 
 def autocast_of(model: nn.Module, precision: str) -> Autocast | None:

@@ -96,10 +96,11 @@ def optimizer_note(program: Program) -> list[str]:
     if not (difference := program.updated_together()):
         return []
     return [
-        "optimizer() looks at several parameters at once, or counts them: without "
-        f"others they step differently, by {difference:.0e}. It gets what its rank has "
-        "only, so weights will not be those of one process. Clip by the norm of all "
-        "gradients with `gemsc run --clip-norm`, and choose rates by names, not numbers"
+        "optimizer() looks at several parameters at once, counts them, or draws random "
+        f"numbers: without others they step differently, by {difference:.0e}. It gets "
+        "what its rank has only, so weights will not be those of one process. Clip by "
+        "the norm of all gradients with `gemsc run --clip-norm`, and choose rates by "
+        "names, not numbers"
     ]
 
 

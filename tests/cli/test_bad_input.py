@@ -93,6 +93,13 @@ FILES = {
         without("optimizer")
         + "def optimizer(ps):\n    return torch.optim.LBFGS([p for _, p in ps])\n",
     ),
+    "optimizer that asserts that there is a closure": Mistake(
+        ("Sharp computes the loss several times per step",),
+        without("optimizer") + "class Sharp(torch.optim.SGD):\n"
+        "    def step(self, closure=None):\n        assert closure is not None\n"
+        "        return super().step(closure)\n\n"
+        "def optimizer(pairs):\n    return Sharp(pairs, lr=0.1)\n",
+    ),
     "optimizer that has been made": Mistake(
         ("optimizer is an object of type Adam",),
         without("optimizer")

@@ -585,6 +585,27 @@ def test_what_steps_no_rates_is_no_scheduler(tmp_path: Path, made: object) -> No
         run(tmp_path, user_of(scheduler=lambda optimizer: steps_alone))
 
 
+def test_a_scheduler_that_needs_groups_of_other_ranks_is_told_what_helps(
+    tmp_path: Path,
+) -> None:
+    def optimizer(pairs: Any, *, layers: str) -> torch.optim.Optimizer:
+        named = [*pairs]
+        of = ([p for n, p in named if n.startswith(layer)] for layer in layers)
+        groups = [group for group in of if group or layers == "abc"]
+        return torch.optim.SGD([{"params": group} for group in groups], lr=0.1)
+
+    def scheduler(made: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.OneCycleLR(made, [0.1, 0.2, 0.3], 20)
+
+    program(tmp_path)
+    of_rank = functools.partial(optimizer, layers="cab")
+    with pytest.raises(ValueError, match="must have the same length") as error:
+        run(tmp_path, user_of(optimizer=of_rank, scheduler=scheduler), "--steps", "1")
+    assert "make all of them on each rank" in str(error.value.__notes__)
+    everywhere = functools.partial(optimizer, layers="abc")
+    run(tmp_path, user_of(optimizer=everywhere, scheduler=scheduler), "--steps", "1")
+
+
 def test_a_state_that_no_checkpoint_can_hold_ends_a_run_at_its_first_step(
     tmp_path: Path,
 ) -> None:

@@ -79,7 +79,15 @@ def scheduler_of(optimizer: Optimizer, make: Callable[[Optimizer], Any]) -> Any:
     Raises:
         GemscError: it cannot step.
     """
-    made = make(optimizer)
+    try:
+        made = make(optimizer)
+    except ValueError as error:
+        error.add_note(
+            f"note: this rank's optimizer has {len(optimizer.param_groups)} groups; "
+            "where a scheduler needs as many everywhere, let optimizer() make all of "
+            "them on each rank, some without parameters"
+        )
+        raise
     if made is None:
         return None
     if not callable(getattr(made, "step", None)):
