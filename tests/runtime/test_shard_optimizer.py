@@ -291,14 +291,29 @@ def test_an_optimizer_may_give_parameters_other_tensors(
     assert not changes(*both)
 
 
-def test_rows_that_are_frozen_by_hand_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (
+            lambda row: row.requires_grad_(False),
+            r"requires_grad of 'a\.(?s:.*)trainer\.freeze\(\"a\.",
+        ),
+        (
+            lambda row: row.register_hook(torch.zeros_like),
+            r"a hook on 'a\.(?s:.*)register_step_pre_hook",
+        ),
+    ],
+)
+def test_rows_that_are_frozen_or_have_hooks_are_refused(
+    change: Callable[[Tensor], object], text: str, tmp_path: Path
+) -> None:
     def work(trainer: Trainer) -> None:
         assert trainer.optimizer is not None
-        trainer.optimizer.param_groups[0]["params"][0].requires_grad_(False)
+        change(trainer.optimizer.param_groups[0]["params"][0])
         trainer.step(*batch_of((X, X), 2 * trainer.plan.micro_batches))
 
     written(tmp_path, net(), optimizer=adamw, shard="optimizer", **PLANS["data"])
-    with pytest.raises(GemscError, match=r"some rows(?s:.*)trainer\.freeze\(\"a\."):
+    with pytest.raises(GemscError, match=text):
         on_ranks(tmp_path, 4, work, optimizer=adamw)
 
 

@@ -25,6 +25,7 @@ from program_support import (
 from torch import Tensor, nn
 
 from gemsc.errors import GemscError
+from gemsc.runtime.training.batch_checks import StepsOfScheduler
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.verify.compare import TOLERANCE, Comparison
 
@@ -524,3 +525,81 @@ def test_an_optimizer_of_other_parameters_is_refused_before_it_trains(
             tmp_path, 2, lambda t: t.device,
             optimizer=lambda pairs: torch.optim.SGD(other.parameters(), 0.1),
         )  # fmt: skip
+
+
+# What a loop of one's own gives
+
+
+MADE = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"accumulate": 0}, "accumulate is 0"),
+        ({"accumulate": 1.5}, r"accumulate is 1\.5"),
+        ({"clip_norm": 0.0}, r"clip_norm is 0\.0"),
+        ({"clip_norm": -1.0}, r"clip_norm is -1\.0"),
+        ({"clip_norm": float("nan")}, "clip_norm is nan"),
+        ({"on_nonfinite": "Skip"}, "did you mean skip"),
+        ({"optimizer": MADE}, "lambda parameters: SGD"),
+        (
+            {"scheduler": torch.optim.lr_scheduler.StepLR(MADE, 1)},
+            "lambda optimizer: StepLR",
+        ),
+        ({"optimizer": lambda pairs: None}, "optimizer.. returns None"),
+        ({"optimizer": lambda pairs: [MADE]}, "returns list, which cannot step"),
+    ],
+)
+def test_what_would_train_nothing_is_refused(
+    given: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    written(tmp_path, Net(simple), ranks=2, micro_batches=2)
+    with pytest.raises(GemscError, match=message):
+        on_ranks(tmp_path, 2, lambda trainer: None, **given)
+
+
+def test_a_rank_may_have_no_optimizer(tmp_path: Path) -> None:
+    def of_last(pairs: Any) -> torch.optim.Optimizer | None:
+        own = [p for name, p in pairs if name.startswith("c")]
+        return torch.optim.SGD(own, lr=0.1) if own else None
+
+    written(tmp_path, Net(simple), ranks=2, micro_batches=2)
+    found = on_ranks(
+        tmp_path, 2, lambda trainer: trainer.optimizer is None, optimizer=of_last
+    )
+    assert found == [True, False]
+
+
+@pytest.mark.parametrize("count", [0, -1, 3, 1.5])
+def test_so_many_micro_batches_are_not_in_a_batch(count: Any, tmp_path: Path) -> None:
+    written(tmp_path, Net(simple), ranks=2, micro_batches=2)
+    batch = batch_of((X, X), 2)
+    with pytest.raises(GemscError, match=f"micro_batches is {count}, and a batch has"):
+        on_ranks(tmp_path, 2, lambda t: t.step(*batch, micro_batches=count))
+
+
+@pytest.mark.parametrize("is_stepped", [False, True])
+def test_a_scheduler_that_others_step_too_is_told(
+    is_stepped: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written(tmp_path, Net(simple), ranks=2, micro_batches=2)
+
+    def work(trainer: Trainer) -> None:
+        for step in range(4):
+            trainer.step(*batch_of((X, X), 2))
+            if is_stepped:
+                trainer.scheduler.step()
+            if step == 1:
+                trainer.save(tmp_path / "saved")
+        trainer.resume(tmp_path / "saved")
+        trainer.step(*batch_of((X, X), 2))
+
+    on_ranks(
+        tmp_path, 2, work, callbacks=[StepsOfScheduler()],
+        scheduler=lambda made: torch.optim.lr_scheduler.StepLR(made, 2),
+    )  # fmt: skip
+    err = capsys.readouterr().err
+    assert (
+        err.count("StepLR was stepped after step 1, and trainer.step()") == is_stepped
+    )

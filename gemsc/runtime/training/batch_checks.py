@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from gemsc.base.dtypes import is_real, within
 from gemsc.base.nests import named_place, tensor_leaves
@@ -91,6 +92,38 @@ class RoundedNumbers(Callback):
                 help=f"convert it to {own} in the dataset; if that loses too much, let "
                 f"the examples have {given}, and forward or the loss convert it",
             )
+
+
+class StepsOfScheduler(Callback):
+    """Warns, once, where others step the scheduler, too: rates change twice as fast.
+
+    It comes before all that may do so after a step.
+    """
+
+    def __init__(self) -> None:
+        self._known: tuple[int, object] = (-1, None)
+
+    def on_step(self, trainer: Trainer, report: Any) -> None:
+        """Remember where the scheduler is."""
+        self._known = trainer.step_number, getattr(trainer.scheduler, "last_epoch", 0)
+
+    def on_batch(
+        self, trainer: Trainer, what: str, sources: Mapping[str, Any], window: Any
+    ) -> None:
+        """Look whether it is still there; a checkpoint is of another step."""
+        scheduler, (step, place) = trainer.scheduler, self._known
+        if what != "step" or step != trainer.step_number:
+            return
+        is_paced = isinstance(scheduler, ReduceLROnPlateau)  # by a figure
+        if getattr(scheduler, "last_epoch", 0) != place and not is_paced:
+            self._known = (-1, None)
+            if trainer.transport.rank == 0:
+                warn(
+                    f"{type(scheduler).__name__} was stepped after step {step}, and "
+                    "trainer.step() steps it after each update, too",
+                    help="leave out scheduler.step(), and let scheduler() count in "
+                    "updates, not in epochs",
+                )
 
 
 class UnreadInputs(Callback):

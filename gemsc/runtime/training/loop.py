@@ -21,7 +21,11 @@ from gemsc.runtime.process.status import REPORTED
 from gemsc.runtime.process.stop import StopSignal
 from gemsc.runtime.training.alike import SameCopies
 from gemsc.runtime.training.arguments import to_resume
-from gemsc.runtime.training.batch_checks import LabelsThatCount, RoundedNumbers
+from gemsc.runtime.training.batch_checks import (
+    LabelsThatCount,
+    RoundedNumbers,
+    StepsOfScheduler,
+)
 from gemsc.runtime.training.callbacks import Callback, Console, Ema, Hooks
 from gemsc.runtime.training.checkpoints import Best, Checkpoints, plateaus
 from gemsc.runtime.training.datasets import Datasets
@@ -77,6 +81,7 @@ class Training:
         """Return what the options and the user's file ask for, in order."""
         options = self.options
         callbacks: list[Callback] = [Position(self.trainer, self.epochs)]
+        callbacks.append(StepsOfScheduler())
         if options.ema is not None:
             callbacks.append(Ema(options.ema))
         if options.record_run is None:  # the plain loop beside it has none

@@ -6,7 +6,9 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from numbers import Integral, Real
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from gemsc.base.boxes import Interval
 from gemsc.base.nests import all_named
 from gemsc.base.parts import Part
+from gemsc.errors import GemscError, choose
 from gemsc.plan import Plan
 from gemsc.runtime.training.program_directory import load_program
 from gemsc.runtime.worker.program import RankProgram
@@ -22,6 +25,25 @@ from gemsc.user_model import load_user_model
 from gemsc.weights.first import FirstWeights
 from gemsc.weights.load import NOT_OF_THE_MODEL, stage_tensors
 from gemsc.weights.source import Wanted
+
+
+def check_choices(accumulate: Any, clip_norm: Any, on_nonfinite: str) -> None:
+    """Make sure of what a loop of one's own gives, as `gemsc run` does of its options.
+
+    Raises:
+        GemscError: it would train nothing, or otherwise than anybody wants.
+    """
+    choose("on_nonfinite", on_nonfinite, dict.fromkeys(("stop", "skip", "warn")))
+    if not isinstance(accumulate, Integral) or accumulate < 1:
+        raise GemscError(
+            f"accumulate is {accumulate!r}",
+            help="give a whole number of steps: 1 updates after each",
+        )
+    is_number = isinstance(clip_norm, Real) and float(clip_norm) > 0  # NaN is none
+    if clip_norm is not None and not is_number:
+        raise GemscError(
+            f"clip_norm is {clip_norm!r}", help="give a number above 0, or None"
+        )
 
 
 def first_weights(directory: Path, plan: Plan) -> FirstWeights:

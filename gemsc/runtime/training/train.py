@@ -28,6 +28,7 @@ from gemsc.runtime.training.arguments import DEFAULT_TIMEOUT, parse_arguments
 from gemsc.runtime.training.batch_checks import (
     LabelsThatCount,
     RoundedNumbers,
+    StepsOfScheduler,
     UnreadInputs,
 )
 from gemsc.runtime.training.callbacks import Callback
@@ -282,7 +283,7 @@ def load(
     share_cores(transport)
     if dtype is not None:
         torch.set_default_dtype(dtype)  # also of what forward makes
-    followed = [*callbacks, SameBatches(), SameCopies()]
+    followed = [StepsOfScheduler(), *callbacks, SameBatches(), SameCopies()]
     followed += [LabelsThatCount(), RoundedNumbers(), UnreadInputs()]
     if optimizer is None and not phases:
         followed.append(DefaultOptimizer())

@@ -25,7 +25,7 @@ from gemsc.runtime.data.tiled import Window
 from gemsc.runtime.process.device import cap_memory, choose_device
 from gemsc.runtime.process.stop import Requests, StopSignal
 from gemsc.runtime.training.program_directory import check_dtype, check_planned_phases
-from gemsc.runtime.training.starting import RankFiles, first_weights
+from gemsc.runtime.training.starting import RankFiles, check_choices, first_weights
 from gemsc.runtime.training.step_report import (
     Evaluation,
     StepReport,
@@ -88,6 +88,7 @@ class Trainer:
         self._saving = PendingSave()
         self.plan = plan = Plan.read(directory / "plan.toml")
         check_dtype(plan, dtype)
+        check_choices(accumulate, clip_norm, on_nonfinite)
         cap_memory(self.device, plan.rank_memory)
         place = RankPlace(
             transport.rank, plan.copy_ranks, transport.size // plan.copy_ranks

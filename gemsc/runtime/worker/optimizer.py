@@ -33,7 +33,9 @@ def optimizer_of(
         GemscError: it takes no parameters of any rank, or others than the program's; or
             it goes by sizes, which parts have not.
     """
-    optimizer, wrong = None, None
+    optimizer: Any = None
+    wrong: GemscError | None = None
+    _check_makes("optimizer", make, "parameters")
     if parameters:
         without_dynamo()
         Optimizer.add_param_group = _add_group  # type: ignore[assignment,method-assign]
@@ -55,6 +57,15 @@ def optimizer_of(
                 help="optimizer(params) gets pairs; select parameters with [p for "
                 'name, p in params if name.startswith("head")]',
             )
+        else:
+            if optimizer is None:  # as it may be on a rank whose part is not trained
+                wrong = GemscError("optimizer() returns None", help="return what steps")
+            elif not callable(getattr(optimizer, "step", None)):
+                kind = type(optimizer).__name__
+                raise GemscError(
+                    f"optimizer() returns {kind}, which cannot step",
+                    help="return one optimizer, with several groups if need be",
+                )
         if _others(optimizer, parameters.values()):
             raise GemscError(
                 "the optimizer has a parameter that is not one of the program's",
@@ -64,7 +75,17 @@ def optimizer_of(
     has_one, errors = zip(*found, strict=True)
     if not any(has_one) and (first := next(filter(None, errors), None)):
         raise first
-    return optimizer
+    made: Optimizer | None = optimizer
+    return made
+
+
+def _check_makes(name: str, make: Any, given: str) -> None:
+    if not callable(make):
+        kind = type(make).__name__
+        raise GemscError(
+            f"{name} is an object of type {kind}: each rank makes its own",
+            help=f"{name}=lambda {given}: {kind}({given}, ...)",
+        )
 
 
 def _others(optimizer: Any, parameters: Iterable[nn.Parameter]) -> bool:
@@ -79,6 +100,7 @@ def scheduler_of(optimizer: Optimizer, make: Callable[[Optimizer], Any]) -> Any:
     Raises:
         GemscError: it cannot step.
     """
+    _check_makes("scheduler", make, "optimizer")
     try:
         made = make(optimizer)
     except ValueError as error:

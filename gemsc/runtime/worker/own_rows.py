@@ -165,15 +165,21 @@ class OwnRows:
         """Make sure that nobody froze rows, of which alone an optimizer knows.
 
         Raises:
-            GemscError: somebody did.
+            GemscError: somebody did, or gave them a hook, of which backwards know not.
         """
         for found in self.sums.values():
             for name, own in found.own.items():
-                if found.parameters[name].requires_grad and not own.requires_grad:
+                wrong = (
+                    "requires_grad of",
+                    f'call trainer.freeze("{name}") on all ranks',
+                )
+                if hooked := own._backward_hooks or own._post_accumulate_grad_hooks:
+                    wrong = "a hook on", "call optimizer.register_step_pre_hook(hook)"
+                if hooked or found.parameters[name].requires_grad > own.requires_grad:
                     raise GemscError(
-                        f"requires_grad of '{name}' was changed, of which this rank has"
-                        " only some rows in its optimizer",
-                        help=f'call trainer.freeze("{name}") on all ranks',
+                        f"{wrong[0]} '{name}' has no effect: this rank has only some "
+                        "rows of it in its optimizer",
+                        help=wrong[1],
                     )
 
     @torch.no_grad()

@@ -61,8 +61,17 @@ class Steps:
     def begin(
         self, batch: dict[str, Tensor], *, training: bool, count: int | None = None
     ) -> None:
-        """Take what `shape.bind` gives of a batch; all of it counts without `count`."""
+        """Take what `shape.bind` gives of a batch; all of it counts without `count`.
+
+        Raises:
+            BatchError: a batch has not so many micro-batches, or none counts.
+        """
         self.count = self.num_micro_batches if count is None else count
+        if self.count not in range(1, self.num_micro_batches + 1):
+            raise BatchError(
+                f"micro_batches is {count}, and a batch has {self.num_micro_batches}",
+                help="give the number of those that count, without what fills it up",
+            )
         self.is_training = training
         self.results.clear()
         self.losses.clear()
