@@ -601,9 +601,22 @@ def test_a_scheduler_that_needs_groups_of_other_ranks_is_told_what_helps(
     of_rank = functools.partial(optimizer, layers="cab")
     with pytest.raises(ValueError, match="must have the same length") as error:
         run(tmp_path, user_of(optimizer=of_rank, scheduler=scheduler), "--steps", "1")
-    assert "make all of them on each rank" in str(error.value.__notes__)
+    assert "make all groups on each rank" in str(error.value.__notes__)
     everywhere = functools.partial(optimizer, layers="abc")
     run(tmp_path, user_of(optimizer=everywhere, scheduler=scheduler), "--steps", "1")
+
+
+@pytest.mark.parametrize(("length", "is_told"), [(2, True), (3, False)])
+def test_a_scheduler_that_counts_in_epochs_is_told(
+    length: int, is_told: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def scheduler(made: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.CosineAnnealingLR(made, length)
+
+    words = "--epochs", "2", "--accumulate", "2"  # three updates
+    run(program(tmp_path), user_of(scheduler=scheduler), *words)
+    text = "CosineAnnealingLR has T_max=2, and this run makes 3 updates"
+    assert (text in capsys.readouterr().err) == is_told
 
 
 def test_a_state_that_no_checkpoint_can_hold_ends_a_run_at_its_first_step(

@@ -102,6 +102,7 @@ class StepsOfScheduler(Callback):
 
     def __init__(self) -> None:
         self._known: tuple[int, object] = (-1, None)
+        self._said = False
 
     def on_step(self, trainer: Trainer, report: Any) -> None:
         """Remember where the scheduler is."""
@@ -112,11 +113,11 @@ class StepsOfScheduler(Callback):
     ) -> None:
         """Look whether it is still there; a checkpoint is of another step."""
         scheduler, (step, place) = trainer.scheduler, self._known
-        if what != "step" or step != trainer.step_number:
+        if self._said or what != "step" or step != trainer.step_number:
             return
         is_paced = isinstance(scheduler, ReduceLROnPlateau)  # by a figure
         if getattr(scheduler, "last_epoch", 0) != place and not is_paced:
-            self._known = (-1, None)
+            self._said = True
             if trainer.transport.rank == 0:
                 warn(
                     f"{type(scheduler).__name__} was stepped after step {step}, and "
@@ -124,6 +125,25 @@ class StepsOfScheduler(Callback):
                     help="leave out scheduler.step(), and let scheduler() count in "
                     "updates, not in epochs",
                 )
+
+
+def warn_of_length(trainer: Trainer, steps: int | None) -> None:
+    """Warn of a scheduler that is made for fewer updates than so many steps make.
+
+    OneCycleLR fails after its last one; a cosine rises again, where epochs were meant.
+    """
+    scheduler, count = (
+        trainer.scheduler,
+        (steps or 0) // trainer.worker.steps.accumulate,
+    )
+    for name in ("total_steps", "T_max"):
+        length = getattr(scheduler, name, None)
+        if length is not None and length < count and trainer.transport.rank == 0:
+            warn(
+                f"{type(scheduler).__name__} has {name}={length}, and this run makes "
+                f"{count} updates",
+                help="let scheduler() count in updates, not in epochs",
+            )
 
 
 class UnreadInputs(Callback):

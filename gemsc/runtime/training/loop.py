@@ -25,6 +25,7 @@ from gemsc.runtime.training.batch_checks import (
     LabelsThatCount,
     RoundedNumbers,
     StepsOfScheduler,
+    warn_of_length,
 )
 from gemsc.runtime.training.callbacks import Callback, Console, Ema, Hooks
 from gemsc.runtime.training.checkpoints import Best, Checkpoints, plateaus
@@ -156,6 +157,7 @@ class Training:
             self.console.say(note)
         if self.evaluator is not None:
             self.evaluator.check_first()
+        warn_of_length(self.trainer, self.epochs.total)
         self.trainer.start()
         try:
             done = self._train()

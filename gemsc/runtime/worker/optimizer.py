@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from typing import Any
@@ -104,11 +105,11 @@ def scheduler_of(optimizer: Optimizer, make: Callable[[Optimizer], Any]) -> Any:
     try:
         made = make(optimizer)
     except ValueError as error:
-        error.add_note(
-            f"note: this rank's optimizer has {len(optimizer.param_groups)} groups; "
-            "where a scheduler needs as many everywhere, let optimizer() make all of "
-            "them on each rank, some without parameters"
-        )
+        if re.search(r"param_groups|[Ee]xpected \d+", str(error)):
+            error.add_note(
+                "note: optimizer() gets the parameters of one rank; let it make all "
+                "groups on each rank, some of them without parameters"
+            )
         raise
     if made is None:
         return None
