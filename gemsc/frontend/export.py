@@ -38,10 +38,11 @@ from gemsc.base.rng import preserve_rng
 from gemsc.errors import GemscError
 from gemsc.frontend import counters
 from gemsc.frontend.closures import reject_closures
+from gemsc.frontend.counters import other_generators
 from gemsc.frontend.eager import detached, failures, set_training, snapshot, transformed
 from gemsc.frontend.fake_copy import fake_input, reject_unsupported
 from gemsc.frontend.opaque import DATA_ERRORS
-from gemsc.frontend.runs import mark_dtypes, other_generators, reject_rounded
+from gemsc.frontend.runs import mark_dtypes, reject_rounded
 from gemsc.frontend.user_code import failing_line, printed_line
 from gemsc.frontend.values import Returned, input_names, output_notes, returned
 from gemsc.frontend.writer import make_root

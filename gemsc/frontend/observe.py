@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
@@ -25,7 +25,8 @@ from gemsc.base.nests import (
 )
 from gemsc.base.rng import seeded, torch_state
 from gemsc.costs.operators import draws, runs_a_kernel, work_of
-from gemsc.frontend.counters import differ, numbers_in
+from gemsc.errors import GemscError
+from gemsc.frontend.counters import AnyDraw, differ, drawn, numbers_in, other_generators
 from gemsc.frontend.eager import detached
 from gemsc.ir.meta import TensorSpec
 from gemsc.ir.opaque import Given, OpaqueCall, givens, what_is_taken
@@ -38,6 +39,10 @@ _OVERWRITES = "it changes its input in place: begin with x = x.clone()"
 _WHERE_GRADIENTS = (
     "evaluation and recomputing run without gradients; put what it differentiates, and "
     "torch.autograd.grad, into `with torch.enable_grad():`"
+)
+_DRAWS_IN_PYTHON = (
+    "it draws from Python's or NumPy's random numbers, which no rank seeds: use torch's"
+    ", for example torch.rand(()) < 0.1"
 )
 
 
@@ -71,7 +76,10 @@ class Watch:
             return self.forward(*args, **kwargs)
         try:
             with self._put_back():
+                before = other_generators()
                 measured = self._measure(takes, args, kwargs)
+                if other_generators() != before:
+                    self._refuse_draws(args, kwargs)
                 numbers = _numbers(self.module)
                 for seed, change in enumerate((Tensor.neg, _random, _random)):
                     with seeded(seed):  # the same answer in every run
@@ -155,6 +163,23 @@ class Watch:
             if gradient is not None and gradient.layout is not torch.strided:
                 raise _UnfitError(f"the gradient of '{name}' is sparse")
         return call
+
+    def _refuse_draws(self, args: Any, kwargs: Any) -> None:
+        """Refuse draws that decide something: no seed of a rank's is for these.
+
+        Raises:
+            _UnfitError: there is one.
+        """
+        results = []
+        for number in AnyDraw.LOW, AnyDraw.HIGH:
+            with seeded(0), torch.no_grad(), drawn((number,)):
+                before = other_generators()
+                with suppress(GemscError):  # it decides something
+                    results.append(dense_leaves(self.forward(*args, **kwargs)))
+                if other_generators() != before:
+                    results.clear()
+        if len(results) < 2 or not all(map(torch.equal, *results)):
+            raise _UnfitError(_DRAWS_IN_PYTHON)
 
     def _compare(self, measured: OpaqueCall, args: Any, kwargs: Any) -> None:
         """Run once more on other values: shapes must not depend on them."""

@@ -29,7 +29,13 @@ from gemsc.base.nests import (
 from gemsc.base.rng import preserve_rng
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.frontend.closures import reject_closures
-from gemsc.frontend.counters import counters_of, reject_counters
+from gemsc.frontend.counters import (
+    AnyDraw,
+    counters_of,
+    drawn,
+    other_generators,
+    reject_counters,
+)
 from gemsc.frontend.eager import in_mode, set_training
 from gemsc.frontend.fake_copy import (
     FakeCopy,
@@ -38,14 +44,7 @@ from gemsc.frontend.fake_copy import (
     reject_unsupported,
 )
 from gemsc.frontend.opaque import DependsOnDataError, Leaves
-from gemsc.frontend.runs import (
-    AnyDraw,
-    check_same,
-    drawn,
-    mark_dtypes,
-    other_generators,
-    reject_changes_by_eval,
-)
+from gemsc.frontend.runs import check_same, mark_dtypes, reject_changes_by_eval
 from gemsc.frontend.tracer import Tracer, TracerFakeMode
 from gemsc.frontend.user_code import is_user_file
 from gemsc.frontend.values import (

@@ -1,22 +1,13 @@
-"""What differs between two runs of a model: again, in another dtype, for other draws.
-
-`random.random() < self.layerdrop` is False for all draws where layerdrop is 0: it
-decides nothing. Where the answer depends on the draw, an error says so.
-"""
+"""What differs between two runs of a model: again, or in another dtype."""
 
 from __future__ import annotations
 
-import itertools
 import operator
-import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partialmethod
-from itertools import product, zip_longest
+from itertools import zip_longest
 from typing import Any
 
-import numpy as np
 import torch
 from torch import fx
 
@@ -224,107 +215,3 @@ class _Pair:
 def _specs(node: fx.Node) -> Iterator[tuple[tuple[int, ...], torch.dtype]]:
     for tensor in meta.tensors(node):
         yield tuple(tensor.shape), tensor.dtype
-
-
-class AnyDraw(float):
-    """One number of those that may be drawn, from `low` to `high`, both of them too.
-
-    Sums and products with numbers (`random.uniform`) are such numbers again.
-    """
-
-    LOW, HIGH = 0.0, 1 - 2**-53  # of random.random
-
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, value: float, *ends: float) -> AnyDraw:
-        """Return a number that may be anything between these ends."""
-        made = cls(value)
-        made.low, made.high = min(ends), max(ends)
-        return made
-
-    def _with(self, operation: Callable[[float, float], float], other: Any) -> Any:
-        if isinstance(other, AnyDraw) or not isinstance(other, int | float):
-            return NotImplemented
-        ends = (operation(self.low, other), operation(self.high, other))
-        return self.of(operation(float(self), other), *ends)
-
-    __add__: Any = partialmethod(_with, operator.add)
-    __sub__: Any = partialmethod(_with, operator.sub)
-    __mul__: Any = partialmethod(_with, operator.mul)
-    __truediv__: Any = partialmethod(_with, operator.truediv)
-    __radd__, __rmul__ = __add__, __mul__
-
-    def __neg__(self) -> Any:
-        return self * -1
-
-    def __rsub__(self, other: Any) -> Any:
-        return -self + other
-
-    def _decides(self, *_: Any) -> Any:
-        raise GemscError("a draw decides something")
-
-    __int__ = __trunc__ = __floor__ = __ceil__ = __round__ = _decides
-    __pow__ = __rpow__ = __mod__ = __rmod__ = __abs__ = __rtruediv__ = _decides
-    __floordiv__ = __rfloordiv__ = __divmod__ = __rdivmod__ = _decides
-
-    def _asks(self, question: Callable[[float, float], bool], other: float) -> bool:
-        """Return the answer to a comparison, if it is one for all that may be drawn."""
-        ends = product((self.low, self.high), _ends(other))
-        answers = {question(*pair) for pair in ends}
-        if len(answers) > 1:
-            raise GemscError("a draw decides something")
-        return answers.pop()
-
-    __lt__: Any = partialmethod(_asks, operator.lt)
-    __le__: Any = partialmethod(_asks, operator.le)
-    __gt__: Any = partialmethod(_asks, operator.gt)
-    __ge__: Any = partialmethod(_asks, operator.ge)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, int | float):
-            return False
-        low, high = _ends(other)
-        if self.high >= low and self.low <= high:
-            raise GemscError("a draw decides something")
-        return False
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    def __bool__(self) -> bool:
-        return self != 0.0
-
-    def __hash__(self) -> int:
-        return super().__hash__()
-
-
-def _ends(number: float) -> tuple[float, float]:
-    if isinstance(number, AnyDraw):
-        return number.low, number.high
-    return number, number
-
-
-@contextmanager
-def drawn(numbers: tuple[float, ...]) -> Iterator[None]:
-    """Let `random.random` and what Python computes of it draw these, in turn."""
-    # an end: a loop may draw until it likes what it gets
-    turns = itertools.islice(itertools.cycle(numbers), 10_000)
-    before: Any = random.random
-    generator = before.__self__
-    ends = AnyDraw.LOW, AnyDraw.HIGH
-    random.random = generator.random = lambda: AnyDraw.of(next(turns), *ends)
-    try:
-        yield
-    finally:
-        random.random = before
-        del generator.random
-
-
-def other_generators() -> tuple[object, ...]:
-    """Return what can be compared of the generators of Python and NumPy."""
-    numpy_state = np.random.get_state(legacy=True)
-    return random.getstate(), *(
-        part.tobytes() if isinstance(part, np.ndarray) else part for part in numpy_state
-    )

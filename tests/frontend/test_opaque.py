@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections import OrderedDict
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -453,6 +455,33 @@ class Table(nn.Module):
 def test_what_cannot_stay_whole_is_refused(inner: Any, why: str) -> None:
     with pytest.raises(GemscError, match=f"'inner' cannot stay whole: {why}"):
         record(Around(made(inner)), (X,), loss=lambda output: output.mean())
+
+
+class Skipping(Gate):
+    """A gate that draws whether it is there; no rank seeds such draws."""
+
+    def __init__(self, rate: float, *, by_numpy: bool = False) -> None:
+        super().__init__()
+        self.rate, self.by_numpy = rate, by_numpy
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = super().forward(x)
+        draw = np.random.rand() if self.by_numpy else random.random()
+        return x if draw < self.rate else found
+
+
+@pytest.mark.parametrize("by_numpy", [False, True])
+def test_draws_of_python_and_numpy_that_decide_are_refused(by_numpy: bool) -> None:
+    before = random.getstate()
+    for rate in (1e-9, 1 - 1e-9):  # no run of a step would show it
+        with pytest.raises(GemscError, match="'inner' cannot stay whole: it draws"):
+            record(Around(Skipping(rate, by_numpy=by_numpy)), (X,))
+    assert random.getstate() == before
+
+
+def test_a_draw_of_python_that_decides_nothing_may_stay() -> None:
+    program = record(Around(Skipping(0.0)), (X,))
+    assert [*opaques(program.module)] == ["inner"]
 
 
 def test_what_cannot_stay_whole_does_not_depend_on_what_was_drawn_before() -> None:
