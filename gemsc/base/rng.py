@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from gemsc.base.dtypes import is_real, within
 
+SEEDED = "gemsc seeds torch's generators for each step, stage and micro-batch"
 # torch has one generator for all threads, and tests run ranks as threads
 generator_lock = threading.RLock()
 

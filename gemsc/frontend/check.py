@@ -25,7 +25,7 @@ from gemsc.base.nests import (
     tensor_leaves,
 )
 from gemsc.base.plain_forward import plain_forward
-from gemsc.base.rng import preserve_rng
+from gemsc.base.rng import SEEDED, preserve_rng
 from gemsc.errors import GemscError, InternalError, SourceLocation
 from gemsc.frontend.attention import attention_of
 from gemsc.frontend.eager import deep_copy, detached, failures, in_mode, set_training
@@ -44,8 +44,10 @@ from gemsc.ir.meta import location
 from gemsc.ir.mutation import changed_by_layer, mutated_inputs
 from gemsc.ir.opaque import opaques
 from gemsc.ir.program import Program
+from gemsc.ir.staged import random_nodes
 
 _SEED = 0
+_OWN_SEED = f"leave out torch.manual_seed and fork_rng: {SEEDED}"
 # A gradient that is zero but for rounding (a bias before a BatchNorm) has no scale of
 # its own: it is also measured by this part of the largest gradient.
 _NOISE = 0.1
@@ -145,7 +147,7 @@ def check_against_eager(
                 f"{problem.message}; the first value that differs is that of "
                 f"'{node.name}'",
                 at=location(node) or problem.at,
-                help=problem.help,
+                help=_OWN_SEED if random_nodes(program, [node]) else problem.help,
             )
         nudged = []  # perhaps a backward that adds in another order
         for seed in range(_NUDGES):

@@ -14,7 +14,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from gemsc.base.nests import Path, named_tuple, storage_of, tensor_leaves
-from gemsc.base.rng import may_draw
+from gemsc.base.rng import SEEDED, may_draw
 from gemsc.errors import GemscError
 from gemsc.frontend.closures import HELP_OF_LOSS
 from gemsc.frontend.eager import transformed
@@ -259,7 +259,9 @@ class GraphWriter:
             return value
         raise GemscError(
             f"an argument of type {type(value).__name__} cannot be part of a graph",
-            help="pass tensors, numbers and strings to torch functions (what a "
+            help=f"leave it out: {SEEDED}"
+            if isinstance(value, torch.Generator)
+            else "pass tensors, numbers and strings to torch functions (what a "
             "checkpoint is given can be called as it is: see --recompute)",
         )
 

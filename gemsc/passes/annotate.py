@@ -323,6 +323,7 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not runs:
             return
         count = self.counts[self.node]
+        count.random |= draws(func, args, kwargs)  # in a backward of the user's
         _, works = work_of(func, args, kwargs, result)
         count.backward_operators += 1
         count.backward_seconds += self._seconds(works)

@@ -484,6 +484,32 @@ def test_a_draw_whose_value_is_taken_is_refused(draw: Any) -> None:
         record(model, (X,), loss=mean)
 
 
+def _with_a_generator(self: Any, x: Any) -> Any:
+    generator = torch.Generator().manual_seed(0)
+    return self.fc(x) + torch.randn(4, generator=generator)
+
+
+def _with_a_seed(self: Any, x: Any) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        noise = torch.randn(4)
+    return self.fc(x) + noise
+
+
+@pytest.mark.parametrize(
+    ("forward", "word"),
+    [
+        (_with_a_generator, "leave it out: gemsc"),
+        (_with_a_seed, "leave out torch.manual_seed"),
+    ],
+)
+def test_seeds_of_forward_s_own_are_to_be_left_out(forward: Any, word: str) -> None:
+    with pytest.raises(GemscError) as caught:
+        compile(Model(forward), (X,), loss=mean)
+    assert word in str(caught.value.help)
+    assert "seeds torch's generators" in str(caught.value.help)
+
+
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [((), "holds no tensor"), (3, "of type int"), ({}, "holds no tensor")],

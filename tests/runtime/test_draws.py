@@ -120,6 +120,37 @@ def test_evaluation_draws_by_what_is_computed(tmp_path: Path) -> None:
     assert not torch.equal(*first.chunk(2))  # two micro-batches
 
 
+class Noisy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient + torch.randn_like(gradient)
+
+
+def test_a_backward_that_draws_has_the_seed_of_what_is_computed(tmp_path: Path) -> None:
+    """Ranks of a grid would draw what differs, and replicas the same, by their own."""
+    written(
+        tmp_path, Net(lambda self, x: self.b(Noisy.apply(self.a(x)))), ranks=1, data=1
+    )
+    batch = batch_of((X, X), 4)
+
+    def trained(seed: int, before: int) -> Tensor:
+        def work(trainer: Trainer) -> Tensor:
+            with fork_torch():
+                torch.manual_seed(before)
+                trainer.step(*batch)
+            return trainer.worker.stages.parameters["a.weight"].detach().clone()
+
+        (found,) = on_ranks(tmp_path, 1, work, seed=seed)
+        return found
+
+    assert torch.equal(trained(0, before=1), trained(0, before=2))
+    assert not torch.equal(trained(0, before=1), trained(1, before=1))
+
+
 def test_what_a_draw_keeps_for_the_backward_is_there() -> None:
     x = torch.randn(64, requires_grad=True)
     with same_draws():

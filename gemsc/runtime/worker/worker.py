@@ -258,7 +258,7 @@ class Worker:
         if depends_on_data:
             grid = self._grids.get(run.stage)
             gradients = present(gradients, grid, self.device)
-        with self.updates.adding(run):
+        with self.updates.adding(run), self._drawing(run, "backward"):
             run_backward(kept.outputs, gradients)
         if kept.anomalies is not None:
             kept.anomalies.check_gradients()
@@ -432,7 +432,7 @@ class Worker:
         """Seed what a stage draws: by what is computed and not by where."""
         if run not in self.stages.drawing or are_draws_same():
             return nullcontext()
-        parts = *when, run.stage_name, self.number
+        parts = *when, *filter(None, [self.variant]), run.stage_name, self.number
         seed = seed_of(self.seed, self.steps.done, *parts)
         return torch_seeded(seed, self.device)
 
@@ -443,6 +443,6 @@ class Worker:
         yield autocasting(self._autocast)
         if deferred is not None:
             yield deferred.forward()
-        yield self._drawing(run, *((self.variant,) if self.variant else ()))
+        yield self._drawing(run)
         if self._grids:  # keep halos as what other tiles sent, no copies
             yield saved_in_parts(active_meter())
