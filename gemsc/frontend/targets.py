@@ -87,6 +87,8 @@ def describe_call(
     if written_as_operator and name in _NAMES and not kwargs:
         return "call_function", _NAMES[name], args, {}
     if _is_method(func):
+        if name == "new" and isinstance(args[-1], torch.Size):
+            name = "new_empty"  # of a tuple, `new` would take the numbers for data
         return "call_method", name, args, kwargs
     return "call_function", func, args, _without_defaults(func, kwargs)
 

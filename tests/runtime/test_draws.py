@@ -93,6 +93,22 @@ def test_a_program_draws_what_the_model_draws(tmp_path: Path) -> None:
     assert compare(record, expected).worst > 1e-3  # which is why
 
 
+def test_distributions_draw_in_a_program(tmp_path: Path) -> None:
+    """`loc.new(shape)` of some takes a `torch.Size`; of a tuple it would be data."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        h = torch.distributions.Laplace(self.a(x), 1.0).rsample()
+        rate = F.softplus(self.b(h))
+        return self.c(h * torch.distributions.Exponential(rate).rsample())
+
+    model, batches = Net(forward), [batch_of(((X,), X), 2)]
+    written(tmp_path, model, ranks=2, micro_batches=2)
+    record = run_on_threads(tmp_path, 2, batches, draws=same_draws)
+    with same_draws():
+        expected = reference_steps(model, mse, batches, 2, torch.float64)
+    assert compare(record, expected).worst < 1e-9
+
+
 def test_evaluation_draws_by_what_is_computed(tmp_path: Path) -> None:
     """Not by what was drawn before; each batch after a step has numbers of its own."""
 
