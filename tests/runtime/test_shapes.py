@@ -24,6 +24,7 @@ from gemsc.base.rng import seed_of
 from gemsc.codegen.package import write_directory
 from gemsc.compiler import CompiledProgram, compile
 from gemsc.datasets.samples import joins_samples
+from gemsc.datasets.stream import Stream
 from gemsc.errors import GemscError
 from gemsc.ir.meta import facts
 from gemsc.lowering.tracing import trace
@@ -39,6 +40,7 @@ from gemsc.runtime.data.shapes import (
     numbers_of,
     shape_of_batch,
 )
+from gemsc.runtime.data.stream_batches import batches_of
 from gemsc.runtime.training.datasets import shape_classes
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.runtime.transport.local import run_local
@@ -345,8 +347,31 @@ def test_the_files_own_functions_choose_and_join() -> None:
     assert numbers.tolist() == [2 - len(words) % 2 for words, _ in data]
     how: dict[str, Any] = {"shapes": shapes, "numbers": numbers}
     found = [*Batches(data, (2, 2, 2), seed=0, shuffle=False, **how).epoch(0)]
-    assert calls == [(2, each.shape) for each in found]
+    assert calls == [(each.count, each.shape) for each in found]
     assert all(each.data[0].shape == (2, LENGTHS[each.shape]) for each in found)
+
+
+@pytest.mark.parametrize("part", [0, 1])
+@pytest.mark.parametrize("count", [9, 11, 14, 15])
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_collate_that_sorts_does_not_see_what_fills_up_a_batch(
+    streams: bool, count: int, part: int
+) -> None:
+    def collate(samples: list[Any], number: int) -> Any:
+        found = sorted((int(x), str(y)) for x, y in samples)[::-1]
+        return torch.tensor([x for x, _ in found]), [y for _, y in found]
+
+    numbers = torch.randperm(count, generator=torch.Generator().manual_seed(0))
+    data: Any = [(number, number.item()) for number in numbers]
+    data = Stream(data) if streams else data
+    shapes = ShapeClasses([planned(1)], collate=collate)
+    how: dict[str, Any] = {"part": part, "num_parts": 2, "shapes": shapes}
+    *_, last = batches_of(data, 8, seed=0, shuffle=False, **how).epoch(0)
+    own = numbers[8:].tolist()[4 * part :][:4] or numbers[-1:].tolist()
+    own = sorted(own)[::-1]
+    own += own[-1:] * (4 - len(own))
+    assert last.data[0].tolist() == own
+    assert last.data[1] == [*map(str, own)]
 
 
 def test_an_error_of_collate_has_its_line() -> None:

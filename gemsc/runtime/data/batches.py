@@ -372,7 +372,8 @@ def _collate(
     samples = [each.sample for each in good]
     targets = [each.target for each in good if each.target is not None]
     try:
-        batch = join_samples(samples, shapes, good[0].shape)
+        count = len({each.sample_index for each in good})  # the last one fills it up
+        batch = join_samples(samples, shapes, good[0].shape, count)
         whole_targets = default_collate(targets) if targets else None
     except GemscError as error:
         return error

@@ -34,6 +34,7 @@ from gemsc.runtime.data.held_generators import (
     seed_generators,
     unreadable,
 )
+from gemsc.runtime.data.metrics import along_samples, is_texts
 from gemsc.runtime.data.tiled import TiledDataset
 from gemsc.runtime.process.status import Status
 from gemsc.runtime.transport.transport import Transport
@@ -191,8 +192,16 @@ def shape_of_batch(
     )
 
 
-def join_samples(samples: list[Any], shapes: ShapeClasses | None, number: int) -> Any:
+def join_samples(
+    samples: list[Any],
+    shapes: ShapeClasses | None,
+    number: int,
+    count: int | None = None,
+) -> Any:
     """Return samples of one class as a batch of inputs and one of targets.
+
+    The user's `collate`, which may sort or mix them, does not see what is behind the
+    first `count`: the last row of what it gives fills up the batch.
 
     Raises:
         GemscError: the user's `collate` fails.
@@ -202,7 +211,7 @@ def join_samples(samples: list[Any], shapes: ShapeClasses | None, number: int) -
     # as the last sample was: every rank that reads these draws the same
     seed_generators(shapes.held_generators, torch.initial_seed())
     try:
-        batch = shapes.collate(samples, number)
+        batch = shapes.collate(samples[:count], number)
     except Exception as error:
         raise GemscError(
             f"collate() fails: {type(error).__name__}: {error}",
@@ -213,7 +222,16 @@ def join_samples(samples: list[Any], shapes: ShapeClasses | None, number: int) -
     if wrong := pair_error(batch, shapes.at.get("collate")):
         wrong.message = wrong.message.replace("the dataset does", "collate() does")
         raise wrong
-    return batch
+
+    def fill(dim: int, leaf: Any) -> Any:
+        has_rows = is_texts(leaf) or (isinstance(leaf, Tensor) and leaf.dim())
+        if not has_rows or len(leaf) != count:
+            return leaf
+        order = [min(row, count - 1) for row in range(len(samples))]
+        return leaf[order] if isinstance(leaf, Tensor) else [leaf[i] for i in order]
+
+    is_filled = count is not None and count < len(samples)
+    return along_samples(fill, (), batch) if is_filled else batch
 
 
 def numbers_of(
