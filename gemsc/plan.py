@@ -109,7 +109,7 @@ class Plan:
     """Why the program can run in no other dtype; empty if it can."""
     sample_dims: list[int] = field(default_factory=list)
     """Where samples count in each tensor that the model returns; empty: in the first
-    dimension."""
+    dimension. -1: nowhere, it needs no input; -2: it is of a whole micro-batch."""
     mixes_samples: bool = False
     """Whether forward makes of each sample what depends on others, in evaluation."""
     ignored: list[dict[str, Any]] = field(default_factory=list)
@@ -334,7 +334,8 @@ def _check(keys: Keys, number: float) -> str | None:
         return f"stages are numbered in their order: this is {keys[1]}"
     if keys[-1] == "saved_seconds":  # one fork may cost what others save
         return None
-    return None if number >= 0 else "give 0 or more"
+    least = -2 if keys[0] == "sample_dims" else 0
+    return None if number >= least else f"give {least} or more"
 
 
 def _map_files(plan: Plan, change: Callable[[str], str]) -> Plan:

@@ -22,6 +22,9 @@ from gemsc.errors import GemscError
 Path = tuple[str | int, ...]
 Inputs = tuple[Any, ...] | dict[str, Any]
 
+# in place of the dimension of samples in what a model returns (`Plan.sample_dims`):
+ONCE, OF_ALL = -1, -2  # it needs no input; it is computed from a whole micro-batch
+
 
 class Fields(dict[Any, Any]):
     """A dict whose values are attributes, too, and have numbers if they are not None.

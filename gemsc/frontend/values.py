@@ -9,13 +9,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from gemsc.base.dtypes import autocasting
 from gemsc.base.examples import num_rows
 from gemsc.base.nests import (
+    OF_ALL,
+    ONCE,
     Inputs,
     Path,
     call_model,
@@ -24,10 +26,10 @@ from gemsc.base.nests import (
     tensor_leaves,
 )
 from gemsc.base.plain_forward import plain_forward
-from gemsc.base.rng import preserve_rng
+from gemsc.base.rng import may_draw, preserve_rng
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.frontend.fake_copy import copy_on_fakes
-from gemsc.ir.meta import spec
+from gemsc.ir.meta import facts, spec
 from gemsc.ir.program import DataclassValue, Program, Slot
 
 # what is no tensor
@@ -114,11 +116,13 @@ def sample_dims(
 ) -> tuple[int, ...]:
     """Return in which dimension of each tensor that the model returns samples count.
 
-    It is the one that twice as many samples make larger. () where all are 0, where it
-    is not one, or where a model does not run on fake tensors, or on more samples.
+    It is the one that twice as many samples make larger. Of what has none, it is ONCE
+    where it needs no input, and OF_ALL of a whole micro-batch. () where all are 0,
+    where it is not one, or where a model does not run on fake tensors, or on more
+    samples.
     """
     shapes, rows = [spec(node).shape for node in evaluation.outputs], num_rows(inputs)
-    if all(shape[:1] == (rows,) and rows not in shape[1:] for shape in shapes):
+    if [shape[:1] for shape in shapes] == [(rows,)] and rows not in shapes[0][1:]:
         return ()
 
     def doubled(path: Path, tensor: torch.Tensor) -> torch.Tensor:
@@ -134,17 +138,31 @@ def sample_dims(
         with fake, preserve_rng(), torch.no_grad(), plain_forward(), precision:
             given = returned(call_model(copied, map_tensors(inputs, doubled))).tensors
         pairs = zip(shapes, given, strict=True)
-        found = tuple(_grown(shape, each.shape) for shape, each in pairs)
+        grown = [_grown(shape, each.shape) for shape, each in pairs]
     except Exception:  # whatever a model says of so many samples
         return ()
-    return found if any(found) else ()
+    found = tuple(
+        (dims[0] if len(dims) == 1 else 0) if dims else _without_samples(node)
+        for dims, node in zip(grown, evaluation.outputs, strict=True)
+    )
+    return found if any(grown) and any(found) else ()
 
 
-def _grown(shape: Sequence[int], larger: Sequence[int]) -> int:
-    """Return the only dimension in which one is larger; else 0."""
+def _grown(shape: Sequence[int], larger: Sequence[int]) -> list[int]:
+    """Return the dimensions in which one is larger."""
     sizes = enumerate(zip(shape, larger, strict=True))
-    found = [dim for dim, (size, other) in sizes if size != other]
-    return found[0] if len(found) == 1 else 0
+    return [dim for dim, (size, other) in sizes if size != other]
+
+
+def _without_samples(output: fx.Node) -> int:
+    """Return ONCE of what is made of parameters and buffers alone."""
+    needed = {output: None}
+    for node in (way := [output]):
+        way += [each for each in node.all_input_nodes if each not in needed]
+        needed |= dict.fromkeys(node.all_input_nodes)
+    names = [str(getattr(n.target, "__name__", n.target)) for n in needed]
+    takes = any(n.op == "placeholder" or facts(n).random for n in needed)
+    return OF_ALL if takes or any(map(may_draw, names)) else ONCE
 
 
 def output_notes(output: Returned) -> tuple[str, ...]:

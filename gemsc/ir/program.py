@@ -223,7 +223,7 @@ class Program:
     `unfused_optimizer` is the name of one that would be faster with `fused=True`.
     `halves` says how the loss of a batch is another one than the mean of those of its
     samples, "" if it is not known to be. `sample_dims` are the dimensions of samples in
-    what the model returns, () where all are 0.
+    what the model returns, ONCE or OF_ALL where it has none; () where all are 0.
     `shards` says, by stage, how ranks share its channels, heads, features or words;
     `parts` are the parameters and buffers of which the rank at hand has a part only, or
     nothing; `owned` are those that it has of each stage, where it runs a part of it.

@@ -279,7 +279,7 @@ class Case:
         """
         size = self.windows.size
         leaves, spec = pytree.tree_flatten(output)
-        dims = [*dims, *[0] * len(leaves)][: len(leaves)]
+        dims = [max(dim, 0) for dim in [*dims, *[0] * len(leaves)][: len(leaves)]]
         if self._sums is None:
             self._sums = pytree.tree_unflatten([*map(self._empty, leaves, dims)], spec)
             dtypes = [leaf.dtype.to_real() for leaf in pytree.tree_leaves(self._sums)]

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from gemsc.base.boxes import Box
 from gemsc.base.dtypes import cast, converted, like_examples
-from gemsc.base.nests import Mean, as_loss, call_model, on_device
+from gemsc.base.nests import ONCE, Mean, as_loss, call_model, on_device
 from gemsc.base.rng import same_draws, seed_of
 from gemsc.datasets.samples import num_samples
 from gemsc.datasets.stream import ENDLESS, Stream, StreamEndError
@@ -406,6 +406,6 @@ class PlainRun:
 
 
 def _join(dim: int, *leaves: Any) -> Any:
-    if not isinstance(leaves[0], Tensor):
+    if not isinstance(leaves[0], Tensor) or dim == ONCE:
         return leaves[0]
-    return torch.cat(leaves, dim) if leaves[0].dim() else torch.stack(leaves)
+    return torch.cat(leaves, max(dim, 0)) if leaves[0].dim() else torch.stack(leaves)

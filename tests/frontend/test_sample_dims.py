@@ -10,8 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import gemsc
+from gemsc.base.nests import OF_ALL, ONCE
 from gemsc.frontend.record import record
 from gemsc.frontend.values import sample_dims
+
+WEIGHTS = torch.ones(2)
 
 
 class Net(nn.Module):
@@ -33,7 +36,11 @@ class Net(nn.Module):
         (lambda y: y.transpose(0, 1), 4, (1,)),  # as many words as samples
         (lambda y: y.flatten(0, 1), 2, ()),
         (lambda y: y.flatten(0, 1).t(), 3, (1,)),
-        (lambda y: (y.mean(), {"a": y, "b": y.movedim(0, 2)}), 1, (0, 0, 2)),
+        (lambda y: (y.mean(), {"a": y, "b": y.movedim(0, 2)}), 1, (OF_ALL, 0, 2)),
+        (lambda y: (y, y.sum((0, 1))), 4, (0, OF_ALL)),
+        (lambda y: (y, WEIGHTS * 2, torch.ones(2)), 2, (0, ONCE, ONCE)),
+        (lambda y: (y, WEIGHTS + torch.randn(2)), 2, (0, OF_ALL)),
+        (lambda y: (y[0], WEIGHTS), 1, ()),  # a graph
         (lambda y: y[:, 0] @ y[:, 0].t(), 2, ()),  # of each two samples
         (lambda y: y.transpose(0, 1).reshape(4, 2, 4), 2, ()),  # of no more samples
     ],

@@ -16,6 +16,7 @@ from torch.utils.data import default_collate
 from training_support import run, user_of
 
 from gemsc.base.boxes import Box
+from gemsc.base.nests import OF_ALL, ONCE
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.plan import Plan
 from gemsc.runtime.data.metrics import Metrics
@@ -438,6 +439,38 @@ def test_samples_may_count_in_another_dimension(data: int, tmp_path: Path) -> No
     for name, value in expected.items():
         mean = sum(n * each[name] for n, each in scores if name in each) / 5
         assert mean == pytest.approx(value, rel=1e-5, abs=1e-6)
+
+
+class Weighted(Convolutions):
+    """Weights of the loss beside the picture, and what is computed of all pictures."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.arange(3.0))
+        self.rate = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Any:
+        picture = super().forward(x)
+        return picture, self.weights.exp(), self.rate, picture.mean((0, 1))
+
+
+@pytest.mark.parametrize("data", [1, 2])
+def test_weights_that_the_model_returns_come_once(data: int, tmp_path: Path) -> None:
+    def weighted(output: Any, target: Any) -> Tensor:
+        return loss(output[0], target) * output[2] + output[1].sum()
+
+    def metrics(output: Any, target: Any) -> dict[str, Any]:
+        assert output[2].shape == ()
+        return {"sum": output[1].sum()}
+
+    found = of_result(tmp_path, weighted, metrics, Weighted, data)
+    assert Plan.read(tmp_path / "plan.toml").sample_dims == [0, ONCE, ONCE, OF_ALL]
+    total = float(torch.arange(3.0).exp().sum())
+    output, target = whole(Pictures(5))
+    expected = {"loss": float(loss(output, target)) + total, "sum": total}
+    assert found == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(GemscError, match="eval_dataset, 1 samples of 4"):
+        of_result(tmp_path, lambda output, _: output[3].sum(), None, Weighted, data)
 
 
 def test_a_loss_that_the_model_computes_cannot_leave_samples_out(

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from gemsc.base.nests import OF_ALL
 from gemsc.errors import GemscError, SourceLocation, user_place
 
 _RESULTS = {"update": "compute", "__call__": "aggregate"}  # what adds, what sums up
@@ -175,8 +176,9 @@ def figure_names(given: Any) -> list[str] | None:
 def along_samples(change: Callable[..., Any], dims: Sequence[int], *values: Any) -> Any:
     """Return what `change(dim, *leaves)` makes of the leaves of nests that are alike.
 
-    Samples count in dimension `dim`: the first tensors are those of `dims`, which the
-    model returns (`Plan.sample_dims`); of all others it is 0.
+    Samples count in dimension `dim`, ONCE or OF_ALL where there are none: the first
+    tensors are those of `dims`, which the model returns (`Plan.sample_dims`); of all
+    others it is 0.
     """
     numbers = iter(dims)
 
@@ -196,12 +198,23 @@ def first_samples(value: Any, count: int, size: int, dims: Sequence[int] = ()) -
 
     def first(dim: int, leaf: Any) -> Any:
         if isinstance(leaf, Tensor) and leaf.dim():
-            rows = leaf.shape[dim]
-            return leaf if rows % size else leaf.narrow(dim, 0, rows // size * count)
+            if dim < 0 or (rows := leaf.shape[dim]) % size:
+                return leaf
+            return leaf.narrow(dim, 0, rows // size * count)
         is_whole = not is_texts(leaf) or len(leaf) % size
         return leaf if is_whole else leaf[: len(leaf) // size * count]
 
     return along_samples(first, dims, value)
+
+
+def nan_of_all(value: Any, dims: Sequence[int]) -> Any:
+    """Return outputs with NaN in what was computed from whole micro-batches."""
+
+    def change(dim: int, leaf: Any) -> Any:
+        is_of_all = dim == OF_ALL and leaf.is_floating_point()
+        return torch.full_like(leaf, torch.nan) if is_of_all else leaf
+
+    return along_samples(change, dims, value)
 
 
 def sample_of(value: Any, number: int, size: int, dims: Sequence[int] = ()) -> Any:
@@ -211,7 +224,8 @@ def sample_of(value: Any, number: int, size: int, dims: Sequence[int] = ()) -> A
     """
 
     def one(dim: int, leaf: Any) -> Any:
-        is_rows = isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[dim] == size
+        has_rows = isinstance(leaf, Tensor) and leaf.dim() and dim >= 0
+        is_rows = has_rows and leaf.shape[dim] == size
         return leaf.select(dim, number) if is_rows else leaf
 
     return along_samples(one, dims, value)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from gemsc.base.dtypes import cast
-from gemsc.base.nests import Mean, as_loss
+from gemsc.base.nests import OF_ALL, ONCE, Mean, as_loss
 from gemsc.errors import GemscError
 from gemsc.runtime.checkpoint.holdings import LOSS_KEY, Holdings
 from gemsc.runtime.checkpoint.pieces import TensorPiece
@@ -29,6 +29,7 @@ from gemsc.runtime.data.metrics import (
     as_hook,
     first_samples,
     is_texts,
+    nan_of_all,
 )
 from gemsc.runtime.data.shared import SharedData
 from gemsc.runtime.data.stream_batches import StreamBatches
@@ -222,12 +223,15 @@ class Evaluator:
         """Return the loss of a last batch that is not full.
 
         Raises:
-            GemscError: it is not one number, as the model has computed some of it.
+            GemscError: the model has computed some of it, also from what fills it up.
         """
         assert self.loss is not None
-        loss: Any = self.loss(output, target)
+        dims = self.trainer.plan.sample_dims
+        loss: Any = self.loss(nan_of_all(output, dims), target)
         if not isinstance(loss, Tensor) or loss.dim() == 0:
-            return as_loss(loss)
+            found = as_loss(loss)
+            if OF_ALL not in dims or not found.isnan().any():
+                return found
         size = self.data.batches.order.sizes[batch.shape]
         raise GemscError(
             "loss uses a number that the model computes from a whole micro-batch, so "
@@ -422,8 +426,8 @@ class Holders:
 
 
 def _join(dim: int, *leaves: Any) -> Any:
-    if isinstance(leaves[0], Tensor):
-        return torch.cat(leaves, dim)
+    if isinstance(leaves[0], Tensor) and dim != ONCE:
+        return torch.cat(leaves, max(dim, 0))
     if isinstance(leaves[0], np.ndarray):
         return np.concatenate(leaves)
     is_list = is_texts(leaves[0])

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gemsc.base.nests import Mean, with_attributes
+from gemsc.base.nests import ONCE, Mean, with_attributes
 from gemsc.runtime.data.metrics import along_samples
 from gemsc.runtime.worker.finite import Problem
 
@@ -71,8 +71,10 @@ def concatenated(outputs: Sequence[Any], dims: Sequence[int] = ()) -> Any:
         if not isinstance(parts[0], Tensor):
             return parts[0]
         parts = tuple(part.cpu() for part in parts)
+        if dim == ONCE:
+            return parts[0]
         if parts[0].dim() == 0:
             return torch.stack(parts)
-        return torch.cat(parts, dim)
+        return torch.cat(parts, max(dim, 0))
 
     return with_attributes(along_samples(join, dims, *outputs)) if outputs else None
