@@ -243,6 +243,9 @@ def _say_unused(user: UserModel) -> None:
         if name not in ours and (meant := meant_by(name, lacking)):
             help = f"if it is for gemsc, call it {meant}"
             warn(f"nothing uses {name}", at=at, help=help)
+        elif name in ("sampler", "batch_sampler"):
+            help = "gemsc makes the batches; docs/models.md has a dataset that samples "
+            warn(f"nothing uses {name}", at=at, help=f"{help}by weights")
         elif name == "collate" and not joins_samples(user.collate):
             help = "if it is for gemsc, let it take (samples, number)"
             what = "nothing uses collate, which takes no number of a shape"

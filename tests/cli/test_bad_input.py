@@ -746,6 +746,14 @@ def test_a_collate_that_is_not_called_is_told(
     assert gemsc("compile", "model.py").err == ""
 
 
+def test_a_sampler_that_nothing_uses_is_told(gemsc: Gemsc, tmp_path: Path) -> None:
+    prepare(tmp_path, f"{MODEL}\ndef sampler(): ...\n")
+    told = (
+        "warning: nothing uses sampler\nhelp: gemsc makes the batches; docs/models.md"
+    )
+    assert told in gemsc("compile", "model.py").err
+
+
 def test_a_model_with_an_optimizer_trains_with_that(
     gemsc: Gemsc, tmp_path: Path
 ) -> None:

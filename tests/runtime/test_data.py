@@ -332,6 +332,19 @@ def test_generators_that_a_dataset_holds_are_seeded_for_each_sample(name: str) -
     assert epoch(1, dataset=dataset)[0][0][4] not in drawn
 
 
+def test_an_epoch_with_more_samples_is_refused() -> None:
+    """Batches are those of as many samples as the first epoch has."""
+
+    class Growing(Curriculum):
+        def __len__(self) -> int:
+            return 8 + max(self.epoch, 0)
+
+    read = Batches(Growing(), 4, seed=0, shuffle=True)
+    assert len([*read.epoch(0)]) == 2
+    with pytest.raises(GemscError, match=r"set_epoch\(1\) makes len\(\) .* 9, not 8"):
+        next(read.epoch(1))
+
+
 def test_two_generators_of_a_dataset_give_different_numbers() -> None:
     own = Drawing(random.Random().random, random.Random().random)
     (*_, one, other) = epoch(dataset=own)[0][0]

@@ -168,6 +168,12 @@ def test_a_run_trains_on_the_rest_of_each_epoch(tmp_path: Path) -> None:
             "smaller example_inputs",
         ),
         (
+            {"dataset": 1},
+            (),
+            r"dataset\(\) has 1 .* one micro-batch takes 2",
+            "smaller example_inputs",
+        ),
+        (
             {"dataset": 4, "eval_dataset": 0},
             (),
             r"eval_dataset\(\) has 0 .* an evaluation takes 1",

@@ -692,10 +692,11 @@ def test_other_batches_go_on_where_an_epoch_ends_only(
     found, _ = run_of(tmp_path / "y", data, other, *words)
     assert len(found) > each  # smaller ones: a whole epoch of them
     run_of(folder, data, {}, "--steps", "3")
-    with pytest.raises(
-        GemscError, match="the checkpoint is from the middle of an epoch"
-    ):
-        run_of(tmp_path / "y", data, other, *words)
+    of_rest = {}, ("--last-batch", "train", *words)
+    for options, given in ((other, words), of_rest):
+        with pytest.raises(GemscError, match="from the middle of an epoch") as caught:
+            run_of(folder if given != words else tmp_path / "y", data, options, *given)
+        assert "the same --last-batch" in str(caught.value.help)
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,10 @@ _SHARED = (  # seeded for each sample anyway
 )
 
 
+class EpochLengthError(GemscError):
+    """A dataset has more samples in an epoch than before, or fewer."""
+
+
 class SeededReader:
     """Reads a dataset with all generators seeded for each sample, its own among them.
 
@@ -67,7 +71,14 @@ class SeededReader:
         """Return what `sample` gives, as that of an index in an epoch."""
         is_first = self._epoch < 0
         if epoch != self._epoch:
+            count = _length(self._dataset)
             _set_epoch(self._dataset, epoch)
+            if (now := _length(self._dataset)) != count:
+                raise EpochLengthError(
+                    f"set_epoch({epoch}) makes len() of the dataset {now}, not {count}",
+                    help="let all epochs have as many samples: which ones, __getitem__ "
+                    "can choose by the epoch",
+                )
             self._epoch, self._held = epoch, held_generators(self._dataset)
         self.seed(epoch, index)
         found = sample()
@@ -95,9 +106,15 @@ def _set_epoch(dataset: Any, epoch: int) -> None:
         set_epoch(epoch)
 
 
+def _length(dataset: Any) -> int:
+    return len(dataset) if hasattr(type(dataset), "__len__") else 0
+
+
 def unreadable(error: Exception, call: str, index: int) -> GemscError:
     """Return what to say of a sample that cannot be read, by a call of the dataset."""
     what = f"{type(error).__name__}: {error}"
+    if isinstance(error, EpochLengthError):
+        return error
     if isinstance(error, GemscError):  # of a Slide
         what = error.message
     return GemscError(

@@ -159,7 +159,7 @@ class Datasets:
         what, least = "one step", self.plan.batch_sizes
         help = "compile with fewer --micro-batches, give more data, or use "
         help += "--last-batch train"
-        if trains_rest:
+        if is_trained and (trains_rest or count < min(self.plan.micro_batch_sizes)):
             what, least = "one micro-batch", self.plan.micro_batch_sizes
             help = "give more data, or compile with smaller example_inputs()"
         elif not is_trained:

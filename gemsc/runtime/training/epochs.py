@@ -171,7 +171,8 @@ class Position(Callback):
                     "the checkpoint is from the middle of an epoch whose batches had "
                     "other samples than those of this program",
                     help="resume with a program of the same shapes, --micro-batches "
-                    "and --data, or from a checkpoint at the end of an epoch",
+                    "and --data, and the same --last-batch, or from a checkpoint at "
+                    "the end of an epoch",
                 )
         if epochs.each is not None:
             steps.done = state["epoch"] * epochs.each + first
