@@ -25,7 +25,7 @@ from gemsc.datasets.samples import num_samples
 from gemsc.datasets.stream import ENDLESS, Stream, StreamEndError
 from gemsc.runtime.data.batches import digest
 from gemsc.runtime.data.held_generators import SeededReader
-from gemsc.runtime.data.metrics import Metrics, along_samples, first_samples
+from gemsc.runtime.data.metrics import Metrics, along_samples, first_samples, is_texts
 from gemsc.runtime.data.shapes import ShapeClasses, join_samples, numbers_of
 from gemsc.runtime.data.stream_reader import StreamReader
 from gemsc.slides.windows import Case, Picture, SlidingWindows
@@ -326,18 +326,16 @@ class PlainRun:
             self.shape, size = shape, settings.sizes[shape]
             if not (samples := self.eval_samples.take(0, rows)):
                 break
-            full = samples + samples[-1:] * (size - len(samples))
-            outputs, mean = [], Mean()
-            for input, target in self._micro_batches(full):
+            parts, mean = [], Mean()
+            for input, target in self._micro_batches(samples, size):
                 with same_draws(), self._autocast():
                     output = self._forward(input)
                     if self.loss is not None:
                         mean.add(as_loss(self.loss(output, target)))
-                outputs.append(settings.precision.output(output))
+                parts.append((settings.precision.output(output), target))
             dims = settings.sample_dims
-            output = along_samples(_join, dims, *outputs)
-            output = first_samples(output, len(samples), size, dims)
-            target = self._batch(samples)[1]
+            joined = along_samples(_join, dims, *parts)
+            output, target = first_samples(joined, len(samples), size, dims)
             scored, wanted = on_device((output, target), HOST)
             metrics.add(scored, wanted, len(samples))
             if self.loss is None:
@@ -378,16 +376,22 @@ class PlainRun:
                 found.append((mean.divisor, {"loss": mean.value}))
         return found
 
-    def _micro_batches(self, samples: list[Any]) -> Iterator[tuple[Any, Any]]:
+    def _micro_batches(
+        self, samples: list[Any], count: int = 0
+    ) -> Iterator[tuple[Any, Any]]:
+        """Yield those of all samples, filled up with the last one to `count`."""
         size = self.settings.micro_batch_sizes[self.shape]
-        for first in range(0, len(samples), size):
-            yield self._batch(samples[first : first + size])
+        for first in range(0, max(len(samples), count), size):
+            yield self._batch(samples[first : first + size] or samples[-1:], size)
 
-    def _batch(self, samples: list[Any], *, pads: bool = True) -> tuple[Any, Any]:
+    def _batch(
+        self, samples: list[Any], size: int = 1, *, pads: bool = True
+    ) -> tuple[Any, Any]:
         shapes, shape = self.settings.shapes if pads else None, self.shape
+        count, samples = len(samples), samples + samples[-1:] * (size - len(samples))
         if shapes is not None:
             samples = [shapes.padded(sample, shape) for sample in samples]
-        batch = cast(join_samples(samples, shapes, shape), self.settings.dtype)
+        batch = cast(join_samples(samples, shapes, shape, count), self.settings.dtype)
         input, target = on_device(batch, self.settings.device)
         return input, target
 
@@ -406,6 +410,8 @@ class PlainRun:
 
 
 def _join(dim: int, *leaves: Any) -> Any:
+    if is_texts(leaves[0]):
+        return [text for texts in leaves for text in texts]
     if not isinstance(leaves[0], Tensor) or dim == ONCE:
         return leaves[0]
     return torch.cat(leaves, max(dim, 0)) if leaves[0].dim() else torch.stack(leaves)

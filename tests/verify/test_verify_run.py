@@ -14,10 +14,13 @@ import torch
 from command_line import Gemsc, gemsc_here
 from nightly import at_night
 from program_support import adding
+from torch.utils.data import default_collate
 
 from gemsc.base.rng import seed_of
 from gemsc.errors import GemscError
+from gemsc.plan_tables import PlannedShape
 from gemsc.runtime.data.batches import Batches, digest
+from gemsc.runtime.data.shapes import ShapeClasses
 from gemsc.runtime.training.verification import RunRecord
 from gemsc.user_model import UserModel, load_user_model
 from gemsc.verify import runs
@@ -642,6 +645,30 @@ def test_a_loss_with_tensors_of_its_own_scores_the_last_batch_too(
     for name, value in ("loss", run.evaluations[0][0][1]["loss"]), ("spread", 0.0):
         record.figures[0] = kept | {name: (value, 8)}  # of 13
         assert compared(run, record).worst == float("inf")
+
+
+def test_outputs_are_scored_beside_the_targets_that_a_collate_has_sorted(
+    user: UserModel,
+) -> None:
+    def collate(samples: list[Any], number: int) -> Any:
+        return default_collate(sorted(samples, key=lambda pair: float(pair[0].sum())))
+
+    sizes = {"input.0": [1, 8, 8], "target": [3]}
+    shape = PlannedShape(
+        name="one",
+        variant="",
+        micro_batch_size=2,
+        sizes=sizes,
+        step_seconds=1.0,
+        peak_bytes=[1],
+    )
+    shapes = ShapeClasses([shape], collate=collate)
+    one, other = (
+        PlainRun(user, user.make_unfilled(), replace(SETTINGS, shapes=each))._evaluate()
+        for each in (None, shapes)
+    )
+    for (count, figures), (number, of_sorted) in zip(one, other, strict=True):
+        assert (count, figures) == (number, pytest.approx(of_sorted))
 
 
 def test_a_record_comes_back_from_its_file(tmp_path: Path) -> None:
