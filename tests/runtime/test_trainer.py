@@ -232,8 +232,9 @@ def test_a_batch_of_another_size_is_refused_by_name(size: int, tmp_path: Path) -
     x = torch.zeros(size, 4)
     with pytest.raises(
         GemscError, match=r"has shape .*, but this program expects \[6, 4\]"
-    ):
+    ) as caught:
         on_ranks(tmp_path, 2, lambda t: t.step(x, x))
+    assert ("drop_last=True" in str(caught.value.help)) == (size < 6)
 
 
 def test_a_batch_of_one_micro_batch_is_refused_by_name(tmp_path: Path) -> None:

@@ -184,11 +184,14 @@ class BatchShape:
             size = self.micro_batches * shape[0]
         if tuple(tensor.shape) not in (whole, (size, *shape[1:])):
             parts = f": {show_micro_batches(count)} of {list(shape)}"
+            is_short = tensor.shape[:1] < whole[:1] and tensor.shape[1:] == whole[1:]
+            last = "; leave out a last batch that is smaller (drop_last=True), or fill "
+            last += "it up and say what counts: trainer.step(..., micro_batches=...)"
             raise BatchError(
                 f"{item.name} has shape {list(tensor.shape)}, but this program expects "
                 f"{list(whole)}{parts if item.batched else ''}",
                 help="pass such batches, or compile again with another --micro-batches "
-                "or other example_inputs()",
+                f"or other example_inputs(){last * is_short}",
             )
         dtype = within(item.dtype, self.float_dtype)
         both_float = tensor.is_floating_point() and dtype.is_floating_point
