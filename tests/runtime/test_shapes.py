@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -275,12 +276,22 @@ def test_padding_that_a_tensor_cannot_hold_is_refused(
         ({"bucket": lambda sample: 3}, 2, "bucket returns 3, which is not the index"),
         ({"bucket": lambda sample: "4"}, 2, "bucket returns '4'"),
         ({"bucket": lambda sample: True}, 2, "bucket returns True"),
+        ({"bucket": lambda sample: torch.tensor(1.0)}, 2, r"bucket returns tensor\(1"),
     ],
 )
 def test_a_sample_of_no_shape_is_refused(how: Any, length: int, message: str) -> None:
     data = [(torch.zeros(n), torch.zeros(n)) for n in (2, length)]
     with pytest.raises(GemscError, match=f"sample [01]: {message}"):
         numbers_of(classes_of(**how), data, 0, range(2))
+
+
+@pytest.mark.parametrize("kind", [np.int64, torch.tensor])
+def test_a_bucket_may_be_an_integer_of_a_library(kind: Any) -> None:
+    shapes = classes_of(bucket=lambda sample: kind(len(sample[0]) // 3))
+    data = [(torch.zeros(n), torch.zeros(n)) for n in (2, 5, 8)]
+    found = numbers_of(shapes, data, 0, range(3))
+    assert found == [0, 1, 2]
+    assert {*map(type, found)} == {int}
 
 
 def test_a_sample_that_grows_is_refused_when_it_is_read() -> None:

@@ -9,6 +9,7 @@ says. It stays the same in all epochs: all ranks know each batch's class beforeh
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -70,10 +71,12 @@ class ShapeClasses:
             GemscError: it fits none, or `bucket` returns something else.
         """
         if self.bucket is not None:
-            found = self.bucket(sample)
-            if type(found) is not int or not 0 <= found < len(self.classes):
+            given, found = self.bucket(sample), -1
+            with suppress(TypeError):  # NumPy's and torch's integers are as good
+                found = -1 if isinstance(given, bool) else operator.index(given)
+            if not 0 <= found < len(self.classes):
                 raise GemscError(
-                    f"bucket returns {found!r}, which is not the index of a shape",
+                    f"bucket returns {given!r}, which is not the index of a shape",
                     at=self.at.get("bucket"),
                     help=f"return a number from 0 to {len(self.classes) - 1}, in the "
                     "order of example_inputs()",
