@@ -237,7 +237,8 @@ def lower(
             done = cut(own)
         whole, tiles = evaluate(graphs[name], done, own, run)
         lost_nothing(whole.program, [t.program for t in tiles])
-        drawn_alike([t.program for t in tiles])
+        for programs in zip(*((t.program, t.evaluation) for t in tiles), strict=True):
+            drawn_alike(programs)
         lost_nothing(whole.evaluation, [t.evaluation for t in tiles], draws=False)
         steps = tuple(find_loops(order) for order in done.timeline.orders)
         plan = _planned(graphs[name], done, own, source, run)

@@ -7,12 +7,12 @@ from dataclasses import replace
 from gemsc.compilation import TileProgram, Traced
 from gemsc.costs.hardware import read_hardware
 from gemsc.errors import InternalError
+from gemsc.ir import meta
 from gemsc.ir.flow import owned_tensors
 from gemsc.ir.holder import put_layer
 from gemsc.ir.layers import layer_source
-from gemsc.ir.meta import layer as layer_of
 from gemsc.ir.program import Program
-from gemsc.ir.staged import same_stages, with_copies
+from gemsc.ir.staged import random_nodes, same_stages, with_copies
 from gemsc.lowering.stages import make_again, replicas_of, tile_passes
 from gemsc.options import CompileOptions
 from gemsc.passes.annotate import Annotate
@@ -56,6 +56,8 @@ def evaluate(
         return found, (found,)
     graph = replace(graph, halos=halos.for_evaluation(twins))
     if whole.shards:
+        if twins is not None:
+            _note_draws(graph)
         names = {node.name: twin.name for node, twin in (twins or {}).items()}
         graph = run(graph, FollowShards(whole, names or None))
     splits = [
@@ -75,6 +77,15 @@ def evaluate(
     return found, tuple(map(TileProgram, done.tiles, both, same))
 
 
+def _note_draws(evaluation: Program) -> None:
+    """Say which nodes draw random numbers in evaluation, too: branches draw apart."""
+    if not random_nodes(evaluation, evaluation.compute_nodes):
+        return
+    known = Annotate(training=False).apply(evaluation).compute_nodes
+    for node, like in zip(evaluation.compute_nodes, known, strict=True):
+        meta.facts.set(node, meta.Facts(random=meta.facts(like).random))
+
+
 def _separate_layers(training: Program, evaluation: Program) -> None:
     """Give layers that a tile calls with other settings in evaluation another name.
 
@@ -84,7 +95,7 @@ def _separate_layers(training: Program, evaluation: Program) -> None:
     Raises:
         InternalError: such a layer has tensors, and can be there once only.
     """
-    known = {layer_of(node) for node in training.graph.nodes}
+    known = {meta.layer(node) for node in training.graph.nodes}
     for node in evaluation.graph.find_nodes(op="call_module"):
         path = str(node.target)
         if path not in known:

@@ -71,6 +71,27 @@ def test_branches_draw_apart(noise: str, grid: dict[str, object]) -> None:
     assert each == each[:2] * (len(each) // 2)  # all tiles draw the same
 
 
+class Unlike(Noisy):
+    """Its graph in evaluation is another one, which draws as well."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if self.training else x.tanh())
+
+
+@pytest.mark.parametrize("kind", [Noisy, Unlike])
+@pytest.mark.parametrize("grid", [{"ranks": 2}, {"ranks": 4, "tiles": "2x1"}], ids=str)
+def test_branches_draw_apart_in_evaluation(
+    kind: type[Noisy], grid: dict[str, object]
+) -> None:
+    model, x = kind(NOISE["its function"]), torch.randn(2, 6, 8, 8)
+    traced = trace(model, (x,), loss=F.mse_loss, example_target=x.repeat(1, 3, 1, 1))
+    found = lower(traced, options(branches="2", **grid)).compilation.tiles
+    each = [draws(tile.evaluation) for tile in found]
+    assert [draw.count(None) for draw in each] == [1] * len(each)
+    assert len({draw for drawn in each[:2] for draw in drawn}) == 4
+    assert each == each[:2] * (len(each) // 2)
+
+
 @pytest.mark.parametrize("grid", [{"ranks": 2}, {"ranks": 4, "tiles": "2x1"}], ids=str)
 def test_a_branch_may_have_a_dropout_of_nothing(grid: dict[str, object]) -> None:
     model, x = Noisy(nn.Dropout(0.0)), torch.randn(2, 6, 8, 8)
