@@ -365,7 +365,8 @@ class CompileOptions:
         value: Any = getattr(self, name)
         is_one = isinstance(value, str | int)
         words = str(value).split(",") if is_one else map(str, value)
-        object.__setattr__(self, name, tuple(filter(None, words)))
+        given = () if value == "off" else tuple(filter(None, words))
+        object.__setattr__(self, name, given)
 
     def _check_counts(self) -> None:
         for name in ("ranks", "data", "micro_batches", "times", "chunks", "per_device"):

@@ -233,12 +233,26 @@ class ChooseShards(Pass):
             elif len({*program.outputs} & {*stage.nodes}) > 1:
                 why.append("what meets only in the outputs of forward is none")
                 advice.append("let forward return what joins its branches")
-        if grid.shards == 1:
-            layers = self._with({index: GridShape(grid.tiles, shards=grid.beside)})
-            advice.append(f"split its layers: {layers}")
+        layers = self._by_cuts(program, alone, keep_whole) if grid.shards == 1 else ""
+        if layers:
+            advice.append(f"split {'their' if each else 'its'} layers: {layers}")
         return GemscError(
             f"{' '.join(given)}: {'; '.join(why)}", help=", or ".join(advice)
         )
+
+    def _by_cuts(
+        self,
+        program: Program,
+        alone: Mapping[int, GridShape],
+        keep_whole: Mapping[str, str],
+    ) -> str:
+        """Return the flags that cut the layers of stages; "" if one has none to cut."""
+        stages = program.require_stages()
+        cut = {i: replace(g, shards=self.grids[i].beside) for i, g in alone.items()}
+        grids = tuple(cut.get(i, grid) for i, grid in enumerate(self.grids))
+        trial = replace(self, grids=grids)
+        can = all(trial._shared(program, stages[i], keep_whole).cut for i in cut)
+        return self._with(cut) if can else ""
 
     def _with(self, shapes: Mapping[int, GridShape]) -> str:
         """Return the flags that give stages, and others of their ranks, such shapes."""

@@ -344,3 +344,18 @@ def test_advice_counts_all_stages_that_have_nothing_to_cut() -> None:
     advice = "give this stage and stage 1 one rank each: --ranks 2 without --shards"
     assert advice in str(caught.value)
     compile(*given, ranks=2, **options)
+    with pytest.raises(GemscError, match="stage 0 has no branches") as caught:
+        compile(*given, ranks=4, branches=2, **options)
+    assert caught.value.help == advice.replace("--shards", "--branches")
+
+
+def test_advice_splits_the_layers_of_all_stages_without_branches() -> None:
+    model = nn.Sequential(
+        *(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8)),
+        *(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8)),
+    )
+    given = {"loss": torch.mean, "ranks": 4, "cuts": "3"}
+    with pytest.raises(GemscError, match="stage 0 has no branches") as caught:
+        compile(model, (torch.randn(4, 8),), branches=2, **given)
+    assert "split their layers: --shards 2,2 --ranks 4" in str(caught.value)
+    compile(model, (torch.randn(4, 8),), shards="2,2", branches="off", **given)

@@ -364,6 +364,35 @@ def test_words_and_names_do_not_mix(word: str) -> None:
         CompileOptions(recompute=("layer1", word))
 
 
+class Forked(nn.Module):
+    """Branches that no module holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(8, 32), nn.Linear(64, 4)
+        self.a = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
+        self.b = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        return self.head(torch.cat([self.a(x), self.b(x)], 1))
+
+
+def test_a_fork_of_which_a_part_is_recomputed_says_from_where_to_where(
+    tmp_path: Path,
+) -> None:
+    given: dict[str, Any] = {"target": torch.zeros(4, 4), "branches": 2}
+    given |= {"ranks": 2, "micro_batches": 1}
+    x = torch.randn(4, 8)
+    for recompute_of in ("all", "a"):
+        with pytest.raises(GemscError, match="recompute all of it or nothing") as error:
+            written(tmp_path, Forked(), (x,), recompute=recompute_of, **given)
+        run = error.value.message.rpartition("--recompute ")[2]
+        assert run == "a.0..head"
+    program = written(tmp_path, Forked(), (x,), recompute=run, **given)
+    assert program.plan.stages[0].forks[0].placed
+
+
 def test_auto_needs_a_cap() -> None:
     with pytest.raises(GemscError, match="auto needs to know how much memory"):
         lower(traced("resnet18"), CompileOptions(recompute=("auto",)))

@@ -17,6 +17,7 @@ from gemsc.costs.hardware import LinkSpeed
 from gemsc.ir import meta
 from gemsc.ir.flow import used_tensors
 from gemsc.ir.program import Program, Stage
+from gemsc.ir.segments import segment_name
 from gemsc.ir.shards import Fork, Placed
 from gemsc.passes.branches.assignment import ALL, BranchCost, Ranks
 from gemsc.passes.branches.candidates import NO_GAIN, ForkChoice, heaviest, names_of
@@ -24,7 +25,7 @@ from gemsc.passes.branches.forks import Finder, ForkWindow
 
 MOST_TOLD = 4  # forks that are not shared out, of a stage
 LEAST_TOLD = 0.01  # of a stage's seconds: what they would save without messages
-CROSSING = "all of it must be recomputed or nothing: name a module that holds it"
+CROSSING = "recompute all of it or nothing of it"
 NOT_PLACED = "the plan places none of them"
 
 
@@ -70,7 +71,12 @@ def choose_forks(
         chosen = heaviest(wanted, 1.0 + sum(abs(c.saved) for c in wanted))
     seconds = sum(meta.facts(node).seconds for node in stage.nodes) / tiles
     least = LEAST_TOLD * seconds if chosen else 0.0
-    told = _told([each for each in found if each.reason], chosen, least)
+    told = [
+        replace(each, reason=f"{CROSSING}: --recompute {_run(program, finder, each)}")
+        if each.reason == CROSSING
+        else each
+        for each in _told([each for each in found if each.reason], chosen, least)
+    ]
     return tuple(each.fork() for each in (*chosen, *told))
 
 
@@ -171,6 +177,13 @@ def _crosses(candidate: ForkChoice, part: tuple[int, int]) -> bool:
     if candidate.last < first or last < candidate.first:
         return False
     return not first <= candidate.first < candidate.last <= last
+
+
+def _run(program: Program, finder: Finder, candidate: ForkChoice) -> str:
+    """Return the name of the blocks in which a fork lies."""
+    nodes = {*finder.nodes[candidate.first : candidate.last + 1]}
+    blocks = program.blocks or ()
+    return segment_name([b for b in blocks if not nodes.isdisjoint(b.nodes)], blocks)
 
 
 def _told(
