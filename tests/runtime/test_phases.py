@@ -737,6 +737,9 @@ def test_what_no_phase_can_have_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(GemscError, match="cannot be frozen in a program with phases"):
         on_ranks(tmp_path, 2, freeze, phases=seldom)
+    own = {"optimizer": PHASES[0].optimizer}
+    with pytest.raises(GemscError, match="cannot be combined with phases"):
+        on_ranks(tmp_path, 2, freeze, phases=seldom, **own)
 
 
 class ByItsMode(nn.Module):

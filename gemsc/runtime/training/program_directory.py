@@ -39,11 +39,14 @@ def check_dtype(plan: Plan, dtype: torch.dtype | None) -> None:
         )
 
 
-def check_planned_phases(plan: Plan, phases: Sequence[Phase], accumulate: int) -> None:
+def check_planned_phases(
+    plan: Plan, phases: Sequence[Phase], accumulate: int, *, has_optimizer: bool
+) -> None:
     """Make sure that phases are those of a program's steps.
 
     Raises:
-        GemscError: it was compiled with others, or an update takes several steps.
+        GemscError: it was compiled with others, an update takes several steps, or there
+            is an optimizer beside theirs.
     """
     planned, given = [p.name for p in plan.phases], [p.name for p in phases]
     if planned != given:
@@ -52,6 +55,11 @@ def check_planned_phases(plan: Plan, phases: Sequence[Phase], accumulate: int) -
             f"the program has the phases {shown[0]}, but is given {shown[1]}",
             help="give the phases of the model's file, and compile again if they have "
             "changed",
+        )
+    if phases and has_optimizer:
+        raise GemscError(
+            "optimizer and scheduler cannot be combined with phases",
+            help="leave them out: each phase has its own",
         )
     seldom = next((each for each in phases if each.every > 1), None)
     if seldom is not None and accumulate > 1:

@@ -112,7 +112,8 @@ class Trainer:
         self._freezing = Freezing(self.program, self.stages, transport, in_parts)
         self.worker.updates.make_optimizer(optimizer, scheduler)
         if phases is not None:
-            check_planned_phases(plan, phases, accumulate)
+            has_optimizer = bool(optimizer or scheduler)
+            check_planned_phases(plan, phases, accumulate, has_optimizer=has_optimizer)
         self.phases = tuple(phases or ())
         for phase in self.phases:
             self._add_phase(phase)
