@@ -285,6 +285,16 @@ def test_a_sample_of_no_shape_is_refused(how: Any, length: int, message: str) ->
         numbers_of(classes_of(**how), data, 0, range(2))
 
 
+def test_a_grey_picture_gets_no_colours_of_zeros() -> None:
+    sizes = {"input.0": [3, 8, 8], "target": [4, 8, 8]}
+    shapes = ShapeClasses([planned(8, **sizes)])
+    masks = torch.ones(1, 6, 8)  # of four
+    data = [(torch.ones(channels, 8, 5), masks) for channels in (3, 2, 1)]
+    assert numbers_of(shapes, data, 0, range(2)) == [0, 0]
+    with pytest.raises(GemscError, match=r"sample 2: .* input\[0\] \[1, 8, 5\]"):
+        numbers_of(shapes, data, 0, range(3))
+
+
 @pytest.mark.parametrize("kind", [np.int64, torch.tensor])
 def test_a_bucket_may_be_an_integer_of_a_library(kind: Any) -> None:
     shapes = classes_of(bucket=lambda sample: kind(len(sample[0]) // 3))

@@ -86,7 +86,7 @@ class ShapeClasses:
         fitting = [
             number
             for number, each in enumerate(self.classes)
-            if all(_fits(sizes[p], each.shape_at(p)) for p in sizes)
+            if all(_fits(p, sizes[p], each.shape_at(p)) for p in sizes)
         ]
         if not fitting:
             shapes = ", ".join(f"{named_place(p)} {list(s)}" for p, s in sizes.items())
@@ -115,7 +115,7 @@ class ShapeClasses:
                 return array
             if tuple(array.shape) == wanted:  # beside others that become tensors
                 return torch.as_tensor(array)
-            if not _fits(tuple(array.shape), wanted):
+            if not _fits(place, tuple(array.shape), wanted):
                 raise GemscError(
                     f"{named_place(place)} has shape {list(array.shape)}, but its "
                     f"shape class '{shape.name}' needs {list(wanted)}",
@@ -332,9 +332,14 @@ def _shapes(sample: Any) -> dict[Place, tuple[int, ...]]:
     return found
 
 
-def _fits(shape: tuple[int, ...], wanted: tuple[int, ...] | None) -> bool:
-    """Whether a tensor of a sample can be padded to what a class wants, if anything."""
+def _fits(place: Place, shape: tuple[int, ...], wanted: tuple[int, ...] | None) -> bool:
+    """Whether a tensor of a sample can be padded to what a class wants, if anything.
+
+    A grey picture cannot, where others have colours: its channel would be their red.
+    """
     if wanted is None:
         return True
+    if place[0] == "input" and len(wanted) > 2 and shape[:1] == (1,) != wanted[:1]:
+        return False
     pairs = zip(shape, wanted, strict=False)
     return len(shape) == len(wanted) and all(own <= size for own, size in pairs)
