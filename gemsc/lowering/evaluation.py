@@ -8,7 +8,7 @@ from gemsc.compilation import TileProgram, Traced
 from gemsc.costs.hardware import read_hardware
 from gemsc.errors import InternalError
 from gemsc.ir import meta
-from gemsc.ir.flow import owned_tensors
+from gemsc.ir.flow import has_random, owned_tensors
 from gemsc.ir.holder import put_layer
 from gemsc.ir.layers import layer_source
 from gemsc.ir.program import Program
@@ -56,8 +56,8 @@ def evaluate(
         return found, (found,)
     graph = replace(graph, halos=halos.for_evaluation(twins))
     if whole.shards:
-        if twins is not None:
-            _note_draws(graph)
+        if twins is not None and any(each.forks for each in whole.shards.values()):
+            _note_draws(whole, graph)
         names = {node.name: twin.name for node, twin in (twins or {}).items()}
         graph = run(graph, FollowShards(whole, names or None))
     splits = [
@@ -77,12 +77,13 @@ def evaluate(
     return found, tuple(map(TileProgram, done.tiles, both, same))
 
 
-def _note_draws(evaluation: Program) -> None:
+def _note_draws(training: Program, evaluation: Program) -> None:
     """Say which nodes draw random numbers in evaluation, too: branches draw apart."""
-    if not random_nodes(evaluation, evaluation.compute_nodes):
+    nodes = evaluation.compute_nodes
+    if not (has_random(training.compute_nodes) or random_nodes(evaluation, nodes)):
         return
     known = Annotate(training=False).apply(evaluation).compute_nodes
-    for node, like in zip(evaluation.compute_nodes, known, strict=True):
+    for node, like in zip(nodes, known, strict=True):
         meta.facts.set(node, meta.Facts(random=meta.facts(like).random))
 
 

@@ -78,12 +78,13 @@ class Unlike(Noisy):
         return super().forward(x if self.training else x.tanh())
 
 
+@pytest.mark.parametrize("noise", ["its function", "attention"])
 @pytest.mark.parametrize("kind", [Noisy, Unlike])
 @pytest.mark.parametrize("grid", [{"ranks": 2}, {"ranks": 4, "tiles": "2x1"}], ids=str)
 def test_branches_draw_apart_in_evaluation(
-    kind: type[Noisy], grid: dict[str, object]
+    noise: str, kind: type[Noisy], grid: dict[str, object]
 ) -> None:
-    model, x = kind(NOISE["its function"]), torch.randn(2, 6, 8, 8)
+    model, x = kind(NOISE[noise]), torch.randn(2, 6, 8, 8)
     traced = trace(model, (x,), loss=F.mse_loss, example_target=x.repeat(1, 3, 1, 1))
     found = lower(traced, options(branches="2", **grid)).compilation.tiles
     each = [draws(tile.evaluation) for tile in found]
