@@ -374,13 +374,14 @@ def test_the_files_own_functions_choose_and_join() -> None:
 
 @pytest.mark.parametrize("part", [0, 1])
 @pytest.mark.parametrize("count", [9, 11, 14, 15])
+@pytest.mark.parametrize("array", [torch.tensor, np.array])
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_collate_that_sorts_does_not_see_what_fills_up_a_batch(
-    streams: bool, count: int, part: int
+    streams: bool, array: Any, count: int, part: int
 ) -> None:
     def collate(samples: list[Any], number: int) -> Any:
         found = sorted((int(x), str(y)) for x, y in samples)[::-1]
-        return torch.tensor([x for x, _ in found]), [y for _, y in found]
+        return array([x for x, _ in found]), [y for _, y in found]
 
     numbers = torch.randperm(count, generator=torch.Generator().manual_seed(0))
     data: Any = [(number, number.item()) for number in numbers]

@@ -227,11 +227,11 @@ def join_samples(
         raise wrong
 
     def fill(dim: int, leaf: Any) -> Any:
-        has_rows = is_texts(leaf) or (isinstance(leaf, Tensor) and leaf.dim())
-        if not has_rows or len(leaf) != count:
+        is_array = isinstance(leaf, Tensor | np.ndarray) and leaf.ndim
+        if not (is_array or is_texts(leaf)) or len(leaf) != count:
             return leaf
         order = [min(row, count - 1) for row in range(len(samples))]
-        return leaf[order] if isinstance(leaf, Tensor) else [leaf[i] for i in order]
+        return leaf[order] if is_array else [leaf[i] for i in order]
 
     is_filled = count is not None and count < len(samples)
     return along_samples(fill, (), batch) if is_filled else batch
