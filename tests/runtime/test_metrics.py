@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -471,6 +472,21 @@ def test_weights_that_the_model_returns_come_once(data: int, tmp_path: Path) -> 
     assert found == pytest.approx(expected, rel=1e-5)
     with pytest.raises(GemscError, match="eval_dataset, 1 samples of 4"):
         of_result(tmp_path, lambda output, _: output[3].sum(), None, Weighted, data)
+
+
+def test_a_held_out_loss_may_be_no_number_beside_what_is_of_all_samples(
+    tmp_path: Path,
+) -> None:
+    def place(target: Any) -> Tensor:
+        return (target["mask"] * torch.arange(SIZE)).sum()
+
+    last = int(place(Pictures(5)[4][1]))
+
+    def no_number(output: Any, target: Any) -> Tensor:
+        distance = (place(target) - last).abs() - 0.5
+        return loss(output[0], target) + 0 * distance.log()
+
+    assert math.isnan(of_result(tmp_path, no_number, None, Weighted)["loss"])
 
 
 def test_a_loss_that_the_model_computes_cannot_leave_samples_out(
