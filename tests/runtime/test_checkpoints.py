@@ -23,6 +23,7 @@ from gemsc.runtime.checkpoint.manifest import Manifest
 from gemsc.runtime.data.metrics import figure_names
 from gemsc.runtime.training import checkpoints
 from gemsc.runtime.training.arguments import parse_arguments
+from gemsc.runtime.training.batch_checks import warn_of_length
 from gemsc.runtime.training.trainer import Trainer
 
 
@@ -616,6 +617,24 @@ def test_a_scheduler_that_counts_in_epochs_is_told(
     words = "--epochs", "2", "--accumulate", "2"  # three updates
     run(program(tmp_path), user_of(scheduler=scheduler), *words)
     text = "CosineAnnealingLR has T_max=2, and this run makes 3 updates"
+    assert (text in capsys.readouterr().err) == is_told
+
+
+@pytest.mark.parametrize(
+    ("every", "length", "is_told"),
+    [(2, 3, False), (2, 2, True), (1, [2, 4], False), (1, None, False)],
+)
+def test_the_length_of_a_scheduler_is_compared_with_the_updates_of_its_phase(
+    every: int, length: Any, is_told: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer: Any = SimpleNamespace(
+        phases=[SimpleNamespace(every=every)],
+        scheduler=SimpleNamespace(total_steps=length),
+        transport=SimpleNamespace(rank=0),
+        worker=SimpleNamespace(steps=SimpleNamespace(accumulate=1)),
+    )
+    warn_of_length(trainer, 5)
+    text = "has total_steps=2, and this run makes 3 updates"
     assert (text in capsys.readouterr().err) == is_told
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -132,13 +133,13 @@ def warn_of_length(trainer: Trainer, steps: int | None) -> None:
 
     OneCycleLR fails after its last one; a cosine rises again, where epochs were meant.
     """
-    scheduler, count = (
-        trainer.scheduler,
-        (steps or 0) // trainer.worker.steps.accumulate,
-    )
+    every = trainer.phases[-1].every if trainer.phases else 1
+    count = -(-(steps or 0) // every) // trainer.worker.steps.accumulate
+    scheduler = trainer.scheduler  # of the last phase
     for name in ("total_steps", "T_max"):
-        length = getattr(scheduler, name, None)
-        if length is not None and length < count and trainer.transport.rank == 0:
+        length = getattr(scheduler, name, count)
+        is_short = isinstance(length, Real) and length < count
+        if is_short and trainer.transport.rank == 0:
             warn(
                 f"{type(scheduler).__name__} has {name}={length}, and this run makes "
                 f"{count} updates",
