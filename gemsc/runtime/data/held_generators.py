@@ -76,8 +76,8 @@ class SeededReader:
             if (now := _length(self._dataset)) != count:
                 raise EpochLengthError(
                     f"set_epoch({epoch}) makes len() of the dataset {now}, not {count}",
-                    help="let all epochs have as many samples: which ones, __getitem__ "
-                    "can choose by the epoch",
+                    help="let all epochs have the same number of samples: __getitem__ "
+                    "can choose others in each epoch",
                 )
             self._epoch, self._held = epoch, held_generators(self._dataset)
         self.seed(epoch, index)

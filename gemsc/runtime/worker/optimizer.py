@@ -60,7 +60,8 @@ def optimizer_of(
             )
         else:
             if optimizer is None:  # as it may be on a rank whose part is not trained
-                wrong = GemscError("optimizer() returns None", help="return what steps")
+                help = "return an optimizer of the parameters that it gets"
+                wrong = GemscError("optimizer() returns None", help=help)
             elif not callable(getattr(optimizer, "step", None)):
                 kind = type(optimizer).__name__
                 raise GemscError(

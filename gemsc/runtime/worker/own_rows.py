@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gemsc.base.boxes import Interval
+from gemsc.base.nests import storage_of
 from gemsc.base.parts import rows_of
 from gemsc.errors import GemscError
 from gemsc.messages.rows import Rows, in_pairs, rows_of_holders
@@ -169,18 +170,18 @@ class OwnRows:
         """
         for found in self.sums.values():
             for name, own in found.own.items():
-                wrong = (
-                    "requires_grad of",
-                    f'call trainer.freeze("{name}") on all ranks',
+                if own._backward_hooks or own._post_accumulate_grad_hooks:
+                    what, help = "a hook on", "use optimizer.register_step_pre_hook()"
+                elif found.parameters[name].requires_grad > own.requires_grad:
+                    what = "requires_grad of"
+                    help = f'call trainer.freeze("{name}") on all ranks'
+                else:
+                    continue
+                raise GemscError(
+                    f"{what} '{name}' has no effect: this rank has only some rows of "
+                    "it in its optimizer",
+                    help=help,
                 )
-                if hooked := own._backward_hooks or own._post_accumulate_grad_hooks:
-                    wrong = "a hook on", "call optimizer.register_step_pre_hook(hook)"
-                if hooked or found.parameters[name].requires_grad > own.requires_grad:
-                    raise GemscError(
-                        f"{wrong[0]} '{name}' has no effect: this rank has only some "
-                        "rows of it in its optimizer",
-                        help=wrong[1],
-                    )
 
     @torch.no_grad()
     def rejoin(self, without: Collection[str] = ()) -> None:
@@ -191,9 +192,9 @@ class OwnRows:
         kept = (each for key, each in self.kept.items() if key not in without)
         for found in (*self.pairs.values(), *kept):
             for name, own in found.own.items():
-                rows = rows_of(found.parameters[name].detach(), found.mine[name])
-                if rows.data_ptr() != own.data_ptr():
-                    own.data = rows.copy_(own)
+                whole = found.parameters[name].detach()
+                if storage_of(own) != storage_of(whole):
+                    own.data = rows_of(whole, found.mine[name]).copy_(own)
 
     def drop_gradients(self) -> None:
         """Take the gradients from the rows."""
