@@ -109,7 +109,7 @@ class Plan:
     """Why the program can run in no other dtype; empty if it can."""
     sample_dims: list[int] = field(default_factory=list)
     """Where samples count in each tensor that the model returns; empty: in the first
-    dimension. -1: nowhere, it needs no input; -2: it is of a whole micro-batch."""
+    dimension. -1: nowhere, it needs no samples; -2: it is of a whole micro-batch."""
     mixes_samples: bool = False
     """Whether forward makes of each sample what depends on others, in evaluation."""
     ignored: list[dict[str, Any]] = field(default_factory=list)

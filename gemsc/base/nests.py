@@ -23,7 +23,7 @@ Path = tuple[str | int, ...]
 Inputs = tuple[Any, ...] | dict[str, Any]
 
 # in place of the dimension of samples in what a model returns (`Plan.sample_dims`):
-ONCE, OF_ALL = -1, -2  # it needs no input; it is computed from a whole micro-batch
+ONCE, OF_ALL = -1, -2  # it needs no samples; it is made of a whole micro-batch
 
 
 class Fields(dict[Any, Any]):

@@ -117,7 +117,7 @@ def sample_dims(
     """Return in which dimension of each tensor that the model returns samples count.
 
     It is the one that twice as many samples make larger. Of what has none, it is ONCE
-    where it needs no input, and OF_ALL of a whole micro-batch. () where all are 0,
+    where it needs no samples, and OF_ALL of a whole micro-batch. () where all are 0,
     where it is not one, or where a model does not run on fake tensors, or on more
     samples.
     """
@@ -142,7 +142,7 @@ def sample_dims(
     except Exception:  # whatever a model says of so many samples
         return ()
     found = tuple(
-        (dims[0] if len(dims) == 1 else 0) if dims else _without_samples(node)
+        (dims[0] if len(dims) == 1 else 0) if dims else _without_samples(node, rows)
         for dims, node in zip(grown, evaluation.outputs, strict=True)
     )
     return found if any(grown) and any(found) else ()
@@ -154,15 +154,16 @@ def _grown(shape: Sequence[int], larger: Sequence[int]) -> list[int]:
     return [dim for dim, (size, other) in sizes if size != other]
 
 
-def _without_samples(output: fx.Node) -> int:
-    """Return ONCE of what is made of parameters and buffers alone."""
+def _without_samples(output: fx.Node, rows: int) -> int:
+    """Return ONCE of what is made of no input that has a row for each sample."""
     needed = {output: None}
     for node in (way := [output]):
         way += [each for each in node.all_input_nodes if each not in needed]
         needed |= dict.fromkeys(node.all_input_nodes)
     names = [str(getattr(n.target, "__name__", n.target)) for n in needed]
-    takes = any(n.op == "placeholder" or facts(n).random for n in needed)
-    return OF_ALL if takes or any(map(may_draw, names)) else ONCE
+    draws = any(facts(n).random for n in needed) or any(map(may_draw, names))
+    given = [spec(n).shape[:1] for n in needed if n.op == "placeholder"]
+    return OF_ALL if draws or (rows,) in given else ONCE
 
 
 def output_notes(output: Returned) -> tuple[str, ...]:

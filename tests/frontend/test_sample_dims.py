@@ -56,6 +56,16 @@ def test_it_is_the_dimension_that_grows_with_the_samples(
     assert model.training
 
 
+def test_what_is_made_of_an_input_for_all_samples_comes_once() -> None:
+    class Timed(nn.Module):
+        def forward(self, x: Tensor, times: Tensor) -> Any:
+            return x * times.sum(), times * 2, times * x.sum()
+
+    model, inputs = Timed(), (torch.randn(2, 4), torch.randn(3))
+    evaluation = record(model, inputs, training=False)
+    assert sample_dims(model, inputs, evaluation) == (0, ONCE, OF_ALL)
+
+
 def test_a_plan_of_phases_has_that_of_the_model() -> None:
     phase = gemsc.Phase(
         "only",
