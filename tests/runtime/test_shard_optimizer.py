@@ -379,7 +379,7 @@ def test_verify_sees_whole_gradients(tmp_path: Path) -> None:
         tmp_path, net(), optimizer=adamw, micro_batches=4, schedule="chimera",
         shard="optimizer",
     )  # fmt: skip
-    assert found.worst < 1e-12
+    assert found.worst < 1e-10  # Adam enlarges what rounding leaves of b.bias
 
 
 @pytest.mark.slow
