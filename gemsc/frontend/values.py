@@ -118,8 +118,7 @@ def sample_dims(
 
     It is the one that twice as many samples make larger. Of what has none, it is ONCE
     where it needs no samples, and OF_ALL of a whole micro-batch. () where all are 0,
-    where it is not one, or where a model does not run on fake tensors, or on more
-    samples.
+    it is not one, or a model does not run on fake tensors, or on more samples.
     """
     shapes, rows = [spec(node).shape for node in evaluation.outputs], num_rows(inputs)
     if [shape[:1] for shape in shapes] == [(rows,)] and rows not in shapes[0][1:]:
