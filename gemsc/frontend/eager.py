@@ -49,10 +49,10 @@ def set_training(
             raise
     else:
         enter_training(model)
-        named = dict(copy_of.named_parameters()) if copy_of is not None else {}
-        for name, parameter in model.named_parameters():
-            if name in named and not parameter.requires_grad:
-                named[name].requires_grad_(False)
+    named = dict(copy_of.named_parameters()) if copy_of is not None else {}
+    for name, parameter in model.named_parameters():
+        if name in named and not parameter.requires_grad:
+            named[name].requires_grad_(False)
     if isinstance(loss, nn.Module):
         if not training:
             loss.eval()

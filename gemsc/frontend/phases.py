@@ -55,10 +55,19 @@ def phase_model(model: nn.Module, phase: Phase) -> nn.Module:
 
     # its inputs have the names that the loss gives them
     forward.__signature__ = inspect.signature(phase.loss)  # type: ignore[attr-defined]
+    methods: dict[str, Any] = {"forward": forward}
+    if type(model).train is not nn.Module.train:  # it may freeze layers there
+        methods["train"] = _train
     name = f"{type(model).__name__}, phase {phase.name}"
-    kind = type(name, (PhaseModel,), {"forward": forward})
-    made: nn.Module = kind(deep_copy(model, memo))
-    return made.train(model.training)
+    made: nn.Module = type(name, (PhaseModel,), methods)(deep_copy(model, memo))
+    made.training = model.training  # and its layers are in the modes of the user's
+    return made
+
+
+def _train(self: PhaseModel, mode: bool = True) -> PhaseModel:
+    self.training = mode
+    vars(self)["whole"].train(mode)
+    return self
 
 
 def phase_inputs(inputs: Inputs, target: Any) -> Inputs:

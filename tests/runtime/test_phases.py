@@ -25,6 +25,7 @@ from gemsc.errors import GemscError
 from gemsc.runtime.training.callbacks import Callback, Ema
 from gemsc.runtime.training.step_report import StepReport
 from gemsc.runtime.training.trainer import Trainer
+from gemsc.verify.one_process import reference_steps
 from gemsc.weights.read import pasted
 
 SIZE = 8
@@ -740,6 +741,39 @@ def test_what_no_phase_can_have_is_refused(tmp_path: Path) -> None:
     own = {"optimizer": PHASES[0].optimizer}
     with pytest.raises(GemscError, match="cannot be combined with phases"):
         on_ranks(tmp_path, 2, freeze, phases=seldom, **own)
+
+
+class Freezing(Gan):
+    """Freezes a layer and statistics in its own train()."""
+
+    def train(self, mode: bool = True) -> Freezing:
+        super().train(mode)
+        self.make[0].requires_grad_(False)
+        self.make[1].eval()
+        return self
+
+
+def with_own_statistics() -> nn.Module:
+    """Return a model in training, one of whose layers is not."""
+    model = Gan()
+    model.make[1].eval()
+    return model
+
+
+@pytest.mark.parametrize("make", [Freezing, with_own_statistics])
+def test_what_a_model_freezes_is_frozen_in_phases(make: Any, tmp_path: Path) -> None:
+    model, data = make(), batches(2)
+    given = {"phases": PHASES, "ranks": 2, "micro_batches": MICRO_BATCHES}
+    compile(model, INPUTS, example_target=TARGET, **given).write(tmp_path)
+    losses, found = trained(tmp_path, data, 2)
+    assert found["make.1.num_batches_tracked"] == 0
+    kept = torch.equal(found["make.0.weight"], model.make[0].weight.double())
+    assert kept == (make is Freezing)
+    once = [((grey,), colour) for grey, colour in data]
+    plain = model, None, once, MICRO_BATCHES, torch.float64
+    expected = reference_steps(*plain, phases=PHASES).losses
+    both = [step[name] for step in losses for name in "dg"]
+    assert both == pytest.approx(expected, rel=1e-10)
 
 
 class ByItsMode(nn.Module):
