@@ -53,6 +53,14 @@ class Phase:
         """Whether the phase trains a parameter."""
         return any(f"{name}.".startswith(f"{path}.") for path in self.paths)
 
+    def trained(self, model: nn.Module) -> dict[int, str]:
+        """Return the `id` and a name of each parameter that it trains.
+
+        One that the model has at several places goes by any of their names.
+        """
+        named = model.named_parameters(remove_duplicate=False)
+        return {id(p): name for name, p in named if self.trains(name)}
+
     def is_due(self, step: int) -> bool:
         """Whether a step, counted from 0, has this phase."""
         return step % self.every == 0
@@ -111,8 +119,7 @@ def check_phases(phases: Sequence[Phase], model: nn.Module) -> None:
                     "parameters",
                     help=f"name a part of the model by its path; it has {there}",
                 )
-        own = {id(p): n for n, p in parameters.items() if phase.trains(n)}
-        for key, name in own.items():
+        for key, name in phase.trained(model).items():
             if key in trained:
                 raise GemscError(
                     f"phases {trained[key]} and {phase.name} both train '{name}'",

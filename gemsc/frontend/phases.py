@@ -39,13 +39,9 @@ class PhaseModel(nn.Module):
 def phase_model(model: nn.Module, phase: Phase) -> nn.Module:
     """Return the model of a phase, of which only that has gradients that it trains."""
     memo: dict[int, Any] = {id(buffer): buffer for buffer in model.buffers()}
-    trained = {
-        id(parameter)
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if parameter.requires_grad and phase.trains(name)
-    }
+    trained = phase.trained(model)
     for parameter in model.parameters():
-        trains = id(parameter) in trained
+        trains = parameter.requires_grad and id(parameter) in trained
         memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=trains)
 
     def forward(self: PhaseModel, *inputs: Any, **named: Any) -> Any:

@@ -194,8 +194,8 @@ def plain_updates(
 
     updates = []
     for phase in phases or [OnePhase("", whole, (), optimizer, scheduler)]:
-        named = model.named_parameters()
-        pairs = [(n, p) for n, p in named if not phases or phase.trains(n)]
+        named, own = model.named_parameters(), phase.trained(model)
+        pairs = [(n, p) for n, p in named if not phases or id(p) in own]
         if not phases and isinstance(loss, nn.Module):
             pairs += loss.named_parameters(prefix=LOSS)
         make = phase.optimizer or partial(torch.optim.SGD, lr=0.01)

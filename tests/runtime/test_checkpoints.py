@@ -504,9 +504,9 @@ def test_a_learning_rate_that_falls_on_a_plateau(tmp_path: Path) -> None:
         best.on_evaluation(trainer, {"loss": value})
     assert worker.variants.updates["d"].scheduler.get_last_lr() == [pytest.approx(0.1)]
     assert best.since == 2
-    best.on_evaluation(trainer, {"score": 1.0})  # the phases of a step have no loss
-    found = str(best.problem)
-    assert "ReduceLROnPlateau takes a figure: evaluations only have score" in found
+    trainer.phases = ("d", "g")
+    with pytest.raises(GemscError, match="ReduceLROnPlateau asks for a held-out loss"):
+        best.on_start(trainer)
 
 
 def test_what_a_hook_saves_in_the_last_step_of_an_epoch_owes_its_end(

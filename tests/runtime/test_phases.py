@@ -743,6 +743,26 @@ def test_what_no_phase_can_have_is_refused(tmp_path: Path) -> None:
         on_ranks(tmp_path, 2, freeze, phases=seldom, **own)
 
 
+class Shared(Gan):
+    """Its generator looks with the discriminator's eyes, which that alone trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.make[3] = nn.Conv2d(4, 8, 3, padding=1, bias=False)
+        self.make[3].weight = self.judge[2].weight
+        self.make[5] = nn.Conv2d(8, 2, 1)
+
+
+def test_a_shared_weight_is_trained_by_any_of_its_names(tmp_path: Path) -> None:
+    phases = PHASES[0], replace(PHASES[1], train=["make.0", "make.1", "make.5"])
+    given = {"phases": phases, "ranks": 2, "micro_batches": MICRO_BATCHES}
+    model, data = Shared(), batches(1)
+    compile(model, INPUTS, example_target=TARGET, **given).write(tmp_path)
+    _, state = trained(tmp_path, data, 2, phases)
+    change = state["make.3.weight"] - model.make[3].weight.detach()
+    assert float(change.abs().max()) == pytest.approx(0.01, rel=1e-3)  # of Adam
+
+
 class Freezing(Gan):
     """Freezes a layer and statistics in its own train()."""
 

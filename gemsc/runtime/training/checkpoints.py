@@ -28,8 +28,6 @@ from gemsc.runtime.training.epochs import Epochs
 from gemsc.runtime.training.step_report import StepReport
 from gemsc.runtime.training.trainer import Trainer
 
-PLATEAU = "ReduceLROnPlateau takes a figure"
-
 
 def plateaus(trainer: Trainer) -> list[ReduceLROnPlateau]:
     """Return the schedulers that evaluations step, of all phases on this rank."""
@@ -80,8 +78,11 @@ class Best(Callback):
 
     def on_start(self, trainer: Trainer) -> None:
         """Refuse to go on where patience has ended already, or what has no figure."""
-        if self.is_asked_for and self.name == "loss" and trainer.phases:
-            text = "--best and --patience ask for a held-out loss, and phases have none"
+        waiting = plateaus(trainer)
+        if self.name == "loss" and trainer.phases and (waiting or self.is_asked_for):
+            asks = "ReduceLROnPlateau asks"
+            asks = "--best and --patience ask" if self.is_asked_for else asks
+            text = f"{asks} for a held-out loss, and phases have none"
             raise GemscError(text, help="name a figure of metrics() with --best")
         if self.is_assumed and trainer.transport.rank == 0:
             say_note(
@@ -89,7 +90,7 @@ class Best(Callback):
                 f"--best {self.name}:max"
             )
         mode, other = ("max", "min") if self.is_larger_better else ("min", "max")
-        if any(each.mode != mode for each in plateaus(trainer)):
+        if any(each.mode != mode for each in waiting):
             better = "larger" if self.is_larger_better else "smaller"
             raise GemscError(
                 f"ReduceLROnPlateau has mode='{other}', and is shown {self.name}, "
@@ -108,10 +109,9 @@ class Best(Callback):
         self.is_new = False
         waiting = plateaus(trainer)
         if self.name not in figures:
-            if self.is_asked_for or waiting:
-                what = f"--best {self.name}" if self.is_asked_for else PLATEAU
+            if self.is_asked_for:
                 self.problem = GemscError(
-                    f"{what}: evaluations only have {', '.join(figures)}",
+                    f"--best {self.name}: evaluations only have {', '.join(figures)}",
                     help="give one of them to --best, or return it from metrics()",
                 )
             return
