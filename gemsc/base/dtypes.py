@@ -58,8 +58,12 @@ def is_real(dtype: torch.dtype) -> bool:
 
 
 def within(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
-    """Return what a dtype becomes where the model runs in `dtype`; None: as it is."""
-    if dtype is None or not is_real(own):
+    """Return what a dtype becomes where the model runs in `dtype`; None: as it is.
+
+    Half precision is its own in float32, too: a model may mix the two.
+    """
+    is_kept = dtype is torch.float32 and own in HALF
+    if dtype is None or is_kept or not is_real(own):
         return own
     return dtype.to_complex() if own.is_complex else dtype
 

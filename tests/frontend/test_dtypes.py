@@ -12,9 +12,12 @@ from program_support import Net, X, against_one_process, batch_of, mse, written
 from threads import run_on_threads
 from torch import Tensor, nn
 
+from gemsc.compiler import compile
+from gemsc.errors import GemscError
 from gemsc.frontend import FRONTENDS
 from gemsc.ir import meta
 from gemsc.messages.grid_message import TileValue
+from gemsc.runtime.training.train import load
 from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.local import run_local
 from gemsc.runtime.transport.streams import Streams
@@ -174,6 +177,41 @@ def test_a_model_in_float64_runs_in_float32(tmp_path: Path) -> None:
     expected = reference_steps(model, mse, batches, 2, torch.float32)
     found = compare(actual, expected)
     assert found.equal == found.total
+
+
+def halved(self: Any, x: Tensor) -> Tensor:
+    h = self.b(self.a(x.bfloat16())).to(x.dtype)
+    return self.d(torch.tanh(self.c(h)))
+
+
+def halved_by_weights(self: Any, x: Tensor) -> Tensor:
+    h = self.b(self.a(x.to(self.a.weight.dtype))).to(self.c.weight.dtype)
+    return self.d(torch.tanh(self.c(h)))
+
+
+@pytest.mark.parametrize("forward", [halved, halved_by_weights])
+def test_a_model_that_mixes_dtypes_is_compared_as_it_is(
+    forward: Callable[..., Tensor], tmp_path: Path
+) -> None:
+    model = Net(forward)
+    for name in "ab":  # behind the others: the model is in float32, but for these
+        model.add_module(name, model._modules.pop(name).bfloat16())
+    given = {"loss": mse, "example_target": X, "ranks": 2, "micro_batches": 2}
+    program = compile(model, (X,), **given)
+    assert program.plan.unchecked == ""
+    assert bool(program.plan.only_dtype) == (forward is halved)
+    program.write(tmp_path)
+    batches = [batch_of(((X,), X), 2)]
+    actual = run_on_threads(tmp_path, 2, batches, dtype=torch.float32)
+    found = compare(actual, reference_steps(model, mse, batches, 2, torch.float32))
+    assert found.equal == found.total
+
+
+def test_a_model_in_half_precision_is_not_loaded_in_float32(tmp_path: Path) -> None:
+    x = X.bfloat16()
+    written(tmp_path, Net(dtype_of_a_tensor).bfloat16(), (x,), target=x, ranks=2)
+    with pytest.raises(GemscError, match="compiled in bfloat16, which it keeps"):
+        load(tmp_path, dtype=torch.float32)
 
 
 def test_what_follows_a_cast_that_does_nothing_is_what_the_user_wrote() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from gemsc.base.dtypes import HALF
 from gemsc.base.elementwise import OptimizerFactory
 from gemsc.base.phase import Phase
 from gemsc.base.process import is_started_by_mpirun, is_started_by_torch
@@ -267,6 +268,11 @@ def load(
     """
     folder = Path(directory)
     plan = Plan.read(folder / "plan.toml")
+    if dtype is torch.float32 and getattr(torch, plan.dtype) in HALF:
+        raise GemscError(
+            f"{folder} was compiled in {plan.dtype}, which it keeps in float32",
+            help="leave out dtype=, or let model() return model.float() and compile",
+        )
     device = claim_device(
         device,
         deterministic=deterministic,
