@@ -35,7 +35,8 @@ from gemsc.runtime.data.shapes import ShapeClasses, all_numbers
 from gemsc.runtime.data.shared import SharedData
 from gemsc.runtime.data.stream_batches import StreamBatches, batches_of
 from gemsc.runtime.data.stream_reader import Mark
-from gemsc.runtime.training.epochs import Epochs, Position
+from gemsc.runtime.training.checkpoints import Position
+from gemsc.runtime.training.epochs import Epochs
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.runtime.transport.local import run_local
 from gemsc.runtime.transport.transport import Transport

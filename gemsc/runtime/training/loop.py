@@ -28,9 +28,14 @@ from gemsc.runtime.training.batch_checks import (
     warn_of_length,
 )
 from gemsc.runtime.training.callbacks import Callback, Console, Ema, Hooks
-from gemsc.runtime.training.checkpoints import Best, Checkpoints, plateaus
+from gemsc.runtime.training.checkpoints import (
+    Best,
+    Checkpoints,
+    Position,
+    plateaus,
+)
 from gemsc.runtime.training.datasets import Datasets
-from gemsc.runtime.training.epochs import Epochs, Position
+from gemsc.runtime.training.epochs import Epochs
 from gemsc.runtime.training.evaluation import Evaluator, naming_samples
 from gemsc.runtime.training.logs import Log
 from gemsc.runtime.training.run_folder import changed_options
