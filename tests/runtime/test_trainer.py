@@ -587,6 +587,7 @@ def test_a_scheduler_that_others_step_too_is_told(
     written(tmp_path, Net(simple), ranks=2, micro_batches=2)
 
     def work(trainer: Trainer) -> None:
+        trainer.add_callbacks([StepsOfScheduler()])  # each rank has its own
         for step in range(4):
             trainer.step(*batch_of((X, X), 2))
             if is_stepped:
@@ -597,7 +598,7 @@ def test_a_scheduler_that_others_step_too_is_told(
         trainer.step(*batch_of((X, X), 2))
 
     on_ranks(
-        tmp_path, 2, work, callbacks=[StepsOfScheduler()],
+        tmp_path, 2, work,
         scheduler=lambda made: torch.optim.lr_scheduler.StepLR(made, 2),
     )  # fmt: skip
     err = capsys.readouterr().err
