@@ -144,7 +144,9 @@ def sum_over_own_experts(program: Program) -> int:
     for node in list(program.graph.nodes):
         if getattr(node.target, "__name__", "") == "all_reduce":
             users: list[fx.Node] = list(node.users)
-            if any(user.target in (operator.add, "view", "view_as") for user in users):
+            if any(
+                user.target in (operator.add, "reshape", "view_as") for user in users
+            ):
                 node.replace_all_uses_with(node.args[1])
                 made += 1
     return made

@@ -137,12 +137,13 @@ def test_a_mistake_in_the_program_is_found(
 def test_smoothing_over_own_words_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch, loss = gpt(), words(2, 6, 12), partial(entropy, smoothing=0.1)
     compare(model, batch, loss, "whole", None)
-    right = vocabulary._Loss
+    right, where = vocabulary._Loss, vocabulary._own
 
     def own(words: Any, num_words: int, *rest: Any) -> Any:
         return right(words, words[1] - words[0], *rest)
 
     monkeypatch.setattr(vocabulary, "_Loss", own)
+    monkeypatch.setattr(vocabulary, "_own", lambda ids, words, _: where(ids, words, 12))
     with pytest.raises(AssertionError, match="loss"):
         compare(model, batch, loss, "whole", None)
 

@@ -482,8 +482,8 @@ MUTANTS = (
     Mutant(
         "the words of the other shard",
         "shards",
-        "self.words.weight, (0, 19))",
-        "self.words.weight, (18, 37))",
+        "self.words.weight, (0, 19), num_words",
+        "self.words.weight, (18, 37), num_words",
         0,
     ),
     Mutant(
