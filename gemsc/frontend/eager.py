@@ -38,21 +38,22 @@ def set_training(
 
     What a copy's own `train()` freezes is frozen in the model that it is a copy of.
     """
-    if not training:
-        try:
+    try:
+        if training:
+            enter_training(model)
+        else:
             model.train()  # drops what some models keep from an earlier evaluation
+        named = dict(copy_of.named_parameters()) if copy_of is not None else {}
+        for name, parameter in model.named_parameters():  # eval() may freeze all
+            if name in named and not parameter.requires_grad:
+                named[name].requires_grad_(False)
+        if not training:
             model.eval()
-        except GemscError as error:
-            if "assigns to .data" in error.message:
-                error.message = error.message.replace("forward", "train() or eval()")
-                error.help = KEEP_WEIGHTS
-            raise
-    else:
-        enter_training(model)
-    named = dict(copy_of.named_parameters()) if copy_of is not None else {}
-    for name, parameter in model.named_parameters():
-        if name in named and not parameter.requires_grad:
-            named[name].requires_grad_(False)
+    except GemscError as error:
+        if "assigns to .data" in error.message and not training:
+            error.message = error.message.replace("forward", "train() or eval()")
+            error.help = KEEP_WEIGHTS
+        raise
     if isinstance(loss, nn.Module):
         if not training:
             loss.eval()

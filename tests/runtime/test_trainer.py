@@ -275,6 +275,20 @@ def test_weights_that_train_freezes_are_frozen(frontend: str, tmp_path: Path) ->
     assert not any(weight.requires_grad for weight in model[0].parameters())
 
 
+@pytest.mark.parametrize("frontend", ["record", "export"])
+def test_weights_that_eval_alone_freezes_are_trained(
+    frontend: str, tmp_path: Path
+) -> None:
+    class ByMode(nn.Sequential):
+        def train(self, mode: bool = True) -> ByMode:
+            self[0].requires_grad_(mode)
+            return super().train(mode)
+
+    model = ByMode(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    assert is_exact(against_one_process(tmp_path, model, steps=2, frontend=frontend))
+    assert all(weight.requires_grad for weight in model[0].parameters())
+
+
 @pytest.mark.slow
 def test_layers_that_the_model_keeps_in_eval_mode_stay_in_it(tmp_path: Path) -> None:
     """From the first step on, and after an evaluation."""
