@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -245,6 +246,10 @@ class Plan:
             f"{self.model}: {ranks}{copies}, stages of {stages} blocks, "
             f"{self.schedule}, {show_micro_batches(self.micro_batches)}{shapes}"
         )
+
+    def command_for(self, directory: Path) -> str:
+        """Return what compiles the model again, into a folder."""
+        return f"{self.command} -o {shlex.quote(str(directory))}"
 
     def by_rank(self, values: Sequence[T]) -> list[T]:
         """Return what is known of each group for each rank of one copy."""

@@ -150,8 +150,8 @@ def _prove(directory: Path, plan: Plan) -> None:
             return
         raise GemscError(
             f"{directory} cannot run as its rank files are: {wrong}",
-            help=f"undo the changes in them, or compile again: {plan.command} -o "
-            f"{directory}",
+            help="undo the changes in them, or compile again: "
+            f"{plan.command_for(directory)}",
         ) from None
 
 

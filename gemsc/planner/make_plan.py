@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -71,7 +72,7 @@ def make_plan(
     return Plan(
         gemsc=version("gemsc"),
         torch=torch.__version__,
-        command=f"gemsc compile {shown} {options.command_line()}",
+        command=f"gemsc compile {shlex.quote(shown)} {options.command_line()}",
         model=program.name,
         spec=str(source.resolve()) if source else "",
         graph=fingerprint(dump(program)),

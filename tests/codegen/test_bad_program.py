@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import runpy
+import shlex
 import sys
 from pathlib import Path
 
@@ -69,6 +70,20 @@ def test_an_edited_model_makes_its_program_stale(gemsc: Gemsc, program: Path) ->
             "error: program was compiled from other code: model.py: Net changed\n"
             "help: compile again: gemsc compile model.py --ranks 2 -o program\n"
         )
+
+
+def test_what_compiles_again_can_be_typed_as_it_is_shown(
+    gemsc: Gemsc, tmp_path: Path
+) -> None:
+    model, folder = tmp_path / "my models" / "model.py", "my programs/a"
+    model.parent.mkdir()
+    model.write_text(MODEL)
+    assert gemsc("compile", "my models/model.py", "-o", folder).code == 0
+    edit(model, "nn.Dropout(0.1)", "nn.Dropout(0.2)")
+    advice = gemsc("run", folder).err.rpartition("help: compile again: ")[2]
+    name, *words = shlex.split(advice)
+    assert (name, words[-1]) == ("gemsc", folder)
+    assert gemsc(*words).code == 0
 
 
 @pytest.mark.slow

@@ -91,7 +91,7 @@ def check_program(directory: Path, num_ranks: int) -> Plan:
             f"{num_ranks}",
             help=ways,
         )
-    again = f"compile again: {plan.command} -o {directory}"
+    again = f"compile again: {plan.command_for(directory)}"
     if not plan.spec:
         again = f"run your script again that compiles {plan.model} into {directory}"
     changes = changed_definitions(plan.sources, whole=bool(plan.spec))
@@ -120,7 +120,7 @@ def tell_of_settings(directory: Path, plan: Plan) -> None:
             f"{file} has changed since {directory} was compiled, whose model has the "
             "settings of then",
             help="compile again, unless only the data, the optimizer or hooks use what "
-            f"has changed: {plan.command} -o {directory}",
+            f"has changed: {plan.command_for(directory)}",
         )
 
 
