@@ -261,6 +261,19 @@ def all_named(
     yield from module.named_buffers(prefix, remove_duplicate=False)
 
 
+def saved_named(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return parameters and persistent buffers, as `state_dict` names them by itself.
+
+    A module may give its `state_dict` others, by hooks or methods of its own.
+    """
+    return {
+        f"{path}.{name}".lstrip("."): tensor
+        for path, owner in module.named_modules(remove_duplicate=False)
+        for name, tensor in (*owner._parameters.items(), *owner._buffers.items())
+        if tensor is not None and name not in owner._non_persistent_buffers_set
+    }
+
+
 def storages_of(module: nn.Module) -> dict[int, str]:
     """Return the name of each storage of a module's parameters and buffers."""
     named = (*module.named_parameters(), *module.named_buffers())

@@ -16,6 +16,7 @@ import typer
 from torch import Tensor, nn
 
 from gemsc.base.files import DISTRIBUTED
+from gemsc.base.nests import saved_named
 from gemsc.base.units import parse_bytes
 from gemsc.cli.terminal import tell
 from gemsc.errors import GemscError, UsageError
@@ -116,7 +117,7 @@ def _write_loss(run: Path, output: Path | None, trained: Trained) -> list[str]:
     keys = {name: f"{LOSS}{name}" for name in names}
     if plan.spec:
         made = load_user_model(plan.spec, constants=plan.constants).make_loss()
-        state = made.state_dict(keep_vars=True)
+        state = saved_named(made)
         held = {id(state[name]): keys[name] for name in names if name in state}
         keys = {name: held.get(id(tensor), "") for name, tensor in state.items()}
     if absent := next((name for name, key in keys.items() if not key), None):
@@ -338,7 +339,7 @@ def load_trained(program: Path, trained: Trained) -> tuple[UserModel, nn.Module]
         )
     user = load_user_model(plan.spec, constants=plan.constants)
     model = user.make_unfilled()
-    state = model.state_dict(keep_vars=True)
+    state = saved_named(model)
     own = {id(tensor): name for name, tensor in stage_tensors(model).items()}
     missing: dict[str, Tensor] = {}
     taken = {id(state[name]) for name in trained.table if name in state}

@@ -44,7 +44,13 @@ from gemsc.frontend.fake_copy import fake_input, reject_unsupported
 from gemsc.frontend.opaque import DATA_ERRORS
 from gemsc.frontend.runs import mark_dtypes, reject_rounded
 from gemsc.frontend.user_code import failing_line, printed_line
-from gemsc.frontend.values import Returned, input_names, output_notes, returned
+from gemsc.frontend.values import (
+    Returned,
+    input_names,
+    output_notes,
+    returned,
+    state_notes_of,
+)
 from gemsc.frontend.writer import make_root
 from gemsc.ir import meta
 from gemsc.ir.fake import fake_copy
@@ -107,7 +113,7 @@ def _traced(model: nn.Module, loss: Any, wrapper: _Wrapper) -> Program:
         module=root,
         inputs=tuple(writer.inputs),
         structure=wrapper.returned.structure,
-        notes=output_notes(wrapper.returned),
+        notes=(*output_notes(wrapper.returned), *state_notes_of(model)),
         sources=tuple(sorted({line.file for line in lines if line is not None})),
         aliases=aliases,
     )

@@ -54,6 +54,7 @@ from gemsc.frontend.values import (
     loss_fails_on,
     output_notes,
     returned,
+    state_notes_of,
 )
 from gemsc.frontend.writer import GraphWriter, make_root
 from gemsc.ir.holder import LOSS, put_layer
@@ -392,6 +393,7 @@ def _program(request: _Request, trace: _Trace, name: str) -> Program:
         structure=trace.returned.structure,
         notes=(
             *output_notes(trace.returned),
+            *state_notes_of(request.model),
             *checkpoint_notes(trace.checkpoints, request.model),
             *_compile_notes(request.model),
         ),

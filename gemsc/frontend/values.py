@@ -23,10 +23,13 @@ from gemsc.base.nests import (
     call_model,
     map_tensors,
     named_tuple,
+    saved_named,
+    storage_of,
     tensor_leaves,
 )
 from gemsc.base.plain_forward import plain_forward
 from gemsc.base.rng import may_draw, preserve_rng
+from gemsc.base.units import show_some
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.frontend.fake_copy import copy_on_fakes
 from gemsc.ir.meta import facts, spec
@@ -172,6 +175,27 @@ def output_notes(output: Returned) -> tuple[str, ...]:
         "None in its place"
         for what in output.left_out
     )
+
+
+def state_notes_of(model: nn.Module) -> tuple[str, ...]:
+    """Say that files of weights are not what the model's own `state_dict` gives."""
+    state, saved = model.state_dict(keep_vars=True), saved_named(model)
+    other = [n for n, t in state.items() if n not in saved or not _is_same(t, saved[n])]
+    other += [name for name in saved if name not in state]
+    if not other:
+        return ()
+    return (
+        f"state_dict() of the model gives {show_some(other, 1)}, by a hook, "
+        "get_extra_state() or a method of its own. Files of weights, also those that a "
+        "program starts from, have its parameters and buffers as they are: "
+        "gemsc.load_weights(model, file) loads them",
+    )
+
+
+def _is_same(value: object, own: torch.Tensor) -> bool:
+    if not isinstance(value, torch.Tensor) or value.shape != own.shape:
+        return False
+    return value.stride() == own.stride() and storage_of(value) == storage_of(own)
 
 
 def _children(value: Any) -> list[Any]:

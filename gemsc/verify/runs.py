@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from gemsc.base.boxes import Box
 from gemsc.base.dtypes import as_real, default_dtype
+from gemsc.base.nests import saved_named
 from gemsc.base.plain_forward import plain_forward
 from gemsc.errors import GemscError, say_note
 from gemsc.launch.start import start
@@ -355,7 +356,7 @@ class RunResult:
         """Return that of the plain loop, for what the ranks have noted."""
         pairs = zip(plain.evaluations, record.figures, strict=True)
         means = [_means(parts, figures) for parts, figures in pairs]
-        return cls(plain.losses, means, plain.model.state_dict())
+        return cls(plain.losses, means, saved_named(plain.model))
 
 
 def _means(

@@ -19,7 +19,7 @@ from pathlib import Path
 from torch import nn
 
 from gemsc.base.files import ELSEWHERE, write_text
-from gemsc.base.nests import all_named, reject_lazy
+from gemsc.base.nests import all_named, reject_lazy, saved_named
 from gemsc.errors import GemscError
 from gemsc.weights.source import Wanted
 from gemsc.weights.write import DTYPES, Entry, stored_name
@@ -131,7 +131,7 @@ def _wanted(found: Mapping[str, object]) -> Wanted:
 
 def wanted_of(model: nn.Module) -> Iterator[Wanted]:
     """Yield what a model's state_dict has, and buffers that are not in it."""
-    state = model.state_dict(keep_vars=True)
+    state = saved_named(model)
     names: dict[int, list[str]] = {}
     for name, tensor in all_named(model):
         names.setdefault(id(tensor), []).append(name)

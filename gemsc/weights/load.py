@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gemsc.base.dtypes import is_laid_out, lying_as, lying_of, to_format
+from gemsc.base.nests import saved_named
 from gemsc.errors import GemscError
 from gemsc.weights.elsewhere import wanted_of
 from gemsc.weights.keras_model import KerasModel, is_keras
@@ -81,7 +82,7 @@ def model_state(stage: nn.Module) -> dict[str, Tensor]:
     """Return what the user's model has: no tensors of the loss, no constants."""
     return {
         name: tensor.detach()
-        for name, tensor in stage.state_dict().items()
+        for name, tensor in saved_named(stage).items()
         if not name.startswith(NOT_OF_THE_MODEL)
     }
 

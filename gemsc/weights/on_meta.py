@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from gemsc.base.dtypes import same_bits
+from gemsc.base.nests import saved_named
 from gemsc.errors import GemscError
 from gemsc.weights.load import blank, put, stage_tensors, swap
 
@@ -55,7 +56,7 @@ def check_buffers(model: nn.Module) -> None:
     Raises:
         GemscError: a buffer that is not persistent is, or another tensor.
     """
-    persistent = model.state_dict(keep_vars=True)
+    persistent = saved_named(model)
     for name, is_buffer in _without_values(model):
         if name in persistent:
             continue

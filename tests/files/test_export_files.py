@@ -24,13 +24,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from gemsc import Ema
-from gemsc.cli.export import program_of
+from gemsc.cli.export import load_trained, program_of, trained_model
 from gemsc.errors import GemscError
 from gemsc.importers.back import write_back
 from gemsc.importers.folder import import_file
 from gemsc.importers.network import ImportOptions
 from gemsc.importers.weight import Weight, same, to_numpy, to_torch
 from gemsc.runtime.training.trainer import Trainer
+from gemsc.user_model import UserModel, load_user_model
+from gemsc.weights.load import load_weights
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.usefixtures("take_npz")
@@ -171,6 +173,78 @@ def test_a_program_that_was_moved_is_missed_at_its_place(tmp_path: Path) -> None
         program_of(tmp_path)
     help = f"move it back to {tmp_path / 'x'}, or compile it there again"
     assert error.value.help == help
+
+
+OWN_STATE = """\
+import torch
+from torch import nn
+
+
+class Scaled(nn.Linear):
+    def get_extra_state(self):
+        return {"scale": 2}
+
+    def set_extra_state(self, state):
+        pass
+
+    def _save_to_state_dict(self, state, prefix, keep_vars):
+        super()._save_to_state_dict(state, prefix, keep_vars)
+        state[prefix + "weight"] = state[prefix + "weight"].T
+
+    def forward(self, x):  # stays whole
+        return super().forward(x) * (2 if self.weight.sum().item() > -99 else 1)
+
+
+def model():
+    return nn.Sequential(nn.Linear(4, 4), Scaled(4, 4), nn.Linear(4, 2))
+
+
+def example_inputs():
+    return (torch.randn(2, 4),)
+
+
+def example_target():
+    return torch.randn(2, 2)
+
+
+loss = nn.MSELoss()
+"""
+
+
+def test_what_state_dict_makes_of_weights_is_told_and_they_are_written_as_they_are(
+    gemsc: Gemsc, tmp_path: Path
+) -> None:
+    place, build = tmp_path / "own_state.py", tmp_path / "build"
+    place.write_text(OWN_STATE)
+    said = gemsc("compile", place, "--ranks", "2", "--micro-batches", "2", "-o", build)
+    assert said.code == 0, said.err
+    told = "state_dict() of the model gives 1.weight and 1 more, by a hook, get_extra"
+    assert told in " ".join(said.out.split())
+
+    def work(trainer: Trainer) -> None:
+        trainer.step(torch.ones(4, 4), torch.ones(4, 2))
+        trainer.save(tmp_path / "run")
+        trainer.resume(tmp_path / "run")
+
+    on_ranks(build, 2, work, optimizer=sgd)
+    trained = weights_in(tmp_path / "run")
+    assert trained.keys() == {f"{n}.{w}" for n in range(3) for w in ("weight", "bias")}
+    model = load_user_model(str(place)).make_unfilled()
+    assert not load_weights(model, tmp_path / "run" / "model.safetensors")
+    own = dict(model.named_parameters())
+    assert all(torch.equal(own[name], trained[name]) for name in own)
+    assert gemsc("import", build, tmp_path / "run" / "model.safetensors").code == 0
+    first = tmp_path / "first.safetensors"
+    assert gemsc("export", build, "-o", first).code == 0
+    again = load_file(first)
+    assert all(torch.equal(again[name], trained[name]) for name in trained)
+    _, loaded = load_trained_of(build, tmp_path / "run")
+    assert all(torch.equal(p, trained[n]) for n, p in loaded.named_parameters())
+
+
+def load_trained_of(program: Path, run: Path) -> tuple[UserModel, torch.nn.Module]:
+    with trained_model(run, averages=False) as trained:
+        return load_trained(program, trained)
 
 
 def test_averages_are_exported_too(program: Path, gemsc: Gemsc, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gemsc.base.boxes import Interval
-from gemsc.base.nests import all_named
+from gemsc.base.nests import all_named, saved_named
 from gemsc.base.parts import Part
 from gemsc.errors import GemscError, choose
 from gemsc.plan import Plan
@@ -75,7 +75,7 @@ def tensors_of_program(
             own: dict[int, str] = {}
             for name, tensor in all_named(stage):
                 names[own.setdefault(id(tensor), name)].append(name)
-            persistent |= stage.state_dict().keys()
+            persistent |= saved_named(stage).keys()
     return [
         Wanted(tuple(dict.fromkeys([name, *names[name]])), entry, name in persistent)
         for name, entry in table.items()
