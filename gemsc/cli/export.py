@@ -390,7 +390,12 @@ def _initial(program: Path) -> Trained:
         if stage is not None:
             table |= dict.fromkeys(names, tables[stage][own])
             sources |= dict.fromkeys(names, (stage, own))
+    loss = dict[str, Entry]()
+    for n, found in enumerate(tables):
+        own_loss = {name: found[name] for name in found if name.startswith(LOSS)}
+        loss |= own_loss
+        sources |= {name: (n, name) for name in own_loss}
     what = f"the model that {program} starts from"
     return Trained(
-        0, table, {}, lambda name: first.read(*sources[name]), lambda: None, what
+        0, table, loss, lambda name: first.read(*sources[name]), lambda: None, what
     )

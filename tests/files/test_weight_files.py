@@ -506,6 +506,11 @@ def test_what_the_loss_has_learned_is_exported(here: Path, gemsc: Gemsc) -> None
     def adam(pairs: Any) -> torch.optim.Optimizer:
         return torch.optim.Adam(pairs, lr=0.1)
 
+    words = "export", str(program), "-o", "x.safetensors", "--loss", "first.safetensors"
+    done = gemsc(*words)  # before it has run
+    assert done.code == 0, done.err
+    assert load_file("first.safetensors").keys() == {"scale", "also", "count"}
+
     found: dict[str, Tensor] = {}
     for of_rank in on_ranks(program, 2, work, optimizer=adam):
         found |= of_rank

@@ -260,6 +260,7 @@ def test_a_metric_that_stands_alone_has_the_name_of_its_class() -> None:
     assert evaluate_one(Spread) == ["Spread"]
     assert evaluate_one(Worst()) == ["Worst_0", "Worst_1"]
     assert evaluate_one(Spreads) == ["spread"]
+    assert evaluate_one({"a": Spread, "b": Worst()}) == ["a", "b_0", "b_1"]
 
 
 def evaluate_one(given: Any) -> list[str]:
