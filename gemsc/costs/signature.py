@@ -82,8 +82,8 @@ def _what(node: fx.Node, module: nn.Module) -> Any:
         return meta.spec(node)
     if node.op in ("call_module", "get_attr"):
         used = attribute(module, str(node.target))
-        if isinstance(used, nn.Module):
-            return {"type": type(used), **vars(used)}
+        is_layer = isinstance(used, nn.Module)
+        return {"type": type(used), **vars(used)} if is_layer else used
     return node.target
 
 

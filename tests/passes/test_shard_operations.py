@@ -232,6 +232,27 @@ def test_uneven_parts_weigh_in_a_mean_what_they_have() -> None:
         assert f"y.mean(-1, keepdim=True) * {number / 15}" in texts[f"rank{rank}.py"]
 
 
+class Generated(nn.Module):
+    """A layer whose weights are made of five numbers, of which a rank has 3 or 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seed, self.make = nn.Parameter(torch.randn(5)), nn.Linear(5, 72)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.make(self.seed * 2)
+        return F.linear(x, weights[:64].view(8, 8), weights[64:])
+
+
+def test_a_function_of_weights_has_the_sizes_of_the_rank_s_own_part() -> None:
+    given: dict[str, Any] = {"ranks": 2, "shards": (2,), "micro_batches": 1}
+    loss: Any = lambda y: y.square().mean()  # noqa: E731
+    program = compile(Generated(), (torch.randn(4, 8),), loss=loss, **given)
+    assert program.plan.unchecked == ""  # one step was compared with the model
+    parts = [tile.program.parts for tile in program.compilation.tiles]
+    assert [own["seed"].local_shape for own in parts] == [(3,), (2,)]
+
+
 class Chooses(nn.Module):
     """Four heads, each of which is cut off from the others, and its words are not."""
 
