@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from itertools import chain
 from types import FrameType
 from typing import Any
 from unittest.mock import patch
@@ -36,6 +37,7 @@ from gemsc.frontend.opaque import (
 from gemsc.frontend.targets import TargetCall, describe_call, is_ignored
 from gemsc.frontend.user_code import UserLine, guarded, user_line
 from gemsc.frontend.writer import GraphWriter
+from gemsc.ir import meta
 from gemsc.ir.fake import without_count
 from gemsc.ir.layers import HOOKS
 from gemsc.ir.mutation import call_mutates
@@ -273,14 +275,19 @@ class Tracer(TorchFunctionMode):
             self._note_checkpoint()
             return checkpointed()
         call = ("call_function", apply, args, kwargs)
-        given = [(x, x._version) for _, x in tensor_leaves((args, kwargs))]
+        leaves = [[t for _, t in tensor_leaves(each)] for each in args]
+        given = [[(tensor, tensor._version) for tensor in each] for each in leaves]
         with self._at_user_line() as line:
-            result = self._record(call, apply, args, kwargs)
+            result = self._record(call, apply, args, kwargs, may_write=True)
         returned = {id(tensor) for _, tensor in tensor_leaves(result)}
         at = line.location if line else None
-        for tensor, version in given:
-            if tensor._version != version and id(tensor) not in returned:
+        changed = [[t for t, v in each if t._version != v] for each in given]
+        for tensor in chain.from_iterable(changed):
+            if id(tensor) not in returned:
                 self._overwritten.append((tensor, apply.__self__.__name__, at))
+        if returned and any(changed):
+            places = tuple(place for place, each in enumerate(changed) if each)
+            meta.writes.set(next(iter(reversed(self.writer.graph.nodes))), places)
         return result
 
     def note_context(self, context: Any) -> None:
@@ -333,13 +340,21 @@ class Tracer(TorchFunctionMode):
             elif any(True for _ in tensor_leaves(result)):
                 self.writer.call(("call_function", func, args, kwargs), result)
 
-    def _record(self, call: TargetCall, func: Any, args: _Args, kwargs: _Kwargs) -> Any:
+    def _record(
+        self,
+        call: TargetCall,
+        func: Any,
+        args: _Args,
+        kwargs: _Kwargs,
+        *,
+        may_write: bool = False,
+    ) -> Any:
         op, target, _, given = call
         changes = call_mutates(op, target, given)  # or a layer does, which is alike
         with self.pause():
             old = [
                 (self.writer.node_of(tensor), tensor, snapshot(tensor))
-                for _, tensor in (tensor_leaves(args[:2]) if changes else ())
+                for _, tensor in (tensor_leaves(args) if changes or may_write else ())
             ]
             outer, self._read = self._read, {}
             result = func(*args, **kwargs)

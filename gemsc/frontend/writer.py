@@ -26,7 +26,7 @@ from gemsc.ir import meta
 from gemsc.ir.holder import CONSTANTS, LOSS, hold, with_graph
 from gemsc.ir.layers import NORM_STATISTICS
 from gemsc.ir.meta import Region
-from gemsc.ir.mutation import call_mutates
+from gemsc.ir.mutation import written_operands
 
 _LITERALS = (*PLAIN, torch.layout, torch.memory_format, type(...), range, type)
 
@@ -302,8 +302,8 @@ def fixed_nodes(graph: fx.Graph, training: bool) -> set[fx.Node]:
         same = all(i in fixed and _memory(i) not in changed for i in inputs)
         if node in fixed or (same and not _varies(node, training)):
             fixed.add(node)
-        elif inputs and call_mutates(node.op, node.target, node.kwargs):
-            changed.add(_memory(inputs[0]))
+        else:
+            changed |= {_memory(source) for source in written_operands(node)}
     return {node for node in fixed if _memory(node) not in changed}
 
 
@@ -324,9 +324,9 @@ def _unchanged_buffers(graph: fx.Graph) -> set[fx.Node]:
 def overwritten(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     """Return the parameters and buffers that are written to, each with what does it."""
     writes = {
-        _memory(node.all_input_nodes[0]): node
+        _memory(source): node
         for node in graph.nodes
-        if node.all_input_nodes and call_mutates(node.op, node.target, node.kwargs)
+        for source in written_operands(node)
     }
     held = graph.find_nodes(op="get_attr")
     return {node: writes[_memory(node)] for node in held if _memory(node) in writes}

@@ -168,14 +168,15 @@ def inner_flow(stage: StageFlow, nodes: tuple[fx.Node, ...]) -> StageFlow:
 def made_once(stage: StageFlow) -> tuple[fx.Node, ...]:
     """Return the nodes of a stage that compute the same for each micro-batch.
 
-    Those are marked; what they take is among them, or parameters and buffers.
+    Those are marked; what they take is among them, or parameters and buffers. Where no
+    other node takes what they give, there is nothing to keep.
     """
     found: dict[fx.Node, None] = {}
     for node in stage.nodes:
         inputs = (n for n in node.all_input_nodes if n.op != "get_attr")
         if meta.is_made_once(node) and all(n in found for n in inputs):
             found[node] = None
-    return tuple(found)
+    return tuple(found) if inner_flow(stage, tuple(found)).gives else ()
 
 
 def segments_of(

@@ -188,6 +188,8 @@ layout = NodeEntry[Layout | None]("layout", None)
 # how all of a value lies in memory, where the node has the part of a tile: one row of
 # it may seem to lie otherwise, and what is sent must lie the same on both ends
 whole_format = NodeEntry[Format | None]("whole_format", None)
+# which of its arguments a custom autograd function was seen to change in place
+writes = NodeEntry[tuple[int, ...]]("writes", ())
 # the grid whose tiles' gradients a node's backward needs, None for none
 whole_gradients = NodeEntry[TileGrid | None]("whole_gradients", None)
 

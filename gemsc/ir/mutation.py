@@ -62,6 +62,13 @@ def mutated_inputs(node: fx.Node, module: torch.nn.Module) -> tuple[fx.Node, ...
         return _written(node, node.target)
     if node.kwargs.get("out") is not None:
         return _nodes(node.kwargs["out"])
+    return written_operands(node)
+
+
+def written_operands(node: fx.Node) -> tuple[fx.Node, ...]:
+    """Return what a call changes in place, as far as is known without its module."""
+    if places := meta.writes(node):
+        return _nodes(tuple(node.args[place] for place in places))
     changed = call_mutates(node.op, node.target, node.kwargs)
     return _nodes(_first(node)) if changed else ()
 

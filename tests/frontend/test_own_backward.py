@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from opaque_support import worst
-from program_support import mse
+from program_support import Net as Layers
+from program_support import X, against_one_process, mse, written
 from tile_support import Step, assert_same, eager, on_tiles, uneven_loss
 from torch import Tensor, nn
 
+from gemsc.errors import GemscError
 from gemsc.verify.compare import TOLERANCE
 
 pytestmark = pytest.mark.usefixtures("in_double")
@@ -168,3 +170,117 @@ def test_a_program_clips_the_true_gradient(
     assert worst(tmp_path, model(), x, y, mse, **options) <= EXACT
     text = (tmp_path / "rank0.py").read_text()
     assert "tiles.with_whole_gradients(" in text
+
+
+class InPlace(torch.autograd.Function):
+    """Writes to its input, and says so."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0].clamp(-0.02, 0.02) * 2
+
+
+class WithProduct(torch.autograd.Function):
+    """Returns what it has written to, and something else."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.mark_dirty(x)
+        x.mul_(2)
+        return x, x * 3
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return (gradients[0] + 3 * gradients[1]).clamp(-0.02, 0.02) * 2
+
+
+class Written(nn.Module):
+    """Convolutions around a function that writes to its input, or to a view of it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(2, 4, 3, padding=1)
+        self.second = nn.Conv2d(4, 2, 3, padding=1)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x) + 0.5  # as hooks of `check` are on layers
+        if self.how == "all":
+            x = InPlace.apply(x)
+        elif self.how == "two":
+            x, more = WithProduct.apply(x)
+            x = x + more.tanh()
+        elif self.how == "twice":
+            x = InPlace.apply(InPlace.apply(x)).relu_()
+        elif self.how == "then part":
+            x = InPlace.apply(x)
+            x[:, 0] = 0
+        else:
+            part = InPlace.apply(x[:, 1:])
+            x = x + part.mean()
+        return self.second(x)
+
+
+@pytest.mark.parametrize("how", ["all", "two", "twice", "then part"])
+def test_a_function_on_tiles_writes_to_its_input(how: str) -> None:
+    check(Written(how), (2, 1))
+
+
+def test_a_view_that_a_function_writes_to_is_refused_on_tiles_if_used_later() -> None:
+    with pytest.raises(GemscError, match="'x_1', used later, has the same") as caught:
+        check(Written("view"), (2, 1))
+    assert caught.value.at is not None
+    assert "test_own_backward.py" in str(caught.value.at)
+
+
+def behind_a_message(self: Any, x: Tensor) -> Tensor:
+    x = self.a(x)
+    both = x * 2
+    return self.c(self.b(InPlace.apply(x)).tanh() + both)
+
+
+def part_of_a_message(self: Any, x: Tensor) -> Tensor:
+    x = self.b(self.a(x))
+    part = InPlace.apply(x[:, 2:])
+    return self.c(x) + part.mean()
+
+
+@pytest.mark.parametrize("forward", [behind_a_message, part_of_a_message])
+@pytest.mark.parametrize("recompute", ["off", "all"])
+def test_stages_and_what_is_recomputed_are_not_written_to(
+    forward: Any, recompute: str, tmp_path: Path
+) -> None:
+    found = against_one_process(tmp_path, Layers(forward), recompute=recompute)
+    assert found.worst < EXACT
+
+
+class Counting(torch.autograd.Function):
+    """Follows the data in a buffer, as a norm does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mean: Tensor) -> Tensor:
+        mean.mul_(0.9).add_(0.1 * x.mean(0))
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] * 2, None
+
+
+def counting(self: Any, x: Tensor) -> Tensor:
+    return self.b(Counting.apply(self.a(x), self.mean))
+
+
+def test_a_buffer_that_a_function_writes_to_is_refused_with_replicas(
+    tmp_path: Path,
+) -> None:
+    net = Layers(counting)
+    net.register_buffer("mean", torch.zeros(4))
+    with pytest.raises(GemscError, match="forward changes 'mean', and each of 2"):
+        written(tmp_path, net, ranks=2, data=2)
+    assert against_one_process(tmp_path, net, (X,)).worst < EXACT

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gemsc.base.grid_shape import GridShape
+from gemsc.base.phase import Phase
 from gemsc.compiler import CompiledProgram, compile, trace
 from gemsc.costs.hardware import LinkSpeed
 from gemsc.ir import meta
@@ -345,3 +346,24 @@ def test_a_compiled_forward_makes_it_inside_of_its_graph() -> None:
     assert forward().tolist() == [2.0, 2.0]
     stage.table.zero_()  # type: ignore[operator]
     assert forward().tolist() == [1.0, 1.0]
+
+
+class Turned(nn.Module):
+    """Adds a constant, which comes before any weight, to a product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.layer(x).mean(0, keepdim=True) + torch.eye(4))
+
+
+def turned_loss(model: Any, x: Tensor, target: Tensor) -> Tensor:
+    return mse(model.b(model.a(x)), target)
+
+
+def test_a_stage_that_makes_it_for_others_alone_leaves_it_out() -> None:
+    net = Net(lambda self, x: self.a(x), b=nn.Sequential(nn.Linear(4, 4), Turned()))
+    phase = Phase("p", loss=turned_loss, train="b", optimizer=torch.optim.SGD)
+    compile(net, (X,), example_target=X, phases=[phase], ranks=2, micro_batches=2)

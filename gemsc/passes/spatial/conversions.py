@@ -26,6 +26,7 @@ from gemsc.base.parts import Part
 from gemsc.ir import meta
 from gemsc.ir.halos import Halos, Need
 from gemsc.ir.layout import Layout
+from gemsc.passes.checks.shared_memory import check_written_views
 from gemsc.passes.spatial.classify import Probe
 from gemsc.passes.spatial.cuts import Axes, fits, or_whole
 from gemsc.passes.spatial.inputs import Placeholders
@@ -272,6 +273,8 @@ class Conversions(Pieces):
         kwargs = fx.node.map_arg(node.kwargs, choose)
         local = self.create(node, node.op, target, args, kwargs, axes)
         whole = is_whole and self.has_own_backward(node)
+        if whole:
+            check_written_views(node, self.program)
         meta.whole_gradients.set(local.node, self.here if whole else None)
         return local
 

@@ -52,7 +52,7 @@ class _Passed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, grid: TileGrid) -> Tensor:
         ctx.grid = grid
-        return value.view_as(value)
+        return value.detach()  # as no view of it, the user's code may write to it
 
 
 class _Once(_Passed):
