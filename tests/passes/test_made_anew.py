@@ -349,7 +349,7 @@ def test_a_compiled_forward_makes_it_inside_of_its_graph() -> None:
 
 
 class Turned(nn.Module):
-    """Adds a constant, which comes before any weight, to a product."""
+    """Adds a constant to a product."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -360,10 +360,11 @@ class Turned(nn.Module):
 
 
 def turned_loss(model: Any, x: Tensor, target: Tensor) -> Tensor:
-    return mse(model.b(model.a(x)), target)
+    return model.critic(target).square().mean()
 
 
 def test_a_stage_that_makes_it_for_others_alone_leaves_it_out() -> None:
-    net = Net(lambda self, x: self.a(x), b=nn.Sequential(nn.Linear(4, 4), Turned()))
-    phase = Phase("p", loss=turned_loss, train="b", optimizer=torch.optim.SGD)
+    critic = nn.Sequential(nn.Linear(4, 4), Turned(), nn.Linear(4, 4))
+    net = Net(lambda self, x: self.b(torch.tanh(self.a(x))), critic=critic)
+    phase = Phase("p", loss=turned_loss, train="critic", optimizer=torch.optim.SGD)
     compile(net, (X,), example_target=X, phases=[phase], ranks=2, micro_batches=2)
