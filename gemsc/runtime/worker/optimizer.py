@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import wraps
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.optim import optimizer as of_torch
 from gemsc.base.elementwise import OptimizerFactory, Size, others_by_size
 from gemsc.errors import GemscError, user_place
 from gemsc.runtime.transport.transport import Transport
+from gemsc.runtime.worker.rates import ALL_GROUPS, Kinds, SchedulerFactory
 
 NO_PARAMETERS = "empty parameter list"  # what torch.optim says
 
@@ -25,10 +26,11 @@ def optimizer_of(
     make: OptimizerFactory,
     transport: Transport,
     whole: Mapping[str, Size],
-) -> Optimizer | None:
-    """Return the optimizer of this rank; None if it takes other ranks' parameters only.
+) -> tuple[Optimizer | None, Kinds]:
+    """Return the optimizer of this rank, and what those of all ranks get.
 
-    `whole` are the shapes of the parameters, of which the rank may have parts.
+    It is None if it takes other ranks' parameters only. `whole` are the shapes of the
+    parameters, of which the rank may have parts.
 
     Raises:
         GemscError: it takes no parameters of any rank, or others than the program's; or
@@ -73,12 +75,12 @@ def optimizer_of(
                 "the optimizer has a parameter that is not one of the program's",
                 help="give it the parameters that optimizer() gets, and no others",
             )
-    found = transport.all_gather_object((optimizer is not None, wrong))
-    has_one, errors = zip(*found, strict=True)
+    own = {n: (p.shape, p.dtype, p.requires_grad) for n, p in parameters.items()}
+    found = transport.all_gather_object((optimizer is not None, wrong, own))
+    has_one, errors, kinds = zip(*found, strict=True)
     if not any(has_one) and (first := next(filter(None, errors), None)):
         raise first
-    made: Optimizer | None = optimizer
-    return made
+    return optimizer, {name: kind for each in kinds for name, kind in each.items()}
 
 
 def _check_makes(name: str, make: Any, given: str) -> None:
@@ -96,7 +98,7 @@ def _others(optimizer: Any, parameters: Iterable[nn.Parameter]) -> bool:
     return any(id(each) not in known for group in groups for each in group["params"])
 
 
-def scheduler_of(optimizer: Optimizer, make: Callable[[Optimizer], Any]) -> Any:
+def scheduler_of(optimizer: Optimizer, make: SchedulerFactory) -> Any:
     """Return what steps the learning rates of an optimizer; None if nothing does.
 
     Raises:
@@ -108,8 +110,7 @@ def scheduler_of(optimizer: Optimizer, make: Callable[[Optimizer], Any]) -> Any:
     except ValueError as error:
         if re.search(r"param_groups|[Ee]xpected \d+", str(error)):
             error.add_note(
-                "note: optimizer() gets the parameters of one rank; let it make all "
-                "groups on each rank, some of them without parameters"
+                f"note: optimizer() gets the parameters of one rank; {ALL_GROUPS}"
             )
         raise
     if made is None:

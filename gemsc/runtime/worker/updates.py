@@ -23,6 +23,7 @@ from gemsc.runtime.worker.finite import LossScale, all_finite
 from gemsc.runtime.worker.optimizer import optimizer_of, scheduler_of
 from gemsc.runtime.worker.own_rows import OwnRows, mirrored_of
 from gemsc.runtime.worker.program import RankPlace, RankProgram, Run
+from gemsc.runtime.worker.rates import check_rates
 from gemsc.runtime.worker.reduction import (
     GradientSums,
     RunningStatistics,
@@ -138,12 +139,13 @@ class Updates:
         own, parts = self.parameters, self._program.parts
         held = self._stages.parameters
         whole = {n: (parts[n] if n in parts else held[n]).shape for n in own}
-        self.optimizer = optimizer_of(own, make, self._transport.host, whole)
+        self.optimizer, kinds = optimizer_of(own, make, self._transport.host, whole)
         if self.optimizer is None:
             return
         if parts:  # it may be another one than at compile time
             check_elementwise(updated_whole(self.parameters, make), parts)
         if scheduler is not None:
+            check_rates(own, kinds, make, scheduler)
             self.scheduler = scheduler_of(self.optimizer, scheduler)
 
     def use(self, program: RankProgram) -> None:
