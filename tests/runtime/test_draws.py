@@ -219,3 +219,50 @@ def test_gpus_are_seeded_but_not_in_a_process_that_reads_data(
     monkeypatch.setattr(torch.cuda, "manual_seed_all", found.append)
     with seeded(7):
         assert found == ([] if is_forked else [7])
+
+
+class Langevin(torch.optim.SGD):
+    """Adds noise in each step, and no gradients."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.detach().add_(torch.randn_like(parameter))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"data": 2}, {"data": 2, "shard": "optimizer"}]
+)
+def test_an_optimizer_draws_apart_for_each_stage_and_alike_for_copies(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.b(self.a(x))
+
+    def noise(trainer: Trainer) -> dict[str, Tensor]:
+        torch.rand(trainer.transport.rank)  # others may draw, too
+        held = trainer.worker.stages.parameters
+        before = {name: p.detach().clone() for name, p in held.items()}
+        for _ in range(2):
+            trainer.step(*batch)
+        return {name: p.detach() - before[name] for name, p in held.items()}
+
+    model, count = Net(forward), options.get("data", 1)
+    batch = batch_of((X, X), 2 * count)
+    ranks = 2 * count
+    written(tmp_path, model, ranks=ranks, micro_batches=2, **options)
+    given = {"optimizer": Langevin, "seed": 1}
+    found = on_ranks(tmp_path, ranks, noise, **given)
+    for copy in range(count):
+        for name, value in {**found[0], **found[1]}.items():
+            same = [each[name] for each in found if name in each]
+            assert len(same) == count
+            torch.testing.assert_close(same[copy], value)
+    of_a, of_b = found[0]["a.weight"], found[1]["b.weight"]
+    assert not torch.allclose(of_a, of_b)
+    assert not torch.allclose(of_a[: len(of_a) // 2], of_a[len(of_a) // 2 :])
+    (again, _, *_), other = (
+        on_ranks(tmp_path, ranks, noise, **{**given, "seed": seed}) for seed in (1, 2)
+    )
+    torch.testing.assert_close(again["a.weight"], of_a)
+    assert not torch.allclose(other[0]["a.weight"], of_a)

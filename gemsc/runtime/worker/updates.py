@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from gemsc.base.elementwise import OptimizerFactory, check_elementwise, updated_whole
 from gemsc.base.parts import sums_in_order
+from gemsc.base.rng import generator_lock, seed_of, torch_seeded
 from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.transport import Group
 from gemsc.runtime.worker.departures import Departures, leaving_early
@@ -255,10 +256,11 @@ class Updates:
         factor = 1.0 if self.scaler is None else 1.0 / self.scaler.factor
         return all_finite(self.parameters.values(), factor)
 
-    def apply(self, terms: float | None = None) -> None:
+    def apply(self, terms: float | None, seed: int) -> None:
         """Let the optimizer make its step, drop the gradients, share what is new.
 
         The gradients are those of a sum of so many `terms`; None: they are of a mean.
+        What it draws depends on `seed`, the step, and what is updated, not by whom.
         """
         if terms is not None and (gradients := _gradients(self.parameters.values())):
             torch._foreach_div_(gradients, terms)
@@ -267,7 +269,9 @@ class Updates:
         if self.before is not None:
             self.before()
         if self.optimizer is not None:
-            self.optimizer.step()
+            seed = seed_of(seed, self._steps.done, "update", self._what)
+            with generator_lock, torch_seeded(seed, self._transport.streams.device):
+                self.optimizer.step()
         if self.scheduler is not None and not isinstance(
             self.scheduler, ReduceLROnPlateau
         ):
@@ -328,6 +332,11 @@ class Updates:
                 mirrored = mirrored_of(program, self._place, self._transport, key)
             whole = program.updated_whole
             self.own.share(key, self._groups[key], named, whole, take, mirrored)
+
+    @cached_property
+    def _what(self) -> str:
+        """What this rank updates, in words."""
+        return repr([(name, self.own.rows.get(name)) for name in self.parameters])
 
     def _sums_of_stages(self) -> list[str]:
         """Return the keys of sums of whole stages, and of their parts, in order."""

@@ -344,7 +344,8 @@ class Worker:
             updates.leave_out()
         else:
             self.status.enter("optimizer step")
-            updates.apply(updates.terms if self.steps.mean.counted else None)
+            terms = updates.terms if self.steps.mean.counted else None
+            updates.apply(terms, self.seed)
 
     def sum_up(self, *numbers: float) -> list[float]:
         """Return the sums of some numbers over all ranks.
