@@ -94,7 +94,7 @@ class WeightedCalls(TorchFunctionMode):
 
     Left alone are paddings given by name; inputs without a batch; weights that are
     computed, here or by another stage, not parameters; complex ones; those with hooks,
-    which autograd calls.
+    which autograd calls; what `torch.vmap` maps.
     """
 
     def __init__(self, seen: Callable[[WeightedCall, Tensor], Tensor]) -> None:
@@ -124,6 +124,7 @@ def _weighted(func: Any, args: Any, kwargs: Any) -> tuple[WeightedCall, Tensor] 
         or any(_has_hooks(each) for each in (weight, bias) if each is not None)
         or isinstance(given.get("padding"), str)
         or (dims and x.dim() != dims + 2)
+        or torch._C._functorch.maybe_current_level() is not None
     ):
         return None
     shape: tuple[Any, ...] = ()

@@ -19,7 +19,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from gemsc.base.dtypes import cast, cast_module, default_dtype
 from gemsc.base.nests import Inputs, call_loss, call_model
 from gemsc.errors import GemscError, SourceLocation
-from gemsc.frontend.eager import deep_copy, detached, failures, in_mode, set_training
+from gemsc.frontend.eager import (
+    deep_copy,
+    detached,
+    failures,
+    in_mode,
+    set_training,
+    transformed,
+)
 from gemsc.frontend.observe import Watch
 from gemsc.frontend.user_code import failing_line
 from gemsc.ir.holder import LOSS
@@ -30,10 +37,15 @@ class AsksForGradientsError(Exception):
     """Forward calls torch.autograd.grad: what it is of has to be on one rank."""
 
 
+class TransformsError(Exception):
+    """Forward calls `torch.vmap` or the like: a graph cannot contain what it maps."""
+
+
 DATA_ERRORS = (
     DataDependentOutputException,
     DynamicOutputShapeException,
     AsksForGradientsError,
+    TransformsError,
 )
 _TO_NUMPY = ".numpy() is not supported for tensor subclasses"
 
@@ -89,6 +101,15 @@ def data_error(
             at=at,
             help="move all that it differentiates into a submodule, which then stays "
             "whole on one rank",
+        )
+    if isinstance(error, TransformsError):
+        found = transformed(at)
+        return DependsOnDataError(
+            found.message,
+            path=path,
+            at=at,
+            help=f"{found.help}; torch.vmap alone may also move into a submodule, "
+            "which then stays whole on one rank",
         )
     return DependsOnDataError(
         "forward needs the value of a tensor, which differs from step to step",

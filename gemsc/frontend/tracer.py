@@ -30,6 +30,7 @@ from gemsc.frontend.fake_copy import FakeCopy, in_one_memory
 from gemsc.frontend.opaque import (
     DATA_ERRORS,
     DependsOnDataError,
+    TransformsError,
     data_error,
     of_a_loss,
     user_error,
@@ -388,6 +389,8 @@ class Tracer(TorchFunctionMode):
         """Say where the user's code stands, and put errors there."""
         line = self.writer.line = user_line(Tracer.run.__code__)
         try:
+            if torch._C._functorch.maybe_current_level() is not None:
+                raise TransformsError
             yield line
         except DATA_ERRORS as error:
             self._error = self._error or data_error(

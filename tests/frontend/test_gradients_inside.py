@@ -93,6 +93,28 @@ class Transformed(Descent):
         return torch.func.vmap(torch.func.grad(energy))(x)
 
 
+class Mapped(Descent):
+    """Maps over samples; torch.vmap alone needs nothing that a rank has not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.vmap(lambda row: row * self.down(self.up(row)).sum())(x)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"schedule": "mast"},
+        {"ranks": 4, "data": 2, "shard": "weights", "recompute": ("all",)},
+        pytest.param({"offload": ("all",)}, marks=pytest.mark.slow),
+        pytest.param({"schedule": "zb-h1"}, marks=pytest.mark.slow),
+    ],
+)
+def test_what_maps_over_samples_stays_whole(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    assert worst(tmp_path / "program", Around(made(Mapped)), **options) <= EXACT
+
+
 def test_transforms_of_functions_are_refused_with_another_way() -> None:
     with pytest.raises(
         GemscError, match=r"forward calls torch\.vmap or another"

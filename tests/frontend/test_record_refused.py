@@ -345,8 +345,8 @@ def maps(self: Any, x: Any) -> Any:
 
 
 def maps_inputs(self: Any, x: Any) -> Any:
-    each = torch.vmap(lambda row: row * 2)(x)
-    return self.fc(each)  # of a transform
+    each = torch.vmap(lambda row: row * 2)(x)  # over inputs
+    return self.fc(each)
 
 
 def misfits(self: Any, x: Any) -> Any:
@@ -383,7 +383,7 @@ def remembers(self: Any, x: Any) -> Any:
         (swallows, "needs the value of a tensor", "# an error that is caught"),
         (picks, "size of this tensor depends", "# a size from data"),
         (maps, r"torch\.vmap", "# over rows"),
-        (maps_inputs, r"without torch\.func", "# of a transform"),
+        (maps_inputs, r"alone may also move", "# over inputs"),
         (misfits, "the model fails on example_inputs", "# wrong shapes"),
         (hooks, "register_hook", "# a gradient hook"),
         (draws, "not deterministic: it draws", "# python random"),
