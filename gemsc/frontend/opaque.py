@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -115,10 +116,19 @@ def data_error(
         "forward needs the value of a tensor, which differs from step to step",
         path=path,
         at=at,
-        help="leave it out if it is only printed or logged, compute it with "
-        "torch.where, make the choice a setting of the model, or move it into a "
+        help=f"{_no_checks()}leave it out if it is only printed or logged, compute it "
+        "with torch.where, make the choice a setting of the model, or move it into a "
         "submodule, which then stays whole on one rank",
     )
+
+
+def _no_checks() -> str:
+    """Return what helps first, if a distribution looks at its arguments now."""
+    frame: FrameType | None = sys._getframe()
+    while frame := frame and frame.f_back:
+        if frame.f_globals.get("__name__", "").startswith("torch.distributions."):
+            return "give the distribution validate_args=False, "
+    return ""
 
 
 def of_a_loss(

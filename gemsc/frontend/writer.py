@@ -385,7 +385,8 @@ def make_root(
         if taken or attribute in (LOSS, CONSTANTS):
             raise GemscError(
                 f"the model has an attribute with the reserved name {attribute}",
-                help=f"call it {attribute}_ or the like",
+                help=f"call it {attribute}_ or the like; or let a module of yours hold "
+                "the model: self.net = Net()",
             )
     hold(root, model)
     if isinstance(loss, nn.Module):

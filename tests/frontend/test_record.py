@@ -576,3 +576,16 @@ def test_a_table_made_in_the_first_call_is_accepted() -> None:
     model = Model(forward, cache=None)
     checked(model)
     assert model.cache is None
+
+
+def test_state_that_no_checkpoint_has_is_told() -> None:
+    class Scaled(nn.Linear):
+        def get_extra_state(self) -> dict[str, float]:
+            return {"scale": 3.0}
+
+    model = Model(lambda self, x: self.fc(x))
+    assert not any("get_extra_state" in n for n in record(model, (X,)).notes)
+    model.fc = Scaled(4, 4)
+    assert any(
+        "get_extra_state() of fc returns" in n for n in record(model, (X,)).notes
+    )

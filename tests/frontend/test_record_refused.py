@@ -948,3 +948,14 @@ def test_a_train_that_returns_nothing_is_no_error(trace: Callable[..., Any]) -> 
     for training in (True, False):
         trace(nn.Sequential(Frozen(4, 4)), (X,), training=training)
         trace(Frozen(4, 4), (X,), training=training)
+
+
+def test_a_distribution_that_looks_at_its_arguments_need_not() -> None:
+    def draws(self: Any, x: Any, **options: Any) -> Any:
+        normal = torch.distributions.MultivariateNormal
+        return normal(self.fc(x), torch.eye(4), **options).rsample()
+
+    with pytest.raises(GemscError, match="needs the value") as caught:
+        record(Model(draws), (X,), loss=mean)
+    assert "validate_args=False" in str(caught.value.help)
+    record(Model(functools.partial(draws, validate_args=False)), (X,), loss=mean)
