@@ -181,6 +181,8 @@ def _copies(
     (graph_module,) = deep_copy((holder,), _memo(shared))
     set_training(eager_model, eager_loss, training)
     _copy_flags(eager_model, eager_loss, graph_module)
+    for path in program.frozen:  # perhaps within forward
+        graph_module.get_submodule(path).eval()
     return eager_model, eager_loss, graph_module
 
 

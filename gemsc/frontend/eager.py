@@ -25,6 +25,14 @@ KEEP_WEIGHTS = (
 )
 _NO_HOOKS = "yet support saved tensor hooks"  # says torch.func.grad
 
+_DEPEND_ON_MODE = (
+    nn.modules.batchnorm._BatchNorm,
+    nn.modules.instancenorm._InstanceNorm,
+    nn.modules.dropout._DropoutNd,
+    nn.RNNBase,
+    nn.RReLU,
+)
+
 
 def in_mode(training: bool) -> str:
     """Return how the model runs, in words: many fail in evaluation only."""
@@ -59,6 +67,30 @@ def set_training(
             loss.eval()
         elif loss.training:  # no loop calls train() of a loss
             enter_training(loss)
+
+
+def kept_in_eval(
+    called: list[tuple[str, nn.Module, bool]], opaque: Mapping[str, Any]
+) -> Iterator[str]:
+    """Yield the layers in eval mode, where that makes a difference.
+
+    Raises:
+        GemscError: one is called in both modes.
+    """
+    modes = {(path, is_training) for path, _, is_training in called}
+    for path, layer, is_training in called:
+        drops = getattr(layer, "p", True)  # not what a dropout of 0 is called in
+        if path in opaque:
+            inside = layer.named_modules(prefix=path)
+            yield from (each for each, module in inside if not module.training)
+        elif not is_training and isinstance(layer, _DEPEND_ON_MODE) and drops:
+            if (path, True) in modes:
+                raise GemscError(
+                    f"'{path}' is called in training mode and in evaluation mode",
+                    help="let it be in one mode in all of a step, or call its function "
+                    "(F.batch_norm, F.dropout), which takes the mode",
+                )
+            yield path
 
 
 @contextmanager

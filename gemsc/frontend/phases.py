@@ -15,6 +15,7 @@ from torch import nn
 
 from gemsc.base.nests import Inputs, Path
 from gemsc.base.phase import Phase
+from gemsc.errors import GemscError
 from gemsc.frontend.eager import deep_copy
 from gemsc.ir.program import Program
 
@@ -47,7 +48,17 @@ def phase_model(model: nn.Module, phase: Phase) -> nn.Module:
     def forward(self: PhaseModel, *inputs: Any, **named: Any) -> Any:
         whole: nn.Module = vars(self)["whole"]
         whole.training = self.training
-        return phase.loss(whole, *inputs, **named)
+        before = [module.training for module in whole.modules()]
+        loss = phase.loss(whole, *inputs, **named)
+        for (path, module), was in zip(whole.named_modules(), before, strict=True):
+            if path and self.training and module.training != was:
+                mode = "training" if module.training else "evaluation"
+                raise GemscError(
+                    f"the loss of phase '{phase.name}' leaves '{path}' in {mode} mode, "
+                    "in which other phases would find it",
+                    help=f"call train({was}) for it before the loss returns",
+                )
+        return loss
 
     # its inputs have the names that the loss gives them
     forward.__signature__ = inspect.signature(phase.loss)  # type: ignore[attr-defined]

@@ -37,7 +37,7 @@ from gemsc.frontend.counters import (
     other_generators,
     reject_counters,
 )
-from gemsc.frontend.eager import in_mode, set_training
+from gemsc.frontend.eager import in_mode, kept_in_eval, set_training
 from gemsc.frontend.fake_copy import (
     FakeCopy,
     copy_on_fakes,
@@ -63,14 +63,6 @@ from gemsc.ir.layers import as_of_torch
 from gemsc.ir.meta import TensorSpec, location, set_value, tensors, value
 from gemsc.ir.opaque import Opaque, OpaqueLeaf
 from gemsc.ir.program import GraphInput, Program
-
-_DEPENDS_ON_TRAINING = (
-    nn.modules.batchnorm._BatchNorm,
-    nn.modules.instancenorm._InstanceNorm,
-    nn.modules.dropout._DropoutNd,
-    nn.RNNBase,
-    nn.RReLU,
-)
 
 
 @dataclass(frozen=True)
@@ -157,6 +149,12 @@ def _trace_twice(request: _Request) -> _Trace:
     numbers.append(counters_of(copied.model, copied.loss))
     check_same(first.writer, second.writer, request.training)
     reject_counters(*numbers)
+    for path in sorted(first.frozen ^ second.frozen):
+        raise GemscError(
+            f"forward calls '{path}' and then puts it in another mode, in which the "
+            "next call finds it",
+            help="call train() and eval() before the layer, or put it back",
+        )
     return first
 
 
@@ -201,21 +199,9 @@ def _trace(
         _record_assignments(writer, buffers)  # of the loss
         writer.output(loss, outputs)
     if request.training:
-        trace.frozen = frozenset(_frozen(tracer.called, request.opaque))
+        trace.frozen = frozenset(kept_in_eval(tracer.called, request.opaque))
         trace.checkpoints = tracer.checkpoints
     return trace
-
-
-def _frozen(
-    called: list[tuple[str, nn.Module]], opaque: Mapping[str, Opaque]
-) -> Iterator[str]:
-    """Yield the layers in eval mode, where that makes a difference."""
-    for path, layer in called:
-        if path in opaque:
-            inside = layer.named_modules(prefix=path)
-            yield from (each for each, module in inside if not module.training)
-        elif not layer.training and isinstance(layer, _DEPENDS_ON_TRAINING):
-            yield path
 
 
 def _placeholders(

@@ -91,9 +91,9 @@ class TracerFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 class Tracer(TorchFunctionMode):
     """Records into `writer` all that a function does while `run` runs it.
 
-    `called` are the leaf layers in the order of their calls, `checkpoints` the lines
-    of activation checkpoints; the modules at the paths of `opaque` are leaves that are
-    not run.
+    `called` are the leaf layers in the order of their calls, and whether they were in
+    training mode; `checkpoints` are the lines of activation checkpoints. The modules at
+    the paths of `opaque` are leaves that are not run.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Tracer(TorchFunctionMode):
         super().__init__()
         self.writer = writer
         self._opaque = opaque
-        self.called: list[tuple[str, nn.Module]] = []
+        self.called: list[tuple[str, nn.Module, bool]] = []
         self.checkpoints: list[SourceLocation] = []
         self.paused = False
         self._copied = copied
@@ -231,7 +231,7 @@ class Tracer(TorchFunctionMode):
         if self.paused or (leaf is None and path is None):
             return original(module, *args, **kwargs)
         if leaf is not None and self._copied.holds_its_own(module):
-            self.called.append((leaf, module))
+            self.called.append((leaf, module, module.training))
             call = ("call_module", leaf, args, kwargs)
             with self._at_user_line(), without_count(module):
                 return self._record(call, original, (module, *args), kwargs)
@@ -259,7 +259,7 @@ class Tracer(TorchFunctionMode):
                 at=line.location if line else None,
                 help="move it and this call into a submodule, which then stays whole",
             )
-        self.called.append((path, module))
+        self.called.append((path, module, module.training))
         parameters = list(module.parameters())
 
         def give(*args: Any, **kwargs: Any) -> Any:

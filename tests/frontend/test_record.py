@@ -589,3 +589,38 @@ def test_state_that_no_checkpoint_has_is_told() -> None:
     assert any(
         "get_extra_state() of fc returns" in n for n in record(model, (X,)).notes
     )
+
+
+@pytest.mark.parametrize("puts_back", [False, True])
+def test_forward_may_put_a_layer_in_evaluation_mode(puts_back: bool) -> None:
+    def forward(self: Any, x: Any) -> Any:
+        self.norm.eval()
+        h = self.norm(self.fc(x))
+        self.norm.train(puts_back and self.training)
+        return h
+
+    program = checked(Model(forward, norm=nn.BatchNorm1d(4)))
+    assert program.frozen == {"norm"}
+
+
+def test_a_layer_whose_mode_changes_after_it_is_called_is_refused() -> None:
+    def forward(self: Any, x: Any) -> Any:
+        h = self.drop(self.fc(x))
+        self.drop.eval()
+        return h
+
+    with pytest.raises(GemscError, match="calls 'drop' and then puts it in another"):
+        record(Model(forward, drop=nn.Dropout(0.5)), (X,))
+
+
+def test_a_layer_in_both_modes_is_refused() -> None:
+    def forward(self: Any, x: Any) -> Any:
+        h = self.drop(self.fc(x))
+        self.drop.eval()
+        h = h + self.drop(self.fc2(x))
+        self.drop.train()
+        return h
+
+    with pytest.raises(GemscError, match="'drop' is called in training mode and in"):
+        record(Model(forward, drop=nn.Dropout(0.5)), (X,))
+    assert not record(Model(forward, drop=nn.Dropout(0.0)), (X,)).frozen

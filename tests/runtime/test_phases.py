@@ -796,6 +796,35 @@ def test_what_a_model_freezes_is_frozen_in_phases(make: Any, tmp_path: Path) -> 
     assert both == pytest.approx(expected, rel=1e-10)
 
 
+def leaves(model: Any, grey: Tensor, colour: Tensor) -> Tensor:
+    model.judge.eval()
+    return g_loss(model, grey, colour)
+
+
+def with_statistics_as_they_are(model: Any, grey: Tensor, colour: Tensor) -> Tensor:
+    loss = leaves(model, grey, colour)
+    model.judge.train()
+    return loss
+
+
+def test_a_loss_may_use_a_network_in_evaluation_mode(tmp_path: Path) -> None:
+    data, given = batches(3), {"ranks": 2, "micro_batches": MICRO_BATCHES}
+    frozen = replace(PHASES[1], loss=with_statistics_as_they_are)
+    phases = PHASES[0], frozen
+    given |= {"example_target": TARGET}
+    compile(Gan(), INPUTS, phases=phases, **given).write(tmp_path)
+    losses, state = in_one_process(Gan(), data, phases)
+    found = trained(tmp_path, data, 2, phases)
+    for mine, theirs in zip(found[0], losses, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-9)
+    for name, tensor in state.items():
+        torch.testing.assert_close(found[1][name], tensor)
+    left = PHASES[0], replace(frozen, loss=leaves)
+    with pytest.raises(GemscError, match="leaves 'judge' in evaluation") as caught:
+        compile(Gan(), INPUTS, phases=left, **given)
+    assert caught.value.help == "call train(True) for it before the loss returns"
+
+
 class ByItsMode(nn.Module):
     """Asks for its own mode, which is not that of a layer."""
 
