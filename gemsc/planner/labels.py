@@ -37,10 +37,11 @@ def ignored_labels(program: Program) -> list[dict[str, Any]]:
         return []
     inputs = {each.name: each for each in program.inputs}
     return [
-        {"path": list(inputs[name].path), "label": label, "at": _place(node)}
+        {"path": list(each.path), "label": label, "at": _place(node)}
         for node, labels, label in _means(program)
-        for name in {node.name for node in makers(labels)} & inputs.keys()
-        if not inputs[name].spec.dtype.is_floating_point
+        for made_of in [{node.name for node in makers(labels)}]
+        for name, each in inputs.items()  # in their order, not in that of a set
+        if name in made_of and not each.spec.dtype.is_floating_point
     ]
 
 

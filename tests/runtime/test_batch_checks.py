@@ -93,6 +93,17 @@ def test_it_says_nothing_where_compile_has_said_it() -> None:
     assert compiled(Words(), (X,), functional, some).plan.ignored == []
 
 
+def test_the_parts_of_labels_are_in_the_order_of_inputs() -> None:
+    def loss(output: Tensor, target: dict[str, Tensor]) -> Tensor:
+        labels = torch.stack([*target.values()]).amax(0)
+        return F.cross_entropy(output.flatten(0, 1), labels.flatten())
+
+    names = [*"fadceb"]
+    target = {name: CLASSES.clone() for name in names}
+    ignored = compiled(Words(), (X,), loss, target).plan.ignored
+    assert [each["path"] for each in ignored] == [["target", name] for name in names]
+
+
 class Mixing(Words):
     def forward(self, x: Tensor) -> Tensor:
         found: Tensor = super().forward(x)

@@ -616,7 +616,7 @@ def test_a_scheduler_that_counts_in_epochs_is_told(
 
     words = "--epochs", "2", "--accumulate", "2"  # three updates
     run(program(tmp_path), user_of(scheduler=scheduler), *words)
-    text = "CosineAnnealingLR has T_max=2, and this run makes 3 updates"
+    text = "CosineAnnealingLR has T_max=2, and this run makes 3 updates: it rises"
     assert (text in capsys.readouterr().err) == is_told
 
 

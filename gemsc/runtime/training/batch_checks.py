@@ -131,19 +131,20 @@ class StepsOfScheduler(Callback):
 def warn_of_length(trainer: Trainer, steps: int | None) -> None:
     """Warn of a scheduler that is made for fewer updates than so many steps make.
 
-    OneCycleLR fails after its last one; a cosine rises again, where epochs were meant.
+    OneCycleLR fails after its last one; a cosine rises again, which may be meant.
     """
     every = trainer.phases[-1].every if trainer.phases else 1
     count = -(-(steps or 0) // every) // trainer.worker.steps.accumulate
     scheduler = trainer.scheduler  # of the last phase
-    for name in ("total_steps", "T_max"):
+    for name, then in ("total_steps", "fails then"), ("T_max", "rises again then"):
         length = getattr(scheduler, name, count)
         is_short = isinstance(length, Real) and length < count
         if is_short and trainer.transport.rank == 0:
             warn(
                 f"{type(scheduler).__name__} has {name}={length}, and this run makes "
-                f"{count} updates",
-                help="let scheduler() count in updates, not in epochs",
+                f"{count} updates: it {then}",
+                help="unless that is meant, let scheduler() count in updates, not in "
+                "epochs",
             )
 
 
