@@ -227,7 +227,10 @@ class ChooseShards(Pass):
                 advice.insert(0, "trace it with --frontend record, which keeps layers")
         if grid.branches > 1:
             best = max(found.forks, key=lambda fork: fork.seconds, default=None)
-            why.append(f"stage {index} has no branches")
+            why.append(
+                f"stage {index} has no branches: parts that meet in one tensor, such "
+                "as x + y or torch.cat, not in several values nor in slots of one"
+            )
             if best is not None:
                 why[-1] = f"stage {index} gains nothing: {best.reason}"
             elif len({*program.outputs} & {*stage.nodes}) > 1:

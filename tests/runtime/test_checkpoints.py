@@ -23,7 +23,7 @@ from gemsc.runtime.checkpoint.manifest import Manifest
 from gemsc.runtime.data.metrics import figure_names
 from gemsc.runtime.training import checkpoints
 from gemsc.runtime.training.arguments import parse_arguments
-from gemsc.runtime.training.batch_checks import warn_of_length
+from gemsc.runtime.training.run_checks import warn_of_length
 from gemsc.runtime.training.trainer import Trainer
 
 

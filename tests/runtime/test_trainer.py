@@ -25,7 +25,7 @@ from program_support import (
 from torch import Tensor, nn
 
 from gemsc.errors import GemscError
-from gemsc.runtime.training.batch_checks import StepsOfScheduler
+from gemsc.runtime.training.run_checks import StepsOfScheduler
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.verify.compare import TOLERANCE, Comparison
 

@@ -21,12 +21,6 @@ from gemsc.runtime.process.status import REPORTED
 from gemsc.runtime.process.stop import StopSignal
 from gemsc.runtime.training.alike import SameCopies
 from gemsc.runtime.training.arguments import to_resume
-from gemsc.runtime.training.batch_checks import (
-    LabelsThatCount,
-    RoundedNumbers,
-    StepsOfScheduler,
-    warn_of_length,
-)
 from gemsc.runtime.training.callbacks import Callback, Console, Ema, Hooks
 from gemsc.runtime.training.checkpoints import (
     Best,
@@ -38,6 +32,12 @@ from gemsc.runtime.training.datasets import Datasets
 from gemsc.runtime.training.epochs import Epochs
 from gemsc.runtime.training.evaluation import Evaluator, naming_samples
 from gemsc.runtime.training.logs import Log
+from gemsc.runtime.training.run_checks import (
+    LabelsThatCount,
+    RoundedNumbers,
+    StepsOfScheduler,
+    warn_of_length,
+)
 from gemsc.runtime.training.run_folder import changed_options
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.runtime.training.verification import RunRecord

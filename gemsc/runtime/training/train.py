@@ -26,16 +26,16 @@ from gemsc.runtime.process.stop import STOPPED, StopSignal
 from gemsc.runtime.process.watch import start_watch
 from gemsc.runtime.training.alike import SameBatches, SameCopies, check_same_files
 from gemsc.runtime.training.arguments import DEFAULT_TIMEOUT, parse_arguments
-from gemsc.runtime.training.batch_checks import (
+from gemsc.runtime.training.callbacks import Callback
+from gemsc.runtime.training.loop import Training
+from gemsc.runtime.training.program_directory import check_program, check_weights
+from gemsc.runtime.training.recording import record_timed_steps, time_steps
+from gemsc.runtime.training.run_checks import (
     LabelsThatCount,
     RoundedNumbers,
     StepsOfScheduler,
     UnreadInputs,
 )
-from gemsc.runtime.training.callbacks import Callback
-from gemsc.runtime.training.loop import Training
-from gemsc.runtime.training.program_directory import check_program, check_weights
-from gemsc.runtime.training.recording import record_timed_steps, time_steps
 from gemsc.runtime.training.run_folder import choose_folder, held
 from gemsc.runtime.training.trainer import (
     SchedulerFactory,

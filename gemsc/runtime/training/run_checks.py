@@ -1,4 +1,4 @@
-"""Warns of what batches have and steps lose: labels, digits, whole inputs."""
+"""Warns of what a run does with no error: labels, digits, rates, unread inputs."""
 
 from __future__ import annotations
 

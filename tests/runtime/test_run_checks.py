@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 from training_support import program, run, user_of
 
 from gemsc import compile
-from gemsc.runtime.training.batch_checks import LabelsThatCount, UnreadInputs
+from gemsc.runtime.training.run_checks import LabelsThatCount, UnreadInputs
 
 X, CLASSES = torch.randn(2, 6, 4), torch.arange(12).view(2, 6) % 3
 
