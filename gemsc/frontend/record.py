@@ -27,7 +27,6 @@ from gemsc.base.nests import (
     normalize_inputs,
 )
 from gemsc.base.rng import preserve_rng
-from gemsc.base.units import show_some
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.frontend.closures import reject_closures
 from gemsc.frontend.counters import (
@@ -382,7 +381,7 @@ def _program(request: _Request, trace: _Trace, name: str) -> Program:
             *output_notes(trace.returned),
             *state_notes_of(request.model),
             *checkpoint_notes(trace.checkpoints, request.model),
-            *_model_notes(request.model),
+            *_compile_notes(request.model),
         ),
         sources=tuple(sorted(files)),
         frozen=trace.frozen,
@@ -407,21 +406,13 @@ def _forget_numbers(graph: fx.Graph) -> None:
             set_value(node, map_tensors(value(node), fake))
 
 
-def _model_notes(model: nn.Module) -> Iterator[str]:
-    """Say what becomes of torch.compile, and which state no checkpoint has."""
+def _compile_notes(model: nn.Module) -> Iterator[str]:
+    """Say what becomes of torch.compile."""
     held = [vars(module) for module in model.modules()]
     if any({"dynamo_ctx", "_compiled_call_impl"} & each.keys() for each in held):
         yield (
             "torch.compile has no effect within the model: --torch-compile compiles "
             "each stage"
-        )
-    plain = nn.Module.get_extra_state
-    keeping = [n for n, m in model.named_modules() if type(m).get_extra_state != plain]
-    if keeping:
-        yield (
-            f"checkpoints and exports do not have what get_extra_state() of "
-            f"{show_some([name or 'the model' for name in keeping], 2)} returns: it "
-            "stays as model() makes it"
         )
 
 
