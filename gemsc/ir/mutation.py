@@ -67,7 +67,8 @@ def mutated_inputs(node: fx.Node, module: torch.nn.Module) -> tuple[fx.Node, ...
 
 def written_operands(node: fx.Node) -> tuple[fx.Node, ...]:
     """Return what a call changes in place, as far as is known without its module."""
-    if places := meta.writes(node):
+    owner = getattr(node.target, "__self__", None)  # what is made of it has its meta
+    if isinstance(owner, type) and (places := meta.writes(node)):
         return _nodes(tuple(node.args[place] for place in places))
     changed = call_mutates(node.op, node.target, node.kwargs)
     return _nodes(_first(node)) if changed else ()

@@ -15,6 +15,8 @@ from tile_support import Step, assert_same, eager, on_tiles, uneven_loss
 from torch import Tensor, nn
 
 from gemsc.errors import GemscError
+from gemsc.frontend.record import record
+from gemsc.ir.mutation import mutated_inputs
 from gemsc.verify.compare import TOLERANCE
 
 pytestmark = pytest.mark.usefixtures("in_double")
@@ -229,6 +231,13 @@ class Written(nn.Module):
 @pytest.mark.parametrize("how", ["all", "two", "twice", "then part"])
 def test_a_function_on_tiles_writes_to_its_input(how: str) -> None:
     check(Written(how), (2, 1))
+
+
+def test_what_is_taken_out_of_its_result_writes_to_nothing() -> None:
+    program = record(Written("two"), (torch.randn(2, 2, 4, 4),))
+    nodes = program.graph.nodes
+    written = {n.name: mutated_inputs(n, program.module) for n in nodes}
+    assert [name for name, inputs in written.items() if inputs] == ["withproduct"]
 
 
 def test_a_view_that_a_function_writes_to_is_refused_on_tiles_if_used_later() -> None:
