@@ -36,7 +36,7 @@ def forward(self: Any, x: Tensor) -> Tensor:
 
 def network() -> Net:
     return Net(
-        forward, norm=nn.BatchNorm1d(WIDTH), other=nn.BatchNorm1d(WIDTH, 1e-5, 0.3)
+        forward, norm=nn.BatchNorm1d(WIDTH), other=nn.BatchNorm1d(WIDTH, 1e-5, None)
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from itertools import combinations
 from typing import Any, TypeVar
 
 import pytest
@@ -316,8 +317,9 @@ def test_dropout_depends_on_seed_step_phase_stage_and_micro_batch_only() -> None
     first = drawn()
     torch.manual_seed(torch.seed() % 2**31)
     assert torch.equal(drawn(), first)
-    others = [drawn(step=1), drawn(m=1), drawn(seed=1), drawn(Run(1)), drawn(phase="d")]
-    assert not any(torch.equal(other, first) for other in others)
+    others = [drawn(step=1), drawn(seed=1), drawn(Run(1)), drawn(phase="d")]
+    others += [first, *(drawn(m=m) for m in (1, 2, 3))]
+    assert not any(torch.equal(one, other) for one, other in combinations(others, 2))
 
 
 def test_a_mirrored_stage_draws_what_it_would_draw_elsewhere() -> None:

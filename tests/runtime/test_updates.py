@@ -1,0 +1,59 @@
+"""Updates of several steps equal those of a plain loop, whatever comes between them."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from program_support import Net, X, batch_of, mse, on_ranks, written
+from torch import Tensor, nn
+
+from gemsc.runtime.training.trainer import Trainer
+
+LIMIT = 0.05  # of the norm: far below that of all gradients
+
+
+def tied(self: Any, x: Tensor) -> Tensor:
+    return self.d(torch.tanh(self.c(self.b(torch.tanh(self.a(x))))))
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.5)
+
+
+def test_steps_of_one_update_add_up_and_are_clipped_as_in_one_process(
+    tmp_path: Path, in_double: None
+) -> None:
+    """Also of a weight of two stages, each in two replicas; evaluations do nothing."""
+    net = Net(tied)
+    net.d.weight = net.a.weight
+    model, x = copy.deepcopy(net), X.double()
+    options = {"ranks": 2, "schedule": "mast", "micro_batches": 2, "cuts": ("c",)}
+    plan = written(tmp_path, net, (x,), target=x, **options).plan
+    count = plan.batch_size // len(x)
+    data = [batch_of((x + number, x), count) for number in range(4)]
+    optimizer, norms = sgd(model.parameters()), []
+    for number, (inputs, target) in enumerate(data):
+        (mse(model(inputs), target) / 2).backward()
+        if number % 2:
+            found = nn.utils.clip_grad_norm_(model.parameters(), LIMIT)
+            norms.append(float(found))
+            optimizer.step()
+            optimizer.zero_grad()
+    expected = model.state_dict()
+
+    def work(trainer: Trainer) -> list[float | None]:
+        found = []
+        for inputs, target in data:
+            trainer.step(inputs, target)
+            trainer.evaluate(inputs, target)
+            found.append(trainer.gradient_norm)
+        for name, tensor in trainer.state_dict().items():
+            torch.testing.assert_close(tensor, expected[name])
+        return found[1::2]
+
+    given = {"optimizer": sgd, "accumulate": 2, "clip_norm": LIMIT}
+    for found in on_ranks(tmp_path, 2, work, **given):
+        torch.testing.assert_close(found, norms)
