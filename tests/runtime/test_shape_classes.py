@@ -57,6 +57,8 @@ def test_each_sample_is_once_in_a_batch_of_its_shape(
         assert used == count - count % size + (count % size) // few * few * trains_rest
     again = [order.epoch(4).row(i) for i in range(len(order))]
     assert (again == rows) is not shuffle
+    mixed, other = ({frozenset(row.indices) for row in each} for each in (rows, again))
+    assert (mixed == other) is not shuffle
     kinds = [[row.shape for row in each] for each in (rows, again)]
     assert sorted(kinds[0]) == sorted(kinds[1])  # an epoch has as many batches
     if shuffle:

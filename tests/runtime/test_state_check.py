@@ -149,7 +149,7 @@ def test_a_state_can_have_each_dtype_of_a_file(dtype: torch.dtype) -> None:
     "value",
     [
         {"$": "tuple", "of": [1]},  # a user's own, which looks like one of ours
-        {"lr": [float("inf"), -0.0], 3: {None: (True, 2)}},
+        {"lr": [float("inf"), -0.0, 0.1 + 0.2], 3: {None: (True, 2)}},
         torch.tensor([1 + 2j, complex(0, float("inf"))]),
         torch.tensor(0.1j, dtype=torch.complex128),
     ],
@@ -162,11 +162,15 @@ def test_what_is_encoded_comes_back(value: Any) -> None:
 
 
 def test_all_generators_go_on_where_they_were() -> None:
-    def draws() -> tuple[float, float, float]:
-        return float(torch.rand(())), random.random(), np.random.rand()
+    """Two numbers of a normal distribution are drawn at once: the second one waits."""
+
+    def draws() -> tuple[float, ...]:
+        normal = random.gauss(0, 1), np.random.randn()
+        return float(torch.rand(())), random.random(), np.random.rand(), *normal
 
     cpu = torch.device("cpu")
     with preserve_rng():
+        draws()
         states = generator_states(cpu)
         check_generators(states, cpu)
         wanted = draws()

@@ -559,15 +559,17 @@ class Counts(gemsc.Callback):
 def test_a_callback_goes_on_with_the_state_of_its_rank(
     ranks: int, counts: list[int], tmp_path: Path
 ) -> None:
-    """In another layout all go on with that of the first rank."""
+    """In another layout all go on with that of the first rank; so do two of a kind."""
     x, target = batch_of((X, X), 4)
 
     def work(trainer: Trainer) -> int:
-        trainer.add_callbacks([counted := Counts()])
+        trainer.add_callbacks([counted := Counts(), further := Counts()])
+        further.count = 10
         if (tmp_path / "saved").exists():
             trainer.resume(tmp_path / "saved")
         trainer.step(x, target)
         trainer.save(tmp_path / "saved")
+        assert further.count == counted.count + 10
         return counted.count
 
     program(tmp_path / "2", ranks=2, micro_batches=4)
