@@ -20,7 +20,7 @@ from gemsc.base.boxes import Box
 from gemsc.base.nests import OF_ALL, ONCE
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.plan import Plan
-from gemsc.runtime.data.metrics import Metrics
+from gemsc.runtime.data.metrics import Metrics, first_samples
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.runtime.transport.local import LocalTransport
 from gemsc.verify.plain_run import PlainRun, RunSettings
@@ -237,6 +237,20 @@ def test_numbers_of_a_dict_get_names(found: Any, figures: dict[str, float]) -> N
     metrics = Metrics(lambda output, target: found)
     metrics.add(None, None, 2)
     assert metrics.figures() == {name: (n, 2) for name, n in figures.items()}
+
+
+def test_a_figure_of_some_batches_is_the_mean_over_these() -> None:
+    metrics = Metrics(
+        lambda output, is_all: {"all": output} | ({"one": output} if is_all else {})
+    )
+    metrics.add(1.0, False, 2)
+    metrics.add(4.0, True, 3)
+    assert metrics.figures() == {"all": (2.8, 5), "one": (4.0, 3)}
+
+
+def test_texts_of_a_sample_stay_together() -> None:
+    assert first_samples(["a", "b", "c", "d"], 1, 2) == ["a", "b"]
+    assert first_samples(["a", "b", "c"], 1, 2) == ["a", "b", "c"]
 
 
 def test_an_evaluation_begins_anew() -> None:

@@ -80,6 +80,26 @@ def test_an_epoch_is_the_beginning_of_the_stream_in_its_order() -> None:
     assert epoch(1) == epoch(1)
 
 
+class Late(Numbers):
+    """It makes its generator when it begins to read for the first time."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        del self.rng
+
+    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+        if not hasattr(self, "rng"):
+            self.rng = np.random.default_rng()
+        yield from super().__iter__()
+
+
+def test_no_sample_is_lost_where_a_generator_is_found_late() -> None:
+    found, again = (reading(Late(12)).rows for _ in range(2))
+    assert found == again
+    known = [[int(row[0]) for row in rows] for rows in reading(Numbers(12)).rows]
+    assert [[int(row[0]) for row in rows] for rows in found] == known
+
+
 @pytest.mark.slow
 def test_random_numbers_of_a_sample_depend_on_nothing_else() -> None:
     found = epoch()
@@ -364,6 +384,7 @@ def test_a_stream_goes_on_by_its_state(workers: int, parts: int) -> None:
         for first in range(1, len(whole.rows)):
             source = Stateful()
             marks = whole.marks[first - 1]
+            assert marks[part].first == 4 * (first - 1)
             rest = reading(source, first=first, marks=marks, **options)
             assert rest.rows == whole.rows[first:]
             assert not rest.notes
@@ -532,10 +553,12 @@ def test_steps_are_counted_as_if_all_batches_had_the_new_size() -> None:
 
 def test_marks_are_those_of_one_epoch() -> None:
     """A rank that reads nothing in the next one has none that were farther on."""
-    stream, marks = gemsc.Stream(Numbers(12), samples=10), {0: Mark(8, None, 4, 4, "")}
+    stream, marks = gemsc.Stream(Numbers(12), samples=10), {0: Mark(4, None, 0, 4, "")}
     batches = StreamBatches(stream, 4, seed=0, shuffle=True)
     batches.resume(1, marks)
     assert [batches.marks(epoch) for epoch in (1, 2)] == [marks, {}]
+    assert [batch.notes for batch in batches.epoch(2, 1)] == [()]
+    assert len(next(batches.epoch(1, 1)).notes) == 1
 
 
 def test_what_can_only_be_iterated_is_a_stream() -> None:
