@@ -113,8 +113,6 @@ def rows_not_finite(batch: Any) -> list[int]:
 def _real(gradient: Tensor) -> Tensor:
     """Return the numbers that a gradient keeps, in its memory."""
     gradient = gradient.detach()
-    if gradient.is_sparse:
-        gradient = gradient._values()
     return torch.view_as_real(gradient) if gradient.is_complex() else gradient
 
 

@@ -439,11 +439,5 @@ def clip_gradients(
 
 def _gradients(parameters: Collection[nn.Parameter]) -> list[Tensor]:
     """Return the numbers of all gradients, in their memory."""
-    found = []
-    for parameter in parameters:
-        if parameter.grad is not None and parameter.grad.is_sparse:
-            parameter.grad = parameter.grad.coalesce()
-            found.append(parameter.grad._values())
-        elif parameter.grad is not None:
-            found.append(parameter.grad.detach())
+    found = [p.grad.detach() for p in parameters if p.grad is not None]
     return [torch.view_as_real(g) if g.is_complex() else g for g in found]
