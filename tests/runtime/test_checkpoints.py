@@ -163,10 +163,10 @@ def evaluated(values: list[float], folder: Path, *words: str) -> int:
 @pytest.mark.slow
 def test_the_best_one_is_kept(tmp_path: Path) -> None:
     nan = float("nan")
-    values = [nan, 1.0, 3.0, 3.0, 2.0, nan, 0.5]
+    values = [nan, 1.0, 3.0, 3.0, 2.0, nan, 0.5, 0.5]
     evaluated(values, tmp_path, "--best", "score:max", "--keep", "2")
     assert best(tmp_path / "saved") == "step-000003"
-    assert saved(tmp_path / "saved") == [3, 6, 7]
+    assert saved(tmp_path / "saved") == [3, 7, 8]
     words = "--best", "score", "--checkpoint-every", "100"
     evaluated(values, tmp_path / "less", *words)
     assert best(tmp_path / "less" / "saved") == "step-000007"

@@ -49,7 +49,7 @@ def test_they_are_those_of_torch(options: dict[str, Any], tmp_path: Path) -> Non
 
     def work(trainer: Trainer) -> None:
         trainer.add_callbacks([gemsc.Ema(0.9)])
-        for _ in range(4):
+        for _ in range(4 * 2):  # two alike for each update
             trainer.step(x, target)
         found, parts = averages(trainer), trainer.program.parts
         assert found.keys() == trainer.stages.parameters.keys()
@@ -57,7 +57,7 @@ def test_they_are_those_of_torch(options: dict[str, Any], tmp_path: Path) -> Non
             wanted = own_part(whole[name], parts.get(name), name)
             torch.testing.assert_close(tensor, wanted)
 
-    on_ranks(tmp_path, options.get("ranks", 2), work)
+    on_ranks(tmp_path, options.get("ranks", 2), work, accumulate=2)
 
 
 def turned(self: Any, x: Tensor) -> Tensor:
