@@ -551,6 +551,18 @@ def test_steps_are_counted_as_if_all_batches_had_the_new_size() -> None:
     assert (epochs.now, epochs.start, steps.done) == (1, 3, 4)
 
 
+def test_an_epoch_begins_where_the_one_before_it_ends() -> None:
+    requests: Any = SimpleNamespace(agreed=lambda name: True, done=lambda name: None)
+    batches = StreamBatches(gemsc.Stream(Numbers(40)), 4, seed=0, shuffle=True)
+    epochs = Epochs(batches, None, 2)
+    assert epochs.end(5, requests)
+    assert epochs.place(7) == (1, 2)
+    known = StreamBatches(gemsc.Stream(Numbers(8), samples=8), 4, seed=0, shuffle=True)
+    of_steps = Epochs(known, 3, 1)
+    assert [of_steps.left(done) for done in range(4)] == [2, 1, 1, 0]
+    assert [of_steps.ends(step, requests) for step in (1, 2, 3)] == [False, True, True]
+
+
 def test_marks_are_those_of_one_epoch() -> None:
     """A rank that reads nothing in the next one has none that were farther on."""
     stream, marks = gemsc.Stream(Numbers(12), samples=10), {0: Mark(4, None, 0, 4, "")}
