@@ -273,15 +273,9 @@ class UserModel:
         return found
 
     def make_metrics(self) -> Any:
-        """Return what the file calls `metrics`, each made if it is a class."""
-
-        def made(given: Any) -> Any:
-            is_class = isinstance(given, type)
-            return self._make("metrics", given, 0) if is_class else given
-
-        if isinstance(self.metrics, Mapping):
-            return {name: made(each) for name, each in self.metrics.items()}
-        return made(self.metrics)
+        """Return what the file calls `metrics`, made if it is a class."""
+        is_class = isinstance(self.metrics, type)
+        return self._make("metrics", self.metrics, 0) if is_class else self.metrics
 
     def make_windows(self) -> SlidingWindows | None:
         """Return how the file lets windows go over whole cases; None if it does not.

@@ -44,6 +44,9 @@ class Metrics:
         self._functions: dict[str, Any] = {}
         self._states: dict[str, tuple[Any, str]] = {}  # and what adds a batch
         for name, each in () if self.is_empty else several.items():
+            if isinstance(each, type):
+                with as_hook("metrics", at):
+                    each = each()
             if (adds := _adds(each)) is not None:
                 self._states[name] = (each, adds)
             elif callable(each):
