@@ -16,6 +16,7 @@ from nightly import at_night
 from program_support import adding
 from torch.utils.data import default_collate
 
+from gemsc.base.nests import saved_named
 from gemsc.base.rng import seed_of
 from gemsc.errors import GemscError
 from gemsc.plan_tables import PlannedShape
@@ -180,7 +181,7 @@ def record_of(run: PlainRun) -> RunRecord:
 def compared(
     run: PlainRun, record: RunRecord, **changed: torch.Tensor
 ) -> RunComparison:
-    saved = run.model.state_dict() | changed
+    saved = saved_named(run.model) | changed
     mine = RunResult.of_run(record, saved)
     return compare_runs(mine, RunResult.of_plain(run, record))
 
@@ -360,7 +361,7 @@ def test_a_model_that_freezes_its_norms_in_train_trains_without_them(
     settings = replace(SETTINGS, steps=2, replicas=1, accumulate=1, clip_norm=None)
     run = PlainRun(user, user.make_unfilled(), replace(settings, micro_batches=4))
     run.train()
-    for name, tensor in run.model.state_dict().items():
+    for name, tensor in saved_named(run.model).items():
         assert torch.allclose(saved[name], tensor, rtol=1e-9, atol=1e-12), name
 
 
@@ -415,7 +416,7 @@ def test_the_plain_loop_learns_and_leaves_modes_as_they_were(user: UserModel) ->
 )
 def test_every_setting_changes_a_run(change: dict[str, int], user: UserModel) -> None:
     run, other = plain_run(user), plain_run(user, replace(SETTINGS, **change))
-    saved = other.model.state_dict()
+    saved = saved_named(other.model)
     assert compared(run, record_of(run), **saved).model[0] > 1e-4
 
 
@@ -465,7 +466,7 @@ def test_a_figure_of_the_run_that_differs_is_found(user: UserModel) -> None:
     assert compared(run, record).evaluation[0] == float("inf")
 
     record = record_of(run)
-    wrong = run.model.state_dict()["norm.running_var"] * 1.01
+    wrong = saved_named(run.model)["norm.running_var"] * 1.01
     found = compared(run, record, **{"norm.running_var": wrong})
     assert found.model == (pytest.approx(0.01, rel=0.1), "norm.running_var")
     assert found.equal == found.total - 1
