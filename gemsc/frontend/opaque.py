@@ -317,8 +317,27 @@ class Leaves:
             output = call_model(model, inputs)
             asked = not paths or any(_related(p, LOSS) for p in paths)
             if loss is not None and asked:
-                call_loss(loss, output, target)
+                _call_alone(loss, output, target)
         return watches
+
+
+def _call_alone(loss: Any, output: Any, target: Any) -> None:
+    """Call a loss without the graph of the model, which other ranks have.
+
+    Raises:
+        GemscError: the loss needs it.
+    """
+    try:
+        call_loss(loss, output, target)
+    except RuntimeError as error:
+        if "not have been used in the graph" not in str(error):
+            raise
+        raise GemscError(
+            "the loss calls torch.autograd.grad of what the model has computed",
+            at=failing_line(error.__traceback__, _call_alone.__code__),
+            help="let a submodule of the model compute what is differentiated and "
+            "return the gradients, too: it stays whole on one rank",
+        ) from error
 
 
 def _related(path: str, other: str) -> bool:

@@ -10,6 +10,7 @@ import torch
 from opaque_support import EXACT, Around, D, compiled, made, worst
 from torch import Tensor, nn
 
+from gemsc.compiler import compile
 from gemsc.errors import GemscError
 from gemsc.ir.opaque import opaques
 
@@ -121,3 +122,22 @@ def test_transforms_of_functions_are_refused_with_another_way() -> None:
     ) as caught:
         compiled(Around(made(Transformed)))
     assert "torch.autograd.grad in a submodule" in str(caught.value.help)
+
+
+def test_a_loss_cannot_differentiate_what_the_model_has_computed() -> None:
+    def loss(output: Any) -> Tensor:
+        y, x = output
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return slope.square().mean()
+
+    class Both(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            x = x.requires_grad_()
+            return torch.tanh(super().forward(x)), x
+
+    model = nn.Sequential(nn.Linear(D, D), Both(D, D))
+    with pytest.raises(GemscError, match="the loss calls") as error:
+        compile(model, (torch.randn(2, D),), loss=loss, ranks=2)
+    assert "submodule of the model" in str(error.value)
+    assert error.value.at is not None
+    assert "(slope,) =" in error.value.at.text
