@@ -118,14 +118,14 @@ def _groups_of(
         with suppress(Exception):
             groups = enumerate(factory(blanks.items()).param_groups)
             return {
-                names[id(parameter)]: (number, numbers_of(group))
+                names[id(parameter)]: (number, values_of_group(group))
                 for number, group in groups
                 for parameter in group["params"]
             }
     return {}
 
 
-def numbers_of(group: Mapping[str, Any]) -> dict[str, object]:
+def values_of_group(group: Mapping[str, Any]) -> dict[str, object]:
     """Return what a group says of steps, as far as it can be compared."""
     return {
         key: value

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from gemsc.base.elementwise import OptimizerFactory, numbers_of
+from gemsc.base.elementwise import OptimizerFactory, values_of_group
 from gemsc.base.rng import fork_torch, generator_lock
 from gemsc.errors import GemscError
 
@@ -96,7 +96,7 @@ def _paced(optimizer: Optimizer, make: SchedulerFactory) -> Iterator[list[Any]]:
     scheduler = make(optimizer)
     is_plateau = isinstance(scheduler, ReduceLROnPlateau)
     for update in UPDATES:
-        yield [numbers_of(group) for group in optimizer.param_groups]
+        yield [values_of_group(group) for group in optimizer.param_groups]
         scheduler.last_epoch = update  # of a far one
         try:
             scheduler.step(*[0.0] * is_plateau)
