@@ -278,3 +278,28 @@ def test_a_product_of_parameters_that_are_cut_is_a_sum(trunk: str) -> None:
     model, x, target = LowRank(), torch.randn(6, 16), torch.randn(6, 16)
     expected = eager(model, (x,), F.mse_loss, target)
     assert_same(on_shards(model, (x,), F.mse_loss, target, 2, trunk), expected)
+
+
+class Rotated(nn.Module):
+    """Pairs of numbers turned as complex ones; as many samples as heads and pairs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.query, self.out = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.down(self.up(x).tanh())
+        heads = self.query(x).view(2, 6, 2, 4).transpose(1, 2)
+        pairs = torch.view_as_complex(heads.reshape(2, 2, 6, 2, 2))
+        angles = torch.arange(12.0, dtype=x.dtype).view(6, 2)
+        turned = torch.view_as_real(pairs * torch.polar(angles.cos(), angles))
+        return self.out(turned.flatten(3).transpose(1, 2).reshape(2, 6, 8))
+
+
+@pytest.mark.parametrize("trunk", ["batch", "sequence"])
+def test_complex_numbers_keep_the_dimensions_of_pairs(trunk: str) -> None:
+    torch.manual_seed(0)
+    x, target = torch.randn(2, 6, 8), torch.randn(2, 6, 8)
+    case = Rotated(), (x,), F.mse_loss, target
+    assert_same(on_shards(*case, 2, trunk), eager(*case))

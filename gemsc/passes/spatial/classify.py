@@ -103,7 +103,8 @@ class Probe:
         """Return where a view keeps whole dimensions of its source; None if no view.
 
         A dimension of the result with the same stride and size as one of the source is
-        that one: both walk the same memory. Of a tuple, all tensors must agree.
+        that one: both walk the same memory, in bytes, as pairs of real numbers may be
+        one complex number. Of a tuple, all tensors must agree.
         """
         operators, values, result = self._run(node)
         if not all(map(_is_view, operators)):
@@ -116,7 +117,8 @@ class Probe:
         for dim, (size, stride) in enumerate(
             zip(given.shape, given.stride(), strict=True)
         ):
-            places = {_place(output, size, stride) for output in outputs}
+            length = stride * given.itemsize
+            places = {_place(output, size, length) for output in outputs}
             place = places.pop()
             if size > 1 and not places and place is not None:
                 found[dim] = place
@@ -160,9 +162,10 @@ def probe_of(program: Program) -> Probe:
     return _PROBES[program.module]
 
 
-def _place(output: Tensor, size: int, stride: int) -> int | None:
-    pairs = list(zip(output.shape, output.stride(), strict=True))
-    return pairs.index((size, stride)) if (size, stride) in pairs else None
+def _place(output: Tensor, size: int, length: int) -> int | None:
+    lengths = (stride * output.itemsize for stride in output.stride())
+    pairs = list(zip(output.shape, lengths, strict=True))
+    return pairs.index((size, length)) if (size, length) in pairs else None
 
 
 def _is_view(func: Any) -> bool:
