@@ -276,8 +276,7 @@ class Tracer(TorchFunctionMode):
             self._note_checkpoint()
             return checkpointed()
         call = ("call_function", apply, args, kwargs)
-        leaves = [[t for _, t in tensor_leaves(each)] for each in args]
-        given = [[(tensor, tensor._version) for tensor in each] for each in leaves]
+        given = [[(t, t._version) for _, t in tensor_leaves(each)] for each in args]
         with self._at_user_line() as line:
             result = self._record(call, apply, args, kwargs, may_write=True)
         returned = {id(tensor) for _, tensor in tensor_leaves(result)}
@@ -287,8 +286,8 @@ class Tracer(TorchFunctionMode):
             if id(tensor) not in returned:
                 self._overwritten.append((tensor, apply.__self__.__name__, at))
         if returned and any(changed):
-            places = tuple(place for place, each in enumerate(changed) if each)
-            meta.writes.set(next(iter(reversed(self.writer.graph.nodes))), places)
+            node = next(iter(reversed(self.writer.graph.nodes)))
+            meta.writes.set(node, tuple(i for i, each in enumerate(changed) if each))
         return result
 
     def note_context(self, context: Any) -> None:
@@ -347,7 +346,6 @@ class Tracer(TorchFunctionMode):
         func: Any,
         args: _Args,
         kwargs: _Kwargs,
-        *,
         may_write: bool = False,
     ) -> Any:
         op, target, _, given = call

@@ -26,7 +26,6 @@ from gemsc.base.parts import Part
 from gemsc.ir import meta
 from gemsc.ir.halos import Halos, Need
 from gemsc.ir.layout import Layout
-from gemsc.passes.checks.shared_memory import check_written_views
 from gemsc.passes.spatial.classify import Probe
 from gemsc.passes.spatial.cuts import Axes, fits, or_whole
 from gemsc.passes.spatial.inputs import Placeholders
@@ -45,6 +44,7 @@ from gemsc.passes.spatial.values import (
     unfolded,
     whole_shape,
 )
+from gemsc.passes.spatial.written import check_written_views
 from gemsc.runtime import tiles
 
 # what goes by how its input lies in memory: a gathered one may lie otherwise
