@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from itertools import chain
 from types import FrameType
 from typing import Any
 from unittest.mock import patch
@@ -280,11 +279,10 @@ class Tracer(TorchFunctionMode):
         with self._at_user_line() as line:
             result = self._record(call, apply, args, kwargs, may_write=True)
         returned = {id(tensor) for _, tensor in tensor_leaves(result)}
-        at = line.location if line else None
         changed = [[t for t, v in each if t._version != v] for each in given]
-        for tensor in chain.from_iterable(changed):
-            if id(tensor) not in returned:
-                self._overwritten.append((tensor, apply.__self__.__name__, at))
+        unseen = [t for each in changed for t in each if id(t) not in returned]
+        name, at = apply.__self__.__name__, line.location if line else None
+        self._overwritten += [(tensor, name, at) for tensor in unseen]
         if returned and any(changed):
             node = next(iter(reversed(self.writer.graph.nodes)))
             meta.writes.set(node, tuple(i for i, each in enumerate(changed) if each))
@@ -348,8 +346,7 @@ class Tracer(TorchFunctionMode):
         kwargs: _Kwargs,
         may_write: bool = False,
     ) -> Any:
-        op, target, _, given = call
-        changes = call_mutates(op, target, given)  # or a layer does, which is alike
+        changes = call_mutates(*call[:2], call[3])  # or a layer does, which is alike
         with self.pause():
             old = [
                 (self.writer.node_of(tensor), tensor, snapshot(tensor))
