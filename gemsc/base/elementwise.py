@@ -127,14 +127,22 @@ def _groups_of(
 
 def values_of_group(group: Mapping[str, Any]) -> dict[str, object]:
     """Return what a group says of steps, as far as it can be compared."""
+    values = {
+        key: value.item() if isinstance(value, Tensor) and _is_number(value) else value
+        for key, value in group.items()
+    }
     return {
         key: value
-        for key, value in group.items()
+        for key, value in values.items()
         if all(
             each is None or isinstance(each, Number | str)
             for each in (value if isinstance(value, tuple) else (value,))
         )
     }
+
+
+def _is_number(value: Tensor) -> bool:
+    return value.numel() == 1 and not value.is_meta
 
 
 def check_elementwise(differences: Mapping[str, float], names: Iterable[str]) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from program_support import Net, X, batch_of, mse, on_ranks, written
@@ -14,6 +17,9 @@ from torch.optim import lr_scheduler as lrs
 
 from gemsc.errors import GemscError
 from gemsc.runtime.training.trainer import Trainer
+from gemsc.runtime.worker.rates import check_rates
+
+RATE: Tensor = torch.tensor(0.1)
 
 
 def simple(self: Any, x: Tensor) -> Tensor:
@@ -27,6 +33,29 @@ def by_layer(named: Any) -> torch.optim.Optimizer:
         layers.setdefault(pair[0].partition(".")[0], []).append(pair)
     groups = [{"params": own, "depth": ord(n)} for n, own in layers.items()]
     return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+
+
+def described(named: Any) -> torch.optim.Optimizer:
+    """Let groups say what a rank's are no copies of."""
+    optimizer = by_layer(named)
+    for number, group in enumerate(optimizer.param_groups):
+        group |= {"lr": RATE, "number": number, "of": len(optimizer.param_groups)}
+    return optimizer
+
+
+class Copying(torch.optim.SGD):
+    """Keeps what the parameters are at first, of which it reads numbers."""
+
+    def __init__(self, groups: Any) -> None:
+        super().__init__(groups, lr=0.1)
+        for group in self.param_groups:
+            for each in group["params"]:
+                self.state[each]["first"] = each.detach().clone()
+                assert float(each.sum()) == 0.0
+
+
+def copying(named: Any) -> torch.optim.Optimizer:
+    return Copying([{"params": [pair]} for pair in named])
 
 
 def all_layers(named: Any) -> torch.optim.Optimizer:
@@ -79,6 +108,43 @@ def test_a_scheduler_by_numbers_of_groups_is_refused_where_these_differ(
     says = r"by the numbers of groups: .* and 'c\.weight' gets other rates"
     with pytest.raises(GemscError, match=says):
         on_ranks(tmp_path, 2, lambda trainer: None, **given)
+
+
+KINDS = {
+    f"{layer}.weight": (torch.Size((10**5, 10**5)), torch.float32, True)
+    for layer in "abc"
+}
+
+
+class Telling(lrs.StepLR):
+    """Prints its steps."""
+
+    def step(self, epoch: int | None = None) -> None:
+        super().step(epoch)
+        sys.stdout.write(f"step {self.last_epoch}\n")
+
+
+ALIKE: list[Callable[[Any], Any]] = [
+    lambda o: lrs.OneCycleLR(o, 0.1, total_steps=9),
+    lambda o: lrs.LambdaLR(o, [lambda step: 0.9**step for _ in o.param_groups]),
+    lambda o: lrs.LambdaLR(o, lambda step: np.power(1 - step / 100, 0.9)),  # NaN
+    lambda o: lrs.LambdaLR(o, lambda step: [1.0, 0.1, 0.01][step]),
+    lambda o: lrs.LambdaLR(o, lambda step: 2 + 0 * random.random()),
+    lambda o: Telling(o, 2),
+]
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize("scheduler", ALIKE)
+@pytest.mark.parametrize("optimizer", [by_layer, described, copying])
+def test_schedulers_that_do_the_same_with_each_group_are_tried_with_no_trace(
+    optimizer: Any, scheduler: Any, capsys: Any
+) -> None:
+    before = random.getstate()
+    check_rates(["b.weight"], KINDS, optimizer, scheduler)
+    assert random.getstate() == before
+    assert torch.tensor(0.1) == RATE
+    assert not capsys.readouterr().out
 
 
 def by_depth(o: Any) -> Any:

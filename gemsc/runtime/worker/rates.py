@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
+from copy import deepcopy
+from io import StringIO
 from typing import Any
 from warnings import catch_warnings
 
@@ -13,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from gemsc.base.elementwise import OptimizerFactory, values_of_group
-from gemsc.base.rng import fork_torch, generator_lock
+from gemsc.base.rng import generator_lock, preserve_rng
 from gemsc.errors import GemscError
 
 SchedulerFactory = Callable[[Optimizer], Any]
@@ -21,7 +24,7 @@ Kinds = Mapping[str, tuple[torch.Size, torch.dtype, bool]]  # is it trained?
 ALL_GROUPS = (
     "let optimizer() make all groups on each rank, some of them without parameters"
 )
-UPDATES = *range(200), *(10**n for n in range(3, 8))  # that are tried
+UPDATES = *range(200), *(10**n for n in range(3, 7))  # that are tried
 
 
 def check_rates(
@@ -33,29 +36,36 @@ def check_rates(
     """Make sure that a scheduler does with a rank's groups what it does with all.
 
     It may go by their numbers, and a rank may have fewer than the parameters of `all`
-    ranks give. That is tried on tensors without memory.
+    ranks give. That is tried on tensors without memory, or small ones; what is printed
+    meanwhile is not shown.
 
     Raises:
         GemscError: a parameter gets another rate, or the like.
     """
     for device in "meta", "cpu":  # some want a device that exists
+        most = 2 if device == "cpu" else sys.maxsize  # of an optimizer that copies them
         parameters = {
             name: nn.Parameter(
-                torch.zeros((), dtype=dtype, device=device).expand(size), is_trained
+                torch.zeros((), dtype=dtype, device=device).expand(
+                    [min(length, most) for length in size]
+                ),
+                is_trained,
             )
             for name, (size, dtype, is_trained) in all.items()
         }
         mine = {name: parameters[name] for name in own}
-        context = catch_warnings(action="ignore")  # no optimizer steps
-        with generator_lock, fork_torch(), suppress(Exception), context:
-            found = _first_other(mine, parameters, optimizer, scheduler)
+        silent = catch_warnings(action="ignore")  # no optimizer steps
+        with generator_lock, preserve_rng(), suppress(Exception), silent:
+            with redirect_stdout(StringIO()):
+                found = _first_other(mine, parameters, optimizer, scheduler)
             break
     else:  # its first real step will say why
         return
     if found:
         raise GemscError(
-            f"scheduler() goes by the numbers of groups: this rank has fewer of them, "
-            f"and '{found}' gets other rates than where a process has all",
+            "optimizer() or scheduler() goes by the numbers of groups: this rank has "
+            f"fewer of them, and '{found}' gets other rates than where a process has "
+            "all",
             help=f"{ALL_GROUPS}, or let scheduler() go by what a group says "
             '(group["depth"]), not by its number',
         )
@@ -73,10 +83,14 @@ def _first_other(
     is_same = len(mine.param_groups) == len(whole.param_groups)
     if is_same and numbers.items() <= of_all.items():
         return ""
-    steps = zip(_paced(mine, scheduler), _paced(whole, scheduler), strict=False)
-    for ours, theirs in steps:
-        for name, number in numbers.items():
-            if ours[number] != theirs[of_all[name]]:
+    pairs: dict[tuple[int, int], str] = {}  # each with its first name
+    for name, number in numbers.items():
+        pairs.setdefault((number, of_all[name]), name)
+    ours = _paced(mine, scheduler, [number for number, _ in pairs])
+    theirs = _paced(whole, scheduler, [number for _, number in pairs])
+    for update in zip(ours, theirs, strict=False):
+        for name, one, other in zip(pairs.values(), *update, strict=True):
+            if one != other:
                 return name
     return ""
 
@@ -91,14 +105,28 @@ def _numbers(named: Mapping[str, nn.Parameter], optimizer: Optimizer) -> dict[st
     }
 
 
-def _paced(optimizer: Optimizer, make: SchedulerFactory) -> Iterator[list[Any]]:
-    """Yield what groups say in each update, as long as the scheduler goes on."""
+def _paced(
+    optimizer: Optimizer, make: SchedulerFactory, numbers: Iterable[int]
+) -> Iterator[list[str]]:
+    """Yield what changes in groups by each update, as long as the scheduler goes on."""
+    keys = {key for group in optimizer.param_groups for key in group} - {"params"}
+    taken = [{k: g[k] for k in keys & g.keys()} for g in optimizer.param_groups]
+    for group, own in zip(optimizer.param_groups, deepcopy(taken), strict=True):
+        group |= own  # a rate may be a tensor, which the real optimizer has, too
+    groups = [optimizer.param_groups[number] for number in numbers]
+    before = [values_of_group(group) for group in groups]
     scheduler = make(optimizer)
     is_plateau = isinstance(scheduler, ReduceLROnPlateau)
     for update in UPDATES:
-        yield [values_of_group(group) for group in optimizer.param_groups]
+        yield [_changes(*each) for each in zip(groups, before, strict=True)]
         scheduler.last_epoch = update  # of a far one
         try:
             scheduler.step(*[0.0] * is_plateau)
-        except ValueError:  # it has no more
+        except Exception:  # it has no more
             return
+
+
+def _changes(group: Mapping[str, Any], before: Mapping[str, object]) -> str:
+    """Return what a group says otherwise than before; NaN is like NaN."""
+    other = {key: each for key, each in group.items() if each is not before.get(key)}
+    return repr(values_of_group(other))
