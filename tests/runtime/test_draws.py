@@ -231,7 +231,8 @@ class Langevin(torch.optim.SGD):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"data": 2}, {"data": 2, "shard": "optimizer"}]
+    "options",
+    [{}, {"data": 2}, {"data": 2, "shard": "optimizer"}, {"schedule": "mast"}],
 )
 def test_an_optimizer_draws_apart_for_each_stage_and_alike_for_copies(
     options: dict[str, Any], tmp_path: Path
@@ -247,9 +248,10 @@ def test_an_optimizer_draws_apart_for_each_stage_and_alike_for_copies(
             trainer.step(*batch)
         return {name: p.detach() - before[name] for name, p in held.items()}
 
-    model, count = Net(forward), options.get("data", 1)
-    batch = batch_of((X, X), 2 * count)
-    ranks = 2 * count
+    model, data = Net(forward), options.get("data", 1)
+    count = 2 if "schedule" in options else data  # of copies
+    batch = batch_of((X, X), 2 * data)
+    ranks = 2 * data
     written(tmp_path, model, ranks=ranks, micro_batches=2, **options)
     given = {"optimizer": Langevin, "seed": 1}
     found = on_ranks(tmp_path, ranks, noise, **given)

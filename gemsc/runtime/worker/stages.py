@@ -90,8 +90,12 @@ class Stages(dict[Run, nn.Module]):
 
     @cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters, those that replicas share once."""
-        return {n: p for each in self.values() for n, p in each.named_parameters()}
+        """The parameters, those that replicas share once, in the order of stages.
+
+        So ranks with the same stages of mirrored replicas have them in the same order.
+        """
+        stages = (self[run] for run in sorted(self, key=lambda run: run.stage))
+        return {name: p for each in stages for name, p in each.named_parameters()}
 
     @cached_property
     def all_names(self) -> dict[str, str]:
