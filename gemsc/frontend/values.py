@@ -13,7 +13,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from gemsc.base.dtypes import autocasting
+from gemsc.base.dtypes import autocasting, same_bits
 from gemsc.base.examples import num_rows
 from gemsc.base.nests import (
     OF_ALL,
@@ -179,7 +179,11 @@ def output_notes(output: Returned) -> tuple[str, ...]:
 
 def state_notes_of(model: nn.Module) -> tuple[str, ...]:
     """Say that files of weights are not what the model's own `state_dict` gives."""
-    state, saved = model.state_dict(keep_vars=True), saved_named(model)
+    saved = saved_named(model)
+    try:
+        state = model.state_dict()
+    except Exception:  # it is not ready, say: no file depends on it
+        return ()
     other = [n for n, t in state.items() if n not in saved or not _is_same(t, saved[n])]
     other += [name for name in saved if name not in state]
     if not other:
@@ -195,7 +199,9 @@ def state_notes_of(model: nn.Module) -> tuple[str, ...]:
 def _is_same(value: object, own: torch.Tensor) -> bool:
     if not isinstance(value, torch.Tensor) or value.shape != own.shape:
         return False
-    return value.stride() == own.stride() and storage_of(value) == storage_of(own)
+    if value.stride() == own.stride() and storage_of(value) == storage_of(own):
+        return True
+    return not own.is_meta and same_bits(value, own)
 
 
 def _children(value: Any) -> list[Any]:

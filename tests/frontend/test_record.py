@@ -590,6 +590,19 @@ def test_state_that_no_checkpoint_has_is_told() -> None:
     assert note.startswith("state_dict() of the model gives fc._extra_state, by a hook")
 
 
+def test_a_state_dict_that_fails_or_copies_is_not_told() -> None:
+    class Alone(Model):
+        def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+            return {n: p.detach().clone() for n, p in self.named_parameters()}
+
+    class NotReady(Model):
+        def get_extra_state(self) -> Any:
+            raise RuntimeError("call fit() first")
+
+    for kind in (Alone, NotReady):
+        assert not record(kind(lambda self, x: self.fc(x)), (X,)).notes
+
+
 @pytest.mark.parametrize("puts_back", [False, True])
 def test_forward_may_put_a_layer_in_evaluation_mode(puts_back: bool) -> None:
     def forward(self: Any, x: Any) -> Any:
