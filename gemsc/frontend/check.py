@@ -181,8 +181,8 @@ def _copies(
     (graph_module,) = deep_copy((holder,), _memo(shared))
     set_training(eager_model, eager_loss, training)
     _copy_flags(eager_model, eager_loss, graph_module)
-    for path in program.frozen:  # perhaps within forward
-        graph_module.get_submodule(path).eval()
+    for path, module in graph_module.named_modules() if training else ():
+        module.training = path not in program.frozen  # as forward may set it, and ranks
     return eager_model, eager_loss, graph_module
 
 

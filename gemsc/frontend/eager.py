@@ -79,11 +79,10 @@ def kept_in_eval(
     """
     modes = {(path, is_training) for path, _, is_training in called}
     for path, layer, is_training in called:
-        drops = getattr(layer, "p", True)  # not what a dropout of 0 is called in
         if path in opaque:
             inside = layer.named_modules(prefix=path)
             yield from (each for each, module in inside if not module.training)
-        elif not is_training and isinstance(layer, _DEPEND_ON_MODE) and drops:
+        elif not is_training and _depends_on_mode(layer):
             if (path, True) in modes:
                 raise GemscError(
                     f"'{path}' is called in training mode and in evaluation mode",
@@ -91,6 +90,30 @@ def kept_in_eval(
                     "(F.batch_norm, F.dropout), which takes the mode",
                 )
             yield path
+
+
+def reject_trained(
+    called: list[tuple[str, nn.Module, bool]], opaque: Mapping[str, Any]
+) -> None:
+    """Refuse layers that are in training mode in evaluation: ranks have one mode.
+
+    Raises:
+        GemscError: one is, such as a dropout that always drops.
+    """
+    for path, layer, is_training in called:
+        if is_training and path not in opaque and _depends_on_mode(layer):
+            raise GemscError(
+                f"'{path}' is called in training mode in evaluation, too",
+                help="call its function, which takes the mode: F.dropout(x, p, True); "
+                "or use --frontend export",
+            )
+
+
+def _depends_on_mode(layer: nn.Module) -> bool:
+    """Whether a layer computes something else in eval mode: it drops, or averages."""
+    drops = getattr(layer, "p", True) and getattr(layer, "dropout", True)
+    averages = getattr(layer, "running_mean", drops) is not None
+    return bool(drops and averages and isinstance(layer, _DEPEND_ON_MODE))
 
 
 @contextmanager

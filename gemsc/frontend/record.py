@@ -36,7 +36,7 @@ from gemsc.frontend.counters import (
     other_generators,
     reject_counters,
 )
-from gemsc.frontend.eager import in_mode, kept_in_eval, set_training
+from gemsc.frontend.eager import in_mode, kept_in_eval, reject_trained, set_training
 from gemsc.frontend.fake_copy import (
     FakeCopy,
     copy_on_fakes,
@@ -200,6 +200,8 @@ def _trace(
     if request.training:
         trace.frozen = frozenset(kept_in_eval(tracer.called, request.opaque))
         trace.checkpoints = tracer.checkpoints
+    else:
+        reject_trained(tracer.called, request.opaque)
     return trace
 
 

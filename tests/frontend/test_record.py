@@ -635,4 +635,28 @@ def test_a_layer_in_both_modes_is_refused() -> None:
 
     with pytest.raises(GemscError, match="'drop' is called in training mode and in"):
         record(Model(forward, drop=nn.Dropout(0.5)), (X,))
-    assert not record(Model(forward, drop=nn.Dropout(0.0)), (X,)).frozen
+    for layer in nn.Dropout(0.0), nn.BatchNorm1d(4, track_running_stats=False):
+        assert not checked(Model(forward, drop=layer)).frozen
+
+
+def test_a_layer_that_is_always_in_training_mode_is_refused_for_evaluation() -> None:
+    def forward(self: Any, x: Any) -> Any:
+        self.drop.train()
+        return self.drop(self.fc(x))
+
+    class Keeps(Model):
+        def train(self, mode: bool = True) -> Any:
+            super().train(mode)
+            self.drop.eval()
+            return self
+
+    def as_the_model_is(self: Any, x: Any) -> Any:
+        self.drop.train(self.training)
+        return self.drop(self.fc(x))
+
+    norm = Keeps(as_the_model_is, drop=nn.BatchNorm1d(4))
+    assert not checked(norm).frozen
+    model = Model(forward, drop=nn.Dropout(0.5))
+    record(model, (X,))
+    with pytest.raises(GemscError, match="'drop' is called in training mode in eval"):
+        record(model, (X,), training=False)
