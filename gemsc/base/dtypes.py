@@ -86,8 +86,8 @@ def model_dtype(parameters: Iterator[Tensor]) -> torch.dtype:
     return next(floating, torch.get_default_dtype())
 
 
-def cast(nest: Any, dtype: torch.dtype) -> Any:
-    """Return a nest with its floating-point and complex tensors in a dtype."""
+def cast(nest: Any, dtype: torch.dtype | None) -> Any:
+    """Return a nest with its floating-point and complex tensors in a dtype, if any."""
 
     def convert(leaf: Any) -> Any:
         return leaf.to(within(leaf.dtype, dtype)) if isinstance(leaf, Tensor) else leaf
@@ -128,7 +128,7 @@ def nudge(module: nn.Module, seed: int, dtype: torch.dtype | None = None) -> Non
 
 
 def cast_module(
-    module: nn.Module, dtype: torch.dtype, kept: Collection[str] = ()
+    module: nn.Module, dtype: torch.dtype | None, kept: Collection[str] = ()
 ) -> None:
     """Do what `module.to(dtype)` does, but keep complex tensors complex.
 
@@ -172,10 +172,10 @@ def check_modes(file: str) -> None:
 
 
 @contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Let torch make tensors of a dtype, where none is asked for."""
+def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
+    """Let torch make tensors of a dtype, if any, where none is asked for."""
     before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+    torch.set_default_dtype(dtype or before)
     try:
         yield
     finally:

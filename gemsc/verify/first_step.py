@@ -105,7 +105,8 @@ def first_step(
         if dtype not in TOLERANCE:
             reason = reason or wide_is_much or f"nothing is compared in {dtype}"
             continue
-        step = _Step(plan, model, loss, batches, dtype, plain, metrics)
+        seen = replace(plan, only_dtype=plan.only_dtype or reason)
+        step = _Step(seen, model, loss, batches, dtype, plain, metrics)
         try:
             found = {"unchecked": _one_compared(compilation, step)}
         except _DoesNotRunError as error:
@@ -142,6 +143,11 @@ class _Step:
     dtype: torch.dtype
     phases: Sequence[Phase] = ()
     metrics: Any = None
+
+    @property
+    def kind(self) -> torch.dtype | None:
+        """What all becomes; None where it stays as it was compiled."""
+        return Precision.of(self.plan, self.dtype).casts_to(self.dtype)
 
     def in_one_process(self) -> StepRecord:
         """Return what one process computes, in training and in evaluation."""
@@ -217,7 +223,7 @@ class _Step:
         try:
             # two threads cannot compile at once
             with torch.compiler.set_stance("force_eager"):
-                found = on_threads(self.plan.ranks, train, self.dtype)
+                found = on_threads(self.plan.ranks, train, self.kind)
         except (GemscError, InternalError) as error:
             return error, _NOTHING, []
         except Exception as error:
@@ -269,7 +275,7 @@ def _compared(compilation: Compilation, step: _Step) -> str:
     look_up_operators()
     with ExitStack() as stack:
         stack.enter_context(preserve_rng())
-        stack.enter_context(default_dtype(dtype))  # of all threads, until both end
+        stack.enter_context(default_dtype(step.kind))  # of all threads, until both end
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="gemsc-check-")))
         write_directory(replace(compilation, plan=step.plan), folder)
         beside = stack.enter_context(ThreadPoolExecutor(1))
@@ -404,7 +410,7 @@ def _with_roundings(
 
 
 def on_threads(
-    num_ranks: int, work: Callable[[Transport], T], dtype: torch.dtype
+    num_ranks: int, work: Callable[[Transport], T], dtype: torch.dtype | None
 ) -> list[T]:
     """Return what `work(transport)` gives on each rank, with this default dtype.
 

@@ -64,7 +64,8 @@ def reference_steps(
     have several `phases`. What is `near_zero` in a gradient is zero for the optimizer.
     """
     model, loss = copy.deepcopy((model, loss))
-    with default_dtype(dtype):  # also of what the optimizer makes
+    kind = precision.casts_to(dtype)
+    with default_dtype(kind):  # also of what the optimizer makes
         updates = plain_updates(
             model, loss, optimizer, phases, dtype, precision, device
         )
@@ -80,7 +81,7 @@ def reference_steps(
                     for m in range(num_micro_batches):
                         part = (m, num_micro_batches, batch)
                         given, wanted = (
-                            on_device(micro_batch_of(cast(each, dtype), *part), device)
+                            on_device(micro_batch_of(cast(each, kind), *part), device)
                             for each in (input, target)
                         )
                         with plain_forward(), precision.autocast(device):
@@ -184,7 +185,7 @@ def plain_updates(
     """
     for module in (model, loss):
         if isinstance(module, nn.Module):
-            cast_module(module, dtype)
+            cast_module(module, precision.casts_to(dtype))
             module.to(device)
     enter_training(model)
 
@@ -247,8 +248,8 @@ def evaluated(
     That is done batch by batch, as what changes in one is there in the next. With
     `gradients` these are on, as they are while it is traced.
     """
-    model = copy.deepcopy(model)
-    cast_module(model, dtype)
+    model, kind = copy.deepcopy(model), precision.casts_to(dtype)
+    cast_module(model, kind)
     own = dict([*model.named_parameters(), *model.named_buffers()])
     with torch.no_grad():
         for name, tensor in state.items():
@@ -257,8 +258,8 @@ def evaluated(
     outputs: list[list[Any]] = []
     count = plan.data * plan.micro_batches
     learns = torch.set_grad_enabled
-    with learns(gradients), plain_forward(), default_dtype(dtype):
-        for inputs in cast(batches, dtype):
+    with learns(gradients), plain_forward(), default_dtype(kind):
+        for inputs in cast(batches, kind):
             outputs.append([])
             for m in range(count):
                 part = micro_batch_of(inputs, m, count, num_rows(inputs))
@@ -276,11 +277,11 @@ def held_out(
     precision: Precision,
 ) -> Mean:
     """Return the loss in evaluation of what a model gives for each micro-batch."""
-    loss = copy.deepcopy(loss)
+    loss, kind = copy.deepcopy(loss), precision.casts_to(dtype)
     if isinstance(loss, nn.Module):
-        cast_module(loss.eval(), dtype)
-    mean, count, target = Mean(), plan.data * plan.micro_batches, cast(batch[1], dtype)
-    with torch.no_grad(), plain_forward(), default_dtype(dtype):
+        cast_module(loss.eval(), kind)
+    mean, count, target = Mean(), plan.data * plan.micro_batches, cast(batch[1], kind)
+    with torch.no_grad(), plain_forward(), default_dtype(kind):
         for m, output in enumerate(outputs):
             part = micro_batch_of(target, m, count, num_rows(batch[0]))
             with precision.autocast(CPU):

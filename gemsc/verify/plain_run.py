@@ -391,7 +391,8 @@ class PlainRun:
         count, samples = len(samples), samples + samples[-1:] * (size - len(samples))
         if shapes is not None:
             samples = [shapes.padded(sample, shape) for sample in samples]
-        batch = cast(join_samples(samples, shapes, shape, count), self.settings.dtype)
+        kind = self.settings.precision.casts_to(self.settings.dtype)
+        batch = cast(join_samples(samples, shapes, shape, count), kind)
         input, target = on_device(batch, self.settings.device)
         return input, target
 

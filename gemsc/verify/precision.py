@@ -27,12 +27,18 @@ class Precision:
     """What a program computes in within `torch.autocast`; None without it."""
 
     dtype: torch.dtype | None = None
+    is_as_compiled: bool = False  # the program can run in no other dtype
 
     @classmethod
     def of(cls, plan: Plan, dtype: torch.dtype) -> Precision:
         """Return that of a program that is run in a dtype: in float64 there is none."""
         is_mixed = plan.precision != "float32" and dtype is not torch.float64
-        return cls(getattr(torch, plan.precision)) if is_mixed else FULL
+        mixed = getattr(torch, plan.precision) if is_mixed else None
+        return cls(mixed, bool(plan.only_dtype))
+
+    def casts_to(self, dtype: torch.dtype) -> torch.dtype | None:
+        """Return what all becomes in a run in a dtype; None: it stays as it is."""
+        return None if self.is_as_compiled else dtype
 
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
         """Return what a forward runs within."""

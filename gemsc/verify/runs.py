@@ -292,7 +292,7 @@ def _plain(
     record: RunRecord | None = None,
 ) -> PlainRun:
     """Train in a plain loop; with a record, make sure that it has the same data."""
-    with default_dtype(settings.dtype):
+    with default_dtype(settings.precision.casts_to(settings.dtype)):
         title = f"plain loop in {str(settings.dtype).removeprefix('torch.')}"
         with plain_forward():
             plain = PlainRun(user, model, settings)
@@ -356,7 +356,8 @@ class RunResult:
         """Return that of the plain loop, for what the ranks have noted."""
         pairs = zip(plain.evaluations, record.figures, strict=True)
         means = [_means(parts, figures) for parts, figures in pairs]
-        return cls(plain.losses, means, saved_named(plain.model))
+        saved = {n: t.detach() for n, t in saved_named(plain.model).items()}
+        return cls(plain.losses, means, saved)
 
 
 def _means(

@@ -12,6 +12,7 @@ from program_support import Net, X, against_one_process, batch_of, mse, written
 from threads import run_on_threads
 from torch import Tensor, nn
 
+from gemsc.base.dtypes import cast
 from gemsc.compiler import compile
 from gemsc.errors import GemscError
 from gemsc.frontend import FRONTENDS
@@ -25,6 +26,7 @@ from gemsc.runtime.transport.transport import Transport
 from gemsc.runtime.worker.updates import clip_gradients
 from gemsc.verify.compare import compare
 from gemsc.verify.one_process import reference_steps
+from gemsc.verify.precision import Precision
 
 record = FRONTENDS["record"]
 
@@ -204,6 +206,40 @@ def test_a_model_that_mixes_dtypes_is_compared_as_it_is(
     batches = [batch_of(((X,), X), 2)]
     actual = run_on_threads(tmp_path, 2, batches, dtype=torch.float32)
     found = compare(actual, reference_steps(model, mse, batches, 2, torch.float32))
+    assert found.equal == found.total
+
+
+def fixed_between(self: Any, x: Tensor) -> Tensor:
+    h = self.b(torch.tanh(self.a(x)).to(self.b.weight.dtype))
+    return self.d(torch.tanh(self.c(h.exp().float())))
+
+
+def branch_on_dtype(self: Any, x: Tensor) -> Tensor:
+    h = self.a(x)
+    if h.dtype == torch.float64:
+        h = h * 2
+    return self.d(self.c(self.b(torch.tanh(h.float().exp().double()))))
+
+
+@pytest.mark.parametrize("forward", [fixed_between, branch_on_dtype])
+def test_a_model_that_runs_in_one_dtype_keeps_what_it_has_in_another(
+    forward: Callable[..., Tensor], tmp_path: Path
+) -> None:
+    is_wide = forward is branch_on_dtype
+    dtype = torch.float64 if is_wide else torch.float32
+    model, x = Net(forward).to(dtype), X.to(dtype)
+    if not is_wide:
+        model.b.double()
+    given = {"loss": mse, "example_target": x, "ranks": 2, "micro_batches": 2}
+    program = compile(model, (x,), cuts=("b",) if is_wide else (), **given)
+    assert program.plan.unchecked == ""
+    assert program.plan.only_dtype
+    program.write(tmp_path)
+    batches = cast([batch_of(((x,), x), 2)], dtype)
+    actual = run_on_threads(tmp_path, 2, batches, dtype=dtype)
+    step = model, mse, batches, 2, dtype
+    expected = reference_steps(*step, precision=Precision.of(program.plan, dtype))
+    found = compare(actual, expected)
     assert found.equal == found.total
 
 

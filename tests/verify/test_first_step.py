@@ -348,7 +348,7 @@ def test_a_loss_is_compared_in_evaluation_where_two_calls_agree(
     found: float | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    plan: Any = SimpleNamespace(precision="float32")
+    plan: Any = SimpleNamespace(only_dtype="", precision="float32")
     step = first_step._Step(plan, Picture(), loss, [], torch.float64)
     given = iter(values)
 

@@ -191,7 +191,7 @@ def train(
         )
     if options.seed is None:
         options.seed = saved_seed(options.resume)
-    if options.dtype != "float32":  # else it is what the file says
+    if options.dtype != "float32" and not plan.only_dtype:  # else as the file says
         torch.set_default_dtype(DTYPES[options.dtype])  # also of what forward makes
     trainer = Trainer(
         directory,

@@ -88,6 +88,7 @@ class Trainer:
         self._saving = PendingSave()
         self.plan = plan = Plan.read(directory / "plan.toml")
         check_dtype(plan, dtype)
+        dtype = None if plan.only_dtype else dtype  # all stays as it is
         check_choices(accumulate, clip_norm, on_nonfinite)
         cap_memory(self.device, plan.rank_memory)
         place = RankPlace(

@@ -50,7 +50,8 @@ def run_recorded_steps(
     if plan.spec:
         user = load_user_model(plan.spec, constants=plan.constants)
         optimizer, phases = user.optimizer, user.make_phases()
-    torch.set_default_dtype(dtype)  # also of what forward makes
+    if not plan.only_dtype:  # else it is what the file says
+        torch.set_default_dtype(dtype)  # also of what forward makes
     limit = folder / NEAR_ZERO
     with exact_arithmetic(device), same_draws():
         record_steps(
