@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from numbers import Number
 from typing import Any
@@ -17,6 +17,7 @@ from gemsc.errors import GemscError
 STEPS, ALIKE = 2, 8  # of gradients that have nothing in common, and that nearly agree
 NOISE = 0.3  # of the latter
 SIZES = (4, 6, 2, 2, 2)  # of what is tried, along each dimension
+LARGE = (36, 34, 2, 2, 2)  # of the first of a kind: some treat small tensors otherwise
 SCALES = 1.0, 100.0  # of what is tried: a bound of a norm may hold for small ones alone
 NUMBERS = "step", "mu_product", "eta", "mu"  # torch's, of a parameter as a whole
 ROUNDING = 1e-9  # in float64, relative to the largest step
@@ -31,22 +32,38 @@ def updated_whole(
     """Return the parameters that an optimizer does not update element by element.
 
     Halves of them step otherwise than the whole does: by how much, relative to the
-    largest step. That is tried on small random tensors, cut both ways, in float64. An
-    optimizer that cannot step there may do anything. Without a factory it is plain SGD.
-    Where it goes by sizes, halves may be in another group than the whole.
+    largest step. That is tried on small random tensors, cut both ways, in float64; what
+    is found holds for all of as many dimensions in a group. An optimizer that cannot
+    step there may do anything. Without a factory it is plain SGD. Where it goes by
+    sizes, halves may be in another group than the whole.
     """
     trained = {name: p for name, p in parameters.items() if p.requires_grad}
     if factory is None or not trained:
         return {}
+    worst = dict[str | tuple[int, int], float]()  # of names, and of kinds
     with generator_lock, fork_torch():
         torch.manual_seed(0)
+        kinds = _kinds(trained, factory)
+        large = {kind: name for name, kind in reversed(kinds.items())}.values()
         try:
-            found = [_differences(each, factory) for each in _scaled(trained)]
+            for drawn in _scaled(trained, set(large)):
+                for name, error in _differences(drawn, factory).items():
+                    worst[kinds[name]] = max(worst.get(kinds[name], 0.0), error)
         except Exception:  # its first real step will say why
             return dict.fromkeys(trained, math.inf)
-        found.append(dict.fromkeys(_grouped_by_size(trained, factory), 1.0))
-    names = [name for name in trained if any(name in each for each in found)]
-    return {name: max(each.get(name, 0.0) for each in found) for name in names}
+        worst |= dict.fromkeys(_grouped_by_size(trained, factory), 1.0)
+    found = {n: max(worst.get(n, 0.0), worst.get(k, 0.0)) for n, k in kinds.items()}
+    return {name: error for name, error in found.items() if error}
+
+
+def _kinds(
+    parameters: Mapping[str, Tensor], factory: OptimizerFactory
+) -> dict[str, tuple[int, int]]:
+    """Return the group of each parameter, -1 if none is known, and its dimensions."""
+    groups = _groups_of(
+        parameters, {n: p.shape for n, p in parameters.items()}, factory
+    )
+    return {n: (groups.get(n, (-1,))[0], p.dim()) for n, p in parameters.items()}
 
 
 def updated_together(
@@ -145,24 +162,34 @@ def _is_number(value: Tensor) -> bool:
     return value.numel() == 1 and not value.is_meta
 
 
-def check_elementwise(differences: Mapping[str, float], names: Iterable[str]) -> None:
+def check_elementwise(differences: Mapping[str, float], *stages: Iterable[str]) -> None:
     """Make sure that parameters may be cut; `differences` are from `updated_whole`.
+
+    `stages` are the names of those that are cut in each stage.
 
     Raises:
         GemscError: the optimizer does not update one of them element by element.
     """
-    wrong = {name: differences[name] for name in names if name in differences}
+    cut = [dict.fromkeys(names) for names in stages]
+    wrong = {n: differences[n] for names in cut for n in names if n in differences}
     if not wrong:
         return
     name, difference = next(iter(wrong.items()))
     text = f"looks across '{name}' (its halves step differently, by {difference:.0e})"
     if math.isinf(difference):
         text = f"cannot be tried on parts of '{name}'"
-    modules = dict.fromkeys(each.rpartition(".")[0] or each for each in wrong)
+    modules = dict.fromkeys(map(_module_of, wrong))
+    others = [
+        any(_module_of(n) not in modules for n in names) for names in cut if names
+    ]
+    rest = f"--whole {','.join(modules)}" if all(others) else "leave out --shards"
     raise GemscError(
-        f"optimizer() {text}",
-        help=f"use an elementwise optimizer, or --whole {','.join(modules)}",
+        f"optimizer() {text}", help=f"use an elementwise optimizer, or {rest}"
     )
+
+
+def _module_of(name: str) -> str:
+    return name.rpartition(".")[0] or name
 
 
 def _differences(
@@ -202,14 +229,18 @@ def _difference_apart(
     return 0.0 if error <= ROUNDING * step else error / step
 
 
-def _scaled(parameters: Mapping[str, Tensor]) -> Iterator[list[dict[str, Tensor]]]:
+def _scaled(
+    parameters: Mapping[str, Tensor], large: Collection[str] = ()
+) -> Iterator[list[dict[str, Tensor]]]:
     """Yield what is tried, of all sizes in turn."""
-    drawn = _drawn(parameters)
+    drawn = _drawn(parameters, large)
     for scale in SCALES:
         yield [{name: t * scale for name, t in each.items()} for each in drawn]
 
 
-def _drawn(parameters: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+def _drawn(
+    parameters: Mapping[str, Tensor], large: Collection[str]
+) -> list[dict[str, Tensor]]:
     """Return small random tensors, and their gradients for some steps.
 
     A step uses what the one before has left. Prodigy and D-Adaptation go by the norm of
@@ -217,7 +248,10 @@ def _drawn(parameters: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
     """
 
     def small() -> dict[str, Tensor]:
-        return {name: _small(parameter) for name, parameter in parameters.items()}
+        return {
+            name: _small(parameter, LARGE if name in large else SIZES)
+            for name, parameter in parameters.items()
+        }
 
     drawn = [small() for _ in range(1 + STEPS)]
     way = drawn[-1]
@@ -226,9 +260,9 @@ def _drawn(parameters: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
     return drawn
 
 
-def _small(parameter: Tensor) -> Tensor:
+def _small(parameter: Tensor, sizes: Size) -> Tensor:
     """Return random numbers of a parameter's kind, of as many dimensions."""
-    shape = [SIZES[min(dim, len(SIZES) - 1)] for dim in range(parameter.dim())]
+    shape = [sizes[min(dim, len(sizes) - 1)] for dim in range(parameter.dim())]
     dtype = torch.promote_types(parameter.dtype, torch.float64)
     return torch.randn(shape, dtype=dtype)
 

@@ -98,9 +98,9 @@ class ChooseShards(Pass):
             named = {node.name: node for node in other.graph.nodes}
             like = {a: named[b.name] for a, b in twins.get(name, {}).items()}
             shards |= self._whole_trunks(program, shards, name, other, like)
-        names = [each.name for stage in shards.values() for each in stage.cut]
-        if names:
-            check_elementwise(program.updated_whole(), names)
+        cut = [[each.name for each in stage.cut] for stage in shards.values()]
+        if any(cut):
+            check_elementwise(program.updated_whole(), *cut)
         return replace(program, shards=shards)
 
     def _choose(

@@ -159,8 +159,8 @@ class FollowShards(Pass):
                 trunk, split = choose_trunk(analysis, shards, self.trunk)
                 shards = replace(shards, trunk=trunk, split=split)
             found[index] = shards
-        names = [each.name for stage in found.values() for each in stage.cut]
-        check_elementwise(program.updated_whole(), names)
+        names = [[each.name for each in stage.cut] for stage in found.values()]
+        check_elementwise(program.updated_whole(), *names)
         return replace(program, shards=found)
 
 

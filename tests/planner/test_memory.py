@@ -132,6 +132,19 @@ class Columns(torch.optim.SGD):
         return super().step(closure)
 
 
+class Factored(Columns):
+    """Leaves small matrices as they are, as timm's Adafactor does."""
+
+    def step(self, closure=None):
+        groups = self.param_groups
+        self.param_groups = [
+            {**g, "params": [p for p in g["params"] if min(p.shape) >= 16]}
+            for g in groups
+        ]
+        super().step(closure)
+        self.param_groups = groups
+
+
 def clipped(parameters, bound=0.1):
     """An optimizer that scales all gradients by the norm of all of them."""
     optimizer = torch.optim.SGD(parameters, lr=0.1)
@@ -172,6 +185,7 @@ class MaxNorm(torch.optim.Adam):
         (lambda p: Lamb(p, lr=0.1), {"a", "b"}),
         (lambda p: Columns(p, lr=0.1), {"a"}),
         (lambda p: torch.optim.Muon([p for n, p in p if n == "a"]), {"a"}),
+        (lambda p: Factored(p, lr=0.1), {"a"}),
         (clipped, {"a", "b"}),
         (loosely_clipped, {"a", "b"}),
         (lambda p: MaxNorm(p, lr=0.1), {"a"}),
@@ -186,6 +200,12 @@ def test_optimizers_that_look_across_a_tensor_are_found(optimizer, wanted) -> No
     assert set(found) == wanted
     assert all(1e-4 < difference < 10 for difference in found.values())
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_is_found_of_a_weight_holds_for_others_of_its_group() -> None:
+    """The second is tried on few numbers only."""
+    parameters = {**PARAMETERS, "c": nn.Parameter(torch.zeros(2, 2))}
+    assert {*updated_whole(parameters, lambda p: Factored(p, lr=0.1))} == {"a", "c"}
 
 
 def by_size(parameters, size, **options):
@@ -264,6 +284,11 @@ def test_what_looks_across_a_tensor_is_not_cut() -> None:
         "optimizer() looks across 'layers.0.up.weight' (its halves step differently, "
         "by 3e-02)"
     )
+    assert error.value.help == (
+        "use an elementwise optimizer, or leave out --shards"  # nothing else is cut
+    )
+    with pytest.raises(GemscError) as error:
+        check_elementwise(differences, [*differences, "head.bias"], [])
     assert error.value.help == (
         "use an elementwise optimizer, or --whole layers.0.up,layers.1.up"
     )
