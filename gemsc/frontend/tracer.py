@@ -226,13 +226,13 @@ class Tracer(TorchFunctionMode):
         """Run a module: a leaf becomes one node, others are looked into."""
         is_hooked = any(vars(module).get(name) for name in HOOKS)  # perhaps since then
         leaf = None if is_hooked else self._copied.leaves.get(id(module))
-        path = self._copied.modules.get(id(module))
+        path = leaf if leaf in self._opaque else self._copied.modules.get(id(module))
         if self.paused or (leaf is None and path is None):
             return original(module, *args, **kwargs)
-        if leaf is not None and self._copied.holds_its_own(module):
+        if leaf is not None and path is None and self._copied.holds_its_own(module):
             self.called.append((leaf, module, module.training))
             call = ("call_module", leaf, args, kwargs)
-            with self._at_user_line(), without_count(module):
+            with self._at_user_line(leaf), without_count(module):
                 return self._record(call, original, (module, *args), kwargs)
         if path is not None and path in self._opaque:
             return self._call_opaque(path, module, args, kwargs)
@@ -380,17 +380,17 @@ class Tracer(TorchFunctionMode):
         return op, target, args, {key: plain(value) for key, value in kwargs.items()}
 
     @contextmanager
-    def _at_user_line(self) -> Iterator[UserLine | None]:
-        """Say where the user's code stands, and put errors there."""
+    def _at_user_line(self, leaf: str = "") -> Iterator[UserLine | None]:
+        """Say where the user's code stands, and put errors there, or in a `leaf`."""
         line = self.writer.line = user_line(Tracer.run.__code__)
         try:
             if torch._C._functorch.maybe_current_level() is not None:
                 raise TransformsError
             yield line
         except DATA_ERRORS as error:
-            self._error = self._error or data_error(
-                error, line.location if line else None, self.writer.module_path
-            )
+            path = leaf or self.writer.module_path
+            at = line.location if line else None
+            self._error = self._error or data_error(error, at, path)
             raise self._error from error
         except GemscError as error:
             error.at = error.at or (line.location if line else None)

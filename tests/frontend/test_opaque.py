@@ -211,6 +211,28 @@ def test_a_loss_that_takes_an_object_gives_its_tensors_to_what_needs_data(
     assert not compiled.plan.unchecked
 
 
+class Spoken(nn.Module):
+    """A layer of torch that looks at tensors of lengths, two classes at three times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ctc = nn.CTCLoss()
+
+    def forward(self, output: Any, target: Tensor) -> Tensor:
+        scores = output.picture.view(-1, 3, 2).log_softmax(-1).transpose(0, 1)
+        times = torch.full((scores.shape[1],), 3)
+        words, lengths = torch.ones(len(times), 1).long(), torch.ones_like(times)
+        found: Tensor = self.ctc(scores, words, times, lengths)
+        return found + target.mean()
+
+
+def test_a_layer_of_torch_may_be_what_depends_on_data() -> None:
+    model = Gives(made(Expert))
+    program = compile(model, (X,), loss=Spoken(), example_target=X, ranks=2)
+    assert [*opaques(program.compilation.program.module)] == ["_loss.ctc"]
+    assert not program.plan.unchecked
+
+
 class Sometimes(nn.Module):
     """Depends on data in one mode only."""
 
