@@ -584,6 +584,9 @@ def test_what_steps_no_rates_is_no_scheduler(tmp_path: Path, made: object) -> No
     steps_alone = SimpleNamespace(step=print)
     with pytest.raises(GemscError, match=r"SimpleNamespace, which has no state_dict"):
         run(tmp_path, user_of(scheduler=lambda optimizer: steps_alone))
+    of_timm = SimpleNamespace(step=lambda epoch, metric=None: None)
+    with pytest.raises(GemscError, match=r"step\(\) of SimpleNamespace, .* arguments"):
+        run(tmp_path, user_of(scheduler=lambda optimizer: of_timm))
 
 
 def test_a_scheduler_that_needs_groups_of_other_ranks_is_told_what_helps(

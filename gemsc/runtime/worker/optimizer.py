@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
+from inspect import signature
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch import _compile as compile_hooks
 from torch.optim import Optimizer
 from torch.optim import optimizer as of_torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from gemsc.base.elementwise import OptimizerFactory, Size, others_by_size
 from gemsc.errors import GemscError, user_place
@@ -121,6 +123,13 @@ def scheduler_of(optimizer: Optimizer, make: SchedulerFactory) -> Any:
             help="return one object whose step() is called after each update; combine "
             "several with torch.optim.lr_scheduler.SequentialLR or ChainedScheduler",
         )
+    if not (isinstance(made, ReduceLROnPlateau) or _is_called_bare(made.step)):
+        raise GemscError(
+            f"step() of {type(made).__name__}, which scheduler() returns, wants "
+            "arguments, and is called after each update without any",
+            help="derive a class whose step() has none; of timm's: self.count += 1; "
+            "self.step_update(self.count), made with t_in_epochs=False",
+        )
     if lacks := [n for n in ("state_dict", "load_state_dict") if not hasattr(made, n)]:
         raise GemscError(
             f"scheduler() returns {type(made).__name__}, which has no {lacks[0]}(): a "
@@ -129,6 +138,15 @@ def scheduler_of(optimizer: Optimizer, make: SchedulerFactory) -> Any:
             "state_dict() and load_state_dict()",
         )
     return made
+
+
+def _is_called_bare(method: Callable[..., Any]) -> bool:
+    """Return whether a method can be called without arguments, as far as is known."""
+    try:
+        signature(method).bind()
+    except TypeError:
+        return False
+    return True
 
 
 _add_group_of_torch = Optimizer.add_param_group
