@@ -637,7 +637,7 @@ def test_the_length_of_a_scheduler_is_compared_with_the_updates_of_its_phase(
         worker=SimpleNamespace(steps=SimpleNamespace(accumulate=1)),
     )
     warn_of_length(trainer, 5)
-    text = "has total_steps=2, and this run makes 3 updates"
+    text = "has total_steps=2, and this run makes 3 updates\n"
     assert (text in capsys.readouterr().err) == is_told
 
 

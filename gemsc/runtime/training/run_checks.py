@@ -8,7 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+)
 
 from gemsc.base.dtypes import is_real, within
 from gemsc.base.nests import named_place, tensor_leaves
@@ -136,13 +140,14 @@ def warn_of_length(trainer: Trainer, steps: int | None) -> None:
     every = trainer.phases[-1].every if trainer.phases else 1
     count = -(-(steps or 0) // every) // trainer.worker.steps.accumulate
     scheduler = trainer.scheduler  # of the last phase
-    for name, then in ("total_steps", "fails then"), ("T_max", "rises again then"):
+    then = {OneCycleLR: ": it fails then", CosineAnnealingLR: ": it rises again then"}
+    for name in "total_steps", "T_max":
         length = getattr(scheduler, name, count)
         is_short = isinstance(length, Real) and length < count
         if is_short and trainer.transport.rank == 0:
             warn(
                 f"{type(scheduler).__name__} has {name}={length}, and this run makes "
-                f"{count} updates: it {then}",
+                f"{count} updates{then.get(type(scheduler), '')}",
                 help="unless that is meant, let scheduler() count in updates, not in "
                 "epochs",
             )
