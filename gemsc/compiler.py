@@ -173,6 +173,7 @@ def _lower_as(
     given = {"placed": edited.placed(), "examples": examples, **how}
     program = lower(graphs, replace(options, whole=whole), **given)
     edited.check_shared(program.plan)
+    edited.say_ignored(program.plan)
     return program
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from gemsc.base.grid_shape import SPLITS
 from gemsc.base.toml_file import TomlFile
-from gemsc.errors import GemscError, SourceLocation
+from gemsc.errors import GemscError, SourceLocation, say_note
 from gemsc.ir.flow import used_tensors
 from gemsc.ir.program import Block, Program
 from gemsc.ir.segments import blocks_in, blocks_named
@@ -77,6 +77,14 @@ class EditedPlan:
                 f"unknown schedule '{plan.schedule}'",
                 help=f"choose one of {', '.join(SCHEDULES)}",
             )
+        placement, two = self._placement(), SCHEDULES[plan.schedule].num_replicas == 2
+        if two != (placement == "mirrored"):
+            raise self.file.error(
+                ("schedule",),
+                f"{plan.schedule} takes {'both ways' if two else 'one way'} through "
+                "the ranks, and the stages are not on them so",
+                help=f"undo the change, or compile with --schedule {plan.schedule}",
+            )
         decided = {
             "ranks": plan.ranks,
             "data": plan.data,
@@ -86,7 +94,7 @@ class EditedPlan:
             "cuts": (),
             "balance": "explicit",
             "blocks": tuple(len(stage.blocks) for stage in plan.stages),
-            "placement": self._placement(),
+            "placement": placement,
             "recompute": _all_of(stage.recompute for stage in plan.stages),
             "offload": _all_of(stage.offload for stage in plan.stages),
         }
@@ -189,6 +197,17 @@ class EditedPlan:
             listed = {*cut, *(name for names in others for name in names)}
             lacking += [n for n in names if n in parameters and n not in listed]
         return tuple(dict.fromkeys(lacking))
+
+    def say_ignored(self, compiled: Plan) -> None:
+        """Say which entries are not those of the new plan, which nothing is read from.
+
+        A stage's own ranks say where it is, whatever the name of the placement.
+        """
+        for key in ("model", "dtype", "placement"):
+            here, now = getattr(self.plan, key), getattr(compiled, key)
+            if here != now:
+                at = self.file.location((key,)).short
+                say_note(f"{at}: {key} {here} has no effect: it is {now}")
 
     @contextmanager
     def lines(self) -> Iterator[None]:

@@ -433,6 +433,18 @@ def test_a_moved_cut_and_a_new_placement_are_compiled(
     assert [stage.blocks for stage in plan.stages] == [["first", "second"], ["third"]]
     assert [stage.ranks for stage in plan.stages] == [[1], [0]]
     assert plan.placement == "explicit"
+    assert "placement linear has no effect: it is explicit" in outcome.err
+
+
+def test_an_edit_of_what_is_not_read_is_said(
+    command: Gemsc, two_stages: str, tmp_path: Path
+) -> None:
+    text = two_stages.replace('dtype = "float32"', 'dtype = "float64"', 1)
+    path = tmp_path / "plan.toml"
+    path.write_text(text)
+    outcome = command("compile", "model.py", "--plan", str(path), "-o", "second")
+    at = f"plan.toml:{line_of('dtype = ', text)}"
+    assert f"{at}: dtype float64 has no effect: it is float32" in outcome.err
 
 
 @pytest.mark.by_day(8)
@@ -521,8 +533,8 @@ def test_a_moved_cut_and_a_new_placement_are_compiled(
         ),
         (
             lambda t: t.replace('schedule = "1f1b"', 'schedule = "bidirectional"', 1),
-            'placement = "linear"',
-            "--placement linear does not fit --schedule bidirectional",
+            'schedule = "bidirectional"',
+            "bidirectional takes both ways through the ranks, and the stages are not",
         ),
         (
             lambda t: t.replace('hardware = ""', 'hardware = "abacus"'),

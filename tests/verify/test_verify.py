@@ -144,7 +144,8 @@ class Weighted(nn.Module):
 
 
 def test_a_loss_of_one_process_draws_the_weights_that_the_ranks_have() -> None:
-    plan: Any = SimpleNamespace(ranks=2, data=1, micro_batches=1, precision="float32")
+    numbers = {"ranks": 2, "data": 1, "micro_batches": 1}
+    plan: Any = SimpleNamespace(**numbers, precision="float32", only_dtype="")
     model, batch = nn.Linear(4, 3), ((X,), torch.ones(2, 3))
     user = UserModel(Path(), torch, "model", model, X, loss=Weighted)
     subject = _Subject(Path(), plan, user, model, [batch], NARROW, torch.device("cpu"))
