@@ -296,6 +296,7 @@ class Ema(Callback):
 
     def on_start(self, trainer: Trainer) -> None:
         """Begin with the weights, unless a checkpoint had averages."""
+        self._seen = trainer.worker.variants.num_updates
         if not self.count:
             self._copy()
 
