@@ -146,6 +146,8 @@ def _is_called_bare(method: Callable[..., Any]) -> bool:
         signature(method).bind()
     except TypeError:
         return False
+    except ValueError:  # it says nothing of its arguments
+        return True
     return True
 
 
