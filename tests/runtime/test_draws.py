@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -165,6 +165,28 @@ def test_a_backward_that_draws_has_the_seed_of_what_is_computed(tmp_path: Path) 
 
     assert torch.equal(trained(0, before=1), trained(0, before=2))
     assert not torch.equal(trained(0, before=1), trained(1, before=1))
+
+
+class NoisyTwice(Noisy):
+    drawn: ClassVar[list[Tensor]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        NoisyTwice.drawn.append(torch.randn_like(x))
+        return x + NoisyTwice.drawn[-1]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        NoisyTwice.drawn.append(torch.randn_like(gradient))
+        return gradient + NoisyTwice.drawn[-1]
+
+
+def test_forward_and_backward_draw_apart(tmp_path: Path) -> None:
+    net = Net(lambda self, x: self.b(NoisyTwice.apply(self.a(x))))
+    written(tmp_path, net, ranks=1, micro_batches=2)
+    NoisyTwice.drawn.clear()
+    on_ranks(tmp_path, 1, lambda trainer: trainer.step(*batch_of((X, X), 2)))
+    assert len({tuple(each.flatten().tolist()) for each in NoisyTwice.drawn}) == 4
 
 
 def test_what_a_draw_keeps_for_the_backward_is_there() -> None:

@@ -57,3 +57,36 @@ def test_steps_of_one_update_add_up_and_are_clipped_as_in_one_process(
     given = {"optimizer": sgd, "accumulate": 2, "clip_norm": LIMIT}
     for found in on_ranks(tmp_path, 2, work, **given):
         torch.testing.assert_close(found, norms)
+
+
+class Either(nn.Module):
+    """One of two layers, by the data: it stays whole, and the other has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low, self.high = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.high(x) if x.sum().item() > 0 else self.low(x)
+
+
+def test_a_gradient_of_one_step_stays_in_parts_until_the_update(
+    tmp_path: Path, in_double: None
+) -> None:
+    net, x = nn.Sequential(Either(), nn.Linear(4, 4)), X.double().abs()
+    model = copy.deepcopy(net)
+    options: Any = {"ranks": 2, "data": 2, "shard": "gradients", "optimizer": sgd}
+    plan = written(tmp_path, net, (x,), target=x, **options).plan
+    whole = x.repeat(plan.batch_size // len(x), 1)
+    data = [(whole, whole), (-whole, whole)]
+    for inputs, target in data:
+        (mse(model(inputs), target) / 2).backward()
+    sgd(model.parameters()).step()
+
+    def work(trainer: Trainer) -> None:
+        for inputs, target in data:
+            trainer.step(inputs, target)
+        for name, tensor in trainer.state_dict().items():
+            torch.testing.assert_close(tensor, model.state_dict()[name])
+
+    on_ranks(tmp_path, 2, work, optimizer=sgd, accumulate=2)
