@@ -148,10 +148,10 @@ def _trace_twice(request: _Request) -> _Trace:
     numbers.append(counters_of(copied.model, copied.loss))
     check_same(first.writer, second.writer, request.training)
     reject_counters(*numbers)
-    for path in sorted(first.frozen ^ second.frozen):
+    if moved := sorted(first.frozen ^ second.frozen):
         raise GemscError(
-            f"forward calls '{path}' and then puts it in another mode, in which the "
-            "next call finds it",
+            f"forward calls '{moved[0]}' and then puts it in another mode, in which "
+            "the next call finds it",
             help="call train() and eval() before the layer, or put it back",
         )
     return first

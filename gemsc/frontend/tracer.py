@@ -275,17 +275,17 @@ class Tracer(TorchFunctionMode):
             self._note_checkpoint()
             return checkpointed()
         call = ("call_function", apply, args, kwargs)
-        given = [[(t, t._version) for _, t in tensor_leaves(each)] for each in args]
+        given = [(p[1], t, t._version) for p, t in tensor_leaves((args, kwargs))]
         with self._at_user_line() as line:
-            result = self._record(call, apply, args, kwargs, may_write=True)
+            result = self._record(call, apply, args, kwargs, (args, kwargs))
         returned = {id(tensor) for _, tensor in tensor_leaves(result)}
-        changed = [[t for t, v in each if t._version != v] for each in given]
-        unseen = [t for each in changed for t in each if id(t) not in returned]
+        changed = [(place, t) for place, t, version in given if t._version != version]
+        unseen = (t for _, t in changed if id(t) not in returned)
         name, at = apply.__self__.__name__, line.location if line else None
         self._overwritten += [(tensor, name, at) for tensor in unseen]
-        if returned and any(changed):
+        if returned and changed:
             node = next(iter(reversed(self.writer.graph.nodes)))
-            meta.writes.set(node, tuple(i for i, each in enumerate(changed) if each))
+            meta.writes.set(node, tuple(dict(changed)))
         return result
 
     def note_context(self, context: Any) -> None:
@@ -344,13 +344,13 @@ class Tracer(TorchFunctionMode):
         func: Any,
         args: _Args,
         kwargs: _Kwargs,
-        may_write: bool = False,
+        written: Any = (),
     ) -> Any:
         changes = call_mutates(*call[:2], call[3])  # or a layer does, which is alike
         with self.pause():
             old = [
                 (self.writer.node_of(tensor), tensor, snapshot(tensor))
-                for _, tensor in (tensor_leaves(args) if changes or may_write else ())
+                for _, tensor in tensor_leaves(args if changes else written)
             ]
             outer, self._read = self._read, {}
             result = func(*args, **kwargs)

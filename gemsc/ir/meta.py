@@ -189,7 +189,7 @@ layout = NodeEntry[Layout | None]("layout", None)
 # it may seem to lie otherwise, and what is sent must lie the same on both ends
 whole_format = NodeEntry[Format | None]("whole_format", None)
 # which of its arguments a custom autograd function was seen to change in place
-writes = NodeEntry[tuple[int, ...]]("writes", ())
+writes = NodeEntry[tuple[int | str, ...]]("writes", ())
 # the grid whose tiles' gradients a node's backward needs, None for none
 whole_gradients = NodeEntry[TileGrid | None]("whole_gradients", None)
 

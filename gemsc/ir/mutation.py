@@ -69,7 +69,8 @@ def written_operands(node: fx.Node) -> tuple[fx.Node, ...]:
     """Return what a call changes in place, as far as is known without its module."""
     owner = getattr(node.target, "__self__", None)  # what is made of it has its meta
     if isinstance(owner, type) and (places := meta.writes(node)):
-        return _nodes(tuple(node.args[place] for place in places))
+        given: dict[Any, Any] = {**dict(enumerate(node.args)), **node.kwargs}
+        return _nodes(tuple(given[place] for place in places))
     changed = call_mutates(node.op, node.target, node.kwargs)
     return _nodes(_first(node)) if changed else ()
 

@@ -35,6 +35,7 @@ from gemsc.passes.spatial.values import (
     Local,
     Refused,
     annotate_part,
+    check_written_views,
     covers,
     held_boxes,
     held_parts,
@@ -44,7 +45,6 @@ from gemsc.passes.spatial.values import (
     unfolded,
     whole_shape,
 )
-from gemsc.passes.spatial.written import check_written_views
 from gemsc.runtime import tiles
 
 # what goes by how its input lies in memory: a gathered one may lie otherwise
