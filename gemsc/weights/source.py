@@ -210,13 +210,15 @@ def matched(files: WeightFiles, wanted: Sequence[Wanted]) -> dict[str, str]:
 
     Raises:
         GemscError: a name is missing, or there are others; a shape is another, or a
-            dtype of another kind.
+            dtype of another kind; tensors that are one in the model differ.
     """
     found = {}
     for each in wanted:
-        name = next((name for name in each.names if name in files.table), None)
-        if name is not None:
-            found[each.names[0]] = name
+        names = [name for name in each.names if name in files.table]
+        if names:
+            found[each.names[0]] = names[0]
+        for other in names[1:]:
+            _check_tied(files, names[0], other)
     known = {name for each in wanted for name in each.names}
     missing = [e.names[0] for e in wanted if e.required and e.names[0] not in found]
     extra = [name for name in files.table if name not in known]
@@ -257,6 +259,15 @@ def _check(files: WeightFiles, name: str, entry: Entry) -> None:
             f"{files.path}: '{name}' is {dtype_name(have.dtype)}, but the model needs "
             f"{dtype_name(entry.dtype)}",
             help="use weights of this model; convert quantized ones first",
+        )
+
+
+def _check_tied(files: WeightFiles, name: str, other: str) -> None:
+    same = files.table[name] == files.table[other]
+    if not same or not torch.equal(files.mapped(name), files.mapped(other)):
+        raise GemscError(
+            f"{files.path}: '{name}' and '{other}' differ, but are one in the model",
+            help="use weights of this model, or leave one of the two out of the file",
         )
 
 

@@ -24,6 +24,7 @@ from gemsc.runtime.training.trainer import Trainer
 
 BATCH = batch_of((X, X), 2)
 State = dict[str, Tensor]
+BYTES = torch.ones(4, 4, dtype=torch.int8)
 
 
 def forward(self: Any, x: Tensor) -> Tensor:
@@ -320,6 +321,10 @@ def tensors_to(path: Path, **tensors: Tensor) -> Path:
     return path
 
 
+def weights(**other: Tensor) -> State:
+    return {**net().state_dict(), **other}
+
+
 def pickled(path: Path) -> Path:
     torch.save({"a.weight": X}, path)
     return path
@@ -368,8 +373,8 @@ FOREIGN: dict[str, tuple[Callable[[Path], Path], str, str]] = {
     ),
     "a link to a file": (
         lambda p: linked(written_to(p / "f" / "x", "").parent / "run", "../x"),
-        "manifest.json is missing",
-        "start again",
+        "run/../x is not a checkpoint",
+        "the folder of a run",
     ),
     "a pickle": (lambda p: pickled(p / "model.pt"), "is not a checkpoint", "save_file"),
     "a text": (
@@ -380,22 +385,32 @@ FOREIGN: dict[str, tuple[Callable[[Path], Path], str, str]] = {
     "a wrong file of weights": (
         lambda p: written_to(p / "x.safetensors", "no weights"),
         "x.safetensors",
-        "complete",
+        "save it again",
     ),
     "an empty file of weights": (
         lambda p: written_to(p / "e.safetensors", ""),
         "e.safetensors",
-        "complete",
+        "save it again",
     ),
     "weights with a huge table": (
         lambda p: written_to(p / "h.safetensors", b"\xff" * 8 + b"{}"),
         "h.safetensors",
-        "complete",
+        "save it again",
     ),
     "weights of another model": (
         lambda p: tensors_to(p / "hf" / "model.safetensors", **{"bert.w": X}).parent,
         "hf.model.safetensors has no 'a.(weight|bias)'",
         "of this model",
+    ),
+    "weights of a larger model": (
+        lambda p: tensors_to(p / "l.safetensors", **weights(**{"e.weight": X})),
+        "has 'e.weight', which the model does not have",
+        "without it",
+    ),
+    "weights in integers": (
+        lambda p: tensors_to(p / "i.safetensors", **weights(**{"b.weight": BYTES})),
+        "'b.weight' is int8, but the model needs float32",
+        "convert quantized ones",
     ),
     "an older gemsc": (
         lambda p: written_to(p / "old" / "optimizer-rank0.pt", "").parent,

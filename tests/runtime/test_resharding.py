@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from program_support import Net, X, batch_of, mse, on_ranks, weights_in, written
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from gemsc.errors import GemscError
@@ -294,6 +295,32 @@ def test_gradients_of_a_tied_weight_that_wait_are_those_of_all_its_ranks(
     go_on(tmp_path / "one", 3, run, batches[:1], resume=False, **two)
     go_on(tmp_path / "other", 3, run, batches[1:], resume=True, **two)
     assert off(weights_in(run), weights_in(whole)) < 1e-9
+
+
+def test_a_tied_weight_comes_from_a_file_under_any_of_its_names(
+    tmp_path: Path,
+) -> None:
+    def tied(self: Any, x: Tensor) -> Tensor:
+        return self.d(torch.tanh(simple(self, x)))
+
+    net = Net(tied)
+    net.d.weight = net.a.weight
+    written(tmp_path / "program", net, ranks=3, micro_batches=2)
+    both = {n: torch.rand_like(t) for n, t in net.state_dict().items()}
+    both["d.weight"] = both["a.weight"].clone()
+    file = tmp_path / "given.safetensors"
+
+    def found(trainer: Trainer) -> dict[str, Tensor]:
+        trainer.resume(file)
+        return {n: t.clone() for n, t in trainer.stages.parameters.items()}
+
+    for left_out in "a.weight", "d.weight", "":
+        save_file({n: t for n, t in both.items() if n != left_out}, file)
+        for stages in on_ranks(tmp_path / "program", 3, found):
+            assert all(torch.equal(t, both[n]) for n, t in stages.items())
+    save_file({**both, "d.weight": both["a.weight"] + 1}, file)
+    with pytest.raises(GemscError, match=r"'a.weight' and 'd.weight' differ"):
+        on_ranks(tmp_path / "program", 3, found)
 
 
 def test_an_update_has_all_its_steps_wherever_a_run_begins_to_accumulate(

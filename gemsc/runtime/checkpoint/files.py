@@ -38,6 +38,7 @@ from gemsc.runtime.checkpoint.optimizer_state import (
 from gemsc.runtime.checkpoint.pieces import TensorPiece, make_up
 from gemsc.runtime.checkpoint.states import DTYPES, decode
 from gemsc.weights.load import LOSS
+from gemsc.weights.source import Wanted, WeightFiles, matched
 from gemsc.weights.tensor_file import StoredSlice, TensorFile
 from gemsc.weights.write import Entry, stored_name, write_stream
 
@@ -58,6 +59,7 @@ class StoredTensors:
         self._folder = self._named = folder
         self._table = {**table}
         self._files: dict[str, Any] = {}
+        self._names: dict[str, str] = {}  # in the files, where it is another one
 
     def __contains__(self, key: str) -> bool:
         return key in self._table
@@ -67,24 +69,21 @@ class StoredTensors:
         return Entry(DTYPES[self._table[key].dtype], self._table[key].shape)
 
     @classmethod
-    def of_weights(cls, path: Path) -> Self:
-        """Return the tensors of a file that somebody wrote, by their names.
+    def of_weights(cls, path: Path, wanted: Mapping[str, Wanted]) -> Self:
+        """Return what is wanted of a file that somebody wrote, by its keys.
 
         Raises:
-            GemscError: it is no safetensors file, or damaged.
+            GemscError: it is no safetensors file, or damaged; it has not all that is
+                wanted, or something else.
         """
-        found = cls(path.parent, {})
-        found._named = path
-        try:
-            for name, entry in TensorFile.open(path).table.items():
+        files, found = WeightFiles.open(path), cls(path.parent, {})
+        there, found._named = matched(files, [*wanted.values()]), path
+        for key, each in wanted.items():
+            if (name := there.get(each.names[0])) is not None:
+                entry = files.table[name]
                 pieces = ((path.name, TensorPiece.whole(entry.shape)),)
-                dtype = dtype_name(entry.dtype)
-                found._table[name] = Stored(dtype, entry.shape, pieces)
-        except (SafetensorError, OSError, KeyError) as error:
-            raise GemscError(
-                f"{path} cannot be read: {str(error) or 'it is empty'}",
-                help="give a complete file of weights in safetensors format",
-            ) from None
+                stored = Stored(dtype_name(entry.dtype), entry.shape, pieces)
+                found._table[key], found._names[key] = stored, name
         return found
 
     @classmethod
@@ -182,7 +181,8 @@ class StoredTensors:
         try:
             if file not in self._files:
                 self._files[file] = TensorFile.open(path)
-            found: StoredSlice = self._files[file].get_slice(key)
+            name = self._names.get(key, key)
+            found: StoredSlice = self._files[file].get_slice(name)
             return found
         except KeyError:
             raise damaged(path, f"is damaged: it has no '{key}'") from None

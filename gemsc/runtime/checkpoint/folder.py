@@ -214,7 +214,8 @@ def _weights_in(directory: Path) -> Path:
         raise GemscError(
             f"{directory} is not a checkpoint: it has no {LATEST}, no step- folder "
             f"and no {MODEL}",
-            help="give the folder that --save wrote",
+            help="give the folder that --save wrote; a program starts from other files "
+            f"of weights after: gemsc import PROGRAM {directory}",
         )
     return directory / MODEL
 

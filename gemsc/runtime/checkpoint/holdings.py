@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -20,6 +21,8 @@ from gemsc.weights.load import (
     model_state,
     stage_tensors,
 )
+from gemsc.weights.source import Wanted
+from gemsc.weights.write import Entry
 
 MODEL_KEY = "model/"  # before the user's names
 EMA_KEY = "ema/"  # of the averages of `--ema`
@@ -92,6 +95,19 @@ class Holdings:
                 piece = piece.rows(*updates.own.kept_rows[name])
                 tensor = tensor if key.startswith(EMA_KEY) else own
             yield HeldTensor(key, tensor.detach(), piece)
+
+    def wanted(self) -> dict[str, Wanted]:
+        """Return what this rank takes of a file of weights, by its key."""
+        found, names = {}, defaultdict(list)
+        for alias, first in self.aliases().items():
+            names[first].append(alias)
+        for held in self.tensors({}):
+            _, _, name = held.key.partition("/")
+            if not name.startswith(LOSS):
+                entry = Entry(held.tensor.dtype, held.piece.shape)
+                is_required = held.key.startswith(MODEL_KEY)
+                found[held.key] = Wanted((name, *names[name]), entry, is_required)
+        return found
 
     def gradients(self) -> Iterator[HeldTensor]:
         """Yield the gradients that wait for an update: what is meant is their sum."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -48,7 +48,7 @@ from gemsc.runtime.checkpoint.states import (
 )
 from gemsc.runtime.worker.updates import Updates
 from gemsc.runtime.worker.worker import Worker
-from gemsc.weights.source import open_distributed
+from gemsc.weights.source import Wanted, open_distributed
 
 if TYPE_CHECKING:
     from gemsc.weights.distributed import DistributedCheckpoint
@@ -75,10 +75,13 @@ def resume(worker: Worker, directory: Path, tensors: Extra) -> dict[str, Any]:
     stateful = [each for pair in pairs for each in pair if each]
     before = [each.state_dict() for each in stateful]
     fit, problem = _Fit(), None
-    directory = transport.all_gather_object(place_in(directory))[0]
+    reader = _Reader(worker, tensors)
+    own = place_in(directory), reader.holdings.wanted()
+    ranks = transport.all_gather_object(own)
+    wanted = {key: each for _, held in ranks for key, each in held.items()}
     with torch.no_grad():
         try:
-            fit = _fit(reader := _Reader(worker, tensors), directory)
+            fit = _fit(reader, ranks[0][0], wanted)
         except GemscError as error:
             problem = error
         everyone = transport.all_gather_object((problem, fit.is_same))
@@ -97,13 +100,13 @@ def resume(worker: Worker, directory: Path, tensors: Extra) -> dict[str, Any]:
     return fit.extra
 
 
-def _fit(reader: _Reader, directory: Path) -> _Fit:
+def _fit(reader: _Reader, directory: Path, wanted: Mapping[str, Wanted]) -> _Fit:
     found, transport = check_checkpoint(directory), reader.worker.transport.host
     if (manifest := found.manifest) is None:
         if found.place.is_dir():
             return reader.of_distributed(open_distributed(found.place))
-        stored = StoredTensors.of_weights(found.place)
-        return _Fit([*reader.weights(stored, "", {})])
+        stored = StoredTensors.of_weights(found.place, wanted)
+        return _Fit([*reader.weights(stored, MODEL_KEY, {})])
     with damage_named(found.place), _checked(found.place):
         check_digests(found.place, manifest, transport.rank, transport.size)
         stored = StoredTensors(found.place, manifest.tensors)
