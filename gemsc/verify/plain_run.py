@@ -336,13 +336,13 @@ class PlainRun:
             dims = settings.sample_dims
             joined = along_samples(_join, dims, *parts)
             output, target = first_samples(joined, len(samples), size, dims)
+            if len(samples) < size and self.loss is not None:  # without what fills it
+                mean = Mean()
+                mean.add(as_loss(self.loss(output, target)), len(samples))
             scored, wanted = on_device((output, target), HOST)
             metrics.add(scored, wanted, len(samples))
             if self.loss is None:
                 continue
-            if len(samples) < size:  # without the samples that fill it
-                mean = Mean()
-                mean.add(as_loss(self.loss(output, target)), len(samples))
             weight = mean.count if mean.counted else len(samples)
             if weight:
                 found.append((weight, {"loss": mean.value}))
@@ -366,12 +366,11 @@ class PlainRun:
                     output = self._forward(case.take(places))
                 case.add(places[:count], output, self.settings.sample_dims)
             output = case.output()
+            mean = Mean()
+            if self.loss is not None:
+                mean.add(as_loss(self.loss(output, target)))
             scored, wanted = on_device((output, target), HOST)
             metrics.add(scored, wanted, 1)
-            if self.loss is None:
-                continue
-            mean = Mean()
-            mean.add(as_loss(self.loss(output, target)))
             if mean.divisor:
                 found.append((mean.divisor, {"loss": mean.value}))
         return found

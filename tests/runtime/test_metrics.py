@@ -224,6 +224,15 @@ def test_a_figure_that_is_called_as_the_loss_is_refused(tmp_path: Path) -> None:
         evaluated(tmp_path, Pictures, metrics, **ONE)
 
 
+def test_metrics_may_change_what_they_are_given(tmp_path: Path) -> None:
+    def metrics(output: Tensor, target: Any) -> dict[str, float]:
+        return {"sum": float(output.mul_(0).sum())}
+
+    expected = float(loss(*whole(Pictures(7))))
+    found = evaluated(tmp_path, Pictures, metrics, **ONE)
+    assert found == {"loss": pytest.approx(expected, rel=1e-5), "sum": 0.0}
+
+
 @pytest.mark.parametrize(
     ("found", "figures"),
     [

@@ -204,11 +204,11 @@ class Evaluator:
                 continue
             size = batches.order.sizes[batch.shape]
             output, target = first_samples(scored, count, size, dims)
-            with self._later():
-                self.metrics.add(output, target, count)
-            if not is_full and self.loss is not None:
+            if not is_full and self.loss is not None:  # metrics may change outputs
                 with self._later(), as_hook("loss", self.user.line_of("loss")):
                     mean_loss.add(self._loss_of_rest(output, target, batch), count)
+            with self._later():
+                self.metrics.add(output, target, count)
 
     def _not_alone(self, count: int, size: int) -> GemscError:
         return GemscError(
@@ -264,12 +264,12 @@ class Evaluator:
                 continue
             status.enter("metrics")
             target = self._cast(target)
-            with self._later():
-                self.metrics.add(output, target, 1)
             if self.loss is not None:
                 at = self.user.line_of("loss")
                 with self._later(), as_hook("loss", at), torch.no_grad():
                     mean_loss.add(as_loss(self.loss(output, target)))
+            with self._later():
+                self.metrics.add(output, target, 1)
 
     def _cast(self, target: Any) -> Any:
         """Return a target in the dtype that the program runs in, as in training."""
