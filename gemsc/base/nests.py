@@ -310,6 +310,11 @@ def map_tensors(
     return value
 
 
+def copied(target: Any) -> Any:
+    """Return a target for a loss, which may change what it is given."""
+    return map_tensors(target, lambda _, tensor: tensor.clone())
+
+
 def nest_text(nest: Any, show: Callable[[Any], str]) -> str:
     """Return a tuple, list or dict as Python text, of what `show` says of its items."""
     if isinstance(nest, dict):

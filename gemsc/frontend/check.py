@@ -37,7 +37,7 @@ from gemsc.frontend.gradients import (
 )
 from gemsc.frontend.halves import loss_of_halves, of_two_samples
 from gemsc.frontend.user_code import user_line
-from gemsc.frontend.values import loss_fails_on, returned
+from gemsc.frontend.values import loss_fails_on, returned, unchanged
 from gemsc.ir.holder import LOSS, attribute, hold
 from gemsc.ir.interpret import run_node, run_nodes
 from gemsc.ir.meta import location
@@ -284,7 +284,8 @@ def _forward(
         if loss is None:
             return output, None
         arguments = (output,) if target is None else (output, target)
-        with failures(loss_fails_on(*arguments), _forward.__code__):
+        what, given = loss_fails_on(*arguments), returned(output).tensors
+        with failures(what, _forward.__code__), unchanged(given, loss):
             return output, as_loss(call_loss(loss, output, target))
 
 

@@ -51,10 +51,12 @@ from gemsc.frontend.values import (
     Returned,
     checkpoint_notes,
     input_names,
+    line_of_loss,
     loss_fails_on,
     output_notes,
     returned,
     state_notes_of,
+    unchanged,
 )
 from gemsc.frontend.writer import GraphWriter, make_root
 from gemsc.ir.holder import LOSS, put_layer
@@ -192,7 +194,8 @@ def _trace(
     if request.loss is not None:
         arguments = (output,) if request.target is None else (output, target)
         what = loss_fails_on(*arguments)
-        loss = tracer.run(what, copied.loss, arguments, then=_loss_of(request))
+        with unchanged(trace.returned.tensors, request.loss):
+            loss = tracer.run(what, copied.loss, arguments, then=_loss_of(request))
         _check_loss(loss, request)
     with tracer.pause():
         _record_assignments(writer, buffers)  # of the loss
@@ -251,11 +254,6 @@ def _record_assignments(writer: GraphWriter, before: list[_Buffer]) -> None:
         setattr(module, name, old)
 
 
-def _line_of(loss: Any) -> SourceLocation | None:
-    code = getattr(loss, "__code__", None)
-    return SourceLocation(code.co_filename, code.co_firstlineno) if code else None
-
-
 def _loss_of(request: _Request) -> Callable[[Any], torch.Tensor]:
     """Return what makes a loss of what the user's function has returned."""
 
@@ -267,7 +265,7 @@ def _loss_of(request: _Request) -> Callable[[Any], torch.Tensor]:
         try:
             return as_loss(returned)
         except GemscError as error:
-            error.at = _line_of(request.loss)
+            error.at = line_of_loss(request.loss)
             raise
 
     return loss_of
@@ -278,7 +276,7 @@ def _check_loss(loss: torch.Tensor, request: _Request) -> None:
     if request.training and learns and not loss.requires_grad:
         raise GemscError(
             "no parameter gets a gradient from the loss",
-            at=_line_of(request.loss),
+            at=line_of_loss(request.loss),
             help="compute the loss from the model's output, without detach or no_grad",
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -207,6 +208,25 @@ def _is_same(value: object, own: torch.Tensor) -> bool:
 def _children(value: Any) -> list[Any]:
     """Return the parts of a container of a class that torch's pytree knows."""
     return list(pytree.SUPPORTED_NODES[type(value)].flatten_fn(value)[0])
+
+
+def line_of_loss(loss: Any) -> SourceLocation | None:
+    """Return where a loss begins that is a function."""
+    code = getattr(loss, "__code__", None)
+    return SourceLocation(code.co_filename, code.co_firstlineno) if code else None
+
+
+@contextmanager
+def unchanged(outputs: Sequence[torch.Tensor], loss: Any) -> Iterator[None]:
+    """Refuse a loss that changes what the model has returned, which is scored, too."""
+    before = [tensor._version for tensor in outputs]
+    yield
+    if before != [tensor._version for tensor in outputs]:
+        raise GemscError(
+            "the loss changes what the model returns, in place",
+            at=line_of_loss(loss),
+            help="let it begin with a copy: output = output.clone()",
+        )
 
 
 def loss_fails_on(*arguments: Any) -> str:

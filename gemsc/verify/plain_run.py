@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from gemsc.base.boxes import Box
 from gemsc.base.dtypes import cast, converted, like_examples
-from gemsc.base.nests import ONCE, Mean, as_loss, call_model, on_device
+from gemsc.base.nests import ONCE, Mean, as_loss, call_model, copied, on_device
 from gemsc.base.rng import same_draws, seed_of
 from gemsc.datasets.samples import num_samples
 from gemsc.datasets.stream import ENDLESS, Stream, StreamEndError
@@ -331,14 +331,15 @@ class PlainRun:
                 with same_draws(), self._autocast():
                     output = self._forward(input)
                     if self.loss is not None:
-                        mean.add(as_loss(self.loss(output, target)))
+                        mean.add(as_loss(self.loss(output, copied(target))))
                 parts.append((settings.precision.output(output), target))
             dims = settings.sample_dims
             joined = along_samples(_join, dims, *parts)
             output, target = first_samples(joined, len(samples), size, dims)
             if len(samples) < size and self.loss is not None:  # without what fills it
                 mean = Mean()
-                mean.add(as_loss(self.loss(output, target)), len(samples))
+                loss = as_loss(self.loss(output, copied(target)))
+                mean.add(loss, len(samples))
             scored, wanted = on_device((output, target), HOST)
             metrics.add(scored, wanted, len(samples))
             if self.loss is None:
@@ -368,7 +369,7 @@ class PlainRun:
             output = case.output()
             mean = Mean()
             if self.loss is not None:
-                mean.add(as_loss(self.loss(output, target)))
+                mean.add(as_loss(self.loss(output, copied(target))))
             scored, wanted = on_device((output, target), HOST)
             metrics.add(scored, wanted, 1)
             if mean.divisor:

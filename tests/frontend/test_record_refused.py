@@ -306,11 +306,23 @@ def test_a_loss_that_uses_the_models_parameters_is_refused() -> None:
         (lambda output: 3.0, "is of type float"),
         (lambda output: output.detach().mean(), "no parameter gets a gradient"),
         (lambda output: F.mse_loss(output, torch.ones(7, 7)), "the loss fails"),
+        (lambda output: output.mul_(2).mean(), "changes what the model returns"),
+        (lambda output: output.view(-1).mul_(2).mean(), "changes what the model"),
+        (lambda output: operator.setitem(output, 0, 1) or output.mean(), "in place"),
     ],
 )
 def test_losses_that_cannot_be(loss: Any, message: str) -> None:
     with pytest.raises(GemscError, match=message):
         record(Model(lambda self, x: self.fc(x)), (X,), loss=loss)
+
+
+def test_a_loss_may_change_a_copy_of_what_the_model_returns() -> None:
+    def loss(output: torch.Tensor) -> torch.Tensor:
+        output = output.clone()
+        output[0] = 1
+        return output.mul_(2).mean()
+
+    checked(Model(lambda self, x: self.fc(x)), (X,), loss=loss)
 
 
 # What is refused

@@ -127,12 +127,17 @@ LAYOUTS = {
 
 
 def evaluated(
-    folder: Path, kind: type[Pictures], metrics: Any, *words: str, **options: Any
+    folder: Path,
+    kind: type[Pictures],
+    metrics: Any,
+    *words: str,
+    scored_by: Any = loss,
+    **options: Any,
 ) -> dict[str, float]:
     """Return the figures of 7 samples, in batches of 4, with the initial weights."""
     example = torch.zeros(1, 1, SIZE, SIZE)
     target = {"mask": example > 0}
-    written(folder, Convolutions(), (example,), loss, target, **options)
+    written(folder, Convolutions(), (example,), scored_by, target, **options)
     found: list[dict[str, float]] = []
 
     def on_epoch(trainer: Trainer, epoch: int, figures: dict[str, float]) -> None:
@@ -141,7 +146,7 @@ def evaluated(
     user = user_of(
         dataset=lambda: kind(4),
         eval_dataset=lambda: kind(7),
-        loss=loss,
+        loss=scored_by,
         metrics=metrics,
         on_epoch=on_epoch,
         optimizer=lambda pairs: torch.optim.SGD([p for _, p in pairs], lr=0.0),
@@ -231,6 +236,19 @@ def test_metrics_may_change_what_they_are_given(tmp_path: Path) -> None:
     expected = float(loss(*whole(Pictures(7))))
     found = evaluated(tmp_path, Pictures, metrics, **ONE)
     assert found == {"loss": pytest.approx(expected, rel=1e-5), "sum": 0.0}
+
+
+def test_metrics_have_the_target_that_a_loss_changes(tmp_path: Path) -> None:
+    def changing(output: Tensor, target: Any) -> Tensor:
+        target["mask"][:, :, 0] = True
+        return loss(output, target)
+
+    def metrics(output: Tensor, target: Any) -> dict[str, Tensor]:
+        return {"share": target["mask"].float().mean()}
+
+    expected = float(whole(Pictures(7))[1]["mask"].float().mean())
+    found = evaluated(tmp_path, Pictures, metrics, scored_by=changing, **ONE)
+    assert found["share"] == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(

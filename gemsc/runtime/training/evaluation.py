@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from gemsc.base.dtypes import cast
-from gemsc.base.nests import OF_ALL, ONCE, Mean, as_loss
+from gemsc.base.nests import OF_ALL, ONCE, Mean, as_loss, copied
 from gemsc.errors import GemscError
 from gemsc.runtime.checkpoint.holdings import LOSS_KEY, Holdings
 from gemsc.runtime.checkpoint.pieces import TensorPiece
@@ -226,7 +226,7 @@ class Evaluator:
             GemscError: the model has computed some of it, also from what fills it up.
         """
         assert self.loss is not None
-        dims = self.trainer.plan.sample_dims
+        target, dims = copied(target), self.trainer.plan.sample_dims
         loss: Any = self.loss(nan_of_all(output, dims), target)
         if not isinstance(loss, Tensor) or loss.dim() == 0:
             found = as_loss(loss)
@@ -267,7 +267,7 @@ class Evaluator:
             if self.loss is not None:
                 at = self.user.line_of("loss")
                 with self._later(), as_hook("loss", at), torch.no_grad():
-                    mean_loss.add(as_loss(self.loss(output, target)))
+                    mean_loss.add(as_loss(self.loss(output, copied(target))))
             with self._later():
                 self.metrics.add(output, target, 1)
 
