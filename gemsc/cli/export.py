@@ -32,6 +32,7 @@ from gemsc.runtime.training.starting import first_weights, tensors_of_program
 from gemsc.source import split_constants
 from gemsc.user_model import UserModel, load_user_model
 from gemsc.weights.load import LOSS, put, stage_tensors
+from gemsc.weights.source import OF_TORCH
 from gemsc.weights.write import INDEX, Entry, write_shards, write_stream
 
 FOR_TORCH = ".dcp"
@@ -78,6 +79,7 @@ def export_command(
         )
     if f".{output}" in KINDS:  # --to onnx
         output = Path(f"model.{output}")
+    _check_names(output, loss)
     most = _most_bytes(max_shard_size, output)
     with trained_model(run, averages=ema) as trained:
         try:
@@ -127,6 +129,15 @@ def _write_loss(run: Path, output: Path | None, trained: Trained) -> list[str]:
     table = {name: trained.loss[key] for name, key in keys.items()}
     write_stream(output, table, lambda name: trained.read(keys[name]))
     return [f"{output} has the tensors of the loss: loss.load_state_dict() takes it"]
+
+
+def _check_names(*names: Path | None) -> None:
+    if wrong := next((n for n in names if n and n.suffix in OF_TORCH), None):
+        raise UsageError(
+            f"{wrong} would be no file of torch.save: gemsc writes safetensors",
+            help=f"name it {wrong.with_suffix('.safetensors')}; "
+            "safetensors.torch.load_file reads it as a state_dict",
+        )
 
 
 def _most_bytes(size: str | None, output: Path) -> int | None:

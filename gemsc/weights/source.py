@@ -86,6 +86,11 @@ def _of_folder(folder: Path) -> WeightFiles:
     if (folder / DISTRIBUTED).is_file():
         found = open_distributed(folder)
         return WeightFiles(folder, found.table, found.read)
+    if (folder / "manifest.json").is_file():
+        raise GemscError(
+            f"{folder} is a checkpoint of a program",
+            help=f"import what `gemsc export {folder} -o {MODEL}` writes",
+        )
     indices = sorted(folder.glob(INDEX))
     if len(indices) > 1:
         names = " and ".join(path.name for path in indices[:2])

@@ -307,6 +307,10 @@ def test_a_kind_that_cannot_be_written_is_told(
     done = gemsc("export", program, "--to", tmp_path / "out.keras")
     assert done.code == 1
     assert "was not imported from a file that ends in .keras" in done.err
+    for words in ("x.pt",), ("x.safetensors", "--loss", "x.bin"):
+        done = gemsc("export", program, "-o", *words)
+        assert done.code == 2
+        assert "would be no file of torch.save" in done.err
     done = gemsc("export", program, "--to", tmp_path / "none" / "\0.npz")
     assert done.code == 2
     before = files(tmp_path / "net")

@@ -404,6 +404,14 @@ def test_other_files_of_torch_are_refused(
         WeightFiles.open(path)
 
 
+def test_a_checkpoint_of_a_program_is_exported_before(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text("{}")
+    save_file({"model/x": torch.ones(1)}, tmp_path / "rank0.safetensors")
+    with pytest.raises(GemscError, match="is a checkpoint of a program") as caught:
+        WeightFiles.open(tmp_path)
+    assert f"gemsc export {tmp_path} -o model.safetensors" in str(caught.value)
+
+
 def test_a_name_in_two_files_is_refused(tmp_path: Path) -> None:
     for name in "ab":
         save_file({"x": torch.ones(1)}, tmp_path / f"{name}.safetensors")

@@ -412,6 +412,11 @@ FOREIGN: dict[str, tuple[Callable[[Path], Path], str, str]] = {
         "'b.weight' is int8, but the model needs float32",
         "convert quantized ones",
     ),
+    "weights in several files": (
+        lambda p: tensors_to(p / "several" / "a.safetensors", x=X).parent,
+        "is not a checkpoint: it has no latest",
+        "gemsc import PROGRAM",
+    ),
     "an older gemsc": (
         lambda p: written_to(p / "old" / "optimizer-rank0.pt", "").parent,
         "saved by an older gemsc",

@@ -211,11 +211,13 @@ def _weights_in(directory: Path) -> Path:
             help=f"to use only the weights: --resume {directory / MODEL}",
         )
     if not (directory / MODEL).is_file():
+        help = "give the folder that --save wrote"
+        if any(directory.glob("*.safetensors")):
+            help = f"let the program start from them: gemsc import PROGRAM {directory}"
         raise GemscError(
             f"{directory} is not a checkpoint: it has no {LATEST}, no step- folder "
             f"and no {MODEL}",
-            help="give the folder that --save wrote; a program starts from other files "
-            f"of weights after: gemsc import PROGRAM {directory}",
+            help=help,
         )
     return directory / MODEL
 
