@@ -114,7 +114,6 @@ class Tracer(TorchFunctionMode):
         self._noted: dict[int, torch.Tensor] = {}
         self._read: dict[int, float] = {}  # what a call asked for
         self._unseen: list[tuple[Any, SourceLocation | None]] = []
-        self._overwritten: list[tuple[torch.Tensor, str, SourceLocation | None]] = []
 
     def run(
         self,
@@ -135,7 +134,6 @@ class Tracer(TorchFunctionMode):
             with _patched(self), plain, torch.enable_grad(), self._fake, self:
                 result = then(call_model(function, args))
             self._check_unseen()
-            self._check_overwritten()
         except GemscError as error:
             found = self._error or error
             raise of_a_loss(found, function, error, boundary) from error.__cause__
@@ -276,16 +274,14 @@ class Tracer(TorchFunctionMode):
             return checkpointed()
         call = ("call_function", apply, args, kwargs)
         given = [(p[1], t, t._version) for p, t in tensor_leaves((args, kwargs))]
-        with self._at_user_line() as line:
+        with self._at_user_line():
             result = self._record(call, apply, args, kwargs, (args, kwargs))
-        returned = {id(tensor) for _, tensor in tensor_leaves(result)}
-        changed = [(place, t) for place, t, version in given if t._version != version]
-        unseen = (t for _, t in changed if id(t) not in returned)
-        name, at = apply.__self__.__name__, line.location if line else None
-        self._overwritten += [(tensor, name, at) for tensor in unseen]
-        if returned and changed:
+            changed = [place for place, t, version in given if t._version != version]
+            if changed and not any(True for _ in tensor_leaves(result)):
+                self.writer.call(call, None)
+        if changed:
             node = next(iter(reversed(self.writer.graph.nodes)))
-            meta.writes.set(node, tuple(dict(changed)))
+            meta.writes.set(node, tuple(dict.fromkeys(changed)))
         return result
 
     def note_context(self, context: Any) -> None:
@@ -293,24 +289,6 @@ class Tracer(TorchFunctionMode):
         if not self.paused:
             line = user_line(Tracer.run.__code__)
             self._unseen.append((context, line.location if line else None))
-
-    def _check_overwritten(self) -> None:
-        """Refuse a change that the graph does not show, if another node can see it."""
-        for tensor, name, at in self._overwritten:
-            base = tensor._base
-            seen = [tensor, *([base] if base is not None else [])]
-            if any(
-                len(self.writer.node_of(each).users) > 1
-                for each in seen
-                if self.writer.finds(each)
-            ):
-                raise GemscError(
-                    f"{name}.forward changes its input in place, and the input is "
-                    "also used elsewhere",
-                    at=at,
-                    help=f"let {name}.forward compute a new value (x = x - 1 for "
-                    "x -= 1), or give it a copy: x.clone()",
-                )
 
     def _check_unseen(self) -> None:
         for context, at in self._unseen:

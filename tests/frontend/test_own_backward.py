@@ -302,3 +302,54 @@ def test_a_buffer_that_a_function_writes_to_is_refused_with_replicas(
     with pytest.raises(GemscError, match="forward changes 'mean', and each of 2"):
         written(tmp_path, net, ranks=2, data=2)
     assert against_one_process(tmp_path, net, (X,)).worst < EXACT
+
+
+class Following(torch.autograd.Function):
+    """Follows the data in a buffer, and returns no tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mean: Tensor) -> int:
+        mean.mul_(0.9).add_(0.1 * x.mean(0))
+        return 3
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+def without_result(self: Any, x: Tensor) -> Tensor:
+    x = self.a(x)
+    Following.apply(x, self.mean)
+    return self.b(x)
+
+
+def read_before_and_after(self: Any, x: Tensor) -> Tensor:
+    before = self.mean.clone()
+    x = Counting.apply(self.a(x), self.mean)
+    return self.d(self.c(self.b(x) * before + self.mean))
+
+
+def an_input_used_later(self: Any, x: Tensor) -> Tensor:
+    x = self.b(self.a(x))
+    Following.apply(x.detach(), x.detach()[0])
+    return self.d(self.c(x))
+
+
+@pytest.mark.parametrize("recompute", ["off", "all"])
+@pytest.mark.parametrize(
+    "forward", [without_result, read_before_and_after, an_input_used_later]
+)
+def test_what_a_function_writes_to_may_be_used_before_and_later(
+    forward: Any, recompute: str, tmp_path: Path
+) -> None:
+    net = Layers(forward)
+    net.register_buffer("mean", torch.zeros(4))
+    found = against_one_process(tmp_path, net, (X,), recompute=recompute)
+    assert found.worst < EXACT
+
+
+def test_a_function_without_result_is_refused_with_replicas(tmp_path: Path) -> None:
+    net = Layers(without_result)
+    net.register_buffer("mean", torch.zeros(4))
+    with pytest.raises(GemscError, match="forward changes 'mean', and each of 2"):
+        written(tmp_path, net, ranks=2, data=2)

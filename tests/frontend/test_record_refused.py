@@ -852,7 +852,7 @@ class _Shifted(torch.autograd.Function):
     [lambda h: h, lambda h: h[:, :2], lambda h: h.view(-1)],
     ids=["value", "part", "view"],
 )
-def test_a_custom_function_that_overwrites_what_others_use_is_refused(
+def test_a_custom_function_may_overwrite_what_others_use(
     input_of: Callable[[Any], Any],
 ) -> None:
     def forward(self: Any, x: Any) -> Any:
@@ -860,10 +860,7 @@ def test_a_custom_function_that_overwrites_what_others_use_is_refused(
         y = _Shifted.apply(input_of(h))
         return h.sum() + y.sum()
 
-    with pytest.raises(GemscError, match=r"_Shifted\.forward changes its") as caught:
-        record(Model(forward), (X,), loss=mean)
-    assert caught.value.at is not None
-    assert caught.value.at.text == "y = _Shifted.apply(input_of(h))"
+    checked(Model(forward))
     checked(Model(lambda self, x: _Shifted.apply(self.fc(x))))
     checked(Model(lambda self, x: _Shifted.apply((h := self.fc(x)).clone()) + h))
 
