@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from types import CodeType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from gemsc.base.dtypes import Autocast, is_real
 from gemsc.base.nests import map_tensors
@@ -109,6 +110,34 @@ def reject_trained(
             )
 
 
+@contextmanager
+def called_in_eval(model: nn.Module) -> Iterator[set[str]]:
+    """Collect the layers that are called in eval mode, if it makes a difference."""
+    names = {each: name for name, each in model.named_modules()}
+    found: set[str] = set()
+
+    def note(layer: nn.Module, _: Any) -> None:
+        if layer in names and not layer.training and _depends_on_mode(layer):
+            found.add(names[layer])
+
+    with register_module_forward_pre_hook(note):
+        yield found
+
+
+def reject_moved(first: Set[str], second: Set[str]) -> None:
+    """Refuse a layer that is in eval mode in one of two calls of forward alone.
+
+    Raises:
+        GemscError: there is one; names it.
+    """
+    for name in sorted(first ^ second):
+        raise GemscError(
+            f"forward calls '{name}' and then puts it in another mode, in which "
+            "the next call finds it",
+            help="call train() and eval() before the layer, or put it back",
+        )
+
+
 def _depends_on_mode(layer: nn.Module) -> bool:
     """Whether a layer computes something else in eval mode: it drops, or averages."""
     drops = getattr(layer, "p", True) and getattr(layer, "dropout", True)
@@ -143,7 +172,9 @@ def transformed(at: SourceLocation | None = None) -> GemscError:
         "cannot contain",
         at=at,
         help="write out the dimension: torch.einsum, torch.bmm, x.unsqueeze(0); for "
-        "gradients, call torch.autograd.grad in a submodule",
+        "gradients, call torch.autograd.grad in a submodule; torch.vmap alone may also "
+        "move into a submodule, which then stays whole on one rank (not with "
+        "--frontend export)",
     )
 
 

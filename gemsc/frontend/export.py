@@ -39,10 +39,18 @@ from gemsc.errors import GemscError
 from gemsc.frontend import counters
 from gemsc.frontend.closures import reject_closures
 from gemsc.frontend.counters import other_generators
-from gemsc.frontend.eager import detached, failures, set_training, snapshot, transformed
+from gemsc.frontend.eager import (
+    called_in_eval,
+    detached,
+    failures,
+    reject_moved,
+    set_training,
+    snapshot,
+    transformed,
+)
 from gemsc.frontend.fake_copy import fake_input, reject_unsupported
 from gemsc.frontend.opaque import DATA_ERRORS
-from gemsc.frontend.runs import mark_dtypes, reject_rounded
+from gemsc.frontend.runs import mark_dtypes, reject_rounded, runs_differ
 from gemsc.frontend.user_code import failing_line, printed_line
 from gemsc.frontend.values import (
     Returned,
@@ -206,7 +214,8 @@ def _call_twice(wrapper: _Wrapper, other: _Wrapper) -> None:
     """Refuse a forward that counts its calls, or draws what torch does not know.
 
     Or that keeps a tensor of one call for the next, where torch.export would see a
-    constant, or compute it at each call. The `other` is never called before.
+    constant, or compute it at each call; or leaves a layer in another mode. The `other`
+    is never called before.
     """
     model = wrapper.get_submodule(_MODEL)
 
@@ -216,51 +225,23 @@ def _call_twice(wrapper: _Wrapper, other: _Wrapper) -> None:
 
     counters.reject_made_by_eval(model, wrapper.loss)
     states, before = [seen()], counters.tensors_in(model, wrapper.loss)
+    in_eval: list[set[str]] = []
     with failures("the model fails", _call_twice.__code__), plain_forward():
         for _ in range(2):
-            wrapper(*(detached(tensor) for _, tensor in wrapper.leaves))
+            with called_in_eval(model) as names:
+                wrapper(*(detached(tensor) for _, tensor in wrapper.leaves))
+            in_eval.append(names)
             states.append(seen())
     counters.reject_counters(*states)
+    reject_moved(*in_eval)
     after = counters.tensors_in(model, wrapper.loss).items()
-    names = [name for name, tensor in after if before.get(name) is not tensor]
-    if names and _differ(wrapper, other):
+    kept = [name for name, tensor in after if before.get(name) is not tensor]
+    if kept and runs_differ(wrapper, other):
         raise GemscError(
             "forward, or the loss, uses a tensor that an earlier call made: "
-            + ", ".join(names),
+            + ", ".join(kept),
             help="keep it with register_buffer, or pass it as an input",
         )
-
-
-def _differ(*wrappers: _Wrapper) -> bool:
-    """Whether two wrappers give something else for the same numbers and weights."""
-    results = []
-    state = [_half(tensor) for tensor in _state(wrappers[-1])]
-    try:
-        for wrapper in wrappers:
-            torch.manual_seed(0)
-            with torch.no_grad():
-                for tensor, value in zip(_state(wrapper), state, strict=True):
-                    tensor.copy_(value)
-            with plain_forward():
-                found = wrapper(*(_half(tensor) for _, tensor in wrapper.leaves))
-            results.append([tensor.detach().clone() for tensor in found])
-    except Exception:  # numbers that the model refuses
-        return False
-    try:
-        torch.testing.assert_close(*results, equal_nan=True)
-    except AssertionError:
-        return True
-    return False
-
-
-def _state(module: nn.Module) -> list[torch.Tensor]:
-    return [*module.parameters(), *module.buffers()]
-
-
-def _half(tensor: torch.Tensor) -> torch.Tensor:
-    has_fractions = tensor.is_floating_point() or tensor.is_complex()
-    new = tensor.detach() / 2 if has_fractions else tensor.detach().clone()
-    return new.requires_grad_(tensor.requires_grad)
 
 
 def _export(wrapper: _Wrapper) -> fx.GraphModule:

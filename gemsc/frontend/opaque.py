@@ -109,8 +109,7 @@ def data_error(
             found.message,
             path=path,
             at=at,
-            help=f"{found.help}; torch.vmap alone may also move into a submodule, "
-            "which then stays whole on one rank",
+            help=found.help,
         )
     return DependsOnDataError(
         "forward needs the value of a tensor, which differs from step to step",

@@ -36,7 +36,13 @@ from gemsc.frontend.counters import (
     other_generators,
     reject_counters,
 )
-from gemsc.frontend.eager import in_mode, kept_in_eval, reject_trained, set_training
+from gemsc.frontend.eager import (
+    in_mode,
+    kept_in_eval,
+    reject_moved,
+    reject_trained,
+    set_training,
+)
 from gemsc.frontend.fake_copy import (
     FakeCopy,
     copy_on_fakes,
@@ -150,12 +156,7 @@ def _trace_twice(request: _Request) -> _Trace:
     numbers.append(counters_of(copied.model, copied.loss))
     check_same(first.writer, second.writer, request.training)
     reject_counters(*numbers)
-    if moved := sorted(first.frozen ^ second.frozen):
-        raise GemscError(
-            f"forward calls '{moved[0]}' and then puts it in another mode, in which "
-            "the next call finds it",
-            help="call train() and eval() before the layer, or put it back",
-        )
+    reject_moved(first.frozen, second.frozen)
     return first
 
 

@@ -9,9 +9,10 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from gemsc.base.dtypes import is_real, within
+from gemsc.base.plain_forward import plain_forward
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.frontend.eager import KEEP_WEIGHTS
 from gemsc.frontend.writer import GraphWriter, fixed_nodes, overwritten
@@ -41,6 +42,41 @@ def check_same(first: GraphWriter, second: GraphWriter, training: bool) -> None:
     for name, value in second.constants.items():
         if not torch.equal(value, constants[name]):
             _reject_difference(None)
+
+
+def runs_differ(*wrappers: Any) -> bool:
+    """Whether two modules give something else for the same numbers and weights.
+
+    `leaves` are what each takes, with paths.
+    """
+    results = []
+    state = [_half(tensor) for tensor in _state(wrappers[-1])]
+    try:
+        for wrapper in wrappers:
+            torch.manual_seed(0)
+            with torch.no_grad():
+                for tensor, value in zip(_state(wrapper), state, strict=True):
+                    tensor.copy_(value)
+            with plain_forward():
+                found = wrapper(*(_half(tensor) for _, tensor in wrapper.leaves))
+            results.append([tensor.detach().clone() for tensor in found])
+    except Exception:  # numbers that the model refuses
+        return False
+    try:
+        torch.testing.assert_close(*results, equal_nan=True)
+    except AssertionError:
+        return True
+    return False
+
+
+def _state(module: nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _half(tensor: torch.Tensor) -> torch.Tensor:
+    has_fractions = tensor.is_floating_point() or tensor.is_complex()
+    new = tensor.detach() / 2 if has_fractions else tensor.detach().clone()
+    return new.requires_grad_(tensor.requires_grad)
 
 
 def reject_changes_by_eval(graph: fx.Graph) -> None:

@@ -215,6 +215,28 @@ def test_a_transform_of_functions_is_refused() -> None:
     assert caught.value.at is not None
     assert caught.value.at.file == __file__
     assert "torch.einsum" in caught.value.help
+    assert "(not with --frontend export)" in caught.value.help
+
+
+class LeftInEval(nn.Sequential):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__(layer, nn.Linear(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        self[0].eval()
+        return x
+
+
+@pytest.mark.parametrize("layer", [nn.BatchNorm1d(4), nn.Dropout()], ids=str)
+def test_a_layer_that_the_next_call_finds_in_another_mode_is_refused(
+    layer: nn.Module,
+) -> None:
+    for frontend in FRONTENDS.values():
+        with pytest.raises(GemscError, match="forward calls '0' and then puts it in"):
+            frontend(LeftInEval(layer), (X,))
+    export(LeftInEval(nn.Linear(4, 4)), (X,))
+    export(LeftInEval(nn.Dropout(0)), (X,))
 
 
 class Twice(nn.Module):
