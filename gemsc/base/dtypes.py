@@ -73,10 +73,20 @@ def as_real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
-def other_dtype(tensors: Iterator[Tensor]) -> torch.dtype:
-    """Return float64, or float32 for a model that is all in float64 already."""
-    real = {tensor.dtype for tensor in tensors if tensor.dtype.is_floating_point}
-    return torch.float32 if real == {torch.float64} else torch.float64
+def other_dtype(parameters: Iterator[Tensor], inputs: Any) -> torch.dtype:
+    """Return float64, or float32 for a model in float64.
+
+    Raises:
+        GemscError: it is in float64 but for some of its weights.
+    """
+    own = [t.dtype for t in parameters if t.dtype.is_floating_point]
+    given = [t.dtype for _, t in tensor_leaves(inputs) if t.dtype.is_floating_point]
+    if set(own) == {torch.float64}:
+        return torch.float32
+    narrow = next((dtype for dtype in own if dtype is not torch.float64), None)
+    if narrow and torch.float64 in own and (given or own)[0] is torch.float64:
+        raise GemscError(f"its weights are in float64 and in {dtype_name(narrow)}")
+    return torch.float64
 
 
 def model_dtype(parameters: Iterator[Tensor]) -> torch.dtype:

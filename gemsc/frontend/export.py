@@ -140,8 +140,8 @@ def _in_another_dtype(
     program: Program, subject: tuple[nn.Module, Any, bool, Inputs, Any]
 ) -> Program:
     """Mark which dtypes follow the model's, or note that it runs in its own only."""
-    dtype = other_dtype(subject[0].parameters())
     try:
+        dtype = other_dtype(subject[0].parameters(), subject[3])
         with default_dtype(dtype):
             wrapper = _Wrapper(*subject, dtype=dtype)
             model = wrapper.get_submodule(_MODEL)

@@ -401,7 +401,7 @@ def _with_roundings(
     for number in range(NUDGES):
         if found.judge(dtype)[0] != "wrong":
             break
-        changed = replace(step, model=nudged(step.model, number, dtype, lower))
+        changed = replace(step, model=nudged(step.model, number, step.kind, lower))
         other = changed.in_one_process()
         once = compare(other, expected, last_bit=found.last_bit)
         found = found.with_rounding(once.errors)

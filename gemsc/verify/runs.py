@@ -256,8 +256,9 @@ def _other_runs(
             yield _plain(user, initial_model(user, directory), wide)
     lower = settings.precision.dtype if inside is None else inside.dtype
     model = initial_model(user, directory)
+    kind = settings.precision.casts_to(settings.dtype)
     for number in range(NUDGES):
-        yield _plain(user, nudged(model, number, settings.dtype, lower), settings)
+        yield _plain(user, nudged(model, number, kind, lower), settings)
 
 
 def _run(

@@ -260,17 +260,21 @@ def _other_roundings(
 ) -> Iterator[StepRecord]:
     """Yield what one process does where it rounds otherwise."""
     lower = subject.precision.dtype if inside is None else inside.dtype
+    kind = subject.precision.casts_to(subject.dtype)
     if subject.dtype is not torch.float64 and not subject.plan.only_dtype:
         yield replace(subject, dtype=torch.float64).in_one_process()
     for number in range(NUDGES):
-        changed = nudged(subject.model, number, subject.dtype, lower)
+        changed = nudged(subject.model, number, kind, lower)
         yield replace(subject, model=changed).in_one_process()
 
 
 def nudged(
-    model: nn.Module, seed: int, dtype: torch.dtype, lower: torch.dtype | None = None
+    model: nn.Module,
+    seed: int,
+    dtype: torch.dtype | None,
+    lower: torch.dtype | None = None,
 ) -> nn.Module:
-    """Return the model in a dtype, with weights that differ in their last bit.
+    """Return the model in a dtype, or as it is, with weights off by their last bit.
 
     The bit is that of the `lower` precision, where products are computed in one.
     """

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from opaque_support import made
 from program_support import Net, X, against_one_process, batch_of, mse, written
 from threads import run_on_threads
 from torch import Tensor, nn
@@ -241,6 +242,33 @@ def test_a_model_that_runs_in_one_dtype_keeps_what_it_has_in_another(
     expected = reference_steps(*step, precision=Precision.of(program.plan, dtype))
     found = compare(actual, expected)
     assert found.equal == found.total
+
+
+class Narrow(nn.Module):
+    """In float64, but for a convolution whose bias has gradients of rounding alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, padding=1).double()
+        self.narrow = nn.Conv2d(8, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.last = nn.Conv2d(8, 3, 3, padding=1).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).relu().to(self.narrow.weight.dtype)
+        x = self.norm(self.narrow(x)).relu()
+        return self.last(x.to(self.last.weight.dtype))
+
+
+@pytest.mark.parametrize("tiles", ["1", "2x1"])
+def test_a_model_in_float64_with_a_layer_in_float32_is_compared_as_it_is(
+    tiles: str,
+) -> None:
+    x = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0)).double()
+    given = {"loss": mse, "example_target": x, "ranks": 2, "micro_batches": 2}
+    plan = compile(made(Narrow), (x,), tiles=(tiles,), **given).plan
+    assert plan.unchecked == ""
+    assert plan.only_dtype == "its weights are in float64 and in float32"
 
 
 def test_a_model_in_half_precision_is_not_loaded_in_float32(tmp_path: Path) -> None:
