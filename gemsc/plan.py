@@ -111,6 +111,8 @@ class Plan:
     sample_dims: list[int] = field(default_factory=list)
     """Where samples count in each tensor that the model returns; empty: in the first
     dimension. -1: nowhere, it needs no samples; -2: it is of a whole micro-batch."""
+    loss_of_all: bool = False
+    """Whether the loss takes what the model computes of a whole micro-batch."""
     mixes_samples: bool = False
     """Whether forward makes of each sample what depends on others, in evaluation."""
     ignored: list[dict[str, Any]] = field(default_factory=list)

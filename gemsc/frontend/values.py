@@ -148,7 +148,7 @@ def sample_dims(
         (dims[0] if len(dims) == 1 else 0) if dims else _without_samples(node, rows)
         for dims, node in zip(grown, evaluation.outputs, strict=True)
     )
-    return found if any(grown) and any(found) else ()
+    return found if any(found) and (any(grown) or rows > 1) else ()
 
 
 def _grown(shape: Sequence[int], larger: Sequence[int]) -> list[int]:

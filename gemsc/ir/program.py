@@ -11,6 +11,7 @@ from torch import fx
 from gemsc.base.cost import StateBytes
 from gemsc.base.dtypes import Autocast
 from gemsc.base.grid_shape import ALONE, GridShape
+from gemsc.base.nests import OF_ALL
 from gemsc.base.parts import Part
 from gemsc.errors import InternalError, SourceLocation
 from gemsc.ir.halos import Halos
@@ -278,6 +279,17 @@ class Program:
     def evaluation_mixes(self) -> bool:
         """Whether it does in evaluation, too: a BatchNorm of one's own does not."""
         return self.mixes_samples and not self.halves.startswith(MIXES_IN_TRAINING)
+
+    @property
+    def loss_of_all(self) -> bool:
+        """Whether the loss takes what the model computes of a whole micro-batch."""
+        dims = dict(zip(self.outputs, self.sample_dims, strict=False))
+        found = {self.loss: None} if self.loss is not None else {}
+        for node in (way := [*found]):
+            new = [n for n in node.all_input_nodes if n not in found]
+            way += new if node not in dims else []
+            found |= dict.fromkeys(new)
+        return any(dims.get(node) == OF_ALL for node in way)
 
     @property
     def graph(self) -> fx.Graph:

@@ -84,6 +84,7 @@ def make_plan(
         micro_batches=sum(task.micro_batches),
         micro_batch_size=micro_batch_size(program),
         sample_dims=list(program.sample_dims),
+        loss_of_all=program.loss_of_all,
         mixes_samples=program.evaluation_mixes,
         ignored=ignored_labels(program),
         times=times_text(hardware, options),

@@ -23,7 +23,7 @@ from gemsc.schedules import Task
 # parameters, and 11 ms fused
 UNFUSED_SECONDS = 0.69e-9
 WORTH_IT = 0.02  # of a step
-OWN_LOSS = "the model computes the loss"
+OWN_LOSS = "the loss takes what the model computes of a whole micro-batch"
 
 
 def loss_notes(program: Program, task: Task, options: CompileOptions) -> list[str]:
@@ -46,12 +46,9 @@ def loss_notes(program: Program, task: Task, options: CompileOptions) -> list[st
             f"it should be that, {counted}let example_inputs() have all samples of a "
             f"step, with --micro-batches 1{' --data 1' if options.data > 1 else ''}"
         ]
-    if program.loss is None or program.loss not in program.outputs:
+    if not program.loss_of_all and program.loss not in program.outputs:
         return []
-    return [
-        f"{OWN_LOSS}, of whole micro-batches: the length of "
-        f"eval_dataset must be a multiple of {size}"
-    ]
+    return [f"{OWN_LOSS}: the length of eval_dataset must be a multiple of {size}"]
 
 
 def state_notes(program: Program, task: Task, options: CompileOptions) -> list[str]:

@@ -41,6 +41,7 @@ class Net(nn.Module):
         (lambda y: (y, WEIGHTS * 2, torch.ones(2)), 2, (0, ONCE, ONCE)),
         (lambda y: (y, WEIGHTS + torch.randn(2)), 2, (0, OF_ALL)),
         (lambda y: (y[0], WEIGHTS), 1, ()),  # a graph
+        (lambda y: {"loss": y.mean()}, 2, (OF_ALL,)),
         (lambda y: y[:, 0] @ y[:, 0].t(), 2, ()),  # of each two samples
         (lambda y: y.transpose(0, 1).reshape(4, 2, 4), 2, ()),  # of no more samples
     ],

@@ -209,7 +209,9 @@ def test_samples_that_others_change_are_not_scored_beside_what_fills_a_batch(tmp
     user = user_of(eval_dataset=lambda: pairs(2 * len(X)))
     assert run(tmp_path, user, "--epochs", 1)
     for source in (pairs(len(X) + 1), Stream(len(X) + 1)):
-        with pytest.raises(GemscError, match=f"it has 1 samples of {len(X)}") as caught:
+        with pytest.raises(
+            GemscError, match=f"_dataset, 1 samples of {len(X)}"
+        ) as caught:
             run(tmp_path, user_of(eval_dataset=lambda s=source: s), "--epochs", 1)
         assert caught.value.help == f"give eval_dataset a multiple of {len(X)} samples"
 

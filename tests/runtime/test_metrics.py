@@ -541,6 +541,46 @@ def test_a_loss_that_the_model_computes_cannot_leave_samples_out(
     assert "eval_dataset must be a multiple of 4" in note
 
 
+class OwnLoss(Convolutions):
+    """As libraries return it: the loss, with or without what it is computed of."""
+
+    alone = False
+
+    def forward(self, x: Tensor) -> Any:
+        picture = super().forward(x)
+        found = {"loss": picture.square().mean((1, 2)).mean()}
+        return found if self.alone else {**found, "picture": picture}
+
+
+class OwnLossAlone(OwnLoss):
+    alone = True
+
+
+@pytest.mark.parametrize("model", [OwnLoss, OwnLossAlone])
+def test_a_loss_of_whole_micro_batches_is_refused_before_the_first_step(
+    model: type[OwnLoss], tmp_path: Path
+) -> None:
+    def own(output: Any, target: Any) -> Tensor:
+        return output["loss"].mean() + 0 * target["mask"].sum()
+
+    steps: list[Any] = []
+    user = user_of(
+        dataset=lambda: Pictures(8),
+        eval_dataset=lambda: Pictures(5),
+        loss=own,
+        on_step=lambda trainer, report: steps.append(report),
+    )
+    x = torch.zeros(2, 1, SIZE, SIZE)
+    layout = {"ranks": 2, "micro_batches": 2}
+    written(tmp_path, model(), (x,), own, {"mask": x > 0}, **layout)
+    with pytest.raises(GemscError, match="eval_dataset, 1 samples of 4") as caught:
+        run(tmp_path, user, "--epochs", 1)
+    assert caught.value.at is not None
+    assert not steps
+    (note,) = Plan.read(tmp_path / "plan.toml").notes
+    assert "eval_dataset must be a multiple of 4" in note
+
+
 class Learning(nn.Module):
     """A loss with a weight for each column, one that is trained, one frozen, and what
     only evaluation adds: a constant, and the farthest that training has come."""

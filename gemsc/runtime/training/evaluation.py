@@ -111,13 +111,15 @@ class Evaluator:
         is_read_in_parts = batches.window is not None or self.windows is not None
         if is_read_in_parts or isinstance(batches, StreamBatches):
             return
-        for pair in zip(batches.order.counts, batches.order.sizes, strict=True):
-            if self.trainer.plan.mixes_samples and pair[0] % pair[1]:
-                raise self._not_alone(*pair)
+        plan, order = self.trainer.plan, batches.order
+        for count, size in zip(order.counts, order.sizes, strict=True):
+            of_loss = plan.loss_of_all and self.loss is not None
+            if (plan.mixes_samples or of_loss) and count % size:
+                raise self._not_alone(count, size, of_loss=not plan.mixes_samples)
         for batch, _ in islice(self.data.epoch(0), 1):
             sources = dict(zip(("input", "target"), batch.data, strict=True))
             sources["input"] = as_structure(sources["input"])
-            worker.use(self.trainer.plan.variant_of(batch.shape))
+            worker.use(plan.variant_of(batch.shape))
             with naming_samples(self.trainer, self.data, 0, 0):
                 worker.steps.shape.bind(sources)
             worker.use("")
@@ -210,12 +212,17 @@ class Evaluator:
             with self._later():
                 self.metrics.add(output, target, count)
 
-    def _not_alone(self, count: int, size: int) -> GemscError:
+    def _not_alone(self, count: int, size: int, *, of_loss: bool = False) -> GemscError:
+        why, line, more = "forward mixes samples, so nothing", "eval_dataset", ""
+        if of_loss:
+            why, line = "loss uses what the model computes of a whole", "loss"
+            why += " micro-batch, so no copies of a sample"
+            more = "let it compute that from the model's output for each sample, or "
         return GemscError(
-            "forward mixes samples, so the last batch of eval_dataset cannot be filled "
-            f"up: it has {count % size} samples of {size}",
-            at=self.user.line_of("eval_dataset"),
-            help=f"give eval_dataset a multiple of {size} samples",
+            f"{why} can fill up the last batch of eval_dataset, {count % size} samples "
+            f"of {size}",
+            at=self.user.line_of(line),
+            help=f"{more}give eval_dataset a multiple of {size} samples",
         )
 
     @torch.no_grad()
@@ -235,14 +242,7 @@ class Evaluator:
             if as_loss(self.loss(output, target)).isnan().any():
                 return found  # whatever fills it up
         size = self.data.batches.order.sizes[batch.shape]
-        raise GemscError(
-            "loss uses a number that the model computes from a whole micro-batch, so "
-            f"it cannot be computed for the last batch of eval_dataset, {batch.count} "
-            f"samples of {size}",
-            at=self.user.line_of("loss"),
-            help="let loss(output, target) compute it from the model's output for each "
-            f"sample, or give eval_dataset a multiple of {size} samples",
-        )
+        raise self._not_alone(batch.count, size, of_loss=True)
 
     def _score_cases(self, mean_loss: Mean) -> None:
         """Score one whole case after the other: the loss, too, is of the whole."""
