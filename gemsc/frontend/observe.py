@@ -42,7 +42,7 @@ _WHERE_GRADIENTS = (
 )
 _DRAWS_IN_PYTHON = (
     "it draws from Python's or NumPy's random numbers, which no rank seeds: use torch's"
-    ", for example torch.rand(()) < 0.1"
+    ", for example torch.rand(()) < 0.1, or items[torch.randint(len(items), ())]"
 )
 
 
