@@ -10,7 +10,9 @@ from collections import Counter
 
 from gemsc.base.units import show_seconds, show_some
 from gemsc.costs.hardware import Hardware
+from gemsc.errors import GemscError
 from gemsc.ir.changes import unjoined_changes
+from gemsc.ir.flow import owned_tensors, shared_parameters
 from gemsc.ir.holder import LOSS
 from gemsc.ir.mutation import changed_by_layer
 from gemsc.ir.program import NO_SUM, Program
@@ -84,7 +86,11 @@ def state_notes(program: Program, task: Task, options: CompileOptions) -> list[s
 
 
 def optimizer_note(program: Program) -> list[str]:
-    """Say that an optimizer would need all parameters, where no rank has them."""
+    """Say that an optimizer would need all parameters, where no rank has them.
+
+    Raises:
+        GemscError: stages on other ranks share one, whose copies it would make differ.
+    """
     placement, stages = program.require_placement(), program.require_stages()
     stages_of = Counter(r for s in stages for r in placement.ranks_of(s.index))
     is_cut = program.shards or program.shard != "off"
@@ -92,6 +98,16 @@ def optimizer_note(program: Program) -> list[str]:
         return []
     if not (difference := program.updated_together()):
         return []
+    shared = shared_parameters(program, owned_tensors(program))
+    for name, held in shared.items() if program.shard == "off" else ():
+        if len({frozenset(placement.ranks_of(stage)) for stage in held}) > 1:
+            raise GemscError(
+                f"stages {' and '.join(map(str, held))} share '{name}', of which the "
+                "copies would not stay alike: optimizer() looks at several parameters "
+                "at once, counts them, or draws random numbers (without others they "
+                f"step differently, by {difference:.0e})",
+                help="use --shard-optimizer: then one rank updates each row, for all",
+            )
     return [
         "optimizer() looks at several parameters at once, counts them, or draws random "
         f"numbers: without others they step differently, by {difference:.0e}. It gets "

@@ -23,6 +23,7 @@ from gemsc.base.rng import (
     seeded,
     torch_state,
 )
+from gemsc.errors import GemscError
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.verify.compare import compare
 from gemsc.verify.one_process import reference_steps
@@ -290,3 +291,36 @@ def test_an_optimizer_draws_apart_for_each_stage_and_alike_for_copies(
     )
     torch.testing.assert_close(again["a.weight"], of_a)
     assert not torch.allclose(other[0]["a.weight"], of_a)
+
+
+class Jointly(torch.optim.SGD):
+    """Divides by the norm of all gradients, also of those that a rank has not."""
+
+    def step(self, closure: Any = None) -> None:
+        given = (p for group in self.param_groups for p in group["params"])
+        held = [parameter for parameter in given if parameter.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in held]).norm()
+        for parameter in held:
+            parameter.detach().sub_(parameter.grad / norm)
+
+
+@pytest.mark.parametrize("optimizer", [Langevin, Jointly])
+def test_copies_that_would_not_stay_alike_are_refused_with_what_helps(
+    optimizer: type[torch.optim.SGD], tmp_path: Path
+) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return torch.tanh(self.b(torch.tanh(self.a(x)))) @ self.a.weight
+
+    def trained(trainer: Trainer) -> Tensor:
+        for _ in range(2):
+            trainer.step(*batch_of((X, X), 4))
+        return trainer.worker.stages.parameters["a.weight"].detach().clone()
+
+    given: dict[str, Any] = {"micro_batches": 4, "optimizer": optimizer}
+    with pytest.raises(GemscError, match=r"0 and 1 share 'a\.weight'") as caught:
+        written(tmp_path, Net(forward), ranks=2, **given)
+    assert "--shard-optimizer" in caught.value.help
+    written(tmp_path, Net(forward), ranks=2, shard_optimizer=True, **given)
+    first, second = on_ranks(tmp_path, 2, trained, optimizer=optimizer)
+    assert torch.equal(first, second)
+    written(tmp_path / "mast", Net(forward), ranks=2, schedule="mast", **given)
