@@ -7,8 +7,9 @@ no gradients.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 from torch import nn
@@ -17,9 +18,11 @@ from gemsc.base.nests import Inputs, Path
 from gemsc.base.phase import Phase
 from gemsc.errors import GemscError
 from gemsc.frontend.eager import deep_copy
+from gemsc.ir import meta
 from gemsc.ir.program import Program
 
 TARGET = "target"
+Modes = dict[str, bool]  # whether a module is in training mode, by its path
 
 
 class PhaseModel(nn.Module):
@@ -37,8 +40,12 @@ class PhaseModel(nn.Module):
         vars(self)["whole"] = model  # not as a module: it would have other names
 
 
-def phase_model(model: nn.Module, phase: Phase) -> nn.Module:
-    """Return the model of a phase, of which only that has gradients that it trains."""
+def phase_model(model: nn.Module, phase: Phase) -> tuple[nn.Module, list[Modes]]:
+    """Return the model of a phase, of which only that has gradients that it trains.
+
+    And, for each call of the loss, the modes of modules that it leaves in another one.
+    """
+    left: list[Modes] = []
     memo: dict[int, Any] = {id(buffer): buffer for buffer in model.buffers()}
     trained = phase.trained(model)
     for parameter in model.parameters():
@@ -50,14 +57,10 @@ def phase_model(model: nn.Module, phase: Phase) -> nn.Module:
         whole.training = self.training
         before = [module.training for module in whole.modules()]
         loss = phase.loss(whole, *inputs, **named)
-        for (path, module), was in zip(whole.named_modules(), before, strict=True):
-            if path and self.training and module.training != was:
-                mode = "training" if module.training else "evaluation"
-                raise GemscError(
-                    f"the loss of phase '{phase.name}' leaves '{path}' in {mode} mode, "
-                    "in which other phases would find it",
-                    help=f"call train({was}) for it before the loss returns",
-                )
+        pairs = zip(whole.named_modules(), before, strict=True)
+        left.append(
+            {path: was for (path, m), was in pairs if path and m.training != was}
+        )
         return loss
 
     # its inputs have the names that the loss gives them
@@ -68,7 +71,32 @@ def phase_model(model: nn.Module, phase: Phase) -> nn.Module:
     name = f"{type(model).__name__}, phase {phase.name}"
     made: nn.Module = type(name, (PhaseModel,), methods)(deep_copy(model, memo))
     made.training = model.training  # and its layers are in the modes of the user's
-    return made
+    return made, left
+
+
+def reject_left(
+    left: Mapping[str, Sequence[Modes]], phases: Mapping[str, Program]
+) -> None:
+    """Refuse a loss that leaves a module in a mode in which another phase uses it.
+
+    The first call of each was for its graph, in training mode.
+
+    Raises:
+        GemscError: names the module, and who leaves it so.
+    """
+    for (phase, (modes, *_)), (other, program) in product(left.items(), phases.items()):
+        for node in program.graph.nodes if other != phase else ():
+            called = str(node.target) if node.op == "call_module" else ""
+            for inner in {called, meta.module_path(node)} & modes.keys():
+                above = (path for path in modes if f"{inner}.".startswith(f"{path}."))
+                path = min(above, key=len)
+                was = modes[path]
+                raise GemscError(
+                    f"the loss of phase '{phase}' leaves '{path}' in "
+                    f"{'evaluation' if was else 'training'} mode, in which phase "
+                    f"'{other}' would find it",
+                    help=f"call train({was}) for it before the loss returns",
+                )
 
 
 def _train(self: PhaseModel, mode: bool = True) -> PhaseModel:

@@ -20,7 +20,13 @@ from gemsc.base.phase import Phase, check_phases
 from gemsc.base.units import show_seconds
 from gemsc.compilation import Compilation, Followed, Traced
 from gemsc.errors import GemscError, InternalError
-from gemsc.frontend.phases import own_loss, phase_inputs, phase_model, with_target
+from gemsc.frontend.phases import (
+    own_loss,
+    phase_inputs,
+    phase_model,
+    reject_left,
+    with_target,
+)
 from gemsc.frontend.writer import share_constants
 from gemsc.ir import meta
 from gemsc.ir.flow import owned_tensors
@@ -40,9 +46,9 @@ def trace_phase(
     example_inputs: Any,
     target: Any,
 ) -> Traced:
-    """Return the graph of a phase of a model's steps, as `trace` gives it."""
+    """Return the graph of a phase, of which this is the model, as `trace` gives it."""
     inputs = normalize_inputs(example_inputs)
-    given = phase_model(model, phase), phase_inputs(inputs, target)
+    given = model, phase_inputs(inputs, target)
     traced = trace(*given, loss=own_loss, optimizer=phase.optimizer)
     program, evaluation = (
         with_target(each, inputs) for each in (traced.program, traced.evaluation)
@@ -85,9 +91,12 @@ def trace_all(
             help="return one shape from example_inputs",
         )
     graphs = {"": trace(model, example_inputs)}
+    left = {}
     for phase in phases:
-        given = model, phase, example_inputs, example_target
+        own, left[phase.name] = phase_model(model, phase)
+        given = own, phase, example_inputs, example_target
         graphs[phase.name] = trace_phase(trace, *given)
+    reject_left(left, {each.name: graphs[each.name].program for each in phases})
     return graphs
 
 

@@ -825,6 +825,23 @@ def test_a_loss_may_use_a_network_in_evaluation_mode(tmp_path: Path) -> None:
     assert caught.value.help == "call train(True) for it before the loss returns"
 
 
+def test_a_loss_may_leave_a_network_that_no_other_phase_uses(tmp_path: Path) -> None:
+    def makes_brighter(model: Any, grey: Tensor, colour: Tensor) -> Tensor:
+        return -model.make(grey).mean()
+
+    data = batches(3)
+    other = replace(PHASES[0], loss=makes_brighter, train="make.0")
+    phases = replace(PHASES[1], loss=leaves, train="make.1"), other
+    given = {"ranks": 2, "micro_batches": MICRO_BATCHES, "example_target": TARGET}
+    compile(Gan(), INPUTS, phases=phases, **given).write(tmp_path)
+    losses, state = in_one_process(Gan(), data, phases)
+    found = trained(tmp_path, data, 2, phases)
+    for mine, theirs in zip(found[0], losses, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-9)
+    for name, tensor in state.items():
+        torch.testing.assert_close(found[1][name], tensor)
+
+
 class ByItsMode(nn.Module):
     """Asks for its own mode, which is not that of a layer."""
 
@@ -841,7 +858,7 @@ def test_the_model_of_a_phase_is_in_the_mode_of_the_phase() -> None:
         return (model(x) - target).mean()
 
     user, x, zero = ByItsMode().eval(), torch.rand(2, 3), torch.zeros(2, 3)
-    model = gemsc.lowering.variants.phase_model(user, Phase("all", loss, "layer"))
+    model, _ = gemsc.lowering.variants.phase_model(user, Phase("all", loss, "layer"))
     evaluated = model(x, zero)
     assert torch.equal(model.train()(x, zero), 2 * evaluated)
     assert torch.equal(model.eval()(x, zero), evaluated)
