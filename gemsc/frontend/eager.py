@@ -156,7 +156,7 @@ def failures(what: str, boundary: CodeType, help: str = "") -> Iterator[None]:
         yield
     except GemscError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         at = failing_line(error.__traceback__, boundary)
         if _NO_HOOKS in str(error):
             raise transformed(at) from error

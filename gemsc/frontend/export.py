@@ -252,7 +252,7 @@ def _export(wrapper: _Wrapper) -> fx.GraphModule:
             program = torch.export.export(wrapper, tensors, strict=False)
     except GemscError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         at = failing_line(error.__traceback__, _export.__code__)
         text = str(error).strip().partition("\n")[0]
         raise GemscError(

@@ -131,7 +131,7 @@ def _no_checks() -> str:
 
 
 def of_a_loss(
-    found: GemscError, function: object, error: Exception, boundary: CodeType
+    found: GemscError, function: object, error: BaseException, boundary: CodeType
 ) -> GemscError:
     """Return the error, of a loss that is a function at the user's own line."""
     if isinstance(function, nn.Module) or not isinstance(found, DependsOnDataError):
@@ -160,7 +160,7 @@ class WholeLoss(nn.Module):
         return self.function(*arguments)
 
 
-def user_error(what: str, error: Exception, boundary: CodeType) -> GemscError:
+def user_error(what: str, error: BaseException, boundary: CodeType) -> GemscError:
     """Return what is said of an error of the user's code below the frame of `boundary`.
 
     `what` says which code fails.

@@ -137,7 +137,7 @@ class Tracer(TorchFunctionMode):
         except GemscError as error:
             found = self._error or error
             raise of_a_loss(found, function, error, boundary) from error.__cause__
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             found = user_error(what, error, boundary)
             raise of_a_loss(found, function, error, boundary) from error
         finally:

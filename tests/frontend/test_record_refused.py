@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 
 from gemsc.compiler import compile
 from gemsc.errors import GemscError, InternalError
-from gemsc.frontend import check, export, gradients, record
+from gemsc.frontend import FRONTENDS, check, export, gradients, record
 from gemsc.frontend.check import check_against_eager
 from gemsc.ir import meta
 from gemsc.ir.program import Program, Slot
@@ -863,6 +863,20 @@ def test_a_custom_function_may_overwrite_what_others_use(
     checked(Model(forward))
     checked(Model(lambda self, x: _Shifted.apply(self.fc(x))))
     checked(Model(lambda self, x: _Shifted.apply((h := self.fc(x)).clone()) + h))
+
+
+@pytest.mark.parametrize("frontend", FRONTENDS.values(), ids=FRONTENDS)
+def test_a_forward_that_ends_python_is_an_error_of_the_model(frontend: Any) -> None:
+    def ends(self: Any, x: Any) -> Any:
+        return self.fc(x) if self.training else sys.exit()  # with code 0, too
+
+    model = Model(ends)
+    with pytest.raises(GemscError, match="SystemExit") as caught:
+        frontend(model, (X,), training=False)
+    assert caught.value.at is not None
+    assert "sys.exit()" in caught.value.at.text
+    with pytest.raises(GemscError, match="SystemExit: 3"):
+        frontend(model, (X,), loss=lambda output: sys.exit(3))
 
 
 def test_partial_functions_can_be_losses() -> None:

@@ -345,7 +345,7 @@ class Batches:
                     raise
                 raise GemscError(
                     f"a process that reads the dataset has died: {error}",
-                    help="it may have taken too much memory, or called os._exit; "
+                    help="it may have taken too much memory, or called sys.exit; "
                     "--workers 0 reads without such processes",
                 ) from None
             if found is None:
