@@ -278,8 +278,12 @@ def _rows(output: Any, target: Any, size: int, start: int, stop: int) -> Any:
 
 
 def _loss(loss: Callable[..., Any], output: Any, target: Any) -> _Loss:
-    """Return the loss, and what it gives the outputs as gradients."""
+    """Return the loss, and what it gives the outputs as gradients.
+
+    Those of outputs that train nothing, such as a mask, are no gradients of the step.
+    """
     leaves: dict[Any, Tensor] = {}
+    trains = {path: t.requires_grad for path, t in tensor_leaves(output)}
 
     def asked(path: object, tensor: Tensor) -> Tensor:
         tensor = tensor.detach()
@@ -298,7 +302,10 @@ def _loss(loss: Callable[..., Any], output: Any, target: Any) -> _Loss:
         )
     pairs = zip(leaves.values(), gradients, strict=True)
     terms = sum(float((leaf.detach() * each).abs().sum()) for leaf, each in pairs)
-    return _Loss(value.detach(), dict(zip(leaves, gradients, strict=True)), terms)
+    named = dict(zip(leaves, gradients, strict=True))
+    if any(trains.values()):
+        named = {path: each for path, each in named.items() if trains[path]}
+    return _Loss(value.detach(), named, terms)
 
 
 def _in_double(loss: Any) -> Any:

@@ -33,6 +33,7 @@ from gemsc.frontend.counters import (
     AnyDraw,
     counters_of,
     drawn,
+    forgetting,
     other_generators,
     reject_counters,
 )
@@ -183,24 +184,25 @@ def _trace(
     buffers = _buffers(copied)
     mode = "" if request.training else f" {in_mode(training=False)}"
     what = f"the model fails on example_inputs{mode}"
-    if not request.training:  # it may look up here what forward takes
-        tracer.run(what, set_training, (copied.model, copied.loss, False))
-        reject_changes_by_eval(writer.graph)
-    output = tracer.run(what, copied.model, inputs)
-    trace.returned = returned(output)
-    with tracer.pause():
-        _record_assignments(writer, buffers)
-        outputs = [writer.value_of(tensor) for tensor in trace.returned.tensors]
-    loss = None
-    if request.loss is not None:
-        arguments = (output,) if request.target is None else (output, target)
-        what = loss_fails_on(*arguments)
-        with unchanged(trace.returned.tensors, request.loss):
-            loss = tracer.run(what, copied.loss, arguments, then=_loss_of(request))
-        _check_loss(loss, request)
-    with tracer.pause():
-        _record_assignments(writer, buffers)  # of the loss
-        writer.output(loss, outputs)
+    with forgetting(request.model, request.loss):
+        if not request.training:  # it may look up here what forward takes
+            tracer.run(what, set_training, (copied.model, copied.loss, False))
+            reject_changes_by_eval(writer.graph)
+        output = tracer.run(what, copied.model, inputs)
+        trace.returned = returned(output)
+        with tracer.pause():
+            _record_assignments(writer, buffers)
+            outputs = [writer.value_of(tensor) for tensor in trace.returned.tensors]
+        loss = None
+        if request.loss is not None:
+            arguments = (output,) if request.target is None else (output, target)
+            what = loss_fails_on(*arguments)
+            with unchanged(trace.returned.tensors, request.loss):
+                loss = tracer.run(what, copied.loss, arguments, then=_loss_of(request))
+            _check_loss(loss, request)
+        with tracer.pause():
+            _record_assignments(writer, buffers)  # of the loss
+            writer.output(loss, outputs)
     if request.training:
         trace.frozen = frozenset(kept_in_eval(tracer.called, request.opaque))
         trace.checkpoints = tracer.checkpoints

@@ -32,6 +32,7 @@ from gemsc.base.plain_forward import plain_forward
 from gemsc.base.rng import may_draw, preserve_rng
 from gemsc.base.units import show_some
 from gemsc.errors import GemscError, SourceLocation
+from gemsc.frontend.counters import forgetting
 from gemsc.frontend.fake_copy import copy_on_fakes
 from gemsc.ir.meta import facts, spec
 from gemsc.ir.program import DataclassValue, Program, Slot
@@ -139,7 +140,9 @@ def sample_dims(
     try:
         copied = copy_on_fakes(model, None, fake).model.eval()
         with fake, preserve_rng(), torch.no_grad(), plain_forward(), precision:
-            given = returned(call_model(copied, map_tensors(inputs, doubled))).tensors
+            with forgetting(model):
+                output = call_model(copied, map_tensors(inputs, doubled))
+            given = returned(output).tensors
         pairs = zip(shapes, given, strict=True)
         grown = [_grown(shape, each.shape) for shape, each in pairs]
     except Exception:  # whatever a model says of so many samples

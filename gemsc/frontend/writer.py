@@ -26,7 +26,7 @@ from gemsc.ir import meta
 from gemsc.ir.holder import CONSTANTS, LOSS, hold, with_graph
 from gemsc.ir.layers import NORM_STATISTICS
 from gemsc.ir.meta import Region
-from gemsc.ir.mutation import written_operands
+from gemsc.ir.mutation import source_in, written_operands
 
 _LITERALS = (*PLAIN, torch.layout, torch.memory_format, type(...), range, type)
 
@@ -223,8 +223,9 @@ class GraphWriter:
                 "forward uses a tensor whose origin gemsc cannot see",
                 help="compute it without torch.func, or keep it with register_buffer",
             )
-        source = earlier.node_of(tensor)
-        if source not in fixed_nodes(earlier.graph, self._copied.model.training):
+        fixed = fixed_nodes(earlier.graph, self._copied.model.training)
+        source = source_in(fixed, earlier.node_of(tensor))
+        if source not in fixed:
             raise GemscError(
                 "forward uses a tensor that an earlier call of forward made",
                 help="keep it with register_buffer, or pass it as an input",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 import torch
@@ -73,6 +73,19 @@ def written_operands(node: fx.Node) -> tuple[fx.Node, ...]:
         return _nodes(tuple(given[place] for place in places))
     changed = call_mutates(node.op, node.target, node.kwargs)
     return _nodes(_first(node)) if changed else ()
+
+
+def source_in(known: Set[fx.Node], node: fx.Node) -> fx.Node:
+    """Return the node in `known` whose value this one gives back, else the node.
+
+    As `table.to(x)` may do, which writes nothing.
+    """
+    source: fx.Node | None = node
+    while source is not None and source not in known:
+        own, written = meta.value(source), written_operands(source)
+        same = (n for n in source.all_input_nodes if meta.value(n) is own)
+        source = next((n for n in same if n not in written), None)
+    return source or node
 
 
 def functional_call(node: fx.Node, module: nn.Module) -> Call:

@@ -21,6 +21,7 @@ from gemsc.costs.profile import Progress
 from gemsc.errors import GemscError, choose
 from gemsc.frontend import FRONTENDS
 from gemsc.frontend.check import check_against_eager
+from gemsc.frontend.counters import forgetting
 from gemsc.frontend.eager import autocast_of, check_optimizer
 from gemsc.frontend.values import sample_dims
 from gemsc.frontend.writer import name_constants
@@ -149,7 +150,8 @@ def _compare(
     flops = sum(meta.facts(node).flops for node in program.graph.nodes)
     if is_limited and flops > MOST_FLOPS:
         return ""
-    with with_threads(threads if flops > SHARED_FLOPS else 1):
+    threads = threads if flops > SHARED_FLOPS else 1
+    with with_threads(threads), forgetting(model, how["loss"]):
         return check_against_eager(program, model, example_inputs, **how)
 
 

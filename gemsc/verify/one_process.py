@@ -33,6 +33,7 @@ from gemsc.base.nests import (
 )
 from gemsc.base.phase import Phase
 from gemsc.base.plain_forward import enter_training, plain_forward
+from gemsc.frontend.counters import forgetting
 from gemsc.ir.holder import LOSS
 from gemsc.plan import Plan
 from gemsc.runtime.training.step_report import concatenated
@@ -65,7 +66,8 @@ def reference_steps(
     """
     model, loss = copy.deepcopy((model, loss))
     kind = precision.casts_to(dtype)
-    with default_dtype(kind):  # also of what the optimizer makes
+    # the default is also that of what the optimizer makes
+    with forgetting(model, loss), default_dtype(kind):
         updates = plain_updates(
             model, loss, optimizer, phases, dtype, precision, device
         )
@@ -258,7 +260,7 @@ def evaluated(
     outputs: list[list[Any]] = []
     count = plan.data * plan.micro_batches
     learns = torch.set_grad_enabled
-    with learns(gradients), plain_forward(), default_dtype(kind):
+    with forgetting(model), learns(gradients), plain_forward(), default_dtype(kind):
         for inputs in cast(batches, kind):
             outputs.append([])
             for m in range(count):

@@ -19,6 +19,7 @@ from gemsc.base.dtypes import as_real, default_dtype
 from gemsc.base.nests import saved_named
 from gemsc.base.plain_forward import plain_forward
 from gemsc.errors import GemscError, say_note
+from gemsc.frontend.counters import forgetting
 from gemsc.launch.start import start
 from gemsc.plan import Plan
 from gemsc.runtime.process.device import exact_arithmetic, require_gpu
@@ -295,7 +296,7 @@ def _plain(
     """Train in a plain loop; with a record, make sure that it has the same data."""
     with default_dtype(settings.precision.casts_to(settings.dtype)):
         title = f"plain loop in {str(settings.dtype).removeprefix('torch.')}"
-        with plain_forward():
+        with plain_forward(), forgetting(model, user.loss):
             plain = PlainRun(user, model, settings)
             with closing(ProgressBar(settings.steps, title)) as bar:
                 plain.train(bar.step)

@@ -127,6 +127,19 @@ def test_what_is_small_at_the_start_is_told_by_its_gradients() -> None:
     assert loss_of_halves(siglip, apart, CLASSES, 6)
 
 
+def test_a_mask_beside_the_output_trains_nothing() -> None:
+    mask = torch.ones(6, 4)
+    mask[:, 1] = 0
+    mask[::2, [0, 1]] = mask[::2, [1, 0]]  # as many of each sample
+
+    def loss(output: tuple[Tensor, Tensor]) -> Tensor:
+        return (output[0].square() * output[1]).sum() / output[1].sum()
+
+    assert loss_of_halves(loss, (X.clone().requires_grad_(), mask), None, 6) == ""
+    both = X.clone().requires_grad_(), mask.requires_grad_()
+    assert "gradients that differ" in loss_of_halves(loss, both, None, 6)
+
+
 def test_a_loss_that_stays_in_float32_is_asked() -> None:
     assert loss_of_halves(in_its_own_dtype, X, CLASSES, 6)
     many = torch.randn(1024, 4, generator=torch.Generator().manual_seed(1)) * 20

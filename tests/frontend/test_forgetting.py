@@ -1,0 +1,131 @@
+"""What forward keeps outside of the model: in a dict, a class, a variable, a cache."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from functools import cache, cached_property, lru_cache
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gemsc.compiler import compile
+from gemsc.frontend.counters import forgetting
+from gemsc.verify.one_process import reference_steps
+
+SIZE = 4
+TABLES: dict[int, Tensor] = {}
+NESTED: defaultdict[str, dict[int, Tensor]] = defaultdict(dict)
+TABLE: Tensor | None = None
+X = torch.randn(2, SIZE)
+
+
+def made(size: int) -> Tensor:
+    return torch.linspace(0, 1, size).sin()
+
+
+@cache
+def cached(size: int) -> Tensor:
+    return made(size)
+
+
+@lru_cache(maxsize=2)
+def bounded(size: int) -> tuple[Tensor, int]:
+    return made(size), size
+
+
+@cache
+def judge() -> nn.Linear:
+    return nn.Linear(SIZE, SIZE)
+
+
+def in_a_dict(_: nn.Module) -> Tensor:
+    if SIZE not in TABLES:
+        TABLES[SIZE] = made(SIZE)
+    return TABLES[SIZE]
+
+
+def in_two_dicts(_: nn.Module) -> Tensor:
+    return NESTED["sin"].setdefault(SIZE, made(SIZE))
+
+
+def in_a_variable(_: nn.Module) -> Tensor:
+    global TABLE
+    if TABLE is None:
+        TABLE = made(SIZE)
+    return TABLE
+
+
+class Net(nn.Module):
+    kept: Tensor | None = None
+    tables: ClassVar[dict[int, Tensor]] = {}
+
+    def __init__(self, table: Callable[[nn.Module], Tensor]) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+        self.table = table
+
+    @cached_property
+    def own(self) -> Tensor:
+        return made(SIZE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.b(self.a(x) + self.table(self).to(x))
+        return y
+
+
+def in_the_class(net: Any) -> Tensor:
+    if type(net).kept is None:
+        type(net).kept = made(SIZE)
+    if SIZE not in net.tables:
+        net.tables[SIZE] = made(SIZE)
+    table: Tensor = type(net).kept + net.tables[SIZE]
+    return table
+
+
+def mean(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        in_a_dict,
+        in_two_dicts,
+        in_a_variable,
+        in_the_class,
+        lambda _: cached(SIZE),
+        lambda _: bounded(SIZE)[0],
+        lambda net: net.own,
+    ],
+)
+def test_a_table_kept_outside_of_the_model_is_made_anew(table: Any) -> None:
+    net = Net(table)
+    compile(net, (X,), loss=mean, example_target=X, ranks=2)
+    assert not TABLES
+    assert TABLE is None
+    assert Net.kept is None
+    record = reference_steps(net, mean, [((X,), X)], 1, torch.float64)
+    float32 = reference_steps(net, mean, [((X,), X)], 1, torch.float32)
+    assert record.losses[0] != float32.losses[0]
+    with forgetting(net):
+        assert torch.equal(net(X), net.b(net.a(X) + table(net)))
+
+
+def test_only_tensors_are_forgotten() -> None:
+    seen: dict[str, Any] = {"calls": 0, "last": X}
+    first = judge()
+
+    def forward(x: Tensor) -> Tensor:
+        seen["calls"] += 1
+        seen["last"], seen["new"] = x + 1, [x]
+        cached(SIZE)
+        return x @ judge().weight + bounded(SIZE)[0]
+
+    with forgetting(forward):
+        forward(X)
+    assert seen == {"calls": 1, "last": X}
+    assert judge() is first
+    assert cached.cache_info().currsize == bounded.cache_info().currsize == 0
