@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from gemsc.base.nests import stored_attributes
+from gemsc.base.plain_forward import all_in, content
 from gemsc.errors import GemscError, SourceLocation
-from gemsc.frontend.counters import all_in, content
 
 _OF_COMPILE = str(Path(torch.__file__).with_name("_dynamo"))
 _HELP = (

@@ -6,35 +6,25 @@ decides nothing. Where the answer depends on the draw, an error says so.
 
 from __future__ import annotations
 
-import gc
 import itertools
 import operator
 import pickle
 import random
-import sys
-from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import _lru_cache_wrapper, partial, partialmethod
-from itertools import chain, islice, product
+from functools import partialmethod
+from itertools import chain, product
 from numbers import Number
-from pathlib import Path
-from types import CellType, FunctionType, ModuleType
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import nn
 
-from gemsc.base.nests import stored_attributes, stored_items, tensor_leaves
-from gemsc.errors import GemscError, is_users
+from gemsc.base.plain_forward import MOST_ITEMS, WITH_A_STATE, all_in
+from gemsc.errors import GemscError
 
 T = TypeVar("T")
-_WITH_A_STATE = (random.Random, np.random.Generator, np.random.RandomState)
-_WITHOUT_NUMBERS = (str, bytes, torch.Tensor, ModuleType)
-_NO_NUMBERS = frozenset({"training", "_modules", "_parameters", "_buffers"})
-_DICTS = (dict, defaultdict, OrderedDict)  # others may import what they are asked for
-_MOST_ITEMS = 1000  # of a list or a dict: a longer one holds data
 
 
 def reject_counters(*states: Mapping[str, object]) -> None:
@@ -115,11 +105,11 @@ def _numbers(owner: Any, kinds: tuple[type, ...]) -> Iterator[tuple[str, object]
     for name, value in all_in(owner):
         if isinstance(value, (Number, *kinds)):
             yield name, value
-        elif isinstance(value, _WITH_A_STATE):
+        elif isinstance(value, WITH_A_STATE):
             yield name, pickle.dumps(value)
         elif isinstance(value, itertools.count):
             yield name, repr(value)
-        elif isinstance(value, np.ndarray) and value.size <= _MOST_ITEMS:
+        elif isinstance(value, np.ndarray) and value.size <= MOST_ITEMS:
             yield name, value.tolist()
 
 
@@ -131,112 +121,6 @@ def _by_name(found: Iterable[tuple[str, T]]) -> dict[str, T]:
             name += "'"
         named[name] = value
     return named
-
-
-def all_in(owner: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what a module or a loss can see, with what it is called, nearest first."""
-    is_module = isinstance(owner, nn.Module)
-    modules = owner.named_modules() if is_module else [("", owner)]
-    way = deque((f"self.{path}".rstrip("."), module) for path, module in modules)
-    seen: set[int] = set()
-    while way:
-        name, value = way.popleft()
-        yield name, value
-        is_one = isinstance(value, (Number, *_WITH_A_STATE, *_WITHOUT_NUMBERS))
-        if not is_one and id(value) not in seen:
-            seen.add(id(value))
-            way.extend(_items(name, value))
-
-
-@contextmanager
-def forgetting(*owners: Any) -> Iterator[None]:
-    """Forget the tensors that forward keeps outside of the model, for its next calls.
-
-    It may keep them in a dict, a class or a variable of its file, or by `lru_cache`:
-    what is a fake, or in one dtype, is of no use to calls on numbers, or in another.
-    """
-    found = {id(each): each for owner in owners for _, each in all_in(owner)}.values()
-    places: list[Any] = [each for each in found if type(each) in _DICTS]
-    for each in filter(_is_users, found):
-        places.append(each if isinstance(each, type) else each.__globals__)
-    before = [(place, dict(_held(place))) for place in places]
-    _forget_cached(found)  # what another run has left: all find the same
-    try:
-        yield
-    finally:
-        _forget_cached(found)
-        for place, known in before:
-            _forget(place, known)
-
-
-def _forget_cached(found: Iterable[Any]) -> None:
-    """Empty each `lru_cache` that holds tensors; one of networks is left as it is."""
-    for each in found:
-        held = gc.get_referents(each) if isinstance(each, _lru_cache_wrapper) else None
-        if next(tensor_leaves(held), None) is not None:
-            each.cache_clear()
-
-
-def _held(place: Any) -> Mapping[str, Any]:
-    return vars(place) if isinstance(place, type) else place
-
-
-def _forget(place: Any, known: Mapping[str, Any]) -> None:
-    """Put back what a dict or a class held where there are new tensors now."""
-    for key, value in [*_held(place).items()]:
-        if value is known.get(key) or next(tensor_leaves(value), None) is None:
-            continue
-        if key not in known:
-            delattr(place, key) if isinstance(place, type) else place.pop(key)
-        elif isinstance(place, type):
-            setattr(place, key, known[key])
-        else:
-            place[key] = known[key]
-
-
-def _items(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what an object holds, or a function refers to, and what that is called."""
-    if isinstance(value, FunctionType):
-        code, known = value.__code__, value.__globals__
-        if _is_users(value):
-            cells = zip(code.co_freevars, value.__closure__ or (), strict=True)
-            yield from ((key, content(cell)) for key, cell in cells)
-            yield from ((key, known[key]) for key in code.co_names if key in known)
-            own = *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()
-            yield from ((f"a default of {value.__name__}", each) for each in own)
-            yield from ((f"{value.__name__}.{k}", v) for k, v in vars(value).items())
-    elif isinstance(value, partial):
-        yield f"{name}.func", value.func
-    elif isinstance(value, (list, tuple, dict)):
-        pairs = [*islice(stored_items(value), _MOST_ITEMS + 1)]
-        if len(pairs) <= _MOST_ITEMS:
-            yield from ((f"{name}[{key!r}]", item) for key, item in pairs)
-    else:
-        is_class = isinstance(value, type)
-        if not is_class or _is_users(value):
-            for key, item in [*stored_attributes(value).items()]:
-                if key not in _NO_NUMBERS:
-                    yield f"{name}.{key}", item
-        if not is_class:
-            yield from ((name, cls) for cls in type(value).__mro__)
-
-
-def _is_users(value: Any) -> bool:
-    """Whether it is a function or a class of the user's."""
-    file = None
-    if isinstance(value, FunctionType):
-        file = value.__code__.co_filename
-    elif isinstance(value, type):
-        file = getattr(sys.modules.get(value.__module__), "__file__", None)
-    return file is not None and is_users(Path(file))
-
-
-def content(cell: CellType) -> Any:
-    """Return what a function holds of a variable around it."""
-    try:
-        return cell.cell_contents
-    except ValueError:  # of a variable that has no value yet, or no more
-        return None
 
 
 class AnyDraw(float):

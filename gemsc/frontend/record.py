@@ -26,6 +26,7 @@ from gemsc.base.nests import (
     map_tensors,
     normalize_inputs,
 )
+from gemsc.base.plain_forward import forgetting
 from gemsc.base.rng import preserve_rng
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.frontend.closures import reject_closures
@@ -33,7 +34,6 @@ from gemsc.frontend.counters import (
     AnyDraw,
     counters_of,
     drawn,
-    forgetting,
     other_generators,
     reject_counters,
 )

@@ -13,7 +13,7 @@ from torch import fx, nn
 from gemsc.base.dtypes import convert, converted
 from gemsc.base.elementwise import OptimizerFactory, updated_together, updated_whole
 from gemsc.base.nests import normalize_inputs
-from gemsc.base.plain_forward import with_threads
+from gemsc.base.plain_forward import forgetting, with_threads
 from gemsc.compilation import Traced
 from gemsc.costs.hardware import Hardware
 from gemsc.costs.optimizer_memory import optimizer_bytes
@@ -21,7 +21,6 @@ from gemsc.costs.profile import Progress
 from gemsc.errors import GemscError, choose
 from gemsc.frontend import FRONTENDS
 from gemsc.frontend.check import check_against_eager
-from gemsc.frontend.counters import forgetting
 from gemsc.frontend.eager import autocast_of, check_optimizer
 from gemsc.frontend.values import sample_dims
 from gemsc.frontend.writer import name_constants

@@ -32,8 +32,7 @@ from gemsc.base.nests import (
     tensor_leaves,
 )
 from gemsc.base.phase import Phase
-from gemsc.base.plain_forward import enter_training, plain_forward
-from gemsc.frontend.counters import forgetting
+from gemsc.base.plain_forward import enter_training, forgetting, plain_forward
 from gemsc.ir.holder import LOSS
 from gemsc.plan import Plan
 from gemsc.runtime.training.step_report import concatenated

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gemsc.base.plain_forward import forgetting
 from gemsc.compiler import compile
-from gemsc.frontend.counters import forgetting
 from gemsc.verify.one_process import reference_steps
 
 SIZE = 4
