@@ -87,6 +87,18 @@ def test_a_run_that_goes_on_with_other_options_says_so(
     assert f"{said}: --clip-norm none (was 0.5)\n" in capfd.readouterr().out
 
 
+def test_a_resumed_epoch_is_shown_from_where_it_goes_on(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder, save = program(tmp_path), str(tmp_path / "run")
+    words = ("--save", save, "--epochs", "2")
+    run(folder, user_of(), *words, "--steps", "1")
+    run(folder, user_of(), *words, "--resume")
+    shown = re.findall(r"^(epoch \S+ \S+)  loss", capfd.readouterr().out, re.MULTILINE)
+    assert shown[1:3] == ["epoch 1/2 2/3", "epoch 1/2 3/3"]
+    assert shown[3] == "epoch 2/2 1/3"
+
+
 @pytest.mark.parametrize("name", ["lr", "initial_lr"])
 def test_a_run_that_goes_on_with_another_rate_in_its_file_says_what_counts(
     name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]

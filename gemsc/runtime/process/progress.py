@@ -25,16 +25,19 @@ BAR_VARIABLE = "GEMSC_PROGRESS_BAR"
 class ProgressBar:
     """Loss, samples per second and step time: a bar on a terminal, else plain lines."""
 
-    def __init__(self, total: int | None, title: str, *, started: float = 0.0) -> None:
-        """Prepare for `total` steps; the first one began `started` seconds ago.
+    def __init__(
+        self, total: int | None, title: str, *, before: int = 0, started: float = 0.0
+    ) -> None:
+        """Prepare for `total` steps; the next one began `started` seconds ago.
 
-        Where nobody knows how many there will be, the last one is shown on `close`.
+        Those `before` it were done when a run was resumed. Where nobody knows how many
+        there will be, the last one is shown on `close`.
         """
         self.total = total
         self.title = title
         self._start = time.perf_counter() - started
         self._last_line = self._start
-        self._done = 0
+        self._before, self._done = before, before
         self._hidden = ""  # the last line, if it has not been shown
         self._bar: Progress | None = None
         if wants_bar(sys.stdout):
@@ -49,13 +52,13 @@ class ProgressBar:
                 ),
             )
             self._bar.start()
-            self._bar.add_task(title, total=total, facts="")
+            self._bar.add_task(title, total=total, completed=before, facts="")
 
     def step(self, loss: float | Mapping[str, float] | None, samples: int) -> None:
         """Count one step of `samples` samples, with a loss or several of them."""
         self._done += 1
         now = time.perf_counter()
-        seconds = (now - self._start) / self._done
+        seconds = (now - self._start) / (self._done - self._before)
         losses = {"loss": loss} if isinstance(loss, float) else loss or {}
         shown = "".join(f"{name} {value:.4f}  " for name, value in losses.items())
         speed = samples / seconds
@@ -67,7 +70,8 @@ class ProgressBar:
         number = f"{self._done}" + ("" if self.total is None else f"/{self.total}")
         self._hidden = f"{self.title} {number}  {facts}"
         pause = max(2.0, (now - self._start) / 50)  # more of it the longer it goes on
-        if now - self._last_line > pause or self._done in (1, self.total):
+        ends = self._before + 1, self.total
+        if now - self._last_line > pause or self._done in ends:
             self._last_line = now
             self._print()
 

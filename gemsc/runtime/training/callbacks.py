@@ -207,10 +207,12 @@ class Console(Callback):
             both = zip(self._shapes[report.shape], step, strict=True)
             self._shapes[report.shape] = [so_far + new for so_far, new in both]
         if self._bar is None:
-            done = report.step - 1
-            title = self.epochs.title(self.epochs.place(done)[0])
-            left = None if self.epochs.each is None else self.epochs.left(done)
-            self._bar = ProgressBar(left, title, started=report.seconds)
+            epochs, done = self.epochs, report.step - 1
+            epoch, before = epochs.place(done)
+            total = None if epochs.each is None else before + (epochs.left(done) or 0)
+            self._bar = ProgressBar(
+                total, epochs.title(epoch), before=before, started=report.seconds
+            )
         self._bar.step(report.losses or report.loss, report.samples)
         if self.epochs.ends(report.step, trainer.requests):
             self._close()
