@@ -378,12 +378,16 @@ def autocast_of(model: nn.Module, precision: str) -> Autocast | None:
     device = "cpu"
     for name, parameter in model.named_parameters():
         device = parameter.device.type
+        if parameter.dtype is torch.complex64 and precision == "bfloat16":
+            continue  # computed with as it is
         if is_real(parameter.dtype) and parameter.dtype is not torch.float32:
             dtype = str(parameter.dtype).removeprefix("torch.")
             raise GemscError(
                 f"--precision {precision}: parameter {name} is in {dtype}, and "
                 "autocast computes in another precision than float32 only",
-                help="leave out --precision"
+                help="use --precision bfloat16: float16 scales real gradients only"
+                if dtype == "complex64"
+                else "leave out --precision"
                 + ("" if dtype.startswith("complex") else ", or return model.float()"),
             )
     return "cpu" if device == "meta" else device, getattr(torch, precision)

@@ -218,12 +218,23 @@ def test_the_factor_grows_after_as_many_good_updates_as_it_says(
     assert found == [16, 17, 17, 16, 16, 17, 17, 18]
 
 
+def test_complex_weights_are_as_they_are_in_bfloat16(tmp_path: Path) -> None:
+    def forward(self: Any, x: Any) -> Any:
+        waves = torch.fft.rfft(self.a(x).float())
+        return self.d(torch.fft.irfft(waves * self.wave, x.shape[-1]))
+
+    model = Net(forward)
+    model.wave = nn.Parameter(torch.randn(X.shape[-1] // 2 + 1, dtype=torch.cfloat))
+    written(tmp_path, model, (X,), mse, X, precision="bfloat16")  # which compares
+
+
 @pytest.mark.parametrize(
     ("precision", "dtype", "message"),
     [
         ("fp8", torch.float32, "unknown precision 'fp8'"),
         ("float16", torch.float64, "parameter a.weight is in float64"),
-        ("bfloat16", torch.complex64, "parameter a.weight is in complex64"),
+        ("bfloat16", torch.complex128, "parameter a.weight is in complex128"),
+        ("float16", torch.complex64, "parameter a.weight is in complex64"),
     ],
 )
 def test_refused(
