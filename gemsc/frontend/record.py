@@ -138,10 +138,12 @@ def record(
         while trace is None:
             request = replace(request, loss=leaves.loss)
             try:
-                trace = _trace_twice(request)
+                with forgetting(model, loss):
+                    trace = _trace_twice(request)
             except DependsOnDataError as error:
                 leaves.add(error)
-        _trace_in_other_dtype(request, trace)
+        with forgetting(model, loss):
+            _trace_in_other_dtype(request, trace)
     named = getattr(model, "_orig_mod", model)  # of what torch.compile gave
     return _program(request, trace, name or type(named).__name__)
 
@@ -184,25 +186,24 @@ def _trace(
     buffers = _buffers(copied)
     mode = "" if request.training else f" {in_mode(training=False)}"
     what = f"the model fails on example_inputs{mode}"
-    with forgetting(request.model, request.loss):
-        if not request.training:  # it may look up here what forward takes
-            tracer.run(what, set_training, (copied.model, copied.loss, False))
-            reject_changes_by_eval(writer.graph)
-        output = tracer.run(what, copied.model, inputs)
-        trace.returned = returned(output)
-        with tracer.pause():
-            _record_assignments(writer, buffers)
-            outputs = [writer.value_of(tensor) for tensor in trace.returned.tensors]
-        loss = None
-        if request.loss is not None:
-            arguments = (output,) if request.target is None else (output, target)
-            what = loss_fails_on(*arguments)
-            with unchanged(trace.returned.tensors, request.loss):
-                loss = tracer.run(what, copied.loss, arguments, then=_loss_of(request))
-            _check_loss(loss, request)
-        with tracer.pause():
-            _record_assignments(writer, buffers)  # of the loss
-            writer.output(loss, outputs)
+    if not request.training:  # it may look up here what forward takes
+        tracer.run(what, set_training, (copied.model, copied.loss, False))
+        reject_changes_by_eval(writer.graph)
+    output = tracer.run(what, copied.model, inputs)
+    trace.returned = returned(output)
+    with tracer.pause():
+        _record_assignments(writer, buffers)
+        outputs = [writer.value_of(tensor) for tensor in trace.returned.tensors]
+    loss = None
+    if request.loss is not None:
+        arguments = (output,) if request.target is None else (output, target)
+        what = loss_fails_on(*arguments)
+        with unchanged(trace.returned.tensors, request.loss):
+            loss = tracer.run(what, copied.loss, arguments, then=_loss_of(request))
+        _check_loss(loss, request)
+    with tracer.pause():
+        _record_assignments(writer, buffers)  # of the loss
+        writer.output(loss, outputs)
     if request.training:
         trace.frozen = frozenset(kept_in_eval(tracer.called, request.opaque))
         trace.checkpoints = tracer.checkpoints

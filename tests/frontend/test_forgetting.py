@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from gemsc.base.plain_forward import forgetting
 from gemsc.compiler import compile
+from gemsc.errors import GemscError
 from gemsc.verify.one_process import reference_steps
 
 SIZE = 4
@@ -129,3 +130,34 @@ def test_only_tensors_are_forgotten() -> None:
     assert seen == {"calls": 1, "last": X}
     assert judge() is first
     assert cached.cache_info().currsize == bounded.cache_info().currsize == 0
+
+
+class Kept(nn.Module):
+    """Keeps, for all later calls, what its first call has made of something."""
+
+    def __init__(self, made: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+        self.made = made
+
+    def forward(self, x: Tensor) -> Tensor:
+        if SIZE not in TABLES:
+            TABLES[SIZE] = self.made(self, x)
+        y: Tensor = self.b(self.a(x) + TABLES[SIZE])
+        return y
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        lambda net, x: x.mean(0),
+        lambda net, x: net.a.bias.detach().clone(),
+        lambda net, x: torch.randn(SIZE),
+    ],
+)
+def test_what_the_first_call_made_of_data_weights_or_draws_is_no_table(
+    first: Any,
+) -> None:
+    with pytest.raises(GemscError, match="an earlier call of forward made"):
+        compile(Kept(first), (X,), loss=mean, example_target=X, ranks=2, check=False)
+    assert not TABLES
