@@ -759,3 +759,20 @@ def test_what_is_sent_first_is_received_first() -> None:
     wrong = replace(ranks[0], order=ranks[0].order[::-1])
     with pytest.raises(InternalError, match=r"rank 0 sends tag 2 .* receives tag 0"):
         prove([wrong, ranks[1]], task)
+
+
+def test_what_tiles_exchange_begins_in_its_turn() -> None:
+    task = Task((StageCost(1.0, 2.0),) * 2, (), ((0, 0),), (1,), has_backward=False)
+    (rank,) = ranks_of(task, [[Action.parse("0F0"), Action.parse("1F0")]])
+
+    def of_tiles(*stages: int) -> None:
+        order = tuple(Turn(own=(0, stage)) for stage in stages)
+        tiles = (replace(rank, rank=n, tiles=(0, 1), order=order) for n in (0, 1))
+        prove([*tiles], task, groups=[(0, 1)])
+
+    of_tiles(0, 1)
+    exchange = "needs what its tiles exchange, when it is the turn of"
+    with pytest.raises(InternalError, match=rf"{exchange} \(0, 1\): 0F0"):
+        of_tiles(1, 0)
+    with pytest.raises(InternalError, match=f"{exchange} nothing: 1F0"):
+        of_tiles(0)
