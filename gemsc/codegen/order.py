@@ -34,8 +34,8 @@ def orders(compilation: Compilation) -> tuple[list[list[Event]], list[list[Event
     numbers = range(len(groups.placement.groups))
     training: list[list[Event]] = [[] for _ in numbers]
     if groups.own.program.loss is not None:
-        training = order_of([groups.training(n) for n in numbers], waits=True)
-    return training, order_of([groups.evaluation(n) for n in numbers], waits=False)
+        training = order_of([groups.training(n) for n in numbers])
+    return training, order_of([groups.evaluation(n) for n in numbers])
 
 
 def last_backwards(steps: Sequence[TextStep]) -> dict[int, list[int]]:

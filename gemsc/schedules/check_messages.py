@@ -18,8 +18,6 @@ def each_send_has_one_receive(proof: Proof) -> None:
     """The k-th message sent is the k-th received, with the same values."""
     for way in sorted(proof.sent.keys() | proof.received.keys()):
         sent, received = proof.sent.get(way, []), proof.received.get(way, [])
-        if way[0] == way[1]:  # handed over, in any order
-            sent, received = map(_by_micro_batch, (sent, received))
         for here, there in zip_longest(sent, received):
             _agree(proof, way, here, there)
 
@@ -82,9 +80,7 @@ def handed_over_values_are_there(proof: Proof) -> None:
         if way[0] != way[1]:
             continue
         place = proof.position[way[0]]
-        received = _by_micro_batch(proof.received[way])
-        pairs = zip(_by_micro_batch(sent), received, strict=True)
-        for (made, message), (used, _) in pairs:
+        for (made, message), (used, _) in zip(sent, proof.received[way], strict=True):
             if place[made] > place[used]:
                 text = f"uses a value before {made} computes it, {message}"
                 raise proof.wrong(used, f"rank {way[0]} {text}")
@@ -164,7 +160,3 @@ def _fits(call: GridCall, others: Sequence[GridCall] | None) -> bool:
     if not others:
         return False
     return (others[0].method, others[0].ranks) == (call.method, call.ranks)
-
-
-def _by_micro_batch(posted: list[Posted]) -> list[Posted]:
-    return sorted(posted, key=lambda each: each[0].micro_batch)

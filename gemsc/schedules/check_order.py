@@ -36,7 +36,7 @@ _ALL = "all"  # what a rank begins is one chain
 
 def nothing_blocks(proof: Proof) -> None:
     """The events of all ranks have an order, even if every send waits."""
-    events = events_of(proof.ranks, waits=proof.task.has_backward)
+    events = events_of(proof.ranks)
     stuck = [event[1] for event in find_cycle(events)]
     if not stuck:
         return

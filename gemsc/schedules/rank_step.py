@@ -167,18 +167,15 @@ def _after(events: Events, event: Event, *before: Event) -> None:
         events.setdefault(each, [])
 
 
-def events_of(ranks: Sequence[RankStep], *, waits: bool) -> Events:
-    """Return what all ranks do in a step, and what each of it waits for.
-
-    With `waits` a backward waits until what its own forward sent has left.
-    """
+def events_of(ranks: Sequence[RankStep]) -> Events:
+    """Return what all ranks do in a step, and what each of it waits for."""
     events: Events = {}
     for rank in ranks:
-        _add_rank(events, rank, waits=waits)
+        _add_rank(events, rank)
     return events
 
 
-def _add_rank(events: Events, rank: RankStep, *, waits: bool) -> None:
+def _add_rank(events: Events, rank: RankStep) -> None:
     """Add what a rank waits for, in its order."""
     previous: Event = ("begin", rank.rank)
     summed: Event = previous
@@ -189,7 +186,7 @@ def _add_rank(events: Events, rank: RankStep, *, waits: bool) -> None:
                 way = message.peer, rank.rank, message.tag
                 if message.peer != rank.rank:
                     previous = _add_receive(events, way, step, previous, taken)
-            previous = _add_action(events, rank, step, previous, waits=waits)
+            previous = _add_action(events, rank, step, previous)
         elif isinstance(step, AllReduce):
             _after(events, ("summed", step), previous, summed)
             summed = ("summed", step)
@@ -197,7 +194,6 @@ def _add_rank(events: Events, rank: RankStep, *, waits: bool) -> None:
             here: Event = ("ends", (rank.rank, step))
             _after(events, here, previous, summed)
             previous = here
-    _after(events, ("finish", rank.rank), previous)
 
 
 def _add_receive(
@@ -215,12 +211,7 @@ def _add_receive(
 
 
 def _add_action(
-    events: Events,
-    rank: RankStep,
-    action: Action,
-    previous: Event,
-    *,
-    waits: bool,
+    events: Events, rank: RankStep, action: Action, previous: Event
 ) -> Event:
     """Add what a rank computes and sends; return its end."""
     number = rank.rank
@@ -236,8 +227,6 @@ def _add_action(
         if message.peer != number:
             moved = ("moved", ((number, message.peer, message.tag), action.micro_batch))
             _after(events, moved, done)
-            if action.kind is not Kind.FORWARD or not waits:
-                _after(events, ("finish", number), moved)
     if action.kind is Kind.BACKWARD:
         for message in rank.run(replace(action, kind=Kind.FORWARD)).sends:
             if message.peer != number:
@@ -250,14 +239,14 @@ def _add_action(
 TIMES = {Kind.FORWARD: 1000, Kind.BACKWARD: 2000, Kind.WEIGHT: 1000}
 
 
-def order_of(ranks: Sequence[RankStep], *, waits: bool) -> list[list[Event]]:
+def order_of(ranks: Sequence[RankStep]) -> list[list[Event]]:
     """Return for each rank its messages, sums, and actions together, in order.
 
     They are those events of `events_of` that are called moved, summed and together, in
     the order of a run in which each message moves as soon as it is sent and its receive
     is posted, with every forward as long as any other.
     """
-    events = events_of(ranks, waits=waits)
+    events = events_of(ranks)
     end: dict[Event, int] = {}
     for event in TopologicalSorter(events).static_order():
         begin = max((end[each] for each in events[event]), default=0)

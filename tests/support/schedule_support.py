@@ -78,7 +78,7 @@ def run_of(task: Task, kind: Kind, replica: int, stage: int) -> StageRun:
 
 def in_order(ranks: Sequence[RankStep], task: Task) -> list[RankStep]:
     """Return the ranks with the order in which their communication begins."""
-    orders = order_of(ranks, waits=task.has_backward)
+    orders = order_of(ranks)
     return [
         replace(rank, order=tuple(turn_of(rank, event) for event in order))
         for rank, order in zip(ranks, orders, strict=True)
