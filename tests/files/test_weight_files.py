@@ -342,6 +342,13 @@ def copy_elsewhere(folder: Path) -> None:
     spoil(folder, **{"embed.weight": "../secret.safetensors"})
 
 
+def two_of_torch(folder: Path) -> None:
+    for path in folder.iterdir():
+        path.unlink()
+    for name in "ab":
+        torch.save(state(), folder / f"{name}.pt")
+
+
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
@@ -367,6 +374,7 @@ def copy_elsewhere(folder: Path) -> None:
             " and model.safe",
         ),
         (lambda f: [path.unlink() for path in f.iterdir()], "holds no weights"),
+        (two_of_torch, "holds no weights"),  # it does not say which is meant
         (lambda f: (f / "model.safetensors.index.json").unlink(), ""),
     ],
 )

@@ -133,8 +133,14 @@ def by_a_tensor(self: Any, x: Tensor) -> Tensor:
     return h.clamp(2.0 if self.training else h.mean())
 
 
+def by_a_keyword(self: Any, x: Tensor) -> Tensor:
+    h = self.b(self.a(x))
+    one, other = h.mean(), h.amax()
+    return (h + one + other).clamp(max=one if self.training else other)
+
+
 @pytest.mark.parametrize(
-    "forward", [turned, half_in_training, under_other_names, by_a_tensor]
+    "forward", [turned, half_in_training, under_other_names, by_a_tensor, by_a_keyword]
 )
 def test_what_differs_in_more_than_constants_is_no_twin(forward: Any) -> None:
     """Evaluation would compute what training does."""

@@ -65,6 +65,12 @@ class Mixed(nn.Module):
         how = dict(self.how)
         if how.pop("wide", False):
             v = torch.cat([v, v * v], -1)
+        if how.pop("twice", False):
+            k, v = (torch.cat([t, t * t], 2) for t in (k, v))
+        if how.pop("one sample", False):
+            k, v = k[:1], v[:1]
+        if (whole := how.pop("whole", None)) is not None:
+            v = whole
         if how.pop("flat", False):
             q, k, v = (t[:, 0] for t in (q, k, v))
         if how.pop("padded", False):
@@ -351,6 +357,18 @@ def test_ranks_have_as_much_to_do_under_a_causal_mask(
 REASONS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "wide values": (lambda: Mixed(wide=True), "of one size"),
     "three dimensions": (lambda: Mixed(flat=True), "batch x heads x tokens x features"),
+    "causal, more keys": (
+        lambda: Mixed(twice=True, is_causal=True),
+        "not as many queries as keys",
+    ),
+    "keys of one sample": (
+        lambda: Mixed(**{"one sample": True}),
+        "some queries share keys without enable_gqa",
+    ),
+    "whole values": (
+        lambda: Mixed(whole=torch.randn(3, 4, TOKENS, 4)),
+        "are not cut alike",
+    ),
 }
 
 
@@ -367,6 +385,30 @@ def test_where_no_ring_can_be_keys_are_gathered_and_it_says_why(
     assert barrier.reason.startswith("no ring: ")
     assert reason in barrier.reason
     assert not any(map(is_ring, step.programs[0].graph.nodes))
+
+
+class Shared(nn.Module):
+    """Six heads, of which three share a key."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale
+        keys = x[:, ::3]
+        return F.scaled_dot_product_attention(x, keys, keys, enable_gqa=True)
+
+
+@in_double
+def test_heads_that_share_a_key_are_not_parted(
+    cut_along: Callable[[int], None],
+) -> None:
+    cut_along(1)
+    given = Shared(), (torch.randn(2, 6, 5, 4),), F.mse_loss, torch.randn(2, 6, 5, 4)
+    step = on_tiles(*given, (3,))
+    assert_same(step, eager(*given))
+    assert "heads that share a key" in step.barriers[0].reason
 
 
 @pytest.mark.slow(1)

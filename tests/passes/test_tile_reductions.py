@@ -260,6 +260,74 @@ def test_whole_numbers_and_indices_are_gathered() -> None:
     assert any("floating point" in reason for reason in reasons)
 
 
+# what is not as it would be on a tile alone, and why it is gathered, if it is
+APART: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "largest whole number": (
+        lambda x: F.max_pool2d((9 * x).long(), 3, 1, 1) * x,
+        "not floating point",
+    ),
+    "power mean of a few": (
+        lambda x: F.lp_pool2d(x.abs() + 1, 2, 3, 2, ceil_mode=True),
+        "last window is not full",
+    ),
+    "mean by a given number": (
+        lambda x: F.avg_pool2d(x, 3, 1, 1, count_include_pad=False, divisor_override=5),
+        "",
+    ),
+    "mean of all by a given number": (
+        lambda x: F.avg_pool2d(x, 8, divisor_override=5),
+        "smaller than the grid",
+    ),
+    "one window with padding": (
+        lambda x: F.avg_pool2d(x, 8, padding=1, stride=8),
+        "smaller than the grid",
+    ),
+    "rows twice": (lambda x: x.repeat(1, 1, 2, 1), "repeats along"),
+    "product with itself": (
+        lambda x: torch.einsum("bchw,bcwv->bchv", x, x),
+        "two of its operands are one value",
+    ),
+    "norm of columns": (lambda x: F.layer_norm(x, (8,)), "are normalized"),
+    "RMS norm of all": (lambda x: F.rms_norm(x, (3, 8, 8)), "are normalized"),
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_what_needs_more_than_a_tile_has(name: str) -> None:
+    function, reason = APART[name]
+    step = check(Function(function), torch.randn(2, 3, 8, 8), (2, 2))
+    reasons = [barrier.reason for barrier in step.barriers]
+    assert any(reason in each for each in reasons) if reason else not reasons
+
+
+WEIGHT = torch.rand(8, 8)
+LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], int, str]] = {
+    "weights": (
+        lambda x, y: F.binary_cross_entropy(x, y, weight=WEIGHT.double()),
+        1,
+        "it has weights",
+    ),
+    "weights of a layer": (nn.BCELoss(WEIGHT.double()), 1, "it has weights"),
+    "a larger target": (F.mse_loss, 3, "different shapes"),
+    "an older name": (
+        lambda x, y: F.mse_loss(x, y, size_average=False),
+        1,
+        "size_average or reduce",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_of_whole_pictures(name: str) -> None:
+    loss, channels, reason = LOSSES[name]
+    model = nn.Sequential(nn.Conv2d(3, 1, 3, padding=1), nn.Sigmoid())
+    given = model, (torch.randn(2, 3, 8, 8),), loss, torch.rand(2, channels, 8, 8)
+    step = on_tiles(*given, (2, 2))
+    assert_same(step, eager(*given))
+    assert reason in step.barriers[-1].reason
+
+
 class Volume(nn.Module):
     def __init__(self) -> None:
         super().__init__()
