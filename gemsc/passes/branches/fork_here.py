@@ -74,8 +74,6 @@ class ForkHere:
             shape = meta.spec(node).shape
             held = (box_of(shape, rank == low.place) for rank in range(low.tiles))
             meta.layout.set(local.node, Layout(shape, tuple(held)))
-        if meta.facts(node).random:
-            meta.set_draw(local.node, low.draw(node))
         return local
 
     def _on_tiles(self, node: fx.Node, entering: dict[fx.Node, fx.Node]) -> Local:

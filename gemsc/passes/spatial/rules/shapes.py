@@ -119,7 +119,7 @@ def _regrouped(
     4 of 8 x 8 are elements 0 to 32 of 64.
     """
     shape, result = low.shape(source), low.shape(node)
-    if low.flattened(source) is not None or not low.probe.is_reshape(node):
+    if not low.probe.is_reshape(node):
         return None
     found: list[int | None] = [None] * len(result)
     for before, after in runs_of(shape, result):
@@ -129,7 +129,7 @@ def _regrouped(
         first = next(dim for dim in before if shape[dim] > 1)
         to = next(dim for dim in after if result[dim] > 1)
         axis = axes[first]
-        if inside != [first] or axis is None or result[to] < low.grid[axis]:
+        if inside != [first] or axis is None:
             return None
         edges = [
             prod(sizes[dim + 1 : run.stop]) * row
