@@ -86,3 +86,14 @@ def test_a_layer_may_enlarge_several_sizes_to_one() -> None:
     model, x = ToOneSize(), torch.randn(1, 2, 12, 12)
     step = on_tiles(model, (x,), uneven_loss, None, (2, 1))
     assert_same(step, eager(model, (x,), uneven_loss, None))
+
+
+def test_a_single_column_is_smoothed_as_a_whole() -> None:
+    """PyTorch adds up in another way there."""
+    model = Function(
+        lambda x: F.interpolate(x, (4, 1), mode="bilinear", antialias=True)
+    )
+    x = torch.randn(2, 3, 8, 12)
+    step = on_tiles(model, (x,), uneven_loss, None, (2, 1))
+    assert_same(step, eager(model, (x,), uneven_loss, None))
+    assert "a single column" in step.barriers[0].reason

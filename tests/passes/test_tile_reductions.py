@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from test_trunk import cut_along
 from tile_support import Function, Step, assert_same, eager, on_tiles, uneven_loss
 from torch import Tensor, nn
 
 from gemsc.ir import meta
 
+__all__ = ["cut_along"]  # a fixture
 pytestmark = pytest.mark.usefixtures("in_double")
 
 LEFT_OUT = (torch.arange(7) < 4)[:, None]  # all rows of a tile
@@ -298,6 +300,34 @@ def test_what_needs_more_than_a_tile_has(name: str) -> None:
     step = check(Function(function), torch.randn(2, 3, 8, 8), (2, 2))
     reasons = [barrier.reason for barrier in step.barriers]
     assert any(reason in each for each in reasons) if reason else not reasons
+
+
+class Signs(torch.autograd.Function):
+    """Element by element, but not of addends: a gradient must be on one tile."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0].sign()
+
+
+def test_a_backward_of_the_users_own_sees_whole_gradients() -> None:
+    def function(x: Tensor) -> Tensor:
+        return x * torch.as_tensor(Signs.apply(x.sum(2, keepdim=True)))
+
+    step = check(Function(function), torch.randn(2, 3, 8, 8), (2, 2))
+    assert "along some axes of the grid" in step.barriers[0].reason
+
+
+def test_a_softmax_of_channels_without_samples(
+    cut_along: Callable[[int], None],
+) -> None:
+    cut_along(0)
+    step = check(Bare(nn.Softmax2d()), torch.randn(4, 6, 6), (2,))
+    assert "batch or channels" in step.barriers[0].reason
 
 
 WEIGHT = torch.rand(8, 8)
