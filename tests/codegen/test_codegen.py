@@ -17,7 +17,7 @@ from program_support import (
     assert_formatted,
     mse,
 )
-from torch import nn
+from torch import Tensor, nn
 
 from gemsc.compiler import compile, lower
 from gemsc.options import CompileOptions
@@ -50,6 +50,25 @@ def test_the_files_of_a_unet_whose_blocks_keep_nothing(
     )  # fmt: skip
     (text,) = program.rank_modules().values()
     golden(text, "keeps_nothing.py")
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return self.fc(x) * scale
+
+
+def test_an_input_without_samples_is_there_once() -> None:
+    """Else micro-batches and replicas would get some of its rows each."""
+    inputs = torch.ones(6, 4), torch.ones(4)
+    target = {"loss": mse, "example_target": inputs[0]}
+    program = compile(Scaled(), inputs, ranks=1, check=False, **target)
+    (text,) = program.rank_modules().values()
+    assert "(4,), torch.float32, batched=False)" in text
+    assert text.count("batched=False") == 1  # there is a target, too
 
 
 @pytest.mark.slow
