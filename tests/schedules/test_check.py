@@ -249,6 +249,17 @@ def test_a_backward_that_waits_for_what_was_sent_can_block() -> None:
         )
 
 
+def test_a_receive_is_posted_before_its_action_begins() -> None:
+    """2F1 comes after 3F0, which waits for 0B1: that waits until 0F1's value left."""
+    edges = Edge(0, 2, gradient=False), Edge(1, 3, gradient=False)
+    task = Task((StageCost(1.0, 2.0),) * 4, edges, ((0, 0, 1, 1),), (2,))
+    first = ["0F0", "0F1", "0B0", "0B1", "1F0", "1F1", "1B0", "1B1"]
+    rest = ["2F1", "3F1", "2B0", "2B1", "3B0", "3B1"]
+    proved((first, ["2F0", "3F0", *rest]), task)
+    with pytest.raises(InternalError, match="wait for each other"):
+        proved((first, ["3F0", "2F0", *rest]), task)
+
+
 # -- tiles -----------------------------------------------------------------------------
 
 ALL = GridCall("batch_norm", (0, 1), line="model.py:7")
