@@ -13,8 +13,15 @@ from torch import Tensor
 
 from gemsc.base.files import facts_of
 from gemsc.errors import GemscError
+from gemsc.weights.source import Wanted, WeightFiles, matched
 from gemsc.weights.tensor_file import TensorFile
-from gemsc.weights.write import DTYPES, Entry, write_stream, write_tensors
+from gemsc.weights.write import (
+    DTYPES,
+    Entry,
+    write_shards,
+    write_stream,
+    write_tensors,
+)
 
 
 def of_all_kinds() -> dict[str, Tensor]:
@@ -35,6 +42,7 @@ def of_all_kinds() -> dict[str, Tensor]:
         "channels last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
         "expanded": torch.ones(1).expand(5),
         "conjugate": torch.randn(3, dtype=torch.complex64).conj(),
+        "negative": torch.randn(1, dtype=torch.complex64).conj().imag,
         "a parameter": torch.nn.Parameter(base * 2),
         'ä "name"\n': torch.ones(2, dtype=torch.int8),
     }
@@ -52,6 +60,23 @@ def test_every_kind_of_tensor_comes_back(sync: bool, tmp_path: Path) -> None:
         assert found[name].dtype == tensor.dtype, name
         assert found[name].shape == tensor.shape, name
         assert found[name].tolist() == tensor.tolist(), name
+
+
+def test_a_shard_holds_no_more_than_it_may(tmp_path: Path) -> None:
+    tensors = {name: torch.full((2,), ord(name)) for name in "abc"}
+    table = {name: Entry.of(tensor) for name, tensor in tensors.items()}
+    assert write_shards(tmp_path, table, tensors.__getitem__, 40) == 2
+    assert load_file(tmp_path / "model-00001-of-00002.safetensors").keys() == {*"ab"}
+    found = WeightFiles.open(tmp_path)
+    assert all(found.mapped(name).equal(tensors[name]) for name in tensors)
+
+
+def test_a_tied_tensor_may_be_there_by_its_second_name(tmp_path: Path) -> None:
+    tensor = torch.ones(2)
+    write_tensors(tmp_path / "one.safetensors", {"head": tensor})
+    wanted = [Wanted(("embedding", "head"), Entry.of(tensor))]
+    files = WeightFiles.open(tmp_path / "one.safetensors")
+    assert matched(files, wanted) == {"embedding": "head"}
 
 
 def test_no_tensors_are_a_file(tmp_path: Path) -> None:
