@@ -174,5 +174,6 @@ def _bytes_of(name: str, tensor: Tensor, entry: Entry) -> memoryview:
     if Entry.of(tensor) != entry:
         raise InternalError(f"'{name}' is {Entry.of(tensor)}, its table says {entry}")
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    data: memoryview = plain.reshape(-1).view(torch.uint8).numpy().data
+    row = plain.as_strided((plain.numel(),), (1,))  # one element may have any stride
+    data: memoryview = row.view(torch.uint8).numpy().data
     return data

@@ -37,6 +37,7 @@ def of_all_kinds() -> dict[str, Tensor]:
         "nothing": torch.empty(0, 7),
         "row": base[1],
         "column": base[:, 2],
+        "one of a column": base[:1, 2],
         "turned": base.T,
         "tied": base,
         "channels last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
