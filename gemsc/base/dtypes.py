@@ -119,8 +119,13 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors are the same, bit for bit."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
-    pair = (each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other))
-    return torch.equal(*pair)
+    return torch.equal(bits_of(one), bits_of(other))
+
+
+def bits_of(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor in a row; one element may have had any stride."""
+    plain = tensor.contiguous()
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
 def nudge(module: nn.Module, seed: int, dtype: torch.dtype | None = None) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from gemsc.base.dtypes import bits_of
 from gemsc.base.files import FileFacts, replaced, write_text
 from gemsc.errors import GemscError, InternalError
 
@@ -173,7 +174,6 @@ def _bytes_of(name: str, tensor: Tensor, entry: Entry) -> memoryview:
     """Return the bytes of a tensor: its own memory, where it is contiguous there."""
     if Entry.of(tensor) != entry:
         raise InternalError(f"'{name}' is {Entry.of(tensor)}, its table says {entry}")
-    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    row = plain.as_strided((plain.numel(),), (1,))  # one element may have any stride
-    data: memoryview = row.view(torch.uint8).numpy().data
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg()
+    data: memoryview = bits_of(plain).numpy().data
     return data

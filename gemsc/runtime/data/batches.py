@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from gemsc.base.dtypes import lying_as, lying_of
+from gemsc.base.dtypes import bits_of, lying_as, lying_of
 from gemsc.base.examples import num_rows
 from gemsc.base.process import outlast_signals
 from gemsc.datasets.samples import num_samples, pair_error
@@ -419,9 +419,9 @@ def digest(sample: Any) -> str:
     found = hashlib.blake2b(digest_size=16)
     for leaf in pytree.tree_leaves(sample):
         if isinstance(leaf, torch.Tensor):
-            value = leaf.detach().cpu().resolve_conj().contiguous().reshape(-1)
+            value = bits_of(leaf.detach().cpu().resolve_conj())
             found.update(f"{leaf.dtype} {tuple(leaf.shape)};".encode())
-            found.update(value.view(torch.uint8).numpy().data)
+            found.update(value.numpy().data)
         elif isinstance(leaf, np.ndarray | np.generic):
             found.update(f"{leaf.dtype} {leaf.shape};".encode() + leaf.tobytes())
         elif isinstance(leaf, bool | int | float | complex | str | bytes):

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gemsc.base.dtypes import bits_of
 from gemsc.base.nests import Path, named_place, tensor_leaves
 from gemsc.errors import GemscError, warn
 from gemsc.plan import Plan, rank_file
@@ -145,7 +146,7 @@ class SameCopies(Callback):
 
 def _sum_of_bits(tensor: Tensor) -> str:
     """Return the sum of a tensor's bytes, eight of them at a time as an integer."""
-    found = tensor.contiguous().reshape(-1).view(torch.uint8)
+    found = bits_of(tensor)
     if found.storage_offset() % 8:
         found = found.clone()
     whole = len(found) // 8 * 8
