@@ -83,9 +83,9 @@ def measure(name: str, repeats: int) -> str:
             on_threads(plan.ranks, step, torch.float32)
             steps.append(time.process_time() - start)
             start = time.process_time()
-            found = check_program_for_all_inputs(program)
+            proof = check_program_for_all_inputs(program)
             proofs.append(time.process_time() - start)
-    what = f"{found.verdict}, {found.num_gradients} gradients"
+    what = f"{proof.verdict}, {proof.num_gradients} gradients"
     return f"{name:10} {options:46} {min(steps):6.2f}s {min(proofs):6.1f}s  {what}"
 
 

@@ -67,11 +67,11 @@ def row(
     name: str, rounds: list[Round], count: int, sent: float, options: argparse.Namespace
 ) -> str:
     """Return the seconds of a contender, over those of one process and the formula."""
-    own = [each[name].seconds for each in rounds]
-    text = f"{name:<16}{1e3 * statistics.median(own) / options.steps:8.0f}"
+    times = [lap[name].seconds for lap in rounds]
+    text = f"{name:<16}{1e3 * statistics.median(times) / options.steps:8.0f}"
     if name not in PARTS:
-        speedups = [each[ALONE].seconds / each[name].seconds for each in rounds]
-        shares = [formula(each, count, sent) / each[name].seconds for each in rounds]
+        speedups = [lap[ALONE].seconds / lap[name].seconds for lap in rounds]
+        shares = [formula(lap, count, sent) / lap[name].seconds for lap in rounds]
         text += f"{statistics.median(speedups):9.2f}{statistics.median(shares):9.2f}"
     return text
 
@@ -86,7 +86,7 @@ def seconds_of_messages(job: Job) -> float:
     """Return what the longest message of a micro-batch takes, there and back."""
     plan = Plan.read(Path(job.directory) / "plan.toml")
     link = read_hardware(DEFAULT_HARDWARE).network.link(0, 1)
-    return 2 * max(link.seconds(each.num_bytes) for each in plan.transfers)
+    return 2 * max(link.seconds(transfer.num_bytes) for transfer in plan.transfers)
 
 
 def measure(
@@ -122,9 +122,9 @@ def inside(options: argparse.Namespace) -> None:
             rounds, note = measure(jobs, options)
             sent = options.steps * seconds_of_exchanges(jobs["branches"][1])
         for name in jobs:
-            own = [each[name].seconds for each in rounds]
-            text = f"{name:<16}{1e3 * statistics.median(own) / options.steps:8.0f}"
-            speedups = [each[ALONE].seconds / each[name].seconds for each in rounds]
+            times = [lap[name].seconds for lap in rounds]
+            text = f"{name:<16}{1e3 * statistics.median(times) / options.steps:8.0f}"
+            speedups = [lap[ALONE].seconds / lap[name].seconds for lap in rounds]
             text += f"{statistics.median(speedups):9.2f}"
             if name == "branches":
                 shares = [(e[half].seconds + sent) / e[name].seconds for e in rounds]

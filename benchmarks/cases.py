@@ -100,8 +100,8 @@ class TwoBranches(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
         for branches, join in zip(self.branches, self.joins, strict=True):
-            found = [branch(x) for branch in branches]
-            x = x + join(torch.cat([found[0], found[-1]], 1))
+            outputs = [branch(x) for branch in branches]
+            x = x + join(torch.cat([outputs[0], outputs[-1]], 1))
         return self.head(x.mean((2, 3)))
 
 

@@ -62,8 +62,8 @@ def seconds(case: Case, options: dict[str, Any], *, runs: bool) -> tuple[float, 
     """Return how long a compilation takes, and why no step was run."""
     model, (inputs, target) = case.build(), case.data(case.batch)
     given = {"loss": case.loss, "example_target": target, "micro_batches": 4}
-    own, left_out = compiler.first_step, {"unchecked": "not asked for"}
-    step = own if runs else lambda *_, **how: left_out
+    real, left_out = compiler.first_step, {"unchecked": "not asked for"}
+    step = real if runs else lambda *_, **how: left_out
     smaller = compiler.smaller if runs else lambda *_: ()
     started = time.perf_counter()
     with patch.multiple(compiler, first_step=step, smaller=smaller):

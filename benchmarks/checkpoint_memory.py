@@ -54,10 +54,10 @@ def of_rank(folder: Path) -> None:
         trainer.finish_saving()
         took = time.perf_counter() - start
         rise = resident("VmHWM") - before
-        own = folder / "saved/latest" / f"rank{trainer.transport.rank}.safetensors"
+        path = folder / "saved/latest" / f"rank{trainer.transport.rank}.safetensors"
         print(
             f"rank {trainer.transport.rank}{' in the background' * background}: "
-            f"{own.stat().st_size / MIB:.0f} MiB, {before / MIB:.0f} MiB before, "
+            f"{path.stat().st_size / MIB:.0f} MiB, {before / MIB:.0f} MiB before, "
             f"+{rise / MIB:.1f} MiB ({rise / before:.1%}), "
             f"{called:.2f} s of {took:.2f} s",
             flush=True,

@@ -70,7 +70,7 @@ def compile_once(family: str, depth: int) -> Compilation:
     """Compile for 1F1B and 4 micro-batches, and write the program."""
     model = build(family, depth)
     inputs, target = (torch.randn(2, 3, 32, 32),), torch.tensor([0, 1])
-    found = Compilation()
+    compilation = Compilation()
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         started = time.perf_counter()
         program = gemsc.compile(
@@ -79,13 +79,13 @@ def compile_once(family: str, depth: int) -> Compilation:
             loss=F.cross_entropy,
             example_target=target,
             ranks=RANKS,
-            after_each=found,
+            after_each=compilation,
         )
         compiled = time.perf_counter()
         program.write(folder)
-        found.seconds = time.perf_counter() - started
-        found.writing = time.perf_counter() - compiled
-    return found
+        compilation.seconds = time.perf_counter() - started
+        compilation.writing = time.perf_counter() - compiled
+    return compilation
 
 
 def slope(points: list[tuple[int, float]]) -> float:
@@ -99,7 +99,7 @@ def sweep(family: str, depths: tuple[int, ...], repeats: int) -> None:
     rounds = [[compile_once(family, d) for d in depths] for _ in range(repeats)]
     points = []
     for depth, runs in zip(depths, zip(*rounds, strict=True), strict=True):
-        run = min(runs, key=lambda each: each.seconds)
+        run = min(runs, key=lambda candidate: candidate.seconds)
         points.append((run.nodes, run.nodes + run.edges, run.seconds))
         name, seconds = max(run.passes.items(), key=lambda item: item[1])
         print(

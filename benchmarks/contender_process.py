@@ -51,8 +51,8 @@ def serve(connection: Connection, step: Step) -> None:
             kind, num_steps = order
             cpu = time.process_time()
             step()
-            found = _timed(step, num_steps) if kind == "run" else _watched(step)
-            connection.send(found | {"all_cpu": time.process_time() - cpu})
+            answer = _timed(step, num_steps) if kind == "run" else _watched(step)
+            connection.send(answer | {"all_cpu": time.process_time() - cpu})
 
 
 def _timed(step: Step, num_steps: int) -> dict[str, Any]:

@@ -96,19 +96,19 @@ class Contender:
 
     def finish(self) -> Turn:
         """Wait for what `begin` started."""
-        found = self._answers()
-        seconds = max(f["end"] for f in found) - min(f["start"] for f in found)
-        losses = next(f["losses"] for f in found if f["losses"])
-        others = _busy_seconds() - self._busy - sum(f["all_cpu"] for f in found)
+        answers = self._answers()
+        seconds = max(f["end"] for f in answers) - min(f["start"] for f in answers)
+        losses = next(f["losses"] for f in answers if f["losses"])
+        others = _busy_seconds() - self._busy - sum(f["all_cpu"] for f in answers)
         cores = (time.monotonic() - self._began) * (os.cpu_count() or 1)
-        return Turn(seconds, sum(f["cpu"] for f in found), losses, others / cores)
+        return Turn(seconds, sum(f["cpu"] for f in answers), losses, others / cores)
 
     def memory(self) -> Memory:
         """Let it make two steps and watch its memory."""
         self._order(("memory", 1))
-        found = self._answers()
+        answers = self._answers()
         return Memory(
-            max(f["resident"] for f in found), max(f["tensors"] for f in found)
+            max(f["resident"] for f in answers), max(f["tensors"] for f in answers)
         )
 
     def stop(self) -> None:
@@ -144,12 +144,12 @@ def quiet_rounds(
     end = time.monotonic() + patience
     rounds: list[Round] = []
     while len(rounds) < count or (
-        sum(_disturbance(each) <= QUIET for each in rounds) < count
+        sum(_disturbance(lap) <= QUIET for lap in rounds) < count
         and time.monotonic() < end
     ):
         rounds.append(make())
     kept = sorted(rounds, key=_disturbance)[:count]
-    shares = [turn.others for each in kept for turn in each.values()]
+    shares = [turn.others for lap in kept for turn in lap.values()]
     note = (
         f"{count} of {len(rounds)} rounds; others used "
         f"{statistics.mean(shares):.0%} of the machine, at most {max(shares):.0%}"
@@ -167,8 +167,8 @@ def _busy_seconds() -> float:
         line = Path("/proc/stat").read_text().split("\n", 1)[0]
     except OSError:  # not Linux: then nobody knows
         return 0.0
-    user, nice, system, _idle, _waiting, *rest = map(int, line.split()[1:9])
-    return (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK")
+    user, nice, system, _idle, _waiting, *others = map(int, line.split()[1:9])
+    return (user + nice + system + sum(others)) / os.sysconf("SC_CLK_TCK")
 
 
 def compile_job(
@@ -269,10 +269,10 @@ def _start(
         stack.callback(thread.join, ANSWER_SECONDS)
     else:
         for rank in range(num_ranks):
-            own = os.environ | environment | {"RANK": str(rank)}
+            variables = os.environ | environment | {"RANK": str(rank)}
             other = ["ip", "netns", "exec", os.environ.get(SPACE, "")]
             where = other if rank and SPACE in os.environ else []
-            process = subprocess.Popen([*where, *command], env=own)
+            process = subprocess.Popen([*where, *command], env=variables)
             stack.callback(_end, process)
     connections = []
     for _ in range(num_ranks):

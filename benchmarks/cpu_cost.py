@@ -91,11 +91,11 @@ def rows(count: int, rounds: list[Round], steps: int, model: str = MODEL) -> str
     samples = CASES[model].batch * steps
     lines = []
     for name in rounds[0]:
-        own = [each[name] for each in rounds]
-        speed = statistics.median(samples / turn.seconds for turn in own)
-        cpu = statistics.median(turn.cpu_seconds / samples for turn in own)
+        turns = [lap[name] for lap in rounds]
+        speed = statistics.median(samples / turn.seconds for turn in turns)
+        cpu = statistics.median(turn.cpu_seconds / samples for turn in turns)
         to_plain, to_alone = (
-            [each[name].cpu_seconds / each[base].cpu_seconds for each in rounds]
+            [lap[name].cpu_seconds / lap[base].cpu_seconds for lap in rounds]
             for base in (PLAIN, ALONE)
         )
         low, middle, high = statistics.quantiles(to_plain, n=4)
@@ -125,8 +125,8 @@ def main() -> None:
     ranks = [int(number) for number in options.ranks.split(",")]
     print(HEADER, flush=True)
     for count in map(int, options.micro_batches.split(",")):
-        found, note = measure(ranks, count, options)
-        print(rows(count, found, options.steps), flush=True)
+        rounds, note = measure(ranks, count, options)
+        print(rows(count, rounds, options.steps), flush=True)
         print(f"{'':23}{note}", flush=True)
 
 

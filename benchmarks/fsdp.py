@@ -54,8 +54,8 @@ def main() -> None:
                     job = compile_job(model, 2, count, "interleaved", place, **choice)
                     jobs[name] = "gemsc", job
                 jobs |= {ALONE: ("alone", job), THEIRS: ("fsdp", job)}
-                found = measure(jobs, options.rounds, options.steps, options.patience)
-            print(lines(found, OURS, THEIRS), flush=True)
+                figures = measure(jobs, options.rounds, options.steps, options.patience)
+            print(lines(figures, OURS, THEIRS), flush=True)
 
 
 if __name__ == "__main__":

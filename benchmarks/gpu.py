@@ -143,16 +143,16 @@ class Report:
 
     def run(self, chosen: list[Check]) -> None:
         """Run all: those that need not be alone first, several at a time."""
-        together = [check for check in chosen if not check.alone]
+        parallel = [check for check in chosen if not check.alone]
         with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // 4)) as pool:
-            for found in pool.map(self._run, together):
-                self._add(found)
+            for reported in pool.map(self._run, parallel):
+                self._add(reported)
         for check in chosen:
             if check.alone:
                 self._add(self._run(check))
 
-    def _add(self, found: Iterable[Line]) -> None:
-        for line in found:
+    def _add(self, added: Iterable[Line]) -> None:
+        for line in added:
             self.lines.append(line)
             print(lines.printed(line), flush=True)
         self.write()
@@ -174,18 +174,18 @@ class Report:
             code, said = self._process(check, scratch, left)
             path = scratch / "lines"
             texts = path.read_text().splitlines() if path.exists() else []
-            found = [lines.from_json(text) for text in texts]
+            reported = [lines.from_json(text) for text in texts]
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
         self._log.write(f"== {check.name}\n{said}\n")
         self._log.flush()
         if code is None:
             limit = f"no end within {left:.0f} s"
-            found.append(lines.judged(check.name, False, limit, ""))
+            reported.append(lines.judged(check.name, False, limit, ""))
         elif code != 0:
             last = (said.strip().splitlines() or [""])[-1][:LAST_WORDS]
-            found.append(lines.judged(check.name, False, f"failed: {last}", ""))
-        return found
+            reported.append(lines.judged(check.name, False, f"failed: {last}", ""))
+        return reported
 
     def _process(
         self, check: Check, scratch: Path, seconds: float
@@ -221,8 +221,8 @@ def run_check(name: str, device: str, scratch: Path, kept: Path) -> None:
     with (scratch / "lines").open("w", encoding="utf-8", buffering=1) as file:
         for line in check.run(place):
             prefix = name.split("/")[0]
-            own = Line(f"{prefix}: {line.name}", *_rest(line))
-            file.write(f"{lines.as_json(own)}\n")
+            prefixed = Line(f"{prefix}: {line.name}", *_rest(line))
+            file.write(f"{lines.as_json(prefixed)}\n")
 
 
 def _rest(line: Line) -> tuple[str, str, str, dict[str, object]]:

@@ -100,9 +100,9 @@ def send_messages(given: dict[str, Any], device: torch.device) -> dict[str, Any]
     def there_and_back() -> None:
         incoming = link.receive(shape, torch.float32, other, 1)
         request = link.send(mine, other, 1)
-        found = incoming.take()
+        received = incoming.take()
         link.wait(request)
-        equal.append(bool((found - mine == other - transport.rank).all()))
+        equal.append(bool((received - mine == other - transport.rank).all()))
 
     there_and_back()
     seconds = median_seconds(there_and_back, REPEATS, 1)
@@ -126,7 +126,7 @@ def sum_up(given: dict[str, Any], device: torch.device) -> dict[str, Any]:
     length = given["bytes"] // 4 // size * size
     sizes, total = [length // size] * size, size * (size - 1) // 2
     numbers = torch.arange(length, device=chosen) % 1000
-    own, room = numbers.float().chunk(size)[rank], torch.empty(sizes[0], device=chosen)
+    part, room = numbers.float().chunk(size)[rank], torch.empty(sizes[0], device=chosen)
     equal = []
 
     def all_kinds() -> None:
@@ -136,7 +136,7 @@ def sum_up(given: dict[str, Any], device: torch.device) -> dict[str, Any]:
             link.all_reduce(group, summed),
             link.all_reduce(group, halves),
             link.reduce_scatter(group, (numbers + rank).float(), sizes, room),
-            link.all_gather(group, own, sizes, gathered),
+            link.all_gather(group, part, sizes, gathered),
         ):
             link.wait(request)
         equal.append(torch.equal(summed, (size * numbers + total).float()))
@@ -172,9 +172,9 @@ def main() -> None:
     given: dict[str, Any] = json.loads(sys.argv[1])
     device = torch.device(given["device"])
     work = {"steps": train, "messages": send_messages, "sums": sum_up}[given["kind"]]
-    found = work(given, device)
-    path = Path(given["into"]) / f"{found['rank']}.json"
-    path.write_text(json.dumps(found))
+    report = work(given, device)
+    path = Path(given["into"]) / f"{report['rank']}.json"
+    path.write_text(json.dumps(report))
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ def transformers() -> dict[str, Network]:
             "intra_bottleneck_size": 16, "true_hidden_size": 16, "embedding_size": 16
         },
     }  # fmt: skip
-    found = {name: one(name, **small | special.get(name, {})) for name in names.split()}
+    nets = {name: one(name, **small | special.get(name, {})) for name in names.split()}
     t5: dict[str, Any] = {
         "vocab_size": 50, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2,
         "num_heads": 4,
@@ -105,7 +105,7 @@ def transformers() -> dict[str, Network]:
         "num_conv_pos_embedding_groups": 2, "apply_spec_augment": False,
         "feat_extract_norm": "layer",
     }  # fmt: skip
-    return found | {
+    return nets | {
         "GPT2LMHeadModel": one(
             "GPT2LMHeadModel", vocab_size=50, n_embd=32, n_layer=4, n_head=4,
             n_positions=32,

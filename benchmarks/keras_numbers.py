@@ -84,12 +84,12 @@ def numbers(
 ) -> Numbers:
     """Sort the numbers of a step; `read` gives those of the file's tensors."""
     trained = {name for name, p in net.named_parameters() if p.requires_grad}
-    found = {n: read(n) for n, w in network.model.weights.items() if w.sources}
+    arrays = {n: read(n) for n, w in network.model.weights.items() if w.sources}
     return {
         "outputs": {str(index): output for index, output in enumerate(outputs)},
         "loss": {"": np.asarray(loss)},
-        "gradients": {n: a for n, a in found.items() if n in trained},
-        "moving averages": {n: a for n, a in found.items() if "running_" in n},
+        "gradients": {n: a for n, a in arrays.items() if n in trained},
+        "moving averages": {n: a for n, a in arrays.items() if "running_" in n},
     }
 
 
@@ -137,15 +137,15 @@ def _like(arrays: Sequence[Array], model: Any) -> list[Array]:
     return [a.astype(kind) if a.dtype.kind == "f" else a for a in arrays]
 
 
-def far(found: Numbers, wanted: Numbers) -> list[float]:
+def far(actual: Numbers, wanted: Numbers) -> list[float]:
     """Return the largest relative difference of each kind."""
     rows = []
     for kind in KINDS:
         largest = {name: float(np.abs(a).max()) for name, a in wanted[kind].items()}
         least = 1e-3 * max(largest.values(), default=0.0)
-        assert found[kind].keys() == largest.keys()
+        assert actual[kind].keys() == largest.keys()
         differences = [
-            float(np.abs(found[kind][name] - array).max()) / max(largest[name], least)
+            float(np.abs(actual[kind][name] - array).max()) / max(largest[name], least)
             for name, array in wanted[kind].items()
         ]
         rows.append(max(differences, default=0.0))

@@ -49,11 +49,11 @@ def lines(rounds: list[Round], job: Job, kinds: list[str], steps: int) -> list[s
     samples = CASES[job.case].batch * steps
 
     def median(one: str, other: str) -> float:
-        ratios = (each[other].seconds / each[one].seconds for each in rounds)
+        ratios = (lap[other].seconds / lap[one].seconds for lap in rounds)
         return statistics.median(ratios)
 
     def speed(name: str) -> float:
-        return statistics.median(samples / each[name].seconds for each in rounds)
+        return statistics.median(samples / lap[name].seconds for lap in rounds)
 
     rows = []
     for kind in kinds:
@@ -94,8 +94,8 @@ def main() -> None:
                 job = compile_job(*args, **how)
                 jobs[f"{ALONE}, {kind}"] = "alone", replace(job, ranks=1)
                 jobs[f"{OURS}, {kind}"] = "gemsc", job
-            found, note = measure(jobs, options.rounds, options.steps, options.patience)
-        print(*lines(found, job, [*kinds], options.steps), sep="\n")
+            laps, note = measure(jobs, options.rounds, options.steps, options.patience)
+        print(*lines(laps, job, [*kinds], options.steps), sep="\n")
         print(f"{'':15}{note}", flush=True)
 
 

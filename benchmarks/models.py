@@ -96,8 +96,8 @@ class Subject:
     @property
     def example(self) -> tuple[Any, Any]:
         """The inputs and targets of one micro-batch."""
-        found: tuple[Any, Any] = pytree.tree_map(_first_samples, self.batch)
-        return found
+        samples: tuple[Any, Any] = pytree.tree_map(_first_samples, self.batch)
+        return samples
 
 
 def _first_samples(leaf: Any) -> Any:
@@ -169,17 +169,17 @@ def error_of(
 
         run_local(ranks, train, timeout=3600)
         actual = read_record(folder, ranks)
-    found = compare(actual, expected)
-    if found.worst <= TOLERANCE[dtype]:
-        same = found.equal == found.total
-        return "same bits" if same else f"{found.worst:.0e}"
+    comparison = compare(actual, expected)
+    if comparison.worst <= TOLERANCE[dtype]:
+        same = comparison.equal == comparison.total
+        return "same bits" if same else f"{comparison.worst:.0e}"
     if dtype is torch.float32:
         exact = _one_process(given, torch.float64)
-        found = replace(found, rounding=compare(expected, exact).errors)
-    kind, name = found.judge(dtype)
+        comparison = replace(comparison, rounding=compare(expected, exact).errors)
+    kind, name = comparison.judge(dtype)
     if kind == "wrong":
-        return f"NO {found.errors[name]:.0e} {name}"
-    return f"{found.worst:.0e} {'as 1' if kind == 'exact' else '?'}"
+        return f"NO {comparison.errors[name]:.0e} {name}"
+    return f"{comparison.worst:.0e} {'as 1' if kind == 'exact' else '?'}"
 
 
 def _one_process(given: Subject, dtype: torch.dtype) -> Any:
@@ -274,11 +274,11 @@ def chosen_networks(only: str) -> Iterator[tuple[str, Network]]:
         if words and not any(word.split("/")[0] == package for word in words):
             continue
         try:
-            found = networks()
+            built = networks()
         except ImportError as error:
             print(f"{package} is left out: {error}", flush=True)
             continue
-        for name, network in found.items():
+        for name, network in built.items():
             full = f"{package}/{name}"
             if not words or any(f"{full}/".startswith(word) for word in words):
                 yield full, network
@@ -312,8 +312,8 @@ def main() -> None:
     chosen = parser.parse_args()
     wanted = Wanted(not chosen.no_tiles, chosen.shards, chosen.trunk)
     titles = ("model", "nodes", "s", *KINDS, "gathers")
-    first, *rest = zip(titles, WIDTHS, strict=True)
-    print(f"{first[0]:<{first[1]}}" + "".join(f"{t:>{w}}" for t, w in rest), flush=True)
+    first, *tail = zip(titles, WIDTHS, strict=True)
+    print(f"{first[0]:<{first[1]}}" + "".join(f"{t:>{w}}" for t, w in tail), flush=True)
     rows = []
     for name, network in chosen_networks(chosen.only):
         row = in_a_process(network, wanted, chosen.limit)

@@ -20,20 +20,20 @@ __all__ = ["PeakTensors", "peak_of_steps"]
 class PeakTensors(TorchDispatchMode):
     """Counts the bytes of all storages alive, those at the start included.
 
-    These are all that there are, or the `own` ones of a rank that is a thread. With a
+    These are all that there are, or the `held` ones of a rank that is a thread. With a
     `cap`, what goes beyond it is refused as a GPU would do.
     """
 
     def __init__(
-        self, cap: float = float("inf"), own: Iterable[Tensor] | None = None
+        self, cap: float = float("inf"), held: Iterable[Tensor] | None = None
     ) -> None:
         super().__init__()
         self._known: dict[int, weakref.ref[Any]] = {}
         self.peak = 0
         self._cap = cap
-        if own is None:
+        if held is None:
             gc.collect()
-        for item in gc.get_objects() if own is None else own:
+        for item in gc.get_objects() if held is None else held:
             if issubclass(type(item), Tensor) and item.device.type == "cpu":
                 self._see(item)
 
@@ -56,7 +56,7 @@ class PeakTensors(TorchDispatchMode):
             return
         self._known[key] = weakref.ref(storage, lambda _: self._known.pop(key, None))
         known = [reference() for reference in [*self._known.values()]]
-        now = sum(each.nbytes() for each in known if each is not None)  # some change
+        now = sum(block.nbytes() for block in known if block is not None)  # some change
         self.peak = max(self.peak, now)
         if now > self._cap:
             raise torch.OutOfMemoryError(f"{now} bytes, {self._cap:.0f} given")
@@ -64,8 +64,8 @@ class PeakTensors(TorchDispatchMode):
 
 def _tensors(value: Any) -> list[Tensor]:
     """Return the tensors in a value that take memory."""
-    found = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-    return [tensor for tensor in found if not tensor.is_meta]
+    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    return [tensor for tensor in tensors if not tensor.is_meta]
 
 
 def peak_of_steps(trainer: Trainer, inputs: Any, target: Any, steps: int = 2) -> int:
@@ -85,8 +85,8 @@ def peak_of_steps(trainer: Trainer, inputs: Any, target: Any, steps: int = 2) ->
     optimizer = worker.updates.optimizer
     states = optimizer.state_dict()["state"] if optimizer is not None else {}
     rows = worker.updates.parameters.values()
-    own = [*worker.stages.own_tensors(), *rows, *_tensors(states)]
-    with PeakTensors(own=own) as seen:
+    held = [*worker.stages.own_tensors(), *rows, *_tensors(states)]
+    with PeakTensors(held=held) as seen:
         for _ in range(steps):
             trainer.step(inputs, target)
     return seen.peak

@@ -67,21 +67,21 @@ def measure(
         def make() -> Round:
             return {group.name: group.run(steps) for group in started}
 
-        found, note = quiet_rounds(make, rounds, patience)
+        kept, note = quiet_rounds(make, rounds, patience)
         memory = {group.name: group.memory() for group in started}
         _, job = next(iter(jobs.values()))
-        return Found(job, steps, found, memory, note)
+        return Found(job, steps, kept, memory, note)
 
 
 def lines(
-    found: Found, ours: tuple[str, ...] = (OURS, SPLIT), theirs: str = THEIRS
+    figures: Found, ours: tuple[str, ...] = (OURS, SPLIT), theirs: str = THEIRS
 ) -> str:
     """Return the rows of one model and number of micro-batches."""
-    job = found.job
-    samples = CASES[job.case].batch * found.steps
+    job = figures.job
+    samples = CASES[job.case].batch * figures.steps
     rows = []
-    for name, memory in found.memory.items():
-        turns = [each[name] for each in found.rounds]
+    for name, memory in figures.memory.items():
+        turns = [lap[name] for lap in figures.rounds]
         speed = statistics.median(samples / turn.seconds for turn in turns)
         cpu = statistics.median(turn.cpu_seconds / samples for turn in turns)
         rows.append(
@@ -90,21 +90,21 @@ def lines(
             f"{memory.resident / 2**20:14.0f}"
         )
     for name in ours:
-        pairs = ((each[theirs], each[name]) for each in found.rounds)
-        ratios = sorted(other.seconds / own.seconds for other, own in pairs)
+        pairs = ((lap[theirs], lap[name]) for lap in figures.rounds)
+        ratios = sorted(other.seconds / mine.seconds for other, mine in pairs)
         rows.append(
             f"{'':15}{name} / {theirs}, samples/s: "
             f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
         )
-    rows.append(f"{'':15}{found.note}; losses differ by {spread(found.rounds):.0e}")
+    rows.append(f"{'':15}{figures.note}; losses differ by {spread(figures.rounds):.0e}")
     return "\n".join(rows)
 
 
 def spread(rounds: list[Round]) -> float:
     """Return the largest relative difference between the contenders' losses."""
     worst = 0.0
-    for each in rounds:
-        for same in zip(*(turn.losses for turn in each.values()), strict=True):
+    for lap in rounds:
+        for same in zip(*(turn.losses for turn in lap.values()), strict=True):
             worst = max(worst, (max(same) - min(same)) / max(same))
     return worst
 
@@ -161,10 +161,10 @@ def main() -> None:
                     THEIRS: ("torch", job),
                 }
                 with busy_processes(options.busy):
-                    found = measure(
+                    figures = measure(
                         jobs, options.rounds, options.steps, options.patience
                     )
-            print(lines(found), flush=True)
+            print(lines(figures), flush=True)
 
 
 if __name__ == "__main__":

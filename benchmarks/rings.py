@@ -87,10 +87,10 @@ def measured(folder: str) -> None:
     trainer.step((x,), target)
     seconds, cpu = time.monotonic() - begin, time.process_time() - cpu
     status = Path("/proc/self/status").read_text().split("VmHWM:")[1]
-    found: dict[str, Any] = {"seconds": seconds, "cpu": cpu}
-    found["resident"] = int(status.split()[0]) * 1024
-    found["tensors"] = _tensors(trainer, shape)
-    (Path(folder) / f"found{transport.rank}.json").write_text(json.dumps(found))
+    report: dict[str, Any] = {"seconds": seconds, "cpu": cpu}
+    report["resident"] = int(status.split()[0]) * 1024
+    report["tensors"] = _tensors(trainer, shape)
+    (Path(folder) / f"report{transport.rank}.json").write_text(json.dumps(report))
     transport.close()
 
 
@@ -99,7 +99,7 @@ def _tensors(trainer: Trainer, shape: list[int]) -> int:
     worker = trainer.worker
     take = worker.input
     worker.input = lambda name, m: take(name, m).clone()  # type: ignore[method-assign]
-    with PeakTensors(own=worker.stages.own_tensors()) as seen:
+    with PeakTensors(held=worker.stages.own_tensors()) as seen:
         trainer.step((x,), target)
     return seen.peak
 
@@ -113,13 +113,13 @@ def row(options: argparse.Namespace, how: str) -> str:
         job = [sys.executable, __file__, "--rank", folder]
         if code := launch(RANKS, job, timeout=options.timeout):
             raise SystemExit(code)
-        paths = Path(folder).glob("found*.json")
-        found = [json.loads(path.read_text()) for path in paths]
-    most = {name: max(each[name] for each in found) for name in found[0]}
+        paths = Path(folder).glob("report*.json")
+        reports = [json.loads(path.read_text()) for path in paths]
+    most = {name: max(report[name] for report in reports) for name in reports[0]}
     error = 100 * (predicted / most["tensors"] - 1)
     sizes = [size / 2**20 for size in (predicted, most["tensors"], most["resident"])]
     numbers = f"{sizes[0]:>10.1f}{sizes[1]:>10.1f}{error:>+8.2f}%{sizes[2]:>10.0f}"
-    cpu = sum(each["cpu"] for each in found)
+    cpu = sum(report["cpu"] for report in reports)
     return f"{how:<8}{numbers}{most['seconds']:>9.2f}{cpu:>9.2f}{most['cpu']:>9.2f}"
 
 

@@ -58,7 +58,7 @@ def compile_variants(
     case = CASES[model]
     inputs, target = case.data(case.batch // micro_batches)
     traced = trace(case.build(), inputs, loss=case.loss, example_target=target)
-    found = []
+    variants = []
     for name, choices in VARIANTS.items():
         options = gemsc.CompileOptions(
             ranks=ranks, micro_batches=micro_batches, **choices
@@ -71,8 +71,8 @@ def compile_variants(
             continue
         program.write(directory)
         job = Job(model, ranks, micro_batches, choices["schedule"], str(directory))
-        found.append(Variant(name, job, program.plan))
-    return found
+        variants.append(Variant(name, job, program.plan))
+    return variants
 
 
 def lines(variants: list[Variant], rounds: list[Round], steps: int, note: str) -> str:
@@ -80,9 +80,9 @@ def lines(variants: list[Variant], rounds: list[Round], steps: int, note: str) -
     rows = []
     basic = next(v.plan for v in variants if v.name == "basic")
     for variant in variants:
-        turns = [each[variant.name] for each in rounds]
+        turns = [lap[variant.name] for lap in rounds]
         samples = CASES[variant.job.case].batch * steps
-        ratios = [each["basic"].seconds / each[variant.name].seconds for each in rounds]
+        ratios = [lap["basic"].seconds / lap[variant.name].seconds for lap in rounds]
         cpu = statistics.median(turn.cpu_seconds / samples for turn in turns)
         rows.append(
             f"{variant.job.case:<11}{variant.job.ranks:>2}  {variant.name:<14}"

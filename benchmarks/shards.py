@@ -48,9 +48,9 @@ def main() -> None:
                     job = compile_job(model, 2, count, "1f1b", place, **choice)
                     jobs[f"gemsc {trunk}"] = "gemsc", job
                 jobs |= {ALONE: ("alone", job), THEIRS: ("shards", job)}
-                found = measure(jobs, options.rounds, options.steps, options.patience)
+                figures = measure(jobs, options.rounds, options.steps, options.patience)
             ours = tuple(f"gemsc {trunk}" for trunk in trunks)
-            print(lines(found, ours, THEIRS), flush=True)
+            print(lines(figures, ours, THEIRS), flush=True)
 
 
 if __name__ == "__main__":

@@ -44,10 +44,10 @@ def row(model: str, rounds: list[Round], steps: int) -> str:
     """Return samples a second of each, and the ratio of the last two in each round."""
     samples = CASES[model].batch * steps
     rates = [
-        statistics.median(samples / each[name].seconds for each in rounds)
+        statistics.median(samples / lap[name].seconds for lap in rounds)
         for name in (ONE, THREADS, RANKS)
     ]
-    ratios = sorted(each[THREADS].seconds / each[RANKS].seconds for each in rounds)
+    ratios = sorted(lap[THREADS].seconds / lap[RANKS].seconds for lap in rounds)
     return (
         f"{model:<12}{rates[0]:18.1f}{rates[1]:19.1f}{rates[2]:19.1f}   "
         f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"

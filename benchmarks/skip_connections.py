@@ -92,7 +92,7 @@ def torch_rank(name: str, rank: int, ranks: int, place: str, said: Queue[str]) -
         )
         step = Schedule1F1B(stage, ranks, nn.functional.mse_loss).step
         times = ranks // MICRO_BATCHES  # torch wants as many micro-batches as stages
-        inputs = [torch.cat([each] * times) for each in batch] if rank == 0 else []
+        inputs = [torch.cat([tensor] * times) for tensor in batch] if rank == 0 else []
         target = torch.cat(targets * times) if rank == ranks - 1 else None
         step(*inputs, target=target)
         said.put("")
@@ -113,15 +113,15 @@ def torch_says(name: str, ranks: int) -> str:
         for process in processes:
             process.start()
         try:
-            found = [said.get(timeout=WAIT)]
-            while not found[-1] and len(found) < ranks:
-                found.append(said.get(timeout=WAIT))
+            answers = [said.get(timeout=WAIT)]
+            while not answers[-1] and len(answers) < ranks:
+                answers.append(said.get(timeout=WAIT))
         except Empty:
-            found = [f"no word in {WAIT:.0f} s"]
+            answers = [f"no word in {WAIT:.0f} s"]
         for process in processes:
             process.kill()
             process.join()
-    return found[-1] or "trains"
+    return answers[-1] or "trains"
 
 
 def gemsc_says(name: str, ranks: int) -> str:

@@ -279,8 +279,8 @@ def children(pid: int) -> list[int]:
 
 def descendants(pid: int) -> list[int]:
     """Return the processes that a process has started, and theirs."""
-    own = children(pid)
-    return [*own, *(each for child in own for each in descendants(child))]
+    started = children(pid)
+    return [*started, *(below for child in started for below in descendants(child))]
 
 
 def name_of(pid: int) -> str:
@@ -354,14 +354,14 @@ def differences(place: Place, step: int) -> list[str]:
         return [f"the run that nobody disturbed fails:\n{job.output.read_text()}"]
     runs = [place.folder / name for name in ("disturbed", "straight")]
     one, other = (Manifest.read(run / "latest") for run in runs)
-    found = [] if one == other else [f"the checkpoints of step {step} differ"]
+    problems = [] if one == other else [f"the checkpoints of step {step} differ"]
     tables = [figures_in(run / "log.csv") for run in runs]
     wrong = [row for row, (a, b) in enumerate(zip(*tables, strict=False), 1) if a != b]
     if wrong:
-        found.append(f"the logs differ in {len(wrong)} rows, from row {wrong[0]}")
+        problems.append(f"the logs differ in {len(wrong)} rows, from row {wrong[0]}")
     if len(tables[0]) != len(tables[1]):
-        found.append(f"the logs have {len(tables[0])} and {len(tables[1])} rows")
-    return found
+        problems.append(f"the logs have {len(tables[0])} and {len(tables[1])} rows")
+    return problems
 
 
 def figures_in(log: Path) -> list[tuple[str | None, ...]]:
@@ -377,20 +377,20 @@ def kill_and_compare(
     print(f"{'layout':10} signals   steps  equal", flush=True)
     for name in names:
         before = report.endings.total()
-        step, found = 0, []
+        step, wrong = 0, []
         try:
             place = Place.compiled(folder / name, name)
             step = disturb(place, minutes, random.Random(f"{seed} {name}"), report)
-            found = differences(place, step)
+            wrong = differences(place, step)
             left = os.listdir(place.folder / "temporary")
             left = [name for name in left if not name.startswith(OF_PYTORCH)]
-            found += [f"{len(left)} temporary files are left: {left[:5]}"] * bool(left)
+            wrong += [f"{len(left)} temporary files are left: {left[:5]}"] * bool(left)
         except ProblemError as problem:
-            found = [str(problem)]
-        for problem_text in found:
+            wrong = [str(problem)]
+        for problem_text in wrong:
             report.add(f"{name}: {problem_text}")
         count = report.endings.total() - before
-        equal = "NO" if found else "yes"
+        equal = "NO" if wrong else "yes"
         print(f"{name:10} {count:7} {step:7}  {equal}", flush=True)
 
 
@@ -426,10 +426,10 @@ def watch(name: str, folder: Path, steps: int, report: Report) -> None:
     job = place.start("run", "--steps", steps)
     seen: dict[str, list[Sample]] = {}
     while job.process.poll() is None:
-        found = job.processes()
+        pids = job.processes()
         table = step_in(job.run / "log.csv")
-        named = [(f"rank {i}", pid) for i, pid in enumerate(sorted(found["rank"]))]
-        named += [(what, pid) for what in ("mpirun", "command") for pid in found[what]]
+        named = [(f"rank {i}", pid) for i, pid in enumerate(sorted(pids["rank"]))]
+        named += [(what, pid) for what in ("mpirun", "command") for pid in pids[what]]
         for who, pid in named:
             if table and (sample := look_at(pid, table)) is not None:
                 seen.setdefault(who, []).append(sample)

@@ -48,7 +48,7 @@ def compile_splits(
     }
     for index, place in enumerate(sorted(places)):
         choices[f"hand {index + 1}"] = {"blocks": (place, count - place)}
-    found = {}
+    splits = {}
     for name, choice in choices.items():
         options = gemsc.CompileOptions(ranks=2, micro_batches=micro_batches, **choice)
         program = lower(traced, options)
@@ -56,8 +56,8 @@ def compile_splits(
         program.write(directory)
         plan = program.plan
         job = Job(model, 2, micro_batches, plan.schedule, str(directory))
-        found[name] = (job, plan)
-    return found
+        splits[name] = (job, plan)
+    return splits
 
 
 def measure(
@@ -65,7 +65,7 @@ def measure(
 ) -> dict[str, tuple[float, float]]:
     """Return seconds of a step, and that over the seconds of `chosen`, by split."""
     others = [name for name in splits if name != "chosen"]
-    found: dict[str, tuple[float, float]] = {}
+    figures: dict[str, tuple[float, float]] = {}
     for start in range(0, len(others), GROUP):
         names = ["chosen", *others[start : start + GROUP]]
         jobs = {name: ("gemsc", splits[name][0]) for name in names}
@@ -81,25 +81,25 @@ def measure(
             ratio = statistics.median(
                 r[name].seconds / r["chosen"].seconds for r in rounds
             )
-            found.setdefault(name, (seconds / options.steps, ratio))
-    return found
+            figures.setdefault(name, (seconds / options.steps, ratio))
+    return figures
 
 
 def report(
     model: str,
     splits: dict[str, tuple[Job, Plan]],
-    found: dict[str, tuple[float, float]],
+    figures: dict[str, tuple[float, float]],
 ) -> None:
     """Print the table's rows."""
     chosen = splits["chosen"][1].step_seconds
     for name, (_, plan) in splits.items():
-        seconds, ratio = found[name]
+        seconds, ratio = figures[name]
         blocks = "+".join(str(len(stage.blocks)) for stage in plan.stages)
         print(
             f"{model:<10}{name:<10}{blocks:>9}  {plan.schedule:<15}"
             f"{1e3 * seconds:8.0f}{ratio:10.2f}{plan.step_seconds / chosen:10.2f}"
         )
-    best = min(ratio for name, (_, ratio) in found.items() if name[:4] == "hand")
+    best = min(ratio for name, (_, ratio) in figures.items() if name[:4] == "hand")
     print(f"{'':10}chosen over the best hand split: {1 / best:.3f}")
 
 
@@ -121,8 +121,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="bench-") as name:
             hand = 2 if options.quick else HAND_SPLITS
             splits = compile_splits(model, options.micro_batches, hand, Path(name))
-            found = measure(splits, options)
-        report(model, splits, found)
+            figures = measure(splits, options)
+        report(model, splits, figures)
 
 
 if __name__ == "__main__":

@@ -91,8 +91,8 @@ def mean_length(shape: str | None, sizes: list[int]) -> float:
     """Return the mean length of the lines that are in batches of a shape."""
     bounds = dict(zip(map(str, LENGTHS), (0, *LENGTHS), strict=False))
     low, high = (0, LENGTHS[-1]) if shape is None else (bounds[shape], int(shape))
-    own = [size for size in sizes if low < size <= high]
-    return sum(own) / len(own)
+    fitting = [size for size in sizes if low < size <= high]
+    return sum(fitting) / len(fitting)
 
 
 def report(ways: list[Way], sizes: list[int]) -> None:
@@ -102,7 +102,7 @@ def report(ways: list[Way], sizes: list[int]) -> None:
     plan = Plan.read(three.folder / "plan.toml")
     longest = Plan.read(one.folder / "plan.toml")
     whole = longest.step_seconds + longest.ending_seconds
-    steps = {int(each.name): each.step_seconds for each in plan.shapes}
+    steps = {int(shape.name): shape.step_seconds for shape in plan.shapes}
     predicted = whole / (sum(steps[size] for size in padded) / len(sizes))
     print(f"{len(sizes)} lines of {sum(sizes) / len(sizes):.1f} bytes")
     for way in ways:

@@ -78,10 +78,10 @@ def torchvision() -> dict[str, Network]:
         "mobilenet_v3_small shufflenet_v2_x0_5 efficientnet_b0 "
         "efficientnet_v2_s regnet_x_400mf regnet_y_400mf convnext_tiny swin_t swin_v2_t"
     )
-    found = {name: one(name) for name in names.split()}
+    networks = {name: one(name) for name in names.split()}
     aside: dict[str, Any] = {"weights_backbone": None}
     clip = (3, 4, 32, 32)
-    return found | {
+    return networks | {
         "alexnet": one("alexnet", 96),
         "vgg11_bn": one("vgg11_bn"),
         "googlenet": one("googlenet", 96, init_weights=False),
@@ -147,8 +147,8 @@ def segmentation_models_pytorch() -> dict[str, Network]:
         )
 
     kinds = "Unet UnetPlusPlus MAnet Linknet FPN PSPNet DeepLabV3 DeepLabV3Plus UPerNet"
-    found = {kind: one(kind) for kind in kinds.split()}
-    return found | {
+    networks = {kind: one(kind) for kind in kinds.split()}
+    return networks | {
         "PAN": one("PAN", encoder_output_stride=16, size=128),
         "Unet scse": one("Unet", decoder_attention_type="scse"),
         "Unet efficientnet-b0": one("Unet", "efficientnet-b0"),
@@ -229,7 +229,7 @@ def monai() -> dict[str, Network]:
     diffusion = vae | {"num_head_channels": 8}
     critic: dict[str, Any] = {"channels": (4, 8, 8, 8), "strides": (2, 2, 2, 2)}
     vit: dict[str, Any] = {"hidden_size": 48, "mlp_dim": 96, "num_heads": 4}
-    found = {
+    networks = {
         "UNet": one("UNet", **flat, **steps),
         "UNet residual": one("UNet", **flat, **steps, num_res_units=2),
         "UNet 3d": one("UNet", *volume, tiles="1x2x2", **deep, **steps),
@@ -330,14 +330,14 @@ def monai() -> dict[str, Network]:
             latent_size=4, encode_channels=(16, 8), decode_channels=(8, 16),
         ),
     }  # fmt: skip
-    found["DiffusionModelUNet"] = Network(
+    networks["DiffusionModelUNet"] = Network(
         lambda: nets.DiffusionModelUNet(**flat | {"out_channels": 1}, **diffusion),
         lambda n: (torch.randn(n, 1, 32, 32), torch.randint(1000, (n,))),
     )
-    found["DecoderOnlyTransformer"] = Network(
+    networks["DecoderOnlyTransformer"] = Network(
         lambda: nets.DecoderOnlyTransformer(50, 16, 32, 4, 4), tokens(16), ""
     )
-    return found
+    return networks
 
 
 VISION: dict[str, Callable[[], dict[str, Network]]] = {

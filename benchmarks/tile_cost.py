@@ -57,8 +57,8 @@ def main() -> None:
         options.rounds, options.steps, options.patience = 2, 1, 0
     print(HEADER, flush=True)
     for model in options.models.split(","):
-        found, note = measure(model, options.tiles, options)
-        print(rows(1, found, options.steps, model), flush=True)
+        rounds, note = measure(model, options.tiles, options)
+        print(rows(1, rounds, options.steps, model), flush=True)
         print(f"{model:>22} {note}", flush=True)
 
 

@@ -84,8 +84,8 @@ def row(name: str, size: int, largest: float) -> str:
         if whole <= largest:
             with tempfile.TemporaryDirectory(prefix="bench-") as folder:
                 write_directory(program.compilation, Path(folder))
-                found = measured(Path(folder), count, (inputs, target))
-            text += f" ({found / peak:.3f})"
+                actual = measured(Path(folder), count, (inputs, target))
+            text += f" ({actual / peak:.3f})"
         cells.append(text)
     return f"{name:<14}{size:>6}" + "".join(cells)
 

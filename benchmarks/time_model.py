@@ -223,10 +223,10 @@ QUICK = (resnet(2, 2, 32), unet(2, 3, 4, 1, 16), encoder(2, 64, 2, 2, 16))
 
 def others(interval: Callable[[], object]) -> float:
     """Run something; return how many cores other processes used meanwhile."""
-    before, own, wall = _busy_seconds(), time.process_time(), time.perf_counter()
+    before, cpu, wall = _busy_seconds(), time.process_time(), time.perf_counter()
     interval()
     wall = time.perf_counter() - wall
-    return (_busy_seconds() - before - time.process_time() + own) / wall
+    return (_busy_seconds() - before - time.process_time() + cpu) / wall
 
 
 def _busy_seconds() -> float:
@@ -246,16 +246,16 @@ class Bench:
 
     def measure(self, groups: Sequence[Stage], tries: int = 3) -> list[BlockTimes]:
         """Return the times of stages, in a moment without others if there is one."""
-        found: list[BlockTimes] = []
+        times: list[BlockTimes] = []
 
         def run() -> None:
             args = self.program, groups, self.inputs, self.target
-            found[:] = time_nodes(*args, rounds=self.rounds)
+            times[:] = time_nodes(*args, rounds=self.rounds)
 
         for _ in range(tries):
             if others(run) < BUSY:
                 break
-        return found
+        return times
 
     def stages(self, program: Program, count: int) -> tuple[Stage, ...]:
         """Return the cuts that the compiler chooses for what it knows."""
@@ -265,7 +265,7 @@ class Bench:
 
 def slowest(times: Sequence[BlockTimes]) -> float:
     """Return the seconds of the slowest stage."""
-    return max(found.forward + found.backward for found in times)
+    return max(t.forward + t.backward for t in times)
 
 
 def in_program(stages: Sequence[Stage], program: Program) -> list[Stage]:
@@ -292,8 +292,8 @@ def prepare(case: Case, hardware: str, rounds: int) -> Bench:
 def less(moments: Sequence[Sequence[BlockTimes]]) -> list[BlockTimes]:
     """Return the least times of each stage."""
     return [
-        BlockTimes(min(t.forward for t in each), min(t.backward for t in each))
-        for each in zip(*moments, strict=True)
+        BlockTimes(min(t.forward for t in times), min(t.backward for t in times))
+        for times in zip(*moments, strict=True)
     ]
 
 
@@ -302,10 +302,10 @@ def show_errors(
 ) -> list[float]:
     """Print and return the errors of the predictions."""
     errors = []
-    for stage, found in zip(stages, measured, strict=True):
+    for stage, times in zip(stages, measured, strict=True):
         pairs = (
-            ("forward", stage.total("forward_seconds"), found.forward),
-            ("backward", stage.total("backward_seconds"), found.backward),
+            ("forward", stage.total("forward_seconds"), times.forward),
+            ("backward", stage.total("backward_seconds"), times.backward),
         )
         text = ""
         for name, said, took in pairs:
@@ -354,10 +354,10 @@ def main() -> None:
             [bench.measure(cut) for bench, cut in zip(benches, cuts, strict=True)]
             for _ in range(MOMENTS)
         ]
-        for case, bench, cut, *found in zip(
+        for case, bench, cut, *times in zip(
             cases, benches, cuts, *moments, strict=True
         ):
-            errors += show_errors(case, cut, less(found))
+            errors += show_errors(case, cut, less(times))
             balances.append(loss_of_balance(bench, cut))
             print(
                 f"{case.name:<20} balance: {balances[-1]:+.1%} slower than by profiling"

@@ -56,13 +56,13 @@ model = Lines
 
 
 def example_inputs():  # a micro-batch of each shape
-    found = [(torch.zeros(SAMPLES, n, dtype=torch.int64),) for n in LENGTHS]
-    return found if len(found) > 1 else found[0]
+    inputs = [(torch.zeros(SAMPLES, n, dtype=torch.int64),) for n in LENGTHS]
+    return inputs if len(inputs) > 1 else inputs[0]
 
 
 def example_target():
-    found = example_inputs()
-    return [x for (x,) in found] if isinstance(found, list) else found[0]
+    inputs = example_inputs()
+    return [x for (x,) in inputs] if isinstance(inputs, list) else inputs[0]
 
 
 pad_value = (0, IGNORED)  # of inputs, of targets

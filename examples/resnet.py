@@ -109,8 +109,8 @@ class ResNetV2(nn.Module):
 
     def __init__(self, depth: int = 110, num_classes: int = 10, width: int = 16):
         super().__init__()
-        num_blocks, rest = divmod(depth - 2, 9)
-        if rest or not num_blocks:
+        num_blocks, remainder = divmod(depth - 2, 9)
+        if remainder or not num_blocks:
             raise ValueError(f"depth {depth} is not 9n + 2")
         self.conv1 = nn.Conv2d(3, width, 3, padding=1, bias=False)
         inputs, outputs = width, 4 * width

@@ -140,7 +140,7 @@ class Compilation:
         if self.plan.replicas * self.plan.data == 1:
             return (), ()
         both = self.program, self.evaluation
-        training, evaluation = (tuple(unjoined_changes(each)) for each in both)
+        training, evaluation = (tuple(unjoined_changes(program)) for program in both)
         return training, evaluation
 
     def parts(self, rank: int) -> dict[str, Part]:
@@ -149,11 +149,11 @@ class Compilation:
         That is what it has a part of, and all of what it alone holds.
         """
         stages, tile = self._place(rank)
-        own = self.tiles[tile].program.parts
-        found = {n: own[n] for i in stages for n in self.owned[i] if n in own}
-        found = {name: part for name, part in found.items() if part.share}
+        parts = self.tiles[tile].program.parts
+        held = {n: parts[n] for i in stages for n in self.owned[i] if n in parts}
+        held = {name: part for name, part in held.items() if part.share}
         pairs = self.program.aliases.items()
-        return found | {alias: found[name] for alias, name in pairs if name in found}
+        return held | {alias: held[name] for alias, name in pairs if name in held}
 
     def placed(self, rank: int) -> dict[str, int]:
         """Return which tile of a rank's grid alone holds what, by paths: `by_path`.
@@ -164,8 +164,8 @@ class Compilation:
         placed = self._placed(rank, *stages)
         aliases = self.program.aliases
         names = {a: a for owned in self.owned for a in owned} | aliases
-        found = {n: placed[first] for n, first in names.items() if first in placed}
-        return by_path(found, names)
+        by_name = {n: placed[first] for n, first in names.items() if first in placed}
+        return by_path(by_name, names)
 
     def held(self, rank: int, stage: int) -> tuple[str, ...]:
         """Return the parameters and buffers that a rank has of one of its stages."""
@@ -176,8 +176,8 @@ class Compilation:
         programs = self.program, self.evaluation
         used = {
             name
-            for each in programs
-            for name in used_tensors(each, each.require_stages()[stage].nodes)
+            for program in programs
+            for name in used_tensors(program, program.require_stages()[stage].nodes)
         }
         return tuple(n for n in names if n in used or n in self.shared)
 
@@ -190,11 +190,11 @@ class Compilation:
 
     def all_files(self) -> dict[str, str]:
         """Return the text of each file, those of the variants included."""
-        found = dict(self.files)
-        for name, each in self.variants.items():
-            texts = enumerate(each.files.values())
-            found |= {rank_file(rank, name): text for rank, text in texts}
-        return found
+        files = dict(self.files)
+        for name, variant in self.variants.items():
+            texts = enumerate(variant.files.values())
+            files |= {rank_file(rank, name): text for rank, text in texts}
+        return files
 
     def _place(self, rank: int) -> tuple[list[int], int]:
         """Return the stages that a rank runs, and which tile of their grid it is."""
@@ -211,9 +211,9 @@ class Compilation:
         _, tile = self._place(rank)
         shards = [s for i, s in self.program.shards.items() if i in stages]
         return {
-            name: tile - tile % each.count + member
-            for each in shards
-            for name, member in each.placed
+            name: tile - tile % shard.count + member
+            for shard in shards
+            for name, member in shard.placed
         }
 
     @cached_property

@@ -148,17 +148,17 @@ def compile(
         else:
             program = _lower_as(edited, graphs, examples, **how)
         if options.check:
-            found = {"unchecked": "the model has no weights here"}
+            facts = {"unchecked": "the model has no weights here"}
             if has_weights:
-                found = first_step(program.compilation, *given, **feed, metrics=metrics)
-                is_compared = found["unchecked"] in COMPARED
+                facts = first_step(program.compilation, *given, **feed, metrics=metrics)
+                is_compared = facts["unchecked"] in COMPARED
                 steps = () if is_compared else smaller(program.plan, model, examples)
                 for few, size in steps:
                     step = program.plan, model, few, size, feed
                     if less := _smaller_step(*step, traced_as, graphs, metrics):
-                        found |= less
+                        facts |= less
                         break
-            program = program.with_plan(**found)
+            program = program.with_plan(**facts)
         held = replace(program.compilation, elsewhere=elsewhere)
         return replace(program, compilation=held)
 
@@ -202,11 +202,11 @@ def _smaller_step(
             small = _lower_as(EditedPlan.of(fewer(plan)), traced, few)
     except (GemscError, InternalError):  # less does not fit, or does something else
         return {}
-    found = first_step(small.compilation, model, inputs, **given, metrics=metrics)
-    if found["unchecked"] not in COMPARED:
+    facts = first_step(small.compilation, model, inputs, **given, metrics=metrics)
+    if facts["unchecked"] not in COMPARED:
         return {}
     note = f"compared with the model in a step of {size}"
-    return {**found, "notes": [*plan.notes, note]}
+    return {**facts, "notes": [*plan.notes, note]}
 
 
 def lower(
@@ -233,26 +233,26 @@ def lower(
     for name in sorted(graphs, key=largest.__ne__):
         like = followed(graphs, lowered, name)
         cut = partial(schedule_stages, graphs[name], run=run, placed=placed, like=like)
-        own = options_of(graphs, name, options)
-        with telling_what_fits(own, cut):
-            done = cut(own)
-        whole, tiles = evaluate(graphs[name], done, own, run)
+        adapted = options_of(graphs, name, options)
+        with telling_what_fits(adapted, cut):
+            done = cut(adapted)
+        whole, tiles = evaluate(graphs[name], done, adapted, run)
         lost_nothing(whole.program, [t.program for t in tiles])
         for programs in zip(*((t.program, t.evaluation) for t in tiles), strict=True):
             drawn_alike(programs)
         lost_nothing(whole.evaluation, [t.evaluation for t in tiles], draws=False)
         steps = tuple(find_loops(order) for order in done.timeline.orders)
-        plan = _planned(graphs[name], done, own, source, run)
+        plan = _planned(graphs[name], done, adapted, source, run)
         lowered[name] = Compilation(whole, tiles, steps, plan, name=name)
         tasks[name] = done.task
-    for name, each in with_one_ownership(lowered, largest).items():
-        files = rank_modules(each)
-        prove_files(files, each, tasks[name])
-        lowered[name] = replace(each, files=files)
+    for name, compilation in with_one_ownership(lowered, largest).items():
+        files = rank_modules(compilation)
+        prove_files(files, compilation, tasks[name])
+        lowered[name] = replace(compilation, files=files)
     in_order = {name: lowered[name] for name in graphs}
     program = CompiledProgram(as_family(in_order, largest), candidates)
-    found = of_shapes(program.compilation, examples) if examples else {}
-    return program.with_plan(**found)
+    facts = of_shapes(program.compilation, examples) if examples else {}
+    return program.with_plan(**facts)
 
 
 def plan(

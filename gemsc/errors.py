@@ -116,11 +116,11 @@ LIBRARIES = (sysconfig.get_path("stdlib"), str(Path(__file__).parent))
 
 def user_place(trace: TracebackType | None) -> SourceLocation | None:
     """Return the innermost line of the user's."""
-    found = None
+    place = None
     for frame in traceback.extract_tb(trace):
         if is_users(Path(frame.filename)) and frame.lineno is not None:
-            found = SourceLocation(frame.filename, frame.lineno)
-    return found
+            place = SourceLocation(frame.filename, frame.lineno)
+    return place
 
 
 def is_users(path: Path) -> bool:

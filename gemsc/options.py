@@ -227,10 +227,10 @@ class CompileOptions:
             raise self._too_few(self.copy_ranks - left)
         if listed:
             return leading
-        each = self._shape(longest, counts)
-        if over := left % each.size:
-            raise self._uneven(leading, each, left, over)
-        return (*leading, *(each,) * (left // each.size))
+        group = self._shape(longest, counts)
+        if over := left % group.size:
+            raise self._uneven(leading, group, left, over)
+        return (*leading, *(group,) * (left // group.size))
 
     def _given(self, name: str) -> tuple[str, ...]:
         """Return what is given of tiles, shards or branches; () if it is left open."""
@@ -240,33 +240,33 @@ class CompileOptions:
         """Return how ranks share a stage: one number is for all stages."""
         tiles = counts["tiles"]
         grid = GridShape.of(tiles[stage]) if stage < len(tiles) else ALONE
-        found = {}
+        beside = {}
         for name in BESIDE:
             given = counts[name]
-            own = given[stage] if 1 < len(given) > stage else "1"
-            found[name] = int(given[0] if len(given) == 1 else own)
-        if len({*found.values()} - {1}) > 1:
+            listed = given[stage] if 1 < len(given) > stage else "1"
+            beside[name] = int(given[0] if len(given) == 1 else listed)
+        if len({*beside.values()} - {1}) > 1:
             both = " and ".join(typed(name, counts[name]) for name in BESIDE)
             raise GemscError(
-                f"{both}: stage {stage} would be on {found['shards']} ranks and on "
-                f"{found['branches']}",
+                f"{both}: stage {stage} would be on {beside['shards']} ranks and on "
+                f"{beside['branches']}",
                 help="shards and branches of a stage are on the same ranks: give both "
                 "the same number there, or one of them 1",
             )
-        return GridShape(grid.tiles, **found)
+        return GridShape(grid.tiles, **beside)
 
     def _uneven(
-        self, leading: tuple[GridShape, ...], each: GridShape, left: int, over: int
+        self, leading: tuple[GridShape, ...], group: GridShape, left: int, over: int
     ) -> GemscError:
         """Return the error where equal groups do not come to so many ranks."""
-        names = [name for name in BESIDE if getattr(each, name) > 1]
-        rest = (each.size,) * (left // each.size) + (over,)
+        names = [name for name in BESIDE if getattr(group, name) > 1]
+        sizes = (group.size,) * (left // group.size) + (over,)
         listed = (
-            typed(name, (*(getattr(grid, name) for grid in leading), *rest))
+            typed(name, (*(getattr(grid, name) for grid in leading), *sizes))
             for name in names
         )
         whole = self.copy_ranks - over
-        fitting = (whole, whole + each.size)
+        fitting = (whole, whole + group.size)
         of_all = (str(count * self._copies) for count in fitting if count)
         whose = f"--ranks {self.ranks}"
         if self._copies > 1:
@@ -274,7 +274,7 @@ class CompileOptions:
         if leading:
             whose = f"the {left} ranks left by {typed('tiles', self.tiles)}"
         return GemscError(
-            " ".join(typed(name, each.size) for name in names)
+            " ".join(typed(name, group.size) for name in names)
             + f" does not divide {whose}",
             help=f"use --ranks {' or '.join(of_all)}, or list "
             f"the {' and '.join(names)} of each stage: {' '.join(listed)}",
@@ -407,7 +407,7 @@ class CompileOptions:
 
     def flags(self) -> list[str]:
         """Return the flags that differ from the defaults, as a user would type them."""
-        values = [(each, getattr(self, each.name)) for each in fields(self)]
+        values = [(option, getattr(self, option.name)) for option in fields(self)]
         return [typed(e.name, value) for e, value in values if value != e.default]
 
     def command_line(self) -> str:
@@ -415,7 +415,7 @@ class CompileOptions:
         return " ".join(self.flags())
 
 
-MAY_BE_AUTO = {each.name for each in fields(CompileOptions) if each.metadata["auto"]}
+MAY_BE_AUTO = {e.name for e in fields(CompileOptions) if e.metadata["auto"]}
 
 
 def flag(name: str) -> str:

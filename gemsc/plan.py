@@ -189,8 +189,8 @@ class Plan:
     @property
     def micro_batch_sizes(self) -> list[int]:
         """The samples of a micro-batch of each shape."""
-        found = [each.micro_batch_size for each in self.shapes]
-        return found or [self.micro_batch_size]
+        sizes = [shape.micro_batch_size for shape in self.shapes]
+        return sizes or [self.micro_batch_size]
 
     @property
     def batch_sizes(self) -> list[int]:
@@ -206,14 +206,14 @@ class Plan:
     @property
     def per_device(self) -> int | None:
         """How many ranks it was compiled to have on each device, if not one."""
-        found = self.options.get("per_device", 1)
-        return found if found != 1 else None
+        count = self.options.get("per_device", 1)
+        return count if count != 1 else None
 
     @property
     def rank_memory(self) -> int | None:
         """The bytes that a rank may take: its part of a device's limit, or None."""
-        found = self.options.get("device_memory")
-        return found and found // (self.per_device or 1)
+        limit = self.options.get("device_memory")
+        return limit and limit // (self.per_device or 1)
 
     @property
     def members(self) -> list[list[int]]:
@@ -223,7 +223,7 @@ class Plan:
     @property
     def first_shape(self) -> int | None:
         """The number of the shape that all other entries are about."""
-        numbers = (i for i, each in enumerate(self.shapes) if not each.variant)
+        numbers = (i for i, shape in enumerate(self.shapes) if not shape.variant)
         return next(numbers, None)
 
     def variant_of(self, shape: int) -> str:
@@ -233,7 +233,7 @@ class Plan:
     @property
     def variants(self) -> list[str]:
         """The names of further graphs, whose rank files are beside the first ones."""
-        shapes = [each.variant for each in self.shapes if each.variant]
+        shapes = [shape.variant for shape in self.shapes if shape.variant]
         return [*(phase.name for phase in self.phases), *shapes]
 
     @property
@@ -242,7 +242,7 @@ class Plan:
         stages = ", ".join(f"{len(stage.blocks)}" for stage in self.stages)
         ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
         copies = f" in {self.data} replicas" if self.data > 1 else ""
-        names = ", ".join(each.name for each in self.shapes)
+        names = ", ".join(shape.name for shape in self.shapes)
         shapes = f", shapes {names}" if names else ""
         return (
             f"{self.model}: {ranks}{copies}, stages of {stages} blocks, "
@@ -289,7 +289,7 @@ class Plan:
             plan.options["shard"] = "optimizer" if kept == "off" else kept
         for keys, message, help in _wrong_rows(plan, file.advice, is_edited):
             raise file.error(keys, message, help=help)
-        return _map_files(plan, lambda found: os.path.normpath(folder / found))
+        return _map_files(plan, lambda path: os.path.normpath(folder / path))
 
 
 def rank_file(rank: int, name: str = "") -> str:
@@ -346,7 +346,7 @@ def _check(keys: Keys, number: float) -> str | None:
 
 
 def _map_files(plan: Plan, change: Callable[[str], str]) -> Plan:
-    sources = {change(file): found for file, found in plan.sources.items()}
+    sources = {change(file): digests for file, digests in plan.sources.items()}
     return replace(plan, spec=plan.spec and change(plan.spec), sources=sources)
 
 

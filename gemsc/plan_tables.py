@@ -168,8 +168,8 @@ class PlannedShape:
 
     def shape_at(self, place: Iterable[str | int]) -> tuple[int, ...] | None:
         """Return the shape of a tensor of a sample; None if it has no samples."""
-        found = self.sizes.get(".".join(map(str, place)))
-        return None if found is None else tuple(found)
+        shape = self.sizes.get(".".join(map(str, place)))
+        return None if shape is None else tuple(shape)
 
     @property
     def num_elements(self) -> int:

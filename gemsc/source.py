@@ -120,7 +120,7 @@ def put_on_path(path: Path) -> Path:
 def _search_first(*folders: Path) -> None:
     first = [*dict.fromkeys(map(str, folders))]
     if sys.path[: len(first)] != first:
-        sys.path[:] = first + [each for each in sys.path if each not in first]
+        sys.path[:] = first + [folder for folder in sys.path if folder not in first]
 
 
 def _module_name(path: Path) -> str:
@@ -134,15 +134,15 @@ def _module_name(path: Path) -> str:
 def _import_module(name: str, constants: Mapping[str, str]) -> tuple[Path, ModuleType]:
     _search_first(Path.cwd())  # as `python -m`
     try:
-        found = importlib.util.find_spec(name)
+        spec = importlib.util.find_spec(name)
     except (ImportError, ValueError):
-        found = None
-    if found is None or found.origin is None:
+        spec = None
+    if spec is None or spec.origin is None:
         raise GemscError(
             f"there is no module {name}",
             help="give package.module:name, or the path of a file: path/model.py",
         )
-    path = Path(found.origin)
+    path = Path(spec.origin)
     if path.suffix == ".py":
         _check_syntax(path)
     _refuse_constants(path, constants)
@@ -303,7 +303,7 @@ def split_constants(texts: list[str]) -> dict[str, str]:
     Raises:
         GemscError: a text has another form.
     """
-    found = {}
+    constants = {}
     for text in texts:
         name, separator, value = text.partition("=")
         if not separator or not name.strip().isidentifier():
@@ -311,8 +311,8 @@ def split_constants(texts: list[str]) -> dict[str, str]:
                 f"--set {text} is not NAME=VALUE",
                 help="set a constant of the model's file: --set WIDTH=32",
             )
-        found[name.strip()] = value.strip()
-    return found
+        constants[name.strip()] = value.strip()
+    return constants
 
 
 def check_run_constants(
@@ -352,16 +352,16 @@ def run_file(name: str, path: Path, constants: Mapping[str, str]) -> ModuleType:
 
 def _assigned(tree: ast.Module) -> dict[str, list[Any]]:
     """Return the statements at the top that give a name a literal."""
-    found: dict[str, list[Any]] = {}
+    statements: dict[str, list[Any]] = {}
     for item in tree.body:
         match item:
             case ast.Assign(targets=[ast.Name(id=name)]):
-                found.setdefault(name, []).append(item)
+                statements.setdefault(name, []).append(item)
             case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr()):
-                found.setdefault(name, []).append(item)
+                statements.setdefault(name, []).append(item)
     return {
         name: items
-        for name, items in found.items()
+        for name, items in statements.items()
         if all(_literal(item.value) is not None for item in items)
     }
 
@@ -369,11 +369,11 @@ def _assigned(tree: ast.Module) -> dict[str, list[Any]]:
 def _literal(value: ast.expr | str) -> Any:
     """Return the number, text, bool or tuple of them that is written; None if none."""
     try:
-        found = ast.literal_eval(value)
+        literal = ast.literal_eval(value)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return None
-    parts = found if isinstance(found, tuple) else (found,)
-    return found if all(isinstance(part, KINDS) for part in parts) else None
+    parts = literal if isinstance(literal, tuple) else (literal,)
+    return literal if all(isinstance(part, KINDS) for part in parts) else None
 
 
 def _new_value(path: Path, name: str, text: str, statement: Any) -> ast.expr:
@@ -408,7 +408,7 @@ def _unknown(path: Path, name: str, assigned: Mapping[str, Any]) -> GemscError:
 
 def missing_model(path: Path, module: ModuleType, name: str, kind: type) -> GemscError:
     """Return the error for a file without a model, an object of a `kind`."""
-    own = {
+    defined = {
         key: value
         for key, value in vars(module).items()
         if not key.startswith("_")
@@ -416,12 +416,12 @@ def missing_model(path: Path, module: ModuleType, name: str, kind: type) -> Gems
     }
     classes = [
         key
-        for key, value in own.items()
+        for key, value in defined.items()
         if isinstance(value, type) and issubclass(value, kind)
     ]
     if len(classes) == 1:
         advice = f"add model = {classes[0]}, or compile {path.name}:{classes[0]}"
     else:
         advice = f"define {name}(), which returns a torch.nn.Module"
-    there = f"it has {', '.join(sorted(own))}" if own else "it defines nothing"
+    there = f"it has {', '.join(sorted(defined))}" if defined else "it defines nothing"
     return GemscError(f"no {name} in {path.name}; {there}", help=advice)

@@ -171,9 +171,9 @@ class UserModel:
         Raises:
             GemscError: they are no tuple or dict with tensors in it.
         """
-        found = self.make_shapes()
-        largest = Examples(found, [None] * len(found)).largest
-        return found[largest if shape is None else shape]
+        shapes = self.make_shapes()
+        largest = Examples(shapes, [None] * len(shapes)).largest
+        return shapes[largest if shape is None else shape]
 
     def make_shapes(self) -> list[Inputs]:
         """Return the example inputs of each shape that batches may have.
@@ -183,15 +183,15 @@ class UserModel:
         """
         made = self._make("example_inputs", self.example_inputs, 0)
         with self.lines():
-            found = inputs_of_shapes(made)
-            for inputs in found:
+            shapes = inputs_of_shapes(made)
+            for inputs in shapes:
                 for _, tensor in tensor_leaves(inputs):
                     if tensor.dim() and not tensor.shape[0]:
                         raise GemscError(
                             f"example_inputs has no samples: {list(tensor.shape)}",
                             help="return one micro-batch with at least one sample",
                         )
-            return found
+            return shapes
 
     def make_target(self, inputs: Inputs) -> Any:
         """Return a target for `inputs`: the user's, or one collated from the dataset.
@@ -205,7 +205,7 @@ class UserModel:
         shapes = self.make_shapes()
         if len(shapes) == 1:
             return self.make_targets([inputs])[0]
-        like = [samples(each, "input") for each in shapes]
+        like = [samples(nest, "input") for nest in shapes]
         return self.make_targets(shapes)[like.index(samples(inputs, "input"))]
 
     def make_targets(self, shapes: Sequence[Inputs]) -> list[Any]:
@@ -231,11 +231,11 @@ class UserModel:
     def _has_newer_data(self) -> bool:
         """Return whether the file has a dataset, and the example is another file's."""
         lines = map(self.line_of, ("dataset", "example_target"))
-        own, other = (
+        has_data, other = (
             at is not None and not at.text.startswith(("from ", "import "))
             for at in lines
         )
-        return self.dataset is not None and own and not other
+        return self.dataset is not None and has_data and not other
 
     def make_loss(self) -> Any:
         """Return the loss as something to call with (output, target)."""
@@ -261,7 +261,7 @@ class UserModel:
         if self.phases is None:
             return ()
         with self._at_line_of("phases"):
-            found = as_phases(self._make("phases", self.phases, 0))
+            phases = as_phases(self._make("phases", self.phases, 0))
         for name in ("loss", "optimizer", "scheduler"):
             if getattr(self, name) is not None:
                 raise GemscError(
@@ -270,7 +270,7 @@ class UserModel:
                     help="leave it out: each phase has its own; use metrics to judge "
                     "the outputs",
                 )
-        return found
+        return phases
 
     def make_metrics(self) -> Any:
         """Return what the file calls `metrics`, made if it is a class."""
@@ -382,8 +382,8 @@ class UserModel:
         if not is_factory:
             return value
         try:
-            found = set() if name in RUNTIME_ONLY else self.settings
-            with seeded(seed), noting_settings(found):
+            files = set() if name in RUNTIME_ONLY else self.settings
+            with seeded(seed), noting_settings(files):
                 return value()
         except (Exception, SystemExit) as error:
             at = self.line_of(name)
@@ -408,40 +408,40 @@ def load_user_model(
     with enable_grad(), seeded(0), noting_settings(settings):
         path, module, name = import_source(spec, constants or {})
         check_modes(path.name)
-    found = vars(module)
-    if found.get(name) is None:
+    defined = vars(module)
+    if defined.get(name) is None:
         raise missing_model(path, module, name, nn.Module)
-    if found.get("example_inputs") is None:
+    if defined.get("example_inputs") is None:
         raise GemscError(
             f"no example_inputs in {path.name}",
             at=definition(path, name),
             help="add example_inputs(), which returns a tuple of the tensors "
             "that forward takes, for one micro-batch",
         )
-    _check_unbound(path, found)
+    _check_unbound(path, defined)
     names = (item.name for item in fields(UserModel) if item.default is None)
-    optional = {name: found.get(name) for name in names}
+    optional = {name: defined.get(name) for name in names}
     return UserModel(
         path,
         module,
         name,
-        found[name],
-        found["example_inputs"],
+        defined[name],
+        defined["example_inputs"],
         constants=constants or {},
         settings=settings,
         **optional,
     )
 
 
-def _check_unbound(path: Path, found: Mapping[str, Any]) -> None:
+def _check_unbound(path: Path, defined: Mapping[str, Any]) -> None:
     """Refuse an optimizer or a scheduler that has been made, for the whole model."""
     kinds = (
         ("optimizer", Optimizer, "parameters"),
         ("scheduler", LRScheduler, "optimizer"),
     )
     for name, kind, of in kinds:
-        if isinstance(found.get(name), kind):
-            made = type(found[name]).__name__
+        if isinstance(defined.get(name), kind):
+            made = type(defined[name]).__name__
             raise GemscError(
                 f"{name} is an object of type {made}: each rank makes its own",
                 at=definition(path, name),

@@ -41,25 +41,25 @@ def memory(name: str, mode: str, place: Place) -> Iterator[Line]:
         if not place.has_gpu:
             with PeakTensors() as seen:
                 trainer.step(inputs, target)
-            batch = sum(each.nbytes for each in (*inputs, target))  # of the host
+            batch = sum(tensor.nbytes for tensor in (*inputs, target))  # of the host
             return {"allocated": seen.peak - batch}
         return {
             "allocated": torch.cuda.max_memory_allocated(),
             "reserved": torch.cuda.max_memory_reserved(),
         }
 
-    (found,) = run_local(1, train, timeout=600)
+    (peaks,) = run_local(1, train, timeout=600)
     predicted = plan.peak_bytes[0]
     tensors = predicted - plan.workspace_bytes
-    libraries = found["allocated"] - tensors
+    libraries = peaks["allocated"] - tensors
     yield judged(
         f"{name} {mode}",
-        LOWEST * tensors <= found["allocated"] <= predicted or place.is_tiny,
-        f"{found['allocated'] / 2**20:.1f} MiB allocated; predicted "
+        LOWEST * tensors <= peaks["allocated"] <= predicted or place.is_tiny,
+        f"{peaks['allocated'] / 2**20:.1f} MiB allocated; predicted "
         f"{tensors / 2**20:.1f} of tensors, libraries took {libraries / 2**20:.1f}",
         f"the tensors, and {plan.workspace_bytes / 2**20:.0f} MiB for libraries"
         if not place.is_tiny
         else "none in this size",
         predicted=predicted,
-        **found,
+        **peaks,
     )

@@ -105,11 +105,11 @@ def overlap(place: Place) -> Iterator[Line]:
         slower = turns(place, steps["offload"], steps["plain"], STEPS).ratio
         kinds = [ProfilerActivity.CPU]
         kinds += [ProfilerActivity.CUDA] if place.has_gpu else []
-        with profile(activities=kinds) as found:
+        with profile(activities=kinds) as profiler:
             steps["offload"]()
             place.synchronize()
         path = place.scratch / "trace.json"
-        found.export_chrome_trace(str(path))
+        profiler.export_chrome_trace(str(path))
         return slower, path
 
     ((slower, path),) = run_local(1, train, timeout=600)
@@ -117,11 +117,11 @@ def overlap(place: Place) -> Iterator[Line]:
         (place.kept / "offload_trace.json").write_bytes(path.read_bytes())
     trace = read_trace(path)
     if not (trace.outward and trace.inward):
-        found = f"{slower:.2f} x one without; no copies in the trace"
+        figure = f"{slower:.2f} x one without; no copies in the trace"
         if place.has_gpu:
-            yield judged("offload", False, found, "copies to pinned memory")
+            yield judged("offload", False, figure, "copies to pinned memory")
         else:
-            yield skipped("offload", found)
+            yield skipped("offload", figure)
         return
     shortest, can_hide = trace.shortest
     yield judged(

@@ -62,21 +62,21 @@ def parity(name: str, place: Place) -> Iterator[Line]:
         example_target=target,
     )
     for dtype in (torch.float64, torch.float32):
-        found = verify_program(folder, dtype=dtype, user=user, device=place.device)
-        bits = f"{found.equal} of {found.total} tensors have equal bits"
-        is_exact = found.judge(dtype)[0] == "exact"
+        outcome = verify_program(folder, dtype=dtype, user=user, device=place.device)
+        bits = f"{outcome.equal} of {outcome.total} tensors have equal bits"
+        is_exact = outcome.judge(dtype)[0] == "exact"
         if dtype is torch.float64:
             limit = f"{EXACT:.0e}"
         elif plan.same_bits:
-            is_exact, limit = found.equal == found.total, "all bits"
+            is_exact, limit = outcome.equal == outcome.total, "all bits"
         else:
             limit = "1e-4, or as much as rounding alone"
         yield judged(
             f"{name} {str(dtype).removeprefix('torch.')}",
             is_exact,
-            f"worst error {found.worst:.1e}, {bits}",
+            f"worst error {outcome.worst:.1e}, {bits}",
             limit,
-            worst=found.worst,
-            equal=found.equal,
-            total=found.total,
+            worst=outcome.worst,
+            equal=outcome.equal,
+            total=outcome.total,
         )

@@ -50,22 +50,22 @@ def on_ranks(
 def transports(place: Place) -> Iterator[Line]:
     """Send memory of the device to another rank: through the host, and directly."""
     size = MIB if place.is_tiny else 64 * MIB
-    found = {}
+    seconds = {}
     for name, setting in (("staged", "0"), ("as it is chosen", "")):
         env = {"GEMSC_CUDA_AWARE": setting}
         ranks = on_ranks(2, place, {"kind": "messages", "bytes": size}, env)
         if ranks is None:
             yield judged(name, False, "the ranks failed", "")
             continue
-        found[name] = max(rank["seconds"] for rank in ranks)
+        seconds[name] = max(rank["seconds"] for rank in ranks)
         direct = all(rank["direct"] for rank in ranks)
         yield judged(
             name,
             all(rank["equal"] for rank in ranks),
-            f"{2 * size / found[name] / 1e9:.2f} GB/s there and back, "
+            f"{2 * size / seconds[name] / 1e9:.2f} GB/s there and back, "
             + ("straight from the device" if direct else "through the host"),
             "the same bytes",
-            seconds=found[name],
+            seconds=seconds[name],
             direct=direct,
         )
 
@@ -94,19 +94,19 @@ def sums(place: Place) -> Iterator[Line]:
         if staged is None or ranks is None:
             yield judged(f"sums of {count} ranks", False, "the ranks failed", "")
             continue
-        found, host = (
-            max(rank["seconds"] for rank in each) for each in (ranks, staged)
+        seconds, host = (
+            max(rank["seconds"] for rank in group) for group in (ranks, staged)
         )
         on_device = all(rank["on_device"] for rank in ranks)
         yield judged(
             f"sums of {count} ranks",
             all(rank["equal"] for rank in (*ranks, *staged))
             and on_device == place.has_gpu,
-            f"{size / found / 1e9:.2f} GB/s with torch.distributed "
+            f"{size / seconds / 1e9:.2f} GB/s with torch.distributed "
             + ("and NCCL" if on_device else "and gloo")
             + f", {size / host / 1e9:.2f} with MPI through the host",
             "equal sums, on the GPU",
-            seconds=found,
+            seconds=seconds,
             host=host,
             on_device=on_device,
         )
@@ -209,18 +209,18 @@ def sharing(samples: int, place: Place) -> Iterator[Line]:
         for count in counts:
             name = f"{count} x {samples} samples{way}"
             ranks = _copies(place, count, samples, **how)
-            found, large = _rate(ranks), _rate(alone[count])
-            if not (found and one and large):
+            rate, large = _rate(ranks), _rate(alone[count])
+            if not (rate and one and large):
                 yield judged(name, False, "ranks failed", "")
                 continue
             kind = "MPS" if ranks and ranks[0]["mps"] else "no MPS"
             yield judged(
                 name,
                 True,
-                f"{found:.1f} samples/s ({kind}): {found / one:.2f} of one process, "
-                f"{found / large:.2f} of one with {count * samples} samples",
+                f"{rate:.1f} samples/s ({kind}): {rate / one:.2f} of one process, "
+                f"{rate / large:.2f} of one with {count * samples} samples",
                 "",
-                samples_per_second=found,
+                samples_per_second=rate,
                 one=one,
                 one_large=large,
             )

@@ -51,9 +51,9 @@ def turns(place: Place, first: Step, second: Step, steps: int = STEPS) -> Turns:
     times: tuple[list[float], list[float]] = [], []
     host: list[float] = []
     for _ in range(count):
-        for step, found in zip((first, second), times, strict=True):
+        for step, step_times in zip((first, second), times, strict=True):
             seconds, busy = _timed(place, step, steps)
-            found.append(seconds)
+            step_times.append(seconds)
             if step is first:
                 host.append(busy)
     return Turns(*times, host)
@@ -84,7 +84,7 @@ def batch(subject: Subject, place: Place) -> Sample:
     inputs, target = subject.data(place, MICRO_BATCHES)
     if not place.has_gpu:
         return inputs, target
-    return tuple(each.pin_memory() for each in inputs), target.pin_memory()
+    return tuple(tensor.pin_memory() for tensor in inputs), target.pin_memory()
 
 
 def eager(
@@ -97,8 +97,8 @@ def eager(
 
     def step() -> float:
         total = 0.0
-        sent = [each.to(place.device, non_blocking=True) for each in (*inputs, target)]
-        parts = zip(*(each.chunk(MICRO_BATCHES) for each in sent), strict=True)
+        sent = [t.to(place.device, non_blocking=True) for t in (*inputs, target)]
+        parts = zip(*(tensor.chunk(MICRO_BATCHES) for tensor in sent), strict=True)
         losses = []
         for *given, wanted in parts:
             with torch.autocast(
@@ -126,18 +126,18 @@ def speed(name: str, place: Place) -> Iterator[Line]:
         trainer = Trainer(folder, transport, optimizer=sgd, device=place.device)
         return turns(place, lambda: trainer.step(inputs, target), eager(subject, place))
 
-    (found,) = run_local(1, train, timeout=600)
-    ours, theirs, host = map(statistics.median, (found.first, found.second, found.host))
+    (times,) = run_local(1, train, timeout=600)
+    ours, theirs, host = map(statistics.median, (times.first, times.second, times.host))
     yield judged(
         name,
-        found.ratio <= SLOWEST or place.is_tiny,
-        f"{found.ratio:.3f} of eager ({1e3 * ours:.2f} and {1e3 * theirs:.2f} ms a "
+        times.ratio <= SLOWEST or place.is_tiny,
+        f"{times.ratio:.3f} of eager ({1e3 * ours:.2f} and {1e3 * theirs:.2f} ms a "
         f"step, the host {1e3 * host:.2f})",
         f"{SLOWEST}" if not place.is_tiny else "none in this size",
-        ratio=found.ratio,
-        ours=found.first,
-        eager=found.second,
-        host=found.host,
+        ratio=times.ratio,
+        ours=times.first,
+        eager=times.second,
+        host=times.host,
     )
 
 

@@ -17,7 +17,7 @@ MAGIC = {"%%sh": "sh", "%%writefile": "python"}
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Put a page, and files with its pictures, in the place of each notebook."""
-    for file in [each for each in files if each.src_uri.endswith(".ipynb")]:
+    for file in [file for file in files if file.src_uri.endswith(".ipynb")]:
         name = file.src_uri.removesuffix(".ipynb")
         pictures: Pictures = {}
         text = "\n\n".join(parts(json.loads(file.content_string), name, pictures))
@@ -42,12 +42,12 @@ def parts(notebook: Any, name: str, pictures: Pictures) -> Iterator[str]:
 
 def code(source: str) -> str:
     """Return a cell as a fenced block, in the language that its first line says."""
-    first, _, rest = source.partition("\n")
+    first, _, body = source.partition("\n")
     magic, _, file = first.partition(" ")
     if magic not in MAGIC:
         return f"```python\n{source}\n```"
     title = f' title="{file}"' if file else ""
-    return f"```{MAGIC[magic]}{title}\n{rest}\n```"
+    return f"```{MAGIC[magic]}{title}\n{body}\n```"
 
 
 def shown(output: Any, name: str, pictures: Pictures) -> str:

@@ -39,7 +39,7 @@ def on_page_markdown(
     markdown: str, page: Page, config: MkDocsConfig, files: Files
 ) -> str:
     """Fill in what the page asks for."""
-    return MARK.sub(lambda found: MAKERS[found[1]](), markdown)
+    return MARK.sub(lambda match: MAKERS[match[1]](), markdown)
 
 
 def table(head: Row, rows: Sequence[Row]) -> str:
@@ -59,17 +59,17 @@ def code(text: object) -> str:
 def commands() -> str:
     """Return a section for each command, in the order of `gemsc --help`."""
     app: Any = get_command(make_app())
-    return "\n".join(command(name, each) for name, each in app.commands.items())
+    return "\n".join(command(name, cmd) for name, cmd in app.commands.items())
 
 
-def command(name: str, found: Any) -> str:
+def command(name: str, cmd: Any) -> str:
     """Return what a command does, how it is called, and its options."""
-    arguments = [p for p in found.params if p.param_type_name == "argument"]
-    options = [p for p in found.params if p.param_type_name == "option"]
+    arguments = [p for p in cmd.params if p.param_type_name == "argument"]
+    options = [p for p in cmd.params if p.param_type_name == "option"]
     options = [p for p in options if not p.hidden]
     words = [usage(p) for p in arguments]
     words += ["[OPTIONS]"] if options or name == "run" else []
-    parts = [f"## gemsc {name}\n", f"{found.help}\n"]
+    parts = [f"## gemsc {name}\n", f"{cmd.help}\n"]
     parts += [f"```text\ngemsc {' '.join((name, *words))}\n```\n"]
     head = ("option", "default", "")
     if arguments:
@@ -111,11 +111,11 @@ def shown(option: Any) -> object:
     return words if isinstance(words, str) else option.default
 
 
-def default(found: object) -> str:
+def default(setting: object) -> str:
     """Return a default, nothing where there is none."""
-    if found in (None, False, "") or found == []:
+    if setting in (None, False, "") or setting == []:
         return ""
-    return "on" if found is True else code(found)
+    return "on" if setting is True else code(setting)
 
 
 def said(parameter: Any, command: str) -> str:
@@ -176,11 +176,11 @@ def tables(kind: type, path: str = "") -> Iterator[tuple[str, str]]:
     """
     docs = docstrings(kind)
     hints = get_type_hints(kind)
-    found = {field.name: hints[field.name] for field in dataclasses.fields(kind)}
-    rows = [(code(key), words(hint), docs[key]) for key, hint in found.items()]
+    fields = {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+    rows = [(code(key), words(hint), docs[key]) for key, hint in fields.items()]
     title = code(path) if path else "Before the tables"
     yield title, table(("entry", "type", ""), rows)
-    for key, hint in found.items():
+    for key, hint in fields.items():
         inner = next(iter(get_args(hint)), hint)
         name = ".".join(filter(None, (path.strip("[]"), key)))
         name = f"[{name}]" if get_origin(hint) is not list else f"[[{name}]]"
@@ -198,9 +198,9 @@ def docstrings(kind: type) -> Mapping[str, str]:
     path = Path(inspect.getfile(kind))
     module = griffe.visit(path.stem, filepath=path, code=path.read_text("utf-8"))
     return {
-        key: " ".join(each.docstring.value.split())
-        for key, each in module[kind.__name__].members.items()
-        if each.docstring is not None
+        key: " ".join(member.docstring.value.split())
+        for key, member in module[kind.__name__].members.items()
+        if member.docstring is not None
     }
 
 
@@ -246,8 +246,8 @@ def operators() -> str:
         writes = WRITES[kind] if row.writes else ""
         called = [code(name) for name in named.get(kind, (kind,))]
         rows.setdefault((tiles, shards, writes), []).extend(called)
-    found = [(", ".join(names), *cells) for cells, names in rows.items()]
-    return table(("operation", "on tiles", "on shards", "writes"), found)
+    lines = [(", ".join(names), *cells) for cells, names in rows.items()]
+    return table(("operation", "on tiles", "on shards", "writes"), lines)
 
 
 def names_of_kinds() -> dict[str, tuple[str, ...]]:

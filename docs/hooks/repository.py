@@ -41,8 +41,8 @@ def on_page_markdown(
     """Fill in sections of the README, and turn links that leave docs/."""
     folder = posixpath.dirname(page.file.src_uri)
 
-    def section(found: re.Match[str]) -> str:
-        return with_links(readme_section(found[1]), "", folder, files)
+    def section(match: re.Match[str]) -> str:
+        return with_links(readme_section(match[1]), "", folder, files)
 
     if page.file.src_uri != "examples.md":
         markdown = with_links(markdown, posixpath.join("docs", folder), folder, files)
@@ -52,10 +52,10 @@ def on_page_markdown(
 def readme_section(title: str) -> str:
     """Return the text below a heading or title of the README, up to the next."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    found = re.search(rf"^##? {re.escape(title)}\n", text, re.MULTILINE)
-    if found is None:
+    match = re.search(rf"^##? {re.escape(title)}\n", text, re.MULTILINE)
+    if match is None:
         raise ValueError(f"README.md has no section '{title}'")
-    after = PICTURE.sub("", text[found.end() :])
+    after = PICTURE.sub("", text[match.end() :])
     return re.split(r"^## ", after, maxsplit=1, flags=re.MULTILINE)[0]
 
 
@@ -65,11 +65,11 @@ def with_links(text: str, source: str, folder: str, files: Files) -> str:
     What stands in fenced blocks is left alone.
     """
 
-    def turned(found: re.Match[str]) -> str:
-        label, target, anchor = found[1], found[2], found[3] or ""
+    def turned(match: re.Match[str]) -> str:
+        label, target, anchor = match[1], match[2], match[3] or ""
         path = posixpath.normpath(posixpath.join(source, target))
         if not (ROOT / path).exists():
-            return found[0]  # mkdocs says so
+            return match[0]  # mkdocs says so
         page = PAGES.get(path, path.removeprefix("docs/"))
         if path not in PAGES and not path.startswith("docs/"):
             return label

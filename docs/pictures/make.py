@@ -43,15 +43,15 @@ def commands() -> dict[str, str]:
     Raises:
         ValueError: a page shows a picture and has no command for it.
     """
-    found = {}
+    by_picture = {}
     for text in pages():
         written = {path: line for line, path in COMMAND.findall(text)}
         for picture, name, kind in PICTURE.findall(text):
             path = f"build/{picture}" if kind == "curve" else f"build/{name}"
             if path not in written:
                 raise ValueError(f"no command of its page writes {path} of {picture}")
-            found[picture] = written[path]
-    return found
+            by_picture[picture] = written[path]
+    return by_picture
 
 
 def write_files(folder: Path) -> None:
@@ -70,8 +70,8 @@ def draw(command: str, folder: Path) -> dict[str, str]:
     path = folder / words[words.index("-o") + 1]
     drawn = sorted(path.glob("*.svg")) if path.is_dir() else [path]
     return {
-        f"{path.name}-{each.name}" if path.is_dir() else each.name: each.read_text()
-        for each in drawn
+        f"{path.name}-{file.name}" if path.is_dir() else file.name: file.read_text()
+        for file in drawn
     }
 
 

@@ -81,7 +81,7 @@ def simulate_runs(
     paper: Paper, runs: list[dict[str, Any]], *, curves: bool = False
 ) -> dict[str, Simulation]:
     """Return some runs of a paper, simulated, by their names."""
-    traced, environment, found = None, None, {}
+    traced, environment, simulated = None, None, {}
     for run in runs:
         if traced is None or run.get("environment") != environment:
             environment = run.get("environment")
@@ -94,21 +94,21 @@ def simulate_runs(
             **{name: tuple(run[name]) for name in LISTS if name in run},
         )
         copies = () if curves else (1,)
-        found[run["name"]] = simulate(traced, options, copies, defers=False)
-    return found
+        simulated[run["name"]] = simulate(traced, options, copies, defers=False)
+    return simulated
 
 
 def simulated_lines(
-    runs: list[dict[str, Any]], found: dict[str, Simulation]
+    runs: list[dict[str, Any]], simulated: dict[str, Simulation]
 ) -> list[Line]:
     return [
         Line(
             run["name"],
-            *figures(run, runs, found),
+            *figures(run, runs, simulated),
             details={
-                "step": show_seconds(found[run["name"]].last.step_seconds),
-                "samples/s": f"{found[run['name']].last.throughput:,.1f}",
-                "peak GPU": peak(found[run["name"]]),
+                "step": show_seconds(simulated[run["name"]].last.step_seconds),
+                "samples/s": f"{simulated[run['name']].last.throughput:,.1f}",
+                "peak GPU": peak(simulated[run["name"]]),
             },
             reason=run.get("reason", ""),
         )
@@ -117,15 +117,15 @@ def simulated_lines(
 
 
 def figures(
-    run: dict[str, Any], runs: list[dict[str, Any]], found: dict[str, Simulation]
+    run: dict[str, Any], runs: list[dict[str, Any]], simulated: dict[str, Simulation]
 ) -> tuple[str, str]:
     """Return what was published of a run, and what it comes to here."""
-    result = found[run["name"]]
+    result = simulated[run["name"]]
     if "published_efficiency" in run:
         return f"{run['published_efficiency']:.2%}", f"{result.efficiency:.2%}"
     over = run.get("over", run["name"])
-    base = next(each for each in runs if each["name"] == over)
-    faster = result.last.throughput / found[over].last.throughput
+    base = next(other for other in runs if other["name"] == over)
+    faster = result.last.throughput / simulated[over].last.throughput
     if "published_hours" in base:
         hours = run.get("published_hours")
         taken = f"{base['published_hours'] / faster:.2f} h"
@@ -144,16 +144,16 @@ def sharing_lines(paper: Paper, runs: list[dict[str, Any]]) -> list[Line]:
     lines = []
     for run in runs:
         count, device = run["per_device"], paper.machine.device
-        found = share(trace_run(paper, run).program, device)
+        sharing = share(trace_run(paper, run).program, device)
         lines.append(
             Line(
                 run["name"],
                 f"up to +{run['published_gain']:.0%}",
-                f"{found.gain(count):+.0%}",
+                f"{sharing.gain(count):+.0%}",
                 details={
-                    "with sums": f"{found.gain(count, sums=True):+.0%}",
-                    "device used": f"{found.utilisation():.0%}",
-                    "one process, larger batch": f"{found.gain_of_batch(count):+.0%}",
+                    "with sums": f"{sharing.gain(count, sums=True):+.0%}",
+                    "device used": f"{sharing.utilisation():.0%}",
+                    "one process, larger batch": f"{sharing.gain_of_batch(count):+.0%}",
                 },
                 reason=run.get("reason", ""),
             )
@@ -167,10 +167,10 @@ def show(path: Path, console: Console, folder: str = "") -> None:
     if paper.shares:
         lines, assumptions = sharing_lines(paper, paper.run), ASSUMPTIONS
     else:
-        found = simulate_runs(paper, paper.run, curves=bool(folder))
-        lines, assumptions = simulated_lines(paper.run, found), ()
+        simulated = simulate_runs(paper, paper.run, curves=bool(folder))
+        lines, assumptions = simulated_lines(paper.run, simulated), ()
         if folder:
-            draw(found, Path(folder), path.stem)
+            draw(simulated, Path(folder), path.stem)
     table = Table(title=paper.title, title_justify="left")
     table.add_column("run")
     for title in ("published", "simulated", *lines[0].details):
@@ -184,10 +184,10 @@ def show(path: Path, console: Console, folder: str = "") -> None:
         console.print(f"- {text}", highlight=False)
 
 
-def draw(found: dict[str, Simulation], folder: Path, stem: str) -> None:
+def draw(simulated: dict[str, Simulation], folder: Path, stem: str) -> None:
     """Draw the curve of every run that has one."""
     folder.mkdir(parents=True, exist_ok=True)
-    curves = {name: each.points for name, each in found.items() if each.points[1:]}
+    curves = {name: sim.points for name, sim in simulated.items() if sim.points[1:]}
     for number, (name, points) in enumerate(curves.items(), 1):
         text = draw_curve(name, points)
         (folder / f"{stem}-{number}.svg").write_text(text, encoding="utf-8")
@@ -200,8 +200,8 @@ def headlines(paper: Paper) -> list[Line]:
     runs = [run for run in paper.run if run["name"] in needed]
     if paper.shares:
         return sharing_lines(paper, runs)
-    found = simulate_runs(paper, runs)
-    return [line for line in simulated_lines(runs, found) if line.reason]
+    simulated = simulate_runs(paper, runs)
+    return [line for line in simulated_lines(runs, simulated) if line.reason]
 
 
 def show_headlines(paths: list[Path], console: Console) -> None:

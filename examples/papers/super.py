@@ -80,11 +80,11 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, bias: Tensor, memory: Tensor | None = None) -> Tensor:
         y = self.norm(x)
-        found = [attention(y, y, bias) for attention in self.own]
+        outputs = [attention(y, y, bias) for attention in self.own]
         if memory is not None:
-            found += [attention(y, memory, None) for attention in self.crossed]
-        found += [mlp(y) for mlp in self.mlps]
-        return x + self.dropout(reduce(add, found))
+            outputs += [attention(y, memory, None) for attention in self.crossed]
+        outputs += [mlp(y) for mlp in self.mlps]
+        return x + self.dropout(reduce(add, outputs))
 
 
 class Stack(nn.Module):
@@ -129,8 +129,8 @@ def buckets(decodes: bool) -> Tensor:
     near = count // 2
     steps = torch.log(far.clamp(min=1) / near) / math.log(FARTHEST / near)
     large = (near + (steps * (count - near)).long()).clamp(max=count - 1)
-    found = torch.where(far < near, far, large)
-    return found if decodes else found + count * (apart > 0)
+    bucket = torch.where(far < near, far, large)
+    return bucket if decodes else bucket + count * (apart > 0)
 
 
 def unseen(decodes: bool) -> Tensor:

@@ -28,9 +28,9 @@ def draw(slide: Slide, coarse: Slide, mask: Slide, path: Path) -> None:
     top, left = height // 3, width * 7 // 8
     part = (top, top + SIDE), (left, left + SIDE)
     pixels = slide.read(*part)
-    found = mask.read(*part)[..., 0] > 0
-    inside = binary_erosion(found, iterations=2, border_value=1)
-    over = np.where((found & ~inside)[..., None], np.uint8(LINE), pixels)
+    marked = mask.read(*part)[..., 0] > 0
+    inside = binary_erosion(marked, iterations=2, border_value=1)
+    over = np.where((marked & ~inside)[..., None], np.uint8(LINE), pixels)
     rows, columns = (np.linspace(0, n - 1, SIDE).astype(int) for n in coarse.shape[:2])
     whole = coarse.read((0, coarse.shape[0]), (0, coarse.shape[1]))
     imsave(path, np.hstack([whole[np.ix_(rows, columns)], pixels, over]))

@@ -50,21 +50,21 @@ class Topology:
 
     def units_in(self, pool: Cores) -> list[Cores]:
         """Return the threads of each core of a pool, one domain after the other."""
-        found = []
+        units = []
         for domain in self.domains_in(pool):
             inside = [threads & domain for threads in self.siblings if threads & domain]
             alone = domain.difference(*inside)
-            found += sorted((*inside, *(frozenset({core}) for core in alone)), key=min)
-        return found
+            units += sorted((*inside, *(frozenset({core}) for core in alone)), key=min)
+        return units
 
 
 def parse_cores(text: str) -> Cores:
     """Read `0-3,8`, as Linux writes it."""
-    found: set[int] = set()
+    cores: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
-        found.update(range(int(first), int(last or first) + 1))
-    return frozenset(found)
+        cores.update(range(int(first), int(last or first) + 1))
+    return frozenset(cores)
 
 
 def bind(allowed: Sequence[Cores], topology: Topology, how: str) -> list[Cores]:
@@ -125,14 +125,14 @@ def share_of(rank: int, cores: Sequence[Cores]) -> int:
 
 def _lists(files: Iterable[Path]) -> tuple[Cores, ...]:
     """Return the lists of cores in files, each once."""
-    found = set()
+    lists = set()
     for file in files:
         with contextlib.suppress(OSError, ValueError):
-            found.add(parse_cores(file.read_text()))
-    return tuple(sorted(filter(None, found), key=min))  # memory may have no cores
+            lists.add(parse_cores(file.read_text()))
+    return tuple(sorted(filter(None, lists), key=min))  # memory may have no cores
 
 
 def _within(groups: Iterable[Cores], pool: Cores) -> list[Cores]:
-    found = [group & pool for group in groups if group & pool]
-    rest = pool.difference(*found)
-    return [*found, rest] if rest else found
+    inside = [group & pool for group in groups if group & pool]
+    outside = pool.difference(*inside)
+    return [*inside, outside] if outside else inside

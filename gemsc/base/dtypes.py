@@ -57,15 +57,15 @@ def is_real(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-def within(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
+def within(original: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
     """Return what a dtype becomes where the model runs in `dtype`; None: as it is.
 
     Half precision is its own in float32, too: a model may mix the two.
     """
-    is_kept = dtype is torch.float32 and own in HALF
-    if dtype is None or is_kept or not is_real(own):
-        return own
-    return dtype.to_complex() if own.is_complex else dtype
+    is_kept = dtype is torch.float32 and original in HALF
+    if dtype is None or is_kept or not is_real(original):
+        return original
+    return dtype.to_complex() if original.is_complex else dtype
 
 
 def as_real(tensor: Tensor) -> Tensor:
@@ -79,12 +79,12 @@ def other_dtype(parameters: Iterator[Tensor], inputs: Any) -> torch.dtype:
     Raises:
         GemscError: it is in float64 but for some of its weights.
     """
-    own = [t.dtype for t in parameters if t.dtype.is_floating_point]
+    dtypes = [t.dtype for t in parameters if t.dtype.is_floating_point]
     given = [t.dtype for _, t in tensor_leaves(inputs) if t.dtype.is_floating_point]
-    if set(own) == {torch.float64}:
+    if set(dtypes) == {torch.float64}:
         return torch.float32
-    narrow = next((dtype for dtype in own if dtype is not torch.float64), None)
-    if narrow and torch.float64 in own and (given or own)[0] is torch.float64:
+    narrow = next((dtype for dtype in dtypes if dtype is not torch.float64), None)
+    if narrow and torch.float64 in dtypes and (given or dtypes)[0] is torch.float64:
         raise GemscError(f"its weights are in float64 and in {dtype_name(narrow)}")
     return torch.float64
 
@@ -159,10 +159,10 @@ def cast_module(
             done[id(tensor)] = tensor.to(within(tensor.dtype, dtype))
         return done[id(tensor)]
 
-    for each in module.modules():
-        method: Any = type(each)._apply
+    for submodule in module.modules():
+        method: Any = type(submodule)._apply
         is_of_torch = method.__module__.startswith("torch.")
-        (method if is_of_torch else nn.Module._apply)(each, convert, recurse=False)
+        (method if is_of_torch else nn.Module._apply)(submodule, convert, recurse=False)
 
 
 def check_modes(file: str) -> None:
@@ -247,8 +247,8 @@ def is_laid_out(tensor: Tensor) -> bool:
     if last is None or tensor.layout is not torch.strided:
         return False
     forms = last, torch.contiguous_format
-    own, plain = (empty(tensor.shape, f, device="meta").stride() for f in forms)
-    return tensor.stride() == own != plain
+    wanted, plain = (empty(tensor.shape, f, device="meta").stride() for f in forms)
+    return tensor.stride() == wanted != plain
 
 
 def empty(shape: Sequence[int], form: Format, **how: Any) -> Tensor:

@@ -52,8 +52,8 @@ def updated_whole(
         except Exception:  # its first real step will say why
             return dict.fromkeys(trained, math.inf)
         worst |= dict.fromkeys(_grouped_by_size(trained, factory), 1.0)
-    found = {n: max(worst.get(n, 0.0), worst.get(k, 0.0)) for n, k in kinds.items()}
-    return {name: error for name, error in found.items() if error}
+    errors = {n: max(worst.get(n, 0.0), worst.get(k, 0.0)) for n, k in kinds.items()}
+    return {name: error for name, error in errors.items() if error}
 
 
 def _kinds(
@@ -80,7 +80,7 @@ def updated_together(
     with generator_lock, fork_torch():
         torch.manual_seed(0)
         try:
-            return max(_difference_apart(each, factory) for each in _scaled(trained))
+            return max(_difference_apart(drawn, factory) for drawn in _scaled(trained))
         except Exception:  # it may want a parameter that is in the other half
             return 0.0
 
@@ -91,11 +91,11 @@ def _grouped_by_size(
     """Return the names of those of which halves are in another group."""
     whole = {name: tuple(p.shape) for name, p in parameters.items()}
     blanks = {n: torch.empty(p.shape, device="meta") for n, p in parameters.items()}
-    found = set[str]()
+    names = set[str]()
     for way in (0, 1):
         halves = {n: tuple(_half(t, way, 0).shape) for n, t in blanks.items()}
-        found.update(others_by_size(parameters, whole, halves, factory))
-    return found
+        names.update(others_by_size(parameters, whole, halves, factory))
+    return names
 
 
 def others_by_size(
@@ -152,8 +152,8 @@ def values_of_group(group: Mapping[str, Any]) -> dict[str, object]:
         key: value
         for key, value in values.items()
         if all(
-            each is None or isinstance(each, Number | str)
-            for each in (value if isinstance(value, tuple) else (value,))
+            part is None or isinstance(part, Number | str)
+            for part in (value if isinstance(value, tuple) else (value,))
         )
     }
 
@@ -182,9 +182,9 @@ def check_elementwise(differences: Mapping[str, float], *stages: Iterable[str]) 
     others = [
         any(_module_of(n) not in modules for n in names) for names in cut if names
     ]
-    rest = f"--whole {','.join(modules)}" if all(others) else "leave out --shards"
+    remedy = f"--whole {','.join(modules)}" if all(others) else "leave out --shards"
     raise GemscError(
-        f"optimizer() {text}", help=f"use an elementwise optimizer, or {rest}"
+        f"optimizer() {text}", help=f"use an elementwise optimizer, or {remedy}"
     )
 
 
@@ -196,11 +196,11 @@ def _differences(
     drawn: Sequence[Mapping[str, Tensor]], factory: OptimizerFactory
 ) -> dict[str, float]:
     """Return by how much halves step otherwise, of the first tensors, where they do."""
-    whole, found = _after_steps(drawn, factory), dict[str, float]()
+    whole, errors = _after_steps(drawn, factory), dict[str, float]()
     for way in (0, 1):
         halves = [
             _after_steps(
-                [{n: _half(t, way, half) for n, t in each.items()} for each in drawn],
+                [{n: _half(t, way, half) for n, t in draw.items()} for draw in drawn],
                 factory,
             )
             for half in (0, 1)
@@ -212,8 +212,8 @@ def _differences(
                 for half, part in enumerate(halves)
             )
             if not error <= ROUNDING * step:
-                found[name] = max(found.get(name, 0.0), error / (step or 1.0))
-    return found
+                errors[name] = max(errors.get(name, 0.0), error / (step or 1.0))
+    return errors
 
 
 def _difference_apart(
@@ -223,7 +223,7 @@ def _difference_apart(
     names, whole = [*drawn[0]], _after_steps(drawn, factory)
     apart: dict[str, Tensor] = {}
     for half in names[: len(names) // 2], names[len(names) // 2 :]:
-        apart |= _after_steps([{n: each[n] for n in half} for each in drawn], factory)
+        apart |= _after_steps([{n: draw[n] for n in half} for draw in drawn], factory)
     step = max(float((whole[n] - drawn[0][n]).abs().max()) for n in names)
     error = max(float((whole[n] - apart[n]).abs().max()) for n in names)
     return 0.0 if error <= ROUNDING * step else error / step
@@ -235,7 +235,7 @@ def _scaled(
     """Yield what is tried, of all sizes in turn."""
     drawn = _drawn(parameters, large)
     for scale in SCALES:
-        yield [{name: t * scale for name, t in each.items()} for each in drawn]
+        yield [{name: t * scale for name, t in draw.items()} for draw in drawn]
 
 
 def _drawn(

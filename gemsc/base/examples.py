@@ -51,9 +51,9 @@ class Examples:
                 f"example_target has one shape, but example_inputs has {len(shapes)}",
                 help="return a list of targets, one for each of example_inputs()",
             )
-        found = cls(shapes, targets)
-        found._check()
-        return found
+        examples = cls(shapes, targets)
+        examples._check()
+        return examples
 
     def _check(self) -> None:
         names = self.names
@@ -81,9 +81,9 @@ class Examples:
 
         Names may be part of a file's name.
         """
-        sizes = [samples(each, "input") for each in self.inputs]
+        sizes = [samples(inputs, "input") for inputs in self.inputs]
         for place in sizes[0]:
-            rows = [tuple(each[place]) for each in sizes]
+            rows = [tuple(shapes[place]) for shapes in sizes]
             differ = [len({*dims}) > 1 for dims in zip(*rows, strict=False)]
             if any(differ):
                 pairs = [zip(row, differ, strict=False) for row in rows]
@@ -124,8 +124,8 @@ class Examples:
     def sizes(self, number: int) -> dict[str, list[int]]:
         """Return the shape of each tensor of a sample, by where it is."""
         rows = num_rows(self.inputs[number])
-        found = samples(self.inputs[number], "input")
-        return found | samples(self.targets[number], "target", rows)
+        shapes = samples(self.inputs[number], "input")
+        return shapes | samples(self.targets[number], "target", rows)
 
 
 def inputs_of_shapes(inputs: Any) -> list[Inputs]:
@@ -139,14 +139,14 @@ def inputs_of_shapes(inputs: Any) -> list[Inputs]:
     """
     if isinstance(inputs, list) and len(inputs) > 1:
         kinds = tuple, Mapping
-        if any(all(isinstance(each, kind) for each in inputs) for kind in kinds):
-            rows = [dict(tensor_leaves(each)) for each in inputs]
+        if any(all(isinstance(nest, kind) for nest in inputs) for kind in kinds):
+            rows = [dict(tensor_leaves(nest)) for nest in inputs]
             forms = [{p: (t.dtype, t.dim()) for p, t in row.items()} for row in rows]
             shapes = {tuple(tuple(t.shape) for t in row.values()) for row in rows}
             dims = [{p: dim for p, (_, dim) in form.items()} for form in forms]
             if rows[0] and len(shapes) > 1 and all(d == dims[0] for d in dims):
                 _check_dtypes(rows)
-                return [normalize_inputs(each) for each in inputs]
+                return [normalize_inputs(nest) for nest in inputs]
     return [normalize_inputs(inputs)]
 
 
@@ -156,11 +156,11 @@ def _check_dtypes(rows: Sequence[Mapping[Path, Tensor]]) -> None:
         for path, tensor in row.items():
             pair = rows[0][path].dtype, tensor.dtype
             if pair[0] != pair[1]:
-                first, own = (str(dtype).removeprefix("torch.") for dtype in pair)
+                first, other = (str(dtype).removeprefix("torch.") for dtype in pair)
                 place = "".join(f"[{part!r}]" for part in path)
                 raise GemscError(
                     "example_inputs has shapes of several dtypes: its "
-                    f"[0]{place} is {first}, its [{number}]{place} {own}",
+                    f"[0]{place} is {first}, its [{number}]{place} {other}",
                     help="give each shape tensors of the same dtypes; of a model that "
                     "takes several tuples or dicts, return a tuple, not a list",
                 )
@@ -215,16 +215,16 @@ def target_like(sample: Any, shapes: Sequence[Any], number: int) -> Any:
     up with zeros.
     """
     input, target = sample
-    own = {
+    inputs = {
         ".".join(map(str, path)): list(tensor.shape)
         for path, tensor in tensor_leaves(_as_tensors(input), ("input",))
     }
-    if "input" in own:  # alone, it is the first of several
-        own = {"input.0": own["input"]}
-    classes = [samples(each, "input") for each in shapes]
+    if "input" in inputs:  # alone, it is the first of several
+        inputs = {"input.0": inputs["input"]}
+    classes = [samples(nest, "input") for nest in shapes]
 
     def change(path: Path, tensor: Tensor) -> Tensor:
-        return _resized(tensor, _shape_like(tensor.shape, own, classes, number))
+        return _resized(tensor, _shape_like(tensor.shape, inputs, classes, number))
 
     return map_tensors(_as_tensors(target), change)
 
@@ -239,10 +239,10 @@ def _shape_like(
     classes: Sequence[Mapping[str, list[int]]],
     number: int,
 ) -> list[int]:
-    for place, own in inputs.items():
-        rows = [each[place] for each in classes if place in each]
-        count = min(len(shape), len(own))
-        while count and list(shape[-count:]) != own[-count:]:
+    for place, sizes in inputs.items():
+        rows = [shapes[place] for shapes in classes if place in shapes]
+        count = min(len(shape), len(sizes))
+        while count and list(shape[-count:]) != sizes[-count:]:
             count -= 1
         if count and len({tuple(row[-count:]) for row in rows}) > 1:
             return [*shape[: len(shape) - count], *rows[number][-count:]]
@@ -250,7 +250,7 @@ def _shape_like(
 
 
 def _resized(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    found = tensor.new_zeros(tuple(shape))
+    resized = tensor.new_zeros(tuple(shape))
     inside = tuple(slice(min(a, b)) for a, b in zip(tensor.shape, shape, strict=True))
-    found[inside] = tensor[inside]
-    return found
+    resized[inside] = tensor[inside]
+    return resized

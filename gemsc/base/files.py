@@ -42,15 +42,15 @@ def write_text(path: Path, text: str) -> None:
         beside.write_text(text, encoding="utf-8")
 
 
-def in_json(found: Any) -> Any:
-    """Return it in JSON's types; a number that is not finite is null, as is None."""
-    if isinstance(found, Mapping):
-        return {str(key): in_json(value) for key, value in found.items()}
-    if isinstance(found, list | tuple):
-        return [in_json(each) for each in found]
-    if isinstance(found, float):
-        return found if math.isfinite(found) else None
-    return found if isinstance(found, int | str | None) else str(found)
+def in_json(nest: Any) -> Any:
+    """Return `nest` in JSON's types; a number not finite is null, as is None."""
+    if isinstance(nest, Mapping):
+        return {str(key): in_json(value) for key, value in nest.items()}
+    if isinstance(nest, list | tuple):
+        return [in_json(part) for part in nest]
+    if isinstance(nest, float):
+        return nest if math.isfinite(nest) else None
+    return nest if isinstance(nest, int | str | None) else str(nest)
 
 
 def sync(path: Path) -> None:

@@ -126,13 +126,13 @@ _reads: list[set[str]] = []  # what notes the files that are opened now
 
 
 @contextmanager
-def noting_settings(found: set[str]) -> Iterator[None]:
-    """Add the files of settings that the user's code opens meanwhile, in any folder.
+def noting_settings(files: set[str]) -> Iterator[None]:
+    """Add to `files` the settings that the user's code opens meanwhile, in any folder.
 
     Files of packages, and those in hidden folders (caches), do not count.
     """
     _listen()
-    _reads.append(found)
+    _reads.append(files)
     try:
         yield
     finally:
@@ -148,8 +148,8 @@ def _note_settings(event: str, arguments: tuple[Any, ...]) -> None:
     path = Path(os.path.abspath(path))
     is_hidden = any(part.startswith(".") for part in path.parts)
     if not is_hidden and is_users(path):
-        for found in _reads:
-            found.add(str(path))
+        for files in _reads:
+            files.add(str(path))
 
 
 @functools.cache
@@ -184,7 +184,7 @@ def _used_by_lines(
     lines: Collection[int],
 ) -> set[str]:
     """Return the definitions that hold one of the lines, and all that they use."""
-    found: set[str] = set()
+    reached: set[str] = set()
     more = {
         name
         for name, items in parts.items()
@@ -193,25 +193,25 @@ def _used_by_lines(
         and any(item.lineno <= line <= (item.end_lineno or 0) for line in lines)
     }
     while more:
-        found |= more
+        reached |= more
         used = set().union(*(uses[name] for name in more))
-        more = (used & parts.keys()) - found
-    return found
+        more = (used & parts.keys()) - reached
+    return reached
 
 
 def _runtime_only(uses: Mapping[str, set[str]]) -> set[str]:
     """Return the names that only the data, the optimizer and the metrics use."""
-    found = RUNTIME_ONLY & uses.keys()
+    runtime = RUNTIME_ONLY & uses.keys()
     grows = True
     while grows:
         more = set()
-        for name in uses.keys() - found:
+        for name in uses.keys() - runtime:
             users = {other for other in uses if name in uses[other]} - {name}
-            if users and users <= found:
+            if users and users <= runtime:
                 more.add(name)
-        found |= more
+        runtime |= more
         grows = bool(more)
-    return found
+    return runtime
 
 
 def _is_docstring(item: ast.stmt) -> bool:

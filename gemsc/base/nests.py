@@ -221,22 +221,22 @@ def detach_hooked(module: nn.Module) -> None:
 
     As they are made, they have a graph, with which no module can be copied.
     """
-    for each in module.modules():
-        for hook in each._forward_pre_hooks.values():
+    for submodule in module.modules():
+        for hook in submodule._forward_pre_hooks.values():
             if isinstance(hook, BasePruningMethod):
                 name = hook._tensor_name
             elif isinstance(hook, WeightNorm | SpectralNorm):
                 name = hook.name
             else:
                 continue
-            if isinstance(value := vars(each).get(name), torch.Tensor):
-                vars(each)[name] = value.detach()
+            if isinstance(value := vars(submodule).get(name), torch.Tensor):
+                vars(submodule)[name] = value.detach()
 
 
 def named_place(path: Path) -> str:
     """Return how a message to the user calls a tensor: `input['mask']`."""
-    first, *rest = path
-    return str(first) + "".join(f"[{part!r}]" for part in rest)
+    first, *parts = path
+    return str(first) + "".join(f"[{part!r}]" for part in parts)
 
 
 def dense_leaves(value: Any) -> list[torch.Tensor]:
@@ -351,10 +351,10 @@ def stored_items(
 def stored_attributes(value: Any) -> Mapping[str, Any]:
     """Return those that an object stores itself; its class's code is not called."""
     try:
-        own: Mapping[str, Any] = object.__getattribute__(value, "__dict__")
+        attributes: Mapping[str, Any] = object.__getattribute__(value, "__dict__")
     except AttributeError:
         return {}
-    return own
+    return attributes
 
 
 def _key(key: object) -> str | int:

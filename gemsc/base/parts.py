@@ -80,9 +80,9 @@ class Part:
     def intervals(self) -> tuple[Interval, ...]:
         """The parts of dimension `dim` that it takes, one for each repetition."""
         unit, size = self.inner, self.units * self.inner
-        starts = (each * size for each in range(self.outer))
+        starts = (repeat * size for repeat in range(self.outer))
         first, last = self.rows
-        return tuple((each + first * unit, each + last * unit) for each in starts)
+        return tuple((start + first * unit, start + last * unit) for start in starts)
 
     @property
     def share(self) -> float:
@@ -91,8 +91,8 @@ class Part:
 
     def of(self, whole: Tensor) -> Tensor:
         """Return the part of a whole tensor: a new tensor, contiguous."""
-        own = self.view(whole).clone(memory_format=torch.contiguous_format)
-        return own.view(self.local_shape)
+        part = self.view(whole).clone(memory_format=torch.contiguous_format)
+        return part.view(self.local_shape)
 
     def view(self, whole: Tensor) -> Tensor:
         """Return the part as a view; its dimension is outer, rows and inner apart."""
@@ -137,10 +137,10 @@ def by_path(placed: Mapping[str, int], names: Iterable[str]) -> dict[str, int]:
     for name in names:
         for path in _paths(name):
             holders[path].add(placed.get(name))
-    found = {}
+    ranks = {}
     for name, rank in placed.items():
-        found[next(p for p in _paths(name) if holders[p] == {rank})] = rank
-    return found
+        ranks[next(p for p in _paths(name) if holders[p] == {rank})] = rank
+    return ranks
 
 
 def holder_of(name: str, placed: Mapping[str, int]) -> int | None:

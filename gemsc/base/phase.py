@@ -79,7 +79,7 @@ def as_phases(value: object) -> tuple[Phase, ...]:
         GemscError: it is no list of phases.
     """
     phases = tuple(value) if isinstance(value, list | tuple) else ()
-    if not phases or not all(isinstance(each, Phase) for each in phases):
+    if not phases or not all(isinstance(phase, Phase) for phase in phases):
         raise GemscError(
             "phases is not a list of gemsc.Phase",
             help='write phases = [gemsc.Phase("d", loss=..., train="...", '

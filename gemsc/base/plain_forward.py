@@ -109,26 +109,30 @@ def forgetting(*owners: Any) -> Iterator[None]:
     It may keep them in a dict, a class or a variable of its file, or by `lru_cache`:
     what is a fake, or in one dtype, is of no use to calls on numbers, or in another.
     """
-    found = {id(each): each for owner in owners for _, each in all_in(owner)}.values()
-    places: list[Any] = [each for each in found if type(each) in _DICTS]
-    for each in filter(_is_users, found):
-        places.append(each if isinstance(each, type) else each.__globals__)
+    visible = {
+        id(value): value for owner in owners for _, value in all_in(owner)
+    }.values()
+    places: list[Any] = [value for value in visible if type(value) in _DICTS]
+    for owner in filter(_is_users, visible):
+        places.append(owner if isinstance(owner, type) else owner.__globals__)
     before = [(place, dict(_held(place))) for place in places]
-    _forget_cached(found)  # what another run has left: all find the same
+    _forget_cached(visible)  # what another run has left: all find the same
     try:
         yield
     finally:
-        _forget_cached(found)
+        _forget_cached(visible)
         for place, known in before:
             _forget(place, known)
 
 
-def _forget_cached(found: Iterable[Any]) -> None:
+def _forget_cached(visible: Iterable[Any]) -> None:
     """Empty each `lru_cache` that holds tensors; one of networks is left as it is."""
-    for each in found:
-        held = gc.get_referents(each) if isinstance(each, _lru_cache_wrapper) else None
+    for value in visible:
+        held = (
+            gc.get_referents(value) if isinstance(value, _lru_cache_wrapper) else None
+        )
         if next(tensor_leaves(held), None) is not None:
-            each.cache_clear()
+            value.cache_clear()
 
 
 def _held(place: Any) -> Mapping[str, Any]:
@@ -156,8 +160,13 @@ def _items(name: str, value: Any) -> Iterator[tuple[str, Any]]:
             cells = zip(code.co_freevars, value.__closure__ or (), strict=True)
             yield from ((key, content(cell)) for key, cell in cells)
             yield from ((key, known[key]) for key in code.co_names if key in known)
-            own = *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()
-            yield from ((f"a default of {value.__name__}", each) for each in own)
+            defaults = (
+                *(value.__defaults__ or ()),
+                *(value.__kwdefaults__ or {}).values(),
+            )
+            yield from (
+                (f"a default of {value.__name__}", default) for default in defaults
+            )
             yield from ((f"{value.__name__}.{k}", v) for k, v in vars(value).items())
     elif isinstance(value, partial):
         yield f"{name}.func", value.func

@@ -209,9 +209,9 @@ def _drawn(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
         given = kwargs | {"dtype": torch.float64}
     wide = pytree.tree_map(_widened, args)
     result = func(*wide, **given)
-    for argument, own, other in zip(func._schema.arguments, args, wide, strict=False):
-        if argument.is_write and own is not other:  # the noise of rrelu, for instance
-            own.copy_(other)
+    for argument, plain, other in zip(func._schema.arguments, args, wide, strict=False):
+        if argument.is_write and plain is not other:  # the noise of rrelu, for instance
+            plain.copy_(other)
     return pytree.tree_map(lambda leaf: _narrowed(leaf, args, kwargs), result)
 
 

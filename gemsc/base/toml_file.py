@@ -59,8 +59,8 @@ class TomlFile:
                 f"{what} {path} is not valid TOML: it is nested too deeply", help=advice
             ) from None
         except tomllib.TOMLDecodeError as error:
-            found = _LINE.search(str(error))
-            line = int(found[1]) if found else max(1, len(text.splitlines()))
+            match = _LINE.search(str(error))
+            line = int(match[1]) if match else max(1, len(text.splitlines()))
             raise GemscError(
                 f"{what} {path.name} is not valid TOML: {error}",
                 at=SourceLocation(str(path), line),
@@ -168,14 +168,14 @@ class _Builder:
         if origin is dict and isinstance(value, dict):
             inner = get_args(hint)[1]
             return {
-                key: self.value(inner, each, (*keys, key))
-                for key, each in value.items()
+                key: self.value(inner, entry, (*keys, key))
+                for key, entry in value.items()
             }
         if origin is list and isinstance(value, list):
             inner = get_args(hint)[0]
             return [
-                self.value(inner, each, (*keys, index))
-                for index, each in enumerate(value)
+                self.value(inner, entry, (*keys, index))
+                for index, entry in enumerate(value)
             ]
         if hasattr(hint, "__dataclass_fields__") and isinstance(value, dict):
             return self.table(hint, value, keys)

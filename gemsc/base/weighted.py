@@ -105,8 +105,8 @@ class WeightedCalls(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        found = _weighted(func, args, kwargs)
-        return func(*args, **kwargs) if found is None else self._seen(*found)
+        weighted = _weighted(func, args, kwargs)
+        return func(*args, **kwargs) if weighted is None else self._seen(*weighted)
 
 
 def _weighted(func: Any, args: Any, kwargs: Any) -> tuple[WeightedCall, Tensor] | None:
@@ -121,7 +121,7 @@ def _weighted(func: Any, args: Any, kwargs: Any) -> tuple[WeightedCall, Tensor] 
         or not (isinstance(weight, nn.Parameter) and weight.requires_grad)
         or not _may_wait(bias)
         or weight.is_complex()
-        or any(_has_hooks(each) for each in (weight, bias) if each is not None)
+        or any(_has_hooks(tensor) for tensor in (weight, bias) if tensor is not None)
         or isinstance(given.get("padding"), str)
         or (dims and x.dim() != dims + 2)
         or torch._C._functorch.maybe_current_level() is not None
@@ -130,11 +130,11 @@ def _weighted(func: Any, args: Any, kwargs: Any) -> tuple[WeightedCall, Tensor] 
     shape: tuple[Any, ...] = ()
     if dims:
         shape = (
-            _each(given.get("stride", 1), dims),
-            _each(given.get("padding", 0), dims),
-            _each(given.get("dilation", 1), dims),
+            _per_dim(given.get("stride", 1), dims),
+            _per_dim(given.get("padding", 0), dims),
+            _per_dim(given.get("dilation", 1), dims),
             transposed,
-            _each(given.get("output_padding", 0), dims),
+            _per_dim(given.get("output_padding", 0), dims),
             given.get("groups", 1),
         )
     return WeightedCall(weight, bias, shape), lowered(x)
@@ -149,7 +149,7 @@ def _has_hooks(tensor: Tensor) -> bool:
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
-def _each(value: Any, dims: int) -> list[int]:
+def _per_dim(value: Any, dims: int) -> list[int]:
     """Return one number for each dimension."""
     values = list(value) if isinstance(value, (list, tuple)) else [value]
     return values * dims if len(values) == 1 else values

@@ -98,8 +98,8 @@ def fit_all(samples: list[Sample]) -> dict[str, dict[str, float]]:
         if sample.work.kind.startswith(("pointwise", "copy")):
             by_kind["other"].append(sample)
     return {
-        kind: fit_seconds([s.work.features for s in found], [s.seconds for s in found])
-        for kind, found in sorted(by_kind.items())
+        kind: fit_seconds([s.work.features for s in group], [s.seconds for s in group])
+        for kind, group in sorted(by_kind.items())
     }
 
 
@@ -122,9 +122,9 @@ def measure_operators(
             progress(name, 0.95 * done / SWEEPS)
             seconds = effort.seconds * count / sum(weights) / SWEEPS
             calls = _measure(name, source, count, effort, seconds, device)
-            for number, (work, found) in enumerate(calls):
-                timed.setdefault((name, number), (work, []))[1].extend(found)
-    return [Sample(work, lower_quartile(found)) for work, found in timed.values()]
+            for number, (work, times) in enumerate(calls):
+                timed.setdefault((name, number), (work, []))[1].extend(times)
+    return [Sample(work, lower_quartile(times)) for work, times in timed.values()]
 
 
 def _measure(
@@ -170,10 +170,10 @@ def _time_in_turn(
     works = [_describe(call) for call in calls]
     times: list[list[float]] = [[] for _ in calls]
     for _ in range(rounds):
-        for call, found in zip(calls, times, strict=True):
+        for call, seconds in zip(calls, times, strict=True):
             for tensor in call.warm:
                 tensor.mul_(1.0)
-            found.append(_seconds(call.run, device))
+            seconds.append(_seconds(call.run, device))
     return zip(works, times, strict=True)
 
 
@@ -319,18 +319,18 @@ def fit_seconds(
     used = np.flatnonzero(rows.max(axis=0) > 0)
     scale = rows[:, used].max(axis=0)
     rows = rows[:, used] / scale
-    found = least_squares(rows / times[:, None], np.ones(len(times)))
+    coefs = least_squares(rows / times[:, None], np.ones(len(times)))
     for _ in range(ROUNDS):
-        predicted = np.maximum(rows @ found, 1e-3 * times)
+        predicted = np.maximum(rows @ coefs, 1e-3 * times)
         error = np.log(times / predicted)
         weight = np.sqrt(np.minimum(1.0, OUTLIER / np.maximum(np.abs(error), 1e-12)))
         step = least_squares(
             rows * (weight / predicted)[:, None], weight * (1.0 + error)
         )
-        found = 0.5 * (found + step)
-    shares = (rows * found / (rows @ found)[:, None]).max(axis=0)
-    found[shares < NEGLIGIBLE] = 0.0
-    pairs = zip(used, found / scale, strict=True)
+        coefs = 0.5 * (coefs + step)
+    shares = (rows * coefs / (rows @ coefs)[:, None]).max(axis=0)
+    coefs[shares < NEGLIGIBLE] = 0.0
+    pairs = zip(used, coefs / scale, strict=True)
     return {names[index]: float(f"{value:.5g}") for index, value in pairs if value > 0}
 
 

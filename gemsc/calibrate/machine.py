@@ -64,7 +64,7 @@ def calibrate_machine(
             host_bandwidth=_host_bandwidth(kind),
             sharing=base.device.sharing,
         )
-    found = Hardware(
+    measured = Hardware(
         name=device.name,
         source=f"gemsc profile --calibrate, {date.today()}, torch {torch.__version__}",
         notes=[
@@ -75,8 +75,8 @@ def calibrate_machine(
         device=device,
         network=base.network,
     )
-    found.write(output)
-    return found
+    measured.write(output)
+    return measured
 
 
 def _host_bandwidth(kind: str) -> float:
@@ -108,20 +108,20 @@ def measure_on_ranks(ranks: int) -> dict[str, Any]:
             raise GemscError(
                 f"the ranks ended with exit code {code}", help="see the report above"
             )
-        found: dict[str, Any] = json.loads(path.read_text())
-    return found
+        report: dict[str, Any] = json.loads(path.read_text())
+    return report
 
 
-def write_network(found: dict[str, Any], output: Path, hardware: str) -> Hardware:
+def write_network(report: dict[str, Any], output: Path, hardware: str) -> Hardware:
     """Put measured links into `output`; the rest is that of `hardware` or `output`."""
     base = base_of(output, hardware)
-    nodes = "one node" if found["nodes"] == 1 else f"{found['nodes']} nodes"
+    nodes = "one node" if report["nodes"] == 1 else f"{report['nodes']} nodes"
     note = (
-        f"network: gemsc profile --network, {date.today()}, {found['ranks']} ranks on "
+        f"network: gemsc profile --network, {date.today()}, {report['ranks']} ranks on "
         f"{nodes}"
     )
     notes = [text for text in base.notes if "network" not in text]
-    network = measured_network(found, base.network)
+    network = measured_network(report, base.network)
     written = replace(base, network=network, notes=[*notes, note])
     written.write(output)
     return written

@@ -33,23 +33,23 @@ SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_SIZE")
 Times = list[tuple[int, float]]
 
 
-def measured_network(found: dict[str, Any], before: Network) -> Network:
+def measured_network(report: dict[str, Any], before: Network) -> Network:
     """Return the network with what was measured; the rest stays as it was.
 
-    `found` is what `gemsc.calibrate.network` measures.
+    `report` is what `gemsc.calibrate.network` measures.
     """
-    intra = fit_link(found["intra"]) if found["intra"] else before.intra
-    inter = fit_link(found["inter"]) if found["inter"] else before.inter
-    reduce_bandwidth = rounded(found["reduce_bandwidth"])
-    ranks = int(found["ranks"])
-    slowest = inter if found["inter"] else intra
-    efficiency = sum_efficiency(found["sums"], ranks, slowest, reduce_bandwidth)
-    several = int(found["nodes"]) > 1
+    intra = fit_link(report["intra"]) if report["intra"] else before.intra
+    inter = fit_link(report["inter"]) if report["inter"] else before.inter
+    reduce_bandwidth = rounded(report["reduce_bandwidth"])
+    ranks = int(report["ranks"])
+    slowest = inter if report["inter"] else intra
+    efficiency = sum_efficiency(report["sums"], ranks, slowest, reduce_bandwidth)
+    several = int(report["nodes"]) > 1
     return replace(
         before,
         intra=intra,
         inter=inter,
-        ranks_per_node=found["ranks_per_node"] if several else before.ranks_per_node,
+        ranks_per_node=report["ranks_per_node"] if several else before.ranks_per_node,
         allreduce=Allreduce(
             algorithm=before.allreduce.algorithm,
             reduce_bandwidth=reduce_bandwidth,
@@ -93,18 +93,18 @@ def main(path: Path | None = None) -> dict[str, object] | None:
     """Measure on this rank; rank 0 returns the result and writes it, if to a path."""
     transport = start_transport()
     install_hooks(transport)
-    found = None
+    report = None
     try:
         torch.set_num_threads(1)
         result = measure_network(transport)
         if transport.rank == 0:
-            found = result
+            report = result
             if path is not None:
-                path.write_text(json.dumps(found))
+                path.write_text(json.dumps(report))
         transport.close()
     except BaseException as error:
         stop_all(error, transport)
-    return found
+    return report
 
 
 def measure_network(transport: Transport) -> dict[str, object]:

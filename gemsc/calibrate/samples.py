@@ -142,11 +142,11 @@ def _convolution(
     weight = draw.tensor(filters[0], filters[1] // groups, *[kernel] * axes)
     x = draw.tensor(count, channels_in, *[inner] * axes)
     shape = ([stride] * axes, [padding] * axes, [1] * axes)
-    rest = (*shape, transposed, [0] * axes, groups)
-    forward = (x, weight, draw.tensor(channels_out), *rest)
+    settings = (*shape, transposed, [0] * axes, groups)
+    forward = (x, weight, draw.tensor(channels_out), *settings)
     yield AtenCall(_ATEN.convolution.default, forward, (x,))
     gradient = torch.empty_like(_ATEN.convolution.default(*forward)).normal_()
-    back = (gradient, x, weight, [channels_out], *rest)
+    back = (gradient, x, weight, [channels_out], *settings)
     for wanted in ([True, False, False], [False, True, True]):
         call = _ATEN.convolution_backward.default
         yield AtenCall(call, (*back, wanted), (gradient,))

@@ -145,14 +145,14 @@ def _defaults(app: typer.Typer, words: list[str]) -> dict[str, dict[str, Any]]:
         for flag, parameter in _options_of(app, "compile").items()
         if flag.startswith("--") and flag in parameter.opts
     }
-    found: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
     for name, value in read_settings("compile", options).items():
         parameter = options[name]
         if isinstance(value, list) and not parameter.multiple:
-            found[parameter.name] = value[-1]
+            defaults[parameter.name] = value[-1]
         else:
-            found[parameter.name] = value
-    return {"compile": found}
+            defaults[parameter.name] = value
+    return {"compile": defaults}
 
 
 def main(*, settings: bool = True) -> None:
@@ -299,7 +299,7 @@ def _settings_of(
                 f"'{name}' is not a table of settings",
                 help=f"write options below {' or '.join(heads)}",
             )
-    found = {}
+    settings = {}
     for name, value in entries.get(command, {}).items():
         option = name.replace("_", "-")
         if option not in known:
@@ -308,11 +308,11 @@ def _settings_of(
                 f"gemsc {command} has no option '{name}'",
                 help=one_of(option, known),
             )
-        found[option] = value if isinstance(value, bool) else _words(value)
-    if found:
-        shown = (f"{option}={_shown(value)}" for option, value in found.items())
+        settings[option] = value if isinstance(value, bool) else _words(value)
+    if settings:
+        shown = (f"{option}={_shown(value)}" for option, value in settings.items())
         say(f"settings from {file.path}: {', '.join(shown)}")
-    return found
+    return settings
 
 
 def _shown(value: bool | list[str]) -> str:
@@ -322,5 +322,5 @@ def _shown(value: bool | list[str]) -> str:
 def _words(value: Any) -> list[str]:
     """Return the words of a value: `WIDTH=128` of a table, "3,4" of a list."""
     if isinstance(value, dict):
-        return [f"{name}={each}" for name, each in value.items()]
+        return [f"{name}={entry}" for name, entry in value.items()]
     return [",".join(map(str, value)) if isinstance(value, list) else str(value)]

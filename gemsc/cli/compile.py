@@ -121,8 +121,8 @@ def compile_command(
     edited = _read_edited(plan, typed_flags(context)) if plan is not None else None
     values = split_constants(constants or [])
     if edited is not None:  # goes before the settings of a project
-        own = values if is_typed(context, "constants") else {}
-        values = {**edited.plan.constants, **own}
+        typed = values if is_typed(context, "constants") else {}
+        values = {**edited.plan.constants, **typed}
     user = load_user_model(model, constants=values)
     _say_unused(user)
     if not overwrite:
@@ -165,29 +165,29 @@ def plan_command(
 ) -> Answer:
     """Compare ways to split a model over ranks, without writing a program."""
     user = load_user_model(model, constants=split_constants(constants or []))
-    candidates, found = _plan(user, options)
-    _report(candidates, found, most=most)
-    show_plan(found, console)
+    candidates, best = _plan(user, options)
+    _report(candidates, best, most=most)
+    show_plan(best, console)
     if output is not None:
-        write_text(output, found.to_toml(output.parent))
+        write_text(output, best.to_toml(output.parent))
         tell(f"wrote {output}: edit it, then gemsc compile {model} --plan {output}")
-    compared = [_as_data(each) for each in candidates]
+    compared = [_as_data(candidate) for candidate in candidates]
     why = reason(candidates) if candidates else ""
-    told = {"why": why, "speed": asdict(speed(found)), "candidates": compared}
-    return told | {"plan": asdict(found)}, 0
+    told = {"why": why, "speed": asdict(speed(best)), "candidates": compared}
+    return told | {"plan": asdict(best)}, 0
 
 
-def _as_data(found: Candidate) -> dict[str, Any]:
+def _as_data(candidate: Candidate) -> dict[str, Any]:
     """Return what is told of a candidate: all but `name` and `options` in its units."""
     return {
-        "name": found.name,
-        "command_line": found.options.command_line(),
-        "fits": found.fits(),
-        "problem": found.problem,
-        "samples_per_second": found.samples_per_second,
-        "step_seconds": found.seconds,
-        "peak_bytes": found.peak_bytes,
-        "sent_bytes": found.sent_bytes,
+        "name": candidate.name,
+        "command_line": candidate.options.command_line(),
+        "fits": candidate.fits(),
+        "problem": candidate.problem,
+        "samples_per_second": candidate.samples_per_second,
+        "step_seconds": candidate.seconds,
+        "peak_bytes": candidate.peak_bytes,
+        "sent_bytes": candidate.sent_bytes,
     }
 
 
@@ -235,7 +235,7 @@ def _report(
 
 def _say_unused(user: UserModel) -> None:
     """Say what may be a name of ours in other letters, and what is done without it."""
-    ours = [each.name for each in fields(user)]
+    ours = [field.name for field in fields(user)]
     lacking = [name for name in ours if getattr(user, name) is None]
     for name, at in unused(user.path):
         if name in lacking:  # it is None
@@ -340,8 +340,8 @@ def _plan(
         )
         graphs = trace_all(traced_as, **given)
         traced = graphs[find_largest(graphs)]
-        candidates, found = plan(traced, options, user.path, tell=line)
-    return candidates, replace(found, **_source(found, user))
+        candidates, best = plan(traced, options, user.path, tell=line)
+    return candidates, replace(best, **_source(best, user))
 
 
 @contextmanager

@@ -60,8 +60,8 @@ def doctor_command(
     console.print(table)
     if trial:
         tell(_trial())
-    found = [dict(zip(("name", "found", "advice"), row, strict=True)) for row in rows]
-    return {"machine": found, "trial": "exact" if trial else None}, 0
+    facts = [dict(zip(("name", "found", "advice"), row, strict=True)) for row in rows]
+    return {"machine": facts, "trial": "exact" if trial else None}, 0
 
 
 def _rows() -> Iterator[Row]:
@@ -69,9 +69,9 @@ def _rows() -> Iterator[Row]:
     yield "Python", f"{sys.version.split()[0]} in {sys.prefix}", ""
     yield "torch", torch.__version__, ""
     yield from _packages()
-    yield _found("mpirun", _mpirun, "pip install 'gemsc[mpi]', or load your site's MPI")
-    yield _found("MPI of mpi4py", _library, "pip install 'gemsc[mpi]'")
-    yield _found("torch.distributed", _torch_engine, "a PyTorch that has it")
+    yield _row("mpirun", _mpirun, "pip install 'gemsc[mpi]', or load your site's MPI")
+    yield _row("MPI of mpi4py", _library, "pip install 'gemsc[mpi]'")
+    yield _row("torch.distributed", _torch_engine, "a PyTorch that has it")
     yield _cores()
     yield from _gpus()
     yield _program("dot", "-V", "graph.svg: install graphviz")
@@ -87,7 +87,7 @@ def _packages() -> Iterator[Row]:
             yield package, "none", f"{purpose}: pip install 'gemsc[{extra}]'"
 
 
-def _found(what: str, look: Callable[[], str], advice: str) -> Row:
+def _row(what: str, look: Callable[[], str], advice: str) -> Row:
     """Return a row of what `look` says; with the advice, where it finds nothing."""
     try:
         return what, look(), ""
@@ -142,7 +142,7 @@ def _program(name: str, word: str, advice: str) -> Row:
     path = shutil.which(name)
     if path is None:
         return name, "none", advice
-    return _found(name, lambda: _first_line(path, word) if word else path, advice)
+    return _row(name, lambda: _first_line(path, word) if word else path, advice)
 
 
 def _first_line(*command: str) -> str:

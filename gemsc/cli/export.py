@@ -148,12 +148,12 @@ def _most_bytes(size: str | None, output: Path) -> int | None:
             f"--max-shard-size writes several files, but {output} is a single file",
             help="name a folder with -o, without a suffix",
         )
-    if (found := parse_bytes(size)) <= 0:
+    if (limit := parse_bytes(size)) <= 0:
         raise UsageError(
             f"--max-shard-size {size} is not a size",
             help="write for example --max-shard-size 5GiB",
         )
-    return found
+    return limit
 
 
 def _write_shards(output: Path, trained: Trained, most_bytes: int) -> list[str]:
@@ -245,19 +245,19 @@ def _write_for_torch(output: Path, trained: Trained) -> list[str]:
         name: lazy(entry, trained.read, name) for name, entry in trained.table.items()
     }
     notes = []
-    if (found := trained.optimizer()) is not None:
+    if (saved := trained.optimizer()) is not None:
         states = {
-            name: {s: lazy(found.entry(k), found.read, k) for s, k in keys.items()}
-            | {**found.values[name]}
-            for name, keys in found.tensors.items()
+            name: {s: lazy(saved.entry(k), saved.read, k) for s, k in keys.items()}
+            | {**saved.values[name]}
+            for name, keys in saved.tensors.items()
         }
         groups = [
             {**values, "params": [*names], "param_names": [*names]}
-            for names, values in found.groups
+            for names, values in saved.groups
         ]
         flat = {
             f"param_groups.{name}.{key}": value
-            for names, values in found.groups
+            for names, values in saved.groups
             for name in names
             for key, value in values.items()
         }
@@ -312,8 +312,8 @@ def program_of(place: Path) -> Path:
     Raises:
         GemscError: it is not known, or not there any more.
     """
-    found, help = place.resolve(), "give the folder of a run that `gemsc run` made"
-    for folder in (found, *found.parents[:3]):  # PROGRAM/runs/1/step-000010
+    path, help = place.resolve(), "give the folder of a run that `gemsc run` made"
+    for folder in (path, *path.parents[:3]):  # PROGRAM/runs/1/step-000010
         if (folder / ABOUT).is_file():
             try:
                 program = Path(json.loads((folder / ABOUT).read_bytes())["program"])
@@ -332,8 +332,8 @@ def import_folder(program: Path) -> Path | None:
     plan = Plan.read(program / "plan.toml")
     files = [plan.spec.partition(":")[0], *plan.sources]
     folders = dict.fromkeys(Path(file).parent for file in files if file)
-    found = (folder for folder in folders if (folder / ORIGIN_FILE).is_file())
-    return next(found, None)
+    imported = (folder for folder in folders if (folder / ORIGIN_FILE).is_file())
+    return next(imported, None)
 
 
 def load_trained(program: Path, trained: Trained) -> tuple[UserModel, nn.Module]:
@@ -351,7 +351,7 @@ def load_trained(program: Path, trained: Trained) -> tuple[UserModel, nn.Module]
     user = load_user_model(plan.spec, constants=plan.constants)
     model = user.make_unfilled()
     state = saved_named(model)
-    own = {id(tensor): name for name, tensor in stage_tensors(model).items()}
+    names = {id(tensor): name for name, tensor in stage_tensors(model).items()}
     missing: dict[str, Tensor] = {}
     taken = {id(state[name]) for name in trained.table if name in state}
     for name, tensor in state.items():
@@ -369,7 +369,7 @@ def load_trained(program: Path, trained: Trained) -> tuple[UserModel, nn.Module]
                     help="compile and train the model as it is now",
                 )
             if tensor.is_meta:
-                missing[own[id(tensor)]] = trained.read(name)
+                missing[names[id(tensor)]] = trained.read(name)
             else:
                 tensor.data.copy_(trained.read(name))
     put(model, missing)
@@ -384,8 +384,8 @@ def _last_run(program: Path) -> Path | None:
     """Return the run with a checkpoint that began last."""
     folder = program / RUNS
     runs = [path for path in folder.iterdir()] if folder.is_dir() else []
-    found = [run for run in runs if (run / LATEST).exists() and run.name.isdecimal()]
-    return max(found, key=lambda run: int(run.name), default=None)
+    saved = [run for run in runs if (run / LATEST).exists() and run.name.isdecimal()]
+    return max(saved, key=lambda run: int(run.name), default=None)
 
 
 def _initial(program: Path) -> Trained:
@@ -395,15 +395,15 @@ def _initial(program: Path) -> Trained:
     tables = [first.table(stage.index) for stage in plan.stages]
     table: dict[str, Entry] = {}
     sources: dict[str, tuple[int, str]] = {}
-    for each in tensors_of_program(program, plan, first):
-        own, names = each.names[0], each.names if each.required else ()
-        stage = next((n for n, found in enumerate(tables) if own in found), None)
+    for wanted in tensors_of_program(program, plan, first):
+        name, names = wanted.names[0], wanted.names if wanted.required else ()
+        stage = next((n for n, held in enumerate(tables) if name in held), None)
         if stage is not None:
-            table |= dict.fromkeys(names, tables[stage][own])
-            sources |= dict.fromkeys(names, (stage, own))
+            table |= dict.fromkeys(names, tables[stage][name])
+            sources |= dict.fromkeys(names, (stage, name))
     loss = dict[str, Entry]()
-    for n, found in enumerate(tables):
-        own_loss = {name: found[name] for name in found if name.startswith(LOSS)}
+    for n, held in enumerate(tables):
+        own_loss = {name: held[name] for name in held if name.startswith(LOSS)}
         loss |= own_loss
         sources |= {name: (n, name) for name in own_loss}
     what = f"the model that {program} starts from"

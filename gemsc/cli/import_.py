@@ -109,7 +109,7 @@ def _import_weights(program: Path, weights: Path | None) -> None:
 
 def _shapes(words: list[str]) -> dict[str, tuple[int, ...]]:
     """Read name=2x3x512x512."""
-    found = {}
+    shapes = {}
     for word in words:
         name, _, text = word.rpartition("=")
         sizes = text.split("x")
@@ -118,8 +118,8 @@ def _shapes(words: list[str]) -> dict[str, tuple[int, ...]]:
                 f"--shape {word} is not the shape of an input",
                 help="write --shape name=2x3x512x512",
             )
-        found[name] = tuple(map(int, sizes))
-    return found
+        shapes[name] = tuple(map(int, sizes))
+    return shapes
 
 
 def import_weights(directory: Path, path: Path) -> list[str]:
@@ -137,7 +137,7 @@ def import_weights(directory: Path, path: Path) -> list[str]:
     tables = [first.table(stage) for stage in stages]
     there, files = first.elsewhere, WeightFiles.open(path)
     wanted = tensors_of_program(directory, plan, first)
-    found = matched(files, wanted)
+    keys = matched(files, wanted)
     number = int(plan.weights.partition("-")[2] or 1) + 1
     new = directory / f"weights-{number}"
     shutil.rmtree(new, ignore_errors=True)
@@ -145,9 +145,9 @@ def import_weights(directory: Path, path: Path) -> list[str]:
         for stage, table in enumerate(tables):
 
             def read(name: str, stage: int = stage) -> Tensor:
-                if name not in found:
+                if name not in keys:
                     return first.read(stage, name)
-                return files.mapped(found[name]).to(tables[stage][name].dtype)
+                return files.mapped(keys[name]).to(tables[stage][name].dtype)
 
             if there is not None:
                 table = {name: table[name] for name in there.kept(table)}

@@ -86,8 +86,8 @@ def takes_options(
     chosen = [field for name, field in FIELDS.items() if name in wanted]
 
     def decorate(command: Command) -> Command:
-        own = inspect.signature(command, eval_str=True).parameters
-        only_typed = "given" in own
+        parameters = inspect.signature(command, eval_str=True).parameters
+        only_typed = "given" in parameters
 
         @functools.wraps(command)
         def with_flags(**others: Any) -> Any:
@@ -98,7 +98,7 @@ def takes_options(
             return command(options=CompileOptions(**values), **others)
 
         shown: list[inspect.Parameter] = []
-        for parameter in own.values():
+        for parameter in parameters.values():
             if parameter.name not in ("options", "given"):
                 shown.append(parameter)
                 continue
@@ -106,7 +106,7 @@ def takes_options(
                 default = None if only_typed else defaults.get(f.name, f.default)
                 shown.append(_parameter(f, default))
         with_flags.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
-        with_flags.__annotations__ = {each.name: each.annotation for each in shown}
+        with_flags.__annotations__ = {p.name: p.annotation for p in shown}
         return with_flags
 
     return decorate

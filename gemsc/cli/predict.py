@@ -177,7 +177,7 @@ def _outputs(given: Path | None, pictures: Sequence[Path]) -> list[Path]:
             raise GemscError(f"there is no file {picture}", help=advice)
     if len(pictures) == 1 and not (given and given.is_dir()):
         return [given or Path("mask.nii.gz" if is_volume(pictures[0]) else "mask.tiff")]
-    folder, found = given or Path("masks"), dict[Path, Path]()
+    folder, outputs = given or Path("masks"), dict[Path, Path]()
     if folder.is_file() or folder.name.lower().endswith((*SUFFIXES, *TIFF_SUFFIXES)):
         raise GemscError(
             f"{folder} is one file, but there are {len(pictures)} pictures",
@@ -188,12 +188,12 @@ def _outputs(given: Path | None, pictures: Sequence[Path]) -> list[Path]:
         if picture.is_file():
             name = Path(name.removesuffix(".gz")).stem
         output = folder / f"{name}{'.nii.gz' if is_volume(picture) else '.tiff'}"
-        if (other := found.setdefault(output, picture)) is not picture:
+        if (other := outputs.setdefault(output, picture)) is not picture:
             raise GemscError(
                 f"{other} and {picture} would both be written to {output}",
                 help="predict them one by one, into different folders",
             )
-    return [*found]
+    return [*outputs]
 
 
 def _check_outputs(
@@ -243,9 +243,9 @@ def _taken(program: Path, plan: Plan) -> Picture:
     for rank in range(plan.copy_ranks):
         inputs = load_program(program, rank).inputs.values()
         shapes = (item.shape for item in inputs if item.path[0] == "input")
-        found = next(filter(None, map(Picture.of_shape, shapes)), None)
-        if found is not None:
-            return found
+        picture = next(filter(None, map(Picture.of_shape, shapes)), None)
+        if picture is not None:
+            return picture
     raise GemscError(
         f"{plan.model} takes no picture: samples x channels x height x width, or x, y, "
         "z of a volume",
@@ -286,10 +286,10 @@ def _channels(
     is_deep = len(taken.size) == 3
     if is_deep != is_volume(path):
         one, other = ("volumes", "picture") if is_deep else ("pictures", "volume")
-        own = ".nii.gz, DICOM" if is_deep else "a file, TIFF, .svs or .png,"
+        formats = ".nii.gz, DICOM" if is_deep else "a file, TIFF, .svs or .png,"
         raise GemscError(
             f"{plan.model} expects {one} (windows of {taken}), but {path} is a {other}",
-            help=f"give {own} or OME-Zarr",
+            help=f"give {formats} or OME-Zarr",
         )
     for name, value in (("--orientation", orientation), ("--spacing", spacing)):
         if not is_deep and value is not None:

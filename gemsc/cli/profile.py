@@ -85,8 +85,8 @@ def profile_command(
     check_output(output)
     device_named(device)
     if network and is_rank():
-        if (found := measure_on_this_rank()) is not None:
-            write_network(found, output, hardware)
+        if (measured := measure_on_this_rank()) is not None:
+            write_network(measured, output, hardware)
         return
     if calibrate:
         with progress_bar() as show:
@@ -94,8 +94,8 @@ def profile_command(
                 output, hardware, threads, kind=device, quick=quick, progress=show
             )
     if network:
-        found = measure_on_ranks(ranks)
-        write_network(found, output, hardware)
+        measured = measure_on_ranks(ranks)
+        write_network(measured, output, hardware)
     if program is not None and counts:
         is_written = calibrate or network  # with the figures of `hardware`
         base = "" if is_written else hardware
@@ -178,24 +178,26 @@ def _measured(program: CompiledProgram, steps: int) -> Load:
 
 
 def _show(shared: SharedDevice, loads: dict[int, Load]) -> None:
-    def each(value: Callable[[int, Load], object]) -> Iterator[object]:
+    def cells(value: Callable[[int, Load], object]) -> Iterator[object]:
         return (value(count, load) for count, load in loads.items())
 
     columns = [
         column("processes", loads),
         column(
-            "samples/s", each(lambda k, load: load.samples_per_second), "{:,.1f}".format
+            "samples/s",
+            cells(lambda k, load: load.samples_per_second),
+            "{:,.1f}".format,
         ),
-        column("gain", each(lambda k, _: shared.measured.get(k)), "{:+z.0%}".format),
+        column("gain", cells(lambda k, _: shared.measured.get(k)), "{:+z.0%}".format),
         column(
             "predicted",
-            each(lambda k, load: shared.gain(k, sums=True)),
+            cells(lambda k, load: shared.gain(k, sums=True)),
             "{:+z.0%}".format,
         ),
-        column("cores used", each(lambda k, load: load.cores), "{:.1f}".format),
-        column("GPU used", each(lambda k, load: load.gpu_used), "{:.0%}".format),
-        column("peak of a rank", each(lambda k, load: load.peak_bytes), show_bytes),
+        column("cores used", cells(lambda k, load: load.cores), "{:.1f}".format),
+        column("GPU used", cells(lambda k, load: load.gpu_used), "{:.0%}".format),
+        column("peak of a rank", cells(lambda k, load: load.peak_bytes), show_bytes),
     ]
     if all(load.gpu_used is None for load in loads.values()):
-        columns = [each for each in columns if each.title != "GPU used"]
+        columns = [c for c in columns if c.title != "GPU used"]
     console.print(fitted("processes that share a device", columns, console.width))

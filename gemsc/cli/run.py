@@ -69,8 +69,8 @@ def compare_command(
     for name, values in differ.items():
         tell(f"--{name.replace('_', '-')}: {', '.join(map(str, values))}")
     tell(f"wrote {output}")
-    found = {"runs": [_as_data(log) for log in logs], "options": differ}
-    return found | {"drawing": str(output)}, 0
+    answer = {"runs": [_as_data(log) for log in logs], "options": differ}
+    return answer | {"drawing": str(output)}, 0
 
 
 def draw_run(folder: Path) -> None:
@@ -106,20 +106,20 @@ def _table(logs: Sequence[RunLog]) -> Table:
     heads = ["steps", "loss", "least loss", *(f"held-out {name}" for name in names)]
     for head in (*heads, "samples/s"):
         table.add_column(escape(head), justify="right")
-    for found in map(_as_data, logs):
-        figures = [found["held_out"].get(name) for name in names]
-        row = map(_number, (found["loss"], found["least_loss"], *figures))
-        rate = _number(found["samples_per_second"], ".1f")
-        table.add_row(escape(found["run"]), str(found["steps"]), *row, rate)
+    for facts in map(_as_data, logs):
+        figures = [facts["held_out"].get(name) for name in names]
+        row = map(_number, (facts["loss"], facts["least_loss"], *figures))
+        rate = _number(facts["samples_per_second"], ".1f")
+        table.add_row(escape(facts["run"]), str(facts["steps"]), *row, rate)
     return table
 
 
-def _number(found: float | None, form: str = ".4g") -> str:
-    return "-" if found is None else format(found, form)
+def _number(figure: float | None, form: str = ".4g") -> str:
+    return "-" if figure is None else format(figure, form)
 
 
 def _differences(logs: Sequence[RunLog]) -> dict[str, list[Any]]:
     """Return the values of each option that is not the same in all runs."""
     names = sorted({name for log in logs for name in log.options})
     all_values = {n: [log.options.get(n, "default") for log in logs] for n in names}
-    return {n: v for n, v in all_values.items() if any(each != v[0] for each in v)}
+    return {n: v for n, v in all_values.items() if any(one != v[0] for one in v)}

@@ -59,9 +59,9 @@ def show_command(
         return None
     show_plan(plan, console)
     here = seconds_here(plan)
-    found = {"why": explain(plan).line, "speed": asdict(speed(plan))}
-    found["plan"] = asdict(plan)
-    return found | {"seconds_here": here and here[0], "cores_here": num_cores()}, 0
+    answer = {"why": explain(plan).line, "speed": asdict(speed(plan))}
+    answer["plan"] = asdict(plan)
+    return answer | {"seconds_here": here and here[0], "cores_here": num_cores()}, 0
 
 
 @takes_options(("ranks",))

@@ -73,27 +73,27 @@ def simulate_command(
         )
     traced = trace_unfilled(user, machine, options.frontend, options.precision)
     copies = read_counts(curve, options.data)
-    found = simulate(traced, options, copies, machine=machine)
-    _print(found)
+    sim = simulate(traced, options, copies, machine=machine)
+    _print(sim)
     sharing = None
     if per_device > 1:
-        count, samples = found.options.micro_batches, found.last.samples
+        count, samples = sim.options.micro_batches, sim.last.samples
         shared = share(traced.program, machine.device, count)
-        show_sharing(shared, samples // found.last.copies, per_device, console)
-        each = powers_of_two(per_device)
-        sharing = [{"processes": k, "gain": shared.gain(k)} for k in each]
+        show_sharing(shared, samples // sim.last.copies, per_device, console)
+        numbers = powers_of_two(per_device)
+        sharing = [{"processes": k, "gain": shared.gain(k)} for k in numbers]
     if output is not None:
-        write_text(output, draw_curve(_heading(found), found.points))
+        write_text(output, draw_curve(_heading(sim), sim.points))
         tell(f"wrote {output}")
-    return _as_data(found) | {"sharing": sharing}, 0
+    return _as_data(sim) | {"sharing": sharing}, 0
 
 
-def _as_data(found: Simulation) -> dict[str, Any]:
-    first, room = found.points[0], found.hardware.device.memory_bytes
+def _as_data(sim: Simulation) -> dict[str, Any]:
+    first, room = sim.points[0], sim.hardware.device.memory_bytes
     return {
-        "model": found.name,
-        "hardware": found.hardware.name,
-        "command_line": found.options.command_line(),
+        "model": sim.name,
+        "hardware": sim.hardware.name,
+        "command_line": sim.options.command_line(),
         "points": [
             asdict(point)
             | {
@@ -101,11 +101,11 @@ def _as_data(found: Simulation) -> dict[str, Any]:
                 "samples_per_second": point.throughput,
                 "efficiency": point.efficiency(first),
             }
-            for point in found.points
+            for point in sim.points
         ],
-        "peak_bytes": list(found.timeline.peak_bytes),
+        "peak_bytes": list(sim.timeline.peak_bytes),
         "memory_bytes": room,
-        "fits": found.fits,
+        "fits": sim.fits,
     }
 
 
@@ -150,10 +150,10 @@ def _machine(name: str, allreduce: str) -> Hardware:
     return replace(machine, network=replace(machine.network, allreduce=sums))
 
 
-def _heading(found: Simulation) -> str:
-    options = found.options
+def _heading(sim: Simulation) -> str:
+    options = sim.options
     return (
-        f"{found.name} on {_many(found.last.ranks, 'rank')} of {found.hardware.name}: "
+        f"{sim.name} on {_many(sim.last.ranks, 'rank')} of {sim.hardware.name}: "
         f"{options.schedule}, {_many(options.data, 'replica')} of "
         f"{_many(options.copy_ranks, 'rank')}"
     )
@@ -163,23 +163,23 @@ def _many(count: int, name: str) -> str:
     return f"{count:,} {name}{'s' * (count > 1)}"
 
 
-def _print(found: Simulation) -> None:
-    last, network = found.last, found.hardware.network
-    console.print(_heading(found), style="bold", highlight=False)
+def _print(sim: Simulation) -> None:
+    last, network = sim.last, sim.hardware.network
+    console.print(_heading(sim), style="bold", highlight=False)
     tell(
         f"{network.ranks_per_node} ranks per node; inside {_rate(network.intra)}, "
-        f"between {_rate(network.inter)}; figures: {found.hardware.source}",
+        f"between {_rate(network.inter)}; figures: {sim.hardware.source}",
     )
-    for note in found.hardware.notes:
+    for note in sim.hardware.notes:
         tell(f"- {note}")
-    show_points(found.points, console)
+    show_points(sim.points, console)
     tell(
-        f"scaling efficiency {found.efficiency:.2%} on {_many(last.ranks, 'rank')}, "
-        f"compared with {found.points[0].ranks:,}: {last.throughput:,.1f} samples/s, "
+        f"scaling efficiency {sim.efficiency:.2%} on {_many(last.ranks, 'rank')}, "
+        f"compared with {sim.points[0].ranks:,}: {last.throughput:,.1f} samples/s, "
         f"{show_seconds(last.step_seconds)} a step",
     )
-    peak, room = max(found.timeline.peak_bytes), found.hardware.device.memory_bytes
-    verdict = "fits" if found.fits else "DOES NOT FIT"
+    peak, room = max(sim.timeline.peak_bytes), sim.hardware.device.memory_bytes
+    verdict = "fits" if sim.fits else "DOES NOT FIT"
     tell(
         f"highest peak memory of a rank: {show_bytes(peak)} of {show_bytes(room)}: "
         f"{verdict}",

@@ -105,7 +105,7 @@ def gives_json(command: Callable[..., Answer | None]) -> Callable[..., None]:
     Its tables are left out; what others print, the ranks or the user's model, goes to
     stderr. A command that returns None has nothing to answer to the flags given.
     """
-    own = inspect.signature(command, eval_str=True)
+    signature = inspect.signature(command, eval_str=True)
     flag = inspect.Parameter(
         "as_json",
         inspect.Parameter.POSITIONAL_OR_KEYWORD,
@@ -125,9 +125,9 @@ def gives_json(command: Callable[..., Answer | None]) -> Callable[..., None]:
         if answer is not None and answer[1]:
             raise typer.Exit(answer[1])
 
-    shown = [*own.parameters.values(), flag]
+    shown = [*signature.parameters.values(), flag]
     with_json.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
-    with_json.__annotations__ = {each.name: each.annotation for each in shown}
+    with_json.__annotations__ = {p.name: p.annotation for p in shown}
     return with_json
 
 

@@ -103,11 +103,11 @@ def verify_command(
         f"{directory} against one process, {_shown_steps(plan, steps)}: relative error",
         ("dtype", "loss", "gradients", "parameters", "buffers", "equal bits"),
         (
-            _row(name, found, *map(found.worst_of, KINDS))
-            for name, found in results.items()
+            _row(name, diff, *map(diff.worst_of, KINDS))
+            for name, diff in results.items()
         ),
     )
-    verdicts = {name: found.judge(DTYPES[name]) for name, found in results.items()}
+    verdicts = {name: diff.judge(DTYPES[name]) for name, diff in results.items()}
     for name, (kind, tensor) in verdicts.items():
         exact = verdicts.get("float64", ("", ""))[0] == "exact"
         tell(_verdict(name, kind, tensor, results[name], exact))
@@ -156,7 +156,7 @@ def _prove(directory: Path, plan: Plan) -> None:
 
 
 def _shown_steps(plan: Plan, steps: int) -> str:
-    names = ", ".join(each.name for each in plan.shapes)
+    names = ", ".join(shape.name for shape in plan.shapes)
     return f"{steps} steps" + f" and one of each shape ({names})" * bool(names)
 
 
@@ -170,19 +170,19 @@ def _show(title: str, heads: Iterable[str], rows: Iterable[list[str]]) -> None:
 
 
 def _as_data(
-    found: Comparison, verdict: str, tensor: str, dtype: torch.dtype
+    diff: Comparison, verdict: str, tensor: str, dtype: torch.dtype
 ) -> dict[str, Any]:
     """Return the errors of a dtype; `decided_by` is the tensor of the verdict."""
-    allowed = min(found.allowed(tensor, dtype), found.limit(dtype))
+    allowed = min(diff.allowed(tensor, dtype), diff.limit(dtype))
     return {
         "verdict": verdict,
-        "decided_by": _with_name((found.errors[tensor], tensor)),
+        "decided_by": _with_name((diff.errors[tensor], tensor)),
         "allowed": allowed,
-        "loss": found.loss,
-        **{kind: _with_name(found.worst_of(kind)) for kind in KINDS},
-        "equal_bits": found.equal,
-        "tensors": found.total,
-        "activation_bytes": found.activation_bytes,
+        "loss": diff.loss,
+        **{kind: _with_name(diff.worst_of(kind)) for kind in KINDS},
+        "equal_bits": diff.equal,
+        "tensors": diff.total,
+        "activation_bytes": diff.activation_bytes,
     }
 
 
@@ -243,66 +243,66 @@ def _verify_run(
         f"run of {directory} against a plain loop: relative error",
         ("dtype", "loss", "evaluation", "saved model", "equal bits"),
         (
-            _row(name, found, found.evaluation, found.model)
-            for name, found in results.items()
+            _row(name, diff, diff.evaluation, diff.model)
+            for name, diff in results.items()
         ),
     )
-    verdicts = {name: found.judge(DTYPES[name]) for name, found in results.items()}
-    for name, found in results.items():
-        rounding = f" (rounding alone {found.rounding:.1e})" if found.rounding else ""
+    verdicts = {name: diff.judge(DTYPES[name]) for name, diff in results.items()}
+    for name, diff in results.items():
+        rounding = f" (rounding alone {diff.rounding:.1e})" if diff.rounding else ""
         tell(
-            f"{name}: {num_steps} steps, {found.num_evaluations} evaluations, worst "
-            f"{found.worst:.1e}{rounding}: {WORDS[verdicts[name]]}"
-            + _about_noise(name, found.settled)
-            + _about_inside(name, found)
+            f"{name}: {num_steps} steps, {diff.num_evaluations} evaluations, worst "
+            f"{diff.worst:.1e}{rounding}: {WORDS[verdicts[name]]}"
+            + _about_noise(name, diff.settled)
+            + _about_inside(name, diff)
         )
     code = _exit_code(list(verdicts.values()))
     compared = {
         name: {
             "verdict": verdicts[name],
-            "loss": found.loss,
-            "evaluation": _with_name(found.evaluation),
-            "model": _with_name(found.model),
-            "evaluations": found.num_evaluations,
-            "equal_bits": found.equal,
-            "tensors": found.total,
+            "loss": diff.loss,
+            "evaluation": _with_name(diff.evaluation),
+            "model": _with_name(diff.model),
+            "evaluations": diff.num_evaluations,
+            "equal_bits": diff.equal,
+            "tensors": diff.total,
         }
-        for name, found in results.items()
+        for name, diff in results.items()
     }
     return {"exact": code == 0, "steps": num_steps, "dtypes": compared}, code
 
 
 def _verdict(
-    dtype: str, kind: str, tensor: str, found: Comparison, exact_in_float64: bool
+    dtype: str, kind: str, tensor: str, diff: Comparison, exact_in_float64: bool
 ) -> str:
     """Return what to say of whether the ranks compute what one process does."""
-    allowed, limit = found.allowed(tensor, DTYPES[dtype]), found.limit(DTYPES[dtype])
+    allowed, limit = diff.allowed(tensor, DTYPES[dtype]), diff.limit(DTYPES[dtype])
     words = WORDS[kind]
     if kind == "undecided":
         words += f" in {dtype}" + "; exact in float64" * exact_in_float64
-    error = found.errors[tensor]
+    error = diff.errors[tensor]
     line = f"{dtype}: worst {error:.1e}, allowed {min(allowed, limit):.0e}: {words}"
-    if tensor in found.rounding:
+    if tensor in diff.rounding:
         line += (
             f"\n{dtype}: that is {tensor}; rounding alone changes it by "
-            f"{found.rounding[tensor]:.1e} in one process"
+            f"{diff.rounding[tensor]:.1e} in one process"
         )
     elif kind == "wrong":
         line += f"\n{dtype}: that is {tensor}"
     if kind == "undecided" and allowed <= limit:
         line += (
-            f"\n{dtype}: rounding alone changes the {found.turned} by "
-            f"{found.rounding[found.turned]:.1e}: a ReLU or the like decides otherwise"
+            f"\n{dtype}: rounding alone changes the {diff.turned} by "
+            f"{diff.rounding[diff.turned]:.1e}: a ReLU or the like decides otherwise"
         )
-    return line + _about_noise(dtype, found.settled) + _about_inside(dtype, found)
+    return line + _about_noise(dtype, diff.settled) + _about_inside(dtype, diff)
 
 
-def _about_inside(dtype: str, found: Comparison | RunComparison) -> str:
+def _about_inside(dtype: str, diff: Comparison | RunComparison) -> str:
     """Return a line about lower precision inside of a model, if there is any."""
-    if found.inside is None:
+    if diff.inside is None:
         return ""
-    kind = dtype_name(found.inside.dtype)
-    return f"\n{dtype}: the model computes in {kind} inside: {found.inside.call}"
+    kind = dtype_name(diff.inside.dtype)
+    return f"\n{dtype}: the model computes in {kind} inside: {diff.inside.call}"
 
 
 def _about_noise(dtype: str, settled: frozenset[str]) -> str:
@@ -318,10 +318,10 @@ def _about_noise(dtype: str, settled: frozenset[str]) -> str:
 
 
 def _row(
-    name: str, found: Comparison | RunComparison, *worst: tuple[float, str]
+    name: str, diff: Comparison | RunComparison, *worst: tuple[float, str]
 ) -> list[str]:
     shown = (f"{error:.1e} {tensor}".rstrip() for error, tensor in worst)
-    return [name, f"{found.loss:.1e}", *shown, f"{found.equal} of {found.total}"]
+    return [name, f"{diff.loss:.1e}", *shown, f"{diff.equal} of {diff.total}"]
 
 
 def _with_name(pair: tuple[float, str]) -> dict[str, Any]:

@@ -79,8 +79,8 @@ class Constants:
         """Write what the functions of the module name."""
         line = self.writer.line
         replicas = self.text.num_replicas
-        each = "  # of each replica" if replicas > 1 else ""
-        line(f"NUM_MICRO_BATCHES = {self.text.num_micro_batches}{each}")
+        comment = "  # of each replica" if replicas > 1 else ""
+        line(f"NUM_MICRO_BATCHES = {self.text.num_micro_batches}{comment}")
         if replicas > 1:
             line(f"NUM_REPLICAS = {replicas}")
         for run in self.text.runs:
@@ -140,7 +140,7 @@ class Constants:
                 "Further names of what it holds, of modules that are never called.",
                 seldom=True,
             )
-            if any(each.fork_of for each in text.program.shards.values()):
+            if any(shards.fork_of for shards in text.program.shards.values()):
                 line("branches=True,  # others may have gradients that are absent here")
             self._write_table(
                 "deferred",
@@ -161,7 +161,7 @@ class Constants:
             if text.torch_compile:
                 line("torch_compile=True,  # each forward, at its first call")
             for name, events in zip(("train", "eval"), text.order, strict=True):
-                turns = [each for event in events for each in self._turns(event)]
+                turns = [turn for event in events for turn in self._turns(event)]
                 if turns:
                     self.writer.argument(f"{name}_order={turns_text(turns)}")
             line(f"train_step={'train_step' if trains else None},")
@@ -260,13 +260,13 @@ class Constants:
             self.writer.argument(f"updated_whole={{{', '.join(map(quoted, names))}}}")
 
     def _deferred(self) -> dict[str, object]:
-        found: dict[str, object] = {}
+        deferred: dict[str, object] = {}
         for run in self.text.runs:
             if numbers := self.text.deferred(run):
                 is_all = len(numbers) == self.text.num_micro_batches
                 shown = "range(NUM_MICRO_BATCHES)" if is_all else numbers
-                found[self.runs[run.key]] = shown
-        return found
+                deferred[self.runs[run.key]] = shown
+        return deferred
 
     def _write_message(self, run: RunText, transfer: Transfer) -> None:
         sources = self.text.ranks(run.replica, transfer.source)
@@ -293,7 +293,7 @@ class Constants:
         boxes = [f"held={box_constants(exchange.held)}"]
         if exchange.wanted != exchange.held:
             boxes.append(f"wanted={box_constants(exchange.wanted)}")
-        arguments = [what, *boxes, *self._kind(value), *_rest(exchange)]
+        arguments = [what, *boxes, *self._kind(value), *_extras(exchange)]
         return f"TileValue({', '.join(arguments)})"
 
     def _kind(self, value: fx.Node) -> list[str]:
@@ -317,8 +317,8 @@ class Constants:
 
     def _program_of(self, transfer: Transfer) -> Program:
         """Return the program, training or evaluation, in which a transfer is."""
-        own = self.text.program
-        return own if transfer in (own.transfers or ()) else self.text.evaluation
+        train = self.text.program
+        return train if transfer in (train.transfers or ()) else self.text.evaluation
 
     def _write_exchanges(self) -> None:
         if self.exchanges:
@@ -331,7 +331,7 @@ class Constants:
                 f"shape={exchange.shape}",
                 f"held={box_constants(exchange.held)}",
                 f"wanted={box_constants(exchange.wanted)}",
-                *_rest(exchange),
+                *_extras(exchange),
             ]
             self.writer.statement(f"{name} = Exchange({', '.join(arguments)})")
 
@@ -380,9 +380,9 @@ def _format(value: fx.Node) -> list[str]:
     return [] if form is torch.contiguous_format else [f"memory_format={form}"]
 
 
-def _rest(exchange: Exchange) -> list[str]:
+def _extras(exchange: Exchange) -> list[str]:
     """Return the arguments of an exchange that are seldom there."""
-    rest = [f"fill={literal(exchange.fill)}"] if exchange.fill else []
-    rest += [f"owned={box_constants(exchange.owned)}"] if exchange.owned else []
-    rest += ["wraps=True"] if exchange.wraps else []
-    return rest + (["adds=True"] if exchange.adds else [])
+    extras = [f"fill={literal(exchange.fill)}"] if exchange.fill else []
+    extras += [f"owned={box_constants(exchange.owned)}"] if exchange.owned else []
+    extras += ["wraps=True"] if exchange.wraps else []
+    return extras + (["adds=True"] if exchange.adds else [])

@@ -39,7 +39,7 @@ def sums_of(stage: Any) -> Iterator[tuple[int, ...]]:
     for node in _nodes(stage):
         if meta.whole_gradients(node) is not None:
             yield ()
-        if any(isinstance(each, ShapeGrid) for each in node.args[:1]):
+        if any(isinstance(arg, ShapeGrid) for arg in node.args[:1]):
             assert callable(node.target)
             bound = signature(node.target).bind(*node.args, **node.kwargs).arguments
             if "exchange" not in bound:
@@ -82,15 +82,15 @@ def gathers_of(evaluation: Program, tile: int | None) -> dict[fx.Node, Exchange]
     placement = evaluation.require_placement()
     stage_of = evaluation.stage_of
     home = placement.grid(evaluation.home)
-    found = {}
+    gathers = {}
     for node in evaluation.outputs:
         layout = meta.layout(node)
         here = node not in stage_of or placement.grid(stage_of[node]) == home
         if here and layout is not None and not layout.is_whole:
             whole = (everything(layout.shape),) * layout.num_tiles
             owned = layout.owned
-            found[node] = Exchange(0, layout.shape, layout.boxes, whole, owned=owned)
-    return found
+            gathers[node] = Exchange(0, layout.shape, layout.boxes, whole, owned=owned)
+    return gathers
 
 
 def note_of(node: fx.Node, tile: int | None, noun: str) -> str:

@@ -107,7 +107,7 @@ def _computation(
     """Return it as text with all parentheses that may be needed."""
     target: Any = node.target
     if node.op == "call_module":
-        return _own(node, access(str(target)), args, kwargs, show)
+        return _node_call(node, access(str(target)), args, kwargs, show)
     if node.op == "call_method":
         return _call(f"({show(args[0])}).{target}", args[1:], kwargs, show)
     if node.op != "call_function":
@@ -125,11 +125,11 @@ def _computation(
     owner = getattr(target, "__self__", None)
     if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
         text = show.named(UserObject(owner.__module__, owner.__qualname__))
-        return _own(node, f"{text}.apply", args, kwargs, show)
-    return _own(node, _public_name(node), args, kwargs, show)
+        return _node_call(node, f"{text}.apply", args, kwargs, show)
+    return _node_call(node, _public_name(node), args, kwargs, show)
 
 
-def _own(
+def _node_call(
     node: fx.Node,
     head: str,
     args: tuple[Any, ...],
@@ -270,7 +270,7 @@ def literal(value: object) -> str:
         return "device"
     if isinstance(value, AxisWindows | Resize):
         fields = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
-        inside = ", ".join(f"{name}={_nested(each)}" for name, each in fields)
+        inside = ", ".join(f"{name}={_nested(part)}" for name, part in fields)
         return f"{type(value).__name__}({inside})"
     if isinstance(value, complex):
         return f"complex({literal(value.real)}, {literal(value.imag)})"

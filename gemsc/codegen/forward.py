@@ -129,7 +129,7 @@ def _write_forward(
     with writer.indented():
         if about:
             writer.docstring(about)
-        here = [n for each in sections if not each.method for n in each.nodes]
+        here = [n for section in sections if not section.method for n in section.nodes]
         dtype = None
         if any(map(_mentions_dtype, here)):
             source, dtype = _dtype_source(stage, flow, local)

@@ -33,7 +33,7 @@ def orders(compilation: Compilation) -> tuple[list[list[Event]], list[list[Event
     groups = _Groups(compilation)
     numbers = range(len(groups.placement.groups))
     training: list[list[Event]] = [[] for _ in numbers]
-    if groups.own.program.loss is not None:
+    if groups.first.program.loss is not None:
         training = order_of([groups.training(n) for n in numbers])
     return training, order_of([groups.evaluation(n) for n in numbers])
 
@@ -49,12 +49,12 @@ def last_backwards(steps: Sequence[TextStep]) -> dict[int, list[int]]:
         for action in body:
             if action.kind is not Kind.FORWARD:
                 last[action.stage] = index
-    found: dict[int, list[int]] = {}
+    stages: dict[int, list[int]] = {}
     place = 0
     for stage, index in sorted(last.items(), reverse=True):
         place = max(place, index)
-        found.setdefault(place, []).append(stage)
-    return found
+        stages.setdefault(place, []).append(stage)
+    return stages
 
 
 def turns_text(names: Sequence[str]) -> str:
@@ -90,7 +90,7 @@ class _Groups:
 
     def __init__(self, compilation: Compilation) -> None:
         self.placement = compilation.program.require_placement()
-        self.own = compilation.tiles[0]
+        self.first = compilation.tiles[0]
         self.steps = compilation.steps
         self.count = compilation.plan.micro_batches
 
@@ -101,7 +101,7 @@ class _Groups:
             steps += expand([step])
             for stage in last.get(index, []):
                 steps.append(AllReduce(f"stage{stage}", self._holders(stage)))
-        return self._rank(group, [*steps, End.REDUCED], self.own.program)
+        return self._rank(group, [*steps, End.REDUCED], self.first.program)
 
     def evaluation(self, group: int) -> RankStep:
         """Return what it does in an evaluation step: all in the first replica."""
@@ -109,7 +109,7 @@ class _Groups:
         stages = [s for s in range(len(row)) if self.placement.group(0, s) == group]
         numbers = range(self.count)
         steps = [Action(Kind.FORWARD, s, m) for m in numbers for s in stages]
-        return self._rank(group, steps, self.own.evaluation)
+        return self._rank(group, steps, self.first.evaluation)
 
     def _holders(self, stage: int) -> tuple[int, ...]:
         replicas = range(self.placement.num_replicas)
@@ -129,23 +129,23 @@ class _Groups:
         """Return what a stage receives and sends."""
         if kind is Kind.WEIGHT:
             return StageRun()
-        back, both = kind is Kind.BACKWARD, (self.own.program, self.own.evaluation)
+        back, both = kind is Kind.BACKWARD, (self.first.program, self.first.evaluation)
 
-        def ends(found: Sequence[Transfer], *, at_source: bool) -> Iterator[MessageEnd]:
-            for each in found:
+        def ends(moves: Sequence[Transfer], *, at_source: bool) -> Iterator[MessageEnd]:
+            for transfer in moves:
                 peer = self.placement.group(
-                    replica, each.dest if at_source else each.source
+                    replica, transfer.dest if at_source else transfer.source
                 )
-                if not back or any(map(meta.needs_gradient, each.values)):
+                if not back or any(map(meta.needs_gradient, transfer.values)):
                     yield MessageEnd(
-                        peer, message_tag(replica, each.index, *both) + back
+                        peer, message_tag(replica, transfer.index, *both) + back
                     )
 
         transfers = program.transfers or ()
-        incoming = [each for each in transfers if each.dest == stage]
-        outgoing = [each for each in transfers if each.source == stage]
+        incoming = [transfer for transfer in transfers if transfer.dest == stage]
+        outgoing = [transfer for transfer in transfers if transfer.source == stage]
         if back:
-            outgoing.sort(key=lambda each: (-each.dest, each.index))
+            outgoing.sort(key=lambda transfer: (-transfer.dest, transfer.index))
         above, below = ends(incoming, at_source=False), ends(outgoing, at_source=True)
         taken, given = (below, above) if back else (above, below)
         return StageRun(tuple(taken), tuple(given))

@@ -81,9 +81,9 @@ exit $$code
 def rank_modules(compilation: Compilation) -> dict[str, str]:
     """Return file name -> text for every rank of one copy of the model."""
     placement = compilation.program.require_placement()
-    found = orders(compilation)
+    ordered = orders(compilation)
     return {
-        rank_file(rank): write_rank(rank_text(compilation, rank, found))
+        rank_file(rank): write_rank(rank_text(compilation, rank, ordered))
         for rank in range(placement.num_ranks)
     }
 
@@ -136,10 +136,10 @@ def check_target(directory: Path) -> None:
         raise GemscError(f"{directory} is a file", help="choose another folder with -o")
     if not directory.exists() or _is_program(directory):
         return
-    found = sorted(path.name for path in directory.iterdir())
-    found = [name for name in found if not name.startswith(BESIDE)]
-    if found:
-        names = ", ".join(found[:3]) + ", ..." * (len(found) > 3)
+    others = sorted(path.name for path in directory.iterdir())
+    others = [name for name in others if not name.startswith(BESIDE)]
+    if others:
+        names = ", ".join(others[:3]) + ", ..." * (len(others) > 3)
         raise GemscError(
             f"{directory} contains other files ({names})",
             help="choose an empty or new folder with -o",
@@ -156,8 +156,8 @@ def _is_program(directory: Path) -> bool:
 
 def _write_weights(compilation: Compilation, folder: Path, directory: Path) -> None:
     tensors: dict[str, Tensor] = {}
-    for each in (*compilation.variants.values(), compilation):
-        for program in (each.evaluation, each.program):
+    for variant in (*compilation.variants.values(), compilation):
+        for program in (variant.evaluation, variant.program):
             module = program.module
             tensors |= dict([*module.named_parameters(), *module.named_buffers()])
     elsewhere = compilation.elsewhere

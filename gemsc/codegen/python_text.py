@@ -92,15 +92,15 @@ def literal_text(value: object) -> str:
 def quoted(text: str) -> str:
     """Return a string in double quotes, or in single ones where that saves escapes."""
     quote = "'" if '"' in text and text.count('"') > text.count("'") else '"'
-    found = ""
+    escaped = ""
     for letter in text:
         if letter in (quote, "\\"):
-            found += f"\\{letter}"
+            escaped += f"\\{letter}"
         elif letter.isprintable():
-            found += letter
+            escaped += letter
         else:
-            found += letter.encode("unicode_escape").decode("ascii")
-    return f"{quote}{found}{quote}"
+            escaped += letter.encode("unicode_escape").decode("ascii")
+    return f"{quote}{escaped}{quote}"
 
 
 # ----------------------------------------------------------------- on one line
@@ -155,8 +155,8 @@ def _atom(node: ast.expr) -> str | None:
 
 def _inside(node: ast.expr, level: int) -> str:
     """Return the text of an operand, in parentheses if it binds less than that."""
-    text, own = _text(node)
-    return text if own >= level else f"({text})"
+    text, strength = _text(node)
+    return text if strength >= level else f"({text})"
 
 
 def _operand(node: ast.expr) -> str:
@@ -230,10 +230,10 @@ def _is_short(node: ast.expr) -> bool:
 def arguments(node: ast.Call) -> list[str]:
     """Return what stands in the parentheses of a call."""
     words = [
-        f"{each.arg}={one_line(each.value)}"
-        if each.arg
-        else f"**{_operand(each.value)}"
-        for each in node.keywords
+        f"{keyword.arg}={one_line(keyword.value)}"
+        if keyword.arg
+        else f"**{_operand(keyword.value)}"
+        for keyword in node.keywords
     ]
     return [*map(one_line, node.args), *words]
 

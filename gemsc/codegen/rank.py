@@ -52,7 +52,7 @@ class _RankWriter:
         self.constants = Constants(text, self.writer, self.taken)
         self.messages = self.constants.names
         transfers = text.program.transfers or ()
-        self.skips = skipping((each.source, each.dest) for each in transfers)
+        self.skips = skipping((t.source, t.dest) for t in transfers)
         self.user_objects: dict[UserObject, str] = {}
 
     def write(self) -> str:
@@ -223,8 +223,8 @@ class _RankWriter:
             return f"stage {stage} here"
         if len(ranks) == 1:
             return f"rank {ranks[0]}"
-        placement, own = self.text.placement, run.stage.flow.index
-        if placement.grid(stage) == placement.grid(own) and self.text.tile is not None:
+        placement, here = self.text.placement, run.stage.flow.index
+        if placement.grid(stage) == placement.grid(here) and self.text.tile is not None:
             return f"rank {ranks[self.text.tile]}, the same {run.stage.noun}"
         return f"ranks {ranks[0]} to {ranks[-1]}"
 

@@ -60,10 +60,10 @@ class StageText:
     def note_of(self, *names: str) -> str:
         """Return what the rank has of the first of these that is cut, for a comment."""
         shards = self.program.shards.get(self.flow.index)
-        for each in shards.cut if shards is not None else ():
-            if each.name in names:
+        for cut in shards.cut if shards is not None else ():
+            if cut.name in names:
                 assert self.tile is not None
-                return ("of " if each.parts[0].dim else "") + each.told(self.tile)
+                return ("of " if cut.parts[0].dim else "") + cut.told(self.tile)
         return ""
 
     @property
@@ -131,7 +131,7 @@ class RankText:
 
     def is_batched(self, item: GraphInput) -> bool:
         """Whether an input has samples in dimension 0, as the first input has."""
-        sizes = (each.spec.shape[0] for each in self.program.inputs if each.spec.shape)
+        sizes = (leaf.spec.shape[0] for leaf in self.program.inputs if leaf.spec.shape)
         return bool(item.spec.shape) and item.spec.shape[0] == next(sizes)
 
     @property
@@ -167,11 +167,11 @@ def rank_text(
     group = next(i for i, ranks in enumerate(placement.groups) if rank in ranks)
     ranks = placement.groups[group]
     tile = ranks.index(rank) if len(ranks) > 1 else None
-    own = compilation.tiles[tile or 0]
-    program = own.program
-    names = value_names(_transfers(own), _transfers(compilation.tiles[0]))
+    both = compilation.tiles[tile or 0]
+    program = both.program
+    names = value_names(_transfers(both), _transfers(compilation.tiles[0]))
     runs = tuple(
-        RunText(replica, _stage_text(compilation, own, stage.index, names, rank, tile))
+        RunText(replica, _stage_text(compilation, both, stage.index, names, rank, tile))
         for replica in range(placement.num_replicas)
         for stage in program.require_stages()
         if rank in placement.ranks[replica][stage.index]
@@ -180,7 +180,7 @@ def rank_text(
         rank=rank,
         docstring=_docstring(compilation, rank, runs, tile),
         program=program,
-        evaluation=own.evaluation,
+        evaluation=both.evaluation,
         runs=runs,
         steps=compilation.steps[group],
         num_micro_batches=plan.micro_batches // plan.replicas,
@@ -195,9 +195,9 @@ def rank_text(
     )
 
 
-def _transfers(own: TileProgram) -> tuple[Transfer, ...]:
+def _transfers(both: TileProgram) -> tuple[Transfer, ...]:
     """Return the transfers of training and of evaluation."""
-    return *(own.program.transfers or ()), *(own.evaluation.transfers or ())
+    return *(both.program.transfers or ()), *(both.evaluation.transfers or ())
 
 
 def _reductions(compilation: Compilation, rank: int) -> dict[str, tuple[int, ...]]:
@@ -215,10 +215,10 @@ def _reductions(compilation: Compilation, rank: int) -> dict[str, tuple[int, ...
             {n: p for n, p in compilation.parts(place).items() if n in names}
             for place in places
         ]
-        own = held[places.index(rank)]
-        alike = [r for r, theirs in zip(places, held, strict=True) if theirs == own]
+        ours = held[places.index(rank)]
+        alike = [r for r, theirs in zip(places, held, strict=True) if theirs == ours]
         sums[key] = alike if tied else places
-        if own and not tied:
+        if ours and not tied:
             sums[parts_of(key)] = alike
     data = compilation.plan.data
     return {key: tuple(r) for key, r in sums.items() if len(r) * data > 1}
@@ -226,7 +226,7 @@ def _reductions(compilation: Compilation, rank: int) -> dict[str, tuple[int, ...
 
 def _stage_text(
     compilation: Compilation,
-    own: TileProgram,
+    both: TileProgram,
     index: int,
     names: dict[fx.Node, str],
     rank: int,
@@ -234,46 +234,46 @@ def _stage_text(
 ) -> StageText:
     stage = compilation.program.require_stages()[index]
     blocks = _span([block.name for block in stage.blocks])
-    flow, evaluation = own.flow(index), own.evaluation_flow(index)
+    flow, evaluation = both.flow(index), both.evaluation_flow(index)
     for value, node in (*flow.joined.items(), *evaluation.joined.items()):
         names[node] = names[value]
     changed = compilation.missed_changes
     return StageText(
         docstring=in_docstring(f"Stage {index}: {blocks}."),
-        program=own.program,
+        program=both.program,
         flow=flow,
         owned=compilation.held(rank, index),
         names=names,
-        twins=own.twins,
+        twins=both.twins,
         evaluation=evaluation,
-        segments=segments_of(own.program, flow),
-        advances=_advances(changed[0], own.program, flow),
-        advances_eval=_advances(changed[1], own.evaluation, evaluation),
+        segments=segments_of(both.program, flow),
+        advances=_advances(changed[0], both.program, flow),
+        advances_eval=_advances(changed[1], both.evaluation, evaluation),
         tile=tile,
     )
 
 
 def _advances(
-    changed: Sequence[Change], own: Program, stage: StageFlow
+    changed: Sequence[Change], program: Program, stage: StageFlow
 ) -> tuple[fx.Node, ...]:
     """Return what makes a stage's changes of other replicas' micro-batches, in order.
 
-    `changed` are those of the whole program, of which the rank runs its `own`.
+    `changed` are those of the whole program, of which the rank runs `program`.
 
     Raises:
         InternalError: a pass has spread what makes them over several ranks.
     """
     if not changed:
         return ()
-    known = {change.name: change.again for change in unjoined_changes(own)}
-    sources = own.graph.find_nodes(op="get_attr")
+    known = {change.name: change.again for change in unjoined_changes(program)}
+    sources = program.graph.find_nodes(op="get_attr")
     here = {str(source.target) for source in sources if source.users}
-    changed = [each for each in changed if each.name in here]  # branches are elsewhere
+    changed = [c for c in changed if c.name in here]  # branches are elsewhere
     for change in changed:
         if not known.get(change.name):
             raise InternalError(f"no rank alone can change '{change.name}' again")
-    found = {node for change in changed for node in known[change.name]}
-    return tuple(node for node in stage.nodes if node in found)
+    makers = {node for change in changed for node in known[change.name]}
+    return tuple(node for node in stage.nodes if node in makers)
 
 
 def _docstring(
@@ -320,9 +320,9 @@ def _docstring(
             else f"{sent} from {noun} to {noun} in forward.",
         ]
         if (shards := run.stage.program.shards.get(stage.index)) is not None:
-            cut = dict.fromkeys(each.told(tile) for each in shards.cut)
-            own = ", ".join([*cut, *shards.branches_of(tile)]) or "no branch"
-            here = f"Here: {own}; {TRUNKS[shards.trunk]}."
+            cut = dict.fromkeys(tensor.told(tile) for tensor in shards.cut)
+            held = ", ".join([*cut, *shards.branches_of(tile)]) or "no branch"
+            here = f"Here: {held}; {TRUNKS[shards.trunk]}."
             lines += textwrap.wrap(here, 84, subsequent_indent="    ")
     return lines
 

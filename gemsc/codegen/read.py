@@ -67,8 +67,8 @@ def read_ranks(files: Mapping[str, str]) -> tuple[list[RankStep], list[RankStep]
     Raises:
         InternalError: a file does what no rank could do.
     """
-    names: dict[str, Any] = {each.__name__: each for each in PLAIN}
-    names |= {each.__name__: cache(each) for each in OF_MANY}
+    names: dict[str, Any] = {entry.__name__: entry for entry in PLAIN}
+    names |= {entry.__name__: cache(entry) for entry in OF_MANY}
     names |= {"torch": torch, "user_object": lambda *_: None}
     texts = (files[f"rank{rank}.py"] for rank in range(len(files)))
     read = [RankFile(rank, text, names) for rank, text in enumerate(texts)]
@@ -90,7 +90,7 @@ class RankFile:
         self.names = {**names, "__file__": self.path}
         with self._telling():
             body = ast.parse(text).body
-            runs = [each for each in body if not isinstance(each, NOT_RUN)]
+            runs = [node for node in body if not isinstance(node, NOT_RUN)]
             self.names |= {c.name: c for c in body if isinstance(c, ast.ClassDef)}
             # as in this file, annotations are not evaluated
             exec(compile(ast.Module(runs, []), self.path, "exec"), self.names)
@@ -137,7 +137,7 @@ class RankFile:
         line, function = self.text[frame.f_lineno - 1].strip(), frame.f_code.co_name
         inside = frame.f_code.co_names if function in self.names else ()
         named = (self.names.get(name) for name in inside)
-        run = next((each for each in named if isinstance(each, Run)), None)
+        run = next((value for value in named if isinstance(value, Run)), None)
         stage = ""
         if run is not None:
             lines = self.method(run).lines
@@ -178,23 +178,23 @@ class RankFile:
             parts = [(message, [()] * len(message.values))]
         if self.rank not in ranks:  # a tile of the grid may have nothing to send
             raise self.wrong("has no part in the message")
-        found = []
+        ends = []
         for part, boxes in parts:
             here, peer = part.source, part.dest
             if not sends:
                 here, peer = peer, here
             if here == self.rank:
                 values = tuple(map(_show, part.values, boxes))
-                found.append(MessageEnd(peer, part.tag, values, line))
-        return tuple(found)
+                ends.append(MessageEnd(peer, part.tag, values, line))
+        return tuple(ends)
 
     def _turn(self, entry: object) -> Turn:
         """Return what an entry of the order of communication is."""
         match entry:
             case Run():
-                return Turn(own=(entry.replica, entry.stage))
+                return Turn(collective=(entry.replica, entry.stage))
             case str():
-                return Turn(own=entry)
+                return Turn(collective=entry)
             case GridMessage():
                 sends = self.ends(entry, "", sends=True)
                 return Turn(sends, self.ends(entry, "", sends=False))
@@ -237,12 +237,12 @@ class RankFile:
                         calls += there
                         back[:0] = home
                     case ast.Assign(targets=[target]):
-                        for each in ast.walk(target):
-                            if isinstance(each, ast.Name):
-                                lines[each.id] = self.users_lines[node.lineno]
+                        for inner in ast.walk(target):
+                            if isinstance(inner, ast.Name):
+                                lines[inner.id] = self.users_lines[node.lineno]
                     case ast.Return(value=value) if function is methods[name]:
                         given = value.elts if isinstance(value, ast.Tuple) else [value]
-                        names = [getattr(each, "id", "") for each in given if each]
+                        names = [getattr(expr, "id", "") for expr in given if expr]
                         gives = tuple(Recorded(lines.get(name, "")) for name in names)
             return calls, back
 
@@ -284,8 +284,8 @@ class RankFile:
         """
         there, home = (
             [
-                self.exchanges(name, each, line, back=back, of=whole)
-                for each in whole.rounds
+                self.exchanges(name, exchange, line, back=back, of=whole)
+                for exchange in whole.rounds
             ]
             for back in (False, True)
         )
@@ -306,23 +306,23 @@ class RankFile:
         `back` says that it is the backward, in which gradients go home; `of` that it is
         a round of another exchange.
         """
-        own, ranks = self.tiles.tile, self.tiles.ranks
+        this_tile, ranks = self.tiles.tile, self.tiles.ranks
         named = of or exchange
-        view, tag = exchange.seen_from(own), tag_of(exchange, back=back)
+        view, tag = exchange.seen_from(this_tile), tag_of(exchange, back=back)
 
         def ends(pieces: Mapping[int, Sequence[Piece]]) -> tuple[MessageEnd, ...]:
             return tuple(
-                MessageEnd(ranks[tile], tag, tuple(_box(p.box) for p in each))
-                for tile, each in pieces.items()
+                MessageEnd(ranks[tile], tag, tuple(_box(p.box) for p in row))
+                for tile, row in pieces.items()
             )
 
-        present = exchange.present if own in exchange.present else (own,)
+        present = exchange.present if this_tile in exchange.present else (this_tile,)
         constant = next(n for n, value in self.names.items() if value is named)
         line = f"{constant}, {line}" if line else constant
-        together = tuple(ranks[tile] for tile in present)
+        members = tuple(ranks[tile] for tile in present)
         there, here = ends(view.sent), ends(view.received)
         there, here = (here, there) if back else (there, here)
-        return GridCall(method, together, there, here, line)
+        return GridCall(method, members, there, here, line)
 
 
 def _file_and_number(line: str) -> tuple[str, int]:
@@ -353,11 +353,11 @@ def _in_order(node: ast.AST) -> Iterator[ast.AST]:
 
 def _users_lines(text: Sequence[str]) -> list[str]:
     """Return for each line of the file, counted from 1, the user's that it is of."""
-    found, current = [""], ""
+    places, current = [""], ""
     for line in text:
         if line.lstrip().startswith(("def ", "class ")):
             current = ""
         if match := USERS_LINE.match(line):
             current = match[1]
-        found.append(current)
-    return found
+        places.append(current)
+    return places

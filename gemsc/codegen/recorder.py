@@ -228,7 +228,7 @@ class StepRecorder:
 
 def arriving(message: Message | GridMessage) -> tuple[Recorded, ...]:
     """Return what arrives with a message."""
-    return tuple(Recorded(gradient=each) for each in message.gradients)
+    return tuple(Recorded(gradient=gradient) for gradient in message.gradients)
 
 
 def _one_or_all(tensors: tuple[Recorded, ...]) -> Any:

@@ -165,8 +165,8 @@ class _StageWriter:
             inside = (p for p in paths if p.startswith(f"{owner}."))
             names = (p.removeprefix(f"{owner}.").partition(".")[0] for p in inside)
             if owner and layer is not None and all(map(is_attribute, names)):
-                own = {f"{owner}.{name}" for name in layer.state_dict()}
-                if own <= paths & self.tensors.keys():
+                keys = {f"{owner}.{name}" for name in layer.state_dict()}
+                if keys <= paths & self.tensors.keys():
                     yield owner, layer
 
     def _containers(self) -> dict[str, str]:
@@ -184,17 +184,17 @@ class _StageWriter:
                 names = children.setdefault(".".join(parts[:depth]), {})
                 names[parts[depth]] = None
         parameters = dict(self.module.named_parameters())
-        own = ["draws_random_numbers", "keeps_dtype"]
-        own += ["changed_parameters", "changed_buffers"]
-        own += METHODS
-        own += ["grid"] if self.stage.tile is not None else []  # for the worker
+        reserved = ["draws_random_numbers", "keeps_dtype"]
+        reserved += ["changed_parameters", "changed_buffers"]
+        reserved += METHODS
+        reserved += ["grid"] if self.stage.tile is not None else []  # for the worker
         kinds = {}
         for container, names in children.items():
             odd = [name for name in names if not is_attribute(name)]
             held = [f"{container}.{name}".lstrip(".") in parameters for name in odd]
             cls = nn.ParameterDict if any(held) else nn.ModuleDict if odd else nn.Module
             kinds[container] = f"nn.{cls.__name__}"
-            taken = () if container else own
+            taken = () if container else reserved
             clash = [
                 n for n in names if (is_attribute(n) and hasattr(cls, n)) or n in taken
             ]
@@ -302,7 +302,7 @@ def _paths_of(stage: StageText) -> dict[str, None]:
     A tied parameter is then found under its first name, as in the model.
     """
     flows = [stage.flow, stage.evaluation] if stage.apart else [stage.flow]
-    nodes = [node for each in flows for node in each.nodes]
+    nodes = [node for flow in flows for node in flow.nodes]
     called = {meta.layer(node) for node in nodes if uses_layer(node)}
     whole = _whole_modules(stage.program, called)
     layers = {name.rpartition(".")[0] for name in stage.owned} & called
@@ -332,4 +332,4 @@ def _whole_modules(program: Program, paths: Iterable[str]) -> list[str]:
 
 def _holder(path: str, whole: Sequence[str]) -> str | None:
     """Return the user's own module that a path lies in, if any."""
-    return next((each for each in whole if path.startswith(f"{each}.")), None)
+    return next((owner for owner in whole if path.startswith(f"{owner}.")), None)

@@ -84,12 +84,12 @@ class _Source:
         layer = layer_source(module)
         if layer is not None:
             return layer
-        own = {k: v for k, v in vars(module).items() if k not in _INTERNAL}
-        plain = self._container(path, module) if not own else None
+        attrs = {k: v for k, v in vars(module).items() if k not in _INTERNAL}
+        plain = self._container(path, module) if not attrs else None
         if plain is not None:
             return plain
         parts = [
-            (name, self.value(f"{path}.{name}", value)) for name, value in own.items()
+            (name, self.value(f"{path}.{name}", value)) for name, value in attrs.items()
         ]
         return self._made(path, type(module), [*parts, *self._held(path, module)])
 
@@ -122,9 +122,9 @@ class _Source:
     def _made(self, path: str, cls: type, parts: list[tuple[str, str]]) -> str:
         plain = [f"{n}={text}" for n, text in parts if _is_keyword_argument(n)]
         odd = [f"{n!r}: {t}" for n, t in parts if not _is_keyword_argument(n)]
-        rest = [f"**{{{', '.join(odd)}}}"] if odd else []
+        packed = [f"**{{{', '.join(odd)}}}"] if odd else []
         head = self._class(path, cls)
-        return f"user_module({', '.join([head, *plain, *rest])})"
+        return f"user_module({', '.join([head, *plain, *packed])})"
 
     def _class(self, path: str, cls: type) -> str:
         if getattr(nn, cls.__name__, None) is cls:
@@ -134,14 +134,14 @@ class _Source:
     def _imported(self, path: str, item: Any) -> str:
         """Return the name under which a file imports a class or a function."""
         module, qualname = item.__module__, item.__qualname__
-        found: Any = sys.modules.get(module)
+        bound: Any = sys.modules.get(module)
         for part in qualname.split("."):
-            found = getattr(found, part, None)
-        if found is not item and module in sys.modules:  # perhaps `name = lambda ...`
+            bound = getattr(bound, part, None)
+        if bound is not item and module in sys.modules:  # perhaps `name = lambda ...`
             known = vars(sys.modules[module])
             qualname = next((n for n in known if known[n] is item), qualname)
-            found = known.get(qualname)
-        if found is not item or module == "__main__":
+            bound = known.get(qualname)
+        if bound is not item or module == "__main__":
             raise self.refuse(
                 path,
                 f"needs {qualname}, which no rank can import from {module}",
@@ -177,8 +177,8 @@ class _Source:
             return self._callable(path, value)
         if _is_plain_object(value):
             cls = type(value)
-            own = [(k, self.value(f"{path}.{k}", v)) for k, v in vars(value).items()]
-            return self._made(path, cls, own)
+            args = [(k, self.value(f"{path}.{k}", v)) for k, v in vars(value).items()]
+            return self._made(path, cls, args)
         if type(value).__module__ != "builtins" and isinstance(value, _BUILTIN):
             raise self._unknown(path, value)  # a subclass of them
         try:
@@ -190,12 +190,12 @@ class _Source:
         """Return the text of what Python's own modules make; None of other values."""
         if type(value) is partial:
             made = self.named(UserObject("functools", "partial"))
-            given = [self.value(path, each) for each in (value.func, *value.args)]
+            given = [self.value(path, part) for part in (value.func, *value.args)]
             named = [f"{k}={self.value(path, v)}" for k, v in value.keywords.items()]
             return f"{made}({', '.join([*given, *named])})"
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             made = self._imported(path, type(value))
-            return f"{made}({', '.join(self.value(path, each) for each in value)})"
+            return f"{made}({', '.join(self.value(path, part) for part in value)})"
         if type(value) is OrderedDict:
             made = self.named(UserObject("collections", "OrderedDict"))
             return f"{made}({self._collection(path, dict(value))})"
@@ -237,8 +237,8 @@ class _Source:
 
 
 def _buffer_source(buffer: torch.Tensor, lost: bool) -> str:
-    rest = ", persistent=False" if lost else ""
-    return f"nn.Buffer({tensor_source(buffer)}{rest})"
+    suffix = ", persistent=False" if lost else ""
+    return f"nn.Buffer({tensor_source(buffer)}{suffix})"
 
 
 def _is_keyword_argument(name: str) -> bool:

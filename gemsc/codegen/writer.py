@@ -205,8 +205,8 @@ def split_arguments(source: str) -> tuple[str, list[str], str]:
 
 def _split_assignment(text: str) -> tuple[str, str]:
     """Split `x = value` into `x = ` and the value; "" where nothing is assigned."""
-    found = _without_strings(text).rpartition(" = ")
-    end = len(text) - len(found[2])
+    parts = _without_strings(text).rpartition(" = ")
+    end = len(text) - len(parts[2])
     return text[:end], text[end:]
 
 

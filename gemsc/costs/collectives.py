@@ -76,8 +76,8 @@ def tree(size: int) -> tuple[Round, ...]:
         up.append(Round(tuple((s, s - step) for s in senders), 1.0, adds=True))
         step *= 2
     down = [
-        Round(tuple((parent, child) for child, parent in each.pairs), 1.0, adds=False)
-        for each in reversed(up)
+        Round(tuple((parent, child) for child, parent in turn.pairs), 1.0, adds=False)
+        for turn in reversed(up)
     ]
     return (*up, *down)
 
@@ -97,7 +97,7 @@ def halving_doubling(size: int) -> tuple[Round, ...]:
         pairs = tuple((member, member ^ step) for member in range(power))
         inner.append(Round(pairs, share, adds=True))
         step, share = 2 * step, share / 2
-    back = [Round(each.pairs, each.share, adds=False) for each in reversed(inner)]
+    back = [Round(turn.pairs, turn.share, adds=False) for turn in reversed(inner)]
     if not extra:
         return (*inner, *back)
     returned = tuple((parent, member) for member, parent in extra)
@@ -112,13 +112,13 @@ def exchange(size: int, *, adds: bool) -> tuple[Round, ...]:
     Of many rounds a few stand for those about them.
     """
     step = -(-(size - 1) // MOST_EXCHANGES)
-    found = []
+    rounds = []
     for first in range(1, size, step):
         count = min(step, size - first)
         distance = first + count // 2
         pairs = tuple((member, (member + distance) % size) for member in range(size))
-        found.append(Round(pairs, 1 / size, adds, count))
-    return tuple(found)
+        rounds.append(Round(pairs, 1 / size, adds, count))
+    return tuple(rounds)
 
 
 ROUNDS = {"ring": ring, "tree": tree, "halving-doubling": halving_doubling}
@@ -136,7 +136,7 @@ def allreduce(
     wanted = network.allreduce.algorithm
     names = list(ROUNDS) if wanted == "auto" else [wanted]
     ways = [
-        [Sum(each, name) for each in _seconds(network, groups, ROUNDS[name], num_bytes)]
+        [Sum(time, name) for time in _seconds(network, groups, ROUNDS[name], num_bytes)]
         for name in names
     ]
     return [min(sums, key=lambda s: s.seconds) for sums in zip(*ways, strict=True)]
@@ -166,8 +166,8 @@ def sum_seconds(network: Network, ranks: Sequence[int], num_bytes: int) -> float
     A few numbers take ceil(lg p) messages with all of them (recursive doubling).
     """
     rounds = (len(ranks) - 1).bit_length()
-    each = network.link(ranks[0], ranks[-1]).seconds(num_bytes)
-    doubling = rounds * (each + num_bytes / network.allreduce.reduce_bandwidth)
+    sending = network.link(ranks[0], ranks[-1]).seconds(num_bytes)
+    doubling = rounds * (sending + num_bytes / network.allreduce.reduce_bandwidth)
     return min(doubling, allreduce(network, [ranks], [num_bytes])[0].seconds)
 
 
@@ -200,15 +200,15 @@ def _in_buckets(
     num_bytes: int,
 ) -> float:
     """Return the seconds of one group's sum."""
-    whole, rest = divmod(num_bytes, BUCKET_BYTES)
+    whole, remainder = divmod(num_bytes, BUCKET_BYTES)
     total = 0.0
-    for count, size in ((whole, BUCKET_BYTES), (1, rest)):
+    for count, size in ((whole, BUCKET_BYTES), (1, remainder)):
         if count and size:
-            each = sum(
+            seconds = sum(
                 of_round.repeats * _round_seconds(network, ranks, of_round, crowd, size)
                 for of_round, crowd in zip(rounds, crowds, strict=False)
             )
-            total += count * each
+            total += count * seconds
     return total
 
 
@@ -226,7 +226,7 @@ def _round_seconds(
         source, dest = ranks[sender], ranks[receiver]
         link = network.link(source, dest)
         interfaces = network.interfaces(source, dest)
-        sharing = max((crowd[each] for each in interfaces), default=1)
+        sharing = max((crowd[interface] for interface in interfaces), default=1)
         bandwidth = network.allreduce.efficiency * link.bandwidth / sharing
         slowest = max(slowest, link.latency + size / bandwidth)
     if of_round.adds:

@@ -80,13 +80,13 @@ class GradientFlow:
         memory, key = tensor.untyped_storage(), storage_of(tensor)
         if key in self._alive:
             return self._alive[key].number, self._alive[key].num_bytes
-        found = _Storage(next(self._numbers), memory.nbytes(), self._running)
-        self._alive[key] = found
-        found.reference = weakref.ref(memory, lambda _: self._free(key))
-        self._more += found.num_bytes
+        storage = _Storage(next(self._numbers), memory.nbytes(), self._running)
+        self._alive[key] = storage
+        storage.reference = weakref.ref(memory, lambda _: self._free(key))
+        self._more += storage.num_bytes
         here = self.by_node[self._running]
         here.most = max(here.most, self._more)
-        return found.number, found.num_bytes
+        return storage.number, storage.num_bytes
 
     def _free(self, key: int) -> None:
         gone = self._alive.pop(key)

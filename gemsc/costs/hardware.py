@@ -70,9 +70,9 @@ class Device:
         """
         peaks = self.peak_flops
         wanted = ("tf32", dtype) if dtype == "float32" else (dtype, "float32")
-        found = next((name for name in wanted if name in peaks), None)
-        found = found or max(peaks, key=lambda name: peaks[name])
-        return found, peaks[found]
+        chosen = next((name for name in wanted if name in peaks), None)
+        chosen = chosen or max(peaks, key=lambda name: peaks[name])
+        return chosen, peaks[chosen]
 
     def host_seconds(self, num_bytes: int) -> float:
         """Return the time of a copy between the device and the host, one way."""

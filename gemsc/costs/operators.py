@@ -152,7 +152,7 @@ def _convolution_backward(args: Any) -> list[Work]:
     That of the bias is a by-product of that of the weight.
     """
     gradient, x, weight, _, *shape, wanted = args
-    own = _filters(x, weight, gradient, shape)
+    filters = _filters(x, weight, gradient, shape)
     kind = _variant(x, weight, None, shape)
     works = []
     for is_wanted, name, read, written in (
@@ -160,7 +160,7 @@ def _convolution_backward(args: Any) -> list[Work]:
         (wanted[1], "weight", [gradient, x], weight),
     ):
         if is_wanted:
-            features = _moved(read, [written]) | own
+            features = _moved(read, [written]) | filters
             name = f"convolution-{kind}-{name}"
             works.append(Work(name, _dtype([gradient]), features))
     return works
@@ -219,7 +219,7 @@ def _filters(
     rounded = _rounded(channels_in) * _rounded(channels_out)
     is_strided = any(step != 1 for step in stride)
     thin = 1.0 if 1 < in_image < LANES else 0.0
-    each = float(weight.nbytes * x.shape[0])
+    repeated = float(weight.nbytes * x.shape[0])
     far = float(max(0, weight.nbytes - CACHE_BYTES) * x.shape[0])
     row = math.prod(weight.shape[1:]) * weight.element_size()
     aliased = 0.0 if row % ALIAS_BYTES else 1.0
@@ -237,12 +237,12 @@ def _filters(
         "unfolded": unfolded,
         "unfolded_fresh": unfolded if unfolded >= FRESH_BYTES else 0.0,
         "weights": float(weight.nbytes),
-        "weights_each": each,
+        "weights_each": repeated,
         "weights_far": far,
-        "weights_thin": each * thin,
+        "weights_thin": repeated * thin,
         "weights_far_thin": far * thin,
-        "weights_aliased": each * aliased,
-        "weights_aliased_thin": each * aliased * thin,
+        "weights_aliased": repeated * aliased,
+        "weights_aliased_thin": repeated * aliased * thin,
     }
 
 
@@ -389,8 +389,8 @@ def seconds(device: Device, work: Work) -> float:
         return roofline(device, work)
     slower = _peak(device, "float32") / _peak(device, work.dtype)
     return sum(
-        each * work.features.get(name, 0.0) * (slower if "flops" in name else 1.0)
-        for name, each in fitted.items()
+        per_unit * work.features.get(name, 0.0) * (slower if "flops" in name else 1.0)
+        for name, per_unit in fitted.items()
     )
 
 

@@ -48,15 +48,15 @@ def _after_one_step(
     for copy in copies.values():
         copy.grad = torch.zeros_like(copy)
     optimizer.step()
-    found = {}
+    kept = {}
     for name, copy in copies.items():
         sizes = {True: 0, False: 0}
         for tensor in pytree.tree_leaves(optimizer.state.get(copy, {})):
             if isinstance(tensor, Tensor):
                 is_alike = tensor.shape == copy.shape
                 sizes[is_alike] += _bytes(tensor, copy, trained[name])
-        found[name] = StateBytes(sizes[True], sizes[False])
-    return found
+        kept[name] = StateBytes(sizes[True], sizes[False])
+    return kept
 
 
 def _bytes(state: Tensor, copy: Tensor, parameter: Tensor) -> int:

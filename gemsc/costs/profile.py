@@ -120,7 +120,7 @@ def _steady(run: Callable[[], _TimedRun], rounds: int) -> list[_TimedRun]:
     while steady < rounds and len(runs) < PATIENCE * rounds:
         runs.append(run())
         steady += not runs[-1].new_pages
-    return sorted(runs, key=lambda each: each.new_pages)[:rounds]
+    return sorted(runs, key=lambda timed: timed.new_pages)[:rounds]
 
 
 def _feed(program: Program, module: nn.Module, inputs: Any, target: Any) -> Values:
@@ -137,22 +137,22 @@ def _feed(program: Program, module: nn.Module, inputs: Any, target: Any) -> Valu
 def _run(nodes: Iterable[fx.Node], known: Values, module: nn.Module) -> _TimedRun:
     """Run nodes forward and backward, once; the values are detached."""
     pages = _pages_used()
-    own = list(nodes)
-    inside = set(own)
-    taken = {n for node in own for n in node.all_input_nodes if n not in inside}
+    block = list(nodes)
+    inside = set(block)
+    taken = {n for node in block for n in node.all_input_nodes if n not in inside}
     values = {node: _leaf(node, known[node]) for node in taken}
     clock = clock_of(_device_of(values))
     started = clock()
-    run_nodes(own, values, module)
+    run_nodes(block, values, module)
     forward = clock() - started
-    given = [node for node in own if any(user not in inside for user in node.users)]
+    given = [node for node in block if any(user not in inside for user in node.users)]
     ends = [
         tensor
         for node in given
         for tensor in pytree.tree_leaves(values[node])
         if isinstance(tensor, Tensor) and tensor.requires_grad
     ]
-    if not (ends and any(meta.needs_gradient(node) for node in own)):
+    if not (ends and any(meta.needs_gradient(node) for node in block)):
         return _TimedRun(forward, 0.0, _pages_used() - pages, _detached(given, values))
     gradients = [torch.randn_like(tensor) for tensor in ends]
     detached = _detached(given, values)

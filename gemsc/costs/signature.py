@@ -60,20 +60,20 @@ def alike_ranks(first: Program) -> list[int]:
     `first` is what the first one runs. Of values, weights and messages alike.
     """
     placement = first.require_placement()
-    parts = [cut.parts for each in first.shards.values() for cut in each.cut]
+    parts = [cut.parts for shards in first.shards.values() for cut in shards.cut]
     layouts = [meta.layout(node) for node in first.compute_nodes]
     exchanges = [exchange_of(node) for node in first.compute_nodes if is_exchange(node)]
-    found: dict[Hashable, int] = {}
+    seen: dict[Hashable, int] = {}
 
     def sizes(rank: int) -> Hashable:
         return (
-            tuple(own[rank % len(own)].local_shape for own in parts),
+            tuple(row[rank % len(row)].local_shape for row in parts),
             tuple(w and shape_of(w.boxes[rank % w.num_tiles]) for w in layouts),
-            tuple(_sizes(each, rank) for each in exchanges),
+            tuple(_sizes(exchange, rank) for exchange in exchanges),
         )
 
     ranks = range(placement.num_tiles)
-    return [found.setdefault(sizes(rank), rank) for rank in ranks]
+    return [seen.setdefault(sizes(rank), rank) for rank in ranks]
 
 
 def _what(node: fx.Node, module: nn.Module) -> Any:
@@ -115,6 +115,6 @@ def _sizes(exchange: Exchange, tile: int) -> Hashable:
     received = []
     if not exchange.arrives:
         pieces = exchange.seen_from(tile % len(held)).received.values()
-        received = sorted(piece.shape for each in pieces for piece in each)
+        received = sorted(piece.shape for row in pieces for piece in row)
     ends = shape_of(held[tile % len(held)]), shape_of(wanted[tile % len(wanted)])
     return *ends, tuple(received), exchange.adds

@@ -67,14 +67,14 @@ def pair_error(sample: Any, at: SourceLocation | None = None) -> GemscError | No
     """Return what is wrong with a sample that is no (input, target) pair."""
     if isinstance(sample, (tuple, list)) and len(sample) == 2:
         return None
-    found, example = f"a sample is of type {type(sample).__name__}", "(input, target)"
+    what, example = f"a sample is of type {type(sample).__name__}", "(input, target)"
     if isinstance(sample, Mapping):
-        found += f", with the keys {', '.join(map(repr, sample))}"
+        what += f", with the keys {', '.join(map(repr, sample))}"
         example = "({name of an argument of forward: tensor}, target)"
     elif isinstance(sample, (tuple, list)):
-        found += f", of length {len(sample)}"
+        what += f", of length {len(sample)}"
     return GemscError(
-        f"the dataset does not return (input, target) pairs: {found}",
+        f"the dataset does not return (input, target) pairs: {what}",
         at=at,
         help=f"return a pair from __getitem__: {example}; 0 if there is no target",
     )
@@ -123,16 +123,16 @@ def check_inputs(inputs: Any, examples: Any, at: SourceLocation | None = None) -
     for path, tensor in _leaves(inputs).items():
         if path in read:
             continue
-        found, known = "which example_inputs() does not have", examples
+        why, known = "which example_inputs() does not have", examples
         with suppress(IndexError, KeyError, TypeError):
             for part in path[1:]:
                 known = known[part]
             wanted = tensor[0] if known is None else known
             if tensor.dim() == 1 and bool((tensor == wanted).all()):
                 continue
-            found = f"which is {known!r} in example_inputs()"
+            why = f"which is {known!r} in example_inputs()"
         raise GemscError(
-            f"a sample of the dataset has {named_place(path)}, {found}",
+            f"a sample of the dataset has {named_place(path)}, {why}",
             at=at,
             help="a program reads the tensors of example_inputs() and nothing else: "
             "return a tensor there, too, or leave it out of the samples",
@@ -160,13 +160,13 @@ def leading_samples(data: Any, number: int, count: int) -> list[Any]:
     """Return so many samples of a dataset that has `count`, some again if need be."""
     if not isinstance(data, Stream):
         return [_sample(data, index % count) for index in range(number)]
-    found = list(islice(data, number))
-    if len(found) < number:
+    samples = list(islice(data, number))
+    if len(samples) < number:
         raise GemscError(
-            f"the stream has {len(found)} samples, but a micro-batch needs {number}",
+            f"the stream has {len(samples)} samples, but a micro-batch needs {number}",
             help="add samples, or return fewer from example_inputs()",
         )
-    return found
+    return samples
 
 
 def _sample(data: Any, index: int) -> Any:

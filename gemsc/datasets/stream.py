@@ -169,13 +169,13 @@ class StreamPart:
         self.open()
         with self._as_worker():
             try:
-                found = self._next()
+                sample = self._next()
             except StopIteration:
                 self._read = iter(())
                 raise self._end() from None
         self.position += 1
         pair = self.stream.pair
-        return found if pair is None else pair(found)
+        return sample if pair is None else pair(sample)
 
     def state(self) -> tuple[int, Any]:
         """Return a position, not after this one, and the state of the iterable there.
@@ -290,8 +290,8 @@ def _state(holder: Any, wanted: bool) -> Any:
 def _samples_of(batch: Any) -> Iterator[Any]:
     """Yield the samples that a DataLoader has collated."""
     leaves = pytree.tree_leaves(batch)
-    tensors = [each for each in leaves if isinstance(each, Tensor) and each.dim()]
-    sizes = {len(each) for each in tensors}
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
+    sizes = {len(tensor) for tensor in tensors}
     if len(sizes) != 1 or len(tensors) < len(leaves):
         raise GemscError(
             "a batch of the DataLoader cannot be split into samples: its tensors do "

@@ -85,8 +85,8 @@ class _Results:
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
         """The buffers as they are now, without what forward has made (a table)."""
-        found = (o.named_buffers(prefix) for prefix, o in self.owners.items())
-        return {name: b for each in found for name, b in each if name in self.first}
+        listed = (o.named_buffers(prefix) for prefix, o in self.owners.items())
+        return {name: b for pairs in listed for name, b in pairs if name in self.first}
 
 
 def check_against_eager(
@@ -151,9 +151,9 @@ def check_against_eager(
             )
         nudged = []  # perhaps a backward that adds in another order
         for seed in range(_NUDGES):
-            own = _copies(program, model, loss, {}, training)
-            found = _nudged_gradients(program, own, inputs, target, seed)
-            nudged.append(found)
+            copied = _copies(program, model, loss, {}, training)
+            gradients = _nudged_gradients(program, copied, inputs, target, seed)
+            nudged.append(gradients)
     _compare(actual, expected, least, nudged)
     return two or expected.halves
 
@@ -202,11 +202,11 @@ def _first_difference(
             continue
         values[node] = run_node(node, values, module)
         at = location(node)
-        if node.op == "get_attr" or at is None or at not in lines.found:
+        if node.op == "get_attr" or at is None or at not in lines.sums:
             continue
         for tensor in _tensors(pytree.tree_leaves(values[node])):
             mine = _sum(tensor)
-            if not any(_alike(mine, theirs) for theirs in lines.found[at]):
+            if not any(_alike(mine, theirs) for theirs in lines.sums[at]):
                 return node
     return None
 
@@ -293,7 +293,7 @@ def _run_graph(program: Program, module: nn.Module, fed: Any) -> _Results:
     results = _Results()
     results.watch("", module)
     targets = (node.target for node in program.graph.nodes)
-    if any(isinstance(each, torch._ops.OpOverload) for each in targets):
+    if any(isinstance(target, torch._ops.OpOverload) for target in targets):
         results.frontend = "export"  # its nodes are ATen operators
     torch.manual_seed(_SEED)
     values, kept = _fed(program, fed), {program.loss, *program.outputs}
@@ -318,7 +318,7 @@ def _fed(program: Program, fed: Any) -> dict[fx.Node, Any]:
     """Return the values of the placeholders."""
     placeholders = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
     tensors = dict(tensor_leaves(fed))
-    return {placeholders[each.name]: tensors[each.path] for each in program.inputs}
+    return {placeholders[given.name]: tensors[given.path] for given in program.inputs}
 
 
 def _finish(
@@ -356,7 +356,7 @@ def _compare(
         _report(name, difference_of(actual.tensors.get(name), tensor, least), actual)
     for name in expected.parameters:
         moved = max(
-            (gradient_distance(each, want, name) for each in nudged), default=0.0
+            (gradient_distance(nudge, want, name) for nudge in nudged), default=0.0
         )
         allowed = max(least, min(_LIMIT, _TWICE * moved))
         problem = gradients_differ(have, want, name, allowed, noise)
@@ -394,7 +394,7 @@ class _ValuesByLine(TorchFunctionMode):
     def __init__(self, boundary: CodeType) -> None:
         super().__init__()
         self.boundary = boundary
-        self.found: dict[SourceLocation, list[_Sum]] = defaultdict(list)
+        self.sums: dict[SourceLocation, list[_Sum]] = defaultdict(list)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -423,7 +423,7 @@ class _ValuesByLine(TorchFunctionMode):
         if line is not None:
             leaves = _tensors(pytree.tree_leaves(result))
             with torch._C.DisableTorchFunction():
-                self.found[line.location] += map(_sum, leaves)
+                self.sums[line.location] += map(_sum, leaves)
 
 
 _Sum = tuple[tuple[int, ...], float]

@@ -44,23 +44,23 @@ def reject_closures(model: nn.Module, loss: Any) -> None:
     Raises:
         GemscError: at the function's first line.
     """
-    own = {id(module) for module in model.modules()}
-    own |= {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    functions = [(*each, _HELP) for each in all_in(model)]
-    functions += [(*each, HELP_OF_LOSS) for each in all_in(loss)]
-    anew = {id(each) for each in (*_made_anew(model), *_made_anew(loss))}
-    for name, found, help_text in functions:
-        function = stored_attributes(found).get("_torchdynamo_orig_callable", found)
+    part_ids = {id(module) for module in model.modules()}
+    part_ids |= {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    functions = [(*pair, _HELP) for pair in all_in(model)]
+    functions += [(*pair, HELP_OF_LOSS) for pair in all_in(loss)]
+    anew = {id(made) for made in (*_made_anew(model), *_made_anew(loss))}
+    for name, member, help_text in functions:
+        function = stored_attributes(member).get("_torchdynamo_orig_callable", member)
         if not isinstance(function, FunctionType) or "state_dict" in name:
             continue
         code = function.__code__
-        if code.co_filename.startswith(_OF_COMPILE) or id(found) in anew:
+        if code.co_filename.startswith(_OF_COMPILE) or id(member) in anew:
             continue
         if function.__name__ == "__init__":  # forward does not call it
             continue
         is_called = name.partition(".")[0] == "self"
         for variable, value in chain(_held(function), _named(function, is_called)):
-            if isinstance(value, (nn.Module, torch.Tensor)) and id(value) in own:
+            if isinstance(value, (nn.Module, torch.Tensor)) and id(value) in part_ids:
                 shown = "the loss" if name == "self" else name
                 raise GemscError(
                     f"{shown} refers to the model, or a part of it, by the variable "
@@ -96,7 +96,7 @@ def _named(function: FunctionType, is_called: bool) -> Iterator[tuple[str, Any]]
     """Yield the global variables that a function names, and functions within it."""
     codes: list[CodeType] = [function.__code__] if is_called else []
     for code in codes:
-        codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+        codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
         for step in dis.get_instructions(code):
             if step.opname == "LOAD_GLOBAL":
                 yield step.argval, function.__globals__.get(step.argval)

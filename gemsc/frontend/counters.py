@@ -68,8 +68,8 @@ def differ(one: object, other: object) -> bool:
 
 def counters_of(model: nn.Module, loss: Any) -> dict[str, object]:
     """Return the numbers that a model and its loss can see, of one name both."""
-    own, others = _counted(model), _counted(loss).items()
-    return own | {f"{n} (of the loss)" if n in own else n: v for n, v in others}
+    seen, others = _counted(model), _counted(loss).items()
+    return seen | {f"{n} (of the loss)" if n in seen else n: v for n, v in others}
 
 
 def _counted(owner: Any) -> dict[str, object]:
@@ -85,10 +85,10 @@ def _counted(owner: Any) -> dict[str, object]:
 def tensors_in(*owners: Any) -> dict[str, torch.Tensor]:
     """Return the tensors that modules or losses can see beside their state."""
     modules = [owner for owner in owners if isinstance(owner, nn.Module)]
-    state = (t for each in modules for t in (*each.parameters(), *each.buffers()))
+    state = (t for module in modules for t in (*module.parameters(), *module.buffers()))
     known = {id(tensor) for tensor in state}
-    found = chain.from_iterable(map(all_in, owners))
-    tensors = (pair for pair in found if isinstance(pair[1], torch.Tensor))
+    pairs = chain.from_iterable(map(all_in, owners))
+    tensors = (pair for pair in pairs if isinstance(pair[1], torch.Tensor))
     return _by_name(pair for pair in tensors if id(pair[1]) not in known)
 
 
@@ -113,10 +113,10 @@ def _numbers(owner: Any, kinds: tuple[type, ...]) -> Iterator[tuple[str, object]
             yield name, value.tolist()
 
 
-def _by_name(found: Iterable[tuple[str, T]]) -> dict[str, T]:
-    """Return all that was found; of one name are an object and its class, closures."""
+def _by_name(pairs: Iterable[tuple[str, T]]) -> dict[str, T]:
+    """Return all the pairs; of one name are an object and its class, closures."""
     named: dict[str, T] = {}
-    for name, value in found:
+    for name, value in pairs:
         while name in named:
             name += "'"
         named[name] = value

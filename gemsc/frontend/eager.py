@@ -82,7 +82,7 @@ def kept_in_eval(
     for path, layer, is_training in called:
         if path in opaque:
             inside = layer.named_modules(prefix=path)
-            yield from (each for each, module in inside if not module.training)
+            yield from (inner for inner, module in inside if not module.training)
         elif not is_training and _depends_on_mode(layer):
             if (path, True) in modes:
                 raise GemscError(
@@ -113,15 +113,15 @@ def reject_trained(
 @contextmanager
 def called_in_eval(model: nn.Module) -> Iterator[set[str]]:
     """Collect the layers that are called in eval mode, if it makes a difference."""
-    names = {each: name for name, each in model.named_modules()}
-    found: set[str] = set()
+    names = {layer: name for name, layer in model.named_modules()}
+    in_eval: set[str] = set()
 
     def note(layer: nn.Module, _: Any) -> None:
         if layer in names and not layer.training and _depends_on_mode(layer):
-            found.add(names[layer])
+            in_eval.add(names[layer])
 
     with register_module_forward_pre_hook(note):
-        yield found
+        yield in_eval
 
 
 def reject_moved(first: Set[str], second: Set[str]) -> None:
@@ -219,11 +219,11 @@ def detached(value: Any) -> Any:
 
 def _attributes(objects: Any) -> Iterator[tuple[str, str, Any]]:
     """Yield all attributes of modules: path, name, value."""
-    for owner in (each for each in objects if isinstance(each, nn.Module)):
+    for owner in (o for o in objects if isinstance(o, nn.Module)):
         for path, module in owner.named_modules():
-            own = {k: v for k, v in vars(module).items() if k != "_modules"}
-            held = (own.pop("_parameters", {}), own.pop("_buffers", {}), own)
-            for attribute, value in (item for each in held for item in each.items()):
+            stored = {k: v for k, v in vars(module).items() if k != "_modules"}
+            held = (stored.pop("_parameters", {}), stored.pop("_buffers", {}), stored)
+            for attribute, value in (item for group in held for item in group.items()):
                 yield path, attribute, value
 
 

@@ -131,9 +131,9 @@ def _has_a_dtype(node: fx.Node) -> bool:
     """Whether a node names a real dtype, of the user's or a tensor's, or has one."""
     if node.op == "get_attr" and str(node.target).startswith(CONSTANTS):
         return is_real(meta.value(node).dtype)
-    found: list[Any] = []
-    fx.node.map_aggregate((node.args, node.kwargs), found.append)
-    return any(isinstance(each, torch.dtype) and is_real(each) for each in found)
+    leaves: list[Any] = []
+    fx.node.map_aggregate((node.args, node.kwargs), leaves.append)
+    return any(isinstance(leaf, torch.dtype) and is_real(leaf) for leaf in leaves)
 
 
 def _in_another_dtype(
@@ -163,10 +163,10 @@ def _tensor_names(model: nn.Module, loss: Any) -> Iterator[tuple[str, str]]:
         for path, module in owner.named_modules(prefix=prefix, remove_duplicate=False):
             first.setdefault(module, path)
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-                own = f"{first[module]}.{name}".lstrip(".")
+                first_name = f"{first[module]}.{name}".lstrip(".")
                 if tensor is not None:  # perhaps one with two names
-                    own = known.setdefault(id(tensor), own)
-                yield f"{path}.{name}".lstrip("."), own
+                    first_name = known.setdefault(id(tensor), first_name)
+                yield f"{path}.{name}".lstrip("."), first_name
 
 
 class _Wrapper(nn.Module):
@@ -220,8 +220,8 @@ def _call_twice(wrapper: _Wrapper, other: _Wrapper) -> None:
     model = wrapper.get_submodule(_MODEL)
 
     def seen() -> dict[str, object]:
-        own = counters.counters_of(model, wrapper.loss)
-        return {**own, "the random numbers of Python or NumPy": other_generators()}
+        counted = counters.counters_of(model, wrapper.loss)
+        return {**counted, "the random numbers of Python or NumPy": other_generators()}
 
     counters.reject_made_by_eval(model, wrapper.loss)
     states, before = [seen()], counters.tensors_in(model, wrapper.loss)
@@ -282,9 +282,9 @@ class _Writer:
 
     def run(self, wrapper: _Wrapper, name_of: Callable[[Path], str]) -> None:
         """Copy everything."""
-        found = [n for n in self.traced.graph.nodes if n.op == "placeholder"]
+        placeholders = [n for n in self.traced.graph.nodes if n.op == "placeholder"]
         values: dict[fx.Node, Any] = {}
-        for node, (path, tensor) in zip(found, wrapper.leaves, strict=True):
+        for node, (path, tensor) in zip(placeholders, wrapper.leaves, strict=True):
             copied = self.graph.placeholder(name_of(path))
             _describe(node, copied, Region())
             spec = TensorSpec(tuple(tensor.shape), tensor.dtype)
@@ -293,8 +293,8 @@ class _Writer:
         results = tuple(self._copy(self.traced, values, Region()))
         loss, outputs = None, results
         if wrapper.loss is not None:
-            loss, *rest = results
-            outputs = tuple(rest)
+            loss, *others = results
+            outputs = tuple(others)
         self.graph.output((loss, outputs))
 
     def _copy(
@@ -357,25 +357,25 @@ class _Writer:
 
     def _arguments(self, arguments: Any, values: dict[fx.Node, Any]) -> Any:
         def value(node: fx.Node) -> Any:
-            found = values[node]
-            return self._attribute(found) if isinstance(found, str) else found
+            entry = values[node]
+            return self._attribute(entry) if isinstance(entry, str) else entry
 
         return fx.node.map_arg(arguments, value)
 
     def _attribute(self, path: str) -> fx.Node:
         """Return the node of a parameter, buffer or constant of torch.export's."""
         if path not in self.attributes:
-            prefix, _, rest = path.partition(".")
-            name = {_MODEL: rest, "loss": f"{LOSS}.{rest}"}.get(prefix, path)
+            prefix, _, inner = path.partition(".")
+            name = {_MODEL: inner, "loss": f"{LOSS}.{inner}"}.get(prefix, path)
             if name in self.names:
                 name = self.names[name]
             else:
                 constant = re.sub(r"\W", "_", name)
                 tensor = operator.attrgetter(path)(self.traced)
                 with suppress(AttributeError):  # it may be in the memory of a weight
-                    own = operator.attrgetter(rest)(self.model)
-                    if prefix == _MODEL and isinstance(own, torch.Tensor):
-                        tensor = own
+                    original = operator.attrgetter(inner)(self.model)
+                    if prefix == _MODEL and isinstance(original, torch.Tensor):
+                        tensor = original
                 self.constants[constant] = tensor
                 name = f"{CONSTANTS}.{constant}"
             self.attributes[path] = node = self.graph.create_node("get_attr", name)

@@ -37,14 +37,14 @@ class FakeCopy:
     leaves: dict[int, str] = field(default_factory=dict)
     constants: dict[int, tuple[str, torch.Tensor]] = field(default_factory=dict)
     kept: list[object] = field(default_factory=list)
-    own: dict[int, list[int]] = field(default_factory=dict)
+    held: dict[int, list[int]] = field(default_factory=dict)
 
     def holds_its_own(self, module: nn.Module) -> bool:
         """Whether a module holds the parameters and buffers with which it was copied.
 
         `torch.func.functional_call` lends it others, and so may forward.
         """
-        return self.own[id(module)] == list(map(id, _held(module)))
+        return self.held[id(module)] == list(map(id, _held(module)))
 
 
 def copy_on_fakes(
@@ -140,9 +140,9 @@ def _name_modules(
     for path, module in real.named_modules(prefix=prefix, remove_duplicate=False):
         is_leaf = path != "" and layer_source(as_of_torch(module)) is not None
         names = result.leaves if is_leaf else result.modules
-        for each in (module, copies[path]):
-            names.setdefault(id(each), path)
-            result.own.setdefault(id(each), list(map(id, _held(each))))
+        for holder in (module, copies[path]):
+            names.setdefault(id(holder), path)
+            result.held.setdefault(id(holder), list(map(id, _held(holder))))
     for owner in (real, copied):
         for name, tensor in all_named(owner, prefix):
             result.tensors.setdefault(id(tensor), name)

@@ -48,8 +48,8 @@ class Gradients:
     def watch(self, name: str, parameter: nn.Parameter) -> None:
         """Take a parameter's gradient from now on, whenever there is one."""
 
-        def take(found: Tensor) -> None:
-            gradient, found.grad = found.grad, None
+        def take(leaf: Tensor) -> None:
+            gradient, leaf.grad = leaf.grad, None
             if gradient is not None:
                 self._add(name, gradient.detach())
 
@@ -72,8 +72,8 @@ class Gradients:
 
     def largest(self, name: str) -> float:
         """Return the largest magnitude in a gradient; NaN if there is one."""
-        found = [chunk.abs().max() for chunk in self.chunks(name)]
-        return float(torch.stack(found).max()) if found else 0.0
+        maxima = [chunk.abs().max() for chunk in self.chunks(name)]
+        return float(torch.stack(maxima).max()) if maxima else 0.0
 
     def chunks(self, name: str) -> Iterator[Tensor]:
         """Yield a gradient, flattened, piece by piece."""
@@ -146,7 +146,7 @@ def gradients_differ(
 ) -> str | None:
     """Return how a gradient differs; one below `floor()` is noise."""
     if name not in have or name not in want:
-        words = [("missing", "there")[name in each] for each in (have, want)]
+        words = [("missing", "there")[name in side] for side in (have, want)]
         return None if words[0] == words[1] else f"is {words[0]} instead of {words[1]}"
     return _other_kind(have.kind(name), want.kind(name)) or _other_numbers(
         lambda: have.chunks(name),

@@ -88,13 +88,13 @@ def loss_of_halves(
     of the halves together: a loss and its accuracy are not.
     """
     before = torch_state()
-    found = ""
+    difference = ""
     with suppress(Exception):
-        found = _no_sum(loss, _halves(output, target, size, None))
+        difference = _no_sum(loss, _halves(output, target, size, None))
     for label in (None, *_LABELS) if target is not None else (None,):
         with suppress(Exception):  # whatever a loss says of batches of another size
-            found = found or _with_label(loss, output, target, size, label)
-    return found if torch.equal(before, torch_state()) else ""
+            difference = difference or _with_label(loss, output, target, size, label)
+    return difference if torch.equal(before, torch_state()) else ""
 
 
 def _no_sum(loss: Callable[..., Any], parts: tuple[Any, Any]) -> str:
@@ -142,22 +142,22 @@ def of_two_samples(
     """
     size = num_rows(inputs)
 
-    def asked(training: bool, each: int = 1) -> str | None:
+    def asked(training: bool, count: int = 1) -> str | None:
         before = torch_state()
         with suppress(Exception):  # whatever a model says of batches of another size
             outputs, targets = [], []
-            for start, stop in ((0, each), (each, 2 * each), (0, 2 * each)):
+            for start, stop in ((0, count), (count, 2 * count), (0, 2 * count)):
                 nests = detached(inputs), detached(target)
                 rows, labels = _rows(*nests, size, start, stop)
                 outputs.append(call_model(_still(fresh(), training), rows))
                 targets.append(labels)
                 if not torch.equal(before, torch_state()):
                     raise _NotKnownError
-            found = _mixed(*(returned(output).tensors for output in outputs))
-            if not found and loss is not None:
-                found = _of_each(loss, outputs, targets)
-            return found if torch.equal(before, torch_state()) else ""
-        return asked(training, 2) if each == 1 and size > 3 else None
+            difference = _mixed(*(returned(output).tensors for output in outputs))
+            if not difference and loss is not None:
+                difference = _of_each(loss, outputs, targets)
+            return difference if torch.equal(before, torch_state()) else ""
+        return asked(training, 2) if count == 1 and size > 3 else None
 
     told = asked(True) if size > 1 else ""
     if told is None:
@@ -176,19 +176,19 @@ def _still(model: nn.Module, training: bool) -> nn.Module:
 
 
 def _mixed(
-    first: Sequence[Tensor], second: Sequence[Tensor], together: Sequence[Tensor]
+    first: Sequence[Tensor], second: Sequence[Tensor], joined: Sequence[Tensor]
 ) -> str:
     """Say in what the rows of two samples are not those of each."""
-    for *each, whole in zip(first, second, together, strict=True):
-        sizes = enumerate(zip(whole.shape, each[0].shape, strict=True))
+    for *parts, whole in zip(first, second, joined, strict=True):
+        sizes = enumerate(zip(whole.shape, parts[0].shape, strict=True))
         rows = [dim for dim, (both, one) in sizes if both != one]
-        if len(rows) > 1 or (rows and whole.shape != torch.cat(each, rows[0]).shape):
+        if len(rows) > 1 or (rows and whole.shape != torch.cat(parts, rows[0]).shape):
             return (
                 f"{MIXES}: it returns {list(whole.shape)} for two, "
-                f"{list(each[0].shape)} for one"
+                f"{list(parts[0].shape)} for one"
             )
         if rows and whole.is_floating_point():
-            apart = _distance([whole], [torch.cat(each, rows[0])])
+            apart = _distance([whole], [torch.cat(parts, rows[0])])
             if apart > _rounding(whole):
                 return (
                     f"{MIXES}: what it returns for one differs by "
@@ -222,10 +222,10 @@ def _compared(
     tolerance: float,
     label: int | None,
 ) -> str:
-    together = _loss(loss, *_joined(*parts))
+    joined = _loss(loss, *_joined(*parts))
     first, second = (_loss(loss, *part) for part in parts)
     swapped = _loss(loss, *_joined(*parts[::-1])).value if size == 1 else None
-    if (together.value, swapped) == (first.value, second.value):
+    if (joined.value, swapped) == (first.value, second.value):
         return ""  # that of the first of several, as `output[0]` of a graph
     gradients = {
         path: torch.cat([gradient, second.gradients[path]]) / 2
@@ -234,7 +234,7 @@ def _compared(
         for path, gradient in first.gradients.items()
     }
     mean = _Loss((first.value + second.value) / 2, gradients, first.terms)
-    return together.beside(mean, tolerance, " with other targets" * (label is not None))
+    return joined.beside(mean, tolerance, " with other targets" * (label is not None))
 
 
 def _distance(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> float:
@@ -301,10 +301,10 @@ def _loss(loss: Callable[..., Any], output: Any, target: Any) -> _Loss:
             value, list(leaves.values()), allow_unused=True, materialize_grads=True
         )
     pairs = zip(leaves.values(), gradients, strict=True)
-    terms = sum(float((leaf.detach() * each).abs().sum()) for leaf, each in pairs)
+    terms = sum(float((leaf.detach() * grad).abs().sum()) for leaf, grad in pairs)
     named = dict(zip(leaves, gradients, strict=True))
     if any(trains.values()):
-        named = {path: each for path, each in named.items() if trains[path]}
+        named = {path: grad for path, grad in named.items() if trains[path]}
     return _Loss(value.detach(), named, terms)
 
 

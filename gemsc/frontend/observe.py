@@ -83,7 +83,7 @@ class Watch:
                 numbers = _numbers(self.module)
                 for seed, change in enumerate((Tensor.neg, _random, _random)):
                     with seeded(seed):  # the same answer in every run
-                        given = (_changed(each, change) for each in (args, kwargs))
+                        given = (_changed(nest, change) for nest in (args, kwargs))
                         self._compare(measured, *given)
                 _refuse_counters(numbers, _numbers(self.module))
             self.calls[takes] = measured
@@ -96,22 +96,22 @@ class Watch:
         """Put tensors and the generator back; note which tensors have changed."""
         state = torch_state()
         tensors = [
-            (path, module, own, name, tensor, tensor.detach().clone())
+            (path, module, slots, name, tensor, tensor.detach().clone())
             for path, module in self.module.named_modules()
-            for own in (module._parameters, module._buffers)
-            for name, tensor in own.items()
+            for slots in (module._parameters, module._buffers)
+            for name, tensor in slots.items()
             if tensor is not None
         ]
         yield
-        for path, module, own, name, tensor, before in tensors:
+        for path, module, slots, name, tensor, before in tensors:
             tracks = isinstance(module, _NormBase) and module.training
-            is_statistic = tracks and own is module._buffers
-            is_new = own[name] is not tensor
+            is_statistic = tracks and slots is module._buffers
+            is_new = slots[name] is not tensor
             if is_statistic or is_new or not torch.equal(tensor, before):
                 self.changed.add(f"{path}.{name}".lstrip("."))
                 with torch.no_grad():
                     tensor.copy_(before)
-                own[name] = tensor
+                slots[name] = tensor
         torch.set_rng_state(state)
 
     def _statistics(self) -> Iterator[str]:
@@ -190,8 +190,8 @@ class Watch:
                 if _NO_GRADIENT in str(error):
                     raise _UnfitError(_WHERE_GRADIENTS) from error
                 return  # made-up values that the user's code does not accept
-        now = [each.spec for each in givens(_structure(result, learns=False))]
-        before = [each.spec for each in givens(measured.gives)]
+        now = [given.spec for given in givens(_structure(result, learns=False))]
+        before = [given.spec for given in givens(measured.gives)]
         if now != before:
             one, other = (", ".join(map(str, specs)) for specs in (before, now))
             raise _UnfitError(
@@ -337,7 +337,7 @@ def _register(value: Any) -> None:
         _UnfitError: it holds more than its fields, which nothing would compute anew.
     """
     cls = type(value)
-    names = [each.name for each in fields(cls)]
+    names = [f.name for f in fields(cls)]
     for other in vars(value).keys() - names if hasattr(value, "__dict__") else ():
         raise _UnfitError(
             f"it returns a value of type {cls.__name__}, which holds '{other}' beside "
@@ -346,7 +346,7 @@ def _register(value: Any) -> None:
     if cls in pytree.SUPPORTED_NODES:
         return
 
-    def together(values: Iterable[Any], context: Any) -> Any:
+    def rebuild(values: Iterable[Any], context: Any) -> Any:
         made = object.__new__(cls)
         for name, value in zip(names, values, strict=True):
             object.__setattr__(made, name, value)  # it may be frozen
@@ -355,7 +355,7 @@ def _register(value: Any) -> None:
     def apart(value: Any) -> tuple[list[Any], None]:
         return [getattr(value, name) for name in names], None
 
-    pytree.register_pytree_node(cls, apart, together)
+    pytree.register_pytree_node(cls, apart, rebuild)
 
 
 def _random(tensor: Tensor) -> Tensor:

@@ -104,12 +104,12 @@ def data_error(
             "whole on one rank",
         )
     if isinstance(error, TransformsError):
-        found = transformed(at)
+        problem = transformed(at)
         return DependsOnDataError(
-            found.message,
+            problem.message,
             path=path,
             at=at,
-            help=found.help,
+            help=problem.help,
         )
     return DependsOnDataError(
         "forward needs the value of a tensor, which differs from step to step",
@@ -131,21 +131,21 @@ def _no_checks() -> str:
 
 
 def of_a_loss(
-    found: GemscError, function: object, error: BaseException, boundary: CodeType
+    problem: GemscError, function: object, error: BaseException, boundary: CodeType
 ) -> GemscError:
     """Return the error, of a loss that is a function at the user's own line."""
-    if isinstance(function, nn.Module) or not isinstance(found, DependsOnDataError):
-        return found
-    at = failing_line(error.__traceback__, boundary, own=True)
-    if at != found.at:
-        found.at, found.notes_at = at, ((found.at, "here"),)
-    found.message = found.message.replace("forward needs", "the loss needs")
-    found.path = LOSS
-    found.help = (
+    if isinstance(function, nn.Module) or not isinstance(problem, DependsOnDataError):
+        return problem
+    at = failing_line(error.__traceback__, boundary, own_first=True)
+    if at != problem.at:
+        problem.at, problem.notes_at = at, ((problem.at, "here"),)
+    problem.message = problem.message.replace("forward needs", "the loss needs")
+    problem.path = LOSS
+    problem.help = (
         "make the loss a torch.nn.Module with what depends on data as a submodule, "
         "which then stays whole on one rank, or compute it with torch.where"
     )
-    return found
+    return problem
 
 
 class WholeLoss(nn.Module):
@@ -194,9 +194,9 @@ def user_error(what: str, error: BaseException, boundary: CodeType) -> GemscErro
 class Leaves:
     """The modules of one model that become one node each, found one by one.
 
-    `found` maps their paths to what is known of them. A loss that is a function becomes
-    a module where it is one of them. With a `dtype`, the model runs in
-    that floating-point type.
+    `opaque` maps their paths to what is known of them. A loss that is a function
+    becomes a module where it is one of them. With a `dtype`, the model runs in that
+    floating-point type.
     """
 
     model: nn.Module
@@ -205,7 +205,7 @@ class Leaves:
     target: Any
     training: bool
     dtype: torch.dtype | None = None
-    found: dict[str, Opaque] = field(default_factory=dict)
+    opaque: dict[str, Opaque] = field(default_factory=dict)
     _seen: dict[str, Watch] = field(default_factory=dict)
     _keeps: bool = False  # what a backward needs
 
@@ -248,11 +248,11 @@ class Leaves:
         self, path: str, watch: Watch, why: str, at: SourceLocation | None
     ) -> None:
         module, calls = self._real(path), tuple(watch.calls.values())
-        inside = [other for other in self.found if other.startswith(f"{path}.")]
+        inside = [other for other in self.opaque if other.startswith(f"{path}.")]
         for other in inside:
-            del self.found[other]
+            del self.opaque[other]
         changes, keeps = sorted(watch.changed), sorted(watch.kept)
-        self.found[path] = Opaque(module, calls, why, at, (*changes,), (*keeps,))
+        self.opaque[path] = Opaque(module, calls, why, at, (*changes,), (*keeps,))
 
     def _real(self, path: str) -> nn.Module:
         return _submodule(self.model, self.loss, path)
@@ -344,9 +344,9 @@ def _related(path: str, other: str) -> bool:
 
 
 def _submodule(model: nn.Module, loss: Any, path: str) -> nn.Module:
-    first, _, rest = path.partition(".")
+    first, _, inner = path.partition(".")
     if first == LOSS and isinstance(loss, nn.Module):
-        return loss.get_submodule(rest)
+        return loss.get_submodule(inner)
     return model.get_submodule(path)
 
 

@@ -131,7 +131,7 @@ def record(
         reject_unsupported(loss)
     reject_closures(model, loss)
     leaves = Leaves(*subject)
-    request = _Request(*subject, leaves.found, autocast)
+    request = _Request(*subject, leaves.opaque, autocast)
     with preserve_rng(), autocasting(autocast):
         leaves.take(opaque or {})
         trace = None
@@ -298,7 +298,7 @@ def _trace_in_other_dtype(request: _Request, trace: _Trace) -> None:
             dtype=dtype,
         )
         leaves.take(request.opaque)
-        request = replace(request, opaque=leaves.found, dtype=dtype)
+        request = replace(request, opaque=leaves.opaque, dtype=dtype)
         fake = TracerFakeMode()
         with default_dtype(dtype):
             other = _trace(request, _copy(request, fake), fake)
@@ -398,22 +398,22 @@ def _program(request: _Request, trace: _Trace, name: str) -> Program:
 def _forget_numbers(graph: fx.Graph) -> None:
     """Let values that are tensors of the user's file be fakes, as all others are."""
     known = [node for node in graph.nodes if "val" in node.meta]
-    found = [tensor for node in known for tensor in tensors(node)]
-    modes = [each.fake_mode for each in found if isinstance(each, FakeTensor)]
+    recorded = [tensor for node in known for tensor in tensors(node)]
+    modes = [tensor.fake_mode for tensor in recorded if isinstance(tensor, FakeTensor)]
 
     def fake(_: Any, tensor: Tensor) -> Tensor:
         is_fake = isinstance(tensor, FakeTensor)
         return tensor if is_fake else modes[0].from_tensor(tensor)
 
     for node in known if modes else ():
-        if any(not isinstance(each, FakeTensor) for each in tensors(node)):
+        if any(not isinstance(tensor, FakeTensor) for tensor in tensors(node)):
             set_value(node, map_tensors(value(node), fake))
 
 
 def _compile_notes(model: nn.Module) -> Iterator[str]:
     """Say what becomes of torch.compile."""
     held = [vars(module) for module in model.modules()]
-    if any({"dynamo_ctx", "_compiled_call_impl"} & each.keys() for each in held):
+    if any({"dynamo_ctx", "_compiled_call_impl"} & attrs.keys() for attrs in held):
         yield (
             "torch.compile has no effect within the model: --torch-compile compiles "
             "each stage"

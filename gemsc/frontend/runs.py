@@ -58,8 +58,8 @@ def runs_differ(*wrappers: Any) -> bool:
                 for tensor, value in zip(_state(wrapper), state, strict=True):
                     tensor.copy_(value)
             with plain_forward():
-                found = wrapper(*(_half(tensor) for _, tensor in wrapper.leaves))
-            results.append([tensor.detach().clone() for tensor in found])
+                outputs = wrapper(*(_half(tensor) for _, tensor in wrapper.leaves))
+            results.append([tensor.detach().clone() for tensor in outputs])
     except Exception:  # numbers that the model refuses
         return False
     try:
@@ -150,16 +150,16 @@ def mark_dtypes(graph: fx.Graph, other: fx.Graph, dtype: torch.dtype) -> None:
     mine, theirs = list(graph.nodes), list(other.nodes)
     index = {n: i for nodes in (mine, theirs) for i, n in enumerate(nodes)}
     pair = _Pair(mine, theirs, index, dtype)
-    found = []
+    changes = []
     for node, like in zip_longest(mine, theirs):
         try:
-            found.append((node, *pair.compare(node, like)))
+            changes.append((node, *pair.compare(node, like)))
         except _DifferentError:
             raise GemscError(
                 f"forward behaves differently in {str(dtype).removeprefix('torch.')}",
                 at=meta.location(node or like),
             ) from None
-    for node, marks, (args, kwargs) in found:
+    for node, marks, (args, kwargs) in changes:
         meta.dtypes.set(node, marks)
         node.args, node.kwargs = args, kwargs
 
@@ -198,17 +198,17 @@ class _Pair:
             raise _DifferentError
         given: list[Any] = []
         fx.node.map_aggregate((theirs.args, theirs.kwargs), given.append)
-        rest = iter(given)
+        remaining = iter(given)
         constants: list[bool] = []
 
         def merge(value: Any) -> Any:
-            like = next(rest, None)
+            like = next(remaining, None)
             if isinstance(value, torch.dtype) and is_real(value):
                 constants.append(value == like)
             return self._merged(value, like)
 
         args = fx.node.map_aggregate((mine.args, mine.kwargs), merge)
-        if next(rest, None) is not None:
+        if next(remaining, None) is not None:
             raise _DifferentError
         return Dtypes(self._value_stays(mine, theirs), all(constants)), args
 

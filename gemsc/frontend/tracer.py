@@ -135,11 +135,11 @@ class Tracer(TorchFunctionMode):
                 result = then(call_model(function, args))
             self._check_unseen()
         except GemscError as error:
-            found = self._error or error
-            raise of_a_loss(found, function, error, boundary) from error.__cause__
+            problem = self._error or error
+            raise of_a_loss(problem, function, error, boundary) from error.__cause__
         except (Exception, SystemExit) as error:
-            found = user_error(what, error, boundary)
-            raise of_a_loss(found, function, error, boundary) from error
+            problem = user_error(what, error, boundary)
+            raise of_a_loss(problem, function, error, boundary) from error
         finally:
             self._fake.tracer = None
         if self._error is not None:  # the user's code caught it and went on

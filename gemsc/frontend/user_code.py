@@ -64,10 +64,10 @@ def _caller(frame: FrameType, outer: Iterator[FrameType]) -> SourceLocation | No
     """Return the user's own line that called a line of an installed package."""
     if not _is_package(frame.f_code.co_filename):
         return None
-    for each in outer:
-        file = each.f_code.co_filename
+    for caller in outer:
+        file = caller.f_code.co_filename
         if is_user_file(file) and not _is_package(file):
-            return SourceLocation(file, each.f_lineno)
+            return SourceLocation(file, caller.f_lineno)
     return None
 
 
@@ -76,26 +76,26 @@ def _is_package(file: str) -> bool:
 
 
 def failing_line(
-    trace: TracebackType | None, boundary: CodeType, *, own: bool = False
+    trace: TracebackType | None, boundary: CodeType, *, own_first: bool = False
 ) -> SourceLocation | None:
     """Return the user's innermost line in a traceback, below `boundary`.
 
-    With `own`, a line of an installed package is taken only if there is no other.
+    With `own_first`, a line of an installed package is taken only if there is no other.
     """
-    found = caller = None
+    line = caller = None
     below = False
     while trace is not None:
         code = trace.tb_frame.f_code
         if code is boundary:
-            below, found, caller = True, None, None
+            below, line, caller = True, None, None
         elif below and is_user_file(code.co_filename):
             at = SourceLocation(code.co_filename, trace.tb_lineno)
             if not _is_package(code.co_filename):
-                found = caller = at
-            elif not own or found is None:
-                found = replace(at, caller=caller)
+                line = caller = at
+            elif not own_first or line is None:
+                line = replace(at, caller=caller)
         trace = trace.tb_next
-    return found
+    return line
 
 
 def printed_line(trace: str) -> SourceLocation | None:
@@ -156,7 +156,7 @@ def _tree(file: str) -> ast.Module:
 @cache
 def _targets(file: str) -> dict[_Span, str | tuple[object, ...]]:
     """Map the span of each assigned expression to the names it is assigned to."""
-    found: dict[_Span, str | tuple[object, ...]] = {}
+    targets: dict[_Span, str | tuple[object, ...]] = {}
     for node in ast.walk(_tree(file)):
         match node:
             case ast.Assign(targets=[target], value=value):
@@ -171,8 +171,8 @@ def _targets(file: str) -> dict[_Span, str | tuple[object, ...]]:
                 continue
         name = _names(target)
         if name is not None:
-            found.update((_span(part), name) for part in spans)
-    return found
+            targets.update((_span(part), name) for part in spans)
+    return targets
 
 
 def _names(target: ast.expr) -> str | tuple[object, ...] | None:
@@ -217,7 +217,7 @@ def _passed_on(file: str) -> set[_Span]:
 @cache
 def _guards(file: str) -> dict[_Span, bool]:
     """Map the span of each test of a guard to the value that takes no branch."""
-    found: dict[_Span, bool] = {}
+    guards: dict[_Span, bool] = {}
     for node in ast.walk(_tree(file)):
         match node:
             case ast.Assert(test=test):
@@ -226,10 +226,10 @@ def _guards(file: str) -> dict[_Span, bool]:
                 asked = dict(_asked(test, False))
             case _:
                 continue
-        found |= asked
+        guards |= asked
         if len({*asked.values()}) == 1:  # Python 3.11 tells only the statement
-            found[_span(node)] = next(iter(asked.values()))
-    return found
+            guards[_span(node)] = next(iter(asked.values()))
+    return guards
 
 
 def _asked(test: ast.expr, value: bool) -> Iterator[tuple[_Span, bool]]:
@@ -250,16 +250,16 @@ def _asked(test: ast.expr, value: bool) -> Iterator[tuple[_Span, bool]]:
 def _only_raises(node: ast.If) -> bool:
     """Whether nothing goes on behind what an `if` does."""
     leaves = (ast.Return, ast.Break, ast.Continue, ast.Yield, ast.YieldFrom)
-    inside = [each for part in node.body for each in ast.walk(part)]
+    inside = [inner for part in node.body for inner in ast.walk(part)]
     return isinstance(node.body[-1], ast.Raise) and not any(
-        isinstance(each, leaves) for each in inside
+        isinstance(inner, leaves) for inner in inside
     )
 
 
 def _repairs(node: ast.If) -> bool:
     """Whether an `if` computes something else of what is not finite, and no more."""
     asks = {
-        getattr(each, "attr", getattr(each, "id", "")) for each in ast.walk(node.test)
+        getattr(part, "attr", getattr(part, "id", "")) for part in ast.walk(node.test)
     }
     return (
         not node.orelse

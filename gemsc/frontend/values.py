@@ -50,15 +50,15 @@ def input_names(model: nn.Module, inputs: Inputs) -> Callable[[Path], str]:
     variadic = [p.name for p in parameters if p.kind is p.VAR_POSITIONAL]
 
     def name(path: Path) -> str:
-        kind, *rest = path
+        kind, *keys = path
         if kind == "input" and isinstance(inputs, tuple):
-            index = int(rest[0])
+            index = int(keys[0])
             if index < len(named):
-                rest[0] = named[index]
+                keys[0] = named[index]
             else:
-                rest[:1] = [variadic[0] if variadic else "input", index]
-            return "_".join(map(str, rest))
-        return "_".join(map(str, rest if kind == "input" else path))
+                keys[:1] = [variadic[0] if variadic else "input", index]
+            return "_".join(map(str, keys))
+        return "_".join(map(str, keys if kind == "input" else path))
 
     return name
 
@@ -143,14 +143,14 @@ def sample_dims(
                 output = call_model(copied, map_tensors(inputs, doubled))
             given = returned(output).tensors
         pairs = zip(shapes, given, strict=True)
-        grown = [_grown(shape, each.shape) for shape, each in pairs]
+        grown = [_grown(shape, tensor.shape) for shape, tensor in pairs]
     except Exception:  # whatever a model says of so many samples
         return ()
-    found = tuple(
+    chosen = tuple(
         (dims[0] if len(dims) == 1 else 0) if dims else _without_samples(node, rows)
         for dims, node in zip(grown, evaluation.outputs, strict=True)
     )
-    return found if any(found) and (any(grown) or rows > 1) else ()
+    return chosen if any(chosen) and (any(grown) or rows > 1) else ()
 
 
 def _grown(shape: Sequence[int], larger: Sequence[int]) -> list[int]:
@@ -163,7 +163,7 @@ def _without_samples(output: fx.Node, rows: int) -> int:
     """Return ONCE of what is made of no input that has a row for each sample."""
     needed = {output: None}
     for node in (way := [output]):
-        way += [each for each in node.all_input_nodes if each not in needed]
+        way += [source for source in node.all_input_nodes if source not in needed]
         needed |= dict.fromkeys(node.all_input_nodes)
     names = [str(getattr(n.target, "__name__", n.target)) for n in needed]
     draws = any(facts(n).random for n in needed) or any(map(may_draw, names))
@@ -199,12 +199,12 @@ def state_notes_of(model: nn.Module) -> tuple[str, ...]:
     )
 
 
-def _is_same(value: object, own: torch.Tensor) -> bool:
-    if not isinstance(value, torch.Tensor) or value.shape != own.shape:
+def _is_same(value: object, saved: torch.Tensor) -> bool:
+    if not isinstance(value, torch.Tensor) or value.shape != saved.shape:
         return False
-    if value.stride() == own.stride() and storage_of(value) == storage_of(own):
+    if value.stride() == saved.stride() and storage_of(value) == storage_of(saved):
         return True
-    return not own.is_meta and same_bits(value, own)
+    return not saved.is_meta and same_bits(value, saved)
 
 
 def _children(value: Any) -> list[Any]:

@@ -423,9 +423,9 @@ def name_constants(root: fx.GraphModule, known: dict[str, torch.Tensor]) -> None
 def share_constants(roots: Sequence[fx.GraphModule]) -> None:
     """Give each graph of a model the constants of all; names tell them apart."""
     holders = [root._modules.get(CONSTANTS) for root in roots]
-    own = [dict(each.named_buffers()) if each is not None else {} for each in holders]
-    for root, there in zip(roots, own, strict=True):
-        lacking = {n: t for each in own for n, t in each.items() if n not in there}
+    held = [dict(m.named_buffers()) if m is not None else {} for m in holders]
+    for root, there in zip(roots, held, strict=True):
+        lacking = {n: t for named in held for n, t in named.items() if n not in there}
         if lacking and not there:
             root.add_module(CONSTANTS, nn.Module())
         for name, tensor in lacking.items():

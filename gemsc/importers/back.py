@@ -43,7 +43,7 @@ def _check_same(network: ImportedNetwork, folder: Path, origin: Origin) -> None:
     """Make sure that the file is read as it was when it was imported."""
     known = WeightFiles.open(folder / WEIGHTS_FILE).table
     now = network.model.root.state_dict()
-    if {name: each.shape for name, each in known.items()} != {
+    if {name: entry.shape for name, entry in known.items()} != {
         name: tuple(tensor.shape) for name, tensor in now.items()
     }:
         raise GemscError(

@@ -98,7 +98,7 @@ def _fits(writer: Writer, head: str, node: ast.expr) -> bool:
         case ast.Call(func=function) if _is_chain(function):
             start = f"{head}{one_line(function)}("
             parts = arguments(node)
-            values = [*node.args, *(each.value for each in node.keywords)]
+            values = [*node.args, *(keyword.value for keyword in node.keywords)]
         case ast.List() | ast.Tuple() | ast.Dict() if _is_list(node):
             start, parts = head + "[", items(node)
             values = node.values if isinstance(node, ast.Dict) else node.elts

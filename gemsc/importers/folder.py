@@ -71,12 +71,12 @@ class Origin:
         path = folder / ORIGIN_FILE
         advice = "import the file again"
         file = TomlFile.read(path, what="the record of an import", advice=advice)
-        found = file.build(Origin, strict=False)
-        for name in (found.file, *found.files, *found.written):
+        origin = file.build(Origin, strict=False)
+        for name in (origin.file, *origin.files, *origin.written):
             _check_inside(name, path)
-        if found.file not in found.files:
-            raise file.error((), f"it has no [files.{found.file!r}]", help=advice)
-        return found
+        if origin.file not in origin.files:
+            raise file.error((), f"it has no [files.{origin.file!r}]", help=advice)
+        return origin
 
     def write(self, folder: Path) -> None:
         """Write it into a folder."""

@@ -174,8 +174,8 @@ class ImportedNetwork:
     def _run(self, state: dict[str, Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
         with torch.no_grad(), torch.device("cpu"):
             root, given = self.model.root, tuple(inputs)
-            found = functional_call(root, state, given, tie_weights=False)
-        return list(found) if isinstance(found, (tuple, list)) else [found]
+            outputs = functional_call(root, state, given, tie_weights=False)
+        return list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
 
     def _of_more(
         self,
@@ -193,16 +193,16 @@ class ImportedNetwork:
             both = [torch.cat(pair) for pair in zip(inputs, others, strict=True)]
             three = outputs, self._run(state, others), self._run(state, both)
             triples = zip(*three, strict=True)
-            grown = [each for each in triples if each[2].shape != each[0].shape]
+            grown = [trio for trio in triples if trio[2].shape != trio[0].shape]
             apart = [torch.cat((one, other)) for one, other, _ in grown]
         except (RuntimeError, IndexError, ValueError, TypeError):
             return 0.0
-        return farthest([together for *_, together in grown], apart)
+        return farthest([joint for *_, joint in grown], apart)
 
 
-def farthest(found: Sequence[Tensor], wanted: Sequence[Array | Tensor]) -> float:
+def farthest(values: Sequence[Tensor], wanted: Sequence[Array | Tensor]) -> float:
     """Return how far the farthest of some values is from another."""
-    pairs = zip(found, wanted, strict=True)
+    pairs = zip(values, wanted, strict=True)
     return max((distance(one, other) for one, other in pairs), default=0.0)
 
 
@@ -214,9 +214,9 @@ def _example(like: Tensor) -> Tensor:
     return torch.zeros(like.shape, dtype=like.dtype, device="cpu")
 
 
-def distance(found: Tensor, wanted: Array | Tensor) -> float:
+def distance(values: Tensor, wanted: Array | Tensor) -> float:
     """Return how far values are from others, in parts of the largest; NaN is NaN."""
-    ours, theirs = found.double().numpy(), np.asarray(wanted, np.float64)
+    ours, theirs = values.double().numpy(), np.asarray(wanted, np.float64)
     if ours.shape != theirs.shape:
         return float("inf")
     same = (ours == theirs) | (np.isnan(ours) & np.isnan(theirs))

@@ -147,12 +147,12 @@ class Sheet:
         Raises:
             GemscError: PyTorch refuses it for these shapes.
         """
-        found = self.empty(text)
-        if not isinstance(found, Tensor):
+        tensor = self.empty(text)
+        if not isinstance(tensor, Tensor):
             raise InternalError(f"{text} gives no tensor")
         name = self._unique(wish)
         self.lines.append(Line((name,), text, self._place))
-        return self._named(name, found, self._with_other_batch(text))
+        return self._named(name, tensor, self._with_other_batch(text))
 
     def unpack(self, wishes: Sequence[str], text: str) -> tuple[Symbol, ...]:
         """Add `a, b = text`: a line that gives several tensors, of which _ has no use.
@@ -162,14 +162,14 @@ class Sheet:
         """
         if len(wishes) == 1:
             return (self.line(wishes[0], f"{text}[0]"),)
-        found = self.empty(text)
+        tensors = self.empty(text)
         names = [w if w == "_" else self._unique(w) for w in wishes]
         self.lines.append(Line(tuple(names), text, self._place))
         others = self._with_other_batch(text) or [None] * len(names)
         if len(others) != len(names):  # it is the batch that is cut
             self.fixes_batch = self.fixes_batch or self._place
             others = [None] * len(names)
-        return tuple(map(self._named, names, found, others))
+        return tuple(map(self._named, names, tensors, others))
 
     def returns(self, text: str) -> None:
         """Say what forward returns: a value, or a tuple, list or dict of values."""
@@ -313,8 +313,8 @@ class _Root(nn.Module):
         space = {**SPACE, "self": self}
         space |= dict(zip((v.text for v in sheet.inputs), arguments, strict=True))
         for line in sheet.lines:
-            found = eval(line.text, space)
-            values = found if line.names[1:] else [found]
+            returned = eval(line.text, space)
+            values = returned if line.names[1:] else [returned]
             space |= dict(zip(line.names, values, strict=True))
         return eval(sheet.result, space)
 

@@ -126,34 +126,34 @@ def _imports(writer: Writer, lines: Iterable[str], used: set[str]) -> None:
         top = module.partition(".")[0]
         part = 0 if top in sys.stdlib_module_names else 1 if top in INSTALLED else 2
         parts[part].append((is_from, module, line))
-    *others, own = parts
+    *others, of_user = parts
     for part_lines in filter(None, others):
         writer.line()
         for _, _, line in sorted(part_lines):
             writer.line(line)
-    if own:
+    if of_user:
         writer.line()
         with writer.block("if __package__:"):
-            for _, _, line in sorted(own):
+            for _, _, line in sorted(of_user):
                 writer.line(f"from . {line}")
         with writer.block("else:"):
-            for _, _, line in sorted(own):
+            for _, _, line in sorted(of_user):
                 writer.line(line)
 
 
 def _bound(trees: Iterable[ast.Module]) -> set[str]:
     """Return the names of what is imported and of functions."""
-    found: set[str] = set()
+    names: set[str] = set()
     for tree in trees:
         for node in tree.body:
             if isinstance(node, ast.Import | ast.ImportFrom):
-                found |= {
+                names |= {
                     (alias.asname or alias.name).partition(".")[0]
                     for alias in node.names
                 }
             elif isinstance(node, ast.FunctionDef):
-                found.add(node.name)
-    return found
+                names.add(node.name)
+    return names
 
 
 # --------------------------------------------------------------------- classes
@@ -330,8 +330,8 @@ def _bounds(sheet: Sheet) -> dict[str, int]:
     """Return below which number the indices have to be, by the names of the values."""
     bounds: dict[str, int] = {}
     for line, tree in reversed(sheet.used_lines()):
-        found = [bounds[name] for name in line.names if name in bounds]
-        flows = [(tree, bound) for bound in found]
+        limits = [bounds[name] for name in line.names if name in bounds]
+        flows = [(tree, bound) for bound in limits]
         for part, bound in [*flows, *_indices(sheet, tree)]:
             for name in names_in(part):
                 bounds[name] = min(bound, bounds.get(name, bound))

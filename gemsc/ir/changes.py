@@ -83,26 +83,26 @@ def is_settled(node: fx.Node) -> bool:
 
 def _writers(program: Program) -> dict[int, set[fx.Node]]:
     """Return the nodes that write to each place in memory."""
-    found = defaultdict[int, set[fx.Node]](set)
+    writers = defaultdict[int, set[fx.Node]](set)
     for node in program.compute_nodes:
         for source in mutated_inputs(node, program.module):
             for key in memory(source):
-                found[key].add(node)
-    return found
+                writers[key].add(node)
+    return writers
 
 
 def _again(node: fx.Node, writers: Mapping[int, set[fx.Node]]) -> frozenset[fx.Node]:
     """Return what makes a change without data: its inputs, all that writes there."""
-    found, way = {node}, [node]
+    needed, way = {node}, [node]
     while way:
-        each = way.pop()
-        if not _needs_no_data(each):
+        current = way.pop()
+        if not _needs_no_data(current):
             return frozenset()
-        written = {n for key in memory(each) for n in writers.get(key, ())}
-        new = {*each.all_input_nodes, *written} - found
-        found |= new
+        written = {n for key in memory(current) for n in writers.get(key, ())}
+        new = {*current.all_input_nodes, *written} - needed
+        needed |= new
         way += new
-    return frozenset(n for n in found if n.op != "get_attr")
+    return frozenset(n for n in needed if n.op != "get_attr")
 
 
 def _needs_no_data(node: fx.Node) -> bool:
@@ -115,7 +115,7 @@ def _needs_no_data(node: fx.Node) -> bool:
     if node.op not in ("call_function", "call_method"):
         return False
     given = pytree.tree_leaves((node.args, node.kwargs))
-    grids = (isinstance(each, ShapeGrid) for each in given)
+    grids = (isinstance(leaf, ShapeGrid) for leaf in given)
     return not meta.facts(node).random and not any(grids)
 
 

@@ -36,7 +36,7 @@ def constant_nodes(
         for source in mutated_inputs(node, module)
         for key in memory(source)
     }
-    found: set[fx.Node] = set()
+    constants: set[fx.Node] = set()
     for node in program.graph.nodes:
         if node.op == "get_attr":
             name = str(node.target)
@@ -46,15 +46,15 @@ def constant_nodes(
                 tensor, nn.Parameter
             )
             if is_same and is_buffer and touched.isdisjoint(memory(node)):
-                found.add(node)
+                constants.add(node)
         elif (
             _is_of_torch(node)
-            and found.issuperset(node.all_input_nodes)
+            and constants.issuperset(node.all_input_nodes)
             and touched.isdisjoint(memory(node))
             and _stays(node)
         ):
-            found.add(node)
-    return frozenset(node for node in found if node.op != "get_attr")
+            constants.add(node)
+    return frozenset(node for node in constants if node.op != "get_attr")
 
 
 def changing_tensors(program: Program) -> set[str]:

@@ -106,10 +106,10 @@ def with_workspace(args: tuple[Any, ...], result: Any) -> Any:
 
     def size(steps: int) -> int:
         first, *others = (
-            torch.zeros(each.shape, dtype=each.dtype)
-            if isinstance(each, torch.Tensor)
-            else each
-            for each in args
+            torch.zeros(arg.shape, dtype=arg.dtype)
+            if isinstance(arg, torch.Tensor)
+            else arg
+            for arg in args
         )
         return int(LSTM(first[:steps], *others)[-1].numel())
 

@@ -86,10 +86,10 @@ def joins(program: Program, transfer: Transfer, value: fx.Node) -> list[fx.Node]
         return []
     stage = program.require_stages()[transfer.dest]
     inside = set(stage.nodes)
-    found = [user for user in value.users if user in inside and is_exchange(user)]
-    if len(found) > 1:
+    exchanges = [user for user in value.users if user in inside and is_exchange(user)]
+    if len(exchanges) > 1:
         raise InternalError(f"{value.name} enters stage {stage.index} twice")
-    return found
+    return exchanges
 
 
 def is_exchange(node: fx.Node) -> bool:
@@ -144,14 +144,14 @@ def external_inputs(nodes: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
 
 def makers(value: fx.Node) -> set[fx.Node]:
     """Return a value with all nodes that it is computed from, but no weights."""
-    found: set[fx.Node] = set()
+    nodes: set[fx.Node] = set()
     waiting = [value]
     while waiting:
         node = waiting.pop()
-        if node.op != "get_attr" and node not in found:
-            found.add(node)
+        if node.op != "get_attr" and node not in nodes:
+            nodes.add(node)
             waiting += node.all_input_nodes
-    return found
+    return nodes
 
 
 def inner_flow(stage: StageFlow, nodes: tuple[fx.Node, ...]) -> StageFlow:
@@ -171,12 +171,12 @@ def made_once(stage: StageFlow) -> tuple[fx.Node, ...]:
     Those are marked; what they take is among them, or parameters and buffers. Where no
     other node takes what they give, there is nothing to keep.
     """
-    found: dict[fx.Node, None] = {}
+    kept: dict[fx.Node, None] = {}
     for node in stage.nodes:
         inputs = (n for n in node.all_input_nodes if n.op != "get_attr")
-        if meta.is_made_once(node) and all(n in found for n in inputs):
-            found[node] = None
-    return tuple(found) if inner_flow(stage, tuple(found)).gives else ()
+        if meta.is_made_once(node) and all(n in kept for n in inputs):
+            kept[node] = None
+    return tuple(kept) if inner_flow(stage, tuple(kept)).gives else ()
 
 
 def segments_of(
@@ -184,11 +184,11 @@ def segments_of(
 ) -> tuple[tuple[Segment, tuple[fx.Node, ...]], ...]:
     """Return a stage's segments, each with what the stage runs of its nodes."""
     runs = set(stage.nodes)
-    found = (
+    segments = (
         (segment, tuple(node for node in nodes if node in runs))
         for segment, nodes in program.segments_of(stage.index)
     )
-    return tuple((segment, nodes) for segment, nodes in found if nodes)
+    return tuple((segment, nodes) for segment, nodes in segments if nodes)
 
 
 def value_names(
@@ -202,14 +202,14 @@ def value_names(
     differs between ranks that do not compute the same.
     """
     names = _names(list(dict.fromkeys(v for t in first for v in t.values)))
-    found: dict[fx.Node, str] = {}
-    for own, other in zip(transfers, first, strict=True):
-        for value, like in zip(own.values, other.values, strict=True):
+    named: dict[fx.Node, str] = {}
+    for transfer, other in zip(transfers, first, strict=True):
+        for value, like in zip(transfer.values, other.values, strict=True):
             if (base_name(value), _parts(value)) != (base_name(like), _parts(like)):
                 text = f"ranks send {value.name} and {like.name} in the same place"
-                raise InternalError(f"transfer {own.index}: {text}")
-            found[value] = names[like]
-    return found
+                raise InternalError(f"transfer {transfer.index}: {text}")
+            named[value] = names[like]
+    return named
 
 
 def _names(values: Sequence[fx.Node]) -> dict[fx.Node, str]:
@@ -268,7 +268,7 @@ def shared_path(paths: Iterable[str]) -> str:
 def shared_start(rows: Iterable[Iterable[str]]) -> list[str]:
     """Return what all rows begin with, the letters of texts for example."""
     columns = zip(*rows, strict=False)
-    return [each[0] for each in takewhile(lambda each: len(set(each)) == 1, columns)]
+    return [col[0] for col in takewhile(lambda col: len(set(col)) == 1, columns)]
 
 
 def layer_path(node: fx.Node) -> str:
@@ -318,7 +318,7 @@ def owned_tensors(program: Program, *others: Program) -> tuple[tuple[str, ...], 
         for index in range(len(program.require_stages()))
     ]
     names[0] |= order.keys() - set().union(*names)
-    return tuple(tuple(sorted(own, key=order.__getitem__)) for own in names)
+    return tuple(tuple(sorted(needed, key=order.__getitem__)) for needed in names)
 
 
 def used_tensors(program: Program, nodes: Iterable[fx.Node]) -> list[str]:
@@ -361,9 +361,9 @@ def _tensor_names(module: torch.nn.Module) -> list[str]:
 def _uses(program: Program, node: fx.Node) -> list[str]:
     names = []
     for path in attributes_of(node):
-        found = attribute(program.module, path)
-        if isinstance(found, torch.nn.Module):
-            names += [f"{path}.{name}" for name in _tensor_names(found)]
+        attr = attribute(program.module, path)
+        if isinstance(attr, torch.nn.Module):
+            names += [f"{path}.{name}" for name in _tensor_names(attr)]
         else:
             names.append(path)
     return names

@@ -143,10 +143,10 @@ def tiles_hold_what_their_layouts_say(program: Program) -> None:
         layout = meta.layout(node)
         if layout is not None:
             tile = program.tile % layout.num_tiles
-            found, wanted = meta.spec(node).shape, layout.local_shape(tile)
-            if found != wanted:
+            actual, wanted = meta.spec(node).shape, layout.local_shape(tile)
+            if actual != wanted:
                 raise InternalError(
-                    f"%{node.name} has shape {found} on tile {tile}, not {wanted}"
+                    f"%{node.name} has shape {actual} on tile {tile}, not {wanted}"
                 )
 
 
@@ -183,17 +183,17 @@ def sources(*programs: Program) -> dict[str, fx.Node]:
     writes = {graph: _writes(program) for graph, program in owners.items()}
     seen: set[fx.Node] = set()
     waiting = [node for program in programs for node in program.output.all_input_nodes]
-    found: dict[str, fx.Node] = {}
+    takers: dict[str, fx.Node] = {}
     while waiting:
         node = waiting.pop()
         if node in seen:
             continue
         seen.add(node)
-        found |= dict.fromkeys(_own(owners[node.graph], node), node)
+        takers |= dict.fromkeys(_direct_sources(owners[node.graph], node), node)
         waiting += data_operands(node)
         waiting += partners.get(node, ())
         waiting += writes[node.graph].get(meta.glue(node), ())
-    return found
+    return takers
 
 
 def _partners(programs: Iterable[Program]) -> dict[fx.Node, list[fx.Node]]:
@@ -202,15 +202,15 @@ def _partners(programs: Iterable[Program]) -> dict[fx.Node, list[fx.Node]]:
     Ranks that compute the same node of the model make the same exchanges for it; one
     without its branch makes none.
     """
-    found: dict[tuple[int, int], list[fx.Node]] = defaultdict(list)
+    exchanges: dict[tuple[int, int], list[fx.Node]] = defaultdict(list)
     for program in programs:
         times: Counter[int] = Counter()
         for node in program.graph.nodes:
             if node.target in _EXCHANGES:
                 place = meta.traced_place(node)
-                found[place, times[place]].append(node)
+                exchanges[place, times[place]].append(node)
                 times[place] += 1
-    return {node: nodes for nodes in found.values() for node in nodes}
+    return {node: nodes for nodes in exchanges.values() for node in nodes}
 
 
 def lost_nothing(
@@ -277,8 +277,8 @@ def _drawn(
             along = strips_along(kwargs["shape"], kwargs["box"], kwargs.get("along"))
         else:
             is_of_channels = call_of(node, program.module).kind == "channel_dropout"
-            rest = slice(None, 2 if is_of_channels else None)
-            count = sum(math.prod(each.shape[rest]) for each in meta.tensors(node))
+            dims = slice(None, 2 if is_of_channels else None)
+            count = sum(math.prod(tensor.shape[dims]) for tensor in meta.tensors(node))
             along = None
         yield node, (meta.traced_place(node), count, along)
 
@@ -292,14 +292,14 @@ def _writes(program: Program) -> dict[int | None, list[fx.Node]]:
     return groups
 
 
-def _own(program: Program, node: fx.Node) -> Iterator[str]:
+def _direct_sources(program: Program, node: fx.Node) -> Iterator[str]:
     """Yield the sources that a node takes by itself."""
     if node.op == "placeholder":
         item = next(item for item in program.inputs if item.name == node.name)
         yield f"input {'.'.join(map(str, item.path))}"
     elif node.op == "get_attr":
-        found = attribute(program.module, str(node.target))
-        if not isinstance(found, nn.Module):
+        attr = attribute(program.module, str(node.target))
+        if not isinstance(attr, nn.Module):
             yield _tensor(program, str(node.target))
     if node.op in ("get_attr", "call_module"):
         layer = attribute(program.module, str(node.target))

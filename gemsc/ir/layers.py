@@ -70,8 +70,8 @@ def as_of_torch(module: nn.Module) -> nn.Module:
     for cls in type(module).__mro__:
         if any(_is_of(space, cls) for space in _SPACES):
             break
-        own = {name for name in vars(cls) if name not in vars(_Empty)}
-        if not own <= _ABOUT:
+        defined = {name for name in vars(cls) if name not in vars(_Empty)}
+        if not defined <= _ABOUT:
             return module
     else:
         return module
@@ -89,16 +89,16 @@ def norm_of_torch(module: nn.Module) -> nn.Module | None:
     none that has tensors of these names, shapes and dtypes.
     """
     plain = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-    cls = next((each for each in type(module).__mro__ if each in plain), None)
+    cls = next((base for base in type(module).__mro__ if base in plain), None)
     norm: Any = module
     # an average of all would be begun anew where nothing is counted
     if cls is None or norm.momentum is None or module._non_persistent_buffers_set:
         return None
     layer = cls(norm.num_features, norm.eps, norm.momentum, norm.affine, device="meta")
 
-    def tensors(each: nn.Module) -> dict[str, tuple[torch.Size, torch.dtype]]:
-        own = {**each._parameters, **each._buffers}
-        return {name: (t.shape, t.dtype) for name, t in own.items() if t is not None}
+    def tensors(owner: nn.Module) -> dict[str, tuple[torch.Size, torch.dtype]]:
+        named = {**owner._parameters, **owner._buffers}
+        return {name: (t.shape, t.dtype) for name, t in named.items() if t is not None}
 
     return layer if tensors(layer) == tensors(module) else None
 
@@ -173,8 +173,8 @@ def _parameters(cls: Any) -> tuple[inspect.Parameter, ...]:
 
 
 def _recurrent_parameters(cls: type) -> Iterator[inspect.Parameter]:
-    _, _, *rest = inspect.signature(nn.RNNBase.__init__).parameters.values()
-    for parameter in rest:  # all but self and the mode, which the class says
+    _, _, *parameters = inspect.signature(nn.RNNBase.__init__).parameters.values()
+    for parameter in parameters:  # all but self and the mode, which the class says
         if parameter.name != "proj_size" or cls is nn.LSTM:
             yield parameter
     if cls is nn.RNN:

@@ -82,8 +82,8 @@ def source_in(known: Set[fx.Node], node: fx.Node) -> fx.Node:
     """
     source: fx.Node | None = node
     while source is not None and source not in known:
-        own, written = meta.value(source), written_operands(source)
-        same = (n for n in source.all_input_nodes if meta.value(n) is own)
+        given, written = meta.value(source), written_operands(source)
+        same = (n for n in source.all_input_nodes if meta.value(n) is given)
         source = next((n for n in same if n not in written), None)
     return source or node
 
@@ -105,16 +105,16 @@ def mutated_state(node: fx.Node, module: torch.nn.Module) -> tuple[str, ...]:
 
     It may do so through views of them. Left out are the buffers of layers of torch.
     """
-    found = list(changed_by_layer(node, module))
+    names = list(changed_by_layer(node, module))
     for source in mutated_inputs(node, module):
         owned = memory(source)
         way = [source]
         while way:
-            each = way.pop()
-            if each.op == "get_attr":
-                found.append(str(each.target))
-            way += [n for n in each.all_input_nodes if owned & memory(n)]
-    return tuple(dict.fromkeys(found))
+            current = way.pop()
+            if current.op == "get_attr":
+                names.append(str(current.target))
+            way += [n for n in current.all_input_nodes if owned & memory(n)]
+    return tuple(dict.fromkeys(names))
 
 
 def read_statistics(node: fx.Node, program: Program) -> dict[str, str]:
@@ -122,7 +122,7 @@ def read_statistics(node: fx.Node, program: Program) -> dict[str, str]:
 
     They are given by the layers.
     """
-    found: dict[str, str] = {}
+    statistics: dict[str, str] = {}
     for source in node.all_input_nodes:
         path, _, name = str(source.target).rpartition(".")
         if source.op == "get_attr" and path not in program.frozen:
@@ -131,8 +131,8 @@ def read_statistics(node: fx.Node, program: Program) -> dict[str, str]:
             if is_norm and name in layer._buffers:
                 calls = (n for n in program.graph.nodes if n.op == "call_module")
                 if any(call.target == path for call in calls):
-                    found[path] = f"{path}.{name}"
-    return found
+                    statistics[path] = f"{path}.{name}"
+    return statistics
 
 
 def elements(node: fx.Node) -> list[fx.Node]:
@@ -207,16 +207,16 @@ def memory(node: fx.Node) -> set[int]:
 
 
 def _nodes(value: Any) -> tuple[fx.Node, ...]:
-    found: list[fx.Node] = []
-    fx.node.map_arg(value, found.append)
-    return tuple(found)
+    nodes: list[fx.Node] = []
+    fx.node.map_arg(value, nodes.append)
+    return tuple(nodes)
 
 
 def _written(node: fx.Node, target: torch._ops.OpOverload) -> tuple[fx.Node, ...]:
-    found: list[fx.Node] = []
+    written: list[fx.Node] = []
     for index, argument in enumerate(target._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             by_name = node.kwargs.get(argument.name)
             given = node.args[index] if index < len(node.args) else by_name
-            found.extend(_nodes(given))
-    return tuple(found)
+            written.extend(_nodes(given))
+    return tuple(written)

@@ -115,7 +115,7 @@ class OpaqueLeaf(nn.Module):
         opaque: Opaque = self.__dict__["_gemsc_opaque"]
         tensors = [tensor for _, tensor in tensor_leaves((args, kwargs))]
         parameters = list(self.parameters())
-        if any(isinstance(each, FakeTensor) for each in (*tensors, *parameters)):
+        if any(isinstance(tensor, FakeTensor) for tensor in (*tensors, *parameters)):
             return stand_in(opaque, parameters, args, kwargs)
         opaque.module.training = self.training
         return opaque.module(*args, **kwargs)
@@ -124,8 +124,8 @@ class OpaqueLeaf(nn.Module):
 def opaque_of(module: nn.Module | None) -> Opaque | None:
     """Return what is known of a module that is not looked into; else None."""
     held = {} if module is None else vars(module)
-    found: Opaque | None = held.get("_gemsc_opaque")
-    return found
+    opaque: Opaque | None = held.get("_gemsc_opaque")
+    return opaque
 
 
 def changed_inside(node: fx.Node, module: nn.Module) -> list[str]:
@@ -159,7 +159,7 @@ def has_own_backward(node: fx.Node, module: nn.Module) -> bool:
 
 def opaques(module: nn.Module) -> dict[str, Opaque]:
     """Return path -> what is known, for all such modules inside."""
-    pairs = ((path, opaque_of(each)) for path, each in module.named_modules())
+    pairs = ((path, opaque_of(layer)) for path, layer in module.named_modules())
     return {path: opaque for path, opaque in pairs if opaque is not None}
 
 
@@ -191,15 +191,15 @@ def stand_in(
         stand_ins.tell(call)
     outputs = iter(made)
     return pytree.tree_map(
-        lambda each: next(outputs) if isinstance(each, Given) else each,
+        lambda leaf: next(outputs) if isinstance(leaf, Given) else leaf,
         call.gives,
-        is_leaf=lambda each: isinstance(each, Given),
+        is_leaf=lambda leaf: isinstance(leaf, Given),
     )
 
 
 def givens(value: Any) -> list[Given]:
     """Return the tensors of a nest, in order."""
-    leaves = pytree.tree_leaves(value, is_leaf=lambda each: isinstance(each, Given))
+    leaves = pytree.tree_leaves(value, is_leaf=lambda leaf: isinstance(leaf, Given))
     return [leaf for leaf in leaves if isinstance(leaf, Given)]
 
 
@@ -211,8 +211,8 @@ class _StandIn(torch.autograd.Function):
         ctx: Any, call: OpaqueCall, given: list[Given], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         outputs = [
-            torch.empty(each.spec.shape, dtype=each.spec.dtype, device=each.device)
-            for each in given
+            torch.empty(leaf.spec.shape, dtype=leaf.spec.dtype, device=leaf.device)
+            for leaf in given
         ]
         others = [torch.empty(n, dtype=torch.uint8) for n in call.saved_bytes]
         ctx.save_for_backward(
@@ -221,7 +221,7 @@ class _StandIn(torch.autograd.Function):
             *others,
         )
         pairs = zip(outputs, given, strict=True)
-        ctx.mark_non_differentiable(*(t for t, each in pairs if not each.learns))
+        ctx.mark_non_differentiable(*(t for t, leaf in pairs if not leaf.learns))
         ctx.like = [(t.shape, t.dtype, t.device) for t in tensors]
         return tuple(outputs)
 

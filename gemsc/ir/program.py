@@ -284,11 +284,11 @@ class Program:
     def loss_of_all(self) -> bool:
         """Whether the loss takes what the model computes of a whole micro-batch."""
         dims = dict(zip(self.outputs, self.sample_dims, strict=False))
-        found = {self.loss: None} if self.loss is not None else {}
-        for node in (way := [*found]):
-            new = [n for n in node.all_input_nodes if n not in found]
+        seen = {self.loss: None} if self.loss is not None else {}
+        for node in (way := [*seen]):
+            new = [n for n in node.all_input_nodes if n not in seen]
             way += new if node not in dims else []
-            found |= dict.fromkeys(new)
+            seen |= dict.fromkeys(new)
         return any(dims.get(node) == OF_ALL for node in way)
 
     @property

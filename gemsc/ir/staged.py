@@ -86,9 +86,9 @@ def same_stages(
             for b in blocks
         )
     if blocks is not None and stages is not None:
-        found = {block.index: block for block in blocks}
+        by_index = {block.index: block for block in blocks}
         stages = tuple(
-            replace(stage, blocks=tuple(found[b.index] for b in stage.blocks))
+            replace(stage, blocks=tuple(by_index[b.index] for b in stage.blocks))
             for stage in stages
         )
     return replace(
@@ -116,7 +116,7 @@ def with_copies(
     graph = fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
     for node in program.graph.nodes:
-        given = {twin_of(each): new[each] for each in node.all_input_nodes}
+        given = {twin_of(source): new[source] for source in node.all_input_nodes}
         new[node] = graph.node_copy(twin_of(node), given.__getitem__)
     return other.with_module(with_graph(other.module, graph)), new
 
@@ -190,7 +190,7 @@ def predecessors(
             before.update(uses.writes)
             uses.reads.append(node)
         known.add(node)
-        earlier[node] = [each for each in before if each is not node]
+        earlier[node] = [other for other in before if other is not node]
     return earlier
 
 
@@ -261,8 +261,8 @@ class _Memory:
         self.of_value: dict[fx.Node, _Keys] = {}
         self.of_state: dict[int, _Keys] = {}  # that parameters and buffers are in
         for node in program.graph.find_nodes(op="get_attr"):
-            found = self._attribute(node)
-            self.of_state.setdefault(id(found), set()).update(self.of(node))
+            state = self._attribute(node)
+            self.of_state.setdefault(id(state), set()).update(self.of(node))
 
     def of(self, node: fx.Node) -> _Keys:
         """Return the storages of a value."""
@@ -295,8 +295,8 @@ class _Memory:
 
     def _layers(self, node: fx.Node) -> list[nn.Module]:
         """Return the layers that a node calls or, on tiles, that its function takes."""
-        found = (attribute(self.module, path) for path in attributes_of(node))
-        return [each for each in found if isinstance(each, nn.Module)]
+        attributes = (attribute(self.module, path) for path in attributes_of(node))
+        return [layer for layer in attributes if isinstance(layer, nn.Module)]
 
     def _state(self, tensor: torch.Tensor) -> _Keys:
         return self.of_state.get(id(tensor), set()) | {("state", id(tensor))}

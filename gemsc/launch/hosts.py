@@ -59,35 +59,35 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
         raise GemscError(
             f"--hostfile {path}: {why}", help="give a file with lines `a slots=2`"
         ) from None
-    found = []
+    listed = []
     for number, line in enumerate(lines, 1):
         if entry := line.partition("#")[0].strip():
             at = SourceLocation(str(path), number)
-            found.append((_host(entry, "--hostfile", at), at))
-    if not found:
+            listed.append((_host(entry, "--hostfile", at), at))
+    if not listed:
         raise GemscError(
             f"--hostfile {path} names no host", help="write lines `a slots=2`"
         )
-    return _distinct(found)
+    return _distinct(listed)
 
 
 def _host(entry: str, where: str, at: SourceLocation | None = None) -> Host:
-    found = ENTRY.fullmatch(entry)
-    if found is None:
+    match = ENTRY.fullmatch(entry)
+    if match is None:
         raise GemscError(f"{where}: '{entry}' is not a host", at=at, help=FORMS)
-    number = found["number"] if found["slots"] is None else found["slots"]
+    number = match["number"] if match["slots"] is None else match["slots"]
     if number is not None and not (number.isdecimal() and int(number) > 0):
         raise GemscError(
             f"{where}: '{entry}' has no number of ranks above 0", at=at, help=FORMS
         )
-    return Host(found["name"], int(number or 1))
+    return Host(match["name"], int(number or 1))
 
 
 def _distinct(
-    found: Iterable[tuple[Host, SourceLocation | None]],
+    listed: Iterable[tuple[Host, SourceLocation | None]],
 ) -> tuple[Host, ...]:
     hosts: dict[str, Host] = {}
-    for host, at in found:
+    for host, at in listed:
         if host.name in hosts:
             raise GemscError(
                 f"host {host.name} is listed twice",

@@ -197,8 +197,8 @@ class _Notes:
     def last_step(self) -> int | None:
         """The last step that any rank has begun, None if none has said so."""
         doing = (read_status(self.folder, rank) for rank in range(self.num_ranks))
-        found = (re.search(r"step (\d+)$", text) for text in doing if text is not None)
-        return max((int(step[1]) for step in found if step), default=None)
+        steps = (re.search(r"step (\d+)$", text) for text in doing if text is not None)
+        return max((int(step[1]) for step in steps if step), default=None)
 
     def of_rank(self, rank: int | None, how: str) -> str:
         """Return the report of a rank that could not say itself how it ended."""

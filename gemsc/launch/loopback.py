@@ -59,25 +59,25 @@ def _open_to_all(pid: int, process: int) -> Iterator[socket.socket]:
         with contextlib.suppress(FileNotFoundError):  # it was closed
             if not os.readlink(f"/proc/{pid}/fd/{name}").startswith("socket:"):
                 continue
-            with _copy(process, int(name)) as found:
-                if _is_open_to_all(found):
-                    yield found
+            with _copy(process, int(name)) as sock:
+                if _is_open_to_all(sock):
+                    yield sock
 
 
-def _is_open_to_all(found: socket.socket) -> bool:
-    if found.family not in (socket.AF_INET, socket.AF_INET6):
+def _is_open_to_all(sock: socket.socket) -> bool:
+    if sock.family not in (socket.AF_INET, socket.AF_INET6):
         return False
-    if not found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+    if not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
         return False
-    interface = found.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16)
-    return found.getsockname()[0] in ANYWHERE and not interface.strip(b"\0")
+    interface = sock.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16)
+    return sock.getsockname()[0] in ANYWHERE and not interface.strip(b"\0")
 
 
 def _copy(process: int, number: int) -> socket.socket:
     """Return a socket of another process, with a number of this one."""
     library = ctypes.CDLL(None, use_errno=True)
-    own = library.syscall(_PIDFD_GETFD, process, number, 0)
-    if own < 0:
+    descriptor = library.syscall(_PIDFD_GETFD, process, number, 0)
+    if descriptor < 0:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
-    return socket.socket(fileno=own)
+    return socket.socket(fileno=descriptor)

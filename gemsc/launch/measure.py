@@ -46,7 +46,7 @@ def measure_load(directory: Path, num_steps: int) -> Load:
             json.loads((Path(name) / f"load{rank}.json").read_text())
             for rank in range(plan.ranks)
         ]
-    rounds = [max(each) for each in zip(*(r["seconds"] for r in ranks), strict=True)]
+    rounds = [max(row) for row in zip(*(r["seconds"] for r in ranks), strict=True)]
     used = [rank["gpu_used"] for rank in ranks if rank["gpu_used"] is not None]
     return Load(
         samples_per_second=num_steps * plan.batch_size / median(rounds),

@@ -46,8 +46,8 @@ def find_mpirun() -> Path:
     places = [str(Path(sys.executable).parent), sys.prefix + "/bin", None]
     for place in places:
         for name in ("mpirun", "mpiexec"):
-            if found := shutil.which(name, path=place):
-                return Path(found)
+            if path := shutil.which(name, path=place):
+                return Path(path)
     raise GemscError(
         "no mpirun next to this Python or on the path",
         help="pip install 'gemsc[mpi]'",
@@ -130,8 +130,8 @@ def _open_mpi_options(
 
 
 def _is_carried(name: str) -> bool:
-    own = name.startswith(OF_MPI) or OF_A_HOST.fullmatch(name) is not None
-    return name.isidentifier() and not own
+    is_local = name.startswith(OF_MPI) or OF_A_HOST.fullmatch(name) is not None
+    return name.isidentifier() and not is_local
 
 
 def _one_machine_settings(scratch: Path | None) -> dict[str, str]:
@@ -194,9 +194,9 @@ def in_our_words(pieces: Iterable[bytes], tell: Tell) -> Iterator[bytes]:
         if lost := _LOST.search(paragraph[0]):
             return f"{tell(None, f'host {lost[1].decode()} was lost')}\n".encode()
         for pattern, how in _ENDS:
-            if found := re.search(pattern, paragraph[0]):
-                rank, *rest = (group.decode() for group in found.groups())
-                told = tell(int(rank), how.format(*rest))
+            if match := re.search(pattern, paragraph[0]):
+                rank, *details = (group.decode() for group in match.groups())
+                told = tell(int(rank), how.format(*details))
                 return f"{told}\n".encode() if told else b""
         return b""
 

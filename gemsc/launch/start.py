@@ -63,7 +63,7 @@ def start(
     tell_of_settings(directory, plan)
     if plan.unchecked:
         sys.stderr.write(f"note: {not_compared(plan, directory)}\n")
-    options, rest = read_launch(arguments)
+    options, for_ranks = read_launch(arguments)
     engine = chosen_engine(options.engine)
     hosts = _places(options.hosts, plan.ranks, directory, engine)
     if not hosts:  # else each host counts its own
@@ -76,11 +76,11 @@ def start(
         check_checkpoint(options.resume)
     check_weights(directory, plan, options.resume)
     if folder is None:  # it does not train
-        return _Job(directory, plan, (*rest,), hosts, engine).run().code
+        return _Job(directory, plan, (*for_ranks,), hosts, engine).run().code
     if not is_named:
-        rest += ["--save", str(folder)]
+        for_ranks += ["--save", str(folder)]
         _say_at_first(plan, folder)
-    job = _Job(directory, plan, (*rest,), hosts, engine)
+    job = _Job(directory, plan, (*for_ranks,), hosts, engine)
     old = _start_of(folder) if options.overwrite else None
     step = last_step(options.resume or folder) if old is None else 0
     code = _run(job, options, folder, step, old)
@@ -145,10 +145,10 @@ class _Job:
 def _start_of(folder: Path) -> str:
     """Return what is another text once another start of a run has been noted."""
     try:
-        found = (folder / ABOUT).stat()
+        stat = (folder / ABOUT).stat()
     except OSError:
         return "none"
-    return f"{found.st_ino} {found.st_mtime_ns}"
+    return f"{stat.st_ino} {stat.st_mtime_ns}"
 
 
 def _run(
@@ -236,21 +236,21 @@ def read_launch(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]
         GemscError: an option is unknown or wrong, or a host.
     """
     parser = _launch_parser()
-    own, rest = parser.parse_known_args(arguments)
-    options = parse_arguments(rest, parents=[parser])
-    options.hosts, options.restarts = (), own.restarts
-    if own.hosts is not None and own.hostfile is not None:
+    launch, for_ranks = parser.parse_known_args(arguments)
+    options = parse_arguments(for_ranks, parents=[parser])
+    options.hosts, options.restarts = (), launch.restarts
+    if launch.hosts is not None and launch.hostfile is not None:
         raise GemscError("--hosts and --hostfile are given", help="give only one")
-    if own.hosts is not None:
-        options.hosts = parse_hosts(own.hosts)
-    elif own.hostfile is not None:
-        options.hosts = read_hostfile(own.hostfile)
-    if own.restarts and options.checkpoint_every == "never":
+    if launch.hosts is not None:
+        options.hosts = parse_hosts(launch.hosts)
+    elif launch.hostfile is not None:
+        options.hosts = read_hostfile(launch.hostfile)
+    if launch.restarts and options.checkpoint_every == "never":
         raise GemscError(
             "--restarts has no checkpoint to resume from with --checkpoint-every never",
             help="leave one of them out",
         )
-    return options, rest
+    return options, for_ranks
 
 
 def run_parser() -> Parser:
@@ -312,8 +312,8 @@ def fewer_ranks(plan: Plan, slots: int) -> CompileOptions:
         copies, ranks = 1, slots
         given = {n: v for n, v in given.items() if n not in OF_A_NUMBER_OF_RANKS}
     given.pop("per_device", None)
-    each = {"ranks": ranks * copies, "data": copies, "micro_batches": batches // copies}
-    return CompileOptions(**{**given, **each})
+    new = {"ranks": ranks * copies, "data": copies, "micro_batches": batches // copies}
+    return CompileOptions(**{**given, **new})
 
 
 def compile_for(directory: Path, plan: Plan, slots: int) -> Path:

@@ -50,13 +50,13 @@ def evaluate(
         num_runs, with_weights = replicas_of(options, chosen)
         check_changes(graph, num_runs, with_weights=with_weights)
         evaluation = run(graph, _outputs_alone(whole))
-    found = TileProgram(whole, evaluation, twins)
+    of_whole = TileProgram(whole, evaluation, twins)
     grids, halos = chosen.grids, done.tiles[0].halos
     if halos is None:  # no stage is split
-        return found, (found,)
+        return of_whole, (of_whole,)
     graph = replace(graph, halos=halos.for_evaluation(twins))
     if whole.shards:
-        if twins is not None and any(each.forks for each in whole.shards.values()):
+        if twins is not None and any(shards.forks for shards in whole.shards.values()):
             _note_draws(whole, graph)
         names = {node.name: twin.name for node, twin in (twins or {}).items()}
         graph = run(graph, FollowShards(whole, names or None))
@@ -74,7 +74,7 @@ def evaluate(
         same = [None] * len(pairs)
         for tile, split in zip(done.tiles, both, strict=True):
             _separate_layers(tile, split)
-    return found, tuple(map(TileProgram, done.tiles, both, same))
+    return of_whole, tuple(map(TileProgram, done.tiles, both, same))
 
 
 def _note_draws(training: Program, evaluation: Program) -> None:

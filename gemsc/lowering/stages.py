@@ -110,10 +110,10 @@ def schedule_stages(
     if options.shard != "off":
         program, *split = (
             run.once(
-                (id(each), options.data, options.shard),
-                *(share_updates, each, options.data, options.shard),
+                (id(unshared), options.data, options.shard),
+                *(share_updates, unshared, options.data, options.shard),
             )
-            for each in (program, *tiles)
+            for unshared in (program, *tiles)
         )
         tiles = tuple(split)
     key = (*map(id, tiles), replace(chosen, micro_batches=()))
@@ -241,7 +241,7 @@ def _cut(
     choose_stages, again = passes
     cut = run(traced.program, choose_stages)
     edges = tuple(len(stage.blocks) for stage in cut.require_stages())
-    cut = run.once(("cut", id(traced.program), edges), lambda found: found, cut)
+    cut = run.once(("cut", id(traced.program), edges), lambda same: same, cut)
     check_statistics = CheckStatistics(*replicas_of(options, chosen))
     follows = isinstance(choose_stages, FollowStages)
     mark = MarkSegments(options.recompute, options.offload, follows)

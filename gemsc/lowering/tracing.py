@@ -115,9 +115,9 @@ def trace(
             return Traced(program, program, None)
         known = opaques(program.module)
         evaluation = recorded(opaque=known, training=False)
-        found = opaques(evaluation.module)
-        if found.keys() != known.keys():  # what is not cut in one mode is in neither
-            program = prepared(found)
+        opaque = opaques(evaluation.module)
+        if opaque.keys() != known.keys():  # what is not cut in one mode is in neither
+            program = prepared(opaque)
         same_order = *PLAIN, FollowOrder(program)
         evaluation = run(evaluation, *same_order)
         program = replace(

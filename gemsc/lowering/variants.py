@@ -51,7 +51,7 @@ def trace_phase(
     given = model, phase_inputs(inputs, target)
     traced = trace(*given, loss=own_loss, optimizer=phase.optimizer)
     program, evaluation = (
-        with_target(each, inputs) for each in (traced.program, traced.evaluation)
+        with_target(program, inputs) for program in (traced.program, traced.evaluation)
     )
     return replace(traced, program=program, evaluation=evaluation, is_phase=True)
 
@@ -75,7 +75,7 @@ def trace_all(
     """
     examples = Examples.of(example_inputs, example_target)
     if not phases:
-        found = {
+        by_shape = {
             name: trace(
                 model, inputs, loss=loss, example_target=target, optimizer=optimizer
             )
@@ -83,7 +83,7 @@ def trace_all(
                 examples.names, examples.inputs, examples.targets, strict=True
             )
         }
-        return {"": found.pop(find_largest(found)), **found}
+        return {"": by_shape.pop(find_largest(by_shape)), **by_shape}
     check_phases(phases, model)
     if len(examples.inputs) > 1:
         raise GemscError(
@@ -93,10 +93,10 @@ def trace_all(
     graphs = {"": trace(model, example_inputs)}
     left = {}
     for phase in phases:
-        own, left[phase.name] = phase_model(model, phase)
-        given = own, phase, example_inputs, example_target
+        trained, left[phase.name] = phase_model(model, phase)
+        given = trained, phase, example_inputs, example_target
         graphs[phase.name] = trace_phase(trace, *given)
-    reject_left(left, {each.name: graphs[each.name].program for each in phases})
+    reject_left(left, {phase.name: graphs[phase.name].program for phase in phases})
     return graphs
 
 
@@ -124,23 +124,23 @@ def with_blocks_of(
     largest = others[find_largest(others)]
 
     def with_blocks(name: str, traced: Traced) -> Traced:
-        found = others.get(name, largest)
-        other = found.program
-        if _calls(found) != _calls(traced):
+        like = others.get(name, largest)
+        other = like.program
+        if _calls(like) != _calls(traced):
             raise GemscError(f"{other.name} does something else with fewer samples")
         twins = find_twins(other, traced.program)
         if twins is None:  # it calls the same more often
             return traced
         return replace(traced, program=same_stages(other, traced.program, twins))
 
-    return {name: with_blocks(name, each) for name, each in graphs.items()}
+    return {name: with_blocks(name, graph) for name, graph in graphs.items()}
 
 
 def _calls(traced: Traced) -> list[set[tuple[Any, ...]]]:
     """Return all that each of both graphs calls, and where."""
     graphs = traced.program.graph, traced.evaluation.graph
     calls = [[n for n in g.nodes if n.op.startswith("call")] for g in graphs]
-    return [{(n.op, n.target, meta.location(n)) for n in each} for each in calls]
+    return [{(n.op, n.target, meta.location(n)) for n in nodes} for nodes in calls]
 
 
 def knowing_all(graphs: Mapping[str, Traced]) -> dict[str, Traced]:
@@ -148,17 +148,17 @@ def knowing_all(graphs: Mapping[str, Traced]) -> dict[str, Traced]:
 
     Each gets the constants of all: a stage holds what any of them needs.
     """
-    programs = [p for each in graphs.values() for p in (each.program, each.evaluation)]
-    share_constants([each.module for each in programs])
-    found = {name: _with_names(name, each) for name, each in graphs.items()}
-    changing = frozenset(name for each in graphs.values() for name in each.changing)
+    programs = [p for g in graphs.values() for p in (g.program, g.evaluation)]
+    share_constants([program.module for program in programs])
+    named = {name: _with_names(name, graph) for name, graph in graphs.items()}
+    changing = frozenset(name for graph in graphs.values() for name in graph.changing)
     return {
         name: replace(
-            each,
+            graph,
             elsewhere=changing,
-            beside={n: p for other in graphs if other != name for n, p in found[other]},
+            beside={n: p for other in graphs if other != name for n, p in named[other]},
         )
-        for name, each in graphs.items()
+        for name, graph in graphs.items()
     }
 
 
@@ -202,14 +202,14 @@ def with_one_ownership(
     if len(lowered) == 1:
         return dict(lowered)
     first = lowered[largest]
-    others = [each for each in lowered.values() if each is not first]
-    programs = [p for each in (first, *others) for p in (each.program, each.evaluation)]
+    others = [graph for graph in lowered.values() if graph is not first]
+    programs = [p for g in (first, *others) for p in (g.program, g.evaluation)]
     owned = owned_tensors(*programs)
-    for each in others:
-        for one, other in zip(first.tiles, each.tiles, strict=True):
+    for graph in others:
+        for one, other in zip(first.tiles, graph.tiles, strict=True):
             if one.program.parts != other.program.parts:
-                raise InternalError(f"{each.program.name} has other parts of weights")
-    return {name: each.with_owned(owned) for name, each in lowered.items()}
+                raise InternalError(f"{graph.program.name} has other parts of weights")
+    return {name: graph.with_owned(owned) for name, graph in lowered.items()}
 
 
 def as_family(lowered: Mapping[str, Compilation], largest: str) -> Compilation:
@@ -218,9 +218,9 @@ def as_family(lowered: Mapping[str, Compilation], largest: str) -> Compilation:
     Its plan is that of the one that costs most; ranks need what they need in any of
     them.
     """
-    variants = {name: each for name, each in lowered.items() if name}
+    variants = {name: graph for name, graph in lowered.items() if name}
     plan = lowered[largest].plan
-    losses = [each.program.loss for each in variants.values()]
+    losses = [variant.program.loss for variant in variants.values()]
     if lowered[""].program.loss is None and any(losses):  # it has phases
         seconds = {n: show_seconds(v.plan.step_seconds) for n, v in variants.items()}
         shown = ", ".join(f"{name} ({text})" for name, text in seconds.items())
@@ -229,10 +229,10 @@ def as_family(lowered: Mapping[str, Compilation], largest: str) -> Compilation:
         phases = [
             PlannedPhase(
                 name=name,
-                step_seconds=each.plan.step_seconds,
-                peak_bytes=each.plan.peak_bytes,
+                step_seconds=variant.plan.step_seconds,
+                peak_bytes=variant.plan.peak_bytes,
             )
-            for name, each in variants.items()
+            for name, variant in variants.items()
         ]
         plan = replace(
             plan,
@@ -240,7 +240,7 @@ def as_family(lowered: Mapping[str, Compilation], largest: str) -> Compilation:
             phases=phases,
             sample_dims=lowered[""].plan.sample_dims,
             notes=[about, *notes],
-            **_memory([each.plan for each in variants.values()], one_optimizer=False),
+            **_memory([v.plan for v in variants.values()], one_optimizer=False),
         )
     return replace(lowered[""], plan=plan, variants=variants, largest=largest)
 
@@ -279,11 +279,11 @@ def _memory(plans: Sequence[Plan], *, one_optimizer: bool) -> dict[str, Any]:
         states = [plan.memory[rank]["optimizer"] for plan in plans]
         kept = max(states) if one_optimizer else sum(states)
         others = [kept - plan.memory[rank]["optimizer"] for plan in plans]
-        each = [
+        totals = [
             plan.peak_bytes[rank] + n for plan, n in zip(plans, others, strict=True)
         ]
-        fullest = plans[each.index(max(each))]
-        peaks.append(max(each))
+        fullest = plans[totals.index(max(totals))]
+        peaks.append(max(totals))
         memory.append({**fullest.memory[rank], "optimizer": kept})
     rows = [plan.activation_bytes for plan in plans]
     most = [max(row) for row in zip(*rows, strict=True)]

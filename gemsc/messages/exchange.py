@@ -73,15 +73,15 @@ class Piece:
 class View:
     """An exchange as one tile sees it.
 
-    `own` are the pieces that it wants and holds itself, one at most unless the exchange
-    wraps; `sent` go to other tiles, `received` come from them, both by ascending tile.
-    `held` and `wanted` are the tile's boxes, `outside` the parts of the wanted box
-    outside the value.
+    `local` are the pieces that it wants and holds itself, one at most unless the
+    exchange wraps; `sent` go to other tiles, `received` come from them, both by
+    ascending tile. `held` and `wanted` are the tile's boxes, `outside` the parts of the
+    wanted box outside the value.
     """
 
     held: Box
     wanted: Box
-    own: tuple[Piece, ...]
+    local: tuple[Piece, ...]
     sent: dict[int, tuple[Piece, ...]]
     received: dict[int, tuple[Piece, ...]]
     outside: tuple[Slices, ...]
@@ -89,8 +89,8 @@ class View:
     @property
     def is_handed_over(self) -> bool:
         """Whether all that it wants comes in one piece from another tile."""
-        pieces = [piece for each in self.received.values() for piece in each]
-        return not self.own and [piece.wish for piece in pieces] == [self.wanted]
+        pieces = [piece for group in self.received.values() for piece in group]
+        return not self.local and [piece.wish for piece in pieces] == [self.wanted]
 
 
 @dataclass(frozen=True)
@@ -137,22 +137,22 @@ class Exchange:
             sources = [[(b, self.held[b])] for b in range(len(wishes))]
         else:
             sources = [self._sources(b, same_grid) for b in range(len(wishes))]
-        found = [
+        pieces = [
             Piece(a, b, intersection(mine, box), shift)
             for b, parts in enumerate(wishes)
             for a, mine in sources[b]
             for box, shift in parts
         ]
-        found = [piece for piece in found if volume(piece.box)]
+        pieces = [piece for piece in pieces if volume(piece.box)]
         if not self.adds:
-            self._check(wishes, found)
-        return tuple(found)
+            self._check(wishes, pieces)
+        return tuple(pieces)
 
-    def _check(self, wishes: list[list[tuple[Box, Shift]]], found: list[Piece]) -> None:
+    def _check(self, wishes: list[list[tuple[Box, Shift]]], moves: list[Piece]) -> None:
         """See that each element that a tile wants comes from somewhere."""
         for b, parts in enumerate(wishes):
             wanted = sum(volume(box) for box, _ in parts)
-            if sum(volume(p.box) for p in found if p.dest == b) != wanted:
+            if sum(volume(p.box) for p in moves if p.dest == b) != wanted:
                 raise InternalError(f"no tile holds all of {self.wanted[b]}: {self}")
 
     def _sources(self, dest: int, same_grid: bool) -> list[tuple[int, Box]]:
@@ -194,7 +194,7 @@ class Exchange:
         nothing travels are left out.
         """
         count, empty = len(self.held), ((0, 0),) * len(self.shape)
-        found = []
+        rounds = []
         for distance in range(1, count):
             held, wanted = [empty] * count, [empty] * count
             for piece in self.pieces:
@@ -202,8 +202,8 @@ class Exchange:
                     held[piece.source] = wanted[piece.dest] = piece.box
             if any(map(volume, wanted)):
                 boxes = tuple(held), tuple(wanted)
-                found.append(Exchange(self.index, self.shape, *boxes))
-        return tuple(found)
+                rounds.append(Exchange(self.index, self.shape, *boxes))
+        return tuple(rounds)
 
     @cached_property
     def _views(self) -> dict[int, View]:
@@ -240,10 +240,10 @@ class Exchange:
 
 def _grouped(pairs: Iterable[tuple[int, Piece]]) -> dict[int, tuple[Piece, ...]]:
     """Return the pieces of each tile, by ascending tile."""
-    found: dict[int, tuple[Piece, ...]] = {}
+    by_tile: dict[int, tuple[Piece, ...]] = {}
     for tile, piece in sorted(pairs, key=lambda pair: pair[0]):
-        found[tile] = (*found.get(tile, ()), piece)
-    return found
+        by_tile[tile] = (*by_tile.get(tile, ()), piece)
+    return by_tile
 
 
 def _turns(wanted: Interval, size: int) -> list[tuple[Interval, int]]:

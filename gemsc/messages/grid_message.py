@@ -163,10 +163,10 @@ class GridMessage:
         cuts = []
         for index, piece in part.pieces:
             value = self.values[index]
-            own = self._here(value, part.source, sends=True)
+            box = self._here(value, part.source, sends=True)
             tensor = tensors[place[value.name]]
-            value.part(shape_of(own)).check(tensor)
-            cuts.append(tensor[piece.within(own)])
+            value.part(shape_of(box)).check(tensor)
+            cuts.append(tensor[piece.within(box)])
         return tuple(cuts)
 
     def join(
@@ -179,27 +179,27 @@ class GridMessage:
         """Return this rank's tensors from the pieces that came, in order of tiles."""
         result = []
         for value, dtype in zip(self.given, dtypes, strict=True):
-            own = self._here(value, rank, sends=False)
+            box = self._here(value, rank, sends=False)
             pieces = [
                 (piece, tensor)
                 for part, tensors in received
                 for (index, piece), tensor in zip(part.pieces, tensors, strict=True)
                 if self.values[index] is value
             ]
-            if [piece.box for piece, _ in pieces] == [own]:  # it came in one
+            if [piece.box for piece, _ in pieces] == [box]:  # it came in one
                 result.append(pieces[0][1])
                 continue
             fill = (
                 -0.0 if self.is_gradient else value.fill
             )  # see gemsc/runtime/worker/backward.py
             whole = empty(
-                shape_of(own), value.memory_format, dtype=dtype, device=device
+                shape_of(box), value.memory_format, dtype=dtype, device=device
             ).fill_(fill)
             for piece, tensor in pieces:
                 if self.is_gradient:
-                    whole[piece.within(own)] += tensor
+                    whole[piece.within(box)] += tensor
                 else:
-                    whole[piece.within(own)] = tensor
+                    whole[piece.within(box)] = tensor
             result.append(whole)
         return result
 

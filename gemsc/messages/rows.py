@@ -27,19 +27,19 @@ def rows_of_holders(
     than the last one. A number is one row. A parameter in `whole` is left to one
     holder: the largest first, each to the one that has least.
     """
-    found = {}
+    rows = {}
     for name, shape in shapes.items():
         size = shape[0] if shape else 1
         edges = [size * holder // holders for holder in range(holders + 1)]
-        found[name] = tuple(pairwise(edges))
+        rows[name] = tuple(pairwise(edges))
     load = [0] * holders
     left = {name: shape for name, shape in shapes.items() if name in whole}
-    for name in sorted(left, key=lambda each: (-prod(left[each]), each)):
+    for name in sorted(left, key=lambda n: (-prod(left[n]), n)):
         owner = min(range(holders), key=load.__getitem__)
         load[owner] += prod(left[name])
-        edges = [0] * (owner + 1) + [found[name][-1][1]] * (holders - owner)
-        found[name] = tuple(pairwise(edges))
-    return found
+        edges = [0] * (owner + 1) + [rows[name][-1][1]] * (holders - owner)
+        rows[name] = tuple(pairwise(edges))
+    return rows
 
 
 def in_pairs(rows: Rows) -> Rows:

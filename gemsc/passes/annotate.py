@@ -275,8 +275,8 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def book_tiles(self, num_bytes: int) -> None:
         """Book a sum over the tiles of a grid."""
-        found = meta.TileSum(num_bytes, self.is_backward)
-        self.counts[self.node].sums.append(found)
+        tile_sum = meta.TileSum(num_bytes, self.is_backward)
+        self.counts[self.node].sums.append(tile_sum)
 
     def book_gradient(self, node: fx.Node, gradient: Tensor) -> None:
         """Book the gradient that a node gets, if it is dense."""
@@ -383,10 +383,10 @@ def _takes_table(node: fx.Node, parameters: Sequence[Tensor]) -> bool:
 def _parameters(node: fx.Node, module: nn.Module) -> list[nn.Parameter]:
     """Return the parameters that a node brings: its layer's, or those it reads."""
     used = [attribute(module, path) for path in attributes_of(node)]
-    found = [each for each in used if isinstance(each, nn.Parameter)]
+    parameters = [attr for attr in used if isinstance(attr, nn.Parameter)]
     for layer in used:
-        found += layer.parameters() if isinstance(layer, nn.Module) else ()
-    return found
+        parameters += layer.parameters() if isinstance(layer, nn.Module) else ()
+    return parameters
 
 
 def _learns(tensor: Tensor) -> bool:

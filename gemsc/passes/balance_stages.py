@@ -95,19 +95,19 @@ class BalanceStages(Pass):
         if self.kind == "compute":
             seconds = [block.busy_seconds for block in blocks]
             rows = [
-                [each * share for each, share in zip(seconds, row, strict=True)]
+                [busy * share for busy, share in zip(seconds, row, strict=True)]
                 for row in shares
             ]
             needs = _needs(blocks)
             towers = tower_bounds(program, {node: i for i, node in enumerate(nodes)})
             bounds = [index for index, gap in enumerate(gaps, 1) if gap in towers]
-            found = [
+            splits = [
                 partition(rows, cut_costs=crossing, begins=begins)
                 for begins in _choices(bounds, self.num_stages - 1)
             ]
-            steps = [self._step(starts, rows, needs) for starts in found]
+            steps = [self._step(starts, rows, needs) for starts in splits]
             shortest = min(steps)
-            return found[0 if GAIN * shortest > steps[0] else steps.index(shortest)]
+            return splits[0 if GAIN * shortest > steps[0] else steps.index(shortest)]
         live = self.live or (1,) * self.num_stages
         rows = [
             [
@@ -133,11 +133,11 @@ class BalanceStages(Pass):
             if not fork.reason:
                 names = (name for branch in fork.branches for name in branch.nodes)
                 saved |= dict.fromkeys(names, fork.saved / fork.seconds)
-        found = []
+        shares = []
         for block in blocks:
             less = [meta.facts(n).seconds * saved.get(n.name, 0.0) for n in block.nodes]
-            found.append(1 - sum(less) / (block.busy_seconds or 1.0))
-        return found
+            shares.append(1 - sum(less) / (block.busy_seconds or 1.0))
+        return shares
 
     def _step(
         self,
@@ -150,16 +150,16 @@ class BalanceStages(Pass):
         parts = list(pairwise(edges))
         seconds = [sum(row[a:b]) for row, (a, b) in zip(rows, parts, strict=True)]
         ends: list[float] = []
-        for own, (a, b) in zip(seconds, parts, strict=True):
+        for duration, (a, b) in zip(seconds, parts, strict=True):
             sources = {bisect(starts, need) for block in needs[a:b] for need in block}
             begin = max((ends[s] for s in sources if s < len(ends)), default=0.0)
-            ends.append(begin + own)
+            ends.append(begin + duration)
         placed = self.rows or (tuple(range(self.num_stages)),)
         counts = self.micro_batches or (1,) * len(placed)
         busy = dict.fromkeys(chain.from_iterable(placed), 0.0)
         for count, row in zip(counts, placed, strict=True):
-            for rank, own in zip(row, seconds, strict=True):
-                busy[rank] += count * own
+            for rank, duration in zip(row, seconds, strict=True):
+                busy[rank] += count * duration
         return max(ends) + max(busy.values()) * (1 - 1 / sum(counts))
 
     def _explicit(self, blocks: Sequence[Block]) -> list[int]:
@@ -213,13 +213,13 @@ def _choices(bounds: Sequence[int], most: int) -> list[tuple[int, ...]]:
     """Return which bounds may be cut together; of many none or all of them."""
     few = len(bounds) <= FEW_BOUNDS
     counts = range(len(bounds) + 1) if few else (0, len(bounds))
-    return [each for n in counts if n <= most for each in combinations(bounds, n)]
+    return [cuts for n in counts if n <= most for cuts in combinations(bounds, n)]
 
 
 def _block_that_begins(blocks: Sequence[Block], path: str) -> int:
     """Return the first block that lies in module `path`."""
     for block in blocks:
-        inside = [lies_in(each, path) for each in module_paths(block)]
+        inside = [lies_in(module_path, path) for module_path in module_paths(block)]
         if not any(inside):
             continue
         if not inside[0] and block.name != path:

@@ -165,8 +165,8 @@ class _Rewriter:
     def _add_member(self, node: fx.Node) -> None:
         if node.op == "output":
             return
-        self.storage[node] = found = frozenset(memory(node))
-        for key in found:
+        self.storage[node] = keys = frozenset(memory(node))
+        for key in keys:
             self.members.setdefault(key, []).append(node)
             self.starts.setdefault(key, node)
 
@@ -227,8 +227,8 @@ class _Rewriter:
         tensors = {id(attribute(self.module, name)) for name in names}
         for node in self.module.graph.nodes:
             if (layer := called_layer(node, self.module)) is not None:
-                own = (*layer.parameters(), *layer.buffers())
-                if any(id(tensor) in tensors for tensor in own):
+                state = (*layer.parameters(), *layer.buffers())
+                if any(id(tensor) in tensors for tensor in state):
                     yield node
 
     def _keep_aliases(self, node: fx.Node, keys: frozenset[int]) -> None:

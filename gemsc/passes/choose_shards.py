@@ -71,9 +71,9 @@ class ChooseShards(Pass):
         whole = dict.fromkeys(self.keep_whole, "--whole")
         owned = owned_tensors(program)
         twins = {
-            name: {node.name: twin for node, twin in found.items()}
+            name: {node.name: twin for node, twin in matched.items()}
             for name, other in self.others.items()
-            if (found := find_twins(self.first or program, other)) is not None
+            if (matched := find_twins(self.first or program, other)) is not None
         }
         others = {
             name: FollowStages(program, owned, name, twins.get(name)).apply(other)
@@ -98,7 +98,7 @@ class ChooseShards(Pass):
             named = {node.name: node for node in other.graph.nodes}
             like = {a: named[b.name] for a, b in twins.get(name, {}).items()}
             shards |= self._whole_trunks(program, shards, name, other, like)
-        cut = [[each.name for each in stage.cut] for stage in shards.values()]
+        cut = [[tensor.name for tensor in stage.cut] for stage in shards.values()]
         if any(cut):
             check_elementwise(program.updated_whole(), *cut)
         return replace(program, shards=shards)
@@ -108,22 +108,22 @@ class ChooseShards(Pass):
     ) -> StageShards:
         grid = self.grids[stage.index]
         analysis = analysis_of(program, stage)
-        found = self._shared(program, stage, keep_whole)
-        if not found.cut and not found.rank_of:
-            nothing = self._nothing(program, stage, found, keep_whole)
+        shards = self._shared(program, stage, keep_whole)
+        if not shards.cut and not shards.rank_of:
+            nothing = self._nothing(program, stage, shards, keep_whole)
             raise _with_opaques(nothing, program, stage)
         others = _elsewhere(program, stage)
-        placed = placed_tensors(program, stage, found.rank_of, others)
-        found = replace(found, placed=placed)
+        placed = placed_tensors(program, stage, shards.rank_of, others)
+        shards = replace(shards, placed=placed)
         if not grid.tiles:
-            trunk, split = choose_trunk(analysis, found, self.trunk)
-            return replace(found, trunk=trunk, split=split)
+            trunk, split = choose_trunk(analysis, shards, self.trunk)
+            return replace(shards, trunk=trunk, split=split)
         if self.trunk in ("batch", "sequence"):
             raise GemscError(
                 f"--trunk {self.trunk}: tiles split the values of stage {stage.index}",
                 help="leave out --trunk, or the tiles",
             )
-        return found
+        return shards
 
     def _shared(
         self, program: Program, stage: Stage, keep_whole: Mapping[str, str]
@@ -131,15 +131,15 @@ class ChooseShards(Pass):
         """Return what the ranks of a stage have to share, before its trunk."""
         grid = self.grids[stage.index]
         analysis = analysis_of(program, stage)
-        found = StageShards(grid.beside, "whole", ())
+        shards = StageShards(grid.beside, "whole", ())
         if grid.branches > 1:
-            found = self._branches(program, stage, keep_whole)
-        if grid.shards > 1 and found.rank_of and self.placed is None:
-            found = self._either(analysis, found, keep_whole)
+            shards = self._branches(program, stage, keep_whole)
+        if grid.shards > 1 and shards.rank_of and self.placed is None:
+            shards = self._either(analysis, shards, keep_whole)
         if grid.shards > 1:
-            cut = analysis, grid.beside, self.link, keep_whole, found.forks
-            found = choose_cuts(*cut)
-        return found
+            cut = analysis, grid.beside, self.link, keep_whole, shards.forks
+            shards = choose_cuts(*cut)
+        return shards
 
     def _whole_trunks(
         self,
@@ -154,21 +154,21 @@ class ChooseShards(Pass):
         Raises:
             GemscError: they are to be split.
         """
-        found = {}
-        for index, own in shards.items():
-            stages = (each.require_stages()[index] for each in (program, other))
+        whole = {}
+        for index, stage_shards in shards.items():
+            stages = (p.require_stages()[index] for p in (program, other))
             one, two = map(analysis_of, (program, other), stages)
-            size = least_split(one, two, own, twins)
-            if size < own.count and self.trunk != "auto":
-                what = f"{own.trunk} splits a dimension of {size}"
+            size = least_split(one, two, stage_shards, twins)
+            if size < stage_shards.count and self.trunk != "auto":
+                what = f"{stage_shards.trunk} splits a dimension of {size}"
                 raise GemscError(
-                    f"--trunk {what} over {own.count} ranks in {name}",
+                    f"--trunk {what} over {stage_shards.count} ranks in {name}",
                     help="return more samples from example_inputs(), or use --trunk "
                     "whole",
                 )
-            if size < own.count:
-                found[index] = replace(own, trunk="whole", split=())
-        return found
+            if size < stage_shards.count:
+                whole[index] = replace(stage_shards, trunk="whole", split=())
+        return whole
 
     def _branches(
         self, program: Program, stage: Stage, keep_whole: Mapping[str, str]
@@ -186,47 +186,47 @@ class ChooseShards(Pass):
         return StageShards(count, "whole", (), forks=forks)
 
     def _either(
-        self, analysis: Analysis, found: StageShards, keep_whole: Mapping[str, str]
+        self, analysis: Analysis, shards: StageShards, keep_whole: Mapping[str, str]
     ) -> StageShards:
         """Leave forks whole in which cuts of channels and heads save more."""
-        cuts = choose_cuts(analysis, found.count, self.link, keep_whole)
+        cuts = choose_cuts(analysis, shards.count, self.link, keep_whole)
         saved = saved_by_cuts(analysis, cuts, self.link)
         forks = []
-        for fork in found.forks:
+        for fork in shards.forks:
             by_cuts = sum(saved.get(name, 0.0) for name in fork.nodes)
             if not fork.reason and by_cuts > fork.saved:
                 forks.append(replace(fork, reason="cuts of its layers save more"))
             else:
                 forks.append(fork)
-        return replace(found, forks=tuple(forks))
+        return replace(shards, forks=tuple(forks))
 
     def _nothing(
         self,
         program: Program,
         stage: Stage,
-        found: StageShards,
+        shards: StageShards,
         keep_whole: Mapping[str, str],
     ) -> GemscError:
         """Return the error where the ranks of a stage have nothing to share."""
         index = stage.index
         grid, why = self.grids[index], []
         given = [f"--{n} {grid.beside}" for n in BESIDE if getattr(grid, n) > 1]
-        what, each, alone = "this stage", "", {index: GridShape(grid.tiles)}
+        what, suffix, alone = "this stage", "", {index: GridShape(grid.tiles)}
         for other in program.require_stages()[index + 1 :]:
             if self.grids[other.index].beside > 1:
                 shared = self._shared(program, other, keep_whole)
                 if not shared.cut and not shared.rank_of:
-                    what, each = f"{what} and stage {other.index}", " each"
+                    what, suffix = f"{what} and stage {other.index}", " each"
                     alone[other.index] = GridShape(self.grids[other.index].tiles)
         what = f"each tile of {what}" if grid.tiles else what
-        advice = [f"give {what} one rank{each}: {self._with(alone)}"]
+        advice = [f"give {what} one rank{suffix}: {self._with(alone)}"]
         if grid.shards > 1:
-            reasons = [f"{w.name}: {w.reason}" for w in found.whole[:3]]
+            reasons = [f"{w.name}: {w.reason}" for w in shards.whole[:3]]
             why += [f"nothing in stage {index} can be cut", *reasons]
             if any(isinstance(n.target, torch._ops.OpOverload) for n in stage.nodes):
                 advice.insert(0, "trace it with --frontend record, which keeps layers")
         if grid.branches > 1:
-            best = max(found.forks, key=lambda fork: fork.seconds, default=None)
+            best = max(shards.forks, key=lambda fork: fork.seconds, default=None)
             why.append(
                 f"stage {index} has no branches: parts that meet in one tensor, such "
                 "as x + y or torch.cat, not in several values nor in slots of one"
@@ -238,7 +238,7 @@ class ChooseShards(Pass):
                 advice.append("let forward return what joins its branches")
         layers = self._by_cuts(program, alone, keep_whole) if grid.shards == 1 else ""
         if layers:
-            advice.append(f"split {'their' if each else 'its'} layers: {layers}")
+            advice.append(f"split {'their' if suffix else 'its'} layers: {layers}")
         return GemscError(
             f"{' '.join(given)}: {'; '.join(why)}", help=", or ".join(advice)
         )
@@ -292,7 +292,7 @@ def _with_opaques(error: GemscError, program: Program, stage: Stage) -> GemscErr
 def _elsewhere(program: Program, stage: Stage) -> set[str]:
     """Return the parameters and buffers that other stages use."""
     names = enumerate(owned_tensors(program))
-    return {n for index, own in names for n in own if index != stage.index}
+    return {n for index, used in names for n in used if index != stage.index}
 
 
 def _whole_in(other: Program, shards: Shards) -> list[str]:
@@ -300,22 +300,22 @@ def _whole_in(other: Program, shards: Shards) -> list[str]:
     stages = other.require_stages()
     return [
         name
-        for index, own in shards.items()
-        for name in not_cut_alike(analysis_of(other, stages[index]), own)
+        for index, stage_shards in shards.items()
+        for name in not_cut_alike(analysis_of(other, stages[index]), stage_shards)
     ]
 
 
 def _unlike(program: Program, shards: Shards) -> set[str]:
     """Return tied parameters that the stages which hold them do not cut alike."""
     cuts = {
-        index: {each.name: each.parts for each in stage.cut}
+        index: {tensor.name: tensor.parts for tensor in stage.cut}
         for index, stage in shards.items()
     }
-    found = set()
+    unlike = set()
     for index, names in enumerate(owned_tensors(program)):
         for name in names:
             for parts in cuts.values():
                 holders = name in parts
                 if holders and parts[name] != cuts.get(index, {}).get(name):
-                    found.add(name)
-    return found
+                    unlike.add(name)
+    return unlike

@@ -79,11 +79,11 @@ class FindHalos(Pass):
 
 def _traffic(program: Program) -> dict[int, tuple[int, int]]:
     """Return the exchanges of each stage and their bytes; inputs come with any halo."""
-    found = {}
+    traffic = {}
     for stage in program.require_stages():
         sizes = [t.num_bytes for t in exchanges(program, stage, with_inputs=False)]
-        found[stage.index] = len(sizes), sum(sizes)
-    return found
+        traffic[stage.index] = len(sizes), sum(sizes)
+    return traffic
 
 
 def _choose_fused(low: Lowering, stages: Iterable[Stage], layers: int) -> Halos:
@@ -180,7 +180,7 @@ class _Chains:
             for node, wishes in self._wishes.items()
             if node.op != "placeholder"
             and node not in self.layers
-            and len({boxes for each in wishes.values() for boxes in each}) > 1
+            and len({boxes for wished in wishes.values() for boxes in wished}) > 1
         }
 
     def _try(self, nodes: list[fx.Node], begin: fx.Node | None = None) -> _Trial | None:
@@ -244,10 +244,10 @@ class _Chains:
         result: dict[fx.Node, tuple[Boxes, ...]] = {}
         for need in self._low.needs(node, boxes):
             shape, axes = self._low.shape(need.source), self._low.axes(need.source)
-            own = self._low.owned(shape, axes)
+            owned = self._low.owned(shape, axes)
             if need.wraps:
                 self._wrapped.add(need.source)
-            if axes is not None and not covers(own, need.wanted, shape):
+            if axes is not None and not covers(owned, need.wanted, shape):
                 result[need.source] = (*result.get(need.source, ()), need.wanted)
         self._known[node, boxes] = result
         return result
@@ -256,7 +256,7 @@ class _Chains:
         """Return the smallest boxes that hold the own part and all that is wished."""
         shape = self._low.shape(node)
         image = everything(shape)
-        wanted = [boxes for each in wishes.values() for boxes in each]
+        wanted = [boxes for wished in wishes.values() for boxes in wished]
         return tuple(
             hull(mine, *(intersection(boxes[tile], image) for boxes in wanted))
             for tile, mine in enumerate(self._low.owned(shape, self._low.axes(node)))
@@ -267,9 +267,9 @@ def _cuts(stage: Stage) -> set[fx.Node]:
     """Return the values alone of which all that follows in the stage is made."""
     places = {node: place for place, node in enumerate(stage.nodes)}
     reach = 0  # of the values so far
-    found = set()
+    cuts = set()
     for place, node in enumerate(stage.nodes):
         if reach <= place:
-            found.add(node)
+            cuts.add(node)
         reach = max(reach, *(places.get(user, 0) for user in node.users), 0)
-    return found
+    return cuts

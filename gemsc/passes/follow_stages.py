@@ -74,20 +74,20 @@ class FollowStages(Pass):
     def _by_twins(self) -> dict[fx.Node, tuple[int, str]]:
         """Return the stage and the block of each node, in their order."""
         assert self.twins is not None
-        found: dict[fx.Node, tuple[int, str]] = {}
+        placed: dict[fx.Node, tuple[int, str]] = {}
         for stage in self.training.require_stages():
             for block in stage.blocks:
                 for node in block.nodes:
                     twin = self.twins[meta.copy_of(node) or node.name]
-                    found.setdefault(twin, (stage.index, block.name))
-        return found
+                    placed.setdefault(twin, (stage.index, block.name))
+        return placed
 
     def _by_owners(self, program: Program) -> dict[fx.Node, tuple[int, str]]:
         """Return the same where the two graphs are not alike."""
         training = self.training
         used = set(used_tensors(training, training.compute_nodes))
         earlier = predecessors(program)
-        together = sharing(program)
+        groups = sharing(program)
         stage_of = dict.fromkeys(program.compute_nodes, 0)
         is_settled = False
         while not is_settled:
@@ -95,7 +95,7 @@ class FollowStages(Pass):
             for node, last in before.items():
                 first = max([last, *(stage_of[other] for other in earlier[node])])
                 stage_of[node] = self._place(program, node, first, used)
-            for group in together:
+            for group in groups:
                 last = max(stage_of[node] for node in group)
                 stage_of.update(dict.fromkeys(group, last))
             is_settled = stage_of == before
@@ -144,10 +144,10 @@ class FollowShards(Pass):
             GemscError: all ranks need what one holds, or the optimizer of this graph
                 does not update element by element what is cut.
         """
-        found = {}
+        by_stage = {}
         for index, training in self.training.shards.items():
             if self.twins is not None:
-                found[index] = training.renamed(self.twins)
+                by_stage[index] = training.renamed(self.twins)
                 continue
             stage, forks = program.require_stages()[index], tuple[Fork, ...]()
             if training.placed:
@@ -158,10 +158,10 @@ class FollowShards(Pass):
                 analysis = analysis_of(program, stage)
                 trunk, split = choose_trunk(analysis, shards, self.trunk)
                 shards = replace(shards, trunk=trunk, split=split)
-            found[index] = shards
-        names = [[each.name for each in stage.cut] for stage in found.values()]
+            by_stage[index] = shards
+        names = [[tensor.name for tensor in stage.cut] for stage in by_stage.values()]
         check_elementwise(program.updated_whole(), *names)
-        return replace(program, shards=found)
+        return replace(program, shards=by_stage)
 
 
 @dataclass(frozen=True, eq=False)
@@ -270,13 +270,13 @@ def follow_forks(
     }
     finder = Finder(program, stage, {})
     ends = {finder.position[node] for node in stage.nodes if owners[node]}
-    found: list[ForkChoice] = []
+    choices: list[ForkChoice] = []
     for join, added in finder.joins():
         for window in finder.windows(join, added, ends):
-            found += _followed(finder, window, owners)
-        if any(each.last == join for each in found):
+            choices += _followed(finder, window, owners)
+        if any(choice.last == join for choice in choices):
             ends.add(join)  # as in training: a fork may begin behind another one
-    forks = tuple(each.fork() for each in heaviest(found))
+    forks = tuple(choice.fork() for choice in heaviest(choices))
     inside = {name for fork in forks for b in fork.branches for name in b.nodes}
     needed = [node for node in stage.nodes if owners[node] and node.name not in inside]
     if needed:
@@ -295,8 +295,8 @@ def _followed(
 ) -> Iterator[ForkChoice]:
     """Yield the window as a fork, if each component needs what one rank holds."""
     needed = [{r for n in c.nodes for r in owners[n]} for c in window.components]
-    ranks = [next(iter(each), ALL) for each in needed]
+    ranks = [next(iter(holders), ALL) for holders in needed]
     stays = [c.stays for c, r in zip(window.components, ranks, strict=True) if r != ALL]
-    if stays and not any(stays) and all(len(each) < 2 for each in needed):
+    if stays and not any(stays) and all(len(holders) < 2 for holders in needed):
         covered = sum(bool(owners[n]) for c in window.components for n in c.nodes)
         yield ForkChoice.of(finder, window, ranks, float(covered))

@@ -67,10 +67,10 @@ class MarkSegments(Pass):
         for kind, name in wishes:
             if TO in name:
                 continue
-            found = blocks_in(blocks, name)
-            if not found and not self.follows:
+            inside = blocks_in(blocks, name)
+            if not inside and not self.follows:
                 raise not_found(kind, name, blocks)
-            for block in found:
+            for block in inside:
                 owner.setdefault(block.index, (kind, name))
         segments = tuple(_segments(program, owner))
         for segment in segments:

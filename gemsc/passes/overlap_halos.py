@@ -61,7 +61,7 @@ def _overlapped(
 def _candidates(program: Program) -> list[fx.Node]:
     """Return the calls of convolutions that have an exchange of their own."""
     outputs = set(program.outputs)
-    found = []
+    calls = []
     for stage in program.require_stages():
         inside = set(stage.nodes)
         for halo in filter(is_exchange, stage.nodes):
@@ -74,8 +74,8 @@ def _candidates(program: Program) -> list[fx.Node]:
             layer = program.module.get_submodule(str(user.target))
             alone = user.args == (halo,) and not user.kwargs
             if alone and _can_overlap(layer, halo):
-                found.append(user)
-    return found
+                calls.append(user)
+    return calls
 
 
 def _can_overlap(layer: nn.Module, halo: fx.Node) -> bool:

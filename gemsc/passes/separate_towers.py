@@ -48,13 +48,13 @@ class SeparateTowers(Pass):
         nodes = program.compute_nodes
         needed = _needed(program)
         towers = _Finder(nodes, needed, self.share).towers()
-        found = [_with_changes(tower, needed) for tower in towers]
+        extended = [_with_changes(tower, needed) for tower in towers]
         order = nodes
-        for tower in found:
+        for tower in extended:
             order = _gathered(order, tower, needed)
         if random_nodes(program, order) != random_nodes(program, nodes):
             return replace(program, towers=())
-        rows = filter(None, (_row(order, tower) for tower in found))
+        rows = filter(None, (_row(order, tower) for tower in extended))
         there = tuple(sorted(rows, key=lambda row: order.index(row[0])))
         if order == nodes:
             return replace(program, towers=there)
@@ -77,9 +77,9 @@ def _needed(program: Program) -> dict[fx.Node, int]:
         parts = {node}
         if len(sources) == 1 and not meta.is_one_tensor(sources[0]):
             parts |= {user for user in sources[0].users if user in place}
-        own = sum(1 << place[part] for part in parts)
+        bits = sum(1 << place[part] for part in parts)
         before = [*earlier[node], *glued.get(meta.glue(node), ())]
-        needed[node] = reduce(operator.or_, (needed[s] for s in before), own)
+        needed[node] = reduce(operator.or_, (needed[s] for s in before), bits)
         if meta.glue(node) is not None:  # these stay in one block
             glued[meta.glue(node)] = [node]
     return needed
@@ -92,23 +92,23 @@ class _Finder:
         self.nodes, self.needed = nodes, needed
         self.place = {node: i for i, node in enumerate(nodes)}
         facts = [meta.facts(node) for node in nodes]
-        self.heavy = sum(1 << i for i, each in enumerate(facts) if each.heavy)
-        self.seconds = [each.seconds for each in facts]
+        self.heavy = sum(1 << i for i, fact in enumerate(facts) if fact.heavy)
+        self.seconds = [fact.seconds for fact in facts]
         self.least = share * sum(self.seconds)
 
     def towers(self) -> list[frozenset[fx.Node]]:
         """Return the towers of all joins, each before those inside of it."""
-        weights, found = self._weights(), list[int]()
+        weights, towers = self._weights(), list[int]()
         for node in self.nodes:
             sources = [s for s in node.all_input_nodes if s in self.place]
             inputs = sorted({self.needed[source] for source in sources})
             for parts in _apart(inputs, weights):
                 some = self._worth_a_stage(parts)
                 some = self._worth_a_stage(map(self._without_last_layer, some))
-                if len(some) > 1 and all(_nested(a, b) for a in some for b in found):
-                    found += [tower for tower in some if tower not in found]
-        found.sort(key=int.bit_count, reverse=True)
-        return [frozenset(self.nodes[i] for i in _bits(tower)) for tower in found]
+                if len(some) > 1 and all(_nested(a, b) for a in some for b in towers):
+                    towers += [tower for tower in some if tower not in towers]
+        towers.sort(key=int.bit_count, reverse=True)
+        return [frozenset(self.nodes[i] for i in _bits(tower)) for tower in towers]
 
     def _weights(self) -> int:
         """Return which nodes are computed from parameters alone."""

@@ -50,4 +50,4 @@ def _name(program: Program, weights: int, micro_batches: int, ranks: int) -> str
 def _seconds(program: Program, device: Device) -> float:
     nodes = Annotate(device=device).apply(program).compute_nodes
     facts = [meta.facts(node) for node in nodes]
-    return sum(each.forward_seconds + each.backward_seconds for each in facts)
+    return sum(fact.forward_seconds + fact.backward_seconds for fact in facts)

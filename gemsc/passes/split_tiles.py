@@ -88,11 +88,11 @@ def _owned(program: Program, parts: dict[str, Part]) -> tuple[tuple[str, ...], .
 
 def _parts(program: Program, tile: int) -> dict[str, Part]:
     """Return what one rank of each grid has of the tensors that ranks share out."""
-    found: dict[str, Part] = {}
+    parts: dict[str, Part] = {}
     for shards in program.shards.values():
         rank = tile % shards.count
-        found |= {each.name: each.parts[rank] for each in shards.cut}
+        parts |= {tensor.name: tensor.parts[rank] for tensor in shards.cut}
         for name, owner in shards.placed:
             shape = tuple(attribute(program.module, name).shape)
-            found[name] = Part(shape) if owner == rank else Part.nothing(shape)
-    return found
+            parts[name] = Part(shape) if owner == rank else Part.nothing(shape)
+    return parts

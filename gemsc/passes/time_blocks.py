@@ -44,8 +44,8 @@ class TimeBlocks(Pass):
         graph, copies = copied_graph(program.graph)
         for block, measured in zip(blocks, times, strict=True):
             _share(block, measured, copies)
-        found = moved(program, graph, copies)
-        return replace(found, notes=(*program.notes, *notes))
+        timed = moved(program, graph, copies)
+        return replace(timed, notes=(*program.notes, *notes))
 
     def _times(self, program: Program, **how: Any) -> list[BlockTimes]:
         given = program, program.blocks or (), self.inputs, self.target
@@ -71,7 +71,7 @@ def _seconds(times: BlockTimes) -> float:
     return times.forward + times.backward
 
 
-def _share(block: Block, found: BlockTimes, copies: dict[fx.Node, fx.Node]) -> None:
+def _share(block: Block, times: BlockTimes, copies: dict[fx.Node, fx.Node]) -> None:
     """Give each node its part of the block's seconds, in proportion to predictions."""
     whole_forward = block.total("forward_seconds")
     whole_backward = block.total("backward_seconds")
@@ -86,7 +86,7 @@ def _share(block: Block, found: BlockTimes, copies: dict[fx.Node, fx.Node]) -> N
                 facts,
                 forward_launches=0.0,
                 backward_launches=0.0,
-                forward_seconds=found.forward * forward,
-                backward_seconds=found.backward * backward,
+                forward_seconds=times.forward * forward,
+                backward_seconds=times.backward * backward,
             ),
         )

@@ -110,7 +110,7 @@ def activations(program: Program, *, split: bool = False) -> list[Activations]:
     row = placement.ranks[0]
     inputs = [node for node in program.graph.nodes if node.op == "placeholder"]
     batch = _union(dict(meta.facts(node).storages) for node in inputs)
-    found: list[Activations] = []
+    saved: list[Activations] = []
     held: list[Storages] = []
     stages = range(len(program.require_stages()))
     parts_of = [_parts(program, index, split=split) for index in stages]
@@ -121,10 +121,10 @@ def activations(program: Program, *, split: bool = False) -> list[Activations]:
         known = _union([known, made_once_storages(program, index)])
         later = _union(left[other] for other in here if other > index)
         ends = _ends(program, index)
-        found.append(_measure(received, parts, known, later, ends))
+        saved.append(_measure(received, parts, known, later, ends))
         stays = _union([received, *(part.stays for part in parts)])
         held.append(_without(stays, batch))
-    return found
+    return saved
 
 
 def _measure(
@@ -253,12 +253,12 @@ def _ends(program: Program, index: int) -> _Ends:
     freed = {node: set(meta.facts(node).freed) - {*arriving} for node in stage.nodes}
     leaving = maker.keys() - {key for keys in freed.values() for key in keys}
     last = {key: maker[key] for key in leaving}
-    own = set(leaving)  # of an input alone
+    alone = set(leaving)  # of an input alone
     for node in reversed(stage.nodes):
         for key, _ in meta.facts(node).gradients:
             if key in leaving:
                 last[key] = node
-                own.discard(key)
+                alone.discard(key)
     for key, node in last.items():
         freed[node].add(key)
     departing: Counter[fx.Node] = Counter()
@@ -269,7 +269,7 @@ def _ends(program: Program, index: int) -> _Ends:
         user = next(n for n in stage.nodes if value in n.all_input_nodes)
         size = meta.facts(value).output_bytes
         departing[user] += size
-        if size not in [n for key, n in meta.facts(user).made if key in own]:
+        if size not in [n for key, n in meta.facts(user).made if key in alone]:
             copied[user] += size
     return _Ends(arriving, departing, copied, freed)
 
@@ -287,10 +287,10 @@ def _size(storages: Storages) -> int:
 
 def _left_behind(parts: Sequence[_SavedPart]) -> list[Storages]:
     """Return, for each part and the end, what waits of the parts from there on."""
-    found: list[Storages] = [{}]
+    waiting: list[Storages] = [{}]
     for part in reversed(parts):
-        found.append(_union([found[-1], part.waits]) if part.waits else found[-1])
-    return found[::-1]
+        waiting.append(_union([waiting[-1], part.waits]) if part.waits else waiting[-1])
+    return waiting[::-1]
 
 
 def _parts(
@@ -319,11 +319,11 @@ def _parts(
         kind, nodes = inside[node]
         if node is not nodes[0]:
             continue
-        parts += [_plain(each, split=split) for each in plain]
+        parts += [_plain(node, split=split) for node in plain]
         plain = []
         stays = given_to(nodes) if kind == "recompute" else {}
         parts.append(_SavedPart(kind, tuple(nodes), stays, saved_by(nodes)))
-    parts += [_plain(each, split=split) for each in plain]
+    parts += [_plain(node, split=split) for node in plain]
     return received, [part.as_sent(sent) for part in parts]
 
 
@@ -331,13 +331,13 @@ def _sent(program: Program, index: int) -> Storages:
     """Return what a stage has of the storages of which other ranks send it views."""
     stages, row = program.require_stages(), program.require_placement().ranks[0]
     here = (stage for stage in stages if row[stage.index] == row[index])
-    own = {node for stage in here for node in stage.nodes}
-    found: Counter[int] = Counter()
+    nodes = {node for stage in here for node in stage.nodes}
+    sent: Counter[int] = Counter()
     for node in flow(program, index, with_outputs=False).takes:
         storages = meta.facts(node).storages
-        if len(storages) == 1 and node.op != "placeholder" and node not in own:
-            found[storages[0][0]] += meta.facts(node).output_bytes
-    return found
+        if len(storages) == 1 and node.op != "placeholder" and node not in nodes:
+            sent[storages[0][0]] += meta.facts(node).output_bytes
+    return sent
 
 
 def _plain(node: fx.Node, *, split: bool) -> _SavedPart:
@@ -393,8 +393,8 @@ def seconds_again(program: Program, index: int, nodes: Sequence[fx.Node]) -> flo
         count = len(nodes)
     elif saving:
         last = nodes[saving[-1]]
-        own = {storage for storage, _ in meta.facts(last).storages}
-        runs = bool(own & {storage for storage, _ in meta.facts(last).saved})
+        output = {storage for storage, _ in meta.facts(last).storages}
+        runs = bool(output & {storage for storage, _ in meta.facts(last).saved})
         count = saving[-1] + runs
     else:
         count = 0

@@ -90,26 +90,26 @@ def held_at_best(task: Task, groups: Sequence[GridShape]) -> list[list[Held]]:
     Tiles hold all weights, shards and branches their part of them.
     """
     first = list(accumulate((group.size for group in groups), initial=0))
-    found: list[list[Held]] = []
+    held: list[list[Held]] = []
     for stage, cost in enumerate(task.stages):
         rows = task.placement[:1] if cost.scatter_bytes else task.placement
-        own = {row[stage] for row in rows}
+        places = {row[stage] for row in rows}
         alike = {
             rank
-            for group in own
+            for group in places
             for rank in range(first[group], first[group + 1], groups[group].beside)
         }
-        found.append([(tuple(sorted(alike)), cost.summed_bytes)])
-    return found
+        held.append([(tuple(sorted(alike)), cost.summed_bytes)])
+    return held
 
 
 def _share(stage: Stage, shares: Sequence[float]) -> float:
     """Return the part of a stage's seconds that a rank takes."""
     seconds = [block.busy_seconds for block in stage.blocks]
-    own = (
-        each * shares[b.index] for each, b in zip(seconds, stage.blocks, strict=True)
+    taken = (
+        busy * shares[b.index] for busy, b in zip(seconds, stage.blocks, strict=True)
     )
-    return sum(own) / sum(seconds) if sum(seconds) else 1.0
+    return sum(taken) / sum(seconds) if sum(seconds) else 1.0
 
 
 def _shared(
@@ -140,7 +140,7 @@ def _least(stage: Stage, way: str) -> float:
     """Return what the kernels of a stage take, however small they are."""
     least = 0.0
     for facts in map(meta.facts, stage.nodes):
-        least += min(getattr(facts, f"{way}_{each}") for each in ("least", "seconds"))
+        least += min(getattr(facts, f"{way}_{what}") for what in ("least", "seconds"))
     return least
 
 

@@ -127,8 +127,8 @@ class EditedPlan:
                 following += 1
             for entry in ("recompute", "offload"):
                 for name in getattr(stage, entry):
-                    found = (*blocks_named(blocks, name), *blocks_in(blocks, name))
-                    if {block.name for block in found} & {*stage.blocks}:
+                    named = (*blocks_named(blocks, name), *blocks_in(blocks, name))
+                    if {block.name for block in named} & {*stage.blocks}:
                         continue
                     message = f"stage {stage.index} has no block '{name}'"
                     help = f"{entry} names blocks of its stage"
@@ -193,7 +193,7 @@ class EditedPlan:
                 message = f"stage {stage.index} has no parameter '{name}'"
                 help = f"parameters: {', '.join(near)}"
                 raise self._error(stage, "cut", message, help, cut[name])
-            others = (*(each.names for each in stage.whole), *stage.alone)
+            others = (*(whole.names for whole in stage.whole), *stage.alone)
             listed = {*cut, *(name for names in others for name in names)}
             lacking += [n for n in names if n in parameters and n not in listed]
         return tuple(dict.fromkeys(lacking))
@@ -300,7 +300,7 @@ class EditedPlan:
         default = getattr(DEFAULTS, key)
         if isinstance(default, tuple):
             kind, fits = "list of texts", isinstance(value, list)
-            fits = fits and all(isinstance(each, str) for each in value)
+            fits = fits and all(isinstance(text, str) for text in value)
         else:
             wanted = int if default is None else type(default)
             kind, fits = _KINDS[wanted], type(value) is wanted
@@ -374,4 +374,4 @@ class EditedPlan:
 
 def _all_of(names: Iterable[Sequence[str]]) -> tuple[str, ...]:
     """Return the names of all stages, each once."""
-    return tuple(dict.fromkeys(name for each in names for name in each))
+    return tuple(dict.fromkeys(name for of_stage in names for name in of_stage))

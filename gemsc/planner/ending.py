@@ -168,8 +168,8 @@ def gradient_sums(
     for are_parts in (False, True):  # a rank sums one after the other
         keys = [key for key in shared if (key[1] > 0) is are_parts]
         sizes = [held[stage][index][1] for stage, index in keys]
-        found = find(network, [shared[key] for key in keys], sizes)
-        sums |= dict(zip(keys, found, strict=True))
+        costs = find(network, [shared[key] for key in keys], sizes)
+        sums |= dict(zip(keys, costs, strict=True))
     joined = []
     for stage, groups in enumerate(held):
         whole, *parts = (
@@ -180,16 +180,16 @@ def gradient_sums(
     return joined
 
 
-def _stage_sum(own: Sequence[tuple[int, Sum | None]]) -> StageSum:
+def _stage_sum(sums: Sequence[tuple[int, Sum | None]]) -> StageSum:
     """Join what a rank adds up, one after the other: bytes, and the sum if there is."""
-    summed = [(size, each) for size, each in own if each is not None]
-    alone = sum(size for size, each in own if each is None)
+    summed = [(size, cost) for size, cost in sums if cost is not None]
+    alone = sum(size for size, cost in sums if cost is None)
     return StageSum(
-        seconds=sum(each.seconds for _, each in summed),
+        seconds=sum(cost.seconds for _, cost in summed),
         packed=sum(size for size, _ in summed),
-        updated=alone + sum(size / each.updaters for size, each in summed),
-        gather=sum(each.gather for _, each in summed),
-        algorithms=frozenset(each.algorithm for _, each in summed),
+        updated=alone + sum(size / cost.updaters for size, cost in summed),
+        gather=sum(cost.gather for _, cost in summed),
+        algorithms=frozenset(cost.algorithm for _, cost in summed),
     )
 
 
@@ -210,7 +210,7 @@ def times_of_sums(
 
     Unless they start `early`, all are complete at the end of the backward: n = 1.
     """
-    ready = {stage: (0.0, 0.0) for stage, each in enumerate(sums) if each.packed}
+    ready = {stage: (0.0, 0.0) for stage, total in enumerate(sums) if total.packed}
     for timeline in timelines:
         for actions in timeline.ranks:
             last = {timed.action.stage: timed for timed in actions}
@@ -219,7 +219,7 @@ def times_of_sums(
                 timed = last[stage]
                 ready[stage] = max(begin, timed.start), max(end, timed.end)
     free = [0.0] * task.num_ranks
-    found = {}
+    times = {}
     for stage in sorted(ready, key=lambda stage: ready[stage][1]):
         places = {row[stage] for row in task.placement}
         begin, end = ready[stage]
@@ -227,10 +227,10 @@ def times_of_sums(
         start = max(begin + (end - begin) / count, *(free[place] for place in places))
         seconds = PACKING * sums[stage].packed / device.memory_bandwidth
         seconds += sums[stage].seconds
-        found[stage] = start, max(start + seconds, end + seconds / count)
+        times[stage] = start, max(start + seconds, end + seconds / count)
         for place in places:
-            free[place] = found[stage][1]
-    return found
+            free[place] = times[stage][1]
+    return times
 
 
 def ends_of_sums(task: Task, times: Mapping[int, tuple[float, float]]) -> list[float]:
@@ -268,7 +268,7 @@ def _gathers(
     """
     frozen = [stage.frozen_bytes for stage in task.stages]
     if not any(frozen):
-        return [each.gather for each in sums]
+        return [total.gather for total in sums]
     weights = [
         [
             (ranks, size + frozen[stage] * (index > 0 or len(groups) == 1))
@@ -276,8 +276,8 @@ def _gathers(
         ]
         for stage, groups in enumerate(held)
     ]
-    found = gradient_sums(network, weights, *sizes, shares_update=True)
-    return [each.gather for each in found]
+    with_frozen = gradient_sums(network, weights, *sizes, shares_update=True)
+    return [total.gather for total in with_frozen]
 
 
 def _of_parts(
@@ -324,11 +324,11 @@ def _of_pairs(
         pair = sorted({row[stage][0] for row in (first, *others)})
         rows = sum(-(-size // (len(ranks) * sizes[1])) for ranks, size in groups[:2])
         if len(pair) > 1:
-            (found,) = gradient_sums(
+            (total,) = gradient_sums(
                 network, [[(tuple(pair), rows)]], sizes[0], 1, shares_update=True
             )
             for rank in pair:
-                seconds[rank] += found.seconds + found.gather
+                seconds[rank] += total.seconds + total.gather
     return max(seconds)
 
 
@@ -384,7 +384,7 @@ def share_updates(program: Program, copies: int, shard: str) -> Program:
         rows = rows_of_holders(shapes, holders[key], program.updated_whole())
         updated |= _most(program, shapes, rows)
         if key[0] in mirrored:
-            rows = {name: in_pairs(each) for name, each in rows.items()}
+            rows = {name: in_pairs(bounds) for name, bounds in rows.items()}
         kept |= _most(program, shapes, rows)
     return replace(program, updated=updated, kept=kept)
 
@@ -411,11 +411,11 @@ def _most(
         names = state.keys() & elements.keys()
         return sum(state[n].of(elements[n], prod(shapes[n])) for n in names)
 
-    found = [
+    by_holder = [
         {
             name: prod(shape[1:]) * (rows[name][holder][1] - rows[name][holder][0])
             for name, shape in shapes.items()
         }
         for holder in range(len(next(iter(rows.values()))))
     ]
-    return max(found, key=lambda each: (kept(each), sum(each.values())))
+    return max(by_holder, key=lambda counts: (kept(counts), sum(counts.values())))

@@ -152,7 +152,7 @@ def _limit(
             more = "--schedule 1f1b overlaps micro-batches"
         return f"filling and draining the pipeline costs most, {share:.0%}", more
     blocks = plan.stages[stage].blocks
-    edges = ((each.edge.source, each.edge.dest) for each in plan.transfers)
+    edges = ((transfer.edge.source, transfer.edge.dest) for transfer in plan.transfers)
     others = beside(stage, len(plan.stages), edges)
     if plan.options.get("balance") == "explicit":
         advice = "without --blocks, --cuts and --placement gemsc chooses the stages"
@@ -162,7 +162,7 @@ def _limit(
     elif len(blocks) == 1:
         advice = f"it is one block, {blocks[0]}, which cannot be cut"
     else:
-        total = sum(len(each.blocks) for each in plan.stages)
+        total = sum(len(planned.blocks) for planned in plan.stages)
         stages = len(plan.stages)
         advice = f"these {total} blocks cannot be balanced better over {stages} stages"
     return f"the imbalance costs most, {share:.0%} of the step", advice
@@ -170,12 +170,12 @@ def _limit(
 
 def task_of(plan: Plan) -> Task:
     """Return what one copy of the model does in a step, and where."""
-    each = plan.micro_batches // plan.replicas
+    per_replica = plan.micro_batches // plan.replicas
     return Task(
         stages=tuple(stage.cost for stage in plan.stages),
         edges=tuple(transfer.edge for transfer in plan.transfers),
         placement=tuple(map(tuple, plan.places)),
-        micro_batches=(each,) * plan.replicas,
+        micro_batches=(per_replica,) * plan.replicas,
         has_backward=any(str(Kind.BACKWARD) in row for row in plan.order),
         workspace_bytes=plan.workspace_bytes,
         whole_stages=plan.whole_stages,

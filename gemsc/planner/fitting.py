@@ -81,8 +81,8 @@ class Scheduling:
         most = max(len({stage for _, stage in lanes}) for lanes in task.lanes)
         for count in range(most, 1, -1) if cap is not None else ():
 
-            def keep(each: Program, count: int = count) -> Program:
-                return replace(each, whole_stages=count)
+            def keep(program: Program, count: int = count) -> Program:
+                return replace(program, whole_stages=count)
 
             whole = keep(program), _changed(tiles, keep)
             with suppress(GemscError):  # not one micro-batch fits
@@ -133,7 +133,7 @@ class Scheduling:
                 help="use more --ranks, smaller micro-batches in example_inputs(), or "
                 "a larger --device-memory",
             )
-        return min(ways, key=lambda each: each.timeline.makespan)
+        return min(ways, key=lambda way: way.timeline.makespan)
 
 
 def _changed(
@@ -230,8 +230,8 @@ def cheapest(savings: Sequence[Saving], needed: int) -> tuple[Saving, ...] | Non
                 seconds, then = state.seconds + saving.seconds, min(goal, have + steps)
                 if then > have and seconds < ends[then].seconds:
                     ends[then] = _State(seconds, saving, state)
-    found = best[-1][goal]
-    return found.savings() if found.seconds < math.inf else None
+    reached = best[-1][goal]
+    return reached.savings() if reached.seconds < math.inf else None
 
 
 @dataclass(frozen=True)
@@ -326,7 +326,7 @@ class MemoryFit:
         A stage of two replicas counts for the rank of each.
         """
         program, placement = self.program, self.program.require_placement()
-        taken = {block for each in program.segments or () for block in each.blocks}
+        taken = {block for s in program.segments or () for block in s.blocks}
         by_rank: dict[int, list[Saving]] = {r: [] for r in range(placement.num_ranks)}
         for stage in program.require_stages():
             mine = [
@@ -406,10 +406,10 @@ def _freed(
 
     The latter are what comes into them and nobody saves otherwise.
     """
-    own = {key: size for block in row for key, size in saved[block.index].items()}
+    sizes = {key: size for block in row for key, size in saved[block.index].items()}
     uses = Counter(key for block in row for key in saved[block.index])
     inputs = given_to([n for block in row for n in block.nodes])
     freed = sum(
-        size for k, size in own.items() if uses[k] == users[k] and k not in inputs
+        size for k, size in sizes.items() if uses[k] == users[k] and k not in inputs
     )
     return freed, sum(size for key, size in inputs.items() if not users[key])

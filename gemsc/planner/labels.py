@@ -35,13 +35,13 @@ def ignored_labels(program: Program) -> list[dict[str, Any]]:
         return []
     if program.halves and not program.mixes_samples:
         return []
-    inputs = {each.name: each for each in program.inputs}
+    inputs = {leaf.name: leaf for leaf in program.inputs}
     return [
-        {"path": list(each.path), "label": label, "at": _place(node)}
+        {"path": list(leaf.path), "label": label, "at": _place(node)}
         for node, labels, label in _means(program)
         for made_of in [{node.name for node in makers(labels)}]
-        for name, each in inputs.items()  # in their order, not in that of a set
-        if name in made_of and not each.spec.dtype.is_floating_point
+        for name, leaf in inputs.items()  # in their order, not in that of a set
+        if name in made_of and not leaf.spec.dtype.is_floating_point
     ]
 
 

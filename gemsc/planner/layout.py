@@ -117,14 +117,14 @@ def check_blocks(
         GemscError: names the blocks, and options that the model has enough blocks for.
     """
     model, blocks = program.name, [block.name for block in program.blocks or ()]
-    needed, found = chosen.num_stages, len(blocks)
-    if found >= needed:
+    needed, count = chosen.num_stages, len(blocks)
+    if count >= needed:
         return
     per_rank = needed // len(chosen.groups)
-    kept = chosen.groups[: found // per_rank]
+    kept = chosen.groups[: count // per_rank]
     ranks = sum(group.size for group in kept)
     if chosen.placement == "explicit":
-        advice = f"list the ranks of at most {found} stages in --placement"
+        advice = f"list the ranks of at most {count} stages in --placement"
     elif per_rank > 1:
         advice = f"--schedule 1f1b --placement linear needs {len(chosen.groups)} blocks"
     else:
@@ -136,7 +136,7 @@ def check_blocks(
             advice += " or fewer"
         advice += f" --data {options.data}" if options.data > 1 else ""
     raise GemscError(
-        f"{needed} stages need at least {needed} blocks, {model} has {found}: "
+        f"{needed} stages need at least {needed} blocks, {model} has {count}: "
         + ", ".join(blocks),
         help=advice,
     )
@@ -170,8 +170,8 @@ def _mirror(groups: tuple[GridShape, ...]) -> tuple[int, ...]:
         alike.setdefault(grid, []).append(group)
     other = {
         one: two
-        for each in alike.values()
-        for one, two in zip(each, reversed(each), strict=True)
+        for members in alike.values()
+        for one, two in zip(members, reversed(members), strict=True)
     }
     return tuple(other[group] for group in range(len(groups)))
 

@@ -99,7 +99,7 @@ def make_plan(
         whole_stages=task.whole_stages,
         peak_bytes=list(timeline.peak_bytes),
         activation_bytes=list(timeline.peak_activation_bytes),
-        memory=[asdict(each) for each in memory],
+        memory=[asdict(parts) for parts in memory],
         places=[list(row) for row in task.placement],
         stages=_stages(program, tiles, task, hardware),
         transfers=_transfers(first, task),
@@ -145,9 +145,9 @@ def _stages(
     before = first.halos.unfused if first.halos else {}  # without fused halos
     planned = []
     stages = zip(program.require_stages(), first.require_stages(), strict=True)
-    for (stage, own), cost in zip(stages, task.stages, strict=True):
-        grid, halos = placement.grid(stage.index), exchanges(first, own)
-        size = len(halos), sum(each.num_bytes for each in halos)
+    for (stage, of_tile), cost in zip(stages, task.stages, strict=True):
+        grid, halos = placement.grid(stage.index), exchanges(first, of_tile)
+        size = len(halos), sum(halo.num_bytes for halo in halos)
         unfused = before.get(stage.index, size)
         planned.append(
             PlannedStage(
@@ -162,14 +162,14 @@ def _stages(
                 tiles=list(grid.tiles),
                 shards=grid.shards,
                 branches=grid.branches,
-                talking_seconds=sum(talking(first, own, hardware.network)),
+                talking_seconds=sum(talking(first, of_tile, hardware.network)),
                 **asdict(stage_traffic(tiles, stage.index)),
                 **_shards(stage, first.shards.get(stage.index), prod(grid.tiles)),
                 exchanges=size[0],
                 halo_bytes=size[1],
                 unfused_exchanges=unfused[0],
                 unfused_halo_bytes=unfused[1],
-                overlapped=[meta.layer(n) for n in own.nodes if is_overlapped(n)],
+                overlapped=[meta.layer(n) for n in of_tile.nodes if is_overlapped(n)],
             )
         )
     return planned
@@ -181,25 +181,25 @@ def _shards(stage: Stage, shards: StageShards | None, tiles: int) -> dict[str, A
         return {}
     alike: dict[str, list[WholeTensor]] = {}
     placed = dict(shards.placed)
-    for each in shards.whole:
-        if each.name not in placed:
-            alike.setdefault(each.reason, []).append(each)
+    for tensor in shards.whole:
+        if tensor.name not in placed:
+            alike.setdefault(tensor.reason, []).append(tensor)
     whole = [
         PlannedWhole(
             reason=reason,
-            num_bytes=sum(each.num_bytes for each in tensors),
-            names=[each.name for each in tensors],
+            num_bytes=sum(tensor.num_bytes for tensor in tensors),
+            names=[tensor.name for tensor in tensors],
         )
         for reason, tensors in alike.items()
     ]
-    whole.sort(key=lambda each: -each.num_bytes)
+    whole.sort(key=lambda group: -group.num_bytes)
     ranks = range(shards.count if shards.placed else 0)
     trunk = _trunk_seconds(stage, shards, tiles)
     return {
         "trunk": shards.trunk,
-        "cut": [_cut_text(each) for each in shards.cut],
+        "cut": [_cut_text(tensor) for tensor in shards.cut],
         "whole": whole,
-        "alone": [[name for name, own in placed.items() if own == r] for r in ranks],
+        "alone": [[name for name, rank in placed.items() if rank == r] for r in ranks],
         "forks": [
             _fork(fork, shards.count, trunk.get(fork.join, 0.0))
             for fork in shards.forks
@@ -217,8 +217,8 @@ def _trunk_seconds(stage: Stage, shards: StageShards, tiles: int) -> dict[str, f
     seconds = 0.0
     for node in stage.nodes:
         if node.name not in shards.rank_of:
-            each = shards.count if node.name in shards.split_dims else tiles
-            seconds += meta.facts(node).seconds / each
+            num_ranks = shards.count if node.name in shards.split_dims else tiles
+            seconds += meta.facts(node).seconds / num_ranks
         elif joins[node.name] not in before:
             before[joins[node.name]] = seconds
             seconds = 0.0
@@ -231,8 +231,8 @@ def _fork(fork: Fork, count: int, trunk_seconds: float) -> PlannedFork:
     return PlannedFork(
         name=fork.name,
         join=fork.join,
-        branches=[each.name for each in fork.branches],
-        seconds=[each.seconds for each in fork.branches],
+        branches=[branch.name for branch in fork.branches],
+        seconds=[branch.seconds for branch in fork.branches],
         placed=[[b.name for b in fork.branches if b.rank == rank] for rank in ranks],
         saved_seconds=fork.saved,
         trunk_seconds=trunk_seconds,
@@ -326,7 +326,7 @@ def _barriers(tiles: Sequence[Program]) -> list[dict[str, object]]:
 
 def _made(program: Program) -> list[dict[str, object]]:
     """Return what stages make that an earlier one makes as well."""
-    found: dict[tuple[str, str], dict[str, Any]] = {}
+    made: dict[tuple[str, str], dict[str, Any]] = {}
     for stage in program.require_stages():
         for node in stage.nodes:
             name = meta.copy_of(node)
@@ -335,8 +335,8 @@ def _made(program: Program) -> list[dict[str, object]]:
             when = "once" if meta.is_made_once(node) else "each micro-batch"
             size = meta.facts(node).output_bytes
             entry = {"value": name, "stages": [], "num_bytes": size, "when": when}
-            found.setdefault((name, when), entry)["stages"].append(stage.index)
-    return list(found.values())
+            made.setdefault((name, when), entry)["stages"].append(stage.index)
+    return list(made.values())
 
 
 def _skips(program: Program) -> list[dict[str, object]]:

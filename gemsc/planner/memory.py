@@ -89,7 +89,7 @@ def stage_weights(program: Program) -> list[StageWeights]:
                 part_gradients=sum(
                     t.nbytes for n, t in trained.items() if n in program.parts
                 ),
-                optimizer=sum(_state_bytes(program, *each) for each in trained.items()),
+                optimizer=sum(_state_bytes(program, *pair) for pair in trained.items()),
             )
         )
         if program.adds_at_once:
@@ -161,7 +161,7 @@ def largest_weights(tiles: Sequence[Program]) -> list[StageWeights]:
     return [
         max(
             (weights[stage] for weights in of_tiles[: len(ranks)]),
-            key=lambda each: each.resident + each.gathered,
+            key=lambda weights: weights.resident + weights.gathered,
         )
         for stage, ranks in enumerate(placement.ranks[0])
     ]
@@ -185,10 +185,10 @@ def memory_curve(
 
     `weights` are those of the stages: see `stage_weights`.
     """
-    own = [weights[stage] for stage in sorted({s for _, s in task.lanes[rank]})]
+    on_rank = [weights[stage] for stage in sorted({s for _, s in task.lanes[rank]})]
     fixed = MemoryParts(
-        parameters=sum(stage.parameters for stage in own),
-        optimizer=sum(stage.optimizer for stage in own),
+        parameters=sum(stage.parameters for stage in on_rank),
+        optimizer=sum(stage.optimizer for stage in on_rank),
         workspace=task.workspace_bytes,
     )
     curve = [(0.0, fixed)]

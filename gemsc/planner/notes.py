@@ -59,30 +59,30 @@ def state_notes(program: Program, task: Task, options: CompileOptions) -> list[s
     Left out are BatchNorm's statistics, which everybody knows of, and rows that
     `max_norm` has made small: they stay so.
     """
-    found, count = [], options.data * sum(task.micro_batches)
+    notes, count = [], options.data * sum(task.micro_batches)
     changed = dict.fromkeys(
         f"'{change.name}'"
         for change in unjoined_changes(program)
         if not changed_by_layer(change.node, program.module)
     )
     if changed and count > 1:
-        found.append(
+        notes.append(
             f"forward changes {show_some([*changed], 1)} once for each micro-batch: "
             f"{count} times in a step, where one process that takes its "
             f"{count * micro_batch_size(program)} samples together would do so once"
         )
-    own = [
+    names = [
         f"'{name}'"
         for name, parameter in program.module.named_parameters()
         if name.startswith(f"{LOSS}.") and parameter.requires_grad
     ]
-    if own:
-        found.append(
-            f"the loss has parameters of its own, {show_some(own, 1)}: optimizer() "
+    if names:
+        notes.append(
+            f"the loss has parameters of its own, {show_some(names, 1)}: optimizer() "
             "gets them, too, so they are trained. If they should stay as they are "
             "(those of a pretrained network), call requires_grad_(False) for them"
         )
-    return found
+    return notes
 
 
 def optimizer_note(program: Program) -> list[str]:

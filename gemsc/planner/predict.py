@@ -47,10 +47,10 @@ def schedule_task(
     stages = []
     for index in range(len(first.require_stages())):
         size = len(placement.ranks[0][index])
-        own = [cost[index] for cost in costs[:size]]
-        worst = _worst(own)
+        of_stage = [cost[index] for cost in costs[:size]]
+        worst = _worst(of_stage)
         if placement.grid(index).branches > 1:
-            worst = _in_step(worst, own, tiles[:size], index)
+            worst = _in_step(worst, of_stage, tiles[:size], index)
         stages.append(worst)
     edges = tuple(_edge(first, t, hardware.network) for t in first.transfers or ())
     return Task(
@@ -78,9 +78,9 @@ def _stage_costs(program: Program, hardware: Hardware) -> list[StageCost]:
         computing = _computing(program, stage)
         moving = hardware.device.host_seconds(kept.moved)
         if hardware.device.asynchronous:  # beside what is computed
-            computing = [max(each, moving) for each in computing]
+            computing = [max(seconds, moving) for seconds in computing]
         else:
-            computing = [each + moving for each in computing]
+            computing = [seconds + moving for seconds in computing]
         forward, backward = map(sum, zip(computing, waits, strict=True))
         cost = StageCost(
             forward=forward,
@@ -143,7 +143,7 @@ def _computing(program: Program, stage: Stage) -> list[float]:
     if spent[0]:
         launches[1] += launches[0] * again / spent[0]
     spent[1] += again
-    return [busy_seconds(*each) for each in zip(spent, launches, strict=True)]
+    return [busy_seconds(*pair) for pair in zip(spent, launches, strict=True)]
 
 
 def _waiting_seconds(program: Program, stage: Stage) -> float:
@@ -176,10 +176,10 @@ def talking(program: Program, stage: Stage, network: Network) -> tuple[float, fl
         forward += there
         backward += back + (there if node in again else 0.0)
     for node in stage.nodes:
-        for each in meta.facts(node).sums:
-            seconds = sum_seconds(network, ranks, each.num_bytes)
-            forward += 0.0 if each.backward else seconds
-            backward += seconds if each.backward or node in again else 0.0
+        for summed in meta.facts(node).sums:
+            seconds = sum_seconds(network, ranks, summed.num_bytes)
+            forward += 0.0 if summed.backward else seconds
+            backward += seconds if summed.backward or node in again else 0.0
     return forward, backward
 
 
@@ -216,8 +216,8 @@ def _in_step(
             _parts(tile.require_stages()[index], f"{name}_seconds") for tile in tiles
         ]
         others = max(
-            getattr(cost, name) - sum(own)
-            for cost, own in zip(costs, parts, strict=True)
+            getattr(cost, name) - sum(seconds)
+            for cost, seconds in zip(costs, parts, strict=True)
         )
         slowest = sum(map(max, zip(*parts, strict=True)))
         in_step = replace(in_step, **{name: slowest + others})

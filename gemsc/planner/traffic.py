@@ -111,10 +111,10 @@ def _sent_by(program: Program, stage: Stage, member: int, branches: int) -> Step
                 pairs[source, dest] += size
         sizes += [*pairs.values()] * traffic_of(node, again=node in again).trips
     sums = [
-        ranks * each.num_bytes
+        ranks * summed.num_bytes
         for node in stage.nodes
-        for each in meta.facts(node).sums
-        for _ in range(2 if node in again and not each.backward else 1)
+        for summed in meta.facts(node).sums
+        for _ in range(2 if node in again and not summed.backward else 1)
     ]
     return StepTraffic(len(sizes), sum(sizes), ranks * len(sums), sum(sums))
 
@@ -302,8 +302,8 @@ def traffic_of(node: fx.Node, *, again: bool = False) -> Traffic:
 def inner_share(node: fx.Node) -> float:
     """Return the share of an exchange's wanted box that its tile holds itself."""
     view = exchange_of(node).seen_from(grid_of(node).tile)
-    own = sum(volume(piece.box) for piece in view.own)
-    return own / volume(view.wanted)
+    inner = sum(volume(piece.box) for piece in view.local)
+    return inner / volume(view.wanted)
 
 
 def waiting(node: fx.Node, link: LinkSpeed) -> tuple[float, float]:

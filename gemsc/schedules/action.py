@@ -112,11 +112,11 @@ class Task:
     @cached_property
     def lanes(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         """For each rank the (replica, stage) pairs that it runs."""
-        found: list[list[tuple[int, int]]] = [[] for _ in range(self.num_ranks)]
+        lanes: list[list[tuple[int, int]]] = [[] for _ in range(self.num_ranks)]
         for replica, ranks in enumerate(self.placement):
             for stage, rank in enumerate(ranks):
-                found[rank].append((replica, stage))
-        return tuple(map(tuple, found))
+                lanes[rank].append((replica, stage))
+        return tuple(map(tuple, lanes))
 
     @cached_property
     def inputs(self) -> tuple[tuple[Edge, ...], ...]:
@@ -156,8 +156,8 @@ class Task:
 
     def resident_bytes(self, rank: int) -> int:
         """Return the bytes that are on a rank all the time."""
-        own = sum(stage.resident_bytes for stage in self.stages_on(rank))
-        return own + self.workspace_bytes
+        resident = sum(stage.resident_bytes for stage in self.stages_on(rank))
+        return resident + self.workspace_bytes
 
     def fixed_bytes(self, rank: int, *, split: bool) -> int:
         """Return what a rank may need besides what is saved of micro-batches.

@@ -121,8 +121,8 @@ def _meet(proof: Proof, action: Action, left: Mapping[int, deque[GridCall]]) -> 
     for number, calls in left.items():
         ranks = calls[0].ranks if calls else ()
         if number in ranks and all(_fits(calls[0], left.get(n)) for n in ranks):
-            together = {n: left[n].popleft() for n in calls[0].ranks}
-            _messages_of_tiles(proof, action, together)
+            joint = {n: left[n].popleft() for n in calls[0].ranks}
+            _messages_of_tiles(proof, action, joint)
             return
     leader, first = next((n, calls[0]) for n, calls in left.items() if calls)
     peers = (n for n in first.ranks if not _fits(first, left.get(n)))
@@ -142,8 +142,8 @@ def _messages_of_tiles(
     sent: dict[Way, MessageEnd] = {}
     received: dict[Way, MessageEnd] = {}
     for number, call in calls.items():
-        sent |= {(number, each.peer, each.tag): each for each in call.sends}
-        received |= {(each.peer, number, each.tag): each for each in call.receives}
+        sent |= {(number, end.peer, end.tag): end for end in call.sends}
+        received |= {(end.peer, number, end.tag): end for end in call.receives}
     for way in sorted(sent.keys() | received.keys()):
         given = ", ".join(sent[way].values) if way in sent else "nothing"
         taken = ", ".join(received[way].values) if way in received else "nothing"

@@ -40,9 +40,9 @@ def nothing_blocks(proof: Proof) -> None:
     stuck = [event[1] for event in find_cycle(events)]
     if not stuck:
         return
-    actions = [each[1] for each in stuck if isinstance(each, tuple)]
-    actions = [each for each in actions if isinstance(each, Action)]
-    sums = [each for each in stuck if isinstance(each, AllReduce)]
+    actions = [subject[1] for subject in stuck if isinstance(subject, tuple)]
+    actions = [action for action in actions if isinstance(action, Action)]
+    sums = [subject for subject in stuck if isinstance(subject, AllReduce)]
     names = dict.fromkeys(map(str, (*actions, *sums)))
     text = f"ranks wait for each other ({' <- '.join(names)})"
     if actions:
@@ -92,7 +92,7 @@ class _Chain:
         self.proof = proof
         self.rank = rank
         self.turns = Turns(lambda entry: _ALL)
-        self.turns.begin(each for turn in rank.order for each in _parts(rank, turn))
+        self.turns.begin(part for turn in rank.order for part in _parts(rank, turn))
         self.begun: list[Event] = []
         self.count: Counter[Hashable] = Counter()  # of what has begun
         self.expected: Counter[Way] = Counter()
@@ -128,10 +128,10 @@ class _Chain:
             if message.peer != number:
                 self._receive(action, (message.peer, number, message.tag))
         if len(self.rank.tiles) > 1:
-            own = action.replica, action.stage
-            if self.turns.next(_ALL) != own:
+            lane = action.replica, action.stage
+            if self.turns.next(_ALL) != lane:
                 raise self._too_early(action, "what its tiles exchange")
-            self._offer(own, ("together", (self.rank.tiles, action)))
+            self._offer(lane, ("together", (self.rank.tiles, action)))
         for message in run.sends:
             if message.peer != number:
                 self._offer((number, message.peer, message.tag))
@@ -173,7 +173,7 @@ def _parts(rank: RankStep, turn: Turn) -> list[Hashable]:
     """Return what begins in a turn: a message between grids is one to each rank."""
     sends = [(rank.rank, message.peer, message.tag) for message in turn.sends]
     receives = [(message.peer, rank.rank, message.tag) for message in turn.receives]
-    return [*sends, *receives, *([] if turn.own is None else [turn.own])]
+    return [*sends, *receives, *([] if turn.collective is None else [turn.collective])]
 
 
 def _way(event: Event) -> Way:

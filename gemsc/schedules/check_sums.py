@@ -23,7 +23,7 @@ def branches_are_on_one_tile(proof: Proof) -> None:
         for place, number in enumerate(group):
             rank, is_right, wanted = proof.ranks[number], True, {}
             for path, holder in first.placed.items():
-                count = len(group) // len({own.get(path) for own in said})
+                count = len(group) // len({placed.get(path) for placed in said})
                 is_right &= 0 <= holder < count > 1
                 wanted[path] = place - place % count + holder
             if rank.placed != wanted or not is_right:
@@ -64,7 +64,7 @@ def _holders(proof: Proof, group: str) -> dict[str, dict[int, tuple[int, ...]]]:
     alike: dict[frozenset[tuple[str, Part | None]], list[int]] = defaultdict(list)
     for number in sorted(ranks):
         alike[proof.ranks[number].apart(names)].append(number)
-    if sum(map(len, alike)) != len({each for parts in alike for each in parts}):
+    if sum(map(len, alike)) != len({part for parts in alike for part in parts}):
         text = "ranks hold some parts of it alike, and others not"
         raise proof.wrong_sum(group, f"'{group}': {text}")
     of_parts = {n: tuple(same) for cut, same in alike.items() if cut for n in same}
@@ -82,12 +82,12 @@ def each_gradient_is_reduced_once(proof: Proof) -> None:
             for number, ranks in holders.items():
                 if len(ranks) * proof.copies > 1:
                     wanted[number][key] = ranks
-    for rank, own in zip(proof.ranks, wanted, strict=True):
+    for rank, groups in zip(proof.ranks, wanted, strict=True):
         for place, step in enumerate(rank.steps):
             if isinstance(step, AllReduce):
-                _reduces(proof, rank, step, rank.steps[place:], own)
+                _reduces(proof, rank, step, rank.steps[place:], groups)
         begun = [s.group for s in rank.steps if isinstance(s, AllReduce)]
-        for group in own:
+        for group in groups:
             if begun.count(group) != 1:
                 times = f"{begun.count(group)} times"
                 text = f"rank {rank.rank} all-reduces '{group}' {times}"
@@ -133,8 +133,8 @@ def sums_are_in_order(proof: Proof) -> None:
     order = sums_in_order(range(len(proof.task.stages)))
     for rank in proof.ranks:
         begun = [step.group for step in rank.steps if isinstance(step, AllReduce)]
-        found = [group for group in begun if group in order]
-        for group, first in zip(found, sorted(found, key=order.index), strict=True):
+        actual = [group for group in begun if group in order]
+        for group, first in zip(actual, sorted(actual, key=order.index), strict=True):
             if group != first:
                 text = f"rank {rank.rank} all-reduces '{group}' before '{first}'"
                 raise proof.wrong_sum(first, text)

@@ -152,14 +152,14 @@ class Clock:
             ranks=tuple(map(tuple, self.ranks)),
             makespan=self.makespan,
             peak_bytes=tuple(
-                base + max((each.total for each in row), default=0)
+                base + max((moment.total for moment in row), default=0)
                 for base, row in zip(resident, held, strict=True)
             ),
             peak_live=tuple(
-                max((each.live for each in row), default=0) for row in held
+                max((moment.live for moment in row), default=0) for row in held
             ),
             peak_activation_bytes=tuple(
-                max((each.activations for each in row), default=0) for row in held
+                max((moment.activations for moment in row), default=0) for row in held
             ),
         )
 

@@ -246,10 +246,10 @@ class _Scheduler:
     def _choose(self, rank: int, now: float) -> Action | None:
         """Return what a rank does next: the first kind, then the least key."""
         for kind in self.kinds:
-            found: Iterable[tuple[Key, Action]] = self.next[rank][kind].values()
+            candidates: Iterable[tuple[Key, Action]] = self.next[rank][kind].values()
             if len(self.task.lanes[rank]) > 1:
-                found = sorted(found, key=itemgetter(0))
-            for _, action in found:
+                candidates = sorted(candidates, key=itemgetter(0))
+            for _, action in candidates:
                 if kind is Kind.FORWARD and not self._has_room(action, rank):
                     continue
                 ready = self.clock.ready(action)

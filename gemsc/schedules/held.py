@@ -62,17 +62,17 @@ def whole_with(stage: int, whole: Sequence[int], most: int) -> list[int]:
     `whole` are those before it, the one used longest ago first: that one goes where
     there would be more than so many.
     """
-    kept = [each for each in whole if each != stage]
+    kept = [other for other in whole if other != stage]
     return [*kept, stage][-most:] if most else []
 
 
 def are_gathered(task: Task, actions: Sequence[Action]) -> list[bool]:
     """Return for each of a rank's actions whether its stage's weights are gathered."""
-    found, whole = list[bool](), list[int]()
+    gathered, whole = list[bool](), list[int]()
     for action in actions:
-        found.append(task.whole_stages > 0 and action.stage not in whole)
+        gathered.append(task.whole_stages > 0 and action.stage not in whole)
         whole = whole_with(action.stage, whole, task.whole_stages)
-    return found
+    return gathered
 
 
 @dataclass

@@ -36,17 +36,17 @@ def beside(stage: int, num_stages: int, edges: Edges) -> list[int]:
 
 
 def _sources(edges: Edges) -> dict[int, set[int]]:
-    found: dict[int, set[int]] = {}
+    sources: dict[int, set[int]] = {}
     for source, dest in edges:
         if source < dest:
-            found.setdefault(dest, set()).add(source)
-    return found
+            sources.setdefault(dest, set()).add(source)
+    return sources
 
 
 def _before(sources: dict[int, set[int]]) -> defaultdict[int, int]:
     """Return, as bits, from where each end can be reached."""
-    found: defaultdict[int, int] = defaultdict(int)
+    before: defaultdict[int, int] = defaultdict(int)
     for dest in sorted(sources):
         for source in sources[dest]:
-            found[dest] |= found[source] | 1 << source
-    return found
+            before[dest] |= before[source] | 1 << source
+    return before

@@ -60,17 +60,17 @@ class Proof:
     @cached_property
     def wanted(self) -> dict[Action, tuple[int, ...]]:
         """All actions of a step, each with its ranks."""
-        found = [
+        actions = [
             Action(kind, stage, m, replica)
             for replica, row in enumerate(self.task.placement)
             for stage in range(len(row))
             for m in range(self.task.micro_batches[replica])
             for kind in self.task.kinds[:2]
         ]
-        found += [
+        actions += [
             action for rank in self.ranks for action in sorted(rank.deferred, key=str)
         ]
-        return {each: self.ranks_of(each.replica, each.stage) for each in found}
+        return {a: self.ranks_of(a.replica, a.stage) for a in actions}
 
     @cached_property
     def sent(self) -> dict[Way, list[Posted]]:
@@ -83,18 +83,18 @@ class Proof:
         return self._messages(sends=False)
 
     def _messages(self, *, sends: bool) -> dict[Way, list[Posted]]:
-        found: dict[Way, list[Posted]] = defaultdict(list)
+        messages: dict[Way, list[Posted]] = defaultdict(list)
         for rank in self.ranks:
             for action in rank.actions:
                 run = rank.run(action)
                 for message in run.sends if sends else run.receives:
                     ends = rank.rank, message.peer
                     way = (*(ends if sends else ends[::-1]), message.tag)
-                    found[way].append((action, message))
-        return found
+                    messages[way].append((action, message))
+        return messages
 
     @cached_property
     def stages(self) -> dict[str, Sequence[int]]:
         """The stages of each group of parameters, and of each group of parts."""
-        of_parts = {parts_of(group): found for group, found in self.shared.items()}
+        of_parts = {parts_of(group): stages for group, stages in self.shared.items()}
         return {**self.shared, **of_parts}

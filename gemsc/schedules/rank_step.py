@@ -90,14 +90,14 @@ class AllReduce:
 class Turn:
     """What a rank begins when all before it has begun.
 
-    That is a message, with its ends at all ranks of another grid, or what it calls its
-    `own`: a sum of gradients by its name, or, by (replica, stage), an action in which
-    the tiles of its grid exchange something.
+    That is a message, with its ends at all ranks of another grid, or a `collective`: a
+    sum of gradients by its name, or, by (replica, stage), an action in which the tiles
+    of its grid exchange something.
     """
 
     sends: tuple[MessageEnd, ...] = ()
     receives: tuple[MessageEnd, ...] = ()
-    own: str | tuple[int, int] | None = None
+    collective: str | tuple[int, int] | None = None
 
 
 class End(StrEnum):
@@ -163,8 +163,8 @@ def find_cycle(events: Events) -> list[Event]:
 
 def _after(events: Events, event: Event, *before: Event) -> None:
     events.setdefault(event, []).extend(before)
-    for each in before:
-        events.setdefault(each, [])
+    for earlier in before:
+        events.setdefault(earlier, [])
 
 
 def events_of(ranks: Sequence[RankStep]) -> Events:
@@ -218,9 +218,9 @@ def _add_action(
     done: Event = ("done", (number, action))
     end: Event = ("end", (number, action))
     if len(rank.tiles) > 1:
-        together: Event = ("together", (rank.tiles, action))
-        _after(events, together, previous)
-        previous = together
+        joint: Event = ("together", (rank.tiles, action))
+        _after(events, joint, previous)
+        previous = joint
     _after(events, done, previous)
     _after(events, end, done)
     for message in rank.run(action).sends:
@@ -249,7 +249,7 @@ def order_of(ranks: Sequence[RankStep]) -> list[list[Event]]:
     events = events_of(ranks)
     end: dict[Event, int] = {}
     for event in TopologicalSorter(events).static_order():
-        begin = max((end[each] for each in events[event]), default=0)
+        begin = max((end[earlier] for earlier in events[event]), default=0)
         end[event] = begin + _time(event)
     ordered = sorted(
         filter(_is_begun, end), key=lambda event: (end[event], *_key(event))

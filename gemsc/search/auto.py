@@ -84,17 +84,17 @@ def search(
     may_loop = options.schedule == "auto" and options.placement in ("auto", "natural")
     compared = _Comparison(stage, tell, may_loop)
     compared.add(alternatives(options, sizes, most_branches))
-    found = compared.ranked()
-    while options.open_splits and found[0].fits():
-        exact = assess(found[0].options, stage, every_tile=True)
-        found[0] = exact
+    candidates = compared.ranked()
+    while options.open_splits and candidates[0].fits():
+        exact = assess(candidates[0].options, stage, every_tile=True)
+        candidates[0] = exact
         if exact.fits():
             break
-        found = ranked(found)
-    if not found[0].fits():
-        found = compared.leanest()
-        raise nothing_fits(found, lambda other: assess(other, stage))
-    return tuple(found)
+        candidates = ranked(candidates)
+    if not candidates[0].fits():
+        candidates = compared.leanest()
+        raise nothing_fits(candidates, lambda other: assess(other, stage))
+    return tuple(candidates)
 
 
 @dataclass
@@ -110,7 +110,7 @@ class _Comparison:
     stage: Stage
     tell: Tell
     may_loop: bool
-    found: list[Candidate] = field(default_factory=list)
+    candidates: list[Candidate] = field(default_factory=list)
     too_large: list[Candidate] = field(default_factory=list)
     places: dict[CompileOptions, int] = field(default_factory=dict)
     changes: set[CompileOptions] = field(default_factory=set)
@@ -122,9 +122,9 @@ class _Comparison:
 
         What is not split is looked at before all others: that takes little time.
         """
-        for number, each in enumerate(dict.fromkeys(choices)):
+        for number, choice in enumerate(dict.fromkeys(choices)):
             self.tell(f"{number + 1} of {len(choices)} plans")
-            self._wait(each)
+            self._wait(choice)
         done = 0
         while self.waiting:
             speed, _, bound = heappop(self.waiting)
@@ -142,15 +142,15 @@ class _Comparison:
         bound, speed = self._at_best(options)
         heappush(self.waiting, (-speed, place, bound))
 
-    def _change(self, found: Candidate) -> None:
+    def _change(self, candidate: Candidate) -> None:
         """Let what lacks memory be tried again."""
-        options = found.options
+        options = candidate.options
         changes = []
-        if found.lacks_memory() and options.shard == "off":
+        if candidate.lacks_memory() and options.shard == "off":
             changes.append(replace(options, shard="optimizer"))
-        elif found.is_too_large():
+        elif candidate.is_too_large():
             changes += self._with_weights_in_parts(options)
-        if found.may_recompute():
+        if candidate.may_recompute():
             changes.append(replace(options, recompute=("auto",)))
         for changed in changes:
             if changed not in self.places:
@@ -184,29 +184,31 @@ class _Comparison:
         No schedule is faster than the ranks' own work: what one takes of a split of
         their work, all others do, but for what the cuts of the stages change.
         """
-        fastest = max((c.samples_per_second for c in self.found if c.fits()), default=0)
-        alike = (c for c in self.found if _same_work(c.options, options))
+        fastest = max(
+            (c.samples_per_second for c in self.candidates if c.fits()), default=0
+        )
+        alike = (c for c in self.candidates if _same_work(c.options, options))
         plain = (c for c in alike if not (c.problem or c.options in self.changes))
         busy = next((c.most_samples_per_second for c in plain), inf)
         return fastest < min((1 + ROUNDING) * speed, busy / (1 - SLACK))
 
     def _assess(self, options: CompileOptions) -> Candidate:
-        each = assess(options, self.stage)
-        if not each.problem:
-            self.speeds[_unchanged(options)] = each.free_samples_per_second
-        if not each.problem or options not in self.changes:
-            self.found.append(each)
-        return each
+        candidate = assess(options, self.stage)
+        if not candidate.problem:
+            self.speeds[_unchanged(options)] = candidate.free_samples_per_second
+        if not candidate.problem or options not in self.changes:
+            self.candidates.append(candidate)
+        return candidate
 
     def ranked(self) -> list[Candidate]:
         """Return what is found, best first; of what is alike what was first to try."""
-        return ranked(sorted(self.found, key=lambda c: self.places[c.options]))
+        return ranked(sorted(self.candidates, key=lambda c: self.places[c.options]))
 
     def leanest(self) -> list[Candidate]:
         """Return what is found where nothing fits, with what needs least memory."""
         self.too_large.sort(key=lambda bound: bound.peak_bytes)
         for bound in self.too_large:
-            peaks = [each.peak_bytes for each in self.found if not each.problem]
+            peaks = [c.peak_bytes for c in self.candidates if not c.problem]
             if not peaks or bound.peak_bytes < min(peaks):
                 self._assess(bound.options)
         return self.ranked()
@@ -230,9 +232,9 @@ def telling_what_fits(options: CompileOptions, stage: Stage) -> Iterator[None]:
         yield
     except GemscError as error:
         if options.device_memory is not None:
-            found = assess(options, stage)
-            if found.is_too_large():
-                error.help = what_fits(found, lambda o: assess(o, stage)) or error.help
+            tried = assess(options, stage)
+            if tried.is_too_large():
+                error.help = what_fits(tried, lambda o: assess(o, stage)) or error.help
         raise
 
 
@@ -297,11 +299,11 @@ def at_best(options: CompileOptions, stage: Stage) -> Candidate:
 def _talking_share(done: Scheduled, hardware: Hardware) -> float:
     """Return the share of a step in which ranks wait for others of their stage."""
     first = done.tiles[0]
-    each = sum(
+    per_batch = sum(
         sum(talking(first, stage, hardware.network)) for stage in first.require_stages()
     )
     total = done.timeline.makespan * len(done.timeline.ranks)
-    return sum(done.task.micro_batches) * each / total if total else 0.0
+    return sum(done.task.micro_batches) * per_batch / total if total else 0.0
 
 
 # what would fit, when nothing does
@@ -346,13 +348,13 @@ def _more_ranks(lowest: Candidate, assess: Assess) -> list[str]:
     for factor in FACTORS:
         ranks = lowest.options.ranks * factor
         try:
-            found = assess(replace(lowest.options, ranks=ranks))
+            tried = assess(replace(lowest.options, ranks=ranks))
         except GemscError:  # tiles and shards need another number of ranks
             continue
-        if found.fits():
+        if tried.fits():
             return [
-                f"use --ranks {ranks} ({found.name} needs "
-                f"{show_bytes(found.peak_bytes)})"
+                f"use --ranks {ranks} ({tried.name} needs "
+                f"{show_bytes(tried.peak_bytes)})"
             ]
     return []
 
@@ -363,12 +365,12 @@ def _savings(lowest: Candidate, assess: Assess) -> list[str]:
         if all(getattr(lowest.options, name) == ("auto",) for name in names):
             continue
         auto: dict[str, Any] = dict.fromkeys(names, ("auto",))
-        found = assess(replace(lowest.options, **auto))
-        if found.fits():
-            slower = found.seconds / lowest.seconds - 1 if lowest.seconds else 0.0
+        tried = assess(replace(lowest.options, **auto))
+        if tried.fits():
+            slower = tried.seconds / lowest.seconds - 1 if lowest.seconds else 0.0
             return [
-                f"add {' '.join(typed(name, 'auto') for name in names)} ({found.name} "
-                f"then needs {show_bytes(found.peak_bytes)} and is {slower:.0%} slower)"
+                f"add {' '.join(typed(name, 'auto') for name in names)} ({tried.name} "
+                f"then needs {show_bytes(tried.peak_bytes)} and is {slower:.0%} slower)"
             ]
     return []
 
@@ -377,9 +379,9 @@ def _in_parts(lowest: Candidate, assess: Assess) -> list[str]:
     """What ranks with the same weights may keep in parts: the first that is enough."""
     known = CHOICES["shard"]
     for shard in known[known.index(lowest.options.shard) + 1 :]:
-        found = assess(replace(lowest.options, shard=shard))
-        if found.fits():
-            return [f"add --shard {shard} ({show_bytes(found.peak_bytes)} then)"]
+        tried = assess(replace(lowest.options, shard=shard))
+        if tried.fits():
+            return [f"add --shard {shard} ({show_bytes(tried.peak_bytes)} then)"]
     return []
 
 

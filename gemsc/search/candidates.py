@@ -171,21 +171,21 @@ def alternatives(
     if options.balance == "auto":  # what is balanced by memory is never faster
         balances = ("compute",) if options.device_memory is None else BOTH
     first = *pairs[0], balances[0]
-    found = [
-        replace(each, schedule=s, placement=placement, balance=balance, attention=how)
-        for each in _shared(options, sizes, most_branches)
+    choices = [
+        replace(choice, schedule=s, placement=placement, balance=balance, attention=how)
+        for choice in _shared(options, sizes, most_branches)
         for (s, placement), balance in product(pairs, balances)
-        if _has_stages(each) or (s, placement, balance) == first
-        for how in _attentions(each)
+        if _has_stages(choice) or (s, placement, balance) == first
+        for how in _attentions(choice)
     ]
-    if not found:
+    if not choices:
         _ = options.groups  # says so where no number of copies fits tiles and shards
         raise GemscError(
             f"no plan is possible with both --schedule {options.schedule} and "
             f"--placement {options.placement}",
             help="give only one of them",
         )
-    return found
+    return choices
 
 
 def _has_stages(options: CompileOptions) -> bool:
@@ -255,7 +255,7 @@ def grids(ranks: int, sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
     """
     counts = {ranks}
     counts.update(2**power for power in range(1, ranks.bit_length()))
-    found = []
+    chosen = []
     for count in sorted(counts - {1}):
         if count > ranks or not sizes:
             continue
@@ -264,8 +264,8 @@ def grids(ranks: int, sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
             for grid in _shapes(count, len(sizes))
             if all(tiles <= size for tiles, size in zip(grid, sizes, strict=True))
         )
-        found += sorted(shapes, key=lambda grid: _edges(grid, sizes))[:MOST_SHAPES]
-    return found
+        chosen += sorted(shapes, key=lambda grid: _edges(grid, sizes))[:MOST_SHAPES]
+    return chosen
 
 
 def image_sizes(program: Program) -> tuple[int, ...]:
@@ -283,8 +283,8 @@ def _shapes(count: int, num_axes: int) -> Iterator[tuple[int, ...]]:
         return
     for factor in range(1, count + 1):
         if count % factor == 0:
-            for rest in _shapes(count // factor, num_axes - 1):
-                yield (factor, *rest)
+            for others in _shapes(count // factor, num_axes - 1):
+                yield (factor, *others)
 
 
 def _edges(grid: tuple[int, ...], sizes: tuple[int, ...]) -> float:
@@ -339,8 +339,8 @@ def _distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
         split = (getattr(o, name) for name in SPLITS)
         chosen = (o.schedule, o.placement, *split, o.data, o.micro_batches)
         same = (*chosen, candidate.problem)
-        found = (candidate.seconds, candidate.peak_bytes, candidate.sent_bytes)
-        known.setdefault((*same, *found), candidate)
+        figures = (candidate.seconds, candidate.peak_bytes, candidate.sent_bytes)
+        known.setdefault((*same, *figures), candidate)
     return list(known.values())
 
 
@@ -388,6 +388,6 @@ def _saved(first: Candidate, second: Candidate) -> str:
     what = max(mine, key=lambda what: its[what] - mine[what])
     shares = [c.spent[what] / c.seconds for c in (first, second)]
     if what == next(iter(mine)):
-        seconds = (show_seconds(each[what]) for each in (mine, its))
+        seconds = (show_seconds(spent[what]) for spent in (mine, its))
         return f"{what} {' instead of '.join(seconds)} for 1000 samples"
     return f"{what} {shares[0]:.0%} of the time instead of {shares[1]:.0%}"

@@ -40,22 +40,22 @@ def choose_sharing(
         if count > 1 and gains[count] < LEAST_GAIN:
             continue
         try:
-            candidates, found = settle(replace(options, per_device=count))
+            candidates, settled = settle(replace(options, per_device=count))
             if not candidates:
-                stage(found)
+                stage(settled)
         except GemscError:
             if count == 1:
                 raise
         else:
-            return candidates, found
+            return candidates, settled
     raise AssertionError("one replica fits, or that is said")
 
 
 def sharing_note(shared: SharedDevice, count: int) -> str:
     """Return what was measured and is predicted of so many replicas on each device."""
     gains = shared.gain(count), shared.gain(count, sums=True)
-    found = shared.measured.get(count)
-    measured = "" if found is None else f"measured {found:+z.0%}, "
+    gain = shared.measured.get(count)
+    measured = "" if gain is None else f"measured {gain:+z.0%}, "
     return (
         f"{count} ranks share each device: {measured}predicted {gains[0]:+z.0%} "
         f"samples a second over one, {gains[1]:+z.0%} with their sums in host memory; "

@@ -86,7 +86,7 @@ class Simulator:
         timelines = [self._play(edges) for edges in self._edges(copies)]
         sums = self._sums(copies)
         device = self.hardware.device
-        algorithms = set().union(*(each.algorithms for each in sums))
+        algorithms = set().union(*(stage_sum.algorithms for stage_sum in sums))
         early = self.sums_early
         times = times_of_sums(self.task, timelines, sums, device, early=early)
         ends = ends_of_sums(self.task, times)
@@ -134,12 +134,12 @@ class Simulator:
         if edges not in self._played:
             task = replace(self.task, edges=edges)
             cap = task.memory_cap
-            found = run(replace(task, memory_cap=None), self.policy)
-            if cap is not None and max(found.peak_bytes) > cap:  # as planned
-                found = run(task, self.policy)
+            timeline = run(replace(task, memory_cap=None), self.policy)
+            if cap is not None and max(timeline.peak_bytes) > cap:  # as planned
+                timeline = run(task, self.policy)
             if self.defers:
-                found = split_last_backwards(task, found)
-            self._played[edges] = found
+                timeline = split_last_backwards(task, timeline)
+            self._played[edges] = timeline
         return self._played[edges]
 
     def _edges(self, copies: int) -> list[tuple[Edge, ...]]:
@@ -181,7 +181,7 @@ class Simulator:
             source, dest = first + row[edge.source], first + row[edge.dest]
             link = self.network.link(source, dest)
             interfaces = self.network.interfaces(source, dest)
-            sharing = max((crowd[each] for each in interfaces), default=1)
+            sharing = max((crowd[interface] for interface in interfaces), default=1)
             seconds = link.latency + sharing * edge.num_bytes / link.bandwidth
             slowest = max(slowest, seconds)
         return slowest

@@ -43,10 +43,10 @@ def write_rows(
         levels.append(_Level(factor, shape, np.dtype(dtype), _scratch(path)))
         factor *= FACTOR
     with tifffile.TiffWriter(path, bigtiff=num_bytes > CLASSIC_BYTES) as file:
-        for each in (None, *levels):
+        for level in (None, *levels):
             factor, size, rows = 1, shape, _noted(bands, levels)
-            if each is not None:
-                factor, size, rows = each.factor, each.size, each.bands()
+            if level is not None:
+                factor, size, rows = level.factor, level.size, level.bands()
             per_cm = None
             if pixel is not None:  # horizontally and vertically
                 per_cm = (1e4 / pixel[1] / factor, 1e4 / pixel[0] / factor)
@@ -58,7 +58,7 @@ def write_rows(
                 photometric="minisblack",
                 planarconfig="contig" if len(shape) == 3 else None,
                 compression="zlib",
-                subfiletype=int(each is not None),  # 1: of reduced resolution
+                subfiletype=int(level is not None),  # 1: of reduced resolution
                 resolution=per_cm,
                 resolutionunit="CENTIMETER" if per_cm else None,
                 metadata=None,  # pages with notes of tifffile's are no levels to it

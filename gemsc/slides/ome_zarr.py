@@ -79,7 +79,7 @@ class OmeZarr:
     def _describe(self, group: Any, about: dict[str, Any], level: int) -> None:
         axes, datasets = about["axes"], about["datasets"]
         self._names = names = [axis["name"] for axis in axes]
-        arrays = [group[each["path"]] for each in datasets]
+        arrays = [group[dataset["path"]] for dataset in datasets]
         sizes = [dict(zip(names, array.shape, strict=True)) for array in arrays]
         if not {"y", "x"} <= {*names} <= {*"tczyx"} or sizes[0].get("t", 1) != 1:
             text = ", ".join(f"{name} ({sizes[0][name]})" for name in names)
@@ -90,7 +90,7 @@ class OmeZarr:
             )
         is_deep = sizes[0].get("z", 1) > 1
         self.space = "".join(n for n in names if n in "zyx") if is_deep else "yx"
-        self.levels = tuple(tuple(each[n] for n in self.space) for each in sizes)
+        self.levels = tuple(tuple(size[n] for n in self.space) for size in sizes)
         check_level(self.path, level, self.levels)
         self._array = arrays[level]
         self.shape = (*self.levels[level], sizes[level].get("c", 1))
@@ -117,15 +117,15 @@ class OmeZarr:
         kept = dict(zip(self.space, parts or [slice(None)] * 3, strict=False))
         kept |= {"c": slice(None)} if "c" in self._names else {}
         try:
-            found = np.asarray(self._array[tuple(kept.get(n, 0) for n in self._names)])
+            array = np.asarray(self._array[tuple(kept.get(n, 0) for n in self._names)])
         except Exception as error:
             raise GemscError(
                 f"{self.path / self._array.path} cannot be read: {error}",
                 help="copy it again, unless one of its codecs is missing here",
             ) from error
         left = [name for name in self._names if name in kept]
-        found = found.transpose([left.index(name) for name in kept])
-        return found if "c" in kept else found[..., None]
+        array = array.transpose([left.index(name) for name in kept])
+        return array if "c" in kept else array[..., None]
 
 
 def _transformed(
@@ -134,12 +134,12 @@ def _transformed(
     """Return what all transformations make of indices: a scale, and then a shift."""
     scale, shift = np.ones(num_axes), np.zeros(num_axes)
     for step in steps:
-        for each in step.get("coordinateTransformations", ()):
-            kind = each["type"]
+        for transform in step.get("coordinateTransformations", ()):
+            kind = transform["type"]
             if kind == "translation":
-                shift = shift + np.array(each[kind], float)
+                shift = shift + np.array(transform[kind], float)
             elif kind != "identity":  # anything else has no "scale"
-                factor = np.array(each["scale"], float)
+                factor = np.array(transform["scale"], float)
                 scale, shift = scale * factor, shift * factor
     if not (np.isfinite(shift).all() and (scale > 0).all() and (scale < np.inf).all()):
         raise ValueError(f"scale {scale.tolist()}, translation {shift.tolist()}")

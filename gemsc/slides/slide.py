@@ -89,12 +89,12 @@ def _pixel_of(file: Any) -> tuple[float, float] | None:
     """Return the height and width of a TIFF file's pixels in micrometres."""
     page = file.pages[0]
     if file.is_ome:
-        found = [
+        sizes = [
             re.search(rf'PhysicalSize{axis}="([^"]+)"', file.ome_metadata)
             for axis in "YX"
         ]
-        if all(found) and not re.search('PhysicalSizeXUnit="(?!µm)', file.ome_metadata):
-            height, width = (float(each[1]) for each in found if each)
+        if all(sizes) and not re.search('PhysicalSizeXUnit="(?!µm)', file.ome_metadata):
+            height, width = (float(size[1]) for size in sizes if size)
             return height, width
     if aperio := re.search(r"\|\s*MPP = ([\d.]+)", page.description):
         return float(aperio[1]), float(aperio[1])
@@ -110,12 +110,12 @@ def _pixel_of(file: Any) -> tuple[float, float] | None:
 
 def _mapped(path: Path) -> Picture:
     try:
-        found: Picture = np.load(path, mmap_mode="r")
+        picture: Picture = np.load(path, mmap_mode="r")
     except (ValueError, OSError, EOFError) as error:
         raise GemscError(
             f"{path} is not a NumPy array: {error}", help="write it with numpy.save"
         ) from None
-    return found
+    return picture
 
 
 def _decoded(path: Path) -> Picture:
@@ -291,8 +291,8 @@ class _Tiff:
 
     def _decode(self, number: int) -> Picture:
         """Return a tile or strip, less what it has beyond the picture's edge."""
-        found = self._decoded.pop(number, None)
-        if found is None:
+        tile = self._decoded.pop(number, None)
+        if tile is None:
             page, file = self._page, self._file.filehandle
             start, count = page.dataoffsets[number], page.databytecounts[number]
             try:
@@ -304,11 +304,11 @@ class _Tiff:
                 raise self._refused(number, error) from error
             if segment is None:  # a tile that was left out
                 segment = np.full(shape, page.nodata, self.dtype)
-            found = segment[0]
-        self._decoded[number] = found
+            tile = segment[0]
+        self._decoded[number] = tile
         while len(self._decoded) > 1 and self._num_bytes() > CACHE_BYTES:
             self._decoded.popitem(last=False)
-        return found
+        return tile
 
     def _num_bytes(self) -> int:
         first = next(iter(self._decoded.values()))

@@ -62,11 +62,11 @@ def _of_dicom(folder: Path, nibabel: Any) -> Any:
 
 def _of_zarr(folder: Path, nibabel: Any, level: int) -> Any:
     """Return an image in OME-Zarr as one of nibabel."""
-    found = OmeZarr(folder, level)
-    is_long = max(found.shape) >= 2**15  # more than a header of NIfTI-1 can say
+    zarr = OmeZarr(folder, level)
+    is_long = max(zarr.shape) >= 2**15  # more than a header of NIfTI-1 can say
     opened = nibabel.Nifti2Image if is_long else nibabel.Nifti1Image
-    image = opened(_Voxels(found.read, found.shape), found.affine)
-    image.header.set_xyzt_units("mm" if found.has_unit else "unknown")
+    image = opened(_Voxels(zarr.read, zarr.shape), zarr.affine)
+    image.header.set_xyzt_units("mm" if zarr.has_unit else "unknown")
     return image
 
 
@@ -145,13 +145,13 @@ class Volume:
                 f"unknown orientation {orientation!r}",
                 help="give three letters, of L or R, P or A, I or S: RAS, LPS, ...",
             )
-        own = axes.io_orientation(self._image.affine)
-        if np.isnan(own).any():
+        stored = axes.io_orientation(self._image.affine)
+        if np.isnan(stored).any():
             raise GemscError(
                 f"{self.path} does not say how its axes lie in space",
                 help="leave out --orientation if the model was trained on such files",
             )
-        return axes.ornt_transform(own, wanted), axes.ornt_transform(wanted, own)
+        return axes.ornt_transform(stored, wanted), axes.ornt_transform(wanted, stored)
 
     def _resample(self, spacing: Sequence[float]) -> None:
         """Find the places of the voxels for the model, and of the file's in them."""
@@ -281,35 +281,35 @@ def _read_headers(folder: Path) -> tuple[list[Path], tuple[int, ...], NDArray[An
         GemscError: the folder holds no regular stack of slices.
     """
     pydicom = needed("pydicom", "DICOM", "volumes")
-    found: list[tuple[Path, Any]] = []
+    slices: list[tuple[Path, Any]] = []
     for path in sorted(folder.iterdir()):
         try:
             header = pydicom.dcmread(path, stop_before_pixels=True)
         except (pydicom.errors.InvalidDicomError, OSError, EOFError):
             continue  # a DICOMDIR's neighbour, a readme
         if all(name in header for name in NEEDED) and header.SamplesPerPixel == 1:
-            found.append((path, header))
-    if not found:
+            slices.append((path, header))
+    if not slices:
         raise _no_stack(folder, "holds no grey DICOM slices that say where they lie")
-    series = {str(header.get("SeriesInstanceUID")) for _, header in found}
+    series = {str(header.get("SeriesInstanceUID")) for _, header in slices}
     if len(series) > 1:
         raise _no_stack(
             folder, f"holds {len(series)} series: {', '.join(sorted(series))}"
         )
-    first = found[0][1]
-    for path, header in found:
+    first = slices[0][1]
+    for path, header in slices:
         for name in SAME:
-            mine, theirs = (np.asarray(each[name].value) for each in (header, first))
+            mine, theirs = (np.asarray(h[name].value) for h in (header, first))
             if not np.allclose(mine, theirs, atol=1e-4):
                 raise _no_stack(
                     folder,
-                    f"has slices of unlike {name}: {path.name}, {found[0][0].name}",
+                    f"has slices of unlike {name}: {path.name}, {slices[0][0].name}",
                 )
     across, down = np.asarray(first.ImageOrientationPatient, float).reshape(2, 3)
     normal = np.cross(across, down)
-    where = np.array([header.ImagePositionPatient for _, header in found], float)
+    where = np.array([header.ImagePositionPatient for _, header in slices], float)
     order = np.argsort(where @ normal)
-    where, count = where[order], len(found)
+    where, count = where[order], len(slices)
     thickness = float(first.get("SliceThickness") or 1)
     step = (where[-1] - where[0]) / (count - 1) if count > 1 else normal * thickness
     regular = where[0] + np.arange(count)[:, None] * step
@@ -323,7 +323,7 @@ def _read_headers(folder: Path) -> tuple[list[Path], tuple[int, ...], NDArray[An
     affine[:3] = np.stack([across * width, down * height, step, where[0]], axis=1)
     affine[:2] *= -1  # DICOM counts to the left and to the back
     shape = int(first.Columns), int(first.Rows), count
-    return [found[number][0] for number in order], shape, affine
+    return [slices[number][0] for number in order], shape, affine
 
 
 def _read_voxels(files: list[Path]) -> NDArray[np.float32]:

@@ -160,21 +160,21 @@ class SlidingWindows:
                 f"eval_windows is {said}",
                 help='write eval_windows = {"overlap": 0.25, "mode": "constant"}',
             )
-        found = cls(**given)
-        overlaps = found.overlap
-        each = overlaps if isinstance(overlaps, Sequence) else [overlaps]
-        if not all(isinstance(n, int | float) and 0 <= n < 1 for n in each):
+        windows = cls(**given)
+        overlaps = windows.overlap
+        shares = overlaps if isinstance(overlaps, Sequence) else [overlaps]
+        if not all(isinstance(n, int | float) and 0 <= n < 1 for n in shares):
             raise GemscError(
                 f"eval_windows overlap by {overlaps!r}",
                 help="give a fraction of the window from 0 to less than 1, or one for "
                 "each axis",
             )
-        if found.mode not in ("constant", "gaussian"):
+        if windows.mode not in ("constant", "gaussian"):
             raise GemscError(
-                f"eval_windows has the mode {found.mode!r}",
+                f"eval_windows has the mode {windows.mode!r}",
                 help='use "constant" or "gaussian"',
             )
-        return found
+        return windows
 
     def steps(self, size: tuple[int, ...]) -> tuple[int, ...]:
         """Return by how much windows of this size go on.
@@ -183,14 +183,14 @@ class SlidingWindows:
             GemscError: there are overlaps of other axes than the window has.
         """
         overlaps = self.overlap
-        each = overlaps if isinstance(overlaps, Sequence) else [overlaps] * len(size)
-        if len(each) != len(size):
+        shares = overlaps if isinstance(overlaps, Sequence) else [overlaps] * len(size)
+        if len(shares) != len(size):
             raise GemscError(
-                f"eval_windows has {len(each)} overlaps for windows of {len(size)} "
+                f"eval_windows has {len(shares)} overlaps for windows of {len(size)} "
                 "axes",
                 help="give one number, or one for each axis",
             )
-        both = zip(size, each, strict=True)
+        both = zip(size, shares, strict=True)
         return tuple(max(int(n * (1 - part)), 1) for n, part in both)
 
     def weights(self, size: tuple[int, ...]) -> Tensor:
@@ -233,8 +233,8 @@ class Case:
     ) -> None:
         missing = [max(n - m, 0) for n, m in zip(size, shape, strict=True)]
         self._shape = shape
-        self._before = [each // 2 for each in missing]
-        self._after = [each - each // 2 for each in missing]
+        self._before = [gap // 2 for gap in missing]
+        self._after = [gap - gap // 2 for gap in missing]
         self.whole = tuple(map(max, shape, size))
         self.windows = Windows(self.whole, size, steps or how.steps(size))
         self._input = pytree.tree_map_only(Tensor, self._filled, input)

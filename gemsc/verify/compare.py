@@ -60,17 +60,17 @@ def read_record(folder: Path, num_ranks: int) -> StepRecord:
     peaks = [_read_json(folder / f"memory{rank}.json") for rank in ranks]
     held = [_read_json(folder / f"held{rank}.json") for rank in ranks]
     parts = [
-        {name: Part.read(part) for name, part in each["parts"].items()} for each in held
+        {name: Part.read(part) for name, part in said["parts"].items()} for said in held
     ]
     joined: dict[str, dict[str, Tensor]] = {}
     unequal: set[str] = set()
     for kind in ("gradients", "state"):
         files = [folder / f"{kind}{rank}.safetensors" for rank in ranks]
         joined[kind] = pasted(zip(map(read_tensors, files), parts, strict=True))
-        for rank, each in enumerate(held):
-            if (first := each["grid"][0]) != rank:
+        for rank, said in enumerate(held):
+            if (first := said["grid"][0]) != rank:
                 pair = read_tensors(files[first]), read_tensors(files[rank])
-                alone = {*each["alone"], *held[first]["alone"]}
+                alone = {*said["alone"], *held[first]["alone"]}
                 unequal |= _unequal(*pair) - parts[rank].keys() - alone
     unequal |= _drifted(folder, parts, joined["gradients"].keys())
     return StepRecord(
@@ -92,13 +92,13 @@ def _drifted(
 ) -> set[str]:
     """Return trained parameters that ranks hold as a whole, each with other bits."""
     first: dict[str, Tensor] = {}
-    found = set()
-    for rank, own in enumerate(parts):
+    drifted = set()
+    for rank, rank_parts in enumerate(parts):
         tensors = read_tensors(folder / f"state{rank}.safetensors")
-        for name in tensors.keys() & trained - own.keys():
+        for name in tensors.keys() & trained - rank_parts.keys():
             if not same_bits(first.setdefault(name, tensors[name]), tensors[name]):
-                found.add(name)
-    return found
+                drifted.add(name)
+    return drifted
 
 
 def _unequal(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> set[str]:
@@ -171,15 +171,15 @@ class Comparison:
         that is more than `LIMIT`, and the tensor is as far off, nothing is decided; nor
         where gates turn, but of the loss, which hardly moves with them.
         """
-        found: dict[str, str] = {}
+        verdicts: dict[str, str] = {}
         for name in self._too_far(dtype):
             is_hidden = self.allowed(name, dtype) > self.limit(dtype)
             may_turn = name != "loss" and math.isfinite(self.errors[name])
             is_open = is_hidden or (self.turned and may_turn)
-            found.setdefault("undecided" if is_open else "wrong", name)
+            verdicts.setdefault("undecided" if is_open else "wrong", name)
         for kind in ("wrong", "undecided"):
-            if kind in found:
-                return kind, found[kind]
+            if kind in verdicts:
+                return kind, verdicts[kind]
         return "exact", max(self.errors, key=lambda name: self.errors[name])
 
     def _too_far(self, dtype: torch.dtype) -> list[str]:
@@ -228,8 +228,8 @@ class Comparison:
     def with_rounding(self, errors: Mapping[str, float]) -> Comparison:
         """Return the comparison with what one more rounding of one process changes."""
         both = self.rounding, errors
-        names = {name for each in both for name in each}
-        rounding = {n: max(each.get(n, 0.0) for each in both) for n in names}
+        names = {name for table in both for name in table}
+        rounding = {n: max(table.get(n, 0.0) for table in both) for n in names}
         return replace(self, rounding=rounding)
 
     def with_gates(self) -> Comparison:
@@ -254,13 +254,13 @@ def nearer(first: _Pair, second: _Pair) -> _Pair:
     whose gradient is as large as the limit of noise is in one of a pair, and zero in
     the other.
     """
-    found: _Pair = dict(first[0]), dict(first[1])
-    for name in found[0].keys() & found[1].keys():
+    nearest: _Pair = dict(first[0]), dict(first[1])
+    for name in nearest[0].keys() & nearest[1].keys():
         (a, b), (c, d) = ((pair[0][name], pair[1][name]) for pair in (first, second))
         if a.is_floating_point() and a.shape == b.shape == c.shape == d.shape:
             takes = (c - d).abs() < (a - b).abs()
-            found[0][name], found[1][name] = c.where(takes, a), d.where(takes, b)
-    return found
+            nearest[0][name], nearest[1][name] = c.where(takes, a), d.where(takes, b)
+    return nearest
 
 
 def most_allowed(dtype: torch.dtype, inside: LowPrecision | None) -> float:
@@ -324,8 +324,8 @@ def compare(
         is_gradient = kind == "gradient of "
         share = max(NEGLIGIBLE, LAST_BITS * last_bit if is_gradient else 0.0)
         least = share * min(largest, most)
-        found = _errors(mine, theirs, names, least, may_overflow)
-        errors |= {f"{kind}{name}": error for name, error in found.items()}
+        of_kind = _errors(mine, theirs, names, least, may_overflow)
+        errors |= {f"{kind}{name}": error for name, error in of_kind.items()}
         equal += sum(n in mine and torch.equal(mine[n], theirs[n]) for n in names)
     errors |= {f"copies of {name}": math.inf for name in sorted(actual.unequal)}
     total = sum(len(names) for *_, names in groups.values())

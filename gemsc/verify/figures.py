@@ -37,7 +37,7 @@ def no_means(
     leaves = pytree.tree_leaves(scored)
     if not all(leaf is None or isinstance(leaf, Tensor) for leaf in leaves):
         return ""
-    half, found = max(size // 2, 1), dict[str, str]()
+    half, notes = max(size // 2, 1), dict[str, str]()
     first = first_samples(scored, half, size, dims)
     for factor, is_other in _OTHERS:
         # whatever a metric says of such outputs
@@ -50,8 +50,8 @@ def no_means(
             for name, value in whole.items() if whole == again else ():
                 if not _is_near(value, apart[name]):
                     text = f"{name}: {value:.4g} of a batch, {apart[name]:.4g} as"
-                    found.setdefault(name, f"{text} the mean of its halves")
-    return "; ".join(found.values())
+                    notes.setdefault(name, f"{text} the mean of its halves")
+    return "; ".join(notes.values())
 
 
 def _is_near(value: float, other: float) -> bool:
@@ -84,6 +84,6 @@ def _figures(given: Any, batches: Sequence[Any], size: int) -> dict[str, float]:
     metrics = Metrics(given)
     for output, target in batches:
         metrics.add(output, target, size)
-    found = metrics.figures()
+    figures = metrics.figures()
     metrics.reset()
-    return {name: value for name, (value, _) in found.items() if math.isfinite(value)}
+    return {name: value for name, (value, _) in figures.items() if math.isfinite(value)}

@@ -97,24 +97,24 @@ def first_step(
     pairs = zip(examples.inputs, examples.targets, strict=True)
     batches = [repeated(pair, plan) for pair in pairs]
     # whatever the optimizers are: they might hide what gradients are
-    plain = [replace(each, optimizer=None, scheduler=None) for each in phases]
-    own, reason = own_dtype(plan), ""
+    plain = [replace(phase, optimizer=None, scheduler=None) for phase in phases]
+    plan_dtype, reason = own_dtype(plan), ""
     wide_is_much = too_much(plan, model, dtype=torch.float64)
     wide = () if plan.only_dtype or wide_is_much else (torch.float64,)
-    for dtype in dict.fromkeys((*wide, own)):
+    for dtype in dict.fromkeys((*wide, plan_dtype)):
         if dtype not in TOLERANCE:
             reason = reason or wide_is_much or f"nothing is compared in {dtype}"
             continue
         seen = replace(plan, only_dtype=plan.only_dtype or reason)
         step = _Step(seen, model, loss, batches, dtype, plain, metrics)
         try:
-            found = {"unchecked": _one_compared(compilation, step)}
+            fields = {"unchecked": _one_compared(compilation, step)}
         except _DoesNotRunError as error:
             reason = reason or str(error)
         else:
-            if plan.torch_compile and not found["unchecked"]:
-                found = {"unchecked": WITHOUT_KERNELS}
-            return {**found, "only_dtype": reason} if reason else found
+            if plan.torch_compile and not fields["unchecked"]:
+                fields = {"unchecked": WITHOUT_KERNELS}
+            return {**fields, "only_dtype": reason} if reason else fields
     return {"unchecked": reason}
 
 
@@ -166,9 +166,9 @@ class _Step:
         given = [inputs for inputs, _ in self.batches]
         precision = Precision.of(plan, dtype)
         with same_draws():
-            found = evaluated(self.model, state, given, plan, dtype, precision, **how)
-            losses = list(map(self._held_out, found, self.batches))
-        return self._named(found, losses)
+            outputs = evaluated(self.model, state, given, plan, dtype, precision, **how)
+            losses = list(map(self._held_out, outputs, self.batches))
+        return self._named(outputs, losses)
 
     def _held_out(self, outputs: list[Any], batch: tuple[Any, Any]) -> Mean | None:
         """Return the loss in evaluation; None if it fails, or no two calls agree."""
@@ -186,7 +186,7 @@ class _Step:
         self, outputs: list[list[Any]], losses: Sequence[Mean | None]
     ) -> dict[str, Tensor]:
         """Return outputs and losses of all batches, under names for people."""
-        names = [f" of shape {each.name}" for each in self.plan.shapes] or [""]
+        names = [f" of shape {shape.name}" for shape in self.plan.shapes] or [""]
         named = {
             f"{name}{of_shape}": tensor
             for of_shape, parts in zip(names, outputs, strict=True)
@@ -223,7 +223,7 @@ class _Step:
         try:
             # two threads cannot compile at once
             with torch.compiler.set_stance("force_eager"):
-                found = on_threads(self.plan.ranks, train, self.kind)
+                of_ranks = on_threads(self.plan.ranks, train, self.kind)
         except (GemscError, InternalError) as error:
             return error, _NOTHING, []
         except Exception as error:
@@ -232,10 +232,10 @@ class _Step:
             failure = InternalError(message)
             failure.__cause__ = error
             return failure, _NOTHING, []
-        of_batches = list(zip(*found, strict=True))
+        of_batches = list(zip(*of_ranks, strict=True))
         # those of data-parallel copies, in order
         parts = [[e.output for e in b if e.output is not None] for b in of_batches]
-        outputs = self._named(parts, [each[0].mean for each in of_batches])
+        outputs = self._named(parts, [b[0].mean for b in of_batches])
         trains = (directory / "losses0.json").exists()
         record = read_record(directory, self.plan.ranks) if trains else _NOTHING
         return None, replace(record, outputs=outputs), parts
@@ -254,16 +254,16 @@ class _Step:
                 output = cast(output, getattr(torch, self.plan.dtype))
                 size, start = num_rows(inputs), time.monotonic()
                 Metrics(self.metrics).add(output, target, size)
-                found, scored = "", (output, target)
+                note, scored = "", (output, target)
                 if time.monotonic() - start < QUICK:
-                    found = no_means(self.metrics, scored, size, self.plan.sample_dims)
+                    note = no_means(self.metrics, scored, size, self.plan.sample_dims)
         except GemscError as error:
             text = f"tried on the examples, {error.message}: evaluations would end so"
             warn(text, at=error.at, help=error.help or "")
             return
-        if found:
+        if note:
             say_note(
-                f"metrics: {found}. Evaluations give the mean over their batches, "
+                f"metrics: {note}. Evaluations give the mean over their batches, "
                 "which is not that of all samples together: for this, give an object "
                 "with update, compute and reset (docs/models.md)"
             )
@@ -293,18 +293,18 @@ def _compared(compilation: Compilation, step: _Step) -> str:
         return "the loss of example_inputs is not finite"
     if failure is not None:
         raise failure
-    found = compare(actual, expected)
-    if found.judge(dtype)[0] == "wrong":
-        found = _with_roundings(found, (actual, expected), step)
-    kind, wrong = found.judge(dtype)
+    diff = compare(actual, expected)
+    if diff.judge(dtype)[0] == "wrong":
+        diff = _with_roundings(diff, (actual, expected), step)
+    kind, wrong = diff.judge(dtype)
     if kind == "exact":
         if _is_flat(expected):
             return "the gradients of example_inputs are all 0"
         step.try_metrics(parts[0])
         return ""
     if kind == "undecided":
-        moved = found.turned or wrong
-        return f"rounding alone changes {moved} by {found.rounding[moved]:.0e}"
+        moved = diff.turned or wrong
+        return f"rounding alone changes {moved} by {diff.rounding[moved]:.0e}"
     traced = replace(expected, outputs=step.evaluated(expected.state, gradients=True))
     if compare(actual, traced).judge(dtype)[0] == "exact":
         raise GemscError(
@@ -312,18 +312,18 @@ def _compared(compilation: Compilation, step: _Step) -> str:
             "its forward uses torch.is_grad_enabled(), or a tensor's .requires_grad",
             help="use self.training instead",
         )
-    raise InternalError(_what_is_wrong(compilation, found, wrong, dtype))
+    raise InternalError(_what_is_wrong(compilation, diff, wrong, dtype))
 
 
 def _is_flat(record: StepRecord) -> bool:
     """Whether gradients say nothing: a contrast of one sample is 0, whatever it is."""
     least = FLAT * abs(record.losses[0])
-    found = [t.abs().max() <= least for t in record.gradients.values() if t.numel()]
-    return bool(found) and all(found)
+    flat = [t.abs().max() <= least for t in record.gradients.values() if t.numel()]
+    return bool(flat) and all(flat)
 
 
 def _what_is_wrong(
-    compilation: Compilation, found: Comparison, name: str, dtype: torch.dtype
+    compilation: Compilation, diff: Comparison, name: str, dtype: torch.dtype
 ) -> str:
     """Return which tensor is wrong, by how much, and the line that takes it."""
     node = sources(compilation.program).get(f"'{name.rpartition(' ')[2]}'")
@@ -331,7 +331,7 @@ def _what_is_wrong(
     what = f"{at}: wrong program: {name}" if at else f"wrong program: {name}"
     if name.startswith("copies of "):
         return f"{what} on several ranks differ after one step"
-    error, allowed = found.errors[name], found.allowed(name, dtype)
+    error, allowed = diff.errors[name], diff.allowed(name, dtype)
     if math.isinf(error):
         return f"{what} is missing, of another shape, or not finite"
     return (
@@ -363,8 +363,8 @@ def different(batch: tuple[Any, Any], plan: Plan) -> tuple[Any, Any]:
         if not isinstance(leaf, Tensor) or not leaf.dim() or len(leaf) != size:
             return leaf
         parts = enumerate(torch.chunk(leaf, count))
-        found = [other(part, (m + share) / count) for m, part in parts]
-        return lying_as(torch.cat(found), lying_of(leaf))
+        others = [other(part, (m + share) / count) for m, part in parts]
+        return lying_as(torch.cat(others), lying_of(leaf))
 
     def other(leaf: Tensor, place: float) -> Tensor:
         if leaf.is_floating_point():
@@ -388,7 +388,7 @@ def _has_state(loss: Any) -> bool:
 
 
 def _with_roundings(
-    found: Comparison, records: tuple[StepRecord, StepRecord], step: _Step
+    diff: Comparison, records: tuple[StepRecord, StepRecord], step: _Step
 ) -> Comparison:
     """Return the comparison with what other roundings of one process change."""
     dtype, (_, expected) = step.dtype, records
@@ -396,17 +396,17 @@ def _with_roundings(
     with suppress(NotImplementedError), watch:
         step.in_one_process()
     lower = Precision.of(step.plan, dtype).dtype
-    if watch.found is not None:
-        lower, found = watch.found.dtype, found.with_inside(watch.found, *records)
+    if watch.lowest is not None:
+        lower, diff = watch.lowest.dtype, diff.with_inside(watch.lowest, *records)
     for number in range(NUDGES):
-        if found.judge(dtype)[0] != "wrong":
+        if diff.judge(dtype)[0] != "wrong":
             break
         changed = replace(step, model=nudged(step.model, number, step.kind, lower))
         other = changed.in_one_process()
-        once = compare(other, expected, last_bit=found.last_bit)
-        found = found.with_rounding(once.errors)
+        once = compare(other, expected, last_bit=diff.last_bit)
+        diff = diff.with_rounding(once.errors)
     is_full = lower is None and dtype is torch.float32
-    return found.with_gates() if is_full else found
+    return diff.with_gates() if is_full else diff
 
 
 def on_threads(

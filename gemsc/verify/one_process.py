@@ -82,8 +82,8 @@ def reference_steps(
                     for m in range(num_micro_batches):
                         part = (m, num_micro_batches, batch)
                         given, wanted = (
-                            on_device(micro_batch_of(cast(each, kind), *part), device)
-                            for each in (input, target)
+                            on_device(micro_batch_of(cast(nest, kind), *part), device)
+                            for nest in (input, target)
                         )
                         with plain_forward(), precision.autocast(device):
                             value = as_loss(update.phase.call(model, given, wanted))
@@ -94,7 +94,7 @@ def reference_steps(
                 if step == 0:
                     gradients |= update.gradients()
                 update.apply(near_zero)
-    buffers = [each for each in model.named_buffers() if each[0] in kept]
+    buffers = [pair for pair in model.named_buffers() if pair[0] in kept]
     state = dict([*model.named_parameters(), *buffers])
     state = {n: as_real(t.detach()).cpu() for n, t in state.items()}
     return StepRecord(losses, gradients, state, terms=terms)
@@ -121,9 +121,9 @@ class PlainUpdate:
     def training(self) -> Iterator[None]:
         """Let what it trains have gradients, and nothing else."""
         before = [(p, p.requires_grad) for p in self.model.parameters()]
-        own = {id(parameter) for _, parameter in self.pairs}
+        trained = {id(parameter) for _, parameter in self.pairs}
         for parameter, trains in before:
-            parameter.requires_grad_(trains and id(parameter) in own)
+            parameter.requires_grad_(trains and id(parameter) in trained)
         self.mean = Mean()
         try:
             yield
@@ -196,8 +196,8 @@ def plain_updates(
 
     updates = []
     for phase in phases or [OnePhase("", whole, (), optimizer, scheduler)]:
-        named, own = model.named_parameters(), phase.trained(model)
-        pairs = [(n, p) for n, p in named if not phases or id(p) in own]
+        named, trained = model.named_parameters(), phase.trained(model)
+        pairs = [(n, p) for n, p in named if not phases or id(p) in trained]
         if not phases and isinstance(loss, nn.Module):
             pairs += loss.named_parameters(prefix=LOSS)
         make = phase.optimizer or partial(torch.optim.SGD, lr=0.01)
@@ -251,10 +251,10 @@ def evaluated(
     """
     model, kind = copy.deepcopy(model), precision.casts_to(dtype)
     cast_module(model, kind)
-    own = dict([*model.named_parameters(), *model.named_buffers()])
+    tensors = dict([*model.named_parameters(), *model.named_buffers()])
     with torch.no_grad():
         for name, tensor in state.items():
-            as_real(own[name]).copy_(tensor)
+            as_real(tensors[name]).copy_(tensor)
     model.eval()
     outputs: list[list[Any]] = []
     count = plan.data * plan.micro_batches

@@ -64,7 +64,7 @@ class RunSettings:
         """The samples of a micro-batch of each shape."""
         if self.shapes is None:
             return [self.micro_batch_size]
-        return [each.micro_batch_size for each in self.shapes.classes]
+        return [shape.micro_batch_size for shape in self.shapes.classes]
 
     @property
     def sizes(self) -> list[int]:
@@ -282,7 +282,7 @@ class PlainRun:
 
     def _show(self, scores: Scores) -> None:
         """Let ReduceLROnPlateau see the mean of the held-out loss."""
-        parts = [(n, found["loss"]) for n, found in scores if "loss" in found]
+        parts = [(n, score["loss"]) for n, score in scores if "loss" in score]
         if total := sum(number for number, _ in parts):
             mean = sum(number * loss for number, loss in parts) / total
             for update in self.updates:
@@ -309,19 +309,19 @@ class PlainRun:
             part.eval()
         metrics = Metrics(self.user.make_metrics())
         windows = self.user.make_windows()
-        found = (
+        scores = (
             self._score(metrics)
             if windows is None
             else self._score_cases(metrics, windows)
         )
         for name, (value, number) in metrics.figures().items():
-            found.append((number, {name: value}))
+            scores.append((number, {name: value}))
         for module, mode in modes:
             module.training = mode
-        return found
+        return scores
 
     def _score(self, metrics: Metrics) -> Scores:
-        settings, found = self.settings, Scores()
+        settings, scores = self.settings, Scores()
         for shape, rows in self._eval_rows():
             self.shape, size = shape, settings.sizes[shape]
             if not (samples := self.eval_samples.take(0, rows)):
@@ -346,15 +346,15 @@ class PlainRun:
                 continue
             weight = mean.count if mean.counted else len(samples)
             if weight:
-                found.append((weight, {"loss": mean.value}))
-        return found
+                scores.append((weight, {"loss": mean.value}))
+        return scores
 
     def _score_cases(self, metrics: Metrics, windows: SlidingWindows) -> Scores:
         """Score whole cases, each in windows of the size of the examples."""
         leaves = pytree.tree_leaves(self.examples)
         shapes = (leaf.shape for leaf in leaves if isinstance(leaf, Tensor))
         picture = next(filter(None, map(Picture.of_shape, shapes)))
-        found: Scores = []
+        scores: Scores = []
         for index in range(num_samples(self.eval_samples.data)):
             if not (samples := self.eval_samples.take(0, [index])):
                 break
@@ -373,8 +373,8 @@ class PlainRun:
             scored, wanted = on_device((output, target), HOST)
             metrics.add(scored, wanted, 1)
             if mean.divisor:
-                found.append((mean.divisor, {"loss": mean.value}))
-        return found
+                scores.append((mean.divisor, {"loss": mean.value}))
+        return scores
 
     def _micro_batches(
         self, samples: list[Any], count: int = 0

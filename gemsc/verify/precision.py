@@ -75,23 +75,23 @@ class LowPrecision:
 
 
 class WatchPrecision(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees what is computed while it is on: `found`, or None if all is in `dtype`."""
+    """Sees what is computed while it is on: `lowest`, or None if all is in `dtype`."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.dtype = dtype
-        self.found: LowPrecision | None = None
+        self.lowest: LowPrecision | None = None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        least = self.dtype if self.found is None else self.found.dtype
+        least = self.dtype if self.lowest is None else self.lowest.dtype
         if any(kind == self.dtype for kind in _floats((args, kwargs))):
             for kind in _floats(result):
                 if torch.finfo(kind).eps > torch.finfo(least).eps:
                     name = str(func).removeprefix("aten.").split(".")[0]
-                    self.found = LowPrecision(kind, f"{name}{_place()}")
+                    self.lowest = LowPrecision(kind, f"{name}{_place()}")
                     break
         return result
 

@@ -211,25 +211,25 @@ def _verify(
         return [mine, RunResult.of_plain(plain, record)], plain, record
 
     first, plain, record = trained(settings)
-    found, noise = compare_runs(*first), Noise.of(plain, dtype)
-    if found.is_about(noise, dtype):
+    outcome, noise = compare_runs(*first), Noise.of(plain, dtype)
+    if outcome.is_about(noise, dtype):
         settings = replace(settings, near_zero=noise.near_zero)
         quiet, plain, record = trained(settings)
         models = nearer(*((a.model, b.model) for a, b in (first, quiet)))
         pairs = zip(quiet, models, strict=True)
-        again = compare_runs(*(replace(each, model=model) for each, model in pairs))
-        found = found.settled_by(again, noise)
-    if found.judge(dtype) == "wrong":
+        again = compare_runs(*(replace(run, model=model) for run, model in pairs))
+        outcome = outcome.settled_by(again, noise)
+    if outcome.judge(dtype) == "wrong":
         inside = _inside(user, directory, settings)
         bit = inside.last_bit if inside is not None else 0.0
-        found = replace(found, inside=inside, rounding=bit)
+        outcome = replace(outcome, inside=inside, rounding=bit)
     # each trains as it is asked for
-    others = _other_runs(user, directory, settings, found.inside)
-    while found.judge(dtype) == "wrong" and (other := next(others, None)) is not None:
+    others = _other_runs(user, directory, settings, outcome.inside)
+    while outcome.judge(dtype) == "wrong" and (other := next(others, None)) is not None:
         both = (RunResult.of_plain(run, record) for run in (plain, other))
-        rounding = max(found.rounding, compare_runs(*both).worst)
-        found = replace(found, rounding=rounding)
-    return found
+        rounding = max(outcome.rounding, compare_runs(*both).worst)
+        outcome = replace(outcome, rounding=rounding)
+    return outcome
 
 
 def _inside(
@@ -240,7 +240,7 @@ def _inside(
     if settings.precision.dtype is None:
         with suppress(NotImplementedError), watch:
             _plain(user, initial_model(user, directory), replace(settings, steps=1))
-    return watch.found
+    return watch.lowest
 
 
 def _other_runs(
@@ -327,8 +327,8 @@ def _check_samples(
     digests: Mapping[tuple[int, Box | None], str],
     user: UserModel,
 ) -> None:
-    for (index, box), found in digests.items():
-        if found != samples.digest_of(epoch, index, box):
+    for (index, box), digest in digests.items():
+        if digest != samples.digest_of(epoch, index, box):
             raise GemscError(
                 f"{name} returns different data to the ranks and the plain loop: "
                 f"sample {index}, in epoch {epoch + 1}",

@@ -113,23 +113,23 @@ def _share_of_shape(inputs: Any, few: Any) -> float:
 def _sizes(examples: Examples) -> list[list[int]]:
     """Return which sizes of samples to make smaller: all that are large, or one."""
     tensors = [t for inputs in examples.inputs for _, t in tensor_leaves(inputs)]
-    found = {size for t in tensors for size in t.shape[1:] if size >= 2 * SMALL}
-    each = sorted(found, reverse=True)
-    return [each, *([size] for size in each if len(each) > 1)] if each else []
+    large = {size for t in tensors for size in t.shape[1:] if size >= 2 * SMALL}
+    sizes = sorted(large, reverse=True)
+    return [sizes, *([size] for size in sizes if len(sizes) > 1)] if sizes else []
 
 
 def _halved(sizes: Sequence[int]) -> Iterator[dict[int, int]]:
     """Yield smaller and smaller sizes, divided by 2 as often as the sizes are."""
     last = {size: size for size in sizes}
     for halvings in range(1, max(sizes).bit_length()):
-        found = {}
+        halved = {}
         for size in sizes:
             unit = math.gcd(size, SMALL)
             least = max(size >> halvings, SMALL)
-            found[size] = -(-least // unit) * unit
-        if found != last:
-            yield found
-        last = found
+            halved[size] = -(-least // unit) * unit
+        if halved != last:
+            yield halved
+        last = halved
 
 
 def step_seconds(plan: Plan, share: float = 1.0) -> float:
@@ -163,11 +163,11 @@ def too_much(
     weights = sum(tensor.numel() for tensor in tensors)
     wholes = max(math.prod(s.tiles) * s.branches for s in plan.stages)
     held = plan.replicas * copies * weights * wholes
-    width, own = ((d or own_dtype(plan)).itemsize for d in (dtype, None))
+    width, own_width = ((d or own_dtype(plan)).itemsize for d in (dtype, None))
     # as test_large_models.py measures; the model has its copies, too
     num_bytes = width * (3 * held + 5 * weights)
     kept = copies * share * sum(plan.activation_bytes)
-    num_bytes += int(BESIDE * width / own * kept)
+    num_bytes += int(BESIDE * width / own_width * kept)
     free = free_memory()
     if num_bytes > (MOST_BYTES if free is None else free / 2):
         return f"that would take about {num_bytes / 2**30:.0f} GiB of memory"
@@ -179,8 +179,8 @@ def too_much(
 
 def own_dtype(plan: Plan) -> torch.dtype:
     """Return the dtype in which a program trains."""
-    found: torch.dtype = getattr(torch, plan.dtype)
-    return found
+    dtype: torch.dtype = getattr(torch, plan.dtype)
+    return dtype
 
 
 def free_memory() -> int | None:
@@ -205,8 +205,8 @@ def _left_to_groups(groups: Sequence[str]) -> Iterator[int]:
             continue
         limit, used, cache = _LIMITS[name]
         group = Path(path.lstrip("/"))
-        for each in (group, *group.parents):
-            folder = _GROUPS / name / each
+        for level in (group, *group.parents):
+            folder = _GROUPS / name / level
             with suppress(OSError, ValueError):  # "max" is no limit
                 most = int((folder / limit).read_text())
                 pairs = map(

@@ -85,18 +85,18 @@ def verify_compiled(
         loss=loss,
         example_target=example_target,
     )
-    found = verify_program(
+    diff = verify_program(
         Path(directory), dtype=dtype, num_steps=num_steps, user=user, device=device
     )
-    kind, name = found.judge(dtype)
+    kind, name = diff.judge(dtype)
     if kind != "exact":
         raise GemscError(
             f"{directory} is {kind} in {dtype}: {name} is off by "
-            f"{found.errors[name]:.1e}, rounding alone by "
-            f"{found.rounding.get(name, 0.0):.1e}",
+            f"{diff.errors[name]:.1e}, rounding alone by "
+            f"{diff.rounding.get(name, 0.0):.1e}",
             help="compile again; if it persists, report it with the model",
         )
-    return found
+    return diff
 
 
 def verify_program(
@@ -183,30 +183,30 @@ def _verify(subject: _Subject) -> Comparison:
     last_bit = _last_bit(subject)
     compared = partial(compare, may_overflow=overflow, last_bit=last_bit)
     expected, actual = subject.in_one_process(), _ranks(subject)
-    found = compared(actual, expected)
-    if found.judge(dtype)[0] == "exact":
-        return found
-    if found.is_about(names := noisy(expected, dtype), dtype):
+    diff = compared(actual, expected)
+    if diff.judge(dtype)[0] == "exact":
+        return diff
+    if diff.is_about(names := noisy(expected, dtype), dtype):
         quiet = replace(subject, near_zero=near_zero(expected, dtype))
         both = _ranks(quiet), quiet.in_one_process()
         states = nearer((actual.state, expected.state), (both[0].state, both[1].state))
         pairs = zip(both, states, strict=True)
         again = compared(*(replace(record, state=state) for record, state in pairs))
-        found = found.with_updates_of(again, names)
-        if found.judge(dtype)[0] == "exact":
-            return found
+        diff = diff.with_updates_of(again, names)
+        if diff.judge(dtype)[0] == "exact":
+            return diff
     inside = _inside(subject)
     if inside is not None:
-        found = found.with_inside(inside, actual, expected)
+        diff = diff.with_inside(inside, actual, expected)
     for other in _other_roundings(subject, inside):
-        once = compare(other, expected, may_overflow=overflow, last_bit=found.last_bit)
-        found = found.with_rounding(once.errors)
-        if found.judge(dtype)[0] == "exact":
-            return found
+        once = compare(other, expected, may_overflow=overflow, last_bit=diff.last_bit)
+        diff = diff.with_rounding(once.errors)
+        if diff.judge(dtype)[0] == "exact":
+            return diff
     if plan.torch_compile and dtype is torch.float32 and not plan.only_dtype:
-        found = found.with_rounding(_lost_by_kernels(subject))
+        diff = diff.with_rounding(_lost_by_kernels(subject))
     is_full = subject.precision.dtype is None and inside is None
-    return found.with_gates() if is_full and dtype is torch.float32 else found
+    return diff.with_gates() if is_full and dtype is torch.float32 else diff
 
 
 def _lost_by_kernels(subject: _Subject) -> dict[str, float]:
@@ -216,11 +216,11 @@ def _lost_by_kernels(subject: _Subject) -> dict[str, float]:
     not exact there.
     """
     wide = replace(subject, dtype=torch.float64)
-    found = compare(_ranks(wide), wide.in_one_process())
-    if found.judge(wide.dtype)[0] != "exact":
+    diff = compare(_ranks(wide), wide.in_one_process())
+    if diff.judge(wide.dtype)[0] != "exact":
         return {}
     bits = torch.finfo(subject.dtype).eps / torch.finfo(wide.dtype).eps
-    return {name: bits * error for name, error in found.errors.items()}
+    return {name: bits * error for name, error in diff.errors.items()}
 
 
 def _last_bit(subject: _Subject) -> float:
@@ -291,7 +291,7 @@ def _inside(subject: _Subject) -> LowPrecision | None:
         # what cannot be watched is judged as if it were in its dtype all through
         with suppress(GemscError, NotImplementedError), watch:
             replace(subject, batches=subject.batches[:1]).in_one_process()
-    return watch.found
+    return watch.lowest
 
 
 def threads_of_a_rank(plan: Plan) -> AbstractContextManager[None]:
@@ -338,15 +338,15 @@ def initial_model(user: UserModel, directory: Path) -> nn.Module:
     model = user.make_unfilled()
     plan = Plan.read(directory / "plan.toml")
     first = first_weights(directory, plan)
-    own = stage_tensors(model)
+    tensors = stage_tensors(model)
     values: dict[str, Tensor] = {}
     with torch.no_grad():
         for stage in range(len(plan.stages)):
-            for name in first.table(stage).keys() & own.keys() - values.keys():
-                if own[name].is_meta:
+            for name in first.table(stage).keys() & tensors.keys() - values.keys():
+                if tensors[name].is_meta:
                     values[name] = first.read(stage, name)
                 else:
-                    own[name].copy_(first.read(stage, name))
+                    tensors[name].copy_(first.read(stage, name))
     put(model, values)
     blank(model)  # what no stage has
     convert(model, plan.memory_format)
@@ -358,18 +358,18 @@ def _batches(user: UserModel, plan: Plan, num_steps: int) -> list[tuple[Any, Any
 
     Where they have several shapes, each has one batch at least, if need be of examples.
     """
-    shapes = [converted(each, plan.memory_format) for each in user.make_shapes()]
+    shapes = [converted(inputs, plan.memory_format) for inputs in user.make_shapes()]
     targets = user.make_targets(shapes)
     examples = [repeated(pair, plan) for pair in zip(shapes, targets, strict=True)]
-    found = _of_dataset(user, plan, num_steps) if user.dataset is not None else []
+    batches = _of_dataset(user, plan, num_steps) if user.dataset is not None else []
     pairs = [
         (like_examples(as_structure(b.data[0]), shapes[b.shape]), b.data[1])
-        for b in found
+        for b in batches
     ]
     if not plan.shapes:
         return pairs if len(pairs) == num_steps else examples * num_steps
-    there = {batch.shape for batch in found}
-    pairs += [each for number, each in enumerate(examples) if number not in there]
+    there = {batch.shape for batch in batches}
+    pairs += [pair for number, pair in enumerate(examples) if number not in there]
     return pairs + examples[:1] * (num_steps - len(pairs))
 
 
@@ -379,14 +379,14 @@ def _of_dataset(user: UserModel, plan: Plan, num_steps: int) -> list[Batch]:
     numbers = all_numbers(classes, data, 0)
     how: dict[str, Any] = {"shapes": classes, "numbers": numbers}
     batches = batches_of(data, plan.batch_sizes, seed=0, shuffle=True, **how)
-    found = [*itertools.islice(batches.epoch(0), num_steps)]
-    there = {batch.shape for batch in found}
+    taken = [*itertools.islice(batches.epoch(0), num_steps)]
+    there = {batch.shape for batch in taken}
     for i, row in enumerate(batches.rows(0) if plan.shapes else ()):
         if row.shape not in there:
             there.add(row.shape)
-            found.append(next(batches.epoch(0, i)))
+            taken.append(next(batches.epoch(0, i)))
     # without what a package adds to tensors, which no file keeps
-    return [replace(batch, data=_plain(batch.data)) for batch in found]
+    return [replace(batch, data=_plain(batch.data)) for batch in taken]
 
 
 def _plain(nest: Any) -> Any:

@@ -96,7 +96,7 @@ def _charts(runs: Sequence[RunLog]) -> Iterator[tuple[str, list[_Line]]]:
 
     losses = lines("train", (run.loss for run in runs))
     held = lines("eval", (run.figures.get("loss", []) for run in runs))
-    yield "loss", [each for pair in zip(losses, held, strict=True) for each in pair]
+    yield "loss", [trace for pair in zip(losses, held, strict=True) for trace in pair]
     for name in dict.fromkeys(name for run in runs for name in run.phases):
         yield f"loss of {name}", lines("train", [r.phases.get(name, []) for r in runs])
     for name in dict.fromkeys(name for run in runs for name in run.figures):
@@ -156,7 +156,7 @@ def _short(name: str) -> str:
 
 
 def _chart(title: str, lines: Sequence[_Line], steps: int, top: float) -> Iterator[str]:
-    values = [value for each in lines for _, value in each.curve]
+    values = [value for trace in lines for _, value in trace.curve]
     yield text(LEFT, top - 8, title, "name")
     if not values:
         yield text(LEFT + 8, top + 24, "nothing was logged yet", "note")
@@ -170,12 +170,12 @@ def _chart(title: str, lines: Sequence[_Line], steps: int, top: float) -> Iterat
         share = (height_of(value) - height_of(low)) / (height_of(high) - height_of(low))
         return top + HEIGHT * (1 - min(max(share, 0.0), 1.0))
 
-    x = LEFT + PLOT - sum(44 + width_of(each.name, SMALL) for each in lines)
-    for each in lines:
-        if each.name:
-            yield from _sample(each.kind, each.index, x, top - 12)
-            yield text(x + 36, top - 8, each.name, "note")
-            x += 44 + width_of(each.name, SMALL)
+    x = LEFT + PLOT - sum(44 + width_of(trace.name, SMALL) for trace in lines)
+    for trace in lines:
+        if trace.name:
+            yield from _sample(trace.kind, trace.index, x, top - 12)
+            yield text(x + 36, top - 8, trace.name, "note")
+            x += 44 + width_of(trace.name, SMALL)
     for mark in marks:
         yield line("grid", LEFT, y_of(mark), LEFT + PLOT, y_of(mark))
         yield text(LEFT - 8, y_of(mark) + 4, f"{mark:.4g}", "end")
@@ -187,8 +187,8 @@ def _chart(title: str, lines: Sequence[_Line], steps: int, top: float) -> Iterat
     yield text(LEFT + PLOT / 2, bottom + 35, "step", "note middle")
     yield line("axis", LEFT, bottom, LEFT + PLOT, bottom)
     yield line("axis", LEFT, top, LEFT, bottom)
-    for each in lines:
-        yield from _curve(each, x_of, y_of)
+    for trace in lines:
+        yield from _curve(trace, x_of, y_of)
 
 
 def _curve(
@@ -240,12 +240,12 @@ def _axis(
     """Return the ends of an axis, the height of a value on it, and its marks."""
     if low > 0 and high / low > LOG_FROM:
         first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-        found = [k * 10.0**e for e in range(first, last + 1) for k in (1, 2, 5)]
-        low = max(k for k in found if k <= low)
-        high = min(k for k in found if k >= high)
-        marks = [mark for mark in found if low <= mark <= high]
+        ticks = [k * 10.0**e for e in range(first, last + 1) for k in (1, 2, 5)]
+        low = max(k for k in ticks if k <= low)
+        high = min(k for k in ticks if k >= high)
+        marks = [mark for mark in ticks if low <= mark <= high]
         if len(marks) > MOST_MARKS:  # powers of ten alone
-            marks = found[:: 3 * -(-(last - first + 1) // MOST_MARKS)]
+            marks = ticks[:: 3 * -(-(last - first + 1) // MOST_MARKS)]
         return low, high, math.log10, [mark for mark in marks if low <= mark <= high]
     if low == high:
         spread = abs(low) / 2 or 1.0

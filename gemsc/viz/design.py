@@ -137,9 +137,9 @@ def colour(name: str) -> Colour:
     """
     if name in COLOURS:
         return COLOURS[name]
-    if found := re.fullmatch(r"(tint|fill)(\d)", name):
-        share = TINT if found[1] == "tint" else FILL
-        return _mixed(COLOURS["sheet"], COLOURS[f"series{found[2]}"], share)
+    if match := re.fullmatch(r"(tint|fill)(\d)", name):
+        share = TINT if match[1] == "tint" else FILL
+        return _mixed(COLOURS["sheet"], COLOURS[f"series{match[2]}"], share)
     kind, _, percent = name.rpartition("-")
     return _mixed(COLOURS[kind], COLOURS[f"{kind}-last"], int(percent) / 100)
 
@@ -201,7 +201,7 @@ def drawing(
     """
     drawn = "\n".join(parts)
     words = {
-        word for found in re.findall(r'class="(.*?)"', drawn) for word in found.split()
+        word for names in re.findall(r'class="(.*?)"', drawn) for word in names.split()
     }
     hatched = [name for name in HATCHED if f"hatch-{name}" in words]
     words |= (

@@ -70,10 +70,10 @@ def draw_graph(program: Program, plan: Plan) -> str:
         form |= {"penwidth": "3"} if stages[stage.index] is slowest else {}
         with picture.subgraph(name=f"cluster_stage{stage.index}") as cluster:
             cluster.attr(**form, **_colours("tint", index))
-            own = [box for box in boxes if box.stage == stage.index]
-            for box in own:
+            stage_boxes = [box for box in boxes if box.stage == stage.index]
+            for box in stage_boxes:
                 _draw_box(cluster, program, box, stages[stage.index])
-            title, first = f"title{stage.index}", own[0].key
+            title, first = f"title{stage.index}", stage_boxes[0].key
             with cluster.subgraph() as row:
                 row.attr(rank="same")
                 words = _stage_label(stages[stage.index], slowest)

@@ -91,12 +91,12 @@ def _list_shapes(plan: Plan, most: int) -> Listing:
     samples = [plan.batch_sizes[number] for number in numbers]
     rates = zip(samples, shapes, strict=True)
     return "shapes: a step of each; all else is about the largest one", [
-        column("shape", (each.name for each in shapes), left=True),
+        column("shape", (shape.name for shape in shapes), left=True),
         column("samples", samples),
-        column("step", (each.step_seconds for each in shapes), show_seconds),
+        column("step", (shape.step_seconds for shape in shapes), show_seconds),
         column(
             "samples/s",
-            (count / each.step_seconds for count, each in rates),
+            (count / shape.step_seconds for count, shape in rates),
             show_rate,
         ),
         column("highest peak", (max(s.peak_bytes) for s in shapes), show_bytes),
@@ -128,10 +128,10 @@ def _list_stages(plan: Plan, most: int) -> Listing:
     return "stages (one micro-batch)" + _of(rows, plan.stages), columns
 
 
-def _of(shown: Sized, found: Sized, what: str = "") -> str:
+def _of(shown: Sized, whole: Sized, what: str = "") -> str:
     """Return how many are shown, unless all are."""
-    few = len(shown) < len(found)
-    return f": {len(shown)} of {len(found)}{what}" if few else ""
+    few = len(shown) < len(whole)
+    return f": {len(shown)} of {len(whole)}{what}" if few else ""
 
 
 def _list_not_kept(plan: Plan, most: int) -> Listing:
@@ -181,12 +181,12 @@ def _list_shared(plan: Plan, most: int) -> Listing:
 
 def _list_forks(plan: Plan, most: int) -> Listing:
     """Return which rank has which branches, what that saves, or why it is not done."""
-    found = [(stage, fork) for stage in plan.stages for fork in stage.forks]
-    rows = sample(len(found), most)
-    forks = [found[row][1] for row in rows]
+    pairs = [(stage, fork) for stage in plan.stages for fork in stage.forks]
+    rows = sample(len(pairs), most)
+    forks = [pairs[row][1] for row in rows]
     seconds = (None if fork.reason else fork.saved_seconds for fork in forks)
     columns = [
-        column("stage", (found[row][0].index for row in rows), left=True),
+        column("stage", (pairs[row][0].index for row in rows), left=True),
         column("fork", (fork.name for fork in forks), left=True, shrinks=True),
         column("branches of each rank", map(_placed, forks), left=True, shrinks=True),
         column("take", (fork.total_seconds for fork in forks), show_seconds, drop=2),
@@ -197,7 +197,7 @@ def _list_forks(plan: Plan, most: int) -> Listing:
         why = (fork.reason for fork in forks)
         columns.append(column("not shared out", why, left=True, shrinks=True))
     title = "branches (one micro-batch, forward and backward)"
-    return title + _of(rows, found), columns
+    return title + _of(rows, pairs), columns
 
 
 def _placed(fork: PlannedFork) -> str:
@@ -211,26 +211,26 @@ def _placed(fork: PlannedFork) -> str:
 
 def _list_whole(plan: Plan, most: int) -> Listing:
     """Return the parameters that all ranks of a stage hold, the largest first."""
-    found = [(s.index, each) for s in plan.stages for each in s.whole]
-    found.sort(key=lambda pair: -pair[1].num_bytes)
-    shown = found[:most]
+    pairs = [(s.index, e) for s in plan.stages for e in s.whole]
+    pairs.sort(key=lambda pair: -pair[1].num_bytes)
+    shown = pairs[:most]
     columns = (
         column("stage", (index for index, _ in shown), left=True),
-        column("parameters", (len(each.names) for _, each in shown)),
-        column("bytes", (each.num_bytes for _, each in shown), show_bytes),
+        column("parameters", (len(e.names) for _, e in shown)),
+        column("bytes", (e.num_bytes for _, e in shown), show_bytes),
         column("the first", (e.names[0] for _, e in shown), left=True, shrinks=True),
         column("because of", (e.reason for _, e in shown), left=True, shrinks=True),
     )
-    return "whole on every rank of a stage" + _of(shown, found), columns
+    return "whole on every rank of a stage" + _of(shown, pairs), columns
 
 
 def _list_barriers(plan: Plan, most: int) -> Listing:
-    found = plan.barriers
+    barriers = plan.barriers
     columns = (
-        column("value", (b["value"] for b in found), left=True),
-        column("bytes", (b["num_bytes"] for b in found), show_bytes),
-        column("line", (b["line"] for b in found), left=True),
-        column("why", (b["reason"] for b in found), left=True, shrinks=True),
+        column("value", (b["value"] for b in barriers), left=True),
+        column("bytes", (b["num_bytes"] for b in barriers), show_bytes),
+        column("line", (b["line"] for b in barriers), left=True),
+        column("why", (b["reason"] for b in barriers), left=True, shrinks=True),
     )
     return "values that every rank of a stage has to gather", columns
 
@@ -273,14 +273,14 @@ def _list_made(plan: Plan, most: int) -> Listing:
 
 def _list_transfers(plan: Plan, most: int) -> Listing:
     rows = sample(len(plan.transfers), most)
-    found = [plan.transfers[row] for row in rows]
-    back = ("gradient" if t.edge.gradient else None for t in found)
+    transfers = [plan.transfers[row] for row in rows]
+    back = ("gradient" if t.edge.gradient else None for t in transfers)
     columns = (
-        column("from stage", (t.edge.source for t in found), left=True),
-        column("to", (t.edge.dest for t in found), left=True),
-        column("values", (t.values for t in found), _join, left=True, shrinks=True),
-        column("bytes", (t.num_bytes for t in found), show_bytes),
-        column("seconds", (t.edge.seconds for t in found), show_seconds, drop=1),
+        column("from stage", (t.edge.source for t in transfers), left=True),
+        column("to", (t.edge.dest for t in transfers), left=True),
+        column("values", (t.values for t in transfers), _join, left=True, shrinks=True),
+        column("bytes", (t.num_bytes for t in transfers), show_bytes),
+        column("seconds", (t.edge.seconds for t in transfers), show_seconds, drop=1),
         column("back", back, drop=2),
     )
     return "transfers (each micro-batch)" + _of(rows, plan.transfers), columns
@@ -376,11 +376,11 @@ def fitted(title: str, columns: Sequence[Column], width: int) -> Table:
         kept.remove(max(kept, key=lambda c: c.drop))
     widths = _shrunk(kept, width)
     table = Table(title=title, title_justify="left", title_style="bold")
-    for each, most in zip(kept, widths, strict=True):
+    for column, most in zip(kept, widths, strict=True):
         table.add_column(
-            each.title,
-            justify="left" if each.left else "right",
-            no_wrap=not each.shrinks,
+            column.title,
+            justify="left" if column.left else "right",
+            no_wrap=not column.shrinks,
             overflow="fold",
             max_width=most,
         )

@@ -180,7 +180,7 @@ def panels_of(plan: Plan, marks: Sequence[Sequence[Mark]] = ()) -> tuple[Panel, 
         task, timeline_of(plan), list(map(show_ranks, copies[0]))
     )
     branches = {stage.index: tuple(_branches(stage)) for stage in plan.stages}
-    sums = {each["stage"]: (each["start"], each["end"]) for each in plan.sums}
+    sums = {entry["stage"]: (entry["start"], entry["end"]) for entry in plan.sums}
     predicted = replace(predicted, branches=branches, sums=sums)
     if not marks:
         return (predicted,)
@@ -231,19 +231,19 @@ def _branches(stage: PlannedStage) -> Iterator[Branches]:
 
     What shards take of the trunk counts as on one rank: all is then shown shorter.
     """
-    found, start = [], 0.0
+    parts, start = [], 0.0
     for fork in stage.forks:
         seconds = dict(zip(fork.branches, fork.seconds, strict=True))
         loads = [sum(map(seconds.__getitem__, names)) for names in fork.placed]
         start += fork.trunk_seconds
         end = start + max(loads, default=0.0)
         for place, (names, load) in enumerate(zip(fork.placed, loads, strict=True)):
-            found.append(Branches(place, start, start + load, ", ".join(names)))
-            found.append(Branches(place, start + load, end, ""))
+            parts.append(Branches(place, start, start + load, ", ".join(names)))
+            parts.append(Branches(place, start + load, end, ""))
         start = end
     total = max(stage.seconds - stage.talking_seconds, start)
-    for each in found:
-        yield replace(each, start=each.start / total, end=each.end / total)
+    for part in parts:
+        yield replace(part, start=part.start / total, end=part.end / total)
 
 
 def _ranks(rows: Sequence[object]) -> list[str]:

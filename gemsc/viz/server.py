@@ -59,8 +59,8 @@ class Pages:
         if self._run is not None or self.program is None:
             return self._run
         runs = self.program / "runs"
-        found = [each for each in runs.glob("*") if each.name.isdigit()]
-        return max(found, key=lambda each: int(each.name), default=None)
+        folders = [folder for folder in runs.glob("*") if folder.name.isdigit()]
+        return max(folders, key=lambda folder: int(folder.name), default=None)
 
     def page(self) -> str:
         """Return the report with the run in it."""
@@ -89,10 +89,10 @@ class Pages:
     def file(self, path: str) -> Path | None:
         """Return the file that a path of the address names, if it is to be seen."""
         for form, folder in ((OF_PROGRAM, self.program), (OF_RUN, self.run_folder())):
-            found = form.fullmatch(path)
-            if found is None or folder is None:
+            match = form.fullmatch(path)
+            if match is None or folder is None:
                 continue
-            file = (folder / found[1]).resolve()
+            file = (folder / match[1]).resolve()
             if file.is_file() and file.is_relative_to(folder.resolve()):
                 return file
         return None

@@ -69,7 +69,7 @@ def show_activations(plan: Plan, measured: Sequence[int], console: Console) -> N
     """Print the peaks of live activations that were predicted and found."""
     predicted = plan.by_rank(plan.activation_bytes) * plan.data
     pairs = [*zip(measured, predicted, strict=True)]
-    ratios = [found / bytes for found, bytes in pairs if bytes] or [1.0]
+    ratios = [peak / bytes for peak, bytes in pairs if bytes] or [1.0]
     peaks = ", ".join(map(show_bytes, measured))
     console.print(
         f"peak of live activations on each rank: {peaks}; "
@@ -147,8 +147,8 @@ def of_this_machine(plan: Plan) -> Iterator[str]:
             f"note: {DEFAULT_HARDWARE} is a default, not this machine: "
             "`gemsc profile --calibrate` measures it, for --hardware"
         )
-    if (found := seconds_here(plan)) is not None:
-        seconds, cores = show_seconds(found[0]), found[1]
+    if (estimate := seconds_here(plan)) is not None:
+        seconds, cores = show_seconds(estimate[0]), estimate[1]
         yield (
             f"note: predicted with a core for each rank; {plan.ranks} ranks on the "
             f"{cores} cores of this machine take at least {seconds} a step"
@@ -158,12 +158,12 @@ def of_this_machine(plan: Plan) -> Iterator[str]:
 def notes(plan: Plan) -> list[str]:
     """Return what differs from the model: for a module that stays whole, also why."""
     whole = []
-    for each in plan.opaque:
-        stages = f"stage{'s' * (len(each['stages']) > 1)} "
-        stages += ", ".join(map(str, each["stages"]))  # each of several has a copy
+    for entry in plan.opaque:
+        stages = f"stage{'s' * (len(entry['stages']) > 1)} "
+        stages += ", ".join(map(str, entry["stages"]))  # each of several has a copy
         whole.append(
-            f"note: {each['line']}: '{each['module']}' stays whole on {stages}: "
-            f"{each['reason']}; its time and memory are those of one real run on "
+            f"note: {entry['line']}: '{entry['module']}' stays whole on {stages}: "
+            f"{entry['reason']}; its time and memory are those of one real run on "
             "example_inputs"
         )
     return [*whole, *(f"note: {note}" for note in plan.notes)]
@@ -204,13 +204,13 @@ def _options(plan: Plan) -> Iterator[str]:
 def _deferred(plan: Plan) -> Iterator[str]:
     """Yield which stages send gradients before they compute those of weights."""
     actions = [Action.parse(word) for row in plan.order for word in row.split()]
-    found = sorted({each.stage for each in actions if each.kind is Kind.WEIGHT})
-    if not found:
+    stages = sorted({action.stage for action in actions if action.kind is Kind.WEIGHT})
+    if not stages:
         return
-    most = show_seconds(max(plan.stages[stage].cost.weight for stage in found))
-    which = ", ".join(map(str, found))
-    if len(found) > _MOST_NAMES:
-        which = f"{found[0]} to {found[-1]}"
+    most = show_seconds(max(plan.stages[stage].cost.weight for stage in stages))
+    which = ", ".join(map(str, stages))
+    if len(stages) > _MOST_NAMES:
+        which = f"{stages[0]} to {stages[-1]}"
     yield (
         f"deferred weight gradients: stage {which} first sends the gradients of its "
         f"inputs, up to {most} earlier"
@@ -219,15 +219,15 @@ def _deferred(plan: Plan) -> Iterator[str]:
 
 def _traffic(plan: Plan) -> Iterator[str]:
     """Yield what the ranks of a copy send in a step: of values and gradients."""
-    found = plan.traffic
-    if not found or not found["messages"]:
+    traffic = plan.traffic
+    if not traffic or not traffic["messages"]:
         return
-    line = f"sent: {found['messages']} messages a step with "
-    line += show_bytes(found["message_bytes"])
-    if found["sums"]:
-        calls = found["sums"]
+    line = f"sent: {traffic['messages']} messages a step with "
+    line += show_bytes(traffic["message_bytes"])
+    if traffic["sums"]:
+        calls = traffic["sums"]
         line += f", {calls} all-reduces inside stages with "
-        line += show_bytes(found["sum_bytes"])
+        line += show_bytes(traffic["sum_bytes"])
     yield line
 
 

@@ -181,21 +181,21 @@ class _Drawn:
     def _branches(self, span: Span, y: int) -> Iterator[str]:
         """Draw a line for each rank of a row: when it computes which branches."""
         branches = _branches_of(self.panel, span)
-        count = 1 + max((each.place for each in branches), default=0)
+        count = 1 + max((part.place for part in branches), default=0)
         height = 0.4 * self.box / count
         if branches:
             x, width = self.x(span.start), self.x(span.seconds) - LEFT
             yield rect("fill-sheet", x, y + 0.6 * self.box, width, 0.4 * self.box)
-        for each in branches:
-            start, end = each.start, each.end
+        for part in branches:
+            start, end = part.start, part.end
             if span.kind == "backward":
                 start, end = 1 - end, 1 - start
             width = self.width * (end - start) * span.seconds / self.panel.length
             if width >= THINNEST:
                 x = self.x(span.start + start * span.seconds)
-                top = y + self.box - height * (count - each.place)
-                fill = f"fill-{series(each.place)}" if each.names else "hatch-wait"
-                title = each.names or "waits for branches of others"
+                top = y + self.box - height * (count - part.place)
+                fill = f"fill-{series(part.place)}" if part.names else "hatch-wait"
+                title = part.names or "waits for branches of others"
                 yield rect(f"branches {fill}", x, top, width, height, title)
 
     def _sums(self, row: Row, y: int) -> Iterator[str]:

@@ -68,7 +68,7 @@ def write_distributed(folder: Path, state: Mapping[str, Any]) -> None:
 
     def blank(value: Any) -> Any:
         if isinstance(value, Mapping):
-            return {key: blank(each) for key, each in value.items()}
+            return {key: blank(inner) for key, inner in value.items()}
         if not isinstance(value, Lazy):
             return value
         entry = value.entry
@@ -98,17 +98,17 @@ class _Writer(FileSystemWriter):
 
 def _files(items: Iterable[WriteItem]) -> Iterator[list[WriteItem]]:
     """Yield what goes into each file: some tensors, or one that is larger."""
-    found: list[WriteItem] = []
+    group: list[WriteItem] = []
     size = 0
     for item in items:
         if (about := item.tensor_data) is not None:
             item_size = about.properties.dtype.itemsize * about.size.numel()
-            if found and size + item_size > FILE_BYTES:
-                yield found
-                found, size = [], 0
+            if group and size + item_size > FILE_BYTES:
+                yield group
+                group, size = [], 0
             size += item_size
-        found.append(item)
-    yield found
+        group.append(item)
+    yield group
 
 
 class _SavePlanner(DefaultSavePlanner):
@@ -119,9 +119,9 @@ class _SavePlanner(DefaultSavePlanner):
         self._reads = reads
 
     def lookup_object(self, index: Any) -> Any:
-        found = super().lookup_object(index)
-        read = self._reads.get(id(found))
-        return found if read is None else read()
+        value = super().lookup_object(index)
+        read = self._reads.get(id(value))
+        return value if read is None else read()
 
 
 @dataclass
@@ -137,13 +137,13 @@ class DistributedCheckpoint:
     @cached_property
     def table(self) -> dict[str, Entry]:
         """The tensors of the model."""
-        found = {name: self._entry(key) for name, key in self._model.items()}
-        if not found:
+        table = {name: self._entry(key) for name, key in self._model.items()}
+        if not table:
             raise GemscError(
                 f"{self.path} holds no weights",
                 help="save model.state_dict(), or a dict that contains it as 'model'",
             )
-        return found
+        return table
 
     @cached_property
     def states(self) -> dict[tuple[str, str], str]:
@@ -152,13 +152,13 @@ class DistributedCheckpoint:
         Raises:
             GemscError: it is under another name than the model's.
         """
-        found = {}
+        keys = {}
         for key, path in self._paths():
             at = next((i for i, part in enumerate(path) if part in OF_OPTIMIZER), None)
-            rest = "" if at is None else ".".join(path[at + 1 :])
-            if not rest.startswith(STATE):
+            tail = "" if at is None else ".".join(path[at + 1 :])
+            if not tail.startswith(STATE):
                 continue
-            name, _, state = rest.removeprefix(STATE).rpartition(".")
+            name, _, state = tail.removeprefix(STATE).rpartition(".")
             if name not in self.table:
                 raise GemscError(
                     f"{self.path} has '{key}', a state of the optimizer, and no weight "
@@ -166,8 +166,8 @@ class DistributedCheckpoint:
                     help="save the result of torch's get_optimizer_state_dict(), or "
                     f"use only the weights: gemsc import PROGRAM {self.path}",
                 )
-            found[state, name] = key
-        return found
+            keys[state, name] = key
+        return keys
 
     def is_like_its_parameter(self, state: str, name: str) -> bool:
         """Whether a state has an element for each of its parameter."""
@@ -185,8 +185,8 @@ class DistributedCheckpoint:
 
         It is `optimizer/exp_avg/NAME`, or a name of the model.
         """
-        kind, _, rest = key.partition("/")
-        state, _, name = rest.partition("/")
+        kind, _, tail = key.partition("/")
+        state, _, name = tail.partition("/")
         is_state = kind == "optimizer" and (state, name) in self.states
         stored = self.states[state, name] if is_state else self._model[key]
         return StoredSlice(self._entry(stored), lambda: self._tensor(stored))
@@ -236,13 +236,13 @@ class DistributedCheckpoint:
         return Entry(kind.properties.dtype, tuple(kind.size))
 
     def _tensor(self, key: str) -> Tensor:
-        name, found = self._last
-        if name != key or found is None:
+        name, tensor = self._last
+        if name != key or tensor is None:
             self._last = "", None
-            found = self.values([key])[key]
-            assert isinstance(found, Tensor)
-            self._last = key, found
-        return found
+            tensor = self.values([key])[key]
+            assert isinstance(tensor, Tensor)
+            self._last = key, tensor
+        return tensor
 
     @property
     def _metadata(self) -> Metadata:
@@ -275,9 +275,9 @@ class _Reader(FileSystemReader):
     @cached_property
     def content(self) -> Metadata:
         with (Path(self.path) / DISTRIBUTED).open("rb") as file:
-            found = _Unpickler(file).load()
-        found.storage_meta = found.storage_meta or metadata.StorageMeta()
-        return found  # type: ignore[no-any-return]
+            content = _Unpickler(file).load()
+        content.storage_meta = content.storage_meta or metadata.StorageMeta()
+        return content  # type: ignore[no-any-return]
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self.content
@@ -291,7 +291,7 @@ class _Unpickler(pickle.Unpickler):
             getattr(torch, name, None), torch.dtype
         )
         is_known = is_dtype or (module, name) in {
-            *(("torch.distributed.checkpoint.metadata", each) for each in OF_METADATA),
+            *(("torch.distributed.checkpoint.metadata", kind) for kind in OF_METADATA),
             ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
             ("torch", "Size"),
             ("torch.serialization", "_get_layout"),

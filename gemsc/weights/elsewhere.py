@@ -50,18 +50,18 @@ class Elsewhere:
             GemscError: something has no shape yet.
         """
         reject_lazy(model)
-        tensors = {each.names[0]: each for each in wanted_of(model)}
+        tensors = {want.names[0]: want for want in wanted_of(model)}
         named = dict(all_named(model))
         return Elsewhere(tensors, frozenset(n for n in tensors if named[n].is_meta))
 
     @property
     def bytes(self) -> int:
         """How many bytes all tensors of the model take."""
-        return sum(each.entry.bytes for each in self.tensors.values())
+        return sum(want.entry.bytes for want in self.tensors.values())
 
     def in_files(self, place: Path) -> Elsewhere:
         """Return that a file or folder has all that is in a state_dict."""
-        required = frozenset(n for n, each in self.tensors.items() if each.required)
+        required = frozenset(n for n, want in self.tensors.items() if want.required)
         return replace(self, absent=required, files=os.path.abspath(place))
 
     def now_in(self, place: Path) -> Elsewhere:
@@ -81,20 +81,20 @@ class Elsewhere:
         """
         known = {
             name: {
-                "names": each.names,
-                "dtype": stored_name(name, each.entry.dtype),
-                "shape": each.entry.shape,
-                "required": each.required,
+                "names": want.names,
+                "dtype": stored_name(name, want.entry.dtype),
+                "shape": want.entry.shape,
+                "required": want.required,
             }
-            for name, each in self.tensors.items()
+            for name, want in self.tensors.items()
         }
-        found = {
+        saved = {
             "files": self.files and os.path.relpath(self.files, program),
             "is_made": self.is_made,
             "stages": [[n for n in names if n in self.absent] for names in owned],
             "tensors": known,
         }
-        write_text(folder / ELSEWHERE, json.dumps(found, indent=1))
+        write_text(folder / ELSEWHERE, json.dumps(saved, indent=1))
 
     @staticmethod
     def read(folder: Path) -> Elsewhere | None:
@@ -105,10 +105,10 @@ class Elsewhere:
         """
         path = folder / ELSEWHERE
         try:
-            found = json.loads(path.read_bytes())
-            tensors = {name: _wanted(each) for name, each in found["tensors"].items()}
-            stages = [[str(name) for name in names] for names in found["stages"]]
-            files, is_made = str(found["files"]), bool(found["is_made"])
+            saved = json.loads(path.read_bytes())
+            tensors = {name: _wanted(entry) for name, entry in saved["tensors"].items()}
+            stages = [[str(name) for name in names] for names in saved["stages"]]
+            files, is_made = str(saved["files"]), bool(saved["is_made"])
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -121,12 +121,12 @@ class Elsewhere:
         return Elsewhere(tensors, absent, files, is_made, stages)
 
 
-def _wanted(found: Mapping[str, object]) -> Wanted:
-    names, shape = found["names"], found["shape"]
+def _wanted(saved: Mapping[str, object]) -> Wanted:
+    names, shape = saved["names"], saved["shape"]
     assert isinstance(names, list)
     assert isinstance(shape, list)
-    entry = Entry(DTYPES[str(found["dtype"])], tuple(map(int, shape)))
-    return Wanted(tuple(map(str, names)), entry, bool(found["required"]))
+    entry = Entry(DTYPES[str(saved["dtype"])], tuple(map(int, shape)))
+    return Wanted(tuple(map(str, names)), entry, bool(saved["required"]))
 
 
 def wanted_of(model: nn.Module) -> Iterator[Wanted]:
@@ -136,6 +136,6 @@ def wanted_of(model: nn.Module) -> Iterator[Wanted]:
     for name, tensor in all_named(model):
         names.setdefault(id(tensor), []).append(name)
     for name, tensor in dict(all_named(model)).items():
-        if (own := names[id(tensor)])[0] == name:
-            required = any(each in state for each in own)
-            yield Wanted(tuple(own), Entry.of(tensor), required)
+        if (aliases := names[id(tensor)])[0] == name:
+            required = any(alias in state for alias in aliases)
+            yield Wanted(tuple(aliases), Entry.of(tensor), required)

@@ -49,7 +49,7 @@ class FirstWeights:
         """
         if not self.are_there:
             raise self.nowhere()
-        _ = self._found
+        _ = self._names
 
     @property
     def are_there(self) -> bool:
@@ -69,10 +69,10 @@ class FirstWeights:
 
     def table(self, stage: int) -> dict[str, Entry]:
         """Return the tensors of a stage, as a whole."""
-        there, own = self.elsewhere, self._stage(stage)
+        there, file = self.elsewhere, self._stage(stage)
         names = there.stages[stage] if there is not None else ()
         absent = {name: there.tensors[name].entry for name in names} if there else {}
-        return {**own.table, **absent}
+        return {**file.table, **absent}
 
     def read(
         self,
@@ -88,18 +88,18 @@ class FirstWeights:
         Raises:
             GemscError: it is not there, or has another shape.
         """
-        own = self._stage(stage)
-        if name in self._found:
-            files, stored = self._files, self._found[name]
+        file = self._stage(stage)
+        if name in self._names:
+            files, stored = self._files, self._names[name]
             assert files is not None
             assert self.elsewhere is not None
             what = f"{files.path}: '{stored}'"
-            found = own_part(files.mapped(stored), part, what, rows)
-            return found.to(self.elsewhere.tensors[name].entry.dtype)
-        if name in own.table:
-            return own_part(own.mapped(name), part, f"{own.path}: '{name}'", rows)
+            tensor = own_part(files.mapped(stored), part, what, rows)
+            return tensor.to(self.elsewhere.tensors[name].entry.dtype)
+        if name in file.table:
+            return own_part(file.mapped(name), part, f"{file.path}: '{name}'", rows)
         if self.elsewhere is None or name not in self.elsewhere.absent:
-            raise GemscError(f"{own.path} has no '{name}'", help=AGAIN)
+            raise GemscError(f"{file.path} has no '{name}'", help=AGAIN)
         if self._made is None:
             raise self.nowhere()
         return own_part(self._made.tensor(name), part, f"init() of '{name}'", rows)
@@ -116,9 +116,9 @@ class FirstWeights:
         if self.are_there or there is None or name not in there.absent:
             return self.read(stage, name, part, rows)
         like = self.like(stage, name, part)
-        found = torch.zeros(like.shape, dtype=like.dtype)
-        found = found if rows is None else rows_of(found, rows).clone()
-        return found.fill_(torch.nan) if found.dtype.is_floating_point else found
+        tensor = torch.zeros(like.shape, dtype=like.dtype)
+        tensor = tensor if rows is None else rows_of(tensor, rows).clone()
+        return tensor.fill_(torch.nan) if tensor.dtype.is_floating_point else tensor
 
     def like(self, stage: int, name: str, part: Part | None = None) -> Tensor:
         """Return a tensor on the meta device with the shape and dtype of what is read.
@@ -126,12 +126,12 @@ class FirstWeights:
         Raises:
             GemscError: it is not there.
         """
-        own, there = self._stage(stage), self.elsewhere
-        entry = own.table.get(name)
+        file, there = self._stage(stage), self.elsewhere
+        entry = file.table.get(name)
         if there is not None and name in there.absent:
             entry = there.tensors[name].entry
         if entry is None:
-            raise GemscError(f"{own.path} has no '{name}'", help=AGAIN)
+            raise GemscError(f"{file.path} has no '{name}'", help=AGAIN)
         shape = entry.shape
         if part is not None and part.shape == shape:
             shape = part.local_shape
@@ -148,7 +148,7 @@ class FirstWeights:
         return WeightFiles.open(Path(there.files)) if there and there.files else None
 
     @cached_property
-    def _found(self) -> Mapping[str, str]:
+    def _names(self) -> Mapping[str, str]:
         """Which of the model's tensors the user's files have, and under which names."""
         there, files = self.elsewhere, self._files
         if there is None or files is None:

@@ -39,17 +39,17 @@ class Initialized:
         Raises:
             GemscError: init fails, or leaves it without values.
         """
-        path, _, own = name.rpartition(".")
+        path, _, attribute = name.rpartition(".")
         if self._last[0] != path or not self._last[1]:
             self._last = "", {}
             self._last = path, self._made(path)
-        return self._last[1][own]
+        return self._last[1][attribute]
 
     def _made(self, path: str) -> dict[str, Tensor]:
         module: Any = copy.copy(self.model.get_submodule(path))
-        own = [module._parameters, module._buffers]
-        own = [{name: _unset(t) for name, t in slots.items()} for slots in own]
-        module._parameters, module._buffers = own
+        both = [module._parameters, module._buffers]
+        both = [{name: _unset(t) for name, t in slots.items()} for slots in both]
+        module._parameters, module._buffers = both
         with (
             outside_draws(),
             seeded(seed_of("init", path)),
@@ -57,17 +57,17 @@ class Initialized:
             torch.no_grad(),
         ):
             self.init(module)
-        set_ = {n: t for slots in own for n, t in slots.items() if t is not None}
-        found = {name: tensor.detach() for name, tensor in set_.items()}
+        set_ = {n: t for slots in both for n, t in slots.items() if t is not None}
+        tensors = {name: tensor.detach() for name, tensor in set_.items()}
         what = f"init() of {path or 'the model'} ({type(module).__name__})"
-        for name, tensor in found.items():
+        for name, tensor in tensors.items():
             if _is_unset(tensor):
                 raise GemscError(
                     f"{what} does not initialize '{name}'",
                     help="let it set all parameters and buffers of the module, as "
                     "module.reset_parameters() does for layers of torch.nn",
                 )
-        return found
+        return tensors
 
 
 def _unset(tensor: Tensor | None) -> Tensor | None:

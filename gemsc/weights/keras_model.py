@@ -83,14 +83,14 @@ class KerasModel(nn.Module):
             for variable in layer._trainable_variables
         }
         for variable, name in self._keras.variables:
-            path, _, own = name.rpartition(".")
+            path, _, attribute = name.rpartition(".")
             module, value = self.get_submodule(path), variable.value
             tensor = value.detach().cpu()  # Keras takes a GPU where there is one
             if id(variable) in weights:
                 parameter = nn.Parameter(tensor, requires_grad=value.requires_grad)
-                module.register_parameter(own, parameter)
+                module.register_parameter(attribute, parameter)
             else:
-                module.register_buffer(own, tensor)
+                module.register_buffer(attribute, tensor)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Call the Keras model in this module's mode, with its weights."""
@@ -235,12 +235,12 @@ def _name_layer(
     taken: set[str] = set()
     for variable in (*layer._trainable_variables, *layer._non_trainable_variables):
         if id(variable) not in names:
-            own = _free(variable.name, taken)
-            names[id(variable)] = variable, f"{path}.{own}".lstrip(".")
+            unique = _free(variable.name, taken)
+            names[id(variable)] = variable, f"{path}.{unique}".lstrip(".")
     for child in layer._flatten_layers(include_self=False, recursive=False):
         if id(child) not in paths and type(child).__name__ != "InputLayer":
-            own = _free(_without_number(child), taken)
-            _name_layer(child, f"{path}.{own}".lstrip("."), paths, names)
+            unique = _free(_without_number(child), taken)
+            _name_layer(child, f"{path}.{unique}".lstrip("."), paths, names)
 
 
 def _without_number(layer: Any) -> str:

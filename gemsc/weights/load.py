@@ -39,12 +39,12 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> list[str]:
         return notes
     files = WeightFiles.open(Path(path))
     wanted = list(wanted_of(model))
-    found = matched(files, wanted)
+    stored = matched(files, wanted)
     values = {}
-    for each in wanted:
-        name = each.names[0]
-        if name in found:
-            values[name] = _converted(files.mapped(found[name]), each.entry.dtype)
+    for want in wanted:
+        name = want.names[0]
+        if name in stored:
+            values[name] = _converted(files.mapped(stored[name]), want.entry.dtype)
         elif model.get_buffer(name).is_meta:
             raise GemscError(
                 f"the model's buffer '{name}' has no data: it is on the meta device, "
@@ -148,8 +148,8 @@ def swap(module: nn.Module, new: Mapping[int, Any]) -> None:
 
     A tied tensor has several places.
     """
-    for each in module.modules():
+    for owner in module.modules():
         slots: dict[str, Any]
-        for slots in (each._parameters, each._buffers):
+        for slots in (owner._parameters, owner._buffers):
             for name, slot in slots.items():
                 slots[name] = new.get(id(slot), slot)

@@ -39,15 +39,15 @@ def give_buffers(model: nn.Module, make: Callable[[int], nn.Module]) -> None:
         return
     first, second = (_on_cpu(make, seed) for seed in (0, 1))
     both = first.keys() & second.keys()
-    found = {
+    values = {
         n: first[n] for n in missing if n in both and same_bits(first[n], second[n])
     }
-    put(model, {n: t for n, t in found.items() if n in dict(model.named_buffers())})
+    put(model, {n: t for n, t in values.items() if n in dict(model.named_buffers())})
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             full = f"{path}.{name}".lstrip(".")
-            if isinstance(value, Tensor) and full in found:
-                vars(module)[name] = found[full]
+            if isinstance(value, Tensor) and full in values:
+                vars(module)[name] = values[full]
 
 
 def check_buffers(model: nn.Module) -> None:
@@ -109,11 +109,11 @@ def _on_cpu(make: Callable[[int], nn.Module], seed: int) -> Mapping[str, Tensor]
 
     with patch.object(nn.Module, "register_parameter", registered), _OnCpu():
         model = make(seed)
-    found = dict(model.named_buffers())
+    tensors = dict(model.named_buffers())
     for path, module in model.named_modules():
-        own = {n: t for n, t in vars(module).items() if isinstance(t, Tensor)}
-        found |= {f"{path}.{name}".lstrip("."): t for name, t in own.items()}
-    return {name: t.detach() for name, t in found.items() if not t.is_meta}
+        attributes = {n: t for n, t in vars(module).items() if isinstance(t, Tensor)}
+        tensors |= {f"{path}.{name}".lstrip("."): t for name, t in attributes.items()}
+    return {name: t.detach() for name, t in tensors.items() if not t.is_meta}
 
 
 class _OnCpu(TorchFunctionMode):

@@ -57,8 +57,8 @@ def own_part(
             f"{what} has shape {list(shape)}, but the program needs {list(part.shape)}",
             help="use weights of this model, or compile again",
         )
-    found = part.of(mapped)
-    return found if rows is None else rows_of(found, rows).clone()
+    tensor = part.of(mapped)
+    return tensor if rows is None else rows_of(tensor, rows).clone()
 
 
 def pasted(
@@ -73,7 +73,7 @@ def pasted(
     for tensors, parts in held:
         for name, tensor in tensors.items():
             pieces[name].setdefault(parts.get(name), tensor)
-    return {name: _whole(name, found) for name, found in pieces.items()}
+    return {name: _whole(name, parts) for name, parts in pieces.items()}
 
 
 def _whole(name: str, pieces: Mapping[Part | None, Tensor]) -> Tensor:

@@ -84,8 +84,8 @@ def open_distributed(folder: Path) -> DistributedCheckpoint:
 
 def _of_folder(folder: Path) -> WeightFiles:
     if (folder / DISTRIBUTED).is_file():
-        found = open_distributed(folder)
-        return WeightFiles(folder, found.table, found.read)
+        checkpoint = open_distributed(folder)
+        return WeightFiles(folder, checkpoint.table, checkpoint.read)
     if (folder / "manifest.json").is_file():
         raise GemscError(
             f"{folder} is a checkpoint of a program",
@@ -129,12 +129,12 @@ def _of_index(index: Path) -> WeightFiles:
                 help="download it again, or copy all files of the weights",
             )
     files = [*map(_opened, shards)]
-    found = _of_files(index.parent, files)
+    weights = _of_files(index.parent, files)
     held = {name: file.path.name for file in files for name in file.table}
     for name, place in places.items():
         if held.get(name) != str(place):
             raise _damaged(index, f"{place} has no '{name}'")
-    return found
+    return weights
 
 
 def _of_files(path: Path, files: Iterable[TensorFile]) -> WeightFiles:
@@ -167,7 +167,7 @@ def _opened(path: Path) -> TensorFile:
 def _of_torch(path: Path) -> dict[str, Tensor]:
     """Map what `torch.save` wrote; nothing that is pickled in it is run."""
     try:
-        found: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        state: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (OSError, EOFError, RuntimeError, ValueError) as error:
         raise _damaged(path, str(error).split("\n")[0]) from None
     except pickle.UnpicklingError:
@@ -175,16 +175,16 @@ def _of_torch(path: Path) -> dict[str, Tensor]:
             f"{path} contains more than tensors",
             help="save only model.state_dict(), preferably as .safetensors",
         ) from None
-    while isinstance(found, dict):
-        inner = next((found[key] for key in INSIDE if key in found), None)
+    while isinstance(state, dict):
+        inner = next((state[key] for key in INSIDE if key in state), None)
         if not isinstance(inner, dict):
             break
-        found = inner
-    if isinstance(found, dict) and all(
+        state = inner
+    if isinstance(state, dict) and all(
         isinstance(name, str) and isinstance(value, Tensor)
-        for name, value in found.items()
+        for name, value in state.items()
     ):
-        return {name: tensor.detach() for name, tensor in found.items()}
+        return {name: tensor.detach() for name, tensor in state.items()}
     raise GemscError(f"{path} is not a state_dict", help=KINDS)
 
 
@@ -217,35 +217,35 @@ def matched(files: WeightFiles, wanted: Sequence[Wanted]) -> dict[str, str]:
         GemscError: a name is missing, or there are others; a shape is another, or a
             dtype of another kind; tensors that are one in the model differ.
     """
-    found = {}
-    for each in wanted:
-        names = [name for name in each.names if name in files.table]
+    stored = {}
+    for want in wanted:
+        names = [name for name in want.names if name in files.table]
         if names:
-            found[each.names[0]] = names[0]
+            stored[want.names[0]] = names[0]
         for other in names[1:]:
             _check_tied(files, names[0], other)
-    known = {name for each in wanted for name in each.names}
-    missing = [e.names[0] for e in wanted if e.required and e.names[0] not in found]
+    known = {name for want in wanted for name in want.names}
+    missing = [e.names[0] for e in wanted if e.required and e.names[0] not in stored]
     extra = [name for name in files.table if name not in known]
     if missing or extra:
         raise _other_names(files, known, missing, extra)
-    for each in wanted:
-        if each.names[0] in found:
-            _check(files, found[each.names[0]], each.entry)
-    return found
+    for want in wanted:
+        if want.names[0] in stored:
+            _check(files, stored[want.names[0]], want.entry)
+    return stored
 
 
 def conversions(files: WeightFiles, wanted: Iterable[Wanted]) -> list[str]:
     """Return what is said of dtypes: `12 tensors: bfloat16 in FILES, float32 here`."""
-    found: dict[tuple[str, str], int] = {}
-    for each in wanted:
-        for name in each.names[:1]:
-            if name in files.table and files.table[name].dtype != each.entry.dtype:
-                pair = dtype_name(files.table[name].dtype), dtype_name(each.entry.dtype)
-                found[pair] = found.get(pair, 0) + 1
+    counts: dict[tuple[str, str], int] = {}
+    for want in wanted:
+        for name in want.names[:1]:
+            if name in files.table and files.table[name].dtype != want.entry.dtype:
+                pair = dtype_name(files.table[name].dtype), dtype_name(want.entry.dtype)
+                counts[pair] = counts.get(pair, 0) + 1
     return [
         f"{count} tensor{'s' * (count > 1)} of {files.path} converted from {a} to {b}"
-        for (a, b), count in found.items()
+        for (a, b), count in counts.items()
     ]
 
 

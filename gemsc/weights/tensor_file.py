@@ -46,13 +46,13 @@ class TensorFile:
             header = json.loads(file.read(length))
         metadata = header.pop("__metadata__", {})
         table = {
-            name: Entry(DTYPES[found["dtype"]], tuple(found["shape"]))
-            for name, found in header.items()
+            name: Entry(DTYPES[spec["dtype"]], tuple(spec["shape"]))
+            for name, spec in header.items()
         }
         for name in json.loads(metadata.get(PAIRS, "[]")):
             table[name] = Entry(torch.complex128, table[name].shape[:-1])
         start = LENGTH + length
-        places = {n: start + found["data_offsets"][0] for n, found in header.items()}
+        places = {n: start + spec["data_offsets"][0] for n, spec in header.items()}
         return TensorFile(path, table, places)
 
     def mapped(self, name: str) -> Tensor:
@@ -66,8 +66,8 @@ class TensorFile:
         before = place % mmap.ALLOCATIONGRANULARITY
         size, access = before + entry.bytes, mmap.ACCESS_COPY
         with self.path.open("rb") as file:
-            found = mmap.mmap(file.fileno(), size, access=access, offset=place - before)
-        raw = torch.frombuffer(found, dtype=torch.uint8, offset=before)
+            pages = mmap.mmap(file.fileno(), size, access=access, offset=place - before)
+        raw = torch.frombuffer(pages, dtype=torch.uint8, offset=before)
         if place % entry.dtype.itemsize:  # no tensor can lie there
             raw = raw.clone()
         return raw.view(entry.dtype).view(entry.shape)

@@ -86,9 +86,9 @@ def test_names_of_layers_and_parameters_are_data_in_all_files(tmp_path: Path) ->
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_docstring_stays_one(name: str) -> None:
-    found: dict[str, Any] = {}
-    exec(f'"""{in_docstring(name)}"""\n', found)
-    assert isinstance(found["__doc__"], str)
+    namespace: dict[str, Any] = {}
+    exec(f'"""{in_docstring(name)}"""\n', namespace)
+    assert isinstance(namespace["__doc__"], str)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -171,9 +171,9 @@ def test_nothing_outside_a_runs_folder_is_removed(tmp_path: Path) -> None:
 
 def test_a_status_is_a_short_text(tmp_path: Path) -> None:
     (tmp_path / "rank0").write_bytes(b"\xff" + NAMES[0].encode() + b"\0rest")
-    found = read_status(tmp_path, 0)
-    assert found is not None
-    assert "rest" not in found
+    status = read_status(tmp_path, 0)
+    assert status is not None
+    assert "rest" not in status
 
 
 # Plans with anything in them

@@ -553,16 +553,16 @@ def refused(outcome: Outcome, mistake: Mistake) -> None:
     assert outcome.code == mistake.code, outcome
     assert outcome.out == ""
     assert "Traceback" not in outcome.err
-    first, *rest = outcome.err.splitlines()
+    first, *following = outcome.err.splitlines()
     lines = mistake.text.splitlines()
     marked = [number for number, line in enumerate(lines, 1) if HERE in line]
     place = f"model.py:{marked[0]}: " if marked else ""
     assert first.startswith(f"{place}error: "), outcome.err
     if marked:
-        assert rest[0].strip() == lines[marked[0] - 1].strip()
+        assert following[0].strip() == lines[marked[0] - 1].strip()
     for part in mistake.says:
         assert part in first
-    errors = [line for line in rest if re.match(r"(\S+:\d+: )?error: ", line)]
+    errors = [line for line in following if re.match(r"(\S+:\d+: )?error: ", line)]
     assert not errors
 
 
@@ -741,8 +741,8 @@ def test_a_collate_that_is_not_called_is_told(
         f"model.py:{line}: warning: nothing uses collate, which takes no number of a "
         "shape\nhelp: "
     )
-    own = f"{MODEL}\ndef collate(batch): ...\nmine = partial(print, collate)\n"
-    (tmp_path / "model.py").write_text("from functools import partial\n" + own)
+    text = f"{MODEL}\ndef collate(batch): ...\nmine = partial(print, collate)\n"
+    (tmp_path / "model.py").write_text("from functools import partial\n" + text)
     assert gemsc("compile", "model.py").err == ""
 
 

@@ -66,10 +66,10 @@ def recompiled(command: Gemsc, text: str) -> tuple[str, Plan]:
     path = Path("first/plan.toml")
     path.write_text(text)
     outcome = command("compile", "model.py", "--plan", str(path), "-o", "second")
-    found = "second" if outcome.code == 0 else "first"
+    folder = "second" if outcome.code == 0 else "first"
     said = outcome.err.splitlines(keepends=True)
     error = "".join(line for line in said if not line.startswith("note: no optimizer"))
-    return error, Plan.read(Path(found) / "plan.toml")
+    return error, Plan.read(Path(folder) / "plan.toml")
 
 
 @pytest.mark.slow
@@ -141,7 +141,7 @@ def test_weights_of_branches_are_neither_cut_nor_whole(command: Gemsc) -> None:
     assert command(*words).code == 0
     (stage,) = Plan.read(Path("first/plan.toml")).stages
     alone = {name for names in stage.alone for name in names}
-    whole = {name for each in stage.whole for name in each.names}
+    whole = {name for group in stage.whole for name in group.names}
     assert "0.b.0.weight" in alone
     assert "3.bias" in whole
     assert not alone & (whole | {cut_name(text) for text in stage.cut})

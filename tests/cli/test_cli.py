@@ -65,7 +65,7 @@ def test_no_command_is_imported_to_list_them(words: tuple[str, ...]) -> None:
 
 
 def test_commands_are_listed_with_the_summaries_that_they_have() -> None:
-    listed, loaded = (get_command(make_app(loaded=each)) for each in (False, True))
+    listed, loaded = (get_command(make_app(loaded=full)) for full in (False, True))
     assert [*listed.commands] == [*COMMANDS]
     for name, command in loaded.commands.items():
         assert (
@@ -76,7 +76,7 @@ def test_commands_are_listed_with_the_summaries_that_they_have() -> None:
 def test_help_has_each_option_in_a_group_and_shows_choices() -> None:
     assert sorted(name for held in PANELS.values() for name in held) == sorted(FIELDS)
     command = get_command(make_app(["compile", "plan"])).commands["compile"]
-    shown = {name: each for each in command.params for name in each.opts}
+    shown = {name: param for param in command.params for name in param.opts}
     for name, choices in CHOICES.items():
         assert shown[flag(name)].metavar == "|".join(choices)
     assert shown["--precision"].rich_help_panel == "Kernels"
@@ -176,10 +176,10 @@ def test_compile_says_what_it_chose_and_writes_a_program(
         "Net: 2 ranks, stages of 1, 2 blocks, 1f1b, 4 micro-batches -> out/program"
     )
     assert not note or note[0].startswith("note: graph.svg needs")
-    found = {path.name for path in (tmp_path / "out" / "program").iterdir()}
+    names = {path.name for path in (tmp_path / "out" / "program").iterdir()}
     wanted = {"__main__.py", "plan.toml", "rank0.py", "rank1.py", "weights"}
-    assert wanted <= found
-    assert not [name for name in found if name.startswith(".")]
+    assert wanted <= names
+    assert not [name for name in names if name.startswith(".")]
 
 
 @pytest.mark.slow

@@ -44,12 +44,12 @@ def texts(picture: str) -> list[str]:
 def paths(picture: str, kind: str) -> list[list[list[float]]]:
     """Return the points of each curve of a kind, without those of the legend."""
     root = ElementTree.fromstring(picture)
-    found = [
+    texts = [
         e.get("d", "")
         for e in root.iter(f"{SVG}path")
         if kind in e.get("class", "").split()
     ]
-    drawn = [path[1:].split("L") for path in found if "h" not in path]
+    drawn = [path[1:].split("L") for path in texts if "h" not in path]
     return [[[float(number) for number in p.split()] for p in path] for path in drawn]
 
 

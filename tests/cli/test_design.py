@@ -122,10 +122,10 @@ def test_colours_stand_in_one_file() -> None:
     paths = {path for path in drawn if path.suffix in (".py", ".html")}
     assert root / "simulate" / "show.py" in paths
     wrong = [
-        f"{path.name}: {found[0]}"
+        f"{path.name}: {match[0]}"
         for path in sorted(paths)
         if path.name != "design.py"
-        for found in literal.finditer(path.read_text("utf-8"))
+        for match in literal.finditer(path.read_text("utf-8"))
     ]
     assert not wrong
     assert literal.search((root / "viz" / "design.py").read_text())
@@ -167,12 +167,12 @@ SIDE_BY_SIDE = {  # how far apart at least any two of them are, for anyone
 @pytest.mark.parametrize("case", SIDE_BY_SIDE)
 def test_neighbours_differ_for_everyone(case: str, dark: bool) -> None:
     names, bound = SIDE_BY_SIDE[case]
-    found = named(names, dark=dark)
+    colours = named(names, dark=dark)
     near = {
-        pair: round(difference(found[pair[0]], found[pair[1]]), 1)
+        pair: round(difference(colours[pair[0]], colours[pair[1]]), 1)
         for pair in combinations(names, 2)
     }
-    assert not {pair: each for pair, each in near.items() if each < bound}
+    assert not {pair: gap for pair, gap in near.items() if gap < bound}
     assert len(set(DASHES)) == NUM_SERIES  # and without any colour
 
 
@@ -186,7 +186,7 @@ def test_what_ranks_do_differs_for_everyone_and_without_colour(dark: bool) -> No
         for one in kinds[first]
         for other in kinds[second]
     }
-    assert not {pair: each for pair, each in near.items() if each < 8}
+    assert not {pair: gap for pair, gap in near.items() if gap < 8}
 
     def lightness(name: str) -> float:  # CIE 1976, 0 to 100
         return float(116 * np.cbrt(luminance(colour(name)[dark])) - 16)

@@ -42,8 +42,8 @@ class Reader(HTMLParser):
         self.close()
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        found = dict(attrs)
-        self.targets += [found[key] or "" for key in ("src", "href") if key in found]
+        given = dict(attrs)
+        self.targets += [given[key] or "" for key in ("src", "href") if key in given]
         if tag not in VOID:
             self.open.append(tag)
 

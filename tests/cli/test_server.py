@@ -237,9 +237,9 @@ def test_the_browser_follows_the_run(
     first, more = server.pages.figures, iter(range(1, 100))
 
     def figures() -> str:
-        found = first()
+        text = first()
         grow(run, next(more))  # seen by who asks next
-        return found
+        return text
 
     server.pages.figures = figures  # type: ignore[method-assign]
     words = [str(browser()), "--headless=new", "--no-sandbox", "--disable-gpu",

@@ -142,8 +142,8 @@ def test_each_shape_is_proved_for_all_inputs(program: Path) -> None:
 def test_the_shapes_are_listed(program: Path) -> None:
     done = start("show", program)
     rows = [line.split("│")[1:4] for line in done.out.splitlines() if "│" in line]
-    found = [[cell.strip() for cell in row[:2]] for row in rows]
-    assert [row for row in found if row[0] in SHAPES and row[1] in ("8", "4")] == [
+    listed = [[cell.strip() for cell in row[:2]] for row in rows]
+    assert [row for row in listed if row[0] in SHAPES and row[1] in ("8", "4")] == [
         ["6", "8"],
         ["11", "4"],
         ["16", "4"],

@@ -28,8 +28,8 @@ def printed(width: int, *renderables: object, num_ranks: int = 0) -> list[str]:
     console = Console(file=io.StringIO(), width=width)
     if num_ranks:
         show(made_up_plan(num_ranks), console)
-    for each in renderables:
-        console.print(each)
+    for renderable in renderables:
+        console.print(renderable)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     return [line.rstrip() for line in text.splitlines()]
 
@@ -48,16 +48,16 @@ def test_no_line_is_longer_than_the_terminal(width: int, num_ranks: int) -> None
 def test_the_speed_is_that_of_all_replicas_with_sums_and_update() -> None:
     plan = replace(made_up_plan(4, micro_batches=8), step_seconds=0.3)
     plan = replace(plan, ending_seconds=0.1, data=3, ranks=12, peak_flops=1e12)
-    found = speed(plan)
-    assert found.samples_per_second == pytest.approx(3 * 8 * 2 / 0.4)
-    assert found.flops_per_second == pytest.approx(3 * (3 * 8) * 4e9 / 0.4)
-    assert found.peak_share == pytest.approx(found.flops_per_second / 12e12)
-    assert found.tokens_per_second == 0
-    assert str(replace(found, dtype="tf32")) == (
+    rate = speed(plan)
+    assert rate.samples_per_second == pytest.approx(3 * 8 * 2 / 0.4)
+    assert rate.flops_per_second == pytest.approx(3 * (3 * 8) * 4e9 / 0.4)
+    assert rate.peak_share == pytest.approx(rate.flops_per_second / 12e12)
+    assert rate.tokens_per_second == 0
+    assert str(replace(rate, dtype="tf32")) == (
         "120 samples/s, 720.0 GFLOP/s: 6% of the devices' peak (tf32)"
     )
     shared = speed(replace(plan, options={"per_device": 3}, tokens=50))
-    assert shared.peak_share == pytest.approx(3 * found.peak_share)
+    assert shared.peak_share == pytest.approx(3 * rate.peak_share)
     assert "120 samples/s (6,000 tokens/s), " in str(shared)
     for peak in (0.0, 50e9):  # of 12 devices, which it exceeds
         assert "peak" not in str(speed(replace(plan, peak_flops=peak)))

@@ -71,8 +71,8 @@ def plan_from_file(name: str, folder: Path) -> Plan:
 def elements(svg: str, tag: str, kind: str) -> list[ElementTree.Element]:
     """Return the elements of one class."""
     root = ElementTree.fromstring(svg.encode())
-    found = root.iter(SVG + tag)
-    return [e for e in found if kind in e.get("class", "").split()]
+    tagged = root.iter(SVG + tag)
+    return [e for e in tagged if kind in e.get("class", "").split()]
 
 
 def scheduled(name: str, seed: int = 0) -> tuple[Task, Timeline]:
@@ -194,7 +194,7 @@ def test_sums_are_drawn_in_and_after_the_last_backward():
     (panel,) = panels_of(plan)
     lines = elements(draw_timeline("", [panel]), "rect", "sums")
     assert len(lines) == len(plan.sums) == len(panel.rows) == 2
-    assert panel.length == max(each["end"] for each in plan.sums) > panel.makespan
+    assert panel.length == max(entry["end"] for entry in plan.sums) > panel.makespan
     ends = [float(line.get("x")) + float(line.get("width")) for line in lines]
     idle = elements(draw_timeline("", [panel]), "rect", "idle")[0]
     right = float(idle.get("x")) + float(idle.get("width"))
@@ -244,7 +244,7 @@ def check_trace(text: str, names: list[str]) -> dict[str, dict[int, list[dict]]]
         for e in events
         if e["name"] == "thread_name"
     }
-    found: dict[str, dict[int, list[dict]]] = {name: {} for name in names}
+    actions: dict[str, dict[int, list[dict]]] = {name: {} for name in names}
     flows: dict[str, list[str]] = {}
     for event in events:
         assert event["ph"] in "MXCsf"
@@ -255,9 +255,9 @@ def check_trace(text: str, names: list[str]) -> dict[str, dict[int, list[dict]]]
             assert event["ts"] >= 0
             assert event["dur"] >= 0
             rank = ranks[event["pid"], event["tid"]]
-            found[processes[event["pid"]]].setdefault(rank, []).append(event)
+            actions[processes[event["pid"]]].setdefault(rank, []).append(event)
     assert all(marks == ["s", "f"] for marks in flows.values())
-    return found
+    return actions
 
 
 def actions_of(events: list[dict]) -> str:
@@ -273,9 +273,9 @@ def check_no_overlap(events: list[dict]) -> None:
 @pytest.mark.parametrize("name", CHOICES)
 def test_the_trace_has_every_action_of_a_step(name):
     plan = compiled(name).plan
-    found = check_trace(trace_text(panels_of(plan)), ["predicted"])["predicted"]
-    assert [actions_of(found[rank]) for rank in sorted(found)] == plan.order
-    for events in found.values():
+    actions = check_trace(trace_text(panels_of(plan)), ["predicted"])["predicted"]
+    assert [actions_of(actions[rank]) for rank in sorted(actions)] == plan.order
+    for events in actions.values():
         check_no_overlap(events)
 
 
@@ -359,11 +359,11 @@ def test_a_measured_step_is_drawn_below_the_predicted_one(tmp_path, gemsc):
     assert "predicted" in drawn.out
     plan = Plan.read(folder / "plan.toml")
     text = (folder / "trace.json").read_text()
-    found = check_trace(text, ["predicted", "measured"])
+    actions = check_trace(text, ["predicted", "measured"])
     order = plan.order
-    for events in (found["predicted"], found["measured"]):
+    for events in (actions["predicted"], actions["measured"]):
         assert [actions_of(events[rank]) for rank in sorted(events)] == order
-    for events in found["measured"].values():
+    for events in actions["measured"].values():
         check_no_overlap(events)
         assert {"update", "reduction"} <= {event["cat"] for event in events}
     svg = (folder / "timeline.svg").read_text()

@@ -387,8 +387,8 @@ def test_a_wrong_number_of_ranks_is_told_once(
     outcome = run_ranks(program, started, tmp_path)
     assert outcome.code == 1
     assert outcome.err.count("error: ") == 1
-    found = f"{program} was compiled for 2 ranks, but mpirun started {started}"
-    assert found in outcome.err
+    message = f"{program} was compiled for 2 ranks, but mpirun started {started}"
+    assert message in outcome.err
     assert f"help: use mpirun -n 2, or `gemsc run {program}`" in outcome.err
 
 

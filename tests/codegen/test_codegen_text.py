@@ -224,11 +224,11 @@ def test_names_are_valid_and_unique() -> None:
         "sum",
         "_",
     ]
-    found = [names.unique(wish) for wish in wishes]
-    assert len(found) == len(set(found))
-    for name in found:
+    unique = [names.unique(wish) for wish in wishes]
+    assert len(unique) == len(set(unique))
+    for name in unique:
         ast.parse(f"{name} = 0")
-    assert found[:3] == ["x", "x_2", "class_2"]
+    assert unique[:3] == ["x", "x_2", "class_2"]
     names.release("x")
     assert names.unique("x") == "x"
 
@@ -312,9 +312,9 @@ def _grown(parts: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
         ),
         operands.map(lambda part: f"-{part}"),
         parts.map(lambda part: f"({part},)"),
-        several.map(lambda each: f"[{', '.join(each)}]"),
+        several.map(lambda texts: f"[{', '.join(texts)}]"),
         st.lists(parts, min_size=2, max_size=4).map(
-            lambda each: f"({', '.join(each)})"
+            lambda texts: f"({', '.join(texts)})"
         ),
         st.lists(keyed, max_size=3).map(
             lambda pairs: "{" + ", ".join(f"{key}: {part}" for key, part in pairs) + "}"

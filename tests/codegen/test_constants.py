@@ -34,13 +34,13 @@ def load(folder: Path, *words: str) -> UserModel:
 
 def test_everything_sees_the_new_values(tmp_path: Path) -> None:
     given = "WIDTH=8", "RATE=1", "KIND=tanh", "SIZES=(3,)"
-    found = load(tmp_path, *given)
-    module = found.module
+    user = load(tmp_path, *given)
+    module = user.module
     assert (module.WIDTH, module.DOUBLE, module.KIND) == (8, 16, "tanh")
     assert (module.RATE, module.NOISE, module.SIZES) == (1.0, 0.5, (3,))
     assert type(module.RATE) is float
-    assert found.make_unfilled().weight.shape == (16, 8)
-    assert found.constants == split_constants([*given])
+    assert user.make_unfilled().weight.shape == (16, 8)
+    assert user.constants == split_constants([*given])
     assert load(tmp_path).module.WIDTH == 4
 
 

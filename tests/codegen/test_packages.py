@@ -19,8 +19,8 @@ CONDA = {"torch": "pytorch", "graphviz": "python-graphviz"}  # other names there
 
 def needs(lines: list[str]) -> dict[str, str]:
     """Return the lowest version of each package; '' for any."""
-    found = (re.fullmatch(r"([\w-]+)(?:>=([\d.]+))?", line) for line in lines)
-    return {match[1]: match[2] or "" for match in found if match}
+    matches = (re.fullmatch(r"([\w-]+)(?:>=([\d.]+))?", line) for line in lines)
+    return {match[1]: match[2] or "" for match in matches if match}
 
 
 EXTRAS = PROJECT["optional-dependencies"]

@@ -53,7 +53,7 @@ def prove(name: str, files: Files, cap: int | None = None) -> None:
     prove_files(files, compilation, task)
 
 
-def found(name: str, files: Files, cap: int | None = None) -> str:
+def flaw(name: str, files: Files, cap: int | None = None) -> str:
     """Return what the proof says of a program, "" if it finds nothing."""
     try:
         prove(name, files, cap)
@@ -93,11 +93,11 @@ def steps(rank: int, *lines: str) -> Damage:
 
     def damage(files: Files) -> None:
         name = f"rank{rank}.py"
-        head, _, rest = files[name].partition(STEP)
-        _, tail, rest = rest.partition("\n\n\n")
+        head, _, after = files[name].partition(STEP)
+        _, tail, after = after.partition("\n\n\n")
         body = "".join(f"\n    {line}" for line in lines)
         files[name] = (
-            f'{head}{STEP}(worker: Worker) -> None:\n    """"""{body}{tail}{rest}'
+            f'{head}{STEP}(worker: Worker) -> None:\n    """"""{body}{tail}{after}'
         )
 
     return damage
@@ -105,8 +105,8 @@ def steps(rank: int, *lines: str) -> Damage:
 
 def both(*damages: Damage) -> Damage:
     def damage(files: Files) -> None:
-        for each in damages:
-            each(files)
+        for change in damages:
+            change(files)
 
     return damage
 
@@ -367,7 +367,7 @@ def test_a_damaged_program_is_found(name: str, what: str) -> None:
     damage, message = DAMAGES[name][what]
     files = compiled(name).rank_modules()
     damage(files)
-    error = found(name, files)
+    error = flaw(name, files)
     lines = re.sub(r"networks.py:\d+", "networks.py:", error)
     assert re.sub(r"networks.py:\d+", "networks.py:", message) in lines
     assert WHERE.search(error)
@@ -393,8 +393,8 @@ def test_what_has_no_line_is_told_too() -> None:
     last = "        evaluate_stage2(worker, m)\n"
     edit(2, (last, f"{last}    worker.receive(D3, 4)\n"), after="def eval_step")(files)
     says = "wrong program: rank 2 runs no stage with what it received"
-    assert says in found("unet", files)
-    assert "rank 2 fails with SyntaxError" in found("unet", {**files, "rank2.py": "if"})
+    assert says in flaw("unet", files)
+    assert "rank 2 fails with SyntaxError" in flaw("unet", {**files, "rank2.py": "if"})
 
 
 def test_the_proof_imports_nothing_and_runs_no_stage() -> None:
@@ -410,7 +410,7 @@ def test_memory_over_the_cap_is_found() -> None:
     files = compiled("unet").rank_modules()
     most = max(compiled("unet").plan.peak_bytes)
     prove("unet", files, cap=most)
-    error = found("unet", files, cap=most - 1)
+    error = flaw("unet", files, cap=most - 1)
     assert f"rank 0 holds {most:,} of {most - 1:,} bytes: 0B1, stage 0" in error
     assert WHERE.search(error)
 
@@ -429,9 +429,9 @@ def statements(tree: ast.AST) -> Iterator[ast.stmt]:
     for node in ast.walk(tree):
         for body in [getattr(node, "body", [])] if isinstance(node, ast.stmt) else []:
             alone = len(body) == 1 and isinstance(node, ast.For)
-            for each in [node] if alone else body:
-                if isinstance(each, ast.For | ast.Assign | ast.Expr):
-                    yield each
+            for statement in [node] if alone else body:
+                if isinstance(statement, ast.For | ast.Assign | ast.Expr):
+                    yield statement
 
 
 @pytest.mark.slow(1)
@@ -442,9 +442,9 @@ def test_nothing_that_ranks_say_can_be_left_out(name: str) -> None:
     count = 0
     for file, text in files.items():
         lines = text.split("\n")
-        for each in statements(ast.parse(text)):
-            if any(word in ast.unparse(each) for word in COUNTS):
-                rest = [*lines[: each.lineno - 1], *lines[each.end_lineno :]]
-                assert found(name, {**files, file: "\n".join(rest)}), ast.unparse(each)
+        for node in statements(ast.parse(text)):
+            if any(word in ast.unparse(node) for word in COUNTS):
+                kept = [*lines[: node.lineno - 1], *lines[node.end_lineno :]]
+                assert flaw(name, {**files, file: "\n".join(kept)}), ast.unparse(node)
                 count += 1
     assert count > 30

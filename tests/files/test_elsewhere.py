@@ -155,8 +155,8 @@ def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 def first_of(program: Path) -> dict[str, Tensor]:
-    with trained_model(program, averages=False) as found:
-        return {name: found.read(name) for name in found.table}
+    with trained_model(program, averages=False) as model:
+        return {name: model.read(name) for name in model.table}
 
 
 def first_of_stage(program: Path) -> dict[str, Tensor]:
@@ -187,9 +187,9 @@ def test_it_trains_as_if_its_weights_had_been_loaded(
     whole = compiled(gemsc, *options, into="whole")
     assert equal(first_of(program), first_of(whole))
     write(NAMED)
-    found = trained(gemsc, program)
+    weights = trained(gemsc, program)
     write(NAMED, **{'"meta"': '"cpu"'})
-    assert equal(found, trained(gemsc, whole))
+    assert equal(weights, trained(gemsc, whole))
 
 
 @pytest.mark.slow
@@ -217,8 +217,8 @@ def test_files_of_another_dtype_are_converted(gemsc: Gemsc) -> None:
     low = state | {n: t.to(torch.bfloat16) for n, t in floats.items()}
     save_file(low, "w.safetensors")
     write('\n    weights = "w.safetensors"\n')
-    found = first_of(compiled(gemsc))
-    assert all(torch.equal(found[n], low[n].to(t.dtype)) for n, t in state.items())
+    weights = first_of(compiled(gemsc))
+    assert all(torch.equal(weights[n], low[n].to(t.dtype)) for n, t in state.items())
 
 
 @pytest.mark.slow
@@ -228,8 +228,8 @@ def test_a_tied_weight_may_have_either_name(gemsc: Gemsc) -> None:
     del other["embed.weight"]
     save_file(other, "w.safetensors")
     write('\n    weights = "w.safetensors"\n')
-    found = first_of(compiled(gemsc))
-    assert torch.equal(found["embed.weight"], state["embed.weight"])
+    weights = first_of(compiled(gemsc))
+    assert torch.equal(weights["embed.weight"], state["embed.weight"])
 
 
 def test_program_and_files_may_be_moved_together(
@@ -242,8 +242,8 @@ def test_program_and_files_may_be_moved_together(
     for name in ("out", "w", "model.py"):
         shutil.move(name, f"there/{name}")
     monkeypatch.chdir(tmp_path / "there")
-    found = first_of(Path("out"))
-    assert all(torch.equal(found[name], state[name]) for name in state)
+    weights = first_of(Path("out"))
+    assert all(torch.equal(weights[name], state[name]) for name in state)
 
 
 @pytest.mark.slow
@@ -303,8 +303,8 @@ def test_a_program_that_has_its_weights_takes_the_place_of_one_that_has_not(
     write(INIT)
     compiled(gemsc)
     good(gemsc("import", "out", "w"))
-    found = first_of(Path("out"))
-    assert all(torch.equal(found[name], state[name]) for name in state)
+    weights = first_of(Path("out"))
+    assert all(torch.equal(weights[name], state[name]) for name in state)
     write(**{'"meta"': '"cpu"'})
     compiled(gemsc)
     shutil.rmtree("w")
@@ -441,8 +441,8 @@ def drawn(module: nn.Module) -> None:
 
 def test_each_module_is_made_of_its_own_seed_whatever_modes_are_on() -> None:
     model = on_meta()
-    found = Initialized(model, drawn)
-    one, other = (found.tensor(f"{number}.weight") for number in range(2))
+    initialized = Initialized(model, drawn)
+    one, other = (initialized.tensor(f"{number}.weight") for number in range(2))
     assert not torch.equal(one, other)
     assert all(parameter.is_meta for parameter in model.parameters())
     with same_draws(), default_dtype(torch.float64):
@@ -507,14 +507,14 @@ def test_tables_have_the_values_that_they_would_have(gemsc: Gemsc) -> None:
 
 def test_what_is_drawn_at_random_is_refused(gemsc: Gemsc) -> None:
     table = "torch.cos(torch.arange(8) * 0.1)"
-    own = "self.table = " + table
+    old = "self.table = " + table
     buffer = 'self.register_buffer("table", torch.rand(8), persistent=False)'
     for new, kind in (
         ("self.table = torch.rand(8)", "tensor"),
         ("self.table = self.embed.weight[0].detach()", "tensor"),
         (buffer, "buffer"),
     ):
-        write(**{own: new})
+        write(**{old: new})
         outcome = gemsc("compile", "model.py", "-o", "out")
         assert outcome.code == 1
         assert f"the model's {kind} 'table' has no data" in outcome.err
@@ -533,18 +533,18 @@ def test_export_writes_shards_with_an_index(most: str, gemsc: Gemsc) -> None:
     good(gemsc("export", str(program), "-o", "shards", "--max-shard-size", most))
     index = json.loads(Path("shards/model.safetensors.index.json").read_text())
     assert len({*index["weight_map"].values()}) == len([*Path("shards").iterdir()]) - 1
-    found = {}
+    merged = {}
     for file in {*index["weight_map"].values()}:
         tensors = load_file(f"shards/{file}")
         size = sum(t.nbytes for t in tensors.values())
         assert len(tensors) == 1 or size <= (1024 if most == "1KiB" else 2**30)
         assert all(index["weight_map"][name] == file for name in tensors)
-        found |= tensors
+        merged |= tensors
     assert (len({*index["weight_map"].values()}) > 3) is (most == "1KiB")
-    assert all(torch.equal(found[name], state[name]) for name in state)
+    assert all(torch.equal(merged[name], state[name]) for name in state)
     # again, from its own shards
     good(gemsc("import", str(program), "shards"))
-    assert equal(first_of(program), found)
+    assert equal(first_of(program), merged)
     words = "export", str(program), "--max-shard-size", most, "-o"
     assert gemsc(*words, "w2.safetensors").code != 0
     Path("full").mkdir()

@@ -61,7 +61,7 @@ def train(program: Path, run: Path, *callbacks: Any) -> dict[str, Tensor]:
     """Train two steps on threads, and return what is saved then."""
 
     def work(trainer: Trainer) -> None:
-        trainer.add_callbacks([each() for each in callbacks])
+        trainer.add_callbacks([make() for make in callbacks])
         generator = torch.Generator().manual_seed(3)
         for _ in range(2):
             x = torch.rand(4, 2, 6, 6, generator=generator)
@@ -231,8 +231,8 @@ def test_what_state_dict_makes_of_weights_is_told_and_they_are_written_as_they_a
     assert trained.keys() == {f"{n}.{w}" for n in range(3) for w in ("weight", "bias")}
     model = load_user_model(str(place)).make_unfilled()
     assert not load_weights(model, tmp_path / "run" / "model.safetensors")
-    own = dict(model.named_parameters())
-    assert all(torch.equal(own[name], trained[name]) for name in own)
+    params = dict(model.named_parameters())
+    assert all(torch.equal(params[name], trained[name]) for name in params)
     assert gemsc("import", build, tmp_path / "run" / "model.safetensors").code == 0
     first = tmp_path / "first.safetensors"
     assert gemsc("export", build, "-o", first).code == 0

@@ -59,7 +59,7 @@ def write_image(
         datasets.append({"path": f"s{level}", "coordinateTransformations": to_space})
     named = [{"name": n, "type": KINDS.get(n, "space")} for n in names or axes]
     about = {
-        "axes": [each | {"unit": units.get(each["name"])} for each in named],
+        "axes": [axis | {"unit": units.get(axis["name"])} for axis in named],
         "datasets": datasets,
         "coordinateTransformations": [
             {"type": "scale", "scale": [SPACING[n] for n in axes]}
@@ -123,10 +123,10 @@ def test_a_volume_is_predicted_as_by_plain_pytorch_in_windows(
     monkeypatch.chdir(tmp_path)
     data = grey(19, 13, 9)
     write_image(tmp_path / "a.ome.zarr", data, "zyx", 2)
-    found = predict(tmp_path / "p", 2, source=str(tmp_path / "a.ome.zarr"))
+    image = predict(tmp_path / "p", 2, source=str(tmp_path / "a.ome.zarr"))
     expected = scores(model, data).movedim(0, -1).numpy()
-    np.testing.assert_allclose(found.get_fdata(), expected, rtol=0, atol=1e-11)
-    assert found.affine[0].tolist() == pytest.approx([0, 0, 250e-6, 8 * 250e-6])
+    np.testing.assert_allclose(image.get_fdata(), expected, rtol=0, atol=1e-11)
+    assert image.affine[0].tolist() == pytest.approx([0, 0, 250e-6, 8 * 250e-6])
     write_image(tmp_path / "slide.zarr", data[:1], "zyx")
     for words, message in (
         (["slide.zarr"], "expects volumes (windows of 8 x 6 x 4 voxels), but slide"),
@@ -150,9 +150,9 @@ def test_the_command_predicts_a_level_of_a_volume(
     done = command("predict", "p", *words)
     assert done.code == 0, done.err
     assert "9 x 7 x 4 voxels of 0.002 x 0.001 x 0.0005 mm, SAR: " in done.out
-    found = nibabel.load("mask.nii.gz").get_fdata()
+    mask = nibabel.load("mask.nii.gz").get_fdata()
     expected = scores(model, data[:, ::2, ::2].copy()).argmax(0)
-    assert np.array_equal(found, expected.numpy())
+    assert np.array_equal(mask, expected.numpy())
 
 
 @pytest.mark.parametrize("version", [2, 3])

@@ -67,8 +67,8 @@ def test_levels_and_arrays(tmp_path: Path) -> None:
     assert slide.levels == ((333, 517), (84, 130))
     assert np.array_equal(slide.read((3, 80), (0, 129)), COLOURS[12:320:4, 0:516:4])
     np.save(tmp_path / "x.npy", GREY)
-    found = Slide(tmp_path / "x.npy").read((7, 9), (0, 517))
-    assert np.array_equal(found[..., 0], GREY[7:9])
+    rows = Slide(tmp_path / "x.npy").read((7, 9), (0, 517))
+    assert np.array_equal(rows[..., 0], GREY[7:9])
 
 
 @pytest.mark.parametrize("suffix", [".tiff", ".png"])
@@ -104,8 +104,8 @@ def test_what_pillow_decodes(suffix: str, tmp_path: Path) -> None:
     Image.fromarray(picture).save(path := tmp_path / f"x{suffix}", quality=95)
     slide = Slide(path)
     assert (slide.shape, slide.dtype, slide.levels) == ((9, 7, 3), np.uint8, ((9, 7),))
-    found, exact = slide.read((2, 9), (1, 6)), suffix != ".jpg"
-    assert np.allclose(found, picture[2:9, 1:6], atol=0 if exact else 90)
+    pixels, exact = slide.read((2, 9), (1, 6)), suffix != ".jpg"
+    assert np.allclose(pixels, picture[2:9, 1:6], atol=0 if exact else 90)
     with pytest.raises(GemscError, match="no level 1"):
         Slide(path, level=1)
     path.write_bytes(path.read_bytes()[:60])
@@ -116,8 +116,8 @@ def test_what_pillow_decodes(suffix: str, tmp_path: Path) -> None:
 def test_a_palette_is_taken_as_colours_and_deep_greys_stay(tmp_path: Path) -> None:
     picture = Image.fromarray(COLOURS[:8, :8]).quantize(4)
     picture.save(tmp_path / "x.png")
-    found = Slide(tmp_path / "x.png").read((0, 8), (0, 8))
-    assert np.array_equal(found, np.asarray(picture.convert("RGB")))
+    pixels = Slide(tmp_path / "x.png").read((0, 8), (0, 8))
+    assert np.array_equal(pixels, np.asarray(picture.convert("RGB")))
     grey = np.arange(64, dtype=np.uint16).reshape(8, 8) * 1000
     Image.fromarray(grey).save(tmp_path / "y.png")
     assert np.array_equal(Slide(tmp_path / "y.png").read((0, 8), (0, 8))[..., 0], grey)
@@ -239,8 +239,8 @@ def test_a_slide_knows_the_size_of_its_pixels(name: str, tmp_path: Path) -> None
     with tifffile.TiffWriter(path) as file:
         file.write(COLOURS, subifds=1, **options, **RGB)
         file.write(COLOURS[::4, ::4], subfiletype=1, metadata=None, **RGB)
-    found = Slide(path).pixel
-    assert found == (None if expected is None else pytest.approx(expected))
+    pixel = Slide(path).pixel
+    assert pixel == (None if expected is None else pytest.approx(expected))
     coarse = Slide(path, level=1).pixel
     if expected is not None:
         wanted = expected[0] * 333 / 84, expected[1] * 517 / 130

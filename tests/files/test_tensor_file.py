@@ -38,9 +38,9 @@ def test_tensors_are_what_was_saved(path: Path) -> None:
     file = TensorFile.open(path)
     assert file.table.keys() == TENSORS.keys()
     for name, wanted in TENSORS.items():
-        found, part = file.mapped(name), file.get_slice(name)
-        assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
-        assert torch.equal(found.view(-1).view(torch.uint8), _raw(wanted))
+        tensor, part = file.mapped(name), file.get_slice(name)
+        assert (tensor.dtype, tensor.shape) == (wanted.dtype, wanted.shape)
+        assert torch.equal(tensor.view(-1).view(torch.uint8), _raw(wanted))
         assert part.entry == Entry.of(wanted)
         if wanted.dim():
             assert torch.equal(_raw(part[1:]), _raw(wanted[1:]))

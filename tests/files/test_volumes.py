@@ -88,9 +88,9 @@ def blended(
                     slice(b, b + SIZE[1]),
                     slice(c, c + SIZE[2]),
                 )
-                found = model(whole[:, :, *box]) * weight
+                output = model(whole[:, :, *box]) * weight
                 sums = sums + F.pad(
-                    found,
+                    output,
                     [
                         *(c, sizes[2] - c - SIZE[2], b, sizes[1] - b - SIZE[1]),
                         *(a, sizes[0] - a - SIZE[0]),
@@ -181,11 +181,11 @@ def test_a_volume_is_predicted_as_by_plain_pytorch_in_windows(
     model = program(tmp_path, **LAYOUTS[layout])
     voxels = write_case(tmp_path / "case.nii.gz", 19, 13, 9)
     user = user_of(eval_windows={"overlap": 0.5, "mode": "gaussian"})
-    found = predict(tmp_path, LAYOUTS[layout]["ranks"], user)
+    image = predict(tmp_path, LAYOUTS[layout]["ranks"], user)
     x = torch.from_numpy(voxels)[None, None].double()
     expected = blended(model, x, 0.5, "gaussian")[0].movedim(0, -1).numpy()
-    np.testing.assert_allclose(found.get_fdata(), expected, rtol=0, atol=1e-11)
-    assert np.array_equal(found.affine, nibabel.load(tmp_path / "case.nii.gz").affine)
+    np.testing.assert_allclose(image.get_fdata(), expected, rtol=0, atol=1e-11)
+    assert np.array_equal(image.affine, nibabel.load(tmp_path / "case.nii.gz").affine)
 
 
 def test_what_is_written_lies_where_the_volume_lies(tmp_path: Path) -> None:
@@ -295,19 +295,19 @@ def test_functions_of_the_file_take_and_give_the_whole_volume(tmp_path: Path) ->
         return (output[0] > output[0].mean()).numpy()
 
     user = user_of(predict_input=predict_input, predict_output=predict_output)
-    found = predict(tmp_path, 2, user, overlap=1)
+    image = predict(tmp_path, 2, user, overlap=1)
     scores = blended_by_one(model, predict_input(voxels)[None].double())
-    assert found.get_data_dtype() == np.uint8
-    assert np.array_equal(found.get_fdata(), scores > scores.mean())
+    assert image.get_data_dtype() == np.uint8
+    assert np.array_equal(image.get_fdata(), scores > scores.mean())
     small = user_of(predict_input=lambda region: predict_input(region)[:, 1:])
     with pytest.raises(GemscError, match=r"returns a volume of \(9, 13, 9\)"):
         predict(tmp_path, 2, small)
     labels = user_of(
         predict_input=predict_input, predict_output=lambda y: y.argmax(0) * 70_000
     )
-    found = predict(tmp_path, 2, labels)
-    assert found.get_data_dtype() == np.int32  # of 64 bits
-    assert set(np.unique(found.dataobj)) == {0, 70_000}
+    image = predict(tmp_path, 2, labels)
+    assert image.get_data_dtype() == np.int32  # of 64 bits
+    assert set(np.unique(image.dataobj)) == {0, 70_000}
     flat = user_of(
         predict_input=predict_input, predict_output=lambda output: np.zeros((10, 13))
     )
@@ -325,8 +325,8 @@ def blended_by_one(model: nn.Module, x: Tensor) -> NDArray[Any]:
     assert case.windows.steps == tuple(n - 2 for n in SIZE)
     for place in case.windows:
         case.add([place], model(case.take([place])))
-    found: NDArray[Any] = case.output()[0, 0].numpy()
-    return found
+    channel: NDArray[Any] = case.output()[0, 0].numpy()
+    return channel
 
 
 def test_what_is_no_volume_is_refused(tmp_path: Path) -> None:
@@ -403,7 +403,7 @@ def test_a_folder_of_dicom_is_a_volume_that_lies_where_its_slices_say(
     volume.write(tmp_path / "x.nii.gz", voxels[..., 0])
     written = nibabel.load(tmp_path / "x.nii.gz")
     pydicom = pytest.importorskip("pydicom")
-    found = 0
+    count = 0
     for path in (tmp_path / "case").glob("*.dcm"):
         read = pydicom.dcmread(path)
         across, down = np.array(read.ImageOrientationPatient).reshape(2, 3)
@@ -415,8 +415,8 @@ def test_a_folder_of_dicom_is_a_volume_that_lies_where_its_slices_say(
             np.testing.assert_allclose(place[:3], (x, y, z), atol=1e-4)
             number = read.pixel_array[row, column] * 2.0 - 24
             assert written.get_fdata()[x, y, z] == number
-            found += number in numbers
-    assert found == 15
+            count += number in numbers
+    assert count == 15
 
 
 @pytest.mark.parametrize(
@@ -587,17 +587,17 @@ def test_whole_cases_are_scored_on_every_layout_as_in_one_process(
     layout: str, expected: dict[str, float], tmp_path: Path
 ) -> None:
     program(tmp_path, **LAYOUTS[layout])
-    found: list[dict[str, float]] = []
+    epochs: list[dict[str, float]] = []
 
     def on_epoch(trainer: Trainer, epoch: int, figures: dict[str, float]) -> None:
-        found.append(figures)
+        epochs.append(figures)
 
     user = user_with(on_epoch=on_epoch)
     words = "--epochs", "2", "--best", "largest:max"
     ranks = LAYOUTS[layout]["ranks"]
     run(tmp_path, user, *words, ranks=ranks, dtype=torch.float64)
-    assert len(found) == 2 * ranks
-    for figures in found:
+    assert len(epochs) == 2 * ranks
+    for figures in epochs:
         assert list(figures) == list(expected)
         assert figures == pytest.approx(expected, rel=1e-6)
 
@@ -615,14 +615,14 @@ def test_a_loss_with_tensors_of_its_own_scores_whole_cases(
     expected: dict[str, float], tmp_path: Path
 ) -> None:
     program(tmp_path, ranks=2, micro_batches=2)
-    found: list[float] = []
+    losses: list[float] = []
 
     def on_epoch(trainer: Trainer, epoch: int, figures: dict[str, float]) -> None:
-        found.append(figures["loss"])
+        losses.append(figures["loss"])
 
     user = user_with(loss=Doubled, on_epoch=on_epoch)
     run(tmp_path, user, "--epochs", "1", dtype=torch.float64)
-    assert found == pytest.approx([2 * expected["loss"]] * 2, rel=1e-6)
+    assert losses == pytest.approx([2 * expected["loss"]] * 2, rel=1e-6)
 
 
 def test_the_plain_loop_of_verify_scores_whole_cases(
@@ -637,7 +637,7 @@ def test_the_plain_loop_of_verify_scores_whole_cases(
     (scores,) = plain.evaluations
     losses = [figures["loss"] for _, figures in scores if "loss" in figures]
     assert sum(losses) / 3 == pytest.approx(expected["loss"], rel=1e-6)
-    others = {key: n for _, each in scores[3:] for key, n in each.items()}
+    others = {key: n for _, figures in scores[3:] for key, n in figures.items()}
     assert others | {"loss": expected["loss"]} == pytest.approx(expected, rel=1e-6)
 
 
@@ -687,18 +687,18 @@ def test_what_looks_at_one_pixel_gives_what_it_gives_at_once(channels: int) -> N
     x = torch.rand(1, 23, 17, 2).movedim(-1, channels)
 
     def model(x: Tensor) -> dict[str, Tensor]:
-        found = {"score": x.tanh(), "half": x.half(), "flat": x.sum(channels)}
-        return found | {"steps": torch.stack([x, -x])}  # samples count in dimension 1
+        outputs = {"score": x.tanh(), "half": x.half(), "flat": x.sum(channels)}
+        return outputs | {"steps": torch.stack([x, -x])}  # samples count in dimension 1
 
     case = Case((23, 17), (8, 6), SlidingWindows(0.5, "gaussian"), x)
     places = list(case.windows)
     case.add(places[:3], model(case.take(places[:3])), [0, 0, 0, 1])
     for place in places[3:]:
         case.add([place], model(case.take([place])), [0, 0, 0, 1])
-    found, expected = case.output(), model(x)
-    assert found["half"].dtype == torch.float32
+    outputs, expected = case.output(), model(x)
+    assert outputs["half"].dtype == torch.float32
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value.float(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(outputs[name], value.float(), rtol=1e-5, atol=1e-6)
 
 
 def test_where_axes_may_be_channels_or_sizes_channels_come_first() -> None:

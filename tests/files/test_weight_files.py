@@ -72,10 +72,10 @@ class Net(nn.Module):
 def state(*, seed: int = 0, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """Return random weights of the net; its tied ones once, as files have them."""
     torch.manual_seed(seed)
-    found = {name: tensor.clone() for name, tensor in Net().state_dict().items()}
-    del found["head.weight"]
-    floats = (name for name, tensor in found.items() if tensor.is_floating_point())
-    return found | {name: found[name].to(dtype or torch.float32) for name in floats}
+    tensors = {name: tensor.clone() for name, tensor in Net().state_dict().items()}
+    del tensors["head.weight"]
+    floats = (name for name, tensor in tensors.items() if tensor.is_floating_point())
+    return tensors | {name: tensors[name].to(dtype or torch.float32) for name in floats}
 
 
 def write_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
@@ -87,8 +87,8 @@ def write_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
         for i, name in enumerate(names)
     }
     for shard in {*places.values()}:
-        own = {name: tensors[name] for name in names if places[name] == shard}
-        save_file(own, folder / shard)
+        part = {name: tensors[name] for name in names if places[name] == shard}
+        save_file(part, folder / shard)
     index = {"metadata": {"total_size": 0}, "weight_map": places}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
@@ -122,10 +122,10 @@ def compiled(gemsc: Gemsc, *more: str) -> Path:
     return Path("out")
 
 
-def equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
-    return found.keys() == wanted.keys() and all(
+def equal(actual: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
+    return actual.keys() == wanted.keys() and all(
         tensor.dtype == wanted[name].dtype and torch.equal(tensor, wanted[name])
-        for name, tensor in found.items()
+        for name, tensor in actual.items()
     )
 
 
@@ -436,16 +436,16 @@ def test_a_program_that_has_not_run_gives_a_state_dict(
     """With each name of tied weights, and without what a state_dict leaves out."""
     text = (here / "model.py").read_text().replace('"meta"', f'"{device}"')
     gain = 'torch.ones(1, device="cpu")'
-    own = f'self.register_buffer("gain", {gain}, persistent=False)'
-    text = text.replace("        self.embed =", f"        {own}\n        self.embed =")
+    line = f'self.register_buffer("gain", {gain}, persistent=False)'
+    text = text.replace("        self.embed =", f"        {line}\n        self.embed =")
     text = text.replace("self.norm(self", "self.norm(self.gain * self")
     (here / "model.py").write_text(text)
     program = compiled(gemsc)
     done = gemsc("export", str(program), "-o", "first.safetensors")
     assert done.code == 0, done.err
-    found, net = load_file("first.safetensors"), Net()
-    net.load_state_dict(found)
-    assert torch.equal(found["head.weight"], found["embed.weight"])
+    weights, net = load_file("first.safetensors"), Net()
+    net.load_state_dict(weights)
+    assert torch.equal(weights["head.weight"], weights["embed.weight"])
     if device == "meta":
         assert torch.equal(net.embed.weight, state()["embed.weight"])
 
@@ -527,9 +527,9 @@ def test_what_the_loss_has_learned_is_exported(here: Path, gemsc: Gemsc) -> None
     assert done.code == 0, done.err
     assert load_file("first.safetensors").keys() == {"scale", "also", "count"}
 
-    found: dict[str, Tensor] = {}
+    trained: dict[str, Tensor] = {}
     for of_rank in on_ranks(program, 2, work, optimizer=adam):
-        found |= of_rank
+        trained |= of_rank
     for more, before in ((), ""), (("--ema",), "ema "):
         words = "export", str(run), "-o", "x.safetensors", *more
         done = gemsc(*words)
@@ -542,10 +542,10 @@ def test_what_the_loss_has_learned_is_exported(here: Path, gemsc: Gemsc) -> None
         assert "which are not in it" not in done.out
         state = load_file("loss.safetensors")
         assert state.keys() == {"scale", "also", "count"}
-        assert torch.equal(state["scale"], found[f"{before}_loss.scale"])
+        assert torch.equal(state["scale"], trained[f"{before}_loss.scale"])
         assert torch.equal(state["also"], state["scale"])
         assert state["count"] == 2
-    assert not torch.equal(found["_loss.scale"], found["ema _loss.scale"])
+    assert not torch.equal(trained["_loss.scale"], trained["ema _loss.scale"])
     assert gemsc("export", str(run), "-o", "x.dcp").code == 0
     names = dcp.FileSystemReader("x.dcp").read_metadata().state_dict_metadata
     assert "optimizer.state.embed.weight.exp_avg" in names

@@ -55,12 +55,12 @@ def test_every_kind_of_tensor_comes_back(sync: bool, tmp_path: Path) -> None:
     table = {name: Entry.of(tensor) for name, tensor in tensors.items()}
     facts = write_stream(path, table, tensors.__getitem__, sync=sync)
     assert facts == facts_of(path)
-    found = load_file(path)
-    assert found.keys() == tensors.keys()
+    loaded = load_file(path)
+    assert loaded.keys() == tensors.keys()
     for name, tensor in tensors.items():
-        assert found[name].dtype == tensor.dtype, name
-        assert found[name].shape == tensor.shape, name
-        assert found[name].tolist() == tensor.tolist(), name
+        assert loaded[name].dtype == tensor.dtype, name
+        assert loaded[name].shape == tensor.shape, name
+        assert loaded[name].tolist() == tensor.tolist(), name
 
 
 def test_a_shard_holds_no_more_than_it_may(tmp_path: Path) -> None:
@@ -68,8 +68,8 @@ def test_a_shard_holds_no_more_than_it_may(tmp_path: Path) -> None:
     table = {name: Entry.of(tensor) for name, tensor in tensors.items()}
     assert write_shards(tmp_path, table, tensors.__getitem__, 40) == 2
     assert load_file(tmp_path / "model-00001-of-00002.safetensors").keys() == {*"ab"}
-    found = WeightFiles.open(tmp_path)
-    assert all(found.mapped(name).equal(tensors[name]) for name in tensors)
+    files = WeightFiles.open(tmp_path)
+    assert all(files.mapped(name).equal(tensors[name]) for name in tensors)
 
 
 def test_a_tied_tensor_may_be_there_by_its_second_name(tmp_path: Path) -> None:
@@ -105,10 +105,10 @@ def test_complex128_is_written_as_pairs_of_float64(tmp_path: Path) -> None:
     z = torch.randn(3, 2, dtype=torch.complex128)
     given = {"z": z, "zero": z[0, 0], "real": torch.randn(3, 2, dtype=torch.float64)}
     write_tensors(path, given)
-    found = TensorFile.open(path)
+    file = TensorFile.open(path)
     for name, tensor in given.items():
-        torch.testing.assert_close(found.mapped(name), tensor, rtol=0, atol=0)
-        part = found.get_slice(name)
+        torch.testing.assert_close(file.mapped(name), tensor, rtol=0, atol=0)
+        part = file.get_slice(name)
         assert part.entry == Entry.of(tensor)
     torch.testing.assert_close(load_file(path)["z"], torch.view_as_real(z))
 

@@ -104,8 +104,8 @@ def nests(self: Any, x: Tensor) -> Tensor:
     h = self.a(x)
     y = torch.einsum("bi,bj->bij", h, h).sum((1,)) + torch.einsum("ij , ij->ij", h, h)
     y = y + torch.cat([h[:1], torch.stack([h[0], h[1]]), h], 0)[1:3]
-    left, (right, rest) = h[:, :2], h[:, 2:].split([1, 1], dim=1)
-    y = y + F.pad(left, (0, 2)) + F.pad(torch.cat([right, rest], 1), [2, 0], value=0.5)
+    left, (right, last) = h[:, :2], h[:, 2:].split([1, 1], dim=1)
+    y = y + F.pad(left, (0, 2)) + F.pad(torch.cat([right, last], 1), [2, 0], value=0.5)
     return self.b(y.permute([1, 0]).permute(1, 0).view(*y.shape))
 
 
@@ -199,8 +199,8 @@ def no_grad(self: Any, x: Tensor) -> Tensor:
 
 
 FORWARDS: dict[str, Callable[..., Any]] = {
-    each.__name__: each
-    for each in (
+    forward.__name__: forward
+    for forward in (
         operators, integers, slices, numbers, dtypes, nests, assignments, functions,
         chained, long_calls, names, no_grad,
     )
@@ -214,8 +214,8 @@ CLASH = "clash"
 def test_the_files_compute_what_the_user_wrote(name: str, tmp_path: Path) -> None:
     forward = FORWARDS.get(name, clash)
     model = Net(forward, trunk=trunk(), gain=nn.Parameter(torch.rand(4)))
-    found = against_one_process(tmp_path / "program", model)
-    assert found.worst <= EXACT
+    diff = against_one_process(tmp_path / "program", model)
+    assert diff.worst <= EXACT
     assert_formatted(tmp_path / "program")
 
 
@@ -277,8 +277,8 @@ def test_modules_may_have_any_name(name: str, tmp_path: Path) -> None:
             assert second is not None
             return self.last(torch.relu(second(torch.relu(first(x)))))
 
-    found = against_one_process(tmp_path / "program", Model())
-    assert found.worst <= EXACT
+    diff = against_one_process(tmp_path / "program", Model())
+    assert diff.worst <= EXACT
     if name != "F":  # its docstring names F: the import of F is not used
         assert_formatted(tmp_path / "program")
 
@@ -387,8 +387,8 @@ class Root(nn.ModuleList):
 def test_tensors_and_layers_may_be_held_in_any_way(
     make: Callable[[], nn.Module], tmp_path: Path
 ) -> None:
-    found = against_one_process(tmp_path / "program", make())
-    assert found.worst <= EXACT
+    diff = against_one_process(tmp_path / "program", make())
+    assert diff.worst <= EXACT
     assert_formatted(tmp_path / "program")
 
 
@@ -455,8 +455,8 @@ def user_module(folder: Path, body: str) -> ModuleType:
 def test_lines_of_the_users_are_comments_whatever_they_hold(tmp_path: Path) -> None:
     body = "\n".join(["def forward(self, x):", "    h = x", *LINES, "    return h", ""])
     module = user_module(tmp_path, body)
-    found = against_one_process(tmp_path / "program", Net(module.forward))
-    assert found.worst <= EXACT
+    diff = against_one_process(tmp_path / "program", Net(module.forward))
+    assert diff.worst <= EXACT
     texts = [p.read_text() for p in sorted((tmp_path / "program").glob("rank*.py"))]
     assert_formatted(tmp_path / "program")
     assert all(f"# users.py:{line}" in "".join(texts) for line in range(3, 9))

@@ -159,9 +159,9 @@ class Called(nn.Module):
     def forward(self, x: Tensor) -> Any:
         weights = self.layer.in_proj_weight, self.layer.in_proj_bias
         out = self.layer.out_proj.weight, self.layer.out_proj.bias
-        rest: Any = (None, None, False, 0.25, *out)
+        others: Any = (None, None, False, 0.25, *out)
         result: Any = F.multi_head_attention_forward(
-            *(x, x, x, WIDTH, HEADS), *weights, *rest, training=self.training
+            *(x, x, x, WIDTH, HEADS), *weights, *others, training=self.training
         )
         return result
 
@@ -261,8 +261,8 @@ def test_two_ranks_draw_what_the_model_draws(tmp_path: Path) -> None:
     record = run_on_threads(tmp_path, 2, batches, draws=same_draws)
     with same_draws():
         expected = reference_steps(model, mse, batches, 1, torch.float64)
-    found = compare(record, expected)
-    assert found.worst < 1e-14
+    diff = compare(record, expected)
+    assert diff.worst < 1e-14
     record = run_on_threads(tmp_path, 2, batches)
     assert compare(record, expected).worst > 1e-3
     text = (tmp_path / "rank0.py").read_text()

@@ -107,8 +107,8 @@ def test_methods_operators_functions_and_layers_lose_their_change() -> None:
 
     program = canonical(forward)
     assert changing(program) == []
-    found = targets(program)
-    assert {operator.add, "mul", "clamp", F.leaky_relu, torch.relu} <= set(found)
+    called = targets(program)
+    assert {operator.add, "mul", "clamp", F.leaky_relu, torch.relu} <= set(called)
     assert all(meta.glue(node) is None for node in program.graph.nodes)
     assert program.module.get_submodule("act.0").inplace is False
 

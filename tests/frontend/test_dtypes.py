@@ -105,8 +105,8 @@ def test_what_a_model_makes_anew_in_another_dtype_stays(tmp_path: Path) -> None:
 
     net = Made(forward)
     net.part = torch.tensor(0.1)
-    found = against_one_process(tmp_path, net)
-    assert found.equal == found.total
+    diff = against_one_process(tmp_path, net)
+    assert diff.equal == diff.total
 
 
 @pytest.mark.slow(3)
@@ -115,8 +115,8 @@ def test_a_program_in_float64_is_the_model_in_float64(
     name: str, tmp_path: Path
 ) -> None:
     forward, attributes = CASES[name]
-    found = against_one_process(tmp_path, Net(forward, **attributes), ranks=2)
-    assert found.equal == found.total
+    diff = against_one_process(tmp_path, Net(forward, **attributes), ranks=2)
+    assert diff.equal == diff.total
 
 
 @pytest.mark.slow(1)
@@ -124,8 +124,8 @@ def test_a_program_in_float64_is_the_model_in_float64(
 def test_complex_parameters_stay_complex(data: int, tmp_path: Path) -> None:
     values = torch.randn(4, dtype=torch.complex64)
     model = Net(complex_numbers, filter=nn.Parameter(values))
-    found = against_one_process(tmp_path, model, ranks=2 * data, data=data)
-    assert found.worst < 1e-12
+    diff = against_one_process(tmp_path, model, ranks=2 * data, data=data)
+    assert diff.worst < 1e-12
 
 
 def test_clipping_counts_both_parts_of_a_complex_gradient() -> None:
@@ -160,8 +160,8 @@ def test_messages_have_the_dtype_of_what_is_sent(
     for dtype in (torch.float32, torch.float64):
         actual = run_on_threads(tmp_path, 3, batches, dtype=dtype)
         args = (Net(forward), mse, batches, 2, dtype)
-        found = compare(actual, reference_steps(*args))
-        assert found.equal == found.total
+        diff = compare(actual, reference_steps(*args))
+        assert diff.equal == diff.total
 
 
 def test_tiles_send_in_half_precision_within_a_forward_that_has_autocast() -> None:
@@ -178,8 +178,8 @@ def test_a_model_in_float64_runs_in_float32(tmp_path: Path) -> None:
     batches = [batch_of(((X,), X), 2)]
     actual = run_on_threads(tmp_path, 2, batches, dtype=torch.float32)
     expected = reference_steps(model, mse, batches, 2, torch.float32)
-    found = compare(actual, expected)
-    assert found.equal == found.total
+    diff = compare(actual, expected)
+    assert diff.equal == diff.total
 
 
 def halved(self: Any, x: Tensor) -> Tensor:
@@ -206,8 +206,8 @@ def test_a_model_that_mixes_dtypes_is_compared_as_it_is(
     program.write(tmp_path)
     batches = [batch_of(((X,), X), 2)]
     actual = run_on_threads(tmp_path, 2, batches, dtype=torch.float32)
-    found = compare(actual, reference_steps(model, mse, batches, 2, torch.float32))
-    assert found.equal == found.total
+    diff = compare(actual, reference_steps(model, mse, batches, 2, torch.float32))
+    assert diff.equal == diff.total
 
 
 def fixed_between(self: Any, x: Tensor) -> Tensor:
@@ -240,8 +240,8 @@ def test_a_model_that_runs_in_one_dtype_keeps_what_it_has_in_another(
     actual = run_on_threads(tmp_path, 2, batches, dtype=dtype)
     step = model, mse, batches, 2, dtype
     expected = reference_steps(*step, precision=Precision.of(program.plan, dtype))
-    found = compare(actual, expected)
-    assert found.equal == found.total
+    diff = compare(actual, expected)
+    assert diff.equal == diff.total
 
 
 class Narrow(nn.Module):

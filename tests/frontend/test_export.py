@@ -125,8 +125,8 @@ class TakesDtypes(nn.Module):
 
 def test_dtypes_that_follow_the_model_follow_it(tmp_path: Path) -> None:
     how: Any = {"ranks": 2, "frontend": "export"}
-    found = against_one_process(tmp_path, TakesDtypes(), **how)
-    assert found.worst < 1e-12
+    diff = against_one_process(tmp_path, TakesDtypes(), **how)
+    assert diff.worst < 1e-12
 
 
 class HasTimes(TakesDtypes):
@@ -181,11 +181,11 @@ def test_evaluation_returns_what_an_exported_model_returns(tmp_path: Path) -> No
     criterion = nn.MSELoss()
     how: Any = {"ranks": 2, "micro_batches": 1, "frontend": "export"}
     written(tmp_path, model, (X,), criterion, X, **how)
-    found = on_ranks(tmp_path, 2, lambda trainer: trainer.evaluate((X,), X))
+    evaluated = on_ranks(tmp_path, 2, lambda trainer: trainer.evaluate((X,), X))
     with torch.no_grad():
         expected = model(X)
-    torch.testing.assert_close(found[-1].output, expected)
-    assert found[-1].loss == pytest.approx(float(criterion(expected, X)))
+    torch.testing.assert_close(evaluated[-1].output, expected)
+    assert evaluated[-1].loss == pytest.approx(float(criterion(expected, X)))
 
 
 class Branch(nn.Module):

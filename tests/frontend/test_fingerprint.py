@@ -56,9 +56,9 @@ def changes(folder: Path, old: str, new: str) -> list[str]:
 
 
 def test_each_definition_has_its_own(tmp_path: Path) -> None:
-    found = source_fingerprints(write(tmp_path))
-    assert found.keys() == {"(module)", "WIDTH", "Block", "helper"}
-    assert all(len(value) == 16 for value in found.values())
+    fingerprints = source_fingerprints(write(tmp_path))
+    assert fingerprints.keys() == {"(module)", "WIDTH", "Block", "helper"}
+    assert all(len(value) == 16 for value in fingerprints.values())
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def test_it_runs_once_and_its_weight_gradients_do_not_wait() -> None:
     assert known.differentiates
     assert "needs gradients" in known.why
     assert not any(
-        "inner" in each.name for each in program.compilation.program.segments
+        "inner" in segment.name for segment in program.compilation.program.segments
     )
     with pytest.raises(GemscError, match=r"--recompute inner.* calls torch.autograd"):
         compiled(Around(made(Descent)), recompute=("inner",))

@@ -49,8 +49,8 @@ def asserts(self: Any, x: Tensor) -> Tensor:
 
 def validates(self: Any, x: Tensor) -> Tensor:
     spread = F.softplus(self.b(x))
-    found = torch.distributions.Normal(self.a(x), spread, validate_args=True)
-    return self.d(found.log_prob(x))
+    normal = torch.distributions.Normal(self.a(x), spread, validate_args=True)
+    return self.d(normal.log_prob(x))
 
 
 def is_small(h: Tensor) -> bool:
@@ -208,10 +208,10 @@ def test_a_whole_number_in_a_buffer_is_known(
 
 
 def test_a_size_is_written_as_a_number() -> None:
-    found = [
+    calls = [
         n for n in record(Strided(pads), (X,)).module.graph.nodes if n.target is F.pad
     ]
-    assert [type(size) for size in found[0].args[1]] == [int, int]
+    assert [type(size) for size in calls[0].args[1]] == [int, int]
 
 
 @pytest.mark.slow(1)

@@ -160,8 +160,8 @@ def test_a_loss_that_writes_to_the_output_is_asked() -> None:
 @pytest.mark.parametrize("loss", [ignoring, weighted])
 def test_a_model_that_begins_with_zeros_hides_nothing(loss: Any) -> None:
     def of_two(output: Any, target: Tensor) -> Tensor:
-        found: Tensor = loss(output[0] - output[1], target)
-        return found
+        scalar: Tensor = loss(output[0] - output[1], target)
+        return scalar
 
     zeros = torch.zeros_like(X)
     assert loss_of_halves(loss, zeros, CLASSES, 6)
@@ -255,8 +255,8 @@ def test_a_loss_that_counts_its_calls_is_asked_as_it_is() -> None:
 def notes(loss: Any, size: int = 6, **options: Any) -> list[str]:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
     given = {"loss": loss, "example_target": CLASSES[:size], "ranks": 2} | options
-    found = compile(model, (X[:size],), **given).plan.notes
-    return [note for note in found if "not a mean over samples" in note]
+    told = compile(model, (X[:size],), **given).plan.notes
+    return [note for note in told if "not a mean over samples" in note]
 
 
 def test_the_plan_says_what_a_step_makes_of_it() -> None:
@@ -276,7 +276,7 @@ def test_a_pair_that_is_no_sum_and_count_is_told(size: int) -> None:
     for loss in (beside_its_accuracy, counted):
         given |= {"loss": loss, "example_target": CLASSES[:size]}
         told += compile(model, (X[:size],), **given).plan.notes
-    (note,) = (each for each in told if "pair" in each)
+    (note,) = (note for note in told if "pair" in note)
     assert note.startswith("the loss returns a pair that is not a sum and a count: ")
     assert note.endswith("if that is something else, such as an accuracy")
 

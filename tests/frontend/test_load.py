@@ -76,8 +76,8 @@ def test_a_file_that_has_changed_within_a_second_is_read_again(
         name = f"nn.{layer.__name__}()"
         path.write_text(f"{HEAD}model = {name}\n{INPUTS}")
         rank.write_text(f"WHAT = '{name}'\n")
-        for each in (path, rank):
-            os.utime(each, (10**9, 10**9))
+        for file in (path, rank):
+            os.utime(file, (10**9, 10**9))
         assert type(load_user_model(str(path)).make_unfilled()) is layer
         assert name == load_rank_module(tmp_path, 0).WHAT
 
@@ -130,8 +130,8 @@ def test_targets_come_from_the_dataset_or_from_the_user(tmp_path: Path) -> None:
     assert target[:, 0].tolist() == [0.0, 1.0, 0.0]
     assert callable(user.make_loss())
 
-    own = "def example_target():\n    return torch.ones(3, 2)\n"
-    user = load(tmp_path, HEAD + INPUTS + MODEL + loss + own, "b.py")
+    example = "def example_target():\n    return torch.ones(3, 2)\n"
+    user = load(tmp_path, HEAD + INPUTS + MODEL + loss + example, "b.py")
     assert torch.equal(user.make_target(user.make_inputs()), torch.ones(3, 2))
 
     user = load(tmp_path, HEAD + INPUTS + MODEL + loss, "c.py")

@@ -98,8 +98,8 @@ def test_ranks_compute_what_one_process_computes_in_the_format(
 ) -> None:
     inputs = VOLUMES if model is Volume else PICTURES
     options = {"ranks": 2, "micro_batches": COUNT, **options}
-    own = model()
-    convert(own, "channels_last")
+    net = model()
+    convert(net, "channels_last")
     given = model(), inputs, classes, TARGET
     written(tmp_path, *given, memory_format="channels_last", **options)
     batch = batch_of((converted(inputs, "channels_last"), TARGET), COUNT)
@@ -107,9 +107,9 @@ def test_ranks_compute_what_one_process_computes_in_the_format(
     dtype = torch.float32 if exact else torch.float64
     ranks = int(str(options["ranks"]))
     record = run_on_threads(tmp_path, ranks, [batch] * 2, dtype=dtype)
-    found = compare(record, reference_steps(own, classes, [batch] * 2, COUNT, dtype))
-    assert found.worst < 1e-11
-    assert not exact or found.equal == found.total > 0
+    diff = compare(record, reference_steps(net, classes, [batch] * 2, COUNT, dtype))
+    assert diff.worst < 1e-11
+    assert not exact or diff.equal == diff.total > 0
 
 
 @pytest.mark.slow
@@ -140,11 +140,11 @@ def test_a_model_that_has_the_format_keeps_it_in_text_and_on_ranks(
             if p.dim() == 4
         ]
 
-    found = [
+    pairs = [
         pair for rank in on_ranks(tmp_path, 2, work, optimizer=adam) for pair in rank
     ]
-    assert len(found) == 5
-    for pair in found:
+    assert len(pairs) == 5
+    for pair in pairs:
         empty = torch.empty(pair[0].shape, memory_format=LAST)
         assert all(tensor.stride() == empty.stride() for tensor in pair)
 
@@ -257,9 +257,9 @@ def test_a_message_carries_memory_as_it_lies(count: int) -> None:
 
 def test_data_gets_the_format_of_the_examples() -> None:
     examples = {"x": PICTURES[0].to(memory_format=LAST), "mask": torch.ones(2, 2)}
-    found = like_examples({"x": PICTURES[0], "mask": torch.ones(2, 2)}, examples)
-    assert format_of(found["x"]) is LAST
-    assert format_of(found["mask"]) is torch.contiguous_format
+    batch = like_examples({"x": PICTURES[0], "mask": torch.ones(2, 2)}, examples)
+    assert format_of(batch["x"]) is LAST
+    assert format_of(batch["mask"]) is torch.contiguous_format
 
 
 def test_an_unknown_format_is_refused() -> None:
@@ -283,7 +283,7 @@ class Transposed(nn.Module):
         x = self.first(given.contiguous()).transpose(1, 2).sin()
         y = self.second(x.transpose(1, 2).cos())
         again = torch.as_strided(x, (2, 6, 8), (48, 8, 1))
-        rows = sum(each.t().view(48) for each in (self.crosswise, TRANSPOSED))
+        rows = sum(tensor.t().view(48) for tensor in (self.crosswise, TRANSPOSED))
         flat = x.transpose(1, 2).view(2, 48) + rows * 0.01
         return y * flat.view(2, 6, 8) + again
 

@@ -114,8 +114,8 @@ class Picture(nn.Module):
 def test_tiles_gather_what_depends_on_data(tmp_path: Path) -> None:
     model = made(Picture)
     options = {"tiles": ("2x1",), "blocks": (3,), "ranks": 2}
-    found = worst(tmp_path / "program", model, PICTURE, PICTURE, **options)
-    assert found <= EXACT
+    error = worst(tmp_path / "program", model, PICTURE, PICTURE, **options)
+    assert error <= EXACT
     target = {"loss": mse, "example_target": PICTURE}
     plan = compile(model, (PICTURE,), **target, tiles=("2x1",), ranks=2).plan
     assert [b["reason"] for b in plan.barriers] == ["its forward depends on data"]
@@ -222,8 +222,8 @@ class Spoken(nn.Module):
         scores = output.picture.view(-1, 3, 2).log_softmax(-1).transpose(0, 1)
         times = torch.full((scores.shape[1],), 3)
         words, lengths = torch.ones(len(times), 1).long(), torch.ones_like(times)
-        found: Tensor = self.ctc(scores, words, times, lengths)
-        return found + target.mean()
+        loss: Tensor = self.ctc(scores, words, times, lengths)
+        return loss + target.mean()
 
 
 def test_a_layer_of_torch_may_be_what_depends_on_data() -> None:
@@ -254,8 +254,8 @@ def test_what_is_whole_in_one_mode_is_so_in_both(mode: bool, tmp_path: Path) -> 
     model = Around(made(Sometimes, mode))
     assert worst(tmp_path / "program", model) <= EXACT
     program = compiled(model, micro_batches=1)
-    for each in (program.compilation.program, program.compilation.evaluation):
-        assert [*opaques(each.module)] == ["inner"]
+    for traced in (program.compilation.program, program.compilation.evaluation):
+        assert [*opaques(traced.module)] == ["inner"]
     program.write(tmp_path / "second")
     results = on_ranks(tmp_path / "second", 2, lambda t: t.evaluate(X, X))
     torch.testing.assert_close(results[1].output, model.eval()(X).detach())
@@ -418,10 +418,10 @@ class Routed(nn.Module):
 @pytest.mark.slow
 def test_a_size_that_depends_on_data_moves_outwards(tmp_path: Path) -> None:
     model = Around(made(Routed))
-    found = opaques(record(model, (X,)).module)
-    assert [*found] == ["inner"]
-    assert found["inner"].at is not None
-    assert found["inner"].at.line == line_of("# the router")
+    whole = opaques(record(model, (X,)).module)
+    assert [*whole] == ["inner"]
+    assert whole["inner"].at is not None
+    assert whole["inner"].at.line == line_of("# the router")
     assert worst(tmp_path / "program", model) <= EXACT
 
 
@@ -487,9 +487,9 @@ class Skipping(Gate):
         self.rate, self.by_numpy = rate, by_numpy
 
     def forward(self, x: Tensor) -> Tensor:
-        found = super().forward(x)
+        gated = super().forward(x)
         draw = np.random.rand() if self.by_numpy else random.random()
-        return x if draw < self.rate else found
+        return x if draw < self.rate else gated
 
 
 @pytest.mark.parametrize("by_numpy", [False, True])
@@ -586,10 +586,10 @@ def test_a_loss_that_fails_is_said_to_fail() -> None:
 @pytest.mark.slow
 def test_only_the_innermost_module_stays_whole() -> None:
     model = nn.Sequential(made(Net), made(Net))
-    found = opaques(record(model, (X,)).module)
+    whole = opaques(record(model, (X,)).module)
     names = ["gate", "mixture"]
-    assert [*found] == [f"{i}.{name}" for i in range(2) for name in names]
-    assert all(found[path].module is model.get_submodule(path) for path in found)
+    assert [*whole] == [f"{i}.{name}" for i in range(2) for name in names]
+    assert all(whole[path].module is model.get_submodule(path) for path in whole)
 
 
 # -------------------------------------------------- what is known of it
@@ -616,11 +616,11 @@ def test_bytes_and_operations_are_those_of_the_same_layers_in_the_open() -> None
         ]
         facts.append(inner)
     opened, (whole,) = facts
-    assert whole.flops == sum(each.flops for each in opened)
-    assert whole.saved_bytes == sum(each.saved_bytes for each in opened)
-    backward = sum(each.backward_seconds for each in opened)
+    assert whole.flops == sum(fact.flops for fact in opened)
+    assert whole.saved_bytes == sum(fact.saved_bytes for fact in opened)
+    backward = sum(fact.backward_seconds for fact in opened)
     assert whole.backward_seconds == pytest.approx(backward, rel=0.2)
-    forward = sum(each.forward_seconds for each in opened)
+    forward = sum(fact.forward_seconds for fact in opened)
     assert forward < whole.forward_seconds < 3 * forward  # and the branch
 
 

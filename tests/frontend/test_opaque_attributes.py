@@ -235,7 +235,7 @@ class Named(OrderedDict[str, Tensor]):
 
 register_pytree_node(
     Named,
-    lambda found: (list(found.values()), list(found)),
+    lambda named: (list(named.values()), list(named)),
     lambda values, names: Named(zip(names, values, strict=True)),
 )
 
@@ -251,8 +251,8 @@ class Takes(nn.Module):
         self.gives, self.last = Gives(), nn.Linear(D, D)
 
     def forward(self, x: Tensor) -> Tensor:
-        found = self.gives(x)
-        return self.last(found.first + found["second"])
+        given = self.gives(x)
+        return self.last(given.first + given["second"])
 
 
 @pytest.mark.slow
@@ -288,11 +288,11 @@ class UsesScores(nn.Module):
         self.scoring, self.last = Scoring(), nn.Linear(D, D)
 
     def forward(self, x: Tensor) -> Tensor:
-        found = self.scoring(x)
-        if found.none is not None:
+        scores = self.scoring(x)
+        if scores.none is not None:
             return x
-        out: Tensor = self.last(found.both - found.others["second"][1])
-        return out + found.first
+        out: Tensor = self.last(scores.both - scores.others["second"][1])
+        return out + scores.first
 
 
 @pytest.mark.slow(1)
@@ -305,7 +305,7 @@ def test_a_module_may_return_a_dataclass(
     model = Around(made(UsesScores))
     assert worst(tmp_path / "program", model, **options) <= EXACT
     text = "".join(file.read_text() for file in tmp_path.glob("program/rank*.py"))
-    assert "first = found.first" in text
+    assert "first = scores.first" in text
 
 
 @dataclasses.dataclass
@@ -368,10 +368,10 @@ class Lends(nn.Module):
         layer = self.layer
         lent = {name: p.detach() * 2 for name, p in layer.named_parameters()}
         out: Any = functional_call(layer, lent, (self.last(x),))
-        found = self.layer(x)
-        if isinstance(found, tuple):  # of a recurrent layer
-            out, found = out[0], found[0]
-        total: Tensor = found + out
+        trained = self.layer(x)
+        if isinstance(trained, tuple):  # of a recurrent layer
+            out, trained = out[0], trained[0]
+        total: Tensor = trained + out
         return total
 
 
@@ -412,15 +412,15 @@ def test_a_counter_makes_a_module_unfit() -> None:
 @pytest.mark.slow
 def test_nothing_of_the_users_changes() -> None:
     def digest(model: nn.Module) -> str:
-        found = hashlib.sha256(torch.get_rng_state().numpy().tobytes())
+        hasher = hashlib.sha256(torch.get_rng_state().numpy().tobytes())
         for name, value in model.state_dict().items():
-            found.update(name.encode() + value.numpy().tobytes())
+            hasher.update(name.encode() + value.numpy().tobytes())
         flags = [
             (name, m.training, sorted(vars(m))) for name, m in model.named_modules()
         ]
         grads = [parameter.grad for parameter in model.parameters()]
-        found.update(repr([flags, grads]).encode())
-        return found.hexdigest()
+        hasher.update(repr([flags, grads]).encode())
+        return hasher.hexdigest()
 
     for inner in (Rich, Growing, Dropping, Mixture):
         model = nn.Sequential(nn.Linear(D, D), made(inner))

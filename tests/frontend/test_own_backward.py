@@ -78,8 +78,8 @@ class Net(nn.Module):
             return x
         if self.function is Clipped:
             return self.function.apply(x, 0.02)
-        rest = (self.scale,) if self.function is Scaled else ()
-        return self.function.apply(x, *rest)
+        scale = (self.scale,) if self.function is Scaled else ()
+        return self.function.apply(x, *scale)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.change(torch.tanh(self.first(x)), "before")
@@ -264,8 +264,8 @@ def part_of_a_message(self: Any, x: Tensor) -> Tensor:
 def test_stages_and_what_is_recomputed_are_not_written_to(
     forward: Any, recompute: str, tmp_path: Path
 ) -> None:
-    found = against_one_process(tmp_path, Layers(forward), recompute=recompute)
-    assert found.worst < EXACT
+    diff = against_one_process(tmp_path, Layers(forward), recompute=recompute)
+    assert diff.worst < EXACT
 
 
 class Counting(torch.autograd.Function):
@@ -344,8 +344,8 @@ def test_what_a_function_writes_to_may_be_used_before_and_later(
 ) -> None:
     net = Layers(forward)
     net.register_buffer("mean", torch.zeros(4))
-    found = against_one_process(tmp_path, net, (X,), recompute=recompute)
-    assert found.worst < EXACT
+    errors = against_one_process(tmp_path, net, (X,), recompute=recompute)
+    assert errors.worst < EXACT
 
 
 def test_a_function_without_result_is_refused_with_replicas(tmp_path: Path) -> None:

@@ -51,9 +51,9 @@ def test_every_node_knows_its_line() -> None:
 
 def test_operators_stay_operators_and_methods_methods() -> None:
     program = checked(Model(lambda self, x: (1 - self.fc(x)).mul(2) / 3 @ x.T))
-    found = targets(program)
-    assert found[:5] == ["fc", operator.sub, "mul", operator.truediv, getattr]
-    assert found[5] is operator.matmul
+    called = targets(program)
+    assert called[:5] == ["fc", operator.sub, "mul", operator.truediv, getattr]
+    assert called[5] is operator.matmul
 
 
 def test_functions_have_only_the_arguments_that_the_user_wrote() -> None:
@@ -220,9 +220,9 @@ class Centered(nn.Module):
         self.register_buffer("center", torch.zeros(4))
 
     def forward(self, output: Any, target: Any) -> Any:
-        found = ((output - self.center) * target).square().mean()
+        loss = ((output - self.center) * target).square().mean()
         self.center = 0.9 * self.center + 0.1 * output.detach().mean(0)
-        return found
+        return loss
 
 
 def test_a_loss_replaces_its_buffer() -> None:

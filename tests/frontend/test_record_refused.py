@@ -352,13 +352,13 @@ def picks(self: Any, x: Any) -> Any:
 
 
 def maps(self: Any, x: Any) -> Any:
-    each = torch.vmap(lambda row: self.fc.weight @ row)(x)  # over rows
-    return each + self.fc(x)
+    products = torch.vmap(lambda row: self.fc.weight @ row)(x)  # over rows
+    return products + self.fc(x)
 
 
 def maps_inputs(self: Any, x: Any) -> Any:
-    each = torch.vmap(lambda row: row * 2)(x)  # over inputs
-    return self.fc(each)
+    doubled = torch.vmap(lambda row: row * 2)(x)  # over inputs
+    return self.fc(doubled)
 
 
 def misfits(self: Any, x: Any) -> Any:
@@ -813,10 +813,10 @@ def test_a_difference_in_any_chunk_is_one(
 ) -> None:
     monkeypatch.setattr(gradients, "CHUNK", 7)
     one = torch.ones(20)
-    for number, found in ((1.5, "differs by 5.0e-01"), (math.nan, "is finite in one")):
+    for number, text in ((1.5, "differs by 5.0e-01"), (math.nan, "is finite in one")):
         other = one.clone()
         other[place] = number
-        assert (gradients.difference_of(other, one, 0.0) or "").startswith(found)
+        assert (gradients.difference_of(other, one, 0.0) or "").startswith(text)
         assert gradients.difference_of(other, other.clone(), 0.0) is None
 
 

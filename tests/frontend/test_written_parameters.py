@@ -409,9 +409,9 @@ def test_evaluation_does_no_power_iteration(
             *(not torch.equal(before[n], trainer.state_dict()[n]) for n in vectors),
         ]
 
-    found = [each for rank in on_ranks(tmp_path, 2, work) for each in rank]
-    assert len(found) == 12
-    assert all(found)
+    checks = [check for rank in on_ranks(tmp_path, 2, work) for check in rank]
+    assert len(checks) == 12
+    assert all(checks)
 
 
 @pytest.mark.slow(1)

@@ -49,21 +49,21 @@ def tree(path: Path) -> ast.Module:
 
 def rooms() -> dict[str, list[Path]]:
     """Return the files of each room."""
-    found: dict[str, list[Path]] = {}
+    files: dict[str, list[Path]] = {}
     for path in sorted((ROOT / "gemsc").rglob("*.py")):
-        found.setdefault(room_of(path), []).append(path)
-    return found
+        files.setdefault(room_of(path), []).append(path)
+    return files
 
 
 def sizes() -> dict[str, Size]:
     """Return the size of each room, the largest first."""
-    found = {
+    by_room = {
         name: Size(
             len(paths), sum(map(count_lines, paths)), sum(map(count_code, paths))
         )
         for name, paths in rooms().items()
     }
-    return dict(sorted(found.items(), key=lambda item: -item[1].lines))
+    return dict(sorted(by_room.items(), key=lambda item: -item[1].lines))
 
 
 def count_lines(path: Path) -> int:
@@ -94,13 +94,13 @@ def marks() -> dict[str, int]:
 
 def main() -> None:
     """Print a table."""
-    most, found = marks(), sizes()
+    most, by_room = marks(), sizes()
     print(f"{'room':12}{'files':>7}{'lines':>9}{'code':>9}{'mark':>9}")
-    for name, size in found.items():
+    for name, size in by_room.items():
         mark = most.get(name, 0)
         print(f"{name:12}{size.files:7}{size.lines:9,}{size.code:9,}{mark:9,}")
     files, lines, code = (
-        sum(n) for n in zip(*map(astuple, found.values()), strict=True)
+        sum(n) for n in zip(*map(astuple, by_room.values()), strict=True)
     )
     print(f"{'all':12}{files:7}{lines:9,}{code:9,}{sum(most.values()):9,}")
 

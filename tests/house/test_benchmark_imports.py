@@ -16,8 +16,8 @@ SCRIPTS = sorted((ROOT / "benchmarks").glob("*.py"))
 
 def is_there(module: str, name: str) -> bool:
     if module.split(".")[0] != "gemsc":
-        found = [ROOT / folder / f"{module}.py" for folder in BESIDE]
-        texts = [path.read_text() for path in found if path.is_file()]
+        paths = [ROOT / folder / f"{module}.py" for folder in BESIDE]
+        texts = [path.read_text() for path in paths if path.is_file()]
         folders = [(ROOT / folder / module).is_dir() for folder in BESIDE]
         return any(name in text for text in texts) or any(folders)
     loaded = importlib.import_module(module)

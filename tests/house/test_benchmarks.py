@@ -67,8 +67,8 @@ def test_the_time_model_benchmark_prints_errors_and_balances():
 
 def test_the_memory_of_shards_is_what_was_predicted_and_the_formula():
     _, *rows = run_quickly("shard_memory.py")
-    found = [[float(word.strip("%")) for word in row.split()[2:]] for row in rows]
-    for _, error, predicted, measured, formula in found:
+    figures = [[float(word.strip("%")) for word in row.split()[2:]] for row in rows]
+    for _, error, predicted, measured, formula in figures:
         assert abs(error) < 1
         assert predicted == measured
         assert abs(measured - formula) < 0.25  # statistics of norms and attention

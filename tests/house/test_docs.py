@@ -56,12 +56,12 @@ def blocks(path: Path, kind: str) -> list[str]:
 def pick_statements(text: str, starts: list[str]) -> str:
     """Return the top-level statements that start so."""
     lines = text.splitlines()
-    found = []
+    picked = []
     for node in ast.parse(text).body:
         if lines[node.lineno - 1].startswith(tuple(starts)):
-            found.append("\n".join(lines[node.lineno - 1 : node.end_lineno]))
-    assert len(found) >= len(starts)
-    return "\n\n\n".join(found) + "\n"
+            picked.append("\n".join(lines[node.lineno - 1 : node.end_lineno]))
+    assert len(picked) >= len(starts)
+    return "\n\n\n".join(picked) + "\n"
 
 
 def pick_lines(text: str, starts: list[str]) -> str:
@@ -87,8 +87,8 @@ def test_links_lead_somewhere(page):
 def test_files_and_commands_that_are_named_exist(page):
     text = page.read_text(encoding="utf-8")
     named = re.findall(r"\b((?:gemsc|tests|examples)/[\w/]+\.py)\b", text)
-    own = {"tests/test_count_heavy.py"}  # what the reader is to write
-    assert not [file for file in named if not (ROOT / file).exists() | (file in own)]
+    theirs = {"tests/test_count_heavy.py"}  # what the reader is to write
+    assert not [file for file in named if not (ROOT / file).exists() | (file in theirs)]
     targets = re.findall(r"`make (\w+)`", text)
     makefile = (ROOT / "Makefile").read_text()
     assert not [t for t in targets if not re.search(rf"^{t}:", makefile, re.MULTILINE)]
@@ -111,16 +111,16 @@ def test_python_blocks_are_python(page):
 
 
 def test_every_page_can_be_found_from_the_readme():
-    found = {ROOT / "README.md"}
-    queue = list(found)
+    reached = {ROOT / "README.md"}
+    queue = list(reached)
     while queue:
         page = queue.pop()
         for target in re.findall(r"\]\(([^)#]+\.md)\)", page.read_text()):
             path = (page.parent / target).resolve()
-            if path.exists() and path not in found:
-                found.add(path)
+            if path.exists() and path not in reached:
+                reached.add(path)
                 queue.append(path)
-    assert not set(PAGES) - found
+    assert not set(PAGES) - reached
 
 
 def test_all_commands_and_schedules_are_explained():
@@ -233,11 +233,11 @@ def models(workplace) -> dict[str, Shown]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_what_is_shown_is_what_comes_out(page, models, pytestconfig):
-    def write_anew(found: re.Match[str]) -> str:
-        starts = [start.lstrip() for start in found["starts"].split(";")]
-        text = models[found["model"]].pick(found["place"], starts)
-        comment = found[0].split("\n", 1)[0]
-        return f"{comment}\n```{found['kind']}\n{text}```"
+    def write_anew(match: re.Match[str]) -> str:
+        starts = [start.lstrip() for start in match["starts"].split(";")]
+        text = models[match["model"]].pick(match["place"], starts)
+        comment = match[0].split("\n", 1)[0]
+        return f"{comment}\n```{match['kind']}\n{text}```"
 
     before = page.read_text(encoding="utf-8")
     now = SHOWN.sub(write_anew, before)
@@ -272,11 +272,11 @@ CONTRIBUTING = ROOT / "docs" / "contributing.md"
 def indented(page: Path, start: str) -> str:
     """Return an indented block of a list that begins so."""
     text = page.read_text(encoding="utf-8")
-    found = re.search(
+    match = re.search(
         rf"^ {{7}}{re.escape(start)}.*\n(?: {{7}}.*\n)*", text, re.MULTILINE
     )
-    assert found is not None
-    return textwrap.dedent(found[0])
+    assert match is not None
+    return textwrap.dedent(match[0])
 
 
 def test_the_pass_that_is_added_counts_what_its_example_shows(models, monkeypatch):
@@ -321,7 +321,7 @@ def test_the_operation_that_is_added_is_exact_on_shards(monkeypatch):
             return torch.addmv(self.added, torch.relu(self.first(x)), self.vector)
 
     made = compile(Net(), torch.randn(8, 6), loss=torch.mean, ranks=2, shards=("2",))
-    assert {each.name for each in made.compilation.program.shards[0].cut} >= {"vector"}
+    assert {cut.name for cut in made.compilation.program.shards[0].cut} >= {"vector"}
 
 
 # the readme
@@ -376,7 +376,7 @@ def test_the_commands_of_the_readme_work(workplace, monkeypatch, capfd):
                 same = (s for s in text.splitlines() if words_of(s) == words_of(line))
                 assert any(numbers_of(s) == near for s in same), line
             first, last = re.findall(r"falls from (\S+) in .* to (\S+) in", README)[0]
-            losses = [float(found) for found in re.findall(r"  loss (\S+)  ", text)]
+            losses = [float(loss) for loss in re.findall(r"  loss (\S+)  ", text)]
             assert losses[0] == pytest.approx(float(first), abs=0.01)
             assert losses[-1] == pytest.approx(float(last), abs=0.01)
     assert (workplace / "build/rings-trained/model.safetensors").is_file()
@@ -431,9 +431,9 @@ def printed(page: Path) -> tuple[list[str], list[str]]:
     """Return the commands that a page prints, and the lines that they print."""
     text = page.read_text(encoding="utf-8")
     shown = "".join(blocks(page, "text"))
-    rest = re.sub(r"^ *```(?!sh).*?^ *```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    prose = re.sub(r"^ *```(?!sh).*?^ *```$", "", text, flags=re.MULTILINE | re.DOTALL)
     lines = [line for block in blocks(page, "sh") for line in block.splitlines()]
-    lines += re.findall(r"^ {4}(\S.*)$", rest, re.MULTILINE)
+    lines += re.findall(r"^ {4}(\S.*)$", prose, re.MULTILINE)
     is_command = re.compile(
         r"(gemsc|python|python3|make|pip|docker|apptainer|srun|sbatch"
         r"|rattler-build|cp|spack|module) "
@@ -466,15 +466,15 @@ def test_the_first_pages_print_what_happens(page, tmp_path):
     said: list[str] = []
     for command in filter(is_run, commands):
         said += run(tmp_path, shlex.split(command, comments=True)).splitlines()
-    found: dict[str, list[list[float]]] = {}
+    by_words: dict[str, list[list[float]]] = {}
     for line in said:
-        found.setdefault(words_of(line), []).append(numbers_of(line))
+        by_words.setdefault(words_of(line), []).append(numbers_of(line))
     for line in shown:
         if re.match(r"(epoch|saved|held-out|wrote|float|Net)", line):
-            assert words_of(line) in found, line
+            assert words_of(line) in by_words, line
         if line.startswith("held-out"):
             near = pytest.approx(numbers_of(line), rel=0.5, abs=0.1)
-            assert any(numbers == near for numbers in found[words_of(line)])
+            assert any(numbers == near for numbers in by_words[words_of(line)])
     if page.stem == "first-model":
         tree = blocks(page, "text")[1]
         names = re.findall(r"(?m)^  (\S+)(?: (\S+\.\w+))?", tree)
@@ -509,10 +509,10 @@ def test_the_gpt_of_the_page_of_libraries_prints_what_happens(tmp_path):
     figures = [numbers_of(s) for s in said if re.match("held-out|perplexity", s)]
     for (_, loss), (perplexity,) in zip(figures[::2], figures[1::2], strict=True):
         assert perplexity == pytest.approx(math.exp(loss), rel=1e-3, abs=0.1)
-    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
     weights = load_file(tmp_path / "trained-gpt" / "model.safetensors")
-    assert weights.keys() == found.state_dict().keys()
-    for name, tensor in found.state_dict().items():
+    assert weights.keys() == model.state_dict().keys()
+    for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, weights[name]), name
 
 

@@ -120,6 +120,6 @@ def test_no_training_crop_of_the_unet_touches_the_held_out_quadrant() -> None:
 def test_the_unet_is_evaluated_on_exactly_the_held_out_quadrant() -> None:
     tiles, stains = default_collate(list(unet.eval_dataset()))
     held_out = slice(unet.QUADRANT, None)
-    for found, whole in zip((tiles, stains), unet.picture(), strict=True):
-        rows = [torch.cat([*pair], dim=2) for pair in found.split(2)]
+    for parts, whole in zip((tiles, stains), unet.picture(), strict=True):
+        rows = [torch.cat([*pair], dim=2) for pair in parts.split(2)]
         assert torch.equal(torch.cat(rows, dim=1), whole[:, held_out, held_out])

@@ -293,11 +293,11 @@ def test_no_two_modules_import_each_other():
 def test_imports_stand_at_the_top_of_a_file():
     wrong = []
     for module in modules():
-        found = imports_of(module)
-        above = {name for name, in_function, for_types in found if not in_function}
+        imported = imports_of(module)
+        above = {name for name, in_function, for_types in imported if not in_function}
         wrong += [
             f"{module} imports {name} in a function"
-            for name, in_function, _ in found
+            for name, in_function, _ in imported
             if name not in above and (module, name) not in IN_FUNCTIONS
         ]
     assert not wrong, "\n".join(wrong)
@@ -325,9 +325,9 @@ def test_a_rank_loads_nothing_of_the_compiler():
     loaded = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     ).stdout.split()
-    own = [name for name in loaded if name.split(".")[0] == "gemsc"]
-    assert {*modules} <= {*own}
-    assert not [name for name in own if room(name) not in OF_A_RANK]
+    ours = [name for name in loaded if name.split(".")[0] == "gemsc"]
+    assert {*modules} <= {*ours}
+    assert not [name for name in ours if room(name) not in OF_A_RANK]
 
 
 def test_what_starts_ranks_loads_no_torch():

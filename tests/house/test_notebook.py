@@ -25,15 +25,15 @@ def cells(notebook: Any) -> list[Any]:
 
 def printed(notebook: Any, start: str) -> str:
     """Return what the first cell printed that holds this text."""
-    cell = next(each for each in cells(notebook) if start in each.source)
+    cell = next(cell for cell in cells(notebook) if start in cell.source)
     return "".join(output.get("text", "") for output in cell.outputs)
 
 
 def scores(notebook: Any) -> tuple[float, float]:
     """Return the score of the network, and that of the best simple rule."""
-    found = re.search(r"U-Net (.*), dark pixels (.*)", printed(notebook, "U-Net {"))
-    assert found is not None
-    return float(found[1]), float(found[2])
+    match = re.search(r"U-Net (.*), dark pixels (.*)", printed(notebook, "U-Net {"))
+    assert match is not None
+    return float(match[1]), float(match[2])
 
 
 def tidy(notebook: Any) -> None:

@@ -100,8 +100,8 @@ def test_the_links_cannot_be_imported(name):
 def test_pinned_versions_are_those_of_direct_dependencies():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     wanted = list(project["project"]["dependencies"])
-    for each in project["project"]["optional-dependencies"].values():  # as `make` does
-        wanted += each
+    for extra in project["project"]["optional-dependencies"].values():  # as `make` does
+        wanted += extra
     pins = (ROOT / "constraints-cpu.txt").read_text().splitlines()
     pinned = {line.split("==")[0] for line in pins if not line.startswith("#")}
     assert pinned == {re.split(r"[><=]", name)[0] for name in wanted}

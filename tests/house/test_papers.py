@@ -173,8 +173,8 @@ def test_the_documentation_has_what_sharing_a_device_gains(
     runs = [run for run in file.run if run["name"].split()[0] in samples]
     lines = compare.sharing_lines(file, runs)
     assert len(lines) == len(samples)
-    found = {(line.name, line.published, line.simulated) for line in lines}
-    assert found >= rows_in_docs("accdp") or samples != "14"
+    rows = {(line.name, line.published, line.simulated) for line in lines}
+    assert rows >= rows_in_docs("accdp") or samples != "14"
     text = (ROOT / "docs" / "data.md").read_text().replace(" %", "%")
     for line in lines:
         others = line.details
@@ -195,9 +195,9 @@ def test_the_documentation_has_what_sharing_a_device_gains(
 def test_the_documentation_has_the_figures(compare: ModuleType, name: str) -> None:
     file = compare.read_paper(PAPERS / f"{name}.toml")
     lines = compare.headlines(file)
-    found = {(line.name, line.published, line.simulated) for line in lines}
-    assert found
-    assert found == rows_in_docs(name)
+    rows = {(line.name, line.published, line.simulated) for line in lines}
+    assert rows
+    assert rows == rows_in_docs(name)
 
 
 @pytest.mark.nightly
@@ -255,15 +255,15 @@ def test_amoebanet_has_the_published_number_of_parameters(
 def test_t5_is_the_same_function_with_any_number_of_branches(
     monkeypatch: pytest.MonkeyPatch, in_double: None
 ) -> None:
-    found = []
+    models = []
     for branches in (1, 2):
         monkeypatch.setenv("BRANCHES", str(branches))
         module = script("super")
         for name, size in SMALL.items():
             monkeypatch.setattr(module, name, size)
-        found.append(module.model().eval())
+        models.append(module.model().eval())
         words = module.example_inputs()
-    one, two = found
+    one, two = models
     parts = one.state_dict()
     for name, tensor in two.state_dict().items():
         if match := re.fullmatch(r"(.*(?:own|crossed|mlps))\.(\d)\.(.*)", name):

@@ -223,8 +223,8 @@ def test_a_value_may_skip_stages_and_go_to_several_under_every_schedule(
         options |= {"chunks": 2, "ranks": 2}
     else:
         options["ranks"] = 4
-    found = against_one_process(tmp_path, model, **options)
-    assert found.worst <= EXACT
+    diff = against_one_process(tmp_path, model, **options)
+    assert diff.worst <= EXACT
     plan = Plan.read(tmp_path / "plan.toml")
     values = [v for t in plan.transfers for v in t.values]
     assert any(t.edge.dest > t.edge.source + 1 for t in plan.transfers)
@@ -264,7 +264,7 @@ def test_tied_parameters_stay_equal_and_the_checkpoint_holds_them_once(
 def test_gradients_of_tied_parameters_are_summed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(F, "dropout", lambda x, *rest: x)
+    monkeypatch.setattr(F, "dropout", lambda x, *args: x)
     model = TiedEncoder()
     written(tmp_path, model, (TOKENS,), cross_entropy, TOKENS, micro_batches=2)
     generator = torch.Generator().manual_seed(0)
@@ -290,10 +290,10 @@ def test_what_the_plan_says_is_what_runs(schedule: str, tmp_path: Path) -> None:
         worker: Any = trainer.worker
 
         def watch(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
-            def call(run: Run, m: int, *rest: Any) -> Any:
+            def call(run: Run, m: int, *args: Any) -> Any:
                 mirrored = "'" if run.replica else ""
                 seen.append(f"{run.stage}{mirrored}{kind}{m}")
-                return function(run, m, *rest)
+                return function(run, m, *args)
 
             return call
 
@@ -329,10 +329,10 @@ def test_any_number_of_micro_batches_will_do(
     replicas = SCHEDULES[schedule].num_replicas
     model = Net(simple, trunk=trunk(3))
     options: Any = {"schedule": schedule, "chunks": 1}
-    found = against_one_process(
+    diff = against_one_process(
         tmp_path, model, ranks=3, micro_batches=replicas * micro_batches, **options
     )
-    assert found.worst <= EXACT
+    assert diff.worst <= EXACT
 
 
 # Row 23
@@ -353,9 +353,9 @@ def test_evaluation_draws_nothing_and_moves_no_statistics(tmp_path: Path) -> Non
         after = trainer.stages.tensors()
         return outputs, all(torch.equal(t, after[n]) for n, t in before.items())
 
-    found = on_ranks(tmp_path, 2, work)
-    assert all(unchanged for _, unchanged in found)
-    first, second = found[1][0]
+    by_rank = on_ranks(tmp_path, 2, work)
+    assert all(unchanged for _, unchanged in by_rank)
+    first, second = by_rank[1][0]
     assert torch.equal(first, second)
 
 

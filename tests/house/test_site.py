@@ -42,12 +42,12 @@ class Links(HTMLParser):
         self.feed(self.text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        found = {name: value or "" for name, value in attrs}
-        self.names |= {found[name] for name in ("id", "name") if name in found}
-        if tag == "a" and "href" in found:
-            self.links.append(found["href"])
-        for name, value in found.items():
-            if (tag, name) in ASSETS and found.get("rel") not in OWN:
+        by_name = {name: value or "" for name, value in attrs}
+        self.names |= {by_name[name] for name in ("id", "name") if name in by_name}
+        if tag == "a" and "href" in by_name:
+            self.links.append(by_name["href"])
+        for name, value in by_name.items():
+            if (tag, name) in ASSETS and by_name.get("rel") not in OWN:
                 self.assets.append(value)
 
 
@@ -83,7 +83,7 @@ def test_the_reference_is_made_from_the_code():
 
 @pytest.mark.slow
 def test_every_page_is_in_the_menu_of_the_site(site, pages):
-    home = {(site / each).resolve() for each in pages[site / "index.html"].links}
+    home = {(site / link).resolve() for link in pages[site / "index.html"].links}
     sources = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "docs").rglob("*.ipynb")]
     names = {path.relative_to(ROOT / "docs").with_suffix(".html") for path in sources}
     assert not names - {path.relative_to(site) for path in home if path.is_file()}
@@ -95,8 +95,8 @@ def test_links_lead_to_pages_and_to_places_on_them(site, pages):
 
 
 def broken(site: Path, pages: dict[Path, Links]) -> Iterator[str]:
-    for page, found in pages.items():
-        for link in [*found.links, *found.assets]:
+    for page, parsed in pages.items():
+        for link in [*parsed.links, *parsed.assets]:
             parts = urlsplit(link)
             if parts.scheme in ("http", "https", "mailto") or page.name == "404.html":
                 continue
@@ -109,7 +109,7 @@ def broken(site: Path, pages: dict[Path, Links]) -> Iterator[str]:
 
 @pytest.mark.slow
 def test_nothing_is_loaded_from_elsewhere(site, pages):
-    assert not [a for found in pages.values() for a in found.assets if "//" in a]
+    assert not [a for parsed in pages.values() for a in parsed.assets if "//" in a]
     styles = [path.read_text("utf-8") for path in site.rglob("*.css")]
     assert styles
     assert not [s for s in styles if re.search(r"url\(['\"]?(https?:)?//|@import", s)]
@@ -137,7 +137,7 @@ def test_the_reference_has_every_command_entry_and_name(site, pages):
         assert f"<code>{kept}</code>" in text
     text = (folder / "plan.html").read_text("utf-8")
     for kind in (Plan, PlannedStage, CompileOptions):
-        entries = [f"<code>{each.name}</code>" for each in fields(kind)]
+        entries = [f"<code>{entry.name}</code>" for entry in fields(kind)]
         assert not [entry for entry in entries if entry not in text]
     names = pages[folder / "python.html"].names
     assert not {f"gemsc.{name}" for name in gemsc.__all__} - names

@@ -17,9 +17,9 @@ def lines_of_rooms() -> dict[str, int]:
 
 def test_each_room_is_below_its_mark() -> None:
     """Make something superfluous, or raise the mark and say why in the commit."""
-    most, found = marks(), lines_of_rooms()
-    assert found.keys() == most.keys()
-    above = {n: (lines, most[n]) for n, lines in found.items() if lines > most[n]}
+    most, sizes = marks(), lines_of_rooms()
+    assert sizes.keys() == most.keys()
+    above = {n: (lines, most[n]) for n, lines in sizes.items() if lines > most[n]}
     assert not above, (
         f"{above} lines and marks: find what the change makes superfluous, or raise "
         "the mark in pyproject.toml, [tool.size], with the reason in the commit"
@@ -27,8 +27,8 @@ def test_each_room_is_below_its_mark() -> None:
 
 
 def test_a_mark_follows_a_room_that_shrinks() -> None:
-    found = lines_of_rooms()
-    loose = {n: most for n, most in marks().items() if most > 50 + found[n]}
+    sizes = lines_of_rooms()
+    loose = {n: most for n, most in marks().items() if most > 50 + sizes[n]}
     assert not loose, f"lower the marks of {loose} in pyproject.toml, [tool.size]"
 
 
@@ -41,14 +41,14 @@ def test_a_file_is_one_idea() -> None:
 
 
 def test_a_class_has_not_too_many_methods() -> None:
-    found = [
+    classes = [
         (path.name, node.name, sum(isinstance(n, ast.FunctionDef) for n in node.body))
         for path in FILES
         for node in ast.walk(tree(path))
         if isinstance(node, ast.ClassDef)
     ]
-    assert max(count for *_, count in found) > 20, "methods are not counted"
-    assert not [each for each in found if each[2] > MOST_METHODS]
+    assert max(count for *_, count in classes) > 20, "methods are not counted"
+    assert not [row for row in classes if row[2] > MOST_METHODS]
 
 
 def test_lines_of_code_are_those_that_are_neither_blank_nor_text(

@@ -67,8 +67,8 @@ def events(run: Path, kind: str) -> list[dict[str, Any]]:
 def batches_of(user: UserModel, size: int) -> list[tuple[Tensor, Tensor]]:
     """Return the first batches of a run, in their order."""
     batches = Batches(user.make_dataset(), size, seed=0, shuffle=True).epoch(0)
-    found = [batch.data for batch, _ in zip(batches, range(STEPS), strict=False)]
-    return [(x.double(), target.double()) for x, target in found]
+    pairs = [batch.data for batch, _ in zip(batches, range(STEPS), strict=False)]
+    return [(x.double(), target.double()) for x, target in pairs]
 
 
 def trained_by_pytorch(user: UserModel, data: list[tuple[Tensor, Tensor]]) -> Any:
@@ -124,7 +124,7 @@ def go_there_and_back(tmp_path: Path, gemsc: Gemsc) -> None:
     said("export", run, "--to", tmp_path / "trained.keras", gemsc=gemsc)
     exported = keras.saving.load_model(tmp_path / "trained.keras")
     held_out = list(user.make_dataset("eval_dataset"))
-    x, target = (torch.stack(each).double() for each in zip(*held_out, strict=True))
+    x, target = (torch.stack(column).double() for column in zip(*held_out, strict=True))
     output = torch.tensor(exported.predict(x.numpy(), verbose=0))
     with torch.no_grad():
         torch.testing.assert_close(output, reference(x), rtol=1e-6, atol=1e-7)

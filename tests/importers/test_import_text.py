@@ -119,9 +119,9 @@ def odd_network() -> ImportedNetwork:
             y = sheet.line(name, linear(sheet, name, value))
             path = f"{name}.inner"
             y = sheet.line(name, f"{sheet.network(path, inner)}({y})")
-            own = sheet.tensor(name, (3,), numbers(3))
+            trained = sheet.tensor(name, (3,), numbers(3))
             kept = sheet.tensor(name, (1,), numbers(1), trained=False)
-            values.append(sheet.line(name, f"({y} + {own}) * {kept} ** 2"))
+            values.append(sheet.line(name, f"({y} + {trained}) * {kept} ** 2"))
     split = sheet.network("split", other)
     a, b = sheet.unpack(["a" * 47, "b" * 47], f"{split}({values[0]})")
     long = sheet.line("sum", " + ".join(map(str, values)))
@@ -319,8 +319,8 @@ def test_layers_of_the_user_are_written_as_calls(tmp_path: Path) -> None:
         "    assert settings['name'] == 'a \"b\"'\n"
         "    return nn.Sequential(nn.Linear(3, 3), nn.ReLU())\n"
     )
-    found = network(sheet, imports=["import layers", "from collections import Counter"])
-    text = checked(model_source(found, "x.keras", "0" * 64), tmp_path)
+    net = network(sheet, imports=["import layers", "from collections import Counter"])
+    text = checked(model_source(net, "x.keras", "0" * 64), tmp_path)
     assert "\n\nif __package__:\n    from . import layers\nelse:\n" in text
     assert "Counter" not in text  # which nothing uses
     assert 'self.own.get_parameter("0.bias").requires_grad_(False)' in text
@@ -337,8 +337,8 @@ def test_tensors_that_are_one_in_the_file_are_one_here(tmp_path: Path) -> None:
     sheet = Sheet("Net", "a network", "x")
     x = sheet.input("x", (2, 3), torch.float32)
     sheet.returns(str(sheet.line("y", f"{sheet.network('deep.inner', inner)}({x})")))
-    found = network(inner, sheet)
-    module = module_of(checked(model_source(found, "x", "0" * 64), tmp_path))
+    net = network(inner, sheet)
+    module = module_of(checked(model_source(net, "x", "0" * 64), tmp_path))
     vars(module)["__file__"] = str(tmp_path / "model.py")
     state = sheet.root.state_dict().items()
     weights = {name: torch.rand(tensor.shape) for name, tensor in state}

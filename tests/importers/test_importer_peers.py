@@ -78,9 +78,9 @@ def assert_as_the_standard_says(path: Path, *inputs: Array) -> nn.Module:
         dict(zip((i.name for i in onnx.load(path).graph.input), inputs, strict=True)),
     )
     with torch.no_grad():
-        found = net.eval()(*map(torch.from_numpy, inputs))
-    found = [found] if isinstance(found, Tensor) else list(found)
-    for one, other in zip(found, wanted, strict=True):
+        outputs = net.eval()(*map(torch.from_numpy, inputs))
+    outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+    for one, other in zip(outputs, wanted, strict=True):
         np.testing.assert_allclose(one.numpy(), other, rtol=1e-5, atol=1e-5)
     return net
 
@@ -223,8 +223,8 @@ def test_old_and_new_versions_of_operators_are_known(
     gamma, beta, mean, var = (w[:, None, None] for w in weights.values())
     wanted = gamma * (X - mean) / np.sqrt(var + 1e-5) + beta
     with torch.no_grad():
-        found = net.eval()(torch.from_numpy(X)).permute(0, 3, 1, 2)
-    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+        output = net.eval()(torch.from_numpy(X)).permute(0, 3, 1, 2)
+    np.testing.assert_allclose(output, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_a_weight_in_a_constant_node_is_a_parameter(tmp_path: Path) -> None:

@@ -48,9 +48,9 @@ def test_each_variable_of_an_archive_has_its_place(tmp_path, number):
     used = {name for w in network.model.weights.values() for name in w.sources}
     table = network.tensors.table
     assert used == {n for n, tensor in table.items() if tensor.dtype.kind == "f"}
-    found = sorted({round(float(t.max()), 6) for t in net.state_dict().values()} - {0})
+    maxima = sorted({round(float(t.max()), 6) for t in net.state_dict().values()} - {0})
     wanted = {0.01 * i for i, v in enumerate(model.variables) if "float" in v.dtype}
-    assert found == sorted({round(value, 6) for value in wanted} - {0})
+    assert maxima == sorted({round(value, 6) for value in wanted} - {0})
 
 
 def trained(folder: Path) -> Path:

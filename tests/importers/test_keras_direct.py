@@ -192,9 +192,9 @@ def test_outputs_gradients_and_statistics_are_those_of_keras(
     values = {id(variable): tensor for variable, tensor in module._values()}
     assert values.keys() >= {id(v) for v in net.trainable_variables}
     for variable in (v for v in net.variables if id(v) in values):
-        tensor, own = values[id(variable)], variable.value
-        torch.testing.assert_close(tensor.detach(), own.detach())
-        torch.testing.assert_close(tensor.grad, own.grad)
+        tensor, theirs = values[id(variable)], variable.value
+        torch.testing.assert_close(tensor.detach(), theirs.detach())
+        torch.testing.assert_close(tensor.grad, theirs.grad)
 
 
 @pytest.mark.slow(1)

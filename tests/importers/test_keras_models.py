@@ -232,8 +232,8 @@ def test_a_padded_mean_is_of_what_is_in_the_image(tmp_path, n, k, s):
     total = max((-(-n // s) - 1) * s + k - n, 0)
     starts = [i * s - total // 2 for i in range(-(-n // s))]
     wanted = [x[:, max(i, 0) : i + k].mean(1) for i in starts]
-    found = net(torch.from_numpy(x)).numpy()
-    assert np.allclose(found, np.stack(wanted, 1), atol=1e-6)
+    means = net(torch.from_numpy(x)).numpy()
+    assert np.allclose(means, np.stack(wanted, 1), atol=1e-6)
 
 
 def test_a_bicubic_kernel_is_that_of_keys(tmp_path):
@@ -242,18 +242,18 @@ def test_a_bicubic_kernel_is_that_of_keys(tmp_path):
     _, net = imported(model, tmp_path)
     pixels = torch.zeros(1, 1, 8, 1)
     pixels[0, 0, 4] = 1
-    found = net(pixels)[0, 0, 6:10, 0]
+    kernel = net(pixels)[0, 0, 6:10, 0]
     near, far = 0.8671875, 0.2265625
-    assert found.tolist() == pytest.approx([-0.0703125, far, near, near])
+    assert kernel.tolist() == pytest.approx([-0.0703125, far, near, near])
 
 
 def test_images_stay_as_pytorch_has_them_on_demand(tmp_path):
     model = unet()
     _, net = imported(model, tmp_path, ImportOptions(channels_first=True))
     (x,) = example(model)
-    found = net.eval()(torch.from_numpy(np.moveaxis(x, -1, 1).copy()))
+    output = net.eval()(torch.from_numpy(np.moveaxis(x, -1, 1).copy()))
     wanted = model(x, training=False).detach().numpy()
-    assert np.allclose(np.moveaxis(found.detach().numpy(), 1, -1), wanted, atol=1e-5)
+    assert np.allclose(np.moveaxis(output.detach().numpy(), 1, -1), wanted, atol=1e-5)
     text = (tmp_path / "network" / "model.py").read_text()
     assert "permute" not in text
 
@@ -304,10 +304,10 @@ def test_rows_are_normalized_where_they_stand(tmp_path):
 
 def test_channels_of_an_image_are_dropped_as_a_whole(tmp_path):
     _, net = imported(row(L.SpatialDropout2D(0.5), shape=(4, 5, 100)), tmp_path)
-    found = net.train()(torch.ones(2, 4, 5, 100))
-    assert set(found.unique().tolist()) == {0.0, 2.0}
-    assert (found == found[:, :1, :1]).all()
-    assert (found[0] != found[1]).any()
+    dropped = net.train()(torch.ones(2, 4, 5, 100))
+    assert set(dropped.unique().tolist()) == {0.0, 2.0}
+    assert (dropped == dropped[:, :1, :1]).all()
+    assert (dropped[0] != dropped[1]).any()
 
 
 APPLICATIONS = ("MobileNetV2", "ResNet50", "DenseNet121", "EfficientNetB0")

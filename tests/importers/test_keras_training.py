@@ -88,8 +88,8 @@ SHAPES = [(8, CLASSES), (8, 1), (2, 3, 5, CLASSES)]
 
 def name_of(setting: Any) -> str:
     config = setting.get_config()
-    rest = (f"{k}={v}" for k, v in config.items() if k not in ("name", "dtype"))
-    return f"{type(setting).__name__}({', '.join(rest)})"
+    options = (f"{k}={v}" for k, v in config.items() if k not in ("name", "dtype"))
+    return f"{type(setting).__name__}({', '.join(options)})"
 
 
 @pytest.mark.parametrize("setting", LOSS_SETTINGS, ids=name_of)
@@ -117,7 +117,7 @@ def test_a_loss_and_its_gradient_are_those_of_keras(setting: Any) -> None:
                 wanted_target += 0.5
         assert target.shape == wanted_target.shape
         given = torch.tensor(wanted_target, dtype=target.dtype)
-        found = _gradient(lambda x, s=space, g=given: s["loss"](x, g), one)
+        ours = _gradient(lambda x, s=space, g=given: s["loss"](x, g), one)
         keras_loss, keras_target = setting, given
         if (
             len(shape) == 4
@@ -128,7 +128,7 @@ def test_a_loss_and_its_gradient_are_those_of_keras(setting: Any) -> None:
             keras_loss = losses.CategoricalCrossentropy()
             keras_target = F.one_hot(given, CLASSES)
         wanted = _gradient(lambda x, f=keras_loss, g=keras_target: f(g, x), one)
-        for a, b in zip(found, wanted, strict=True):
+        for a, b in zip(ours, wanted, strict=True):
             np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
         tried += 1
     assert tried
@@ -152,8 +152,8 @@ def test_every_loss_of_the_table_is_compared() -> None:
 def test_a_loss_is_known_by_its_short_name(alias: str) -> None:
     x = 0.1 + 0.8 * torch.rand(8, CLASSES)
     y = 0.1 + 0.8 * torch.rand(8, CLASSES)
-    found = functions(text_of(loss=alias))["loss"](x, y)
-    torch.testing.assert_close(found, losses.get(alias)(y, x).mean())
+    loss = functions(text_of(loss=alias))["loss"](x, y)
+    torch.testing.assert_close(loss, losses.get(alias)(y, x).mean())
 
 
 @pytest.mark.parametrize("shape", [(8, 1), (8,), (4, 4, 1), (1, 5, 5, 1)])
@@ -169,8 +169,8 @@ def test_labels_may_have_one_axis_more_or_less(loss: str, shape: Any) -> None:
     for labels in (y, y.reshape(x.shape)):
         given = labels.reshape(x.shape)
         torch.testing.assert_close(space["loss"](x, labels), wanted(given, x).mean())
-        found = space["metrics"](x, labels)["binary_accuracy"]
-        assert found == float(metric.result())
+        accuracy = space["metrics"](x, labels)["binary_accuracy"]
+        assert accuracy == float(metric.result())
 
 
 @pytest.mark.parametrize("weights", [0.3, [0.3], {"dense": 0.3}, {"whatever": 0.3}])
@@ -282,7 +282,7 @@ def test_a_metric_is_that_of_keras(metric: Any, indices: bool) -> None:
     y = torch.randint(0, CLASSES, (8,))
     if not indices:
         y = F.one_hot(y, CLASSES).float()
-    (found,) = functions(text)["metrics"](x, y).values()
+    (figure,) = functions(text)["metrics"](x, y).values()
     kinds = keras.metrics.CategoricalAccuracy, keras.metrics.SparseCategoricalAccuracy
     wanted = kinds[indices]() if metric == "accuracy" else keras.metrics.get(metric)
     if isinstance(wanted, keras.metrics.Metric):
@@ -290,7 +290,7 @@ def test_a_metric_is_that_of_keras(metric: Any, indices: bool) -> None:
         value = wanted.result()
     else:
         value = wanted(y, x).mean()
-    torch.testing.assert_close(found, torch.as_tensor(value), check_dtype=False)
+    torch.testing.assert_close(figure, torch.as_tensor(value), check_dtype=False)
 
 
 def test_accuracy_of_two_classes_takes_labels_in_a_row_and_in_a_column() -> None:
@@ -307,8 +307,8 @@ def test_equal_classes_are_in_the_first_k() -> None:
     text = text_of(loss="sparse_categorical_crossentropy", metrics=[metric])
     x, y = torch.tensor([[0.1, 0.4, 0.4, 0.4], [0.1, 0.2, 0.4, 0.3]]), torch.arange(2)
     metric.update_state(y + 1, x)
-    (found,) = functions(text)["metrics"](x, y + 1).values()
-    assert found == float(metric.result()) == 1.0
+    (figure,) = functions(text)["metrics"](x, y + 1).values()
+    assert figure == float(metric.result()) == 1.0
 
 
 def test_a_metric_that_is_no_mean_is_named_in_a_note() -> None:
@@ -405,13 +405,13 @@ def test_a_schedule_gives_the_rates_of_keras(setting: Any) -> None:
     space = functions(text_of(optimizer=optimizers.SGD(setting), loss="mse"))
     optimizer = space["optimizer"]([("x", torch.nn.Parameter(torch.zeros(1)))])
     scheduler = space["scheduler"](optimizer)
-    found, wanted = [], []
+    rates, wanted = [], []
     for step in range(9):
-        found.append(optimizer.param_groups[0]["lr"])
+        rates.append(optimizer.param_groups[0]["lr"])
         wanted.append(float(setting(step)))
         optimizer.step()
         scheduler.step()
-    np.testing.assert_allclose(found, wanted, rtol=2e-6, atol=1e-9)
+    np.testing.assert_allclose(rates, wanted, rtol=2e-6, atol=1e-9)
 
 
 def test_every_schedule_of_the_table_is_compared() -> None:
@@ -452,7 +452,7 @@ def test_a_long_loss_has_lines_that_fit() -> None:
     settings = {"from_logits": True, "label_smoothing": 0.2}
     loss = {"class_name": "CategoricalCrossentropy", "config": settings}
     text = training_text({"loss": loss}, outputs)
-    (lines,) = [each for each in text.functions if each.startswith("def loss")]
+    (lines,) = [source for source in text.functions if source.startswith("def loss")]
     assert max(map(len, lines.splitlines())) <= 88
     x = torch.rand(2, 5, 6, 3)
     wanted = losses.CategoricalCrossentropy(from_logits=True, label_smoothing=0.2)
@@ -489,7 +489,7 @@ def test_steps_of_fit_and_of_the_imported_file_have_the_same_losses(
     optimizer = space["optimizer"](net.named_parameters())
     scheduler = space["scheduler"](optimizer)
     draw = np.random.default_rng(0)
-    found, wanted = [], []
+    ours, wanted = [], []
     for _ in range(4):
         inputs, target = draw.integers(0, 20, (8, 6)), draw.integers(0, 3, 8)
         figures = network.train_on_batch(inputs, target, return_dict=True)
@@ -498,13 +498,13 @@ def test_steps_of_fit_and_of_the_imported_file_have_the_same_losses(
         outputs, given = net(torch.tensor(inputs)), torch.tensor(target)
         loss = space["loss"](outputs, given)
         metrics = space["metrics"](outputs, given)
-        found.append((loss.item(), metrics["accuracy"].item()))
+        ours.append((loss.item(), metrics["accuracy"].item()))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         scheduler.step()
-    np.testing.assert_allclose(found, np.array(wanted, float), rtol=1e-5)
-    assert len({loss for loss, _ in found}) == 4
+    np.testing.assert_allclose(ours, np.array(wanted, float), rtol=1e-5)
+    assert len({loss for loss, _ in ours}) == 4
 
 
 @pytest.mark.parametrize(

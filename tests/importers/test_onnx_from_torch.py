@@ -25,8 +25,8 @@ X = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 def run(path: Path, **inputs: Tensor) -> dict[str, Tensor]:
     session = runtime.InferenceSession(path, providers=["CPUExecutionProvider"])
     names = [output.name for output in session.get_outputs()]
-    found = session.run(names, {name: np.asarray(x) for name, x in inputs.items()})
-    return dict(zip(names, map(torch.from_numpy, found), strict=True))
+    outputs = session.run(names, {name: np.asarray(x) for name, x in inputs.items()})
+    return dict(zip(names, map(torch.from_numpy, outputs), strict=True))
 
 
 @pytest.mark.slow
@@ -42,8 +42,8 @@ def test_a_trained_model_is_the_same_in_onnxruntime(tmp_path: Path) -> None:
     assert [file.name for file in path.parent.iterdir()] == [path.name]
     other = torch.randn(7, 3, 8, 8)  # of another batch
     wanted = model.eval()(other)
-    found = run(path, x=other)
-    assert torch.allclose(found["output"], wanted, rtol=1e-5, atol=1e-5)
+    outputs = run(path, x=other)
+    assert torch.allclose(outputs["output"], wanted, rtol=1e-5, atol=1e-5)
     graph = onnx.load(path).graph
     assert sum(node.op_type == "BatchNormalization" for node in graph.node) == 7
     held = {tensor.name for tensor in graph.initializer}
@@ -69,10 +69,10 @@ def test_inputs_and_outputs_have_the_users_names(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     given = {"scale": torch.full((4, 1, 1, 1), 2.0), "image": X}
     export_onnx(Named(), given, path)
-    found = run(path, **given)
-    assert [*found] == ["scores", "levels_0", "levels_1"]
-    assert torch.equal(found["scores"], X * 2)
-    assert torch.equal(found["levels_1"], X)
+    outputs = run(path, **given)
+    assert [*outputs] == ["scores", "levels_0", "levels_1"]
+    assert torch.equal(outputs["scores"], X * 2)
+    assert torch.equal(outputs["levels_1"], X)
 
 
 class Fixed(nn.Module):

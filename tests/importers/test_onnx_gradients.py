@@ -88,9 +88,9 @@ def test_gradients_are_the_differences_of_the_outputs(
                 array = weights[tensor.name] + step * moved[tensor.name]
                 tensor.CopyFrom(onnx.numpy_helper.from_array(array, tensor.name))
         evaluator = onnx.reference.ReferenceEvaluator(file)
-        (found,) = evaluator.run(None, {"x": x + step * moved["x"]})
-        assert found.dtype == np.float64
-        return float((found * factor).sum())
+        (outputs,) = evaluator.run(None, {"x": x + step * moved["x"]})
+        assert outputs.dtype == np.float64
+        return float((outputs * factor).sum())
 
     moved = {"x": x} | weights
     for _ in range(3):

@@ -101,8 +101,8 @@ def test_outputs_are_those_of_the_reference_in_float64(case):
     x = example(model)
     reference = onnx.reference.ReferenceEvaluator(str(path))
     (wanted,) = reference.run(None, {reference.input_names[0]: x.numpy()})
-    found = network.eval()(x).detach().numpy()
-    np.testing.assert_allclose(found, wanted, rtol=1e-9, atol=1e-9)
+    output = network.eval()(x).detach().numpy()
+    np.testing.assert_allclose(output, wanted, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.slow(1)
@@ -110,8 +110,8 @@ def test_the_network_says_what_the_file_gives(case):
     model, _, network, read = case
     x = example(model)
     (wanted,) = read.reference([x.numpy()])
-    found = network.eval()(x).detach().numpy()
-    np.testing.assert_allclose(found, wanted, rtol=1e-9, atol=1e-9)
+    output = network.eval()(x).detach().numpy()
+    np.testing.assert_allclose(output, wanted, rtol=1e-9, atol=1e-9)
 
 
 def test_a_step_of_training_is_that_of_the_model_that_made_the_file(case):
@@ -121,13 +121,13 @@ def test_a_step_of_training_is_that_of_the_model_that_made_the_file(case):
     for network in (ours, theirs):
         network(x).square().sum().backward()
     wanted = dict(theirs.named_parameters())
-    found = dict(ours.named_parameters())
+    named = dict(ours.named_parameters())
     if model is Words:  # the exporter takes one of the two names of a tied tensor
-        (name,) = found.keys() & {"table.weight", "head.weight"}
+        (name,) = named.keys() & {"table.weight", "head.weight"}
         wanted[name] = wanted.pop("table.weight")
-    found = {name.replace("in_proj.", "in_proj_"): p for name, p in found.items()}
-    assert set(found) == set(wanted)
-    for name, parameter in found.items():
+    named = {name.replace("in_proj.", "in_proj_"): p for name, p in named.items()}
+    assert set(named) == set(wanted)
+    for name, parameter in named.items():
         gradient = wanted[name].grad.reshape(parameter.shape)  # (6, 1, 1) or (6,)
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-9, atol=1e-9)
 
@@ -190,9 +190,9 @@ def agree(path: Path, *inputs: np.ndarray, within: float = 1e-5) -> nn.Module:
     names = reference.input_names[: len(inputs)]
     wanted = reference.run(None, dict(zip(names, inputs, strict=True)))
     with torch.no_grad():
-        found = network.eval()(*map(torch.from_numpy, inputs))
-    found = found if isinstance(found, tuple) else (found,)
-    for one, two in zip(found, wanted, strict=True):
+        outputs = network.eval()(*map(torch.from_numpy, inputs))
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    for one, two in zip(outputs, wanted, strict=True):
         np.testing.assert_allclose(one.numpy(), two, rtol=within, atol=within)
     return network
 
@@ -234,8 +234,8 @@ def test_transposed_convolutions_crop_as_the_file_says(settings, tmp_path):
         x = numbers(2, 4, 7)
         (wanted,) = runtime.InferenceSession(str(path)).run(None, {"x": x})
         network, _ = imported(path)
-        found = network.eval()(torch.from_numpy(x)).detach().numpy()
-        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+        output = network.eval()(torch.from_numpy(x)).detach().numpy()
+        np.testing.assert_allclose(output, wanted, rtol=1e-5, atol=1e-5)
     else:
         agree(path, numbers(2, 4, 7))
 
@@ -287,8 +287,8 @@ def test_recurrent_layers_in_each_direction(what, tmp_path):
     wanted = runtime.InferenceSession(str(path)).run(None, given)
     network, _ = imported(path)
     with torch.no_grad():
-        found = network.eval()(*map(torch.from_numpy, given.values()))
-    for one, two in zip(found, wanted, strict=True):
+        computed = network.eval()(*map(torch.from_numpy, given.values()))
+    for one, two in zip(computed, wanted, strict=True):
         np.testing.assert_allclose(one.numpy(), two, rtol=1e-5, atol=1e-5)
 
 
@@ -373,8 +373,8 @@ def test_what_no_number_of_evaluation_tells_is_that_of_the_file(tmp_path):
     path = file_of(tmp_path / "a.onnx", nodes, {"x": [2, 3]}, weights)
     network, _ = imported(path)
     layers = list(network.children())
-    assert [each.momentum for each in layers if hasattr(each, "momentum")] == [0.3]
-    assert [each.p for each in layers if hasattr(each, "p")] == [0.5, 0.2]
+    assert [layer.momentum for layer in layers if hasattr(layer, "momentum")] == [0.3]
+    assert [layer.p for layer in layers if hasattr(layer, "p")] == [0.5, 0.2]
     assert "position" in dict(network.named_parameters())
 
 
@@ -421,7 +421,7 @@ SINGLE = {  # a number where the standard has a row of one
 def test_a_single_axis_need_not_be_in_a_row(kind, tmp_path):
     inputs, attributes = SINGLE[kind]
     x = numbers(3, 1, 4)
-    found = []
+    computed = []
     for name, shape in (("a", ()), ("b", (1,))):
         rows = {"one": 1, "two": 2, "three": 3, "four": 4, "less": -1}
         weights = {n: np.full(shape, value) for n, value in rows.items()}
@@ -430,8 +430,8 @@ def test_a_single_axis_need_not_be_in_a_row(kind, tmp_path):
         outputs = ["y", ""] if kind == "TopK" else ["y"]
         nodes = [node(kind, inputs, outputs, name="n", **attributes)]
         path = file_of(tmp_path / f"{name}.onnx", nodes, {"x": [3, 1, 4]}, used)
-        found.append(network_of(import_and_folder(path))(torch.from_numpy(x)))
-    torch.testing.assert_close(*found, rtol=0, atol=0)
+        computed.append(network_of(import_and_folder(path))(torch.from_numpy(x)))
+    torch.testing.assert_close(*computed, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("kind", ["Add", "Div", "Pow"])
@@ -480,8 +480,8 @@ class Grouped(nn.Module):
         batch, length, _ = x.shape
         q = self.heads(x).view(batch, length, 4, 4).transpose(1, 2)
         k, v = self.keys(x).view(batch, length, 2, 2, 4).transpose(1, 3).unbind(2)
-        found = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-        return found.transpose(1, 2).flatten(2)
+        attended = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        return attended.transpose(1, 2).flatten(2)
 
 
 @pytest.mark.slow(1)
@@ -562,8 +562,8 @@ def test_means_of_windows_with_gaps_between_them(mode, size, tmp_path):
     x = numbers(2, 3, *size)
     path = file_of(tmp_path / "a.onnx", nodes, {"x": x.shape}, outputs=["a", "b"])
     wanted = runtime.InferenceSession(str(path)).run(None, {"x": x})
-    found = imported(path)[0](torch.from_numpy(x))
-    for one, two in zip(found, wanted, strict=True):
+    outputs = imported(path)[0](torch.from_numpy(x))
+    for one, two in zip(outputs, wanted, strict=True):
         np.testing.assert_allclose(one.numpy(), two, rtol=1e-5, atol=1e-5)
 
 
@@ -646,9 +646,9 @@ def test_a_number_of_the_file_is_written_in_the_form_that_it_has(tmp_path):
     onnx.save(model, path)
     _, read = imported(path)
     read.tensors.write_copy(tmp_path / "b.onnx", lambda n: read.tensors.read(n) * 2)
-    found = onnx.load(tmp_path / "b.onnx")
-    assert found.graph.initializer[1].float_data
-    for tensor in found.graph.initializer:
+    copied = onnx.load(tmp_path / "b.onnx")
+    assert copied.graph.initializer[1].float_data
+    for tensor in copied.graph.initializer:
         array = numpy_helper.to_array(tensor)
         np.testing.assert_array_equal(array, weights[tensor.name] * 2)
 
@@ -830,4 +830,4 @@ def test_a_shape_that_fits_two_batches_is_told(
     path = file_of(tmp_path / "two.onnx", nodes, {"x": [4, steps, 2]}, weights)
     _, read = imported(path)
     note = "within 0e+00. Of 8 samples it gives other results than of 4 and 4: keep to"
-    assert any(note in each for each in read.notes) == told
+    assert any(note in text for text in read.notes) == told

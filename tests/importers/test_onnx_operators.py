@@ -27,25 +27,25 @@ def part(number: int) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [0, *at_night(*range(1, PARTS))])
 def test_a_case_of_an_operator_is_right_or_refused(number: int):
-    found = {name: outcome(cases()[name]) for name in part(number)}
+    outcomes = {name: outcome(cases()[name]) for name in part(number)}
     bad = {
         name: f"{result.kind}: {result.words}"
-        for name, result in found.items()
+        for name, result in outcomes.items()
         if result.kind in ("wrong", "raised")
         or (result.kind == "refused" and reason(result.words) is None)
     }
     assert not bad
-    assert Counter(result.kind for result in found.values())["passed"] > 25
+    assert Counter(result.kind for result in outcomes.values())["passed"] > 25
 
 
 @pytest.mark.nightly
 def test_the_docs_say_how_many_cases_are_right():
-    found: dict[str, Counter[str]] = defaultdict(Counter)
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
     for case in cases().values():
-        found[group(case)][outcome(case).kind] += 1
+        counts[group(case)][outcome(case).kind] += 1
     rows = {
         f"| {name} | {n['passed']} | {n['refused']} | {n['wrong'] + n['raised']} |"
-        for name, n in found.items()
+        for name, n in counts.items()
     }
     said = {
         line

@@ -121,8 +121,8 @@ def test_an_operator_gives_what_the_evaluator_gives(name: str, tmp_path: Path) -
     x = numbers(*of.shape)
     evaluator = reference.ReferenceEvaluator(str(path), new_ops=[LRN])
     (wanted,) = evaluator.run(None, {"x": x})
-    found = imported(path)[0].eval()(torch.from_numpy(x)).detach().numpy()
-    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+    output = imported(path)[0].eval()(torch.from_numpy(x)).detach().numpy()
+    np.testing.assert_allclose(output, wanted, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("size", [3, 5])
@@ -131,8 +131,8 @@ def test_a_local_norm_of_the_standard_is_that_of_pytorch(size: int) -> None:
     x = numbers(2, 7, 3, 3)
     module = nn.LocalResponseNorm(size, alpha=0.3, beta=0.6, k=1.5)
     settings = {"alpha": 0.3, "beta": 0.6, "bias": 1.5, "size": size}
-    (found,) = LRN._run(None, x, **settings)  # type: ignore[arg-type]
-    np.testing.assert_allclose(found, module(torch.from_numpy(x)), rtol=1e-5)
+    (output,) = LRN._run(None, x, **settings)  # type: ignore[arg-type]
+    np.testing.assert_allclose(output, module(torch.from_numpy(x)), rtol=1e-5)
 
 
 # ------------------------------------- what one comparison of the outputs does not see
@@ -146,9 +146,9 @@ def test_random_numbers_are_between_their_bounds(tmp_path: Path) -> None:
         node("Add", ["x", "s"], ["y"]),
     ]
     network = imported(file_of(tmp_path / "a.onnx", nodes, {"x": [100, 4]}))[0]
-    found = network(torch.zeros(100, 4))
-    assert abs(float(found.mean()) - 52.5) < 0.2
-    assert abs(float(found.std()) - (1 / 12 + 0.25) ** 0.5) < 0.1
+    sums = network(torch.zeros(100, 4))
+    assert abs(float(sums.mean()) - 52.5) < 0.2
+    assert abs(float(sums.std()) - (1 / 12 + 0.25) ** 0.5) < 0.1
 
 
 def test_layers_that_have_rows_of_one_weight_in_common_are_refused(
@@ -227,5 +227,5 @@ def test_what_the_evaluator_of_onnx_does_otherwise_is_as_the_standard_says(
     nodes.append(node("Sub", ["of_x", "of_c"], ["y"]))
     path = file_of(tmp_path / "a.onnx", nodes, {"x": c.shape}, {"c": c}, opset=opset)
     x = torch.from_numpy(numbers(*c.shape))
-    found = imported(path)[0].eval()(x)
-    torch.testing.assert_close(found, same(x) - same(torch.from_numpy(c)))
+    output = imported(path)[0].eval()(x)
+    torch.testing.assert_close(output, same(x) - same(torch.from_numpy(c)))

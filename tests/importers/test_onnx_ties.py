@@ -97,10 +97,10 @@ def train(network: nn.Module, data: list[Tensor]) -> None:
         optimizer.step()
 
 
-def check_same(found: nn.Module, wanted: nn.Module) -> None:
+def check_same(network: nn.Module, wanted: nn.Module) -> None:
     for kind in ("named_parameters", "named_buffers"):
         theirs = dict(getattr(wanted, kind)())
-        ours = dict(getattr(found, kind)())
+        ours = dict(getattr(network, kind)())
         theirs |= (
             {  # an exporter takes one of the two names of a tied tensor
                 "head.weight": theirs.pop("table.weight")
@@ -160,8 +160,8 @@ def test_each_of_them_is_written_back_to_a_tensor_of_its_own(model, outside, tmp
     x = data[0]
     evaluator = onnx.reference.ReferenceEvaluator(str(new))
     (wanted,) = evaluator.run(None, {evaluator.input_names[0]: x.numpy()})
-    found = network.eval()(x)
-    torch.testing.assert_close(found, torch.from_numpy(wanted), rtol=1e-6, atol=1e-6)
+    output = network.eval()(x)
+    torch.testing.assert_close(output, torch.from_numpy(wanted), rtol=1e-6, atol=1e-6)
 
 
 class Twice(nn.Module):

@@ -47,7 +47,7 @@ def run_graph(program: Program, layers: nn.Module, inputs: tuple[Tensor, ...]) -
 
 def saved_by(run: Callable[[], Any], module: nn.Module) -> int:
     """Return the bytes of all storages that autograd keeps while `run` runs."""
-    own = {
+    of_module = {
         tensor.untyped_storage().data_ptr()
         for tensor in (*module.parameters(), *module.buffers())
     }
@@ -55,7 +55,7 @@ def saved_by(run: Callable[[], Any], module: nn.Module) -> int:
 
     def keep(tensor: Tensor) -> Tensor:
         place = tensor.untyped_storage().data_ptr()
-        if place not in own:
+        if place not in of_module:
             kept[place] = tensor
         return tensor
 
@@ -113,8 +113,8 @@ class Recurrent(nn.Module):
         self.lstm = nn.LSTM(8, 16, num_layers=2, batch_first=True, bidirectional=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.lstm(x)[0]
-        return found
+        hidden: Tensor = self.lstm(x)[0]
+        return hidden
 
 
 PICTURE = (torch.randn(2, 3, 8, 8),)

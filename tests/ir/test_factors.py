@@ -77,7 +77,7 @@ def test_factors_that_do_not_divide_are_frozen_and_so_is_what_is_like_them():
     regroup([dim], (3, 4), "view")
     new = regroup([dim], (4, 3), "second view")
     assert reasons(other) == ["second view"] * 2
-    assert [reasons(each) for each in new] == [["second view"]] * 2
+    assert [reasons(part) for part in new] == [["second view"]] * 2
     assert not set(leaves(new[0])) & set(leaves(dim))
     a, b = regroup(dims_of(12), (3, 4), ""), regroup(dims_of(12), (4, 3), "")
     unify([*a[0], *a[1]], [*b[0], *b[1]], "product")
@@ -104,15 +104,15 @@ def test_the_first_reason_stays_and_goes_to_parts_and_to_what_is_unified():
 
 def test_the_outer_part_of_a_dimension():
     dim = fresh(24)
-    groups, rest = take(dim, 4, "groups")
-    assert (sizes(groups), sizes(rest)) == ([4], [6])
-    assert leaves(dim) == leaves(groups) + leaves(rest)
-    two, rest = take(dim, 8, "groups")
-    assert (sizes(two), sizes(rest), sizes(dim)) == ([4, 2], [3], [4, 2, 3])
+    groups, inner = take(dim, 4, "groups")
+    assert (sizes(groups), sizes(inner)) == ([4], [6])
+    assert leaves(dim) == leaves(groups) + leaves(inner)
+    two, inner = take(dim, 8, "groups")
+    assert (sizes(two), sizes(inner), sizes(dim)) == ([4, 2], [3], [4, 2, 3])
     assert [sizes(part) for part in take(dim, 1, "groups")] == [[], [4, 2, 3]]
-    new, rest = take(dim, 6, "six groups")
-    assert (sizes(new), sizes(rest)) == ([6], [4])
-    assert set(reasons([*dim, *new, *rest])) == {"six groups"}
+    new, inner = take(dim, 6, "six groups")
+    assert (sizes(new), sizes(inner)) == ([6], [4])
+    assert set(reasons([*dim, *new, *inner])) == {"six groups"}
 
 
 def test_a_factor_may_occur_twice_in_a_value():

@@ -116,15 +116,15 @@ def half_of(
     letter: str,
 ) -> dict[str, Any]:
     """Return the arguments with halves of what has a factor."""
-    own = dict(arguments)
+    halved = dict(arguments)
     for name, of_operand in dims.items():
         if parts := cut_parts(of_operand, leaf, 2):
-            own[name] = parts[half].of(arguments[name])
-    if letter == "k" and "mat1" in own:  # what is added is added once
-        own["input"] = own["input"] * half
-    for setting in {"groups", "num_groups"} & own.keys() if letter == "g" else ():
-        own[setting] //= 2
-    return own
+            halved[name] = parts[half].of(arguments[name])
+    if letter == "k" and "mat1" in halved:  # what is added is added once
+        halved["input"] = halved["input"] * half
+    for setting in {"groups", "num_groups"} & halved.keys() if letter == "g" else ():
+        halved[setting] //= 2
+    return halved
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -133,9 +133,9 @@ def test_what_an_equation_lets_be_cut_may_be_cut(name: str) -> None:
     function, arguments = EXACT[name]
     kind = name.partition(",")[0]
     node = node_of(function, arguments)
-    found = call_of(node, nn.Module())
-    assert found.kind == kind
-    equation = operator_of(found).equation_of(found)
+    call = call_of(node, nn.Module())
+    assert call.kind == kind
+    equation = operator_of(call).equation_of(call)
     assert equation is not None
     whole = function(**arguments)
     dims = {
@@ -189,9 +189,9 @@ def test_what_an_equation_cannot_say_is_not_cut(name: str) -> None:
     node = node_of(function, arguments)
     if function is torch.einsum:
         node.args, node.kwargs = (arguments["equation"],), {}
-    found = call_of(node, nn.Module())
-    equation = operator_of(found).equation_of(found)
-    assert found.kind
+    call = call_of(node, nn.Module())
+    equation = operator_of(call).equation_of(call)
+    assert call.kind
     assert equation is None or equation.whole
 
 
@@ -219,11 +219,11 @@ WRITERS: dict[str, tuple[Any, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", WRITERS)
 def test_what_a_row_says_is_written_is_written(name: str) -> None:
     function, arguments = WRITERS[name]
-    own = {n: v.clone() if isinstance(v, Tensor) else v for n, v in arguments.items()}
-    function(**own)
+    args = {n: v.clone() if isinstance(v, Tensor) else v for n, v in arguments.items()}
+    function(**args)
     tensors = {n: v for n, v in arguments.items() if isinstance(v, Tensor)}
-    changed = {n for n, value in tensors.items() if not torch.equal(own[n], value)}
+    changed = {n for n, value in tensors.items() if not torch.equal(args[n], value)}
     node = node_of(function, arguments)
-    assert {each.name for each in mutated_inputs(node, nn.Module())} == {
+    assert {operand.name for operand in mutated_inputs(node, nn.Module())} == {
         node.kwargs[n].name for n in changed
     }

@@ -250,9 +250,9 @@ def test_draws_and_glued_writes_are_sources() -> None:
         return functional.dropout(self.c(h) + part.sum(), 0.5)
 
     program = blocks_of(Net(forward), torch.zeros(2, 4))
-    found = sources(program)
-    assert "'b.weight'" in found
-    assert any(name.startswith("the random numbers of ") for name in found)
+    names = sources(program)
+    assert "'b.weight'" in names
+    assert any(name.startswith("the random numbers of ") for name in names)
     lost_nothing(program, [program])
     for name in ("dropout", "part_1"):
         with pytest.raises(InternalError, match="wrong program"):
@@ -269,13 +269,13 @@ def test_what_a_rank_gives_counts_if_another_uses_it(exchange: Any) -> None:
         nodes: dict[fx.Node, fx.Node] = {}
         graph.output(graph.graph_copy(whole.graph, nodes))
         meta.copy_meta(whole.output, graph.output_node())
-        found = {n.name: n for n in graph.nodes}
-        b = found["b"]
+        by_name = {n.name: n for n in graph.nodes}
+        b = by_name["b"]
         with graph.inserting_before(b):
-            args = ("grid", found[given], "what")
-            found["result"] = graph.call_function(exchange, args)
-        meta.copy_meta(b, found["result"])
-        b.args = (found[used],)
+            args = ("grid", by_name[given], "what")
+            by_name["result"] = graph.call_function(exchange, args)
+        meta.copy_meta(b, by_name["result"])
+        b.args = (by_name[used],)
         return whole.with_module(with_graph(whole.module, graph))
 
     gives, takes = rank(given="a", used="args_0"), rank(given="args_0", used="result")
@@ -303,8 +303,8 @@ def test_each_tensor_is_somewhere_and_gradients_of_frozen_ones_are_not_added() -
     net: Any = Net(forward, unused=nn.Linear(2, 3))
     net.a.weight.requires_grad_(False)
     given: dict[str, Any] = {"example_target": X, "ranks": 2, "check": False}
-    found = compile(net, (X,), loss=mse, micro_batches=1, **given).compilation
-    owned = owned_tensors(found.program, found.evaluation)
+    compilation = compile(net, (X,), loss=mse, micro_batches=1, **given).compilation
+    owned = owned_tensors(compilation.program, compilation.evaluation)
     assert {*owned[0]} | {*owned[1]} == net.state_dict().keys()
     assert {"unused.weight", "unused.bias", "a.weight", "a.bias"} <= {*owned[0]}
-    assert shared_parameters(found.program, owned) == {"a.bias": (0, 1)}
+    assert shared_parameters(compilation.program, owned) == {"a.bias": (0, 1)}

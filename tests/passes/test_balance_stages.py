@@ -48,12 +48,12 @@ def every_split(program: Program, num_stages: int) -> list[tuple[int, ...]]:
 @pytest.mark.slow
 def test_the_slowest_stage_is_as_fast_as_it_can_be() -> None:
     program = chain(8, 512, 512, 8, 8, 256, 1024, 8)
-    found = max(seconds(balanced(program, 3)))
+    slowest = max(seconds(balanced(program, 3)))
     best = min(
         max(seconds(balanced(program, 3, kind="explicit", blocks=split)))
         for split in every_split(program, 3)
     )
-    assert best <= found <= 1.02 * best
+    assert best <= slowest <= 1.02 * best
 
 
 @pytest.mark.slow
@@ -68,8 +68,8 @@ def test_of_equally_fast_splits_the_one_that_sends_least_is_taken() -> None:
         out=nn.Linear(16, 16),
     )
     program = blocks_of(model, torch.zeros(1024, 4096))
-    found = balanced(program, 2).require_stages()
-    assert [block.name for block in found[1].blocks] == ["out"]
+    stages = balanced(program, 2).require_stages()
+    assert [block.name for block in stages[1].blocks] == ["out"]
 
 
 def test_memory_counts_weights_and_what_each_stage_holds_at_once() -> None:
@@ -92,12 +92,12 @@ def test_the_fullest_stage_holds_as_little_as_it_can() -> None:
             for s, n in stages
         )
 
-    found = fullest(balanced(program, 3, kind="memory", live=live))
+    held = fullest(balanced(program, 3, kind="memory", live=live))
     best = min(
         fullest(balanced(program, 3, kind="explicit", blocks=split))
         for split in every_split(program, 3)
     )
-    assert best <= found <= 1.02 * best
+    assert best <= held <= 1.02 * best
 
 
 def test_one_stage_for_each_block_is_the_most() -> None:

@@ -56,12 +56,12 @@ def test_averages_are_of_biased_variances(
 def test_gradients_are_those_of_pytorch_with_several_batches_in_flight() -> None:
     layers = gemsc.nn.BatchNorm2d(3), nn.BatchNorm2d(3)
     batches = [torch.randn(2, 3, 4, 4, requires_grad=True) for _ in range(3)]
-    found = []
+    gradients = []
     for layer in layers:
         results = [layer(x).pow(3).sum() for x in batches]  # all before any backward
         tensors = [*batches, *layer.parameters()]
-        found.append(torch.autograd.grad(sum(results), tensors))
-    assert all(map(torch.equal, *found))
+        gradients.append(torch.autograd.grad(sum(results), tensors))
+    assert all(map(torch.equal, *gradients))
 
 
 def test_a_batch_of_one_value_has_no_variance() -> None:

@@ -25,8 +25,8 @@ from gemsc.ir.program import Program
 
 def attend(x: Tensor) -> Tensor:
     tokens = x.flatten(2).transpose(1, 2).unflatten(2, (2, 3)).transpose(1, 2)
-    found = F.scaled_dot_product_attention(tokens, tokens, tokens, dropout_p=0.5)
-    return found.transpose(1, 2).flatten(2).transpose(1, 2).view(x.shape)
+    attended = F.scaled_dot_product_attention(tokens, tokens, tokens, dropout_p=0.5)
+    return attended.transpose(1, 2).flatten(2).transpose(1, 2).view(x.shape)
 
 
 NOISE: dict[str, Callable[[Tensor], Tensor]] = {
@@ -47,8 +47,8 @@ class Noisy(nn.Module):
         self.noise = noise
 
     def forward(self, x: Tensor) -> Tensor:
-        found = torch.cat([self.noise(branch(x)) for branch in self.branches], 1)
-        return F.dropout(found, 0.5)
+        joined = torch.cat([self.noise(branch(x)) for branch in self.branches], 1)
+        return F.dropout(joined, 0.5)
 
 
 def draws(program: Program) -> list[int | None]:
@@ -63,12 +63,12 @@ def draws(program: Program) -> list[int | None]:
 def test_branches_draw_apart(noise: str, grid: dict[str, object]) -> None:
     model, x = Noisy(NOISE[noise]), torch.randn(2, 6, 8, 8)
     traced = trace(model, (x,), loss=F.mse_loss, example_target=x.repeat(1, 3, 1, 1))
-    found = lower(traced, options(branches="2", **grid)).compilation.tiles
-    each = [draws(tile.program) for tile in found]
-    assert [draw.count(None) for draw in each] == [1] * len(each)  # after the branches
-    assert [len(draw) for draw in each] == [3, 2] * (len(each) // 2)
-    assert len({draw for drawn in each[:2] for draw in drawn}) == 4
-    assert each == each[:2] * (len(each) // 2)  # all tiles draw the same
+    tiles = lower(traced, options(branches="2", **grid)).compilation.tiles
+    rows = [draws(tile.program) for tile in tiles]
+    assert [draw.count(None) for draw in rows] == [1] * len(rows)  # after the branches
+    assert [len(draw) for draw in rows] == [3, 2] * (len(rows) // 2)
+    assert len({draw for drawn in rows[:2] for draw in drawn}) == 4
+    assert rows == rows[:2] * (len(rows) // 2)  # all tiles draw the same
 
 
 class Unlike(Noisy):
@@ -86,19 +86,19 @@ def test_branches_draw_apart_in_evaluation(
 ) -> None:
     model, x = kind(NOISE[noise]), torch.randn(2, 6, 8, 8)
     traced = trace(model, (x,), loss=F.mse_loss, example_target=x.repeat(1, 3, 1, 1))
-    found = lower(traced, options(branches="2", **grid)).compilation.tiles
-    each = [draws(tile.evaluation) for tile in found]
-    assert [draw.count(None) for draw in each] == [1] * len(each)
-    assert len({draw for drawn in each[:2] for draw in drawn}) == 4
-    assert each == each[:2] * (len(each) // 2)
+    tiles = lower(traced, options(branches="2", **grid)).compilation.tiles
+    rows = [draws(tile.evaluation) for tile in tiles]
+    assert [draw.count(None) for draw in rows] == [1] * len(rows)
+    assert len({draw for drawn in rows[:2] for draw in drawn}) == 4
+    assert rows == rows[:2] * (len(rows) // 2)
 
 
 @pytest.mark.parametrize("grid", [{"ranks": 2}, {"ranks": 4, "tiles": "2x1"}], ids=str)
 def test_a_branch_may_have_a_dropout_of_nothing(grid: dict[str, object]) -> None:
     model, x = Noisy(nn.Dropout(0.0)), torch.randn(2, 6, 8, 8)
     traced = trace(model, (x,), loss=F.mse_loss, example_target=x.repeat(1, 3, 1, 1))
-    found = lower(traced, options(branches="2", **grid)).compilation.tiles
-    assert {len(draws(tile.program)) for tile in found} == {1}  # after the branches
+    tiles = lower(traced, options(branches="2", **grid)).compilation.tiles
+    assert {len(draws(tile.program)) for tile in tiles} == {1}  # after the branches
 
 
 def draw_whole(node: fx.Node) -> None:
@@ -155,8 +155,8 @@ def test_ranks_that_draw_otherwise_are_a_wrong_program(
 def test_tiles_of_other_sizes_draw_alike_for_channels() -> None:
     model, x = Noisy(nn.Dropout2d(0.5)), torch.randn(1, 6, 7, 8)
     traced = trace(model, (x,), loss=F.mse_loss, example_target=x.repeat(1, 3, 1, 1))
-    found = lower(traced, options(ranks=2, tiles="2x1")).compilation.tiles
-    drawn_alike([rank.program for rank in found])
+    tiles = lower(traced, options(ranks=2, tiles="2x1")).compilation.tiles
+    drawn_alike([rank.program for rank in tiles])
 
 
 class Gated(nn.Module):

@@ -85,10 +85,10 @@ def test_each_rank_computes_what_it_has_the_weights_of(
     (shards,) = program.compilation.whole.program.shards.values()
     assert {rank for _, rank in shards.placed} == {0, 1}
     (expected,) = model.eval()(X)
-    found = on_ranks(
+    outputs = on_ranks(
         tmp_path, 2, lambda t: t.evaluate((X,), TARGET).output, dtype=torch.float64
     )
-    ((output,),) = (output for output in found if output is not None)
+    ((output,),) = (output for output in outputs if output is not None)
     torch.testing.assert_close(output, expected, rtol=1e-9, atol=1e-12)
 
 
@@ -111,10 +111,10 @@ class Masked(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         x = self.stem(x)
         mask = x > 0
-        each = [layer(torch.where(mask, 0.5, x)) for layer in self.layers]
+        parts = [layer(torch.where(mask, 0.5, x)) for layer in self.layers]
         if self.casts:  # one travels in float32 whatever the model is in
-            return (torch.stack([each[0].float(), each[1], each[2].float()]).sum(0),)
-        return (each[0] + each[1] + each[2],)
+            return (torch.stack([parts[0].float(), parts[1], parts[2].float()]).sum(0),)
+        return (parts[0] + parts[1] + parts[2],)
 
 
 @pytest.mark.slow(1)

@@ -98,13 +98,13 @@ def columns(name: str) -> list[Column]:
     trunks = ["whole", "batch", *["sequence"] * (name in TEXTS)]
     most = MOST_SHARDS.get(name, 4)
     table = itertools.product(kinds, (2, 3, 4), trunks)
-    found = [each for each in table if each[0] != "shards" or each[1] <= most]
+    asked = [column for column in table if column[0] != "shards" or column[1] <= most]
     if name in PICTURES:
         deep = ("mesh 1f1b", "mesh mast") if name in DEEP else ()
         deep += ("mesh recompute",) if name in ("inception", "amoebanet") else ()
-        found += [(kind, 2, "whole") for kind in ("mesh", "mesh data", *deep)]
-        found += [("mesh shards", 2, "whole"), ("mesh", 3, "whole")]
-    return found
+        asked += [(kind, 2, "whole") for kind in ("mesh", "mesh data", *deep)]
+        asked += [("mesh shards", 2, "whole"), ("mesh", 3, "whole")]
+    return asked
 
 
 # each kind of column and each trunk, where a model has what it is about; two of them
@@ -168,9 +168,9 @@ def test_what_is_sent_is_what_was_predicted(
     name: str, column: Column, planned: Planned, tmp_path: Path
 ) -> None:
     program = lowered(name, planned(name, column))
-    found, predicted = counted(name, program, tmp_path)
-    assert found == predicted
-    assert found["message_bytes"] > 0
+    sent, predicted = counted(name, program, tmp_path)
+    assert sent == predicted
+    assert sent["message_bytes"] > 0
 
 
 JOB = Path(__file__).parents[1] / "support" / "mpi_parity_program.py"

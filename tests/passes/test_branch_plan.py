@@ -52,15 +52,15 @@ def plan(program: CompiledProgram) -> Plan:
 
 
 def listing(plan: Plan, title: str) -> Listing:
-    return next(each for each in list_plan(plan) if each[0].startswith(title))
+    return next(table for table in list_plan(plan) if table[0].startswith(title))
 
 
 def test_show_says_who_has_which_branch_what_it_saves_or_why_not(plan: Plan) -> None:
     _, columns = listing(plan, "branches")
-    rows = list(zip(*(each.cells for each in columns), strict=True))
+    rows = list(zip(*(column.cells for column in columns), strict=True))
     shares = "one.b 60% | one.a 10%, one.c 30%"
     even = "83%"  # 5 ms on average, 6 on the first rank
-    assert [each.title for each in columns][-1] == "not shared out"
+    assert [column.title for column in columns][-1] == "not shared out"
     assert rows[0] == ("0", "one", shares, "10.0 ms", even, "3.5 ms", "")
     assert rows[1][2:] == (
         "two.a 0%, two.b 0%", "0 us", "-", "-", "its messages take longer",
@@ -111,12 +111,12 @@ def towers() -> CompiledProgram:
 def test_branches_are_drawn_side_by_side_in_the_colours_of_their_ranks(
     towers: CompiledProgram,
 ) -> None:
-    found = towers.compilation.program
-    boxes = before, left, right, after = boxes_of(found)
+    program = towers.compilation.program
+    boxes = before, left, right, after = boxes_of(program)
     assert [box.name for box in (left, right)] == ["left", "right"]
     assert left.level == right.level == before.level + 0.5 == after.level - 0.5
     nodes = [node for box in boxes for node in box.nodes]
-    assert nodes == list(found.compute_nodes)
+    assert nodes == list(program.compute_nodes)
     dot = towers.graph()
     form = r'{} .*\n.*\n.*\nrank (\d)" (class=.*)]'
     looks = [re.findall(form.format(box.key), dot) for box in (left, right)]
@@ -145,12 +145,12 @@ def test_the_timeline_shows_which_rank_computes_which_branch_and_who_waits(
         first, forks=[replace(ONE, trunk_seconds=0.002), LEFT, after],
         cost=cost, talking_seconds=0.001,
     )  # fmt: skip
-    found = replace(plan, stages=[shared, plan.stages[1]])
-    (panel,) = panels_of(found)
+    changed = replace(plan, stages=[shared, plan.stages[1]])
+    (panel,) = panels_of(changed)
     assert panel.branches[1] == ()
     assert [
-        (each.place, round(16 * each.start, 9), round(16 * each.end, 9), each.names)
-        for each in panel.branches[0]
+        (box.place, round(16 * box.start, 9), round(16 * box.end, 9), box.names)
+        for box in panel.branches[0]
     ] == [
         (0, 2, 8, "one.b"),
         (0, 8, 8, ""),
@@ -179,11 +179,11 @@ def test_the_timeline_shows_which_rank_computes_which_branch_and_who_waits(
 def test_branches_that_are_not_shared_out_are_not_drawn_apart(
     towers: CompiledProgram,
 ) -> None:
-    found = towers.compilation.program
-    forks = tuple(replace(f, reason="gains nothing") for f in found.shards[0].forks)
-    shards = {0: replace(found.shards[0], forks=forks)}
-    boxes = boxes_of(replace(found, shards=shards))
-    assert [box.name for box in boxes] == [block.name for block in found.blocks or ()]
+    program = towers.compilation.program
+    forks = tuple(replace(f, reason="gains nothing") for f in program.shards[0].forks)
+    shards = {0: replace(program.shards[0], forks=forks)}
+    boxes = boxes_of(replace(program, shards=shards))
+    assert [box.name for box in boxes] == [block.name for block in program.blocks or ()]
 
 
 def edited(plan: Plan, folder: Path, old: str = "", new: str = "") -> EditedPlan:
@@ -195,9 +195,9 @@ def edited(plan: Plan, folder: Path, old: str = "", new: str = "") -> EditedPlan
 
 
 def test_a_plan_keeps_its_branches(plan: Plan, tmp_path: Path) -> None:
-    found = edited(plan, tmp_path)
-    assert found.plan.stages == plan.stages
-    assert found.placed() == {"cat": [["one.b"], ["one.a", "one.c"]]}
+    kept = edited(plan, tmp_path)
+    assert kept.plan.stages == plan.stages
+    assert kept.placed() == {"cat": [["one.b"], ["one.a", "one.c"]]}
 
 
 B, C = (f'        "one.{name}",\n' for name in "bc")  # lines of ranks 0 and 1
@@ -219,8 +219,8 @@ def test_a_branch_is_moved_by_moving_its_line(plan: Plan, tmp_path: Path) -> Non
     path = tmp_path / "plan.toml"
     before, after = path.read_text().split(B + C)
     path.write_text(before + B + C + after.replace(C, ""))
-    found = EditedPlan.read(path).placed()
-    assert found == {"cat": [["one.b", "one.c"], ["one.a"]]}
+    placed = EditedPlan.read(path).placed()
+    assert placed == {"cat": [["one.b", "one.c"], ["one.a"]]}
 
 
 @pytest.mark.parametrize(

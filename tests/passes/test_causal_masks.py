@@ -91,8 +91,8 @@ def test_a_causal_mask_is_not_made(mask: Mask, tmp_path: Path) -> None:
     assert calls(made) == [kwargs, kwargs]
     names = [str(n.target) for n in made.compute_nodes]
     assert not any("arange" in n or "triu" in n or "full" in n for n in names)
-    found = against_one_process(tmp_path, net, (TEXT,), target=TEXT, ranks=2)
-    assert found.worst < 1e-9
+    diff = against_one_process(tmp_path, net, (TEXT,), target=TEXT, ranks=2)
+    assert diff.worst < 1e-9
 
 
 def strict(self: Any, x: Tensor) -> Tensor:

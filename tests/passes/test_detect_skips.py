@@ -34,37 +34,37 @@ def kinds(program: Program) -> dict[str, bool]:
 )
 def test_the_skip_of_a_branched_block_is_short(block: torch.nn.Module) -> None:
     program = blocks_of(rows(block, *(networks.Residual() for _ in range(12))), PICTURE)
-    found = kinds(program)
-    assert found
-    assert not any(found.values())
+    skips = kinds(program)
+    assert skips
+    assert not any(skips.values())
 
 
 @pytest.mark.slow
 def test_the_skips_of_a_unet_are_long_at_every_level() -> None:
-    found = kinds(blocks_of(networks.FlatUNet(), PICTURE))
-    assert found == {"e1": True, "e2": True, "e3": True}
+    skips = kinds(blocks_of(networks.FlatUNet(), PICTURE))
+    assert skips == {"e1": True, "e2": True, "e3": True}
 
 
 def test_the_skips_of_nested_modules_are_long_at_every_level() -> None:
     model = networks.Level(networks.Level(networks.Level(networks.conv())))
-    found = kinds(blocks_of(model, PICTURE))
-    assert len(found) == 3
-    assert all(found.values())
+    skips = kinds(blocks_of(model, PICTURE))
+    assert len(skips) == 3
+    assert all(skips.values())
 
 
 @pytest.mark.slow
 def test_skips_of_dense_connections_are_long_as_they_are_joined_again_and_again() -> (
     None
 ):
-    found = kinds(blocks_of(networks.Dense(), PICTURE))
-    assert sum(found.values()) >= 7
+    skips = kinds(blocks_of(networks.Dense(), PICTURE))
+    assert sum(skips.values()) >= 7
 
 
 @pytest.mark.slow
 def test_the_sums_of_a_transformer_are_short_skips() -> None:
-    found = kinds(blocks_of(networks.FlatTransformer(), TEXT))
-    assert len(found) >= 7
-    assert not any(found.values())
+    skips = kinds(blocks_of(networks.FlatTransformer(), TEXT))
+    assert len(skips) >= 7
+    assert not any(skips.values())
 
 
 @pytest.mark.slow

@@ -50,8 +50,8 @@ def test_training_and_evaluation_may_want_other_halos_of_the_input(
     def work(trainer: Trainer) -> Tensor | None:
         return trainer.evaluate((x,), target).output
 
-    found = on_ranks(tmp_path, 4, work, dtype=torch.float64)
-    ((output,),) = (output for output in found if output is not None)
+    outputs = on_ranks(tmp_path, 4, work, dtype=torch.float64)
+    ((output,),) = (output for output in outputs if output is not None)
     torch.testing.assert_close(output, expected, rtol=1e-9, atol=1e-12)
 
 
@@ -80,8 +80,8 @@ def test_outputs_of_one_name_are_gathered_apart(
     def work(trainer: Trainer) -> tuple[Tensor, ...] | None:
         return trainer.evaluate((x,), target).output
 
-    (found, _) = on_ranks(tmp_path, 2, work, dtype=torch.float64)
-    for output, of_model in zip(found or (), expected, strict=True):
+    (gathered, _) = on_ranks(tmp_path, 2, work, dtype=torch.float64)
+    for output, of_model in zip(gathered or (), expected, strict=True):
         torch.testing.assert_close(output, of_model, rtol=1e-9, atol=1e-12)
 
 
@@ -104,12 +104,12 @@ def test_dropout_rests_in_evaluation_and_in_a_frozen_layer(tmp_path: Path) -> No
     written(tmp_path, model, (x,), loss, target, **options)
 
     def work(trainer: Trainer) -> tuple[float, tuple[Tensor, ...] | None]:
-        found = trainer.step((x,), target)
-        return found, trainer.evaluate((x,), target).output
+        trained = trainer.step((x,), target)
+        return trained, trainer.evaluate((x,), target).output
 
-    ((trained, found), _) = on_ranks(tmp_path, 2, work, dtype=torch.float64)
-    assert found is not None
-    still, whole = found
+    ((trained, outputs), _) = on_ranks(tmp_path, 2, work, dtype=torch.float64)
+    assert outputs is not None
+    still, whole = outputs
     assert not still.any()
     assert (whole == 1).all()
     assert abs(trained - 2) < 0.5  # half of them are 0, and the others 2

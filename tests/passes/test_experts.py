@@ -44,7 +44,7 @@ def test_experts_on_ranks_compute_what_one_process_does(
     name: str, shards: int, trunk: str
 ) -> None:
     whole, ranks = lowered(name, shards, trunk)
-    cut = {each.name: each for each in whole.shards[0].cut}
+    cut = {tensor.name: tensor for tensor in whole.shards[0].cut}
     for layer in ("mixtures.0", "mixtures.1"):
         for last in ("up", "down"):
             part = cut[f"{layer}.{last}"].parts[0]
@@ -56,8 +56,8 @@ def test_experts_on_ranks_compute_what_one_process_does(
 def shapes(program: Program, name: str) -> list[tuple[int, ...]]:
     """Return the shapes of what a function gives on this rank."""
     nodes = [n for n in program.graph.nodes if n.op == "call_function"]
-    found = [n for n in nodes if n.target.__name__ == name]
-    return [tuple(node.meta["val"].shape) for node in found]
+    calls = [n for n in nodes if n.target.__name__ == name]
+    return [tuple(node.meta["val"].shape) for node in calls]
 
 
 @pytest.mark.slow
@@ -81,10 +81,10 @@ def test_of_groups_that_are_split_what_experts_are_given_is_exchanged(
     """And what they find: no tokens are gathered, and no sums scattered."""
     whole, ranks = lowered("groups", shards, "batch")
     sent = [exchange_of(n) for n in filter(is_exchange, ranks[0].graph.nodes)]
-    sent = [each for each in sent if not each.is_local]
-    assert [each.shape for each in sent if len(each.shape) == 4] == [GIVEN] * 4
-    assert not any(each.shape == TOKENS or each.adds for each in sent)
-    groups = [each.held[0][0] != (0, 4) for each in sent if each.shape == GIVEN]
+    sent = [swap for swap in sent if not swap.is_local]
+    assert [swap.shape for swap in sent if len(swap.shape) == 4] == [GIVEN] * 4
+    assert not any(swap.shape == TOKENS or swap.adds for swap in sent)
+    groups = [swap.held[0][0] != (0, 4) for swap in sent if swap.shape == GIVEN]
     assert groups == [True, False] * 2  # from groups to experts, and back
     compare("groups", whole, ranks)
 
@@ -94,14 +94,14 @@ def test_what_sends_less_is_chosen(shards: int, gathers: bool) -> None:
     """Experts with places for more than three times as many tokens as there are."""
     _, ranks = lowered("roomy groups", shards, "batch")
     sent = [exchange_of(n) for n in filter(is_exchange, ranks[0].graph.nodes)]
-    shapes = {each.shape for each in sent if not each.is_local}
+    shapes = {swap.shape for swap in sent if not swap.is_local}
     assert (TOKENS in shapes) == gathers
 
 
 @pytest.mark.slow
 def test_with_fewer_experts_than_ranks_features_are_cut() -> None:
     whole, ranks = lowered("switch", EXPERTS + 2, "whole")
-    cut = {each.name: each for each in whole.shards[0].cut}
+    cut = {tensor.name: tensor for tensor in whole.shards[0].cut}
     assert cut["mixtures.0.down"].noun == "feature"
     compare("switch", whole, ranks)
 
@@ -111,7 +111,7 @@ def test_a_layer_with_a_bias_has_no_experts() -> None:
     inputs, target = (torch.randn(4, 8),), torch.randn(4, 8)
     model = nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8))
     whole, _ = sharded(model, inputs, F.mse_loss, target, 2, "whole")
-    assert {each.noun for each in whole.shards[0].cut} == {"feature"}
+    assert {tensor.noun for tensor in whole.shards[0].cut} == {"feature"}
 
 
 def first_experts(program: Program) -> int:

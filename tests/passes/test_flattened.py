@@ -30,10 +30,10 @@ FEATURES = 4 * 7 * 10
 class Head(nn.Module):
     """A convolution, then whatever comes after it."""
 
-    def __init__(self, *rest: nn.Module) -> None:
+    def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
         self.conv = nn.Conv2d(3, 4, 3, padding=1)
-        self.rest = nn.Sequential(*rest)
+        self.rest = nn.Sequential(*layers)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.rest(self.conv(x))
@@ -140,14 +140,14 @@ def test_a_tiles_gradient_is_zero_outside_its_columns() -> None:
     def main(transport: Any) -> tuple[Tensor, Tensor]:
         grid = Grid(DeviceTransport(transport, Streams()), (0, 1), transport.rank)
         rows = ((0, 4), (4, 7))[grid.tile]
-        own = copy.deepcopy(layer)
+        fc = copy.deepcopy(layer)
         box = ((0, 4), rows, (0, 10))
         result = linear(
-            grid, x[:, :, slice(*rows)], own.weight, own.bias, shape=(4, 7, 10), box=box
+            grid, x[:, :, slice(*rows)], fc.weight, fc.bias, shape=(4, 7, 10), box=box
         )
         (result.square().sum() / 2).backward()
-        assert own.weight.grad is not None
-        return result.detach(), own.weight.grad.view(5, 4, 7, 10)
+        assert fc.weight.grad is not None
+        return result.detach(), fc.weight.grad.view(5, 4, 7, 10)
 
     (first, upper), (second, lower) = run_local(2, main)
     result = layer(x.flatten(1))
@@ -254,11 +254,11 @@ def test_what_a_tile_keeps_is_predicted_to_the_byte() -> None:
 def test_runs_of_dimensions_have_as_many_elements_also_of_none(
     shape: tuple[int, ...], result: tuple[int, ...], runs: list[tuple[str, str]]
 ) -> None:
-    found = [
+    pairs = [
         ("".join("abc"[i] for i in one), "".join("abc"[i] for i in two))
         for one, two in runs_of(shape, result)
     ]
-    assert found == runs
+    assert pairs == runs
 
 
 @pytest.mark.parametrize(
@@ -273,6 +273,6 @@ def test_a_reduction_over_channels_and_rows_that_were_joined(
     best: Callable[[Tensor], Tensor],
 ) -> None:
     """Joined with columns that were not, and what it is taken of."""
-    rest = Function(lambda x: x.flatten(1, 2)), Function(lambda y: y.sin() + best(y))
+    layers = Function(lambda x: x.flatten(1, 2)), Function(lambda y: y.sin() + best(y))
     for grid in ((2, 1), (1, 2)):
-        check(Head(*rest, nn.Linear(10, 3)), torch.randn(2, 3, 6, 10), grid)
+        check(Head(*layers, nn.Linear(10, 3)), torch.randn(2, 3, 6, 10), grid)

@@ -45,19 +45,19 @@ def evaluates_as_the_model(
     """Evaluate on ranks and in one process, with the same weights."""
     written(directory, model, loss=loss, ranks=ranks, micro_batches=2, **options)
     input, target = batch_of((X, X), 2)
-    found = on_ranks(directory, ranks, lambda t: t.evaluate(input, target))
+    evaluated = on_ranks(directory, ranks, lambda t: t.evaluate(input, target))
     with torch.no_grad():
         training = model.training
         outputs = [model.eval()(part) for part in input.split(len(X))]
         model.train(training)
-    (output,) = [e.output for e in found if e.output is not None]
+    (output,) = [e.output for e in evaluated if e.output is not None]
     output, outputs = (
         (output[0], [o[0] for o in outputs])
         if isinstance(output, tuple)
         else (output, outputs)
     )
     torch.testing.assert_close(output, torch.cat(outputs))
-    losses = {e.loss for e in found}
+    losses = {e.loss for e in evaluated}
     assert len(losses) == 1
     assert losses.pop() == pytest.approx(float(mse(output, target)))
 

@@ -67,14 +67,14 @@ def inception() -> Program:
 @pytest.mark.slow
 def test_inception_blocks_have_their_branches(inception: Program) -> None:
     forks = shared(inception)
-    found = {fork.name: set(names(fork)) for fork in forks}
-    assert found["blocks.0"] == {
+    branches = {fork.name: set(names(fork)) for fork in forks}
+    assert branches["blocks.0"] == {
         f"blocks.0.{name}" for name in ("one", "five", "three", "pooled")
     }
-    assert found["blocks.1"] == {
+    assert branches["blocks.1"] == {
         f"blocks.1.{name}" for name in ("three", "twice", "pooled")
     }
-    assert list(found) == [f"blocks.{index}" for index in range(5)]
+    assert list(branches) == [f"blocks.{index}" for index in range(5)]
     assert all(node(inception, fork.join).target is torch.cat for fork in forks)
 
 
@@ -363,7 +363,7 @@ class Every:
         (stage,) = program.require_stages()
         self.program, self.ranks, self.nodes = program, ranks, stage.nodes
         self.inside = set(stage.nodes)
-        self.tied = {each: set(self.tied_to(each)) for each in stage.nodes}
+        self.tied = {node: set(self.tied_to(node)) for node in stage.nodes}
 
     def best(self) -> float:
         """Return what the best forks save together of which no two overlap."""
@@ -388,68 +388,68 @@ class Every:
 
     def sum_of(self, join: fx.Node) -> set[fx.Node]:
         """Return the additions of which a node is the last."""
-        found: set[fx.Node] = set()
+        added: set[fx.Node] = set()
         todo = [join]
         while todo:
-            each = todo.pop()
-            if self.adds(each) and (each is join or len(each.users) == 1):
-                found.add(each)
-                todo += [s for s in each.all_input_nodes if s in self.inside]
-        return found
+            node = todo.pop()
+            if self.adds(node) and (node is join or len(node.users) == 1):
+                added.add(node)
+                todo += [s for s in node.all_input_nodes if s in self.inside]
+        return added
 
-    def adds(self, each: fx.Node) -> bool:
-        if "add" not in str(each.target) or len(each.args) != 2:
+    def adds(self, node: fx.Node) -> bool:
+        if "add" not in str(node.target) or len(node.args) != 2:
             return False
-        sides = [a for a in each.args if isinstance(a, fx.Node)]
-        shapes = {meta.spec(side).shape for side in [*sides, each]}
+        sides = [a for a in node.args if isinstance(a, fx.Node)]
+        shapes = {meta.spec(side).shape for side in [*sides, node]}
         return len(sides) == 2 and len(shapes) == 1
 
     def window(self, first: int, last: int, added: set[fx.Node]) -> list[fx.Node]:
         """Return the nodes from `first` on whose paths all go through the join."""
         leads = {self.nodes[last]}
-        for each in reversed(self.nodes[first:last]):
-            if (users := self.readers(each)) and users <= leads:
-                leads.add(each)
+        for earlier in reversed(self.nodes[first:last]):
+            if (users := self.readers(earlier)) and users <= leads:
+                leads.add(earlier)
         return [n for n in self.nodes[first:last] if n in leads and n not in added]
 
-    def readers(self, each: fx.Node) -> set[fx.Node]:
+    def readers(self, node: fx.Node) -> set[fx.Node]:
         """Return its users; of a change in place, who reads that memory after it."""
-        if each.users or meta.glue(each) is None:
-            return set(each.users)
-        users = {user for mate in self.tied[each] for user in mate.users}
-        return {user for user in users if user > each}
+        if node.users or meta.glue(node) is None:
+            return set(node.users)
+        users = {user for mate in self.tied[node] for user in mate.users}
+        return {user for user in users if user > node}
 
     def components(self, window: list[fx.Node]) -> list[list[fx.Node]]:
-        edges: dict[fx.Node, set[fx.Node]] = {each: set() for each in window}
-        for each in window:
-            for other in (*each.users, *self.tied[each]):
+        edges: dict[fx.Node, set[fx.Node]] = {member: set() for member in window}
+        for member in window:
+            for other in (*member.users, *self.tied[member]):
                 if other in edges:
-                    edges[each].add(other)
-                    edges[other].add(each)
-        found, left = [], list(window)
+                    edges[member].add(other)
+                    edges[other].add(member)
+        parts, left = [], list(window)
         while left:
             part, todo = [], [left[0]]
             while todo:
-                each = todo.pop()
-                if each in left:
-                    left.remove(each)
-                    part.append(each)
-                    todo += edges[each]
-            found.append(part)
-        return found
+                member = todo.pop()
+                if member in left:
+                    left.remove(member)
+                    part.append(member)
+                    todo += edges[member]
+            parts.append(part)
+        return parts
 
-    def tied_to(self, each: fx.Node) -> Iterator[fx.Node]:
-        if not isinstance(meta.value(each), Tensor):
-            yield from each.users
+    def tied_to(self, node: fx.Node) -> Iterator[fx.Node]:
+        if not isinstance(meta.value(node), Tensor):
+            yield from node.users
         for other in self.nodes:
-            if other is each:
+            if other is node:
                 continue
-            if meta.glue(each) is not None and meta.glue(each) == meta.glue(other):
+            if meta.glue(node) is not None and meta.glue(node) == meta.glue(other):
                 yield other
-            if each in other.users and not isinstance(meta.value(other), Tensor):
+            if node in other.users and not isinstance(meta.value(other), Tensor):
                 yield other
-            if each.op == other.op == "call_module" and each.target == other.target:
-                layer = self.program.module.get_submodule(str(each.target))
+            if node.op == other.op == "call_module" and node.target == other.target:
+                layer = self.program.module.get_submodule(str(node.target))
                 if any(True for _ in layer.buffers()):
                     yield other
 
@@ -480,9 +480,9 @@ class Every:
         ]
         sent, learnt = [], []
         for rank in range(self.ranks):
-            own = [p for p, r in zip(parts, ranks, strict=True) if r == rank]
-            gives = [n for p in own for n in p if ends & n.users.keys()]
-            if added and own:
+            mine = [p for p, r in zip(parts, ranks, strict=True) if r == rank]
+            gives = [n for p in mine for n in p if ends & n.users.keys()]
+            if added and mine:
                 gives = [join]
             needed = [n for n in gives if meta.needs_gradient(n)]
             sent.append(sum(meta.facts(n).output_bytes for n in gives))

@@ -25,8 +25,8 @@ def square(output: Tensor) -> Tensor:
 
 
 def num_exchanges(program: Program) -> int:
-    found = (exchange_of(n) for n in program.compute_nodes if is_exchange(n))
-    return sum(not exchange.is_local for exchange in found)
+    exchanges = (exchange_of(n) for n in program.compute_nodes if is_exchange(n))
+    return sum(not exchange.is_local for exchange in exchanges)
 
 
 def exchanges_of(step: Step) -> int:
@@ -132,13 +132,13 @@ def test_a_tile_that_computes_all_rows_draws_as_the_others_do() -> None:
     wide = nn.Conv2d(2, 2, 5, padding=2)
     model = nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), nn.Dropout(0.5), wide)
     step = on_tiles(model, (torch.randn(1, 2, 6, 8),), square, None, (3, 1), fuse=2)
-    found = [
+    along = [
         node.kwargs.get("along")
         for program in step.programs
         for node in program.compute_nodes
         if node.target is tiles.dropout
     ]
-    assert found == [None, 2, None]
+    assert along == [None, 2, None]
 
 
 @pytest.mark.slow

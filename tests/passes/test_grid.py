@@ -223,12 +223,12 @@ def test_gradients_before_a_batch_norm_are_rounded_once(dtype: torch.dtype) -> N
     gradient = (1 + torch.randn(2, 3, 8, 8) / 32).bfloat16()
 
     def before(value: Tensor, gradient: Tensor, norm: Callable[..., Tensor]) -> Tensor:
-        value, own = value.clone().requires_grad_(), weight.clone().requires_grad_()
+        value, scale = value.clone().requires_grad_(), weight.clone().requires_grad_()
         if value.dtype is torch.float64:
-            own = own.detach().double()
-        bias = torch.zeros_like(own)
-        norm(value, weight=own, bias=bias, training=True).backward(gradient)
-        assert own.grad is None or own.grad.dtype is dtype
+            scale = scale.detach().double()
+        bias = torch.zeros_like(scale)
+        norm(value, weight=scale, bias=bias, training=True).backward(gradient)
+        assert scale.grad is None or scale.grad.dtype is dtype
         assert value.grad is not None
         return value.grad
 

@@ -79,13 +79,13 @@ def test_evaluation_gives_the_whole_output_once(
         result = trainer.evaluate(inputs, target)
         return result.loss, result.output
 
-    found = on_ranks(tmp_path, plan.ranks, work, dtype=torch.float64)
-    outputs = [output for _, output in found if output is not None]
+    evaluated = on_ranks(tmp_path, plan.ranks, work, dtype=torch.float64)
+    outputs = [output for _, output in evaluated if output is not None]
     assert len(outputs) == 1
     torch.testing.assert_close(outputs[0], expected, rtol=1e-9, atol=1e-12)
     if name == "resnet10":  # the mean over micro-batches is that over the batch
-        assert all(value == pytest.approx(float(loss)) for value, _ in found)
-    assert len({value for value, _ in found}) == 1
+        assert all(value == pytest.approx(float(loss)) for value, _ in evaluated)
+    assert len({value for value, _ in evaluated}) == 1
 
 
 @pytest.mark.slow
@@ -95,16 +95,16 @@ def test_norms_of_gradients_count_each_parameter_once(tmp_path: Path) -> None:
     inputs, target = case.inputs(2, torch.float64)
 
     def norm(trainer: Trainer) -> float:
-        found: list[float] = []
+        sums: list[float] = []
 
         def note() -> None:
             named = trainer.stages.parameters.values()
             squares = [p.grad.square().sum() for p in named if p.grad is not None]
-            found.append(float(sum(squares)))
+            sums.append(float(sum(squares)))
 
         trainer.worker.updates.before = note
         trainer.step(inputs, target)
-        return found[0]
+        return sums[0]
 
     squares = on_ranks(tmp_path, ranks, norm, dtype=torch.float64, clip_norm=0.01)
     assert squares[0] + squares[4] == pytest.approx(0.01**2, rel=1e-4)
@@ -127,8 +127,8 @@ def test_what_both_tiles_of_a_replica_have_seen_counts_once(tmp_path: Path) -> N
     sgd, double = partial(torch.optim.SGD, lr=0.01), torch.float64
     steps = [((batch[0],), batch[1])]
     expected = reference_steps(net, mse, steps, 4, double, sgd).state
-    for found in on_ranks(tmp_path, 4, statistics, dtype=double, optimizer=sgd):
-        for name, tensor in found.items():
+    for buffers in on_ranks(tmp_path, 4, statistics, dtype=double, optimizer=sgd):
+        for name, tensor in buffers.items():
             torch.testing.assert_close(tensor, expected[name], rtol=1e-9, atol=1e-9)
 
 
@@ -179,11 +179,11 @@ def written(options: CompileOptions, folder: Path) -> tuple[Plan, Any]:
 def test_peaks_on_tiles_are_the_predicted_ones(
     plan: CompileOptions, tmp_path: Path
 ) -> None:
-    found, batch = written(plan, tmp_path)
-    record = run_on_threads(tmp_path, found.ranks, [batch], dtype=torch.float32)
-    held = found.by_rank(found.activation_bytes) * found.data
+    made, batch = written(plan, tmp_path)
+    record = run_on_threads(tmp_path, made.ranks, [batch], dtype=torch.float32)
+    held = made.by_rank(made.activation_bytes) * made.data
     assert record.activation_bytes == held
-    assert record.peak_bytes == found.by_rank(metered_peaks(found)) * found.data
+    assert record.peak_bytes == made.by_rank(metered_peaks(made)) * made.data
 
 
 # Mistakes

@@ -75,9 +75,9 @@ def test_dropout_on_tiles_is_that_of_one_rank(tmp_path: Path, gemsc: Gemsc) -> N
     job = [sys.executable, __file__, str(tiles), str(leaner)]
     support = str(Path(__file__).parents[1] / "support")
     assert launch(2, job, env={"PYTHONPATH": support}, timeout=120) == 0
-    found = json.loads(tiles.with_suffix(".json").read_text())
-    assert found == pytest.approx(expected, rel=1e-5)
-    assert json.loads(leaner.with_suffix(".json").read_text()) == found
+    actual = json.loads(tiles.with_suffix(".json").read_text())
+    assert actual == pytest.approx(expected, rel=1e-5)
+    assert json.loads(leaner.with_suffix(".json").read_text()) == actual
 
 
 @pytest.mark.nightly
@@ -96,9 +96,9 @@ def main(*names: str) -> None:
     """What a rank runs: some steps of each program, in turn."""
     for name in names:
         transport = start_transport()
-        found = losses(Trainer(Path(name), transport))
+        figures = losses(Trainer(Path(name), transport))
         if transport.rank == 0:
-            Path(name).with_suffix(".json").write_text(json.dumps(found))
+            Path(name).with_suffix(".json").write_text(json.dumps(figures))
         transport.close()
 
 

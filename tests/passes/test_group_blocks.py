@@ -69,9 +69,9 @@ RESIDUAL = {
 def test_a_cut_never_falls_inside_a_branched_block(kind: str) -> None:
     count = 8 if kind == "inception" else 4
     program = blocks_of(rows(*(RESIDUAL[kind]() for _ in range(count))), PICTURE)
-    found = [blocks_with(program, str(path + 1)) for path in range(count)]
-    assert all(len(blocks) == 1 for blocks in found)
-    assert len(set.union(*found)) == count
+    by_path = [blocks_with(program, str(path + 1)) for path in range(count)]
+    assert all(len(blocks) == 1 for blocks in by_path)
+    assert len(set.union(*by_path)) == count
     assert crossing(program) == [1] * (len(program.blocks or ()) - 1)
 
 
@@ -211,8 +211,8 @@ def test_what_is_no_tensor_is_never_cut() -> None:
     block = block_of(program)
     tuples = [n for n in block if not isinstance(meta.value(n), Tensor)]
     assert len(tuples) == 2
-    for each in tuples:
-        assert {block[user].index for user in each.users} == {block[each].index}
+    for split in tuples:
+        assert {block[user].index for user in split.users} == {block[split].index}
 
 
 def test_what_canonicalize_glued_is_never_cut() -> None:

@@ -75,8 +75,8 @@ def test_all_copies_are_bit_identical_after_20_steps(
         }
 
     def states(made: torch.optim.Optimizer, tensor: torch.Tensor) -> list[torch.Tensor]:
-        found = made.state.get(tensor, {})
-        return [value for _, value in sorted(found.items()) if torch.is_tensor(value)]
+        state = made.state.get(tensor, {})
+        return [value for _, value in sorted(state.items()) if torch.is_tensor(value)]
 
     known: dict[str, list[torch.Tensor]] = {}
     copies = 0

@@ -65,8 +65,8 @@ def test_they_change_no_bit_and_free_what_was_predicted(
     for way in ("recompute", "offload"):
         choice = replace(plan, **{way: ("all",)})
         record, program = trained(name, choice, tmp_path / way, float32)
-        found = compare(record, expected)
-        assert found.equal == found.total  # gradients, parameters, running statistics
+        diff = compare(record, expected)
+        assert diff.equal == diff.total  # gradients, parameters, running statistics
         assert record.losses == expected.losses
         leaner = program.plan
         assert fullest(leaner, record.activation_bytes) == leaner.activation_bytes

@@ -37,7 +37,7 @@ def together(axes: Axes, grid: tuple[int, ...], draw: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_any_split_draws_the_same_mask(dim: int) -> None:
-    axes = tuple(0 if each == dim else None for each in range(3))
+    axes = tuple(0 if axis == dim else None for axis in range(3))
     two = together(axes, (2,))
     assert all(torch.equal(together(axes, (count,)), two) for count in (3, 4))
 

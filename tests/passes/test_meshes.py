@@ -210,8 +210,8 @@ class Split(nn.Module):
         self.up, self.down = nn.Conv2d(2, 12, 3, padding=1), nn.Conv2d(6, 2, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, rest = self.up(x).split(6, 1)
-        return self.down(gate.sigmoid() * rest)
+        gate, gated = self.up(x).split(6, 1)
+        return self.down(gate.sigmoid() * gated)
 
 
 @pytest.mark.slow(2)

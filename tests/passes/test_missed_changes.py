@@ -115,9 +115,9 @@ def test_evaluation_changes_what_one_process_does(
     count = size // len(X)
     more = {"counted": 1, "counted_in_training": 0, "counted_in_evaluation": 2}
     after = count + more[change.__name__] * count
-    found = [ages for ages in on_ranks(path, ranks, work) if ages]
-    assert len(found) == 2
-    assert found == [[count, after, after + count]] * 2
+    by_rank = [ages for ages in on_ranks(path, ranks, work) if ages]
+    assert len(by_rank) == 2
+    assert by_rank == [[count, after, after + count]] * 2
 
 
 @pytest.mark.slow(1)
@@ -138,8 +138,8 @@ def test_what_fills_up_a_batch_changes_nothing(
         named = [pair for stage in stages for pair in stage.named_buffers()]
         return [int(t) - count for name, t in named if name.endswith(".age")]
 
-    found = on_ranks(tmp_path, options.get("ranks", 2), work)
-    assert [each for each in found if each] == [[0]] * (
+    by_rank = on_ranks(tmp_path, options.get("ranks", 2), work)
+    assert [extra for extra in by_rank if extra] == [[0]] * (
         2 * data if "schedule" in options else data
     )
 
@@ -202,8 +202,8 @@ def test_what_needs_data_is_refused(change: Callable[..., None]) -> None:
 
 @pytest.mark.parametrize("shard", ["off", "optimizer", "gradients"])
 def test_a_replica_changes_weights_of_its_own(shard: str, tmp_path: Path) -> None:
-    found = against_one_process(tmp_path, around(a_parameter), **DATA, shard=shard)
-    assert found.worst < EXACT
+    diff = against_one_process(tmp_path, around(a_parameter), **DATA, shard=shard)
+    assert diff.worst < EXACT
 
 
 def test_weights_that_replicas_share_are_left_alone() -> None:
@@ -232,8 +232,8 @@ def in_evaluation_only(layer: Growing, x: Tensor) -> None:
 @pytest.mark.parametrize(
     ("kind", "change"),
     [
-        *((Growing, each) for each in (a_parameter, clamped, in_evaluation_only)),
-        *((Whole, each) for each in (a_parameter, in_evaluation_only)),
+        *((Growing, change) for change in (a_parameter, clamped, in_evaluation_only)),
+        *((Whole, change) for change in (a_parameter, in_evaluation_only)),
     ],
 )
 def test_weights_in_rows_may_not_change(
@@ -296,10 +296,10 @@ def test_a_change_by_what_another_rank_computes_is_refused(tmp_path: Path) -> No
 def test_weights_in_parts_are_whole_for_the_changes(tmp_path: Path) -> None:
     options = {"schedule": "interleaved", "placement": "looped", "chunks": 2}
     model = nn.Sequential(*trunk(5), Growing(follows_the_weight))  # not used last
-    found = against_one_process(
+    diff = against_one_process(
         tmp_path, model, micro_batches=4, shard="weights", **DATA | options
     )
-    assert found.worst < EXACT
+    assert diff.worst < EXACT
 
 
 def in_half_precision(layer: Growing, x: Tensor) -> None:
@@ -320,7 +320,7 @@ def test_changes_round_as_in_forward(tmp_path: Path) -> None:
         def work(trainer: Any, batch: Tensor = batch) -> list[Tensor]:
             trainer.step(batch, batch, micro_batches=4)
             named = [s.named_buffers() for s in trainer.worker.stages.values()]
-            return [t for each in named for name, t in each if name.endswith(".size")]
+            return [t for pairs in named for name, t in pairs if name.endswith(".size")]
 
         sizes += [t for ts in on_ranks(path, options.get("ranks", 2), work) for t in ts]
     assert len(sizes) == 1 + 2 + 2 + 4
@@ -351,11 +351,11 @@ def test_a_run_that_goes_on_has_the_same_counts(tmp_path: Path) -> None:
 def test_a_change_that_a_rank_cannot_make_again_is_never_left_out() -> None:
     """No pass spreads one over ranks; one that did would leave it out with no word."""
     given: dict[str, Any] = {"loss": nn.MSELoss(), "example_target": X, "check": False}
-    own = compile(around(by_data), (X,), ranks=1, **given).compilation.tiles[0]
-    changes = tuple(unjoined_changes(own.program))
+    tile = compile(around(by_data), (X,), ranks=1, **given).compilation.tiles[0]
+    changes = tuple(unjoined_changes(tile.program))
     assert {change.name for change in changes} == {"2.size"}
     with pytest.raises(InternalError, match=r"'2\.size' again"):
-        rank_text._advances(changes, own.program, own.flow(0))
+        rank_text._advances(changes, tile.program, tile.flow(0))
 
 
 class Towers(nn.Module):
@@ -375,8 +375,8 @@ def test_a_rank_changes_what_its_branch_has(tmp_path: Path) -> None:
     assert against_one_process(tmp_path, Towers(), **options).worst < EXACT
     texts = [(tmp_path / f"rank{rank}.py").read_text() for rank in range(2)]
     parts = [text.partition("def advance_state")[2] for text in texts]
-    own = [{n for n in ("left", "right") if f"self.{n}" in part} for part in parts]
-    assert sorted(map(sorted, own)) == [["left"], ["right"]]
+    towers = [{n for n in ("left", "right") if f"self.{n}" in part} for part in parts]
+    assert sorted(map(sorted, towers)) == [["left"], ["right"]]
 
 
 class Hidden(nn.Module):
@@ -409,8 +409,8 @@ class Compares(nn.Module):
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
         net = self.hidden[0]
-        found = (net(output) - net(target)).square().mean()
-        return found + net[1].running_mean.sum() if self.reads else found
+        loss = (net(output) - net(target)).square().mean()
+        return loss + net[1].running_mean.sum() if self.reads else loss
 
 
 @pytest.mark.parametrize("reads", [False, True])

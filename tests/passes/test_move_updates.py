@@ -41,19 +41,19 @@ class Teacher(nn.Module):
     def follow(self) -> None:
         self.steps += 1
         share = 1 / (self.steps + 1)
-        own, others = self.student.parameters(), self.teacher.parameters()
-        for theirs, ours in zip(others, own, strict=True):
+        trained, others = self.student.parameters(), self.teacher.parameters()
+        for theirs, ours in zip(others, trained, strict=True):
             theirs.mul_(1 - share).add_(share * ours)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training and not self.late:
             self.follow()
-        found = self.head(self.student(x))
+        output = self.head(self.student(x))
         with torch.no_grad():
             wanted = sum(self.teacher(x + call) for call in range(self.calls))
         if self.training and self.late:
             self.follow()
-        return (found - wanted).square().mean(1)
+        return (output - wanted).square().mean(1)
 
 
 def mean(output: Tensor) -> Tensor:
@@ -242,9 +242,9 @@ class ChangedBehind(Changed):
     def forward(self, x: Tensor) -> Tensor:
         scaled = x * self.other
         y = self.second(self.norm(self.first(scaled)))
-        found = y + self.scale
+        output = y + self.scale
         self.change(self, x)
-        return found
+        return output
 
 
 def other_grows(model: Any, x: Tensor) -> None:
@@ -288,8 +288,8 @@ def test_a_change_behind_all_goes_back_no_further_than_it_may(
 
 
 def follow_the_data(model: Any, x: Tensor) -> None:
-    for each in (model.scale, model.other):
-        each.add_(x.detach().mean(0))
+    for tensor in (model.scale, model.other):
+        tensor.add_(x.detach().mean(0))
 
 
 def test_what_keeps_layers_together_is_told_once_for_each_line() -> None:

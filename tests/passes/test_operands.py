@@ -256,12 +256,12 @@ CASES: dict[str, Case] = {
 
 def cases() -> list[Any]:
     """Return (operator, forms), for all ways in which its operands can be there."""
-    found = []
+    ways = []
     for name, case in CASES.items():
         for forms in itertools.product(FORMS, repeat=len(case.shapes)):
             if "cut" in forms:
-                found.append(pytest.param(name, forms, id=f"{name} {' '.join(forms)}"))
-    return found
+                ways.append(pytest.param(name, forms, id=f"{name} {' '.join(forms)}"))
+    return ways
 
 
 def check_on_tiles(name: str, forms: tuple[str, ...]) -> None:
@@ -407,12 +407,12 @@ SHARD_CASES: dict[str, Case] = {
 
 def shard_cases() -> list[Any]:
     """Return (operator, forms), for all ways in which its operands can be there."""
-    found = []
+    ways = []
     for name, case in SHARD_CASES.items():
         for forms in itertools.product((*FORMS, "feature"), repeat=len(case.shapes)):
             if {*forms} - {"parameter"}:
-                found.append(pytest.param(name, forms, id=f"{name} {' '.join(forms)}"))
-    return found
+                ways.append(pytest.param(name, forms, id=f"{name} {' '.join(forms)}"))
+    return ways
 
 
 def check_on_shards(name: str, forms: tuple[str, ...], trunk: str) -> None:

@@ -166,10 +166,10 @@ def test_the_evaluation_overlaps_as_training_does() -> None:
     plan = options(ranks=2, tiles="2x1", micro_batches=2)
     (tile, _) = lowered("unet", plan).compilation.tiles
 
-    def found(program: Program) -> int:
+    def num_overlapped(program: Program) -> int:
         return sum(map(is_overlapped, program.compute_nodes))
 
-    assert found(tile.program) == found(tile.evaluation) > 0
+    assert num_overlapped(tile.program) == num_overlapped(tile.evaluation) > 0
 
 
 @pytest.mark.parametrize("dims", [1, 2, 3])

@@ -35,9 +35,9 @@ SCHEDULES = ("basic", "gpipe", "1f1b")
 RANKS = (1, 2, 3, 4, 8)
 # with one micro-batch all of them are the same (see the test below)
 EVERYTHING = [
-    (ranks, *each)
+    (ranks, *pair)
     for ranks in RANKS
-    for each in [(1, "basic"), *itertools.product((3, 4, 8), SCHEDULES)]
+    for pair in [(1, "basic"), *itertools.product((3, 4, 8), SCHEDULES)]
 ]
 # every two of ranks, micro-batches and schedules
 PAIRS = [
@@ -189,8 +189,8 @@ def test_untied_models_are_equal_bit_for_bit(name: str, tmp_path: Path) -> None:
     write_directory(program.compilation, tmp_path / "program")
     batches = [case.inputs(4, torch.float64)] * 2
     record = run_on_threads(tmp_path / "program", 3, batches)
-    found = compare(record, reference(name, 4, torch.float64, 2))
-    assert found.equal == found.total
+    diff = compare(record, reference(name, 4, torch.float64, 2))
+    assert diff.equal == diff.total
 
 
 @pytest.mark.slow(1)

@@ -47,12 +47,12 @@ def batches(size: int, count: int = 3) -> list[tuple[Tensor, Tensor]]:
 
 
 def one_process(
-    found: list[tuple[Tensor, Tensor]], optimizer: Any
+    pairs: list[tuple[Tensor, Tensor]], optimizer: Any
 ) -> tuple[list[float], State]:
     """Return the losses and the model after clipped steps over micro-batches of 2."""
     model = Gated().double()
     update, losses = optimizer(model.named_parameters()), []
-    for x, target in found:
+    for x, target in pairs:
         parts = [*zip(x.split(2), target.split(2), strict=True)]
         total = 0.0
         for part, wanted in parts:
@@ -69,7 +69,7 @@ def one_process(
 def trained(
     program: Path,
     ranks: int,
-    found: list[tuple[Tensor, Tensor]],
+    pairs: list[tuple[Tensor, Tensor]],
     *,
     optimizer: Any = SGD,
     save: Path | None = None,
@@ -80,7 +80,7 @@ def trained(
     def work(trainer: Trainer) -> tuple[list[float], State, dict[str, Part]]:
         if resume is not None:
             trainer.resume(resume)
-        losses = [trainer.step(*batch) for batch in found]
+        losses = [trainer.step(*batch) for batch in pairs]
         if save is not None:
             trainer.save(save)
         return losses, trainer.state_dict(), {**trainer.program.parts}
@@ -122,9 +122,9 @@ LAYOUTS = {
 def test_clipped_steps_are_those_of_one_process(layout: str, tmp_path: Path) -> None:
     shared, optimizer = LAYOUTS[layout]
     shared.write(tmp_path)
-    found = batches(shared.batch)
-    losses, model = trained(tmp_path, shared.ranks, found, optimizer=optimizer)
-    wanted, expected = one_process(found, optimizer)
+    pairs = batches(shared.batch)
+    losses, model = trained(tmp_path, shared.ranks, pairs, optimizer=optimizer)
+    wanted, expected = one_process(pairs, optimizer)
     assert losses == pytest.approx(wanted, rel=1e-9)
     assert off(model, expected) < 1e-9
 
@@ -133,15 +133,15 @@ def test_clipped_steps_are_those_of_one_process(layout: str, tmp_path: Path) -> 
 def test_verify_joins_parts_and_compares_copies(tmp_path: Path) -> None:
     shared = Written((2, 3), replicas=2)
     shared.write(tmp_path)
-    found = [((x,), target) for x, target in batches(shared.batch, 2)]
-    expected = reference_steps(Gated(), F.mse_loss, found, 4, torch.float64)
-    record = run_on_threads(tmp_path, shared.ranks, found)
+    pairs = [((x,), target) for x, target in batches(shared.batch, 2)]
+    expected = reference_steps(Gated(), F.mse_loss, pairs, 4, torch.float64)
+    record = run_on_threads(tmp_path, shared.ranks, pairs)
     assert record.gradients["up.weight"].shape == (20, 6)
     assert compare(record, expected).judge(torch.float64)[0] == "exact"
     for rank in range(4):  # whole weights are added up no more: each has its own
         path = tmp_path / f"rank{rank}.py"
         path.write_text(path.read_text().replace("'stage0', ", ""))
-    other = compare(run_on_threads(tmp_path, shared.ranks, found), expected)
+    other = compare(run_on_threads(tmp_path, shared.ranks, pairs), expected)
     assert other.errors["copies of first.weight"] == other.worst == math.inf
     assert "copies of down.weight" not in other.errors
     assert other.judge(torch.float64)[0] == "wrong"
@@ -172,11 +172,11 @@ def test_a_compiled_program_adds_up_parts_by_their_holders(tmp_path: Path) -> No
             assert f'"{key}": {sums}' in file
         assert '"stage0": (0, 1, 2, 3)' in file
     write_directory(program.compilation, tmp_path)
-    found = [((w,), w) for w in WORDS.view(2, 8)]
+    pairs = [((w,), w) for w in WORDS.view(2, 8)]
     model = Words(tied=True)
-    steps = found, 2, torch.float64, ADAMW
+    steps = pairs, 2, torch.float64, ADAMW
     expected = reference_steps(model, F.cross_entropy, *steps)
-    record = run_on_threads(tmp_path, 4, found, optimizer=ADAMW)
+    record = run_on_threads(tmp_path, 4, pairs, optimizer=ADAMW)
     assert compare(record, expected).judge(torch.float64)[0] == "exact"
 
 
@@ -209,8 +209,8 @@ def test_wrong_sums_of_parts_are_found(old: str, new: str, message: str) -> None
 def test_the_memory_of_parts_is_predicted_to_the_byte(tmp_path: Path) -> None:
     program = compiled(tied=False, ranks=4, shards=("3", "1"), micro_batches=4)
     write_directory(program.compilation, tmp_path)
-    found = [((WORDS,), WORDS)] * 2
-    record = run_on_threads(tmp_path, 4, found, dtype=torch.float32, optimizer=ADAMW)
+    pairs = [((WORDS,), WORDS)] * 2
+    record = run_on_threads(tmp_path, 4, pairs, dtype=torch.float32, optimizer=ADAMW)
     first, second = metered_peaks(program.plan)
     *shards, alone = record.peak_bytes
     assert (max(shards), alone) == (first, second)
@@ -225,11 +225,11 @@ def test_only_those_who_hold_the_same_add_up_gradients() -> None:
     parts = program.compilation.parts(0)
     named = dict(Words(tied=False).named_parameters())
     held = held_gradients(first, task)
-    for names, found in zip(program.compilation.owned, held, strict=True):
+    for names, grouped in zip(program.compilation.owned, held, strict=True):
         trained = [name for name in names if name in named]
         cut = sum(4 * prod(parts[n].local_shape) for n in trained if n in parts)
         whole = sum(named[n].nbytes for n in trained if n not in parts)
-        assert found == [((0, 1, 2, 3), whole), ((0, 2), cut), ((1, 3), cut)]
+        assert grouped == [((0, 1, 2, 3), whole), ((0, 2), cut), ((1, 3), cut)]
     program = compiled(tied=False, ranks=4, shards=("3", "1"), micro_batches=4)
     first, task = program.compilation.tiles[0].program, task_of(program.plan)
     (shards, alone), sums = held_gradients(first, task), reduced_bytes(first, task, 1)
@@ -259,15 +259,15 @@ def test_a_checkpoint_is_whole_and_loads_at_another_split(tmp_path: Path) -> Non
     three, mirrored = Written((2, 2, 1)), Written((1, 4), replicas=2, micro_batches=1)
     three.write(tmp_path / "three")
     mirrored.write(tmp_path / "mirrored")
-    found = batches(three.batch, 4)
+    pairs = batches(three.batch, 4)
     saved, alone = tmp_path / "saved", tmp_path / "alone"
     train = partial(trained, tmp_path / "three", three.ranks, optimizer=ADAMW)
-    before, _ = train(found[:2], save=saved)
-    losses, expected = one_process(found, ADAMW)
-    after, model = train(found[2:], resume=saved)
+    before, _ = train(pairs[:2], save=saved)
+    losses, expected = one_process(pairs, ADAMW)
+    after, model = train(pairs[2:], resume=saved)
     assert before + after == pytest.approx(losses, rel=1e-9)
     assert off(model, expected) < 1e-9
-    _, expected = one_process(found[:2], ADAMW)
+    _, expected = one_process(pairs[:2], ADAMW)
     stored = weights_in(saved)
     Gated().double().load_state_dict(stored)
     assert off(stored, expected) < 1e-9
@@ -281,11 +281,11 @@ def test_a_checkpoint_is_whole_and_loads_at_another_split(tmp_path: Path) -> Non
 def test_a_checkpoint_goes_on_with_other_parts(tmp_path: Path) -> None:
     for units in ((3, 2), (2, 3)):
         Written(units).write(tmp_path / f"{units[0]}")
-    found, saved = batches(4, 4), tmp_path / "saved"
+    pairs, saved = batches(4, 4), tmp_path / "saved"
     go = partial(trained, optimizer=ADAMW)
-    before, _ = go(tmp_path / "3", 4, found[:2], save=saved)
-    after, model = go(tmp_path / "2", 4, found[2:], resume=saved)
-    losses, expected = one_process(found, ADAMW)
+    before, _ = go(tmp_path / "3", 4, pairs[:2], save=saved)
+    after, model = go(tmp_path / "2", 4, pairs[2:], resume=saved)
+    losses, expected = one_process(pairs, ADAMW)
     assert before + after == pytest.approx(losses, rel=1e-9)
     assert off(model, expected) < 1e-9
 
@@ -336,9 +336,9 @@ def test_parts_are_cut_read_and_pasted(
     for part, tensors in zip(cut, held, strict=True):
         assert tensors["w"].shape == part.local_shape
         assert tensors["w"].is_contiguous()
-        own = part.of(whole)
-        assert torch.equal(tensors["w"], own)
-        shared = own.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+        copy = part.of(whole)
+        assert torch.equal(tensors["w"], copy)
+        shared = copy.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
         assert not shared
         assert eval(str(part)) == part
     tables = [{"w": part} for part in cut]

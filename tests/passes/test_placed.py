@@ -124,11 +124,11 @@ def drawn(size: int, count: int = 3) -> Batches:
     return [(draw(size, 8), 3 * draw(size, 16)) for _ in range(count)]
 
 
-def one_process(found: Batches, optimizer: Any) -> tuple[list[float], State]:
+def one_process(batches: Batches, optimizer: Any) -> tuple[list[float], State]:
     """Return the losses and the model after clipped steps."""
     model = Forks().double()
     update, losses = optimizer(model.named_parameters()), []
-    for x, target in found:
+    for x, target in batches:
         count, total = len(x) // SAMPLES, 0.0
         for part, wanted in zip(x.split(SAMPLES), target.split(SAMPLES), strict=True):
             loss = F.mse_loss(model(part), wanted) / count
@@ -154,7 +154,7 @@ def compiled(**options: Any) -> CompiledProgram:
 def trained(
     program: Path,
     ranks: int,
-    found: Batches,
+    batches: Batches,
     *,
     optimizer: Any = ADAMW,
     save: Path | None = None,
@@ -165,7 +165,7 @@ def trained(
     def work(trainer: Any) -> tuple[list[float], State]:
         if resume is not None:
             trainer.resume(resume)
-        losses = [trainer.step(*batch) for batch in found]
+        losses = [trainer.step(*batch) for batch in batches]
         if save is not None:
             trainer.save(save)
         return losses, trainer.state_dict()
@@ -222,10 +222,10 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Callable[..., Any]]] = {
 def test_clipped_steps_are_those_of_one_process(layout: str, tmp_path: Path) -> None:
     _, optimizer = LAYOUTS[layout]
     program = written(layout, tmp_path)
-    found = drawn(SAMPLES * program.plan.micro_batches * program.plan.data)
+    batches = drawn(SAMPLES * program.plan.micro_batches * program.plan.data)
     ranks = program.plan.ranks
-    losses, model, _ = trained(tmp_path, ranks, found, optimizer=optimizer)
-    wanted, expected = one_process(found, optimizer)
+    losses, model, _ = trained(tmp_path, ranks, batches, optimizer=optimizer)
+    wanted, expected = one_process(batches, optimizer)
     assert losses == pytest.approx(wanted, rel=1e-9)
     assert off(model, expected) < 1e-9
 
@@ -250,8 +250,8 @@ def test_a_rank_has_its_own_branches_and_the_trunk(tmp_path: Path) -> None:
     trunk = tensors_of("stem", "seldom", "both", "tail", "head", "never")
     trunk |= {"one.c.0.weight"}
     branches = tensors_of("one.a", "two.e"), tensors_of("one.b", "one.c", "two.d")
-    for rank, (own, state) in enumerate(zip(branches, states, strict=True)):
-        assert state.keys() == own | trunk
+    for rank, (alone, state) in enumerate(zip(branches, states, strict=True)):
+        assert state.keys() == alone | trunk
         file = program.rank_modules()[f"rank{rank}.py"]
         paths = {"one.a": 0, "one.b": 1, "one.c.1": 1, "two.d": 1, "two.e": 0}
         assert all(
@@ -269,8 +269,8 @@ def test_the_memory_of_the_fullest_rank_is_predicted_to_the_byte(
 ) -> None:
     program = written("3 ranks", tmp_path)
     ((x, target),) = drawn(SAMPLES * 2, 1)
-    found = [((x.float(),), target.float())] * 2
-    record = run_on_threads(tmp_path, 3, found, dtype=torch.float32, optimizer=ADAMW)
+    batches = [((x.float(),), target.float())] * 2
+    record = run_on_threads(tmp_path, 3, batches, dtype=torch.float32, optimizer=ADAMW)
     never = 12 * 4  # bytes, for which there is neither a gradient nor state
     assert max(record.peak_bytes) + 3 * never + 2 * 4 == metered_peaks(program.plan)[0]
     assert min(record.peak_bytes) < max(record.peak_bytes) / 2
@@ -279,9 +279,9 @@ def test_the_memory_of_the_fullest_rank_is_predicted_to_the_byte(
 @pytest.mark.slow
 def test_verify_joins_what_ranks_hold_alone(tmp_path: Path) -> None:
     written("mast", tmp_path)
-    found = [((x,), target) for x, target in drawn(SAMPLES * 2, 2)]
-    expected = reference_steps(Forks(), F.mse_loss, found, 2, torch.float64, ADAMW)
-    record = run_on_threads(tmp_path, 4, found, optimizer=ADAMW)
+    batches = [((x,), target) for x, target in drawn(SAMPLES * 2, 2)]
+    expected = reference_steps(Forks(), F.mse_loss, batches, 2, torch.float64, ADAMW)
+    record = run_on_threads(tmp_path, 4, batches, optimizer=ADAMW)
     assert compare(record, expected).judge(torch.float64)[0] == "exact"
     assert not record.unequal
     for rank in range(4):  # one that says of its branch that all ranks have it
@@ -289,8 +289,8 @@ def test_verify_joins_what_ranks_hold_alone(tmp_path: Path) -> None:
         held = json.loads(path.read_text())
         alone = [name for name in held["alone"] if not name.startswith("two.e.0")]
         path.write_text(json.dumps({**held, "alone": alone}))
-    found = read_record(tmp_path, 4).unequal
-    assert found == {"two.e.0.weight", "two.e.0.bias"}
+    unequal = read_record(tmp_path, 4).unequal
+    assert unequal == {"two.e.0.weight", "two.e.0.bias"}
 
 
 @pytest.mark.slow
@@ -334,18 +334,18 @@ def test_a_checkpoint_is_whole_and_loads_at_another_split(tmp_path: Path) -> Non
     two, three = tmp_path / "two", tmp_path / "three"
     written("batch", two)
     written("3 ranks", three)
-    found, saved = drawn(SAMPLES * 2, 4), tmp_path / "saved"
-    before, *_ = trained(two, 2, found[:2], save=saved)
-    losses, expected = one_process(found, ADAMW)
-    after, model, _ = trained(two, 2, found[2:], resume=saved)
+    batches, saved = drawn(SAMPLES * 2, 4), tmp_path / "saved"
+    before, *_ = trained(two, 2, batches[:2], save=saved)
+    losses, expected = one_process(batches, ADAMW)
+    after, model, _ = trained(two, 2, batches[2:], resume=saved)
     assert before + after == pytest.approx(losses, rel=1e-9)
     assert off(model, expected) < 1e-9
-    _, expected = one_process(found[:2], ADAMW)
+    _, expected = one_process(batches[:2], ADAMW)
     stored = weights_in(saved)
     Forks().double().load_state_dict(stored)
     assert off(stored, expected) < 1e-9
-    after, model, _ = trained(three, 3, found[2:], resume=saved)
-    losses, expected = one_process(found, ADAMW)
+    after, model, _ = trained(three, 3, batches[2:], resume=saved)
+    losses, expected = one_process(batches, ADAMW)
     assert before + after == pytest.approx(losses, rel=1e-9)
     assert off(model, expected) < 1e-9
     written("1 rank", tmp_path / "one")

@@ -46,39 +46,39 @@ def forks(program: Program, placed: Placed | None = None) -> tuple[Fork, ...]:
     return choose_forks(program, stage, 2, FAST, placed=placed)
 
 
-def as_text(found: tuple[Fork, ...]) -> Placed:
+def as_text(chosen: tuple[Fork, ...]) -> Placed:
     return {
         fork.join: [[b.name for b in fork.branches if b.rank == r] for r in range(2)]
-        for fork in found
+        for fork in chosen
         if not fork.reason
     }
 
 
 def test_what_was_chosen_is_chosen_again(program: Program) -> None:
-    found = forks(program)
-    assert [fork.name for fork in found] == ["0", "2"]
-    assert as_text(found)["cat"] == [["0.b"], ["0.a", "0.c", "0.d"]]
-    assert forks(program, as_text(found)) == found
+    chosen = forks(program)
+    assert [fork.name for fork in chosen] == ["0", "2"]
+    assert as_text(chosen)["cat"] == [["0.b"], ["0.a", "0.c", "0.d"]]
+    assert forks(program, as_text(chosen)) == chosen
 
 
 def test_a_branch_is_where_the_plan_has_it(program: Program) -> None:
     wish = as_text(forks(program))
     wish["cat"] = [["0.a"], ["0.c", "0.b", "0.d"]]
-    found = forks(program, wish)
-    ranks = {branch.name: branch.rank for branch in found[0].branches}
+    placed = forks(program, wish)
+    ranks = {branch.name: branch.rank for branch in placed[0].branches}
     assert ranks == {"0.a": 0, "0.b": 1, "0.c": 1, "0.d": 1}
-    assert found[0].saved < forks(program)[0].saved
-    assert found[1] == forks(program)[1]
+    assert placed[0].saved < forks(program)[0].saved
+    assert placed[1] == forks(program)[1]
 
 
 def test_a_branch_that_no_rank_has_is_computed_by_all(program: Program) -> None:
-    (found, *_) = forks(program, {"cat": [["0.b"], ["0.a", "0.c"]]})
-    assert [branch.name for branch in found.branches] == ["0.a", "0.b", "0.c"]
+    (fork, *_) = forks(program, {"cat": [["0.b"], ["0.a", "0.c"]]})
+    assert [branch.name for branch in fork.branches] == ["0.a", "0.b", "0.c"]
 
 
 def test_branches_go_even_where_they_save_nothing(program: Program) -> None:
-    found = as_text(forks(program, {"cat": [["0.a", "0.b", "0.c", "0.d"], []]}))
-    assert found == {"cat": [["0.a", "0.b", "0.c", "0.d"], []]}
+    placed = as_text(forks(program, {"cat": [["0.a", "0.b", "0.c", "0.d"], []]}))
+    assert placed == {"cat": [["0.a", "0.b", "0.c", "0.d"], []]}
 
 
 def test_other_forks_stay_whole_and_say_so(program: Program) -> None:

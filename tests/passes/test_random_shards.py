@@ -104,8 +104,8 @@ class Factored(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         x = self.words(ids).flatten(0, 1)
         pairs = self.words.weight.view(*self.form, 6)
-        found = torch.einsum("nh,abh->nab", x, pairs)
-        return found if self.tells == "first" else found.transpose(1, 2)
+        scores = torch.einsum("nh,abh->nab", x, pairs)
+        return scores if self.tells == "first" else scores.transpose(1, 2)
 
 
 @pytest.mark.parametrize("tells", ["first", "second"])

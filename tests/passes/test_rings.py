@@ -154,12 +154,12 @@ def test_a_ring_attends_as_one_process_does(
     assert_same(step, expected)
     assert not step.barriers
     nodes = [n for n in step.programs[0].graph.nodes if is_exchange(n)]
-    (found,) = filter(is_ring, nodes)
-    assert len(exchange_of(found).rounds) == count - 1
-    others = [n for n in nodes if n is not found and not exchange_of(n).is_local]
+    (node,) = filter(is_ring, nodes)
+    assert len(exchange_of(node).rounds) == count - 1
+    others = [n for n in nodes if n is not node and not exchange_of(n).is_local]
     if "causal" in kind:  # queries are dealt out, and what they find comes home
         assert len(others) == 2
-        assert len(found.kwargs["rows"]) == 2
+        assert len(node.kwargs["rows"]) == 2
     else:
         assert not others or kind == "padded"  # a mask is that of all keys
 
@@ -219,7 +219,7 @@ def test_cells_of_a_mask_are_drawn_apart(monkeypatch: pytest.MonkeyPatch) -> Non
         PairMask(0.25, shape, *of).part(like, everything(shape))
         for of in ((1, 8), (2, 7))
     ]
-    cells += [each[..., :8, :8] for each in other]
+    cells += [part[..., :8, :8] for part in other]
     pairs = combinations(cells, 2)
     assert not any(torch.equal(a, b) for a, b in pairs)
     box = ((1, 2), (0, 2), (5, 23), (7, 40))
@@ -241,8 +241,8 @@ MUTANTS: dict[str, tuple[ModuleType, str, str, str]] = {
         "plain",
     ),
     "each part causal": (ring, "(seen, False)", "(seen, True)", "causal"),
-    "none causal": (ring, "(own, True)", "(own, False)", "causal"),
-    "fewer keys": (attention, "max(own[-2][1], other[-2][1])", "own[-2][1]", "causal"),
+    "none causal": (ring, "(diagonal, True)", "(diagonal, False)", "causal"),
+    "fewer keys": (attention, "max(box[-2][1], other[-2][1])", "box[-2][1]", "causal"),
     "halves in another order": (
         attention,
         "(first, back), 2",
@@ -255,7 +255,7 @@ MUTANTS: dict[str, tuple[ModuleType, str, str, str]] = {
         "(key, value.roll(1, 2)), -1)",
         "causal",
     ),
-    "no gradient home": (ring, "own.add_(came)", "came", "plain"),
+    "no gradient home": (ring, "local.add_(came)", "came", "plain"),
     "the last gradient alone": (ring, "rows] += more", "rows] = more", "plain"),
     "first columns": (
         ring,
@@ -323,13 +323,13 @@ def test_whatever_is_wrong_in_a_ring_shows(
     assert text.count(right) == 1
     changed: dict[str, Any] = {"__name__": module.__name__}
     exec(compile(text.replace(right, wrong), str(module.__file__), "exec"), changed)
-    for each, found in changed.items():
-        if getattr(found, "__module__", "") != module.__name__:
+    for key, new in changed.items():
+        if getattr(new, "__module__", "") != module.__name__:
             continue
-        if isinstance(found, FunctionType):  # others have imported the function
-            monkeypatch.setattr(getattr(module, each), "__code__", found.__code__)
+        if isinstance(new, FunctionType):  # others have imported the function
+            monkeypatch.setattr(getattr(module, key), "__code__", new.__code__)
         else:
-            monkeypatch.setattr(module, each, found)
+            monkeypatch.setattr(module, key, new)
     step, expected = step_of(KINDS[kind], 3)
     with pytest.raises(AssertionError):
         assert_same(step, expected)
@@ -551,8 +551,8 @@ def test_dropout_is_the_same_on_any_number_of_ranks_and_when_recomputed(
         assert done.code == 0, done.out + done.err
         weights[name] = load_file(saved / "model.safetensors")
     for other in ("three", "recomputed"):
-        for name, found in weights["two"].items():
-            torch.testing.assert_close(weights[other][name], found, atol=1e-5, rtol=0)
+        for name, tensor in weights["two"].items():
+            torch.testing.assert_close(weights[other][name], tensor, atol=1e-5, rtol=0)
 
 
 @pytest.mark.slow

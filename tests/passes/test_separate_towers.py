@@ -30,7 +30,7 @@ def towers(*names: str) -> dict[str, nn.Module]:
     return {n: nn.Sequential(*(layer(8, 8) for _ in range(3))) for n in names}
 
 
-def found(forward: Any, *inputs: Tensor, **modules: nn.Module) -> Program:
+def separated(forward: Any, *inputs: Tensor, **modules: nn.Module) -> Program:
     return blocks_of(Net(forward, **modules), *(inputs or (ROWS, ROWS)))
 
 
@@ -88,9 +88,9 @@ def test_three_towers_are_three_whether_joined_at_once_or_one_by_one() -> None:
         return (self.one(x) + self.two(x)) * self.three(x)
 
     three = towers("one", "two", "three")
-    wide = found(at_once, ROWS, **three)
+    wide = separated(at_once, ROWS, **three)
     assert [name for name, _ in towers_of(wide)] == ["one_0_0", "two_0_0", "three_0_0"]
-    deep = found(one_by_one, ROWS, **three)
+    deep = separated(one_by_one, ROWS, **three)
     assert towers_of(deep) == [
         ("one_0_0", "add"),  # what the first two give, joined, is a tower again
         ("one_0_0", "one_2_2"),
@@ -105,7 +105,7 @@ def test_parts_of_one_tensor_stay_before_the_towers() -> None:
         a, b = x.chunk(2)
         return self.one(a) * self.two(b)
 
-    program = found(forward, ROWS, **towers("one", "two"))
+    program = separated(forward, ROWS, **towers("one", "two"))
     assert [name for name, _ in towers_of(program)] == ["one_0_0", "two_0_0"]
     assert [n.name for n in (program.blocks or ())[0].nodes] == ["chunk", "a", "b"]
 
@@ -118,19 +118,19 @@ def test_a_light_branch_and_a_single_layer_are_no_towers() -> None:
     def single(self: Any, x: Tensor) -> Tensor:
         return self.one(x) * self.last(x)
 
-    assert not found(light, ROWS, **towers("one")).towers
-    assert not found(single, ROWS, **towers("one"), last=nn.Linear(8, 8)).towers
+    assert not separated(light, ROWS, **towers("one")).towers
+    assert not separated(single, ROWS, **towers("one"), last=nn.Linear(8, 8)).towers
 
 
 @pytest.mark.slow
 def test_the_keys_that_a_decoder_computes_are_not_the_encoders() -> None:
     def forward(self: Any, x: Tensor, y: Tensor) -> Tensor:
-        encoded, own = self.encoder(x), self.decoder(y)
-        mixed = torch.softmax(self.key(encoded) * own, 1) * self.value(encoded)
+        encoded, decoded = self.encoder(x), self.decoder(y)
+        mixed = torch.softmax(self.key(encoded) * decoded, 1) * self.value(encoded)
         return self.last(mixed)
 
     more = {name: nn.Linear(8, 8) for name in ("key", "value", "last")}
-    program = found(forward, **towers("encoder", "decoder"), **more)
+    program = separated(forward, **towers("encoder", "decoder"), **more)
     assert towers_of(program) == [
         ("encoder_0_0", "encoder_2_2"),
         ("decoder_0_0", "decoder_2_2"),
@@ -142,7 +142,7 @@ def test_towers_that_share_running_statistics_are_one() -> None:
         a, b = self.norm(self.one(x)), self.norm(self.two(y))
         return a * b
 
-    program = found(forward, **towers("one", "two"), norm=nn.BatchNorm1d(8))
+    program = separated(forward, **towers("one", "two"), norm=nn.BatchNorm1d(8))
     assert not program.towers
 
 
@@ -151,7 +151,7 @@ def test_towers_that_share_a_computed_weight_are_one() -> None:
         weight = self.last.weight.exp()
         return self.one(x @ weight) * self.two(y @ weight)
 
-    program = found(forward, **towers("one", "two"), last=nn.Linear(8, 8))
+    program = separated(forward, **towers("one", "two"), last=nn.Linear(8, 8))
     assert not program.towers
 
 
@@ -165,7 +165,7 @@ def test_random_numbers_are_drawn_in_the_order_of_the_model(in_turn: bool) -> No
             return x * y
         return self.drop(self.one(x)) * self.drop(self.two(y))
 
-    program = found(forward, **towers("one", "two"), drop=nn.Dropout())
+    program = separated(forward, **towers("one", "two"), drop=nn.Dropout())
     assert len(program.towers or ()) == (0 if in_turn else 2)
     draws = [n for n in program.compute_nodes if meta.facts(n).random]
     names = [n.all_input_nodes[0].name.split("_")[0] for n in draws]
@@ -186,8 +186,8 @@ class Tangle(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         values = [x]
-        for each, (first, *more) in zip(self.layers, self.wires, strict=True):
-            values.append(each(sum((values[wire] for wire in more), values[first])))
+        for linear, (first, *more) in zip(self.layers, self.wires, strict=True):
+            values.append(linear(sum((values[wire] for wire in more), values[first])))
         return torch.stack(values[-4:]).sum(0)
 
 
@@ -196,15 +196,15 @@ def test_towers_of_tangled_layers_are_whole_and_wait_for_nothing_inside() -> Non
     count = 0
     for seed in range(5):
         program = blocks_of(Tangle(seed), ROWS)
-        nodes, found = program.compute_nodes, program.towers or ()
+        nodes, all_towers = program.compute_nodes, program.towers or ()
         bounds = {block.nodes[0] for block in program.blocks or ()}
-        for tower in found:
+        for tower in all_towers:
             start = nodes.index(tower[0])
             assert nodes[start : start + len(tower)] == tower
             assert tower[0] in bounds
-            others = [set(tower) & set(other) for other in found]
+            others = [set(tower) & set(other) for other in all_towers]
             assert all(s in (set(), set(tower)) or s < set(tower) for s in others)
-        count += len(found)
+        count += len(all_towers)
     assert count > 6
 
 
@@ -214,8 +214,8 @@ def test_tangled_layers_compute_what_one_process_does(
     seed: int, tmp_path: Path
 ) -> None:
     rows = torch.zeros(2, 8)
-    found = against_one_process(tmp_path, Tangle(seed), (rows,), target=rows, ranks=3)
-    assert found.worst <= FLOAT64
+    diff = against_one_process(tmp_path, Tangle(seed), (rows,), target=rows, ranks=3)
+    assert diff.worst <= FLOAT64
 
 
 class Shifted(nn.Module):
@@ -224,8 +224,8 @@ class Shifted(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(8, 8)
-        for name, each in towers("encoder", "decoder").items():
-            self.add_module(name, each)
+        for name, tower in towers("encoder", "decoder").items():
+            self.add_module(name, tower)
 
     def forward(self, x: Tensor, words: Tensor) -> Tensor:
         encoded = self.encoder(x)
@@ -246,8 +246,8 @@ def test_what_is_written_into_a_slice_is_written_before_it_is_read(
         ("shifted", "decoder_2_2"),
     ]
     inputs = rows, words
-    found = against_one_process(tmp_path, Shifted(), inputs, target=rows, ranks=3)
-    assert found.worst <= FLOAT64
+    diff = against_one_process(tmp_path, Shifted(), inputs, target=rows, ranks=3)
+    assert diff.worst <= FLOAT64
 
 
 class Written(nn.Module):
@@ -264,11 +264,11 @@ class Written(nn.Module):
         late = []
         for left, right in zip(self.left, self.right, strict=True):
             x, y = left(torch.relu(x)), right(torch.relu(y))
-            early = [self.write(chance, each) for each in (x, y)]
-            late += [each for each in early if chance.random() < 0.5]
-            for each in chance.choices((x, y), k=2):
-                self.write(chance, each)
-        return torch.stack([x, y, *(2 * each.sum(1, True) * x for each in late)]).sum(0)
+            early = [self.write(chance, part) for part in (x, y)]
+            late += [part for part in early if chance.random() < 0.5]
+            for part in chance.choices((x, y), k=2):
+                self.write(chance, part)
+        return torch.stack([x, y, *(2 * part.sum(1, True) * x for part in late)]).sum(0)
 
     def write(self, chance: random.Random, x: Tensor) -> Tensor:
         """Return a view of x, after a write to x, to a view or to new memory."""
@@ -295,7 +295,7 @@ def test_towers_that_write_in_place_compute_what_one_process_does(
     seed: int, tmp_path: Path
 ) -> None:
     rows = torch.zeros(2, 8)
-    found = against_one_process(
+    diff = against_one_process(
         tmp_path, Written(seed), (rows + 1, rows), target=rows, ranks=2
     )
-    assert found.worst <= FLOAT64
+    assert diff.worst <= FLOAT64

@@ -47,13 +47,13 @@ class Mamba(nn.Module):
         step, enter, leave = self.select(inner).split([1, STATE, STATE], dim=-1)
         step = F.softplus(self.delta(step))
         state = torch.zeros(len(x), INNER, STATE, dtype=x.dtype)
-        found = []
+        outputs = []
         for i in range(x.shape[1]):
             kept = torch.exp(-step[:, i, :, None] * self.decay)
             given = step[:, i] * inner[:, i]
             state = kept * state + given[..., None] * enter[:, i, None]
-            found.append((state * leave[:, i, None]).sum(-1))
-        return x + self.leave(torch.stack(found, dim=1) * F.silu(gate))
+            outputs.append((state * leave[:, i, None]).sum(-1))
+        return x + self.leave(torch.stack(outputs, dim=1) * F.silu(gate))
 
 
 class Evaluated(nn.Module):
@@ -120,7 +120,7 @@ def test_what_evaluation_needs_whole_is_whole_and_the_rest_is_cut(how: str) -> N
     program = compiled(Evaluated(how))
     assert layers_cut(program) == {"wider", "back"}
     (stage,) = program.plan.stages
-    reasons = {name: each.reason for each in stage.whole for name in each.names}
+    reasons = {name: group.reason for group in stage.whole for name in group.names}
     assert reasons["up.weight"] == "evaluation uses it as a whole"
 
 
@@ -144,8 +144,8 @@ class Gated(nn.Module):
         gates = self.router(x)
         gates = gates.softmax(-1) if self.training else gates.sigmoid()
         hidden = torch.relu(torch.einsum("bnd,edh->benh", x, self.up))
-        found = torch.einsum("benh,ehd->bend", hidden, self.down)
-        return x + torch.einsum("bne,bend->bnd", gates, found)
+        outputs = torch.einsum("benh,ehd->bend", hidden, self.down)
+        return x + torch.einsum("bne,bend->bnd", gates, outputs)
 
 
 @pytest.mark.slow
@@ -183,8 +183,8 @@ def test_the_loss_of_evaluation_is_a_mean(
     options = {"ranks": 2, "shards": ("2",), "trunk": trunk, "micro_batches": 1}
     written(tmp_path, model, (x,), loss, target, **options)
     expected = loss(model.eval()(x), target).item()
-    found = on_ranks(tmp_path, 2, lambda trainer: trainer.evaluate((x,), target).mean)
-    assert [mean.value for mean in found if mean is not None] == [
+    means = on_ranks(tmp_path, 2, lambda trainer: trainer.evaluate((x,), target).mean)
+    assert [mean.value for mean in means if mean is not None] == [
         pytest.approx(expected, rel=1e-5)
     ] * 2
 

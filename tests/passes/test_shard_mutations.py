@@ -64,10 +64,10 @@ def own_statistics(program: Program) -> int:
 
 def replaced(program: Program, name: str, target: Callable[..., Any]) -> int:
     nodes = [n for n in program.graph.nodes if n.op == "call_function"]
-    found = [n for n in nodes if n.target.__name__ == name]
-    for node in found:
+    calls = [n for n in nodes if n.target.__name__ == name]
+    for node in calls:
         node.target = target
-    return len(found)
+    return len(calls)
 
 
 def mean_of_means(program: Program) -> int:
@@ -137,13 +137,15 @@ def test_a_mistake_in_the_program_is_found(
 def test_smoothing_over_own_words_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch, loss = gpt(), words(2, 6, 12), partial(entropy, smoothing=0.1)
     compare(model, batch, loss, "whole", None)
-    right, where = vocabulary._Loss, vocabulary._own
+    right, where = vocabulary._Loss, vocabulary._local_rows
 
-    def own(words: Any, num_words: int, *rest: Any) -> Any:
-        return right(words, words[1] - words[0], *rest)
+    def own(words: Any, num_words: int, *args: Any) -> Any:
+        return right(words, words[1] - words[0], *args)
 
     monkeypatch.setattr(vocabulary, "_Loss", own)
-    monkeypatch.setattr(vocabulary, "_own", lambda ids, words, _: where(ids, words, 12))
+    monkeypatch.setattr(
+        vocabulary, "_local_rows", lambda ids, words, _: where(ids, words, 12)
+    )
     with pytest.raises(AssertionError, match="loss"):
         compare(model, batch, loss, "whole", None)
 
@@ -159,8 +161,8 @@ def test_gradients_of_norms_that_are_not_summed_or_averaged_are_found(
     def wrong(self: LocalGroup, tensor: Tensor) -> Any:
         if self._key.startswith(("tiles of", "losses")):
             return right(self, tensor)
-        own = tensor.clone() if not divided else tensor
-        request = right(self, own)
+        summed = tensor.clone() if not divided else tensor
+        request = right(self, summed)
         if divided:
             self._transport.wait(request)
             tensor /= divided

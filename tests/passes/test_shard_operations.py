@@ -45,11 +45,11 @@ def test_embeddings_of_parts_of_the_words_add_up(
     (whole * factor).sum().backward()
     assert weight.grad is not None
     total = torch.zeros_like(whole)
-    for part, own, expected in zip(
+    for part, cut, expected in zip(
         parts(weight.detach(), 0, cuts), cuts, parts(weight.grad, 0, cuts), strict=True
     ):
         part.requires_grad_()
-        addend = tiles.embedding(ids, part, own, num_words=7, padding_idx=padding_idx)
+        addend = tiles.embedding(ids, part, cut, num_words=7, padding_idx=padding_idx)
         (addend * factor).sum().backward()
         assert torch.allclose(part.grad, expected, rtol=0, atol=1e-14)
         total += addend.detach()
@@ -60,16 +60,16 @@ def test_embeddings_of_parts_of_the_words_add_up(
 def test_words_and_classes_that_are_none_are_no_zeros(wrong: int) -> None:
     ids, weight, cuts = torch.tensor([3, wrong]), torch.randn(7, 3), CUTS[3]
     fails = 0
-    for part, own in zip(parts(weight, 0, cuts), cuts, strict=True):
+    for part, cut in zip(parts(weight, 0, cuts), cuts, strict=True):
         try:
-            tiles.embedding(ids, part, own, num_words=7)
+            tiles.embedding(ids, part, cut, num_words=7)
         except IndexError:
             fails += 1
     assert fails == 1
 
     def work(grid: Grid) -> None:
-        part, own = parts(torch.zeros(2, 7), 1, cuts)[grid.tile], cuts[grid.tile]
-        tiles.parallel_cross_entropy(grid, part, ids, words=own, num_words=7)
+        part, cut = parts(torch.zeros(2, 7), 1, cuts)[grid.tile], cuts[grid.tile]
+        tiles.parallel_cross_entropy(grid, part, ids, words=cut, num_words=7)
 
     with pytest.raises(RuntimeError, match="out of bounds"):
         on_tiles(3, work)
@@ -96,20 +96,20 @@ def test_cross_entropy_of_parts_of_the_classes(count: int, weighted: bool) -> No
         return target.masked_fill(left_out, options["ignore_index"])
 
     def work(grid: Grid) -> list[tuple[Tensor, Tensor]]:
-        own = cuts[grid.tile]
-        found = []
+        cut = cuts[grid.tile]
+        pairs = []
         for options in LOSSES:
             part = parts(logits, 1, cuts)[grid.tile].requires_grad_()
             loss = tiles.parallel_cross_entropy(
-                grid, part, classes(options), weight, words=own, num_words=7, **options
+                grid, part, classes(options), weight, words=cut, num_words=7, **options
             )
             factor = torch.arange(1.0, loss.numel() + 1, dtype=DOUBLE)
             # each tile has an addend of the gradient of a loss that all of them have
             share = (grid.tile + 1) / sum(range(1, count + 1))
             (loss.flatten() * factor).sum().mul(share).backward()
             assert part.grad is not None
-            found.append((loss.detach(), part.grad))
-        return found
+            pairs.append((loss.detach(), part.grad))
+        return pairs
 
     results = on_tiles(count, work)
     for place, options in enumerate(LOSSES):
@@ -118,7 +118,7 @@ def test_cross_entropy_of_parts_of_the_classes(count: int, weighted: bool) -> No
         factor = torch.arange(1.0, loss.numel() + 1, dtype=DOUBLE)
         (loss.flatten() * factor).sum().backward()
         losses = [result[place][0] for result in results]
-        assert all(torch.equal(each, losses[0]) for each in losses)
+        assert all(torch.equal(other, losses[0]) for other in losses)
         assert torch.allclose(losses[0], loss, rtol=1e-13, atol=1e-12), options
         gradient = torch.cat([result[place][1] for result in results], 1)
         assert torch.allclose(gradient, whole.grad, rtol=0, atol=1e-12), options
@@ -129,18 +129,18 @@ def test_a_tile_without_finite_logits_and_half_precision() -> None:
     target = torch.tensor([3])
 
     def work(grid: Grid) -> tuple[float, Tensor]:
-        own = [(0, 2), (2, 4)][grid.tile]
-        part = logits[:, slice(*own)].clone().requires_grad_()
-        loss = tiles.parallel_cross_entropy(grid, part, target, words=own, num_words=4)
+        cut = [(0, 2), (2, 4)][grid.tile]
+        part = logits[:, slice(*cut)].clone().requires_grad_()
+        loss = tiles.parallel_cross_entropy(grid, part, target, words=cut, num_words=4)
         (loss / 2).backward()
         return float(loss.detach()), part.grad
 
     whole = logits.clone().requires_grad_()
     loss = F.cross_entropy(whole, target)
     loss.backward()
-    found = on_tiles(2, work)
-    assert [each for each, _ in found] == [float(loss.detach())] * 2
-    assert torch.allclose(torch.cat([g for _, g in found], 1), whole.grad, atol=1e-2)
+    pairs = on_tiles(2, work)
+    assert [number for number, _ in pairs] == [float(loss.detach())] * 2
+    assert torch.allclose(torch.cat([g for _, g in pairs], 1), whole.grad, atol=1e-2)
 
 
 def test_the_loss_keeps_the_logits_and_a_number_a_token() -> None:
@@ -202,10 +202,10 @@ def test_attention_of_some_heads_has_the_mask_of_all(
         heads = slice(first // groups, last // groups)
         box = (whole[0], (first, last), *whole[2:])
         given = query[:, first:last], key[:, heads], value[:, heads]
-        found = run(
+        actual = run(
             tiles.scaled_dot_product_attention, *given, shape=(2, 6, 5, 6), box=box
         )
-        for have, want in zip(found, expected, strict=True):
+        for have, want in zip(actual, expected, strict=True):
             part = want[:, first:last] if len(want[0]) == 6 else want[:, heads]
             assert torch.allclose(have, part, rtol=0, atol=1e-13)
 
@@ -250,7 +250,7 @@ def test_a_function_of_weights_has_the_sizes_of_the_rank_s_own_part() -> None:
     program = compile(Generated(), (torch.randn(4, 8),), loss=loss, **given)
     assert program.plan.unchecked == ""  # one step was compared with the model
     parts = [tile.program.parts for tile in program.compilation.tiles]
-    assert [own["seed"].local_shape for own in parts] == [(3,), (2,)]
+    assert [of_rank["seed"].local_shape for of_rank in parts] == [(3,), (2,)]
 
 
 class Chooses(nn.Module):

@@ -39,8 +39,8 @@ def test_one_number_of_shards_is_that_of_every_stage_with_tiles_too() -> None:
 
 
 def test_a_list_has_the_shards_of_each_stage() -> None:
-    found = groups(ranks=7, shards=("2", "1", "4"))
-    assert found == (TWO, ALONE, GridShape(shards=4))
+    listed = groups(ranks=7, shards=("2", "1", "4"))
+    assert listed == (TWO, ALONE, GridShape(shards=4))
     mixed = groups(ranks=4, tiles=("2x1", "1"), shards=("1", "2"))
     assert mixed == (GridShape((2, 1)), TWO)
     both = groups(ranks=6, tiles=("2x1",), shards=("2", "2"))
@@ -201,11 +201,11 @@ def test_modules_that_stay_whole_must_be_there() -> None:
 
 def test_auto_tries_every_number_of_shards_that_divides_the_ranks() -> None:
     options = CompileOptions(ranks=6, shards=("auto",))
-    tried = [each.shards for each in alternatives(options)]
+    tried = [way.shards for way in alternatives(options)]
     assert tried == [(), ("2",), ("3",), ("6",)]
     both = CompileOptions(ranks=2, shards=("auto",), tiles=("auto",), trunk="batch")
-    found = [(each.tiles, each.shards, each.trunk) for each in alternatives(both, (8,))]
-    assert found == [((), (), "auto"), ((), ("2",), "batch"), (("2",), (), "auto")]
+    ways = [(way.tiles, way.shards, way.trunk) for way in alternatives(both, (8,))]
+    assert ways == [((), (), "auto"), ((), ("2",), "batch"), (("2",), (), "auto")]
 
 
 def test_auto_tries_branches_and_with_shards_both_on_the_same_ranks() -> None:
@@ -262,5 +262,5 @@ class Parametrized(nn.Module):
 
 
 def test_a_layer_with_a_parametrization_is_cut(tmp_path: Path) -> None:
-    found = against_one_process(tmp_path, Parametrized(), ranks=2, shards="2")
-    assert found.worst < 1e-12
+    diff = against_one_process(tmp_path, Parametrized(), ranks=2, shards="2")
+    assert diff.worst < 1e-12

@@ -93,8 +93,8 @@ def test_shards_compute_what_one_process_does(
 def test_what_treats_channels_alike_leaves_them_in_parts() -> None:
     made = lowered("channels dropout", plan("one stage", 2, "whole"))
     shards = made.compilation.program.shards[0]
-    assert {"first.0.weight", "second.0.weight"} <= {each.name for each in shards.cut}
-    assert {each.reason for each in shards.whole} == {"what it meets saves more"}
+    assert {"first.0.weight", "second.0.weight"} <= {cut.name for cut in shards.cut}
+    assert {tensor.reason for tensor in shards.whole} == {"what it meets saves more"}
 
 
 JOB = Path(__file__).parents[1] / "support" / "mpi_parity_program.py"
@@ -134,8 +134,8 @@ def test_processes_compute_what_one_process_does(sample: str, tmp_path: Path) ->
     assert launch(processes, [sys.executable, str(JOB), *words], timeout=240) == 0
     wrong = {}
     for index, (name, choice) in enumerate(SAMPLE[sample]):
-        found = lowered(name, choice).plan
-        count = found.data * found.micro_batches
+        planned = lowered(name, choice).plan
+        count = planned.data * planned.micro_batches
         expected = reference(name, count, torch.float64, 2, draws_of(name))
         record = read_record(tmp_path / str(index), processes)
         error = compare(record, expected).worst

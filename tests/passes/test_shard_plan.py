@@ -58,8 +58,8 @@ def edited(command: Gemsc, old: str, new: str) -> tuple[str, Plan]:
     assert old in text
     path.write_text(text.replace(old, new))
     outcome = command("compile", "model.py", "--plan", str(path), "-o", "second")
-    found = "second" if outcome.code == 0 else "first"
-    return outcome.err, Plan.read(Path(found) / "plan.toml")
+    folder = "second" if outcome.code == 0 else "first"
+    return outcome.err, Plan.read(Path(folder) / "plan.toml")
 
 
 @pytest.mark.slow
@@ -83,8 +83,8 @@ def test_the_plan_counts_what_the_ranks_of_a_stage_send(command: Gemsc) -> None:
         assert stage.sums == 2 * stage.shards  # one forward, one backward
         assert stage.sum_bytes == stage.sums * 4 * 8 * 4
         assert stage.talking_seconds > 0
-    each = sum(stage.sums for stage in plan.stages)
-    assert plan.traffic["sums"] == plan.micro_batches * each
+    sums = sum(stage.sums for stage in plan.stages)
+    assert plan.traffic["sums"] == plan.micro_batches * sums
 
 
 @pytest.mark.slow
@@ -224,7 +224,7 @@ def test_plan_compares_shards_with_stages_and_replicas(command: Gemsc) -> None:
             ("shards 2, one stage, M=4", split.out),
         )
     ]
-    fastest, slower = (float(found[1].replace(",", "")) for found in rates)
+    fastest, slower = (float(match[1].replace(",", "")) for match in rates)
     assert slower < fastest
 
 

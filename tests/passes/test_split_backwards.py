@@ -73,11 +73,11 @@ def test_a_step_is_shorter_by_weight_gradients(
     task = chain_of([STAGE] * num_stages, [micro_batches])
     plain = run(task, SCHEDULES[schedule].policy)
     assert plain.makespan == 3 * (micro_batches + num_stages - 1)
-    found = split_last_backwards(task, plain)
+    split = split_last_backwards(task, plain)
     count = num_stages - 1 if earlier is None else earlier
-    assert found.makespan == plain.makespan - count * SECONDS
-    assert split_stages(found) == [*range(num_stages - count, num_stages)]
-    for order, before in zip(found.orders, plain.orders, strict=True):
+    assert split.makespan == plain.makespan - count * SECONDS
+    assert split_stages(split) == [*range(num_stages - count, num_stages)]
+    for order, before in zip(split.orders, plain.orders, strict=True):
         assert [a for a in order if a.kind is not Kind.WEIGHT] == [*before]
 
 
@@ -90,15 +90,15 @@ def test_what_is_held_meanwhile_is_counted(schedule: str, micro_batches: int) ->
     )  # fmt: skip
     task = chain_of([replace(STAGE, resident_bytes=1000), stage], [micro_batches])
     plain = run(task, SCHEDULES[schedule].policy)
-    found = split_last_backwards(task, plain)
+    split = split_last_backwards(task, plain)
     if schedule == "gpipe" and micro_batches > 1:
-        assert found == plain
+        assert split == plain
         return
-    assert split_stages(found) == [1]
+    assert split_stages(split) == [1]
     # before the last backward all else is done; the first one makes the gradients
     meanwhile = 100 + (450 if micro_batches == 1 else 400 + 20)
-    assert found.peak_bytes[1] == meanwhile
-    proved(task, found)
+    assert split.peak_bytes[1] == meanwhile
+    proved(task, split)
 
 
 def test_no_rank_holds_more_than_the_fullest_did() -> None:
@@ -109,10 +109,10 @@ def test_no_rank_holds_more_than_the_fullest_did() -> None:
     assert split_stages(split_last_backwards(task, plain)) == [1, 2]
     for more in ({"first_split_transient_bytes": 8}, {"waiting_bytes": 88}):
         fuller = chain_of([STAGE, leaner, replace(leaner, **more)], [1])
-        found = split_last_backwards(fuller, plain)
-        assert split_stages(found) == [1]
-        assert found.makespan == plain.makespan - SECONDS
-        assert found.peak_bytes == (107, 107, 107)
+        split = split_last_backwards(fuller, plain)
+        assert split_stages(split) == [1]
+        assert split.makespan == plain.makespan - SECONDS
+        assert split.peak_bytes == (107, 107, 107)
 
 
 def test_what_all_backwards_split_is_left_as_it_is() -> None:

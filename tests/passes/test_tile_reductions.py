@@ -85,13 +85,13 @@ def check(model: nn.Module, x: Tensor, grid: tuple[int, ...], **options: Any) ->
 
 def gathered(step: Step) -> list[str]:
     """Return the names of the exchanges that bring whole values of more than a sum."""
-    found = []
+    names = []
     for node in step.programs[0].compute_nodes:
         if getattr(node.target, "__name__", "") == "redistribute":
             layout = meta.layout(node)
             if layout is not None and layout.is_whole:
-                found.append(node.name)
-    return found
+                names.append(node.name)
+    return names
 
 
 # both axes for all, one axis in turn
@@ -299,7 +299,7 @@ def test_what_needs_more_than_a_tile_has(name: str) -> None:
     function, reason = APART[name]
     step = check(Function(function), torch.randn(2, 3, 8, 8), (2, 2))
     reasons = [barrier.reason for barrier in step.barriers]
-    assert any(reason in each for each in reasons) if reason else not reasons
+    assert any(reason in why for why in reasons) if reason else not reasons
 
 
 class Signs(torch.autograd.Function):

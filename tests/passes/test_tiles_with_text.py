@@ -28,8 +28,8 @@ class Attention(nn.Module):
         query = self.query(self.norm(x)).view(batch, -1, 2, width // 2)
         words = self.words(text).view(batch, -1, 2, 2, width // 2)
         key, value = words.permute(2, 0, 3, 1, 4).unbind()
-        found = F.scaled_dot_product_attention(query.transpose(1, 2), key, value)
-        return x + self.out(found.transpose(1, 2).reshape(batch, -1, width))
+        attended = F.scaled_dot_product_attention(query.transpose(1, 2), key, value)
+        return x + self.out(attended.transpose(1, 2).reshape(batch, -1, width))
 
 
 class Told(nn.Module):
@@ -83,8 +83,8 @@ def test_a_text_is_whole_beside_an_image_on_tiles(
     ranks: int, tiles: str, tmp_path: Path
 ) -> None:
     given = {"ranks": ranks, "tiles": (tiles,), "micro_batches": 2}
-    found = against_one_process(tmp_path, ToldUNet(), GIVEN, target=IMAGE, **given)
-    assert found.judge(torch.float64)[0] == "exact"
+    diff = against_one_process(tmp_path, ToldUNet(), GIVEN, target=IMAGE, **given)
+    assert diff.judge(torch.float64)[0] == "exact"
 
 
 def test_a_text_of_as_many_numbers_as_an_image_has_pixels_is_no_image(
@@ -101,8 +101,8 @@ def test_a_text_of_as_many_numbers_as_an_image_has_pixels_is_no_image(
 
     text = torch.randn(2, 8, 8)
     given = {"ranks": 2, "tiles": ("2x1",), "micro_batches": 2}
-    found = against_one_process(tmp_path, Same(), (IMAGE, text), target=IMAGE, **given)
-    assert found.judge(torch.float64)[0] == "exact"
+    diff = against_one_process(tmp_path, Same(), (IMAGE, text), target=IMAGE, **given)
+    assert diff.judge(torch.float64)[0] == "exact"
     assert "(2, 8, 8)" in (tmp_path / "rank0.py").read_text()  # all of it
 
 
@@ -123,10 +123,10 @@ class Heard(nn.Module):
 def test_a_text_is_whole_beside_a_signal_that_is_cut(tmp_path: Path) -> None:
     signal = torch.randn(2, 2, 12)
     given = {"ranks": 2, "tiles": ("2",), "micro_batches": 2}
-    found = against_one_process(
+    diff = against_one_process(
         tmp_path, Heard(), (signal, TEXT), target=signal, **given
     )
-    assert found.judge(torch.float64)[0] == "exact"
+    assert diff.judge(torch.float64)[0] == "exact"
     assert "(2, 5, 6)" in (tmp_path / "rank0.py").read_text()
 
 

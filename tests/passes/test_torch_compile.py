@@ -139,7 +139,7 @@ def test_auto_takes_what_can_be_compiled_and_a_backward_stays_in_one_part(
         words = {"torch_compile": is_compiled, "schedule": "auto", "shards": "auto"}
         folder = tmp_path / str(number)
         program = written(folder, Net(layers), data=1, micro_batches=8, **words)
-        tried = {each.options.schedule: each.problem for each in program.candidates}
+        tried = {way.options.schedule: way.problem for way in program.candidates}
         assert ("compiled backward" in tried["zb-h1"]) == is_compiled
         text = (folder / "rank0.py").read_text()
         assert ("torch_compile=True" in text) == is_compiled
@@ -161,10 +161,10 @@ def test_what_is_missing_is_said_before_ranks_start(
         monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
         monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
         words = "needs Python's headers"
-    with pytest.raises(GemscError, match=words) as found:
+    with pytest.raises(GemscError, match=words) as caught:
         check_program(tmp_path, 2)
-    assert "install" in str(found.value.help)
-    assert "without --torch-compile" in str(found.value.help)
+    assert "install" in str(caught.value.help)
+    assert "without --torch-compile" in str(caught.value.help)
 
 
 def spied(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,8 +247,8 @@ def test_kernels_may_lose_in_float32_what_they_lose_in_float64(
     monkeypatch.setattr(steps, "_ranks", ranks)
     given = {"loss": mse, "example_target": X, "dtype": torch.float32}
     with nullcontext() if is_exact else pytest.raises(GemscError, match=r"a\.bias is"):
-        found = steps.verify_compiled(tmp_path, Net(layers), (X,), **given)
-        assert found.errors["gradient of a.bias"] > 1e-3
+        diff = steps.verify_compiled(tmp_path, Net(layers), (X,), **given)
+        assert diff.errors["gradient of a.bias"] > 1e-3
 
 
 def test_what_cannot_be_compiled_is_told(
@@ -275,8 +275,8 @@ def test_ranks_compute_what_one_process_computes(
     given = ["--micro-batches", "2", "--torch-compile", *words.split()]
     assert command("compile", "model.py", *given, "-o", program).code == 0
     for how in ([], ["--run", "3"]):
-        found = command("verify", program, *how)
-        assert found.code == 0, found.out + found.err
+        outcome = command("verify", program, *how)
+        assert outcome.code == 0, outcome.out + outcome.err
 
 
 class Iterated(nn.Module):
@@ -315,8 +315,8 @@ def test_a_backward_computes_nothing_again_of_what_forward_changed(
     kind: type[nn.Module], tmp_path: Path
 ) -> None:
     """Inductor does: it would be off by 1e-2 (pytorch/pytorch#197039)."""
-    found = against_one_process(tmp_path, kind(), ranks=1, torch_compile=True)
-    assert found.worst < 1e-10
+    diff = against_one_process(tmp_path, kind(), ranks=1, torch_compile=True)
+    assert diff.worst < 1e-10
 
 
 @NEEDS_COMPILER
@@ -326,8 +326,8 @@ def test_mirrored_replicas_share_the_update(command: Gemsc, tmp_path: Path) -> N
     program = tmp_path / "program"
     given = ["--torch-compile", *COMBINED.split()]
     assert command("compile", "model.py", *given, "-o", program).code == 0
-    found = command("verify", program, "--dtype", "float64")
-    assert found.code == 0, found.out + found.err
+    outcome = command("verify", program, "--dtype", "float64")
+    assert outcome.code == 0, outcome.out + outcome.err
 
 
 @NEEDS_COMPILER
@@ -343,8 +343,8 @@ def test_a_run_goes_on_bit_for_bit(command: Gemsc, tmp_path: Path) -> None:
         folder = tmp_path / name
         for number, last in enumerate(epochs):
             words = ["--epochs", last, "--save", folder, *["--resume"] * number]
-            found = command("run", program, *words)
-            assert found.code == 0, found.out + found.err
-            assert f"held-out after epoch {last}" in found.out + found.err
+            outcome = command("run", program, *words)
+            assert outcome.code == 0, outcome.out + outcome.err
+            assert f"held-out after epoch {last}" in outcome.out + outcome.err
         saved.append((folder / "model.safetensors").read_bytes())
     assert saved[0] == saved[1]

@@ -88,8 +88,8 @@ def counted(
         trainer.step(inputs, target)
         return counting.counts
 
-    found = sum(run_local(plan.ranks, main), Counter())
-    return dict(found), {name: size for name, size in plan.traffic.items() if size}
+    counts = sum(run_local(plan.ranks, main), Counter())
+    return dict(counts), {name: size for name, size in plan.traffic.items() if size}
 
 
 @pytest.mark.slow(1)
@@ -99,6 +99,6 @@ def test_what_is_sent_is_what_was_predicted(
     name: str, choices: dict[str, Any], tmp_path: Path
 ) -> None:
     program = lowered(name, CompileOptions(**{"micro_batches": 2, **choices}))
-    found, predicted = counted(name, program, tmp_path)
-    assert found == predicted
-    assert sum(found.values()) > 0
+    sent, predicted = counted(name, program, tmp_path)
+    assert sent == predicted
+    assert sum(sent.values()) > 0

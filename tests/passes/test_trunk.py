@@ -34,10 +34,10 @@ def cut_along(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     def cut(dim: int) -> None:
         def axes(self: Placeholders, node: fx.Node, grid: GridShape) -> Axes | None:
             shape = whole_shape(node)
-            found = tuple(0 if d == dim else None for d in range(len(shape)))
+            along = tuple(0 if d == dim else None for d in range(len(shape)))
             return (
-                found
-                if grid and len(shape) > dim and fits(shape, found, grid.axes)
+                along
+                if grid and len(shape) > dim and fits(shape, along, grid.axes)
                 else None
             )
 

@@ -63,9 +63,9 @@ def test_no_split_is_better_than_it_is_at_best(
     assert best.seconds >= 0.99 * steps * work / chosen.ranks
     # nor is a stage, in which what kernels take on next to nothing is most of it
     tasks = [stage(chosen, lowered=which).task for which in ("none", "two")]
-    for each, its in zip(*(task.stages for task in tasks), strict=True):
-        assert each.forward <= 1.001 * its.forward
-        assert each.backward <= 1.001 * its.backward
+    for bound, its in zip(*(task.stages for task in tasks), strict=True):
+        assert bound.forward <= 1.001 * its.forward
+        assert bound.backward <= 1.001 * its.backward
 
 
 @pytest.mark.slow
@@ -124,17 +124,17 @@ def test_what_is_taken_is_the_best_of_all(
     stage = partial(schedule_stages, program, run=Runs())
 
     def all_of(wanted: CompileOptions) -> list[auto.Candidate]:
-        found = alternatives(wanted, image_sizes(program.program), most)
-        return ranked([auto.assess(each, stage) for each in found])
+        choices = alternatives(wanted, image_sizes(program.program), most)
+        return ranked([auto.assess(choice, stage) for choice in choices])
 
     cap = int(share * all_of(free)[0].peak_bytes)
     capped = options(**given, **every, device_memory=cap)
-    fitting = [each for each in all_of(capped) if each.fits()]
+    fitting = [candidate for candidate in all_of(capped) if candidate.fits()]
     if not fitting:
         return  # what is tried then has a test of its own
-    found = search(program, capped)
-    assert found[0].fits()
-    assert found[0].samples_per_second >= 0.98 * fitting[0].samples_per_second
+    candidates = search(program, capped)
+    assert candidates[0].fits()
+    assert candidates[0].samples_per_second >= 0.98 * fitting[0].samples_per_second
 
 
 @pytest.mark.slow
@@ -165,24 +165,24 @@ def test_what_is_taken_is_the_best_of_all_that_is_tried_again(
         for shared in ("off", "optimizer")
     ]
     tried = [
-        auto.assess(replace(each, **change), stage)
-        for each in alternatives(capped, image_sizes(program.program))
+        auto.assess(replace(choice, **change), stage)
+        for choice in alternatives(capped, image_sizes(program.program))
         for change in changes
     ]
-    best = max(each.samples_per_second for each in tried if each.fits())
-    found = search(program, capped)
-    assert found[0].fits()
-    assert found[0].samples_per_second >= 0.98 * best
-    assert len(found) < sum(not each.problem for each in tried)
+    best = max(candidate.samples_per_second for candidate in tried if candidate.fits())
+    candidates = search(program, capped)
+    assert candidates[0].fits()
+    assert candidates[0].samples_per_second >= 0.98 * best
+    assert len(candidates) < sum(not candidate.problem for candidate in tried)
 
 
 def test_the_first_schedule_that_is_tried_need_not_be_the_one() -> None:
     """All of them do the same work: what is tried first does not rule out others."""
     open_ = options(ranks=2, micro_batches=8, schedule="auto", placement="auto")
-    found = search(traced("mlp"), open_)
-    speeds = {each.options.schedule: each.samples_per_second for each in found}
-    assert found[0].options.schedule != alternatives(open_)[0].schedule
-    assert found[0].samples_per_second > 1.3 * speeds["basic"]
+    candidates = search(traced("mlp"), open_)
+    speeds = {way.options.schedule: way.samples_per_second for way in candidates}
+    assert candidates[0].options.schedule != alternatives(open_)[0].schedule
+    assert candidates[0].samples_per_second > 1.3 * speeds["basic"]
 
 
 @pytest.mark.slow(1)
@@ -205,7 +205,7 @@ def test_ranks_that_have_as_much_are_lowered_once(
     assert unlike.task == all_of_them.task
     assert unlike.timeline == all_of_them.timeline
     assert len(all_of_them.tiles) == shards
-    assert [unlike.tiles.index(each) for each in unlike.tiles] == first_alike
+    assert [unlike.tiles.index(tile) for tile in unlike.tiles] == first_alike
 
 
 def layer_bytes(batch: int, length: int, width: int, heads: int) -> Iterator[int]:
@@ -225,8 +225,8 @@ def layer_bytes(batch: int, length: int, width: int, heads: int) -> Iterator[int
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = self.norm1(x)
             q, k, v = (
-                each(y).view(batch, length, heads, -1).transpose(1, 2)
-                for each in (self.q, self.k, self.v)
+                layer(y).view(batch, length, heads, -1).transpose(1, 2)
+                for layer in (self.q, self.k, self.v)
             )
             scores = (q @ k.transpose(2, 3)) * (width // heads) ** -0.5
             mixed = self.drop1(scores.softmax(-1)) @ v

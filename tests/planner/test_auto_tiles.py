@@ -31,13 +31,13 @@ def test_grids_for_ranks_and_pictures() -> None:
 
 def test_every_grid_has_its_ranks() -> None:
     plan = options(ranks=4, tiles="auto", data=AUTO, micro_batches=8, schedule="auto")
-    found = alternatives(plan, (64, 64))
-    assert {o.tiles for o in found if o.copy_ranks == 4} == {
+    choices = alternatives(plan, (64, 64))
+    assert {o.tiles for o in choices if o.copy_ranks == 4} == {
         (),
         *((grid,) for grid in ("1x2", "2x1", "2x2", "1x4", "4x1")),
     }
-    assert {o.tiles for o in found if o.copy_ranks == 1} == {()}
-    alone = [o for o in found if o.tiles == ("2x2",)]
+    assert {o.tiles for o in choices if o.copy_ranks == 1} == {()}
+    alone = [o for o in choices if o.tiles == ("2x2",)]
     assert len(alone) == 1  # one stage: schedules are all the same
 
 
@@ -85,8 +85,8 @@ def test_a_picture_that_fits_on_no_layer_split_is_split_itself(
 def test_two_tiles_of_a_grid_tell_what_all_of_them_do() -> None:
     chosen = options(ranks=4, tiles="4x1", micro_batches=2)
     unet = traced("unet")
-    found, exact = (assess(unet, chosen, every_tile=each) for each in (False, True))
-    assert found.peak_bytes == pytest.approx(exact.peak_bytes, rel=0.03)
-    assert found.seconds == pytest.approx(exact.seconds, rel=0.03)
+    two, exact = (assess(unet, chosen, every_tile=every) for every in (False, True))
+    assert two.peak_bytes == pytest.approx(exact.peak_bytes, rel=0.03)
+    assert two.seconds == pytest.approx(exact.seconds, rel=0.03)
     plan = lower(traced("unet"), chosen).plan
     assert exact.peak_bytes == max(plan.peak_bytes)

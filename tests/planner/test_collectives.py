@@ -41,22 +41,22 @@ def published(name: str, p: int, n: float) -> float:
 @pytest.mark.parametrize("size", [2, 4, 8, 64, 1024])
 @pytest.mark.parametrize("name", ROUNDS)
 def test_equal_links_give_the_published_formula(name: str, size: int) -> None:
-    (found,) = seconds(network(name), [list(range(size))])
-    assert found == pytest.approx(published(name, size, MIB), rel=1e-9)
+    (total,) = seconds(network(name), [list(range(size))])
+    assert total == pytest.approx(published(name, size, MIB), rel=1e-9)
 
 
 @pytest.mark.parametrize("size", [3, 5, 6, 7, 100])
 @pytest.mark.parametrize("name", ["ring", "tree"])
 def test_any_number_of_ranks_can_sum(name: str, size: int) -> None:
-    (found,) = seconds(network(name), [list(range(size))])
-    assert found == pytest.approx(published(name, size, MIB), rel=1e-9)
+    (total,) = seconds(network(name), [list(range(size))])
+    assert total == pytest.approx(published(name, size, MIB), rel=1e-9)
 
 
 def test_halving_lets_extra_ranks_hand_over_first() -> None:
-    (found,) = seconds(network("halving-doubling"), [list(range(5))])
+    (total,) = seconds(network("halving-doubling"), [list(range(5))])
     extra = 2 * (LATENCY + MIB / BANDWIDTH) + MIB / ADDING
     wanted = published("halving-doubling", 4, MIB) + extra
-    assert found == pytest.approx(wanted, rel=1e-9)
+    assert total == pytest.approx(wanted, rel=1e-9)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 6, 8, 13])
@@ -65,10 +65,10 @@ def test_the_rounds_really_sum(name: str, size: int) -> None:
     """Play them on sets: who has added up whose part of the buffer."""
     whole = frozenset(range(size))
     known = [frozenset({rank}) for rank in range(size)]
-    for each in ROUNDS[name](size):
-        for _ in range(each.repeats):
+    for step in ROUNDS[name](size):
+        for _ in range(step.repeats):
             before = list(known)
-            for sender, receiver in each.pairs:
+            for sender, receiver in step.pairs:
                 known[receiver] = known[receiver] | before[sender]
     assert known == [whole] * size
 
@@ -96,9 +96,9 @@ def test_groups_that_leave_a_node_together_share_its_interface() -> None:
     where = network("ring", 4, intra=fast, nic_ranks=4)
     groups = [[stage + 4 * copy for copy in range(8)] for stage in range(4)]
     alone = seconds(where, groups[:1], 8 * MIB)[0]
-    together = seconds(where, groups, 8 * MIB)
+    shared = seconds(where, groups, 8 * MIB)
     moved = 2 * 7 / 8 * 8 * MIB / BANDWIDTH
-    assert together[0] - alone == pytest.approx(3 * moved)
+    assert shared[0] - alone == pytest.approx(3 * moved)
     apart = replace(where, nic_ranks=1)
     assert seconds(apart, groups, 8 * MIB)[0] == pytest.approx(alone)
 

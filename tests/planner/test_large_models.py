@@ -34,8 +34,8 @@ def growths(folder: Path, layers: int, width: int, *steps: str) -> dict[str, int
         text=True,
         env=os.environ | {"TMPDIR": str(folder)},
     )
-    found: dict[str, int] = json.loads(done.stdout)
-    return found
+    growth: dict[str, int] = json.loads(done.stdout)
+    return growth
 
 
 @pytest.mark.nightly
@@ -44,24 +44,24 @@ def test_compiling_takes_little_more_than_the_weights(tmp_path: Path) -> None:
     layer = 4 * width * (width + 1)
     write_shards(tmp_path / "shards", layers, width)
     steps = "real, no check", "real", "meta, no check", "meta", "rank"
-    found = growths(tmp_path, layers, width, *steps)
+    growth = growths(tmp_path, layers, width, *steps)
     weights = layers * layer
-    assert found["real, no check"] < 1.3 * weights
-    assert found["meta, no check"] < 2 * weights
+    assert growth["real, no check"] < 1.3 * weights
+    assert growth["meta, no check"] < 2 * weights
     # a first step runs: eight copies in float64, as step_size.too_much counts
-    assert max(found["real"], found["meta"]) < 1.1 * 16 * weights
-    assert found["rank"] < weights / 2 + 3 * layer
+    assert max(growth["real"], growth["meta"]) < 1.1 * 16 * weights
+    assert growth["rank"] < weights / 2 + 3 * layer
 
 
 @pytest.mark.nightly
 def test_vgg_16_takes_twice_its_weights(tmp_path: Path) -> None:
     names = "VGG-16, no check", "VGG-16, no step", "VGG-16"
-    found = growths(tmp_path, 2, 8, *names)
+    growth = growths(tmp_path, 2, 8, *names)
     weights = 4 * 138_357_544
-    print({name: size / weights for name, size in found.items()})  # noqa: T201
-    assert found["VGG-16, no check"] <= 1.1 * weights
-    assert found["VGG-16, no step"] <= 2.0 * weights
-    assert found["VGG-16"] <= 1.1 * 16 * weights  # where half of the memory is more
+    print({name: size / weights for name, size in growth.items()})  # noqa: T201
+    assert growth["VGG-16, no check"] <= 1.1 * weights
+    assert growth["VGG-16, no step"] <= 2.0 * weights
+    assert growth["VGG-16"] <= 1.1 * 16 * weights  # where half of the memory is more
 
 
 MODEL = """
@@ -189,7 +189,7 @@ def planned(folder: Path, device: str, layers: int, width: int) -> tuple[object,
 def test_a_plan_needs_no_weights(tmp_path: Path) -> None:
     """On the meta device it is the plan of the model with weights, in no memory."""
     layers, width = 8, 4096
-    real, meta = (planned(tmp_path, each, layers, width) for each in ("cpu", "meta"))
+    real, meta = (planned(tmp_path, where, layers, width) for where in ("cpu", "meta"))
     assert real[0] == meta[0]
     assert real[1] - meta[1] > 0.8 * 4 * layers * width**2
 

@@ -33,8 +33,8 @@ def chosen(rates: dict[int, float], fits: int = 8) -> int:
             raise GemscError("too large")
 
     asked = CompileOptions(data=24, per_device=AUTO)
-    found = choose_sharing(asked, shared, lambda o: ((), o), stage)  # type: ignore[arg-type]
-    return found[1].per_device
+    choice = choose_sharing(asked, shared, lambda o: ((), o), stage)  # type: ignore[arg-type]
+    return choice[1].per_device
 
 
 def test_auto_prefers_what_was_measured() -> None:

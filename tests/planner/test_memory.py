@@ -81,8 +81,8 @@ def test_optimizer_state_is_that_of_a_real_step(optimizer) -> None:
         )
         for name, parameter in copies.items()
     }
-    found = optimizer_bytes(PARAMETERS, optimizer)
-    assert {name: state.of(1, 1) for name, state in found.items()} == wanted
+    states = optimizer_bytes(PARAMETERS, optimizer)
+    assert {name: state.of(1, 1) for name, state in states.items()} == wanted
 
 
 def test_the_state_of_a_part_is_shorter_and_has_all_the_counters() -> None:
@@ -101,8 +101,8 @@ class Looking(torch.optim.Adam):
 
 
 def test_an_optimizer_that_looks_at_numbers_is_measured_small() -> None:
-    found = optimizer_bytes(PARAMETERS, lambda p: Looking(p, lr=0.1))
-    assert found == {"a": StateBytes(2 * 60, 4), "b": StateBytes(2 * 28, 4)}
+    states = optimizer_bytes(PARAMETERS, lambda p: Looking(p, lr=0.1))
+    assert states == {"a": StateBytes(2 * 60, 4), "b": StateBytes(2 * 28, 4)}
 
 
 def test_no_optimizer_is_plain_sgd() -> None:
@@ -196,9 +196,9 @@ class MaxNorm(torch.optim.Adam):
 )
 def test_optimizers_that_look_across_a_tensor_are_found(optimizer, wanted) -> None:
     before = torch.get_rng_state()
-    found = updated_whole(PARAMETERS, optimizer)
-    assert set(found) == wanted
-    assert all(1e-4 < difference < 10 for difference in found.values())
+    differences = updated_whole(PARAMETERS, optimizer)
+    assert set(differences) == wanted
+    assert all(1e-4 < difference < 10 for difference in differences.values())
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -212,7 +212,7 @@ def by_size(parameters, size, **options):
     """Let what is small decay, and nothing else."""
     all_of_them = [parameter for _, parameter in parameters]
     small, large = (
-        [each for each in all_of_them if (each.numel() > size) is is_large]
+        [tensor for tensor in all_of_them if (tensor.numel() > size) is is_large]
         for is_large in (False, True)
     )
     groups = [{"params": small}, {"params": large, "weight_decay": 0.0}]
@@ -292,9 +292,9 @@ def test_what_looks_across_a_tensor_is_not_cut() -> None:
     assert error.value.help == (
         "use an elementwise optimizer, or --whole layers.0.up,layers.1.up"
     )
-    found = updated_whole(PARAMETERS, lambda p: torch.optim.LBFGS([p for _, p in p]))
+    untried = updated_whole(PARAMETERS, lambda p: torch.optim.LBFGS([p for _, p in p]))
     with pytest.raises(GemscError, match="cannot be tried on parts of 'a'"):
-        check_elementwise(found, ["b", "a"][::-1])
+        check_elementwise(untried, ["b", "a"][::-1])
 
 
 # ------------------------------------------------------------------ the timeline
@@ -357,7 +357,7 @@ def test_what_a_rank_holds_of_weights_in_parts(most: int, gathered: list[int]) -
     task = chain_of([cost] * 2, [1], placement=[[0, 0]])
     task = replace(task, whole_stages=most)
     held = held_bytes(task, 0, timed("0F0 1F0 1B0 0B0"))
-    assert [each.total for each in held] == gathered
+    assert [moment.total for moment in held] == gathered
 
 
 @pytest.mark.slow
@@ -421,12 +421,12 @@ def test_the_cheapest_set_is_the_best_of_all(pairs, needed) -> None:
         for some in itertools.combinations(savings, count)
         if sum(saving.freed for saving in some) >= needed
     ]
-    found = cheapest(savings, needed)
+    taken = cheapest(savings, needed)
     if not costs:
-        assert found is None
+        assert taken is None
     else:
-        assert sum(saving.seconds for saving in found) == min(costs)
-        assert sum(saving.freed for saving in found) >= needed
+        assert sum(saving.seconds for saving in taken) == min(costs)
+        assert sum(saving.freed for saving in taken) >= needed
 
 
 @pytest.mark.slow(1)
@@ -471,8 +471,8 @@ def test_neighbours_as_one_fit_where_all_blocks_alone_do_not(tmp_path: Path) -> 
         write_directory(lower(traced("unet"), choice).compilation, folder)
         records.append(run_on_threads(folder, 2, [batch] * 2, dtype=torch.float32))
     assert records[1].peak_bytes == metered_peaks(plan)
-    found = compare(records[1], records[0])
-    assert found.equal == found.total
+    diff = compare(records[1], records[0])
+    assert diff.equal == diff.total
 
 
 def test_joined_savings_take_the_place_of_their_blocks() -> None:
@@ -498,7 +498,7 @@ def test_offloading_costs_what_the_machine_takes(ratio: float, tmp_path: Path) -
     )
     replace(hardware, device=other).write(path)
     options = CompileOptions(ranks=1, offload=("layer1",))
-    kept, found, changed = (
+    kept, moved, changed = (
         lower(traced("resnet18"), choice).plan.stages[0].cost
         for choice in (
             replace(options, offload=()),
@@ -507,7 +507,7 @@ def test_offloading_costs_what_the_machine_takes(ratio: float, tmp_path: Path) -
         )
     )
     for name in ("forward", "backward"):
-        copy, again = (getattr(s, name) - getattr(kept, name) for s in (found, changed))
+        copy, again = (getattr(s, name) - getattr(kept, name) for s in (moved, changed))
         assert copy > 0
         assert again == pytest.approx(copy / ratio)
 
@@ -589,6 +589,6 @@ def test_the_peak_on_a_gpu_is_near_the_predicted_one(tmp_path: Path) -> None:
             trainer.step(inputs, target)
         return torch.cuda.max_memory_allocated() - kept
 
-    (found,) = run_local(1, main)
+    (measured,) = run_local(1, main)
     (predicted,) = program.plan.peak_bytes
-    assert predicted <= found <= 2 * predicted
+    assert predicted <= measured <= 2 * predicted

@@ -60,8 +60,8 @@ class Perceptual(nn.Module):
 def notes(model: nn.Module, word: str, loss: Any = None, **options: Any) -> list[str]:
     loss = loss or nn.CrossEntropyLoss()
     given = {"loss": loss, "example_target": CLASSES, "ranks": 1} | options
-    found = compile(model, (X,), **given).plan.notes
-    return [note for note in found if word in note]
+    told = compile(model, (X,), **given).plan.notes
+    return [note for note in told if word in note]
 
 
 @pytest.mark.parametrize(("data", "count"), [(1, 2), (2, 4)])

@@ -48,9 +48,9 @@ def largest(rows: Rows, cuts: list[int]) -> float:
 @given(rows_of_weights(same=True))
 @settings(deadline=None, max_examples=100)
 def test_no_other_partition_has_a_smaller_largest_part(rows: Rows) -> None:
-    found = partition(rows)
-    assert len(found) == len(rows) - 1
-    assert largest(rows, found) == min(largest(rows, c) for c in every_partition(rows))
+    cuts = partition(rows)
+    assert len(cuts) == len(rows) - 1
+    assert largest(rows, cuts) == min(largest(rows, c) for c in every_partition(rows))
 
 
 @pytest.mark.slow
@@ -69,10 +69,10 @@ def test_among_the_good_partitions_the_best_in_all_is_taken(
 ) -> None:
     gaps = len(rows[0]) - 1
     costs = data.draw(st.lists(weights, min_size=gaps, max_size=gaps))
-    found = partition(rows, cut_costs=costs, slack=slack)
+    taken = partition(rows, cut_costs=costs, slack=slack)
     least = min(largest(rows, cuts) for cuts in every_partition(rows))
     good = [c for c in every_partition(rows) if largest(rows, c) <= least * (1 + slack)]
-    assert found in good
+    assert taken in good
 
     def price(cuts: Sequence[int]) -> float:
         """Return what the docstring of `partition` says."""
@@ -81,7 +81,7 @@ def test_among_the_good_partitions_the_best_in_all_is_taken(
         cut_price = sum(0.5 * costs[cut - 1] / dearest for cut in cuts)
         return sum(share**16 for share in shares) + cut_price
 
-    assert price(found) == pytest.approx(min(map(price, good)), rel=1e-9)
+    assert price(taken) == pytest.approx(min(map(price, good)), rel=1e-9)
 
 
 def test_a_second_part_that_is_nearly_the_largest_is_avoided() -> None:

@@ -260,9 +260,9 @@ def check(
     copies = range(0, plan.ranks, plan.copy_ranks)  # of which a thread that adds up
     least = [math.inf] * len(groups)  # keeps others'
     for _ in range(3):  # what is sent is held longer where a receiver gets no turn
-        found = run_local(plan.ranks, work)
+        peaks = run_local(plan.ranks, work)
         for index, ranks in enumerate(groups):
-            most = max(min(found[copy + rank] for copy in copies) for rank in ranks)
+            most = max(min(peaks[copy + rank] for copy in copies) for rank in ranks)
             least[index] = min(least[index], most)
         pairs = [*zip(plan.peak_bytes, least, strict=True)]
         if all(lowest * most <= predicted for predicted, most in pairs):

@@ -57,9 +57,9 @@ def test_names_are_taken_from_one_text_as_on_the_command_line(name: str) -> None
 
 
 def test_every_alternative_uses_all_ranks_and_the_same_batch() -> None:
-    found = alternatives(ALL)
-    assert {o.data for o in found} == {1, 2, 4}
-    for options in found:
+    choices = alternatives(ALL)
+    assert {o.data for o in choices} == {1, 2, 4}
+    for options in choices:
         assert options.ranks == 4
         assert options.micro_batches * options.data == 8
         assert "auto" not in (options.schedule, options.placement, options.balance)
@@ -78,7 +78,7 @@ def test_sums_of_gradients_count_for_schedules_with_two_replicas(
         network = replace(machine.network, intra=link, inter=link, allreduce=sums)
         file = tmp_path / f"{efficiency}.toml"
         replace(machine, network=network).write(file)
-        each = [
+        both = [
             assess(
                 traced,
                 CompileOptions(
@@ -87,15 +87,15 @@ def test_sums_of_gradients_count_for_schedules_with_two_replicas(
             )
             for name in ("1f1b", "bidirectional")
         ]
-        return min(each, key=lambda candidate: candidate.seconds)
+        return min(both, key=lambda candidate: candidate.seconds)
 
     assert fastest(1.0).options.schedule == "bidirectional"
     assert fastest(1e-8).options.schedule == "1f1b"
 
 
 def test_micro_batches_of_all_copies_must_divide() -> None:
-    found = alternatives(CompileOptions(ranks=6, data=AUTO, micro_batches=4))
-    assert {o.data for o in found} == {1, 2}
+    choices = alternatives(CompileOptions(ranks=6, data=AUTO, micro_batches=4))
+    assert {o.data for o in choices} == {1, 2}
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -141,17 +141,17 @@ def test_what_is_left_out_is_slower_than_what_is_taken(
     options = CompileOptions(
         **{**_fields(ALL), "shards": ("auto",), "balance": "compute"}
     )
-    every = [assess(traced, each) for each in alternatives(options)]
-    found = search(traced, options)
-    best = max(each.samples_per_second for each in every if each.fits())
-    assert found[0].samples_per_second >= 0.99 * best
-    kept = {each.name for each in found}
-    left_out = [each for each in every if not each.problem and each.name not in kept]
+    every = [assess(traced, choice) for choice in alternatives(options)]
+    candidates = search(traced, options)
+    best = max(way.samples_per_second for way in every if way.fits())
+    assert candidates[0].samples_per_second >= 0.99 * best
+    kept = {way.name for way in candidates}
+    left_out = [way for way in every if not way.problem and way.name not in kept]
     assert left_out or data == 1
-    assert all(each.samples_per_second < best for each in left_out)
-    for each in every:
-        if not each.problem:
-            assert each.samples_per_second <= 1.001 * each.most_samples_per_second
+    assert all(way.samples_per_second < best for way in left_out)
+    for way in every:
+        if not way.problem:
+            assert way.samples_per_second <= 1.001 * way.most_samples_per_second
 
 
 @pytest.mark.slow
@@ -210,19 +210,19 @@ def test_more_is_shared_out_where_nothing_else_fits() -> None:
     assert least.peak_bytes < most.peak_bytes
     assert search(heavy, plain)[0].options.shard == "off"
     capped = replace(plain, device_memory=most.peak_bytes - 1)
-    found = search(heavy, capped)[0]
-    assert found.options.shard == "optimizer"
-    assert found.fits()
-    assert found.name.endswith(", sharded optimizer")
-    assert "--shard optimizer" in found.options.command_line()
+    best = search(heavy, capped)[0]
+    assert best.options.shard == "optimizer"
+    assert best.fits()
+    assert best.name.endswith(", sharded optimizer")
+    assert "--shard optimizer" in best.options.command_line()
     looped = {"schedule": "interleaved", "placement": "looped", "chunks": 8}
     in_parts = assess(heavy, replace(plain, shard="weights", **looped))
     assert in_parts.peak_bytes < 0.6 * least.peak_bytes
     tight = replace(plain, device_memory=in_parts.peak_bytes)
-    found = search(heavy, tight)[0]
-    assert found.fits()
-    assert found.name == "one rank x4, M=1, sharded weights"
-    assert "--shard weights" in found.options.command_line()
+    best = search(heavy, tight)[0]
+    assert best.fits()
+    assert best.name == "one rank x4, M=1, sharded weights"
+    assert "--shard weights" in best.options.command_line()
     closed = replace(tight, schedule="1f1b", placement="looped", chunks=8)
     with pytest.raises(GemscError) as caught:
         gemsc.compiler.lower(heavy, closed)
@@ -297,9 +297,9 @@ def test_the_least_that_fits_is_named(needs: set[str], said: str) -> None:
         return Candidate(options, seconds=1.0, peak_bytes=10 if fits else 1000)
 
     options = CompileOptions(ranks=1, device_memory=100)
-    found = what_fits(peak(options), peak)
-    assert found.startswith(said)
-    assert bool(found) == bool(said)
+    advice = what_fits(peak(options), peak)
+    assert advice.startswith(said)
+    assert bool(advice) == bool(said)
 
 
 def _fields(options: CompileOptions) -> dict[str, object]:

@@ -100,11 +100,11 @@ def test_blocks_are_timed_on_the_device_that_is_asked_for() -> None:
     handle = nn.modules.module.register_module_forward_hook(note)
     try:
         with SimDevice(0):
-            found = time_nodes(program, program.blocks or (), (x,), device=DEVICE)
+            times = time_nodes(program, program.blocks or (), (x,), device=DEVICE)
     finally:
         handle.remove()
     assert set(devices) == {DEVICE}
-    assert all(each.forward > 0 for each in found)
+    assert all(block.forward > 0 for block in times)
     assert all(p.device.type == "cpu" for p in model.parameters())
 
 
@@ -156,8 +156,8 @@ def test_more_work_takes_longer() -> None:
         program = trace(
             nn.Sequential(*layers), (torch.randn(64, width),), loss=mean, check=False
         ).program
-        found = time_nodes(program, program.blocks or (), (torch.randn(64, width),))
-        return sum(each.forward + each.backward for each in found)
+        times = time_nodes(program, program.blocks or (), (torch.randn(64, width),))
+        return sum(block.forward + block.backward for block in times)
 
     assert seconds(16) < seconds(1024)
 
@@ -172,9 +172,9 @@ def test_a_format_in_which_blocks_take_less_is_named(
     def measured(program: Any, blocks: Any, *given: Any, **how: Any) -> Any:
         asked.append(how.get("memory_format", "as-given"))
         last = asked[-1] == "channels_last"
-        each = BlockTimes(0.002, 0.004)
+        plain = BlockTimes(0.002, 0.004)
         other = BlockTimes(0.002 * share, 0.004 * share)
-        return [other if last else each for _ in blocks]
+        return [other if last else plain for _ in blocks]
 
     def notes(model: nn.Module, *size: int, **how: Any) -> tuple[str, ...]:
         asked.clear()
@@ -218,21 +218,21 @@ class Formats(TorchFunctionMode):
 def test_blocks_are_measured_in_a_format() -> None:
     model, x = nn.Conv2d(3, 4, 3), torch.randn(2, 3, 8, 8)
     program = trace(model, (x,), loss=mean, check=False).program
-    for name, found in (
+    for name, expected in (
         ("as-given", torch.contiguous_format),
         ("channels_last", torch.channels_last),
     ):
         with Formats() as formats:
             given = program, program.blocks or (), (x,)
             time_nodes(*given, rounds=1, memory_format=name)
-        assert formats.found == {found}
+        assert formats.found == {expected}
     assert {format_of(t) for t in (x, model.weight)} == {torch.contiguous_format}
 
 
 def test_without_a_loss_there_is_no_backward() -> None:
     program = trace(Net(lambda self, x: self.a(x)), (torch.randn(2, 4),)).program
-    found = time_nodes(program, program.blocks or (), (torch.randn(2, 4),), rounds=1)
-    assert all(each.forward > 0 and each.backward == 0 for each in found)
+    times = time_nodes(program, program.blocks or (), (torch.randn(2, 4),), rounds=1)
+    assert all(block.forward > 0 and block.backward == 0 for block in times)
     assert not any(meta.needs_gradient(node) for node in program.compute_nodes)
 
 
@@ -281,7 +281,7 @@ def test_what_was_not_measured_stays_as_it_was() -> None:
     link = LinkSpeed(latency=1e-5, bandwidth=1e9)
     times = [(size, link.seconds(size)) for size in (1024, 2**20, 2**24)]
     sums = [(size, 3 * link.seconds(size)) for size in (1024, 2**24)]
-    found = {
+    measured = {
         "ranks": 2,
         "ranks_per_node": 2,
         "nodes": 1,
@@ -290,7 +290,7 @@ def test_what_was_not_measured_stays_as_it_was() -> None:
         "sums": sums,
         "reduce_bandwidth": 5e9,
     }
-    network = measured_network(found, before)
+    network = measured_network(measured, before)
     assert network.inter == before.inter
     assert network.ranks_per_node == before.ranks_per_node
     assert network.intra.bandwidth == pytest.approx(1e9, rel=1e-6)

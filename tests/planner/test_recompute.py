@@ -66,8 +66,8 @@ def test_it_changes_no_bit_and_frees_what_was_predicted(
     float32 = torch.float32
     expected, kept = trained(name, options, tmp_path / "kept", float32)
     record, program = trained(name, choice, tmp_path / "again", float32)
-    found = compare(record, expected)
-    assert found.equal == found.total  # gradients, parameters and running statistics
+    diff = compare(record, expected)
+    assert diff.equal == diff.total  # gradients, parameters and running statistics
     assert record.losses == expected.losses
     plan = program.plan
     assert record.activation_bytes == plan.activation_bytes * plan.data
@@ -109,8 +109,8 @@ def test_dropout_draws_the_same_again(tmp_path: Path) -> None:
         records.append(run_on_threads(directory, 1, [batch] * 2))
         assert ("recompute(" in (directory / "rank0.py").read_text()) == bool(names)
     for record in records[1:]:
-        found = compare(record, records[0])
-        assert found.equal == found.total
+        diff = compare(record, records[0])
+        assert diff.equal == diff.total
     assert records[1].activation_bytes[0] < records[0].activation_bytes[0]
 
 
@@ -125,8 +125,8 @@ def test_evaluation_recomputes_nothing(tmp_path: Path) -> None:
             directory, model, (x,), picture_loss, target,
             ranks=1, micro_batches=1, recompute=names,
         )  # fmt: skip
-        (found,) = on_ranks(directory, 1, lambda t: t.evaluate((x,), target))
-        outputs.append(found.output)
+        (evaluated,) = on_ranks(directory, 1, lambda t: t.evaluate((x,), target))
+        outputs.append(evaluated.output)
     assert torch.equal(outputs[0], model.eval()(x))
     assert torch.equal(outputs[1], outputs[0])
 
@@ -192,8 +192,8 @@ def test_what_is_saved_may_be_read_twice(on_tiles: bool) -> None:
         stage.grid = None  # all that says that it is on tiles
     x = torch.randn(5, 4, requires_grad=True)
     (expected,) = torch.autograd.grad(stage.block(x).sum(), x)
-    (found,) = torch.autograd.grad(recompute(stage.block, x).sum(), x)
-    assert torch.equal(found, expected)
+    (gradient,) = torch.autograd.grad(recompute(stage.block, x).sum(), x)
+    assert torch.equal(gradient, expected)
     assert stage.calls == 3
 
 
@@ -207,11 +207,11 @@ def test_noise_that_is_written_after_it_is_saved_is_drawn_again() -> None:
             return F.rrelu(self.layer(x), 0.1, 0.9, training=True)
 
     stage, x = Noisy(), torch.randn(500, 4, requires_grad=True)
-    found = []
+    gradients = []
     for run in (stage.block, lambda x: recompute(stage.block, x)):
         torch.manual_seed(0)
-        found += torch.autograd.grad(run(x).sum(), x)
-    assert torch.equal(found[1], found[0])
+        gradients += torch.autograd.grad(run(x).sum(), x)
+    assert torch.equal(gradients[1], gradients[0])
 
 
 def test_forwards_in_flight_do_not_disturb_each_other() -> None:
@@ -261,10 +261,10 @@ def test_a_rank_that_recomputes_does_not_disturb_what_another_draws(
         stage, x = Dropping(), torch.randn(5, 4, requires_grad=True)
         result = recompute(stage.block, x)
         monkeypatch.setattr(rng, "seed_torch", seed_and_wait)
-        found = other.submit(draw)
+        drawn = other.submit(draw)
         assert seeded.wait(60)
         result.sum().backward()
-        assert torch.equal(found.result(), expected)
+        assert torch.equal(drawn.result(), expected)
     assert x.grad is not None
     gradient, x.grad, stage.calls = x.grad, None, 3
     with same_draws():
@@ -453,8 +453,8 @@ def test_a_checkpoint_of_the_user_updates_statistics_once(tmp_path: Path) -> Non
         return self.d(self.c(x))
 
     net = Net(forward, norm=nn.BatchNorm1d(4))
-    found = against_one_process(tmp_path, net)
-    assert found.worst < 1e-9
-    assert found.worst_of("buffer")[0] == 0.0
+    diff = against_one_process(tmp_path, net)
+    assert diff.worst < 1e-9
+    assert diff.worst_of("buffer")[0] == 0.0
     state = load_file(tmp_path / "state0.safetensors")
     assert int(state["norm.num_batches_tracked"]) == 3 * 2  # micro-batches, steps

@@ -69,19 +69,19 @@ def simulator(
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "basic", "zb-h1"])
 def test_one_copy_takes_the_time_of_its_schedule_and_the_update(schedule: str) -> None:
     one = simulator(machine(), schedule=schedule)
-    found = one.point(1)
+    point = one.point(1)
     update = UPDATE * MIB / MACHINE.device.memory_bandwidth
     played = split_last_backwards(one.task, run(one.task, one.policy))
     makespan = played.makespan
-    assert found.step_seconds == pytest.approx(makespan + update)
-    assert found.sum_seconds == 0.0
-    assert found.algorithms == ()
+    assert point.step_seconds == pytest.approx(makespan + update)
+    assert point.sum_seconds == 0.0
+    assert point.algorithms == ()
 
 
 def test_a_mirrored_copy_sums_over_its_own_two_replicas() -> None:
-    found = simulator(machine(), schedule="mast", micro_batches=2).point(1)
-    assert found.sum_seconds > 0
-    assert found.algorithms
+    point = simulator(machine(), schedule="mast", micro_batches=2).point(1)
+    assert point.sum_seconds > 0
+    assert point.algorithms
 
 
 def test_parts_add_up_and_efficiency_compares_copies() -> None:
@@ -98,12 +98,12 @@ def test_parts_add_up_and_efficiency_compares_copies() -> None:
 
 def test_sums_hide_behind_what_a_rank_still_computes() -> None:
     """The last stage is done first; the first one's sum is what nothing hides."""
-    found = simulator(machine(), gradient_bytes=MIB)
-    last = found.point(4)
-    sums = found._sums(4)
+    one = simulator(machine(), gradient_bytes=MIB)
+    last = one.point(4)
+    sums = one._sums(4)
     packing = PACKING * MIB / MACHINE.device.memory_bandwidth
     assert last.sum_seconds == pytest.approx(sums[0].seconds + packing)
-    makespan = found.timeline(4).makespan
+    makespan = one.timeline(4).makespan
     update = last.update_seconds
     assert last.step_seconds == pytest.approx(makespan + last.sum_seconds + update)
 
@@ -145,8 +145,8 @@ def test_a_rank_sums_what_all_hold_and_then_its_part_at_full_speed() -> None:
     parts = [((rank,), 8 * MIB) for rank in (0, 1)]
 
     def seconds(*held: Held) -> float:
-        (found,) = gradient_sums(network, [held], num_ranks=2, copies=4)
-        return found.seconds
+        (sums,) = gradient_sums(network, [held], num_ranks=2, copies=4)
+        return sums.seconds
 
     alone = seconds(whole) + seconds(none, *parts)
     assert seconds(whole, *parts) == pytest.approx(alone)
@@ -181,9 +181,9 @@ def test_a_memory_cap_changes_only_what_does_not_fit(share: float) -> None:
     cap = int(max(free.peak_bytes) * share)
     held = [[((rank,), MIB)] for rank in range(4)]
     capped = replace(task, memory_cap=cap)
-    found = Simulator(capped, policy, machine(), held, 8, defers=False).timeline()
-    assert max(found.peak_bytes) <= cap
-    assert (found.orders == free.orders) == (share == 1.0)
+    timeline = Simulator(capped, policy, machine(), held, 8, defers=False).timeline()
+    assert max(timeline.peak_bytes) <= cap
+    assert (timeline.orders == free.orders) == (share == 1.0)
 
 
 def test_two_thousand_ranks_can_be_simulated() -> None:
@@ -197,8 +197,8 @@ def test_two_thousand_ranks_can_be_simulated() -> None:
 def test_a_group_of_ranks_counts_all_of_them() -> None:
     one = simulator(machine(per_node=4), num_stages=2)
     pairs = replace(one, groups=((0, 1), (2, 3)))
-    assert [found.point(2).ranks for found in (one, pairs)] == [4, 8]
-    assert [found.point(2).nodes for found in (one, pairs)] == [1, 2]
+    assert [simulation.point(2).ranks for simulation in (one, pairs)] == [4, 8]
+    assert [simulation.point(2).nodes for simulation in (one, pairs)] == [1, 2]
 
 
 def test_a_model_without_a_loss_adds_up_nothing() -> None:

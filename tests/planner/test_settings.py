@@ -126,9 +126,9 @@ def test_a_restart_on_fewer_ranks_takes_none(command: Gemsc) -> None:
     plan, _ = compiled(command, "--no-check", "--ranks", 3, "--data", 3)
     Path("gemsc.toml").write_text('[compile]\nschedule = "gpipe"\nmicro-batches = 8\n')
     folder = compile_for(Path("program"), plan, 2)
-    found = Plan.read(folder / "plan.toml")
-    assert (found.ranks, found.data, found.micro_batches) == (2, 2, 6)
-    assert found.schedule == "1f1b"
+    smaller = Plan.read(folder / "plan.toml")
+    assert (smaller.ranks, smaller.data, smaller.micro_batches) == (2, 2, 6)
+    assert smaller.schedule == "1f1b"
 
 
 @pytest.mark.slow

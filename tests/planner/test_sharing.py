@@ -119,16 +119,16 @@ def place(monkeypatch: pytest.MonkeyPatch, rank: int, size: int) -> None:
 def test_copies_share_gpus(
     per_device: int, copy_ranks: int, expected: list[int]
 ) -> None:
-    found = [shared_device(rank, per_device, copy_ranks, 8) for rank in range(8)]
-    assert found == expected
+    devices = [shared_device(rank, per_device, copy_ranks, 8) for rank in range(8)]
+    assert devices == expected
 
 
 @pytest.mark.parametrize("per_device", [1, 2, 3, 4, 6, 12])
 @pytest.mark.parametrize("copy_ranks", [1, 2, 3, 4, 6, 12])
 def test_each_gpu_has_as_many_ranks(per_device: int, copy_ranks: int) -> None:
-    found = [shared_device(r, per_device, copy_ranks, 12) for r in range(12)]
+    devices = [shared_device(r, per_device, copy_ranks, 12) for r in range(12)]
     gpus = 12 // per_device
-    assert sorted(found) == sorted([*range(gpus)] * per_device)
+    assert sorted(devices) == sorted([*range(gpus)] * per_device)
 
 
 def test_launchers_tell_how_many_ranks_a_machine_has() -> None:
@@ -254,11 +254,11 @@ def test_the_daemon_starts_once_and_outlives_no_launcher(
     program: Path, log: Path
 ) -> None:
     """Not even one that is killed; the next one sees to what killed keepers left."""
-    found = Path("/tmp").glob(f"{sharing.PREFIX}{os.getuid()}-*")
-    others = {f"quit {folder}" for folder in found}  # of tests that were killed
+    folders = Path("/tmp").glob(f"{sharing.PREFIX}{os.getuid()}-*")
+    others = {f"quit {folder}" for folder in folders}  # of tests that were killed
 
     def lines_told() -> list[str]:
-        return [each for each in log.read_text().splitlines() if each not in others]
+        return [line for line in log.read_text().splitlines() if line not in others]
 
     stale = Path("/tmp") / f"{sharing.PREFIX}{os.getuid()}-{os.getpid()}-1"
     stale.mkdir(exist_ok=True)
@@ -359,8 +359,8 @@ def chosen(gain: float, fits: int, cap: int | None = None) -> int:
             raise GemscError("too large")
 
     asked = CompileOptions(data=8, per_device=AUTO, device_memory=cap)
-    found = choose_sharing(asked, shared, lambda o: ((), o), stage)  # type: ignore[arg-type]
-    return found[1].per_device
+    choice = choose_sharing(asked, shared, lambda o: ((), o), stage)  # type: ignore[arg-type]
+    return choice[1].per_device
 
 
 def test_auto_takes_the_fewest_that_gain_most_and_fit() -> None:

@@ -157,9 +157,9 @@ def test_the_algorithm_of_the_sums_can_be_chosen(gemsc: Gemsc) -> None:
 @pytest.mark.slow
 def test_ranks_of_a_replica_can_share_its_layers(gemsc: Gemsc) -> None:
     words = ("--ranks", "4", "--data", "2", "--curve", "2", "--shards", "2")
-    found = gemsc("simulate", "model.py", *words, "--trunk", "whole")
-    assert found.code == 0, found.err
-    assert "2 replicas of 2 ranks" in found.out
+    outcome = gemsc("simulate", "model.py", *words, "--trunk", "whole")
+    assert outcome.code == 0, outcome.err
+    assert "2 replicas of 2 ranks" in outcome.out
 
 
 # from Python
@@ -173,10 +173,10 @@ def test_every_schedule_can_be_simulated(tmp_path: Path) -> None:
     )
     for schedule in (*SCHEDULES, "auto"):
         options = CompileOptions(ranks=16, data=4, schedule=schedule, hardware="v100")
-        found = simulate(traced, options)
-        assert [point.copies for point in found.points] == [1, 2, 4]
-        assert 0 < found.efficiency <= 1
-        assert found.fits
+        simulated = simulate(traced, options)
+        assert [point.copies for point in simulated.points] == [1, 2, 4]
+        assert 0 < simulated.efficiency <= 1
+        assert simulated.fits
 
 
 @pytest.mark.slow
@@ -199,11 +199,11 @@ def test_more_weights_than_memory_take_none(tmp_path: Path) -> None:
     traced = trace_unfilled(
         load_user_model(str(tmp_path / "huge.py")), read_hardware("h200")
     )
-    found = simulate(traced, CompileOptions(ranks=3, hardware="h200"))
+    simulated = simulate(traced, CompileOptions(ranks=3, hardware="h200"))
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown < 2**20  # 1 GiB in KiB, where weights alone are 43 GB
-    assert max(found.timeline.peak_bytes) > 2 * 60_000**2 * 4
-    del traced, found
+    assert max(simulated.timeline.peak_bytes) > 2 * 60_000**2 * 4
+    del traced, simulated
     gc.collect()  # no process forks beside so much that nobody has written to
 
 
@@ -255,19 +255,19 @@ def test_launches_and_kernels_are_told_apart(tmp_path: Path) -> None:
     (tmp_path / "deep.py").write_text(DEEP)
     machine = read_hardware("a100")
     traced = trace_unfilled(load_user_model(str(tmp_path / "deep.py")), machine)
-    found = share(traced.program, machine.device)
+    alone = share(traced.program, machine.device)
     facts = [meta.facts(node) for node in traced.program.compute_nodes]
-    total = sum(each.forward_seconds + each.backward_seconds for each in facts)
-    assert found.launch + found.kernels == pytest.approx(total)
-    launches = found.launch / machine.device.forward_overhead
+    total = sum(fact.forward_seconds + fact.backward_seconds for fact in facts)
+    assert alone.launch + alone.kernels == pytest.approx(total)
+    launches = alone.launch / machine.device.forward_overhead
     assert launches == pytest.approx(round(launches))
     products = 2 * 17 + 16  # forward, and for weights; inputs, but for the first
     peak = machine.device.peak_flops["float32"] * machine.device.efficiency["matmul"]
     small = products * machine.device.half_flops / peak
-    assert 0 < found.kernels - found.full <= small
+    assert 0 < alone.kernels - alone.full <= small
     both = share(traced.program, machine.device, 2)
-    assert both.kernels == 2 * found.kernels
-    assert both.sum_seconds == found.sum_seconds
+    assert both.kernels == 2 * alone.kernels
+    assert both.sum_seconds == alone.sum_seconds
 
 
 @pytest.mark.slow

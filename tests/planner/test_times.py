@@ -41,9 +41,9 @@ def test_known_coefficients_are_found_again() -> None:
         for _ in range(60)
     ]
     times = [sum(known[name] * value for name, value in row.items()) for row in rows]
-    found = fit_seconds(rows, times)
-    assert found.keys() == {"calls", "flops", "read"}
-    assert all(found[name] == pytest.approx(known[name], rel=1e-6) for name in found)
+    fitted = fit_seconds(rows, times)
+    assert fitted.keys() == {"calls", "flops", "read"}
+    assert all(fitted[name] == pytest.approx(known[name], rel=1e-6) for name in fitted)
 
 
 def test_noise_and_an_outlier_move_the_fit_a_little() -> None:
@@ -51,8 +51,8 @@ def test_noise_and_an_outlier_move_the_fit_a_little() -> None:
     rows = [{"calls": 1.0, "flops": 10 ** rng.uniform(5, 9)} for _ in range(80)]
     times = [(1e-5 + 2e-11 * row["flops"]) * rng.uniform(0.95, 1.05) for row in rows]
     times[7] *= 20
-    found = fit_seconds(rows, times)
-    assert found["flops"] == pytest.approx(2e-11, rel=0.05)
+    fitted = fit_seconds(rows, times)
+    assert fitted["flops"] == pytest.approx(2e-11, rel=0.05)
 
 
 def test_least_squares_agrees_with_trying_all_sets_of_variables() -> None:
@@ -64,8 +64,8 @@ def test_least_squares_agrees_with_trying_all_sets_of_variables() -> None:
             free = [i for i in range(4) if mask >> i & 1]
             part = np.linalg.lstsq(matrix[:, free], right, rcond=None)[0]
             if part.min() >= 0:
-                rest = right - matrix[:, free] @ part
-                best = min(best, float(np.linalg.norm(rest)))
+                residual = right - matrix[:, free] @ part
+                best = min(best, float(np.linalg.norm(residual)))
         x = least_squares(matrix, right)
         assert x.min() >= 0
         assert np.linalg.norm(right - matrix @ x) == pytest.approx(best, rel=1e-9)
@@ -162,7 +162,7 @@ def test_the_backward_of_each_node_is_booked_on_it() -> None:
         nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.Softmax(-1)),
         torch.randn(256, 64),
     )
-    assert all(each.backward_seconds > 0 for each in facts[:4])
+    assert all(fact.backward_seconds > 0 for fact in facts[:4])
     assert facts[2].backward_seconds > 3 * facts[1].backward_seconds
 
 
@@ -190,7 +190,7 @@ def test_launches_and_kernels_of_an_asynchronous_device_overlap() -> None:
         assert kernels > 0
         assert launches == pytest.approx(both - kernels, rel=1e-12)
         assert launches == round(launches)  # each launch takes a second, or two
-        few = {name: each * 1e-12 for name, each in slow.items()}
+        few = {name: cost * 1e-12 for name, cost in slow.items()}
         assert seconds_of_a_stage(**few)[way] == pytest.approx(kernels, rel=1e-3)
 
 
@@ -214,9 +214,9 @@ def test_heads_that_share_a_key_cost_what_others_do(heads: int) -> None:
     for name, before in ((attention, ()), (backward, (query,))):
         operator = getattr(ATEN, name).default
         args = (*before, query, key, key, None)
-        found, _ = work_of(operator, args, {}, (query,))
-        each = key.expand(2, 4, 7, 8) if heads == 1 else key.repeat(1, 4 // heads, 1, 1)
+        flops, _ = work_of(operator, args, {}, (query,))
+        keys = key.expand(2, 4, 7, 8) if heads == 1 else key.repeat(1, 4 // heads, 1, 1)
         counted = flop_registry[operator.overloadpacket](
-            *before, query, each, each, out_val=(query,)
+            *before, query, keys, keys, out_val=(query,)
         )
-        assert found == counted
+        assert flops == counted

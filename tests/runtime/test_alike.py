@@ -162,9 +162,9 @@ def test_a_loop_with_other_batches_or_another_program_is_refused(
     assert f"loop.py:{error}\n" in text
     note = "note: gemsc.load() got no optimizer=: it trains with SGD, learning rate"
     assert text.count(note) == (not is_old)
-    own = ["StepsOfScheduler", "SameBatches", "SameCopies", "LabelsThatCount"]
-    own += ["RoundedNumbers", "UnreadInputs", "DefaultOptimizer"]
-    callbacks = f"{own}\n"
+    names = ["StepsOfScheduler", "SameBatches", "SameCopies", "LabelsThatCount"]
+    names += ["RoundedNumbers", "UnreadInputs", "DefaultOptimizer"]
+    callbacks = f"{names}\n"
     assert text.count(callbacks) == 2 * (not is_old)
 
 
@@ -253,9 +253,9 @@ def test_a_hook_that_changes_a_rate_on_one_rank_is_found(
             assert trainer.optimizer is not None
             trainer.optimizer.param_groups[0]["lr"] /= 10
 
-    own = training_support.program(tmp_path, ranks=2, data=2, cuts=())
+    path = training_support.program(tmp_path, ranks=2, data=2, cuts=())
     user = training_support.user_of(on_step=on_step)
-    training_support.run(own, user, "--epochs", "3", "--save", str(tmp_path / "saved"))
+    training_support.run(path, user, "--epochs", "3", "--save", str(tmp_path / "saved"))
     err = capsys.readouterr().err
     assert ("warning: ranks 0 and 1 have different copies of" in err) != is_everywhere
 
@@ -334,7 +334,7 @@ def test_an_old_copy_of_what_the_file_imports_is_refused(
 def test_an_old_copy_of_a_variant_is_refused(tmp_path: Path) -> None:
     for rank in (0, 1):
         x = [torch.randn(2, 3, 4), torch.randn(2, 5, 4)]
-        given: Any = {"inputs": [(each,) for each in x], "target": x}
+        given: Any = {"inputs": [(tensor,) for tensor in x], "target": x}
         folder = tmp_path / f"{rank}"
         written(folder, Net(lambda self, x: self.b(self.a(x))), ranks=2, **given)
     names = {path.name for path in (tmp_path / "1").glob("rank1*.py")}
@@ -379,7 +379,7 @@ def test_a_run_compares_them(
     monkeypatch.setattr(train, "check_same_files", check)
     monkeypatch.setattr(train.Plan, "read", lambda path: plan)
     with pytest.raises(GemscError, match="compared"):
-        run_local(1, lambda each: train.train(program, each, parse_arguments([])))
+        run_local(1, lambda link: train.train(program, link, parse_arguments([])))
 
 
 def test_python_itself_is_not_compared() -> None:

@@ -97,8 +97,8 @@ ALL = "0-7"
 def test_ranks_are_bound(
     how: str, allowed: list[str], expected: list[str], sockets: Topology
 ) -> None:
-    found = bind([of(each) for each in allowed], sockets, how)
-    assert found == [of(each) for each in expected]
+    bound = bind([of(cores) for cores in allowed], sockets, how)
+    assert bound == [of(cores) for cores in expected]
 
 
 def test_fewer_ranks_than_domains_have_several_each() -> None:
@@ -128,8 +128,8 @@ def test_a_core_for_each_of_more_ranks_is_refused(sockets: Topology) -> None:
 def test_cores_are_shared_by_those_that_may_use_them(
     cores: list[str], shares: list[int]
 ) -> None:
-    found = [of(each) for each in cores]
-    assert [share_of(rank, found) for rank in range(len(found))] == shares
+    usable = [of(text) for text in cores]
+    assert [share_of(rank, usable) for rank in range(len(usable))] == shares
 
 
 # what a rank does with them
@@ -162,25 +162,25 @@ def test_ranks_share_the_cores_of_their_machine(
     spins: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    own, found = threading.local(), ({}, {})  # by rank
+    local, noted = threading.local(), ({}, {})  # by rank
 
     def note(place: int, value: object) -> None:
-        found[place][own.rank] = value
+        noted[place][local.rank] = value
 
     def run(transport: LocalTransport) -> None:
-        own.rank = transport.rank
+        local.rank = transport.rank
         share_cores(transport, how, num_helpers=helpers)
 
-    monkeypatch.setattr(binding, "_machine", lambda: ranks[own.rank][0])
-    monkeypatch.setattr(binding, "usable_cores", lambda: of(ranks[own.rank][1]))
+    monkeypatch.setattr(binding, "_machine", lambda: ranks[local.rank][0])
+    monkeypatch.setattr(binding, "usable_cores", lambda: of(ranks[local.rank][1]))
     monkeypatch.setattr(binding, "Topology", SimpleNamespace(read=Topology))
     monkeypatch.setattr(binding, "spin", lambda: note(1, True))
     monkeypatch.setattr(torch, "set_num_threads", partial(note, 0))
     for name in ("OMP_NUM_THREADS", "GEMSC_NUM_THREADS", *OF_TORCH):
         monkeypatch.delenv(name, raising=False)
     run_local(len(ranks), run)
-    assert [found[0][rank] for rank in range(len(ranks))] == threads
-    assert sorted(found[1]) == spins
+    assert [noted[0][rank] for rank in range(len(ranks))] == threads
+    assert sorted(noted[1]) == spins
 
 
 def test_what_the_system_forbids_is_told_unless_nobody_asked(
@@ -265,10 +265,10 @@ def two() -> list[int]:
 
 def told(program: Path) -> list[dict[str, object]]:
     paths = [program / f"rank{rank}.py.json" for rank in range(2)]
-    found = [json.loads(path.read_text()) for path in paths]
+    notes = [json.loads(path.read_text()) for path in paths]
     for path in paths:
         path.unlink()
-    return found
+    return notes
 
 
 def run(program: Path, *words: object, cores: Sequence[int]) -> Outcome:
@@ -310,10 +310,10 @@ def test_a_run_binds_its_ranks(
     assert done.code == 0, done.err
     if not is_bound and len(Topology.read().domains_in(frozenset(two))) > 1:
         pytest.skip("these cores are of two domains")
-    for rank, found in enumerate(told(program)):
-        assert found["cores"] == ([[two[rank]]] if is_bound else [two])
-        assert found["threads"] == 1
-        assert found["spins"] is spins
+    for rank, note in enumerate(told(program)):
+        assert note["cores"] == ([[two[rank]]] if is_bound else [two])
+        assert note["threads"] == 1
+        assert note["spins"] is spins
 
 
 @pytest.mark.slow
@@ -333,7 +333,7 @@ def test_what_the_launcher_has_bound_stays(program: Path, two: list[int]) -> Non
             patch.setenv(name, value)
         done = run(program, mpirun, "-n", 2, *where, program, cores=two)
     assert done.code == 0, done.err
-    assert [found["cores"] for found in told(program)] == [[[first]], [[last]]]
+    assert [note["cores"] for note in told(program)] == [[[first]], [[last]]]
 
 
 @pytest.mark.slow(1)

@@ -17,8 +17,8 @@ def waits_at(capfd: pytest.CaptureFixture[str]) -> int:
     said, end = "", time.monotonic() + 60
     while time.monotonic() < end:
         said += capfd.readouterr().err
-        if found := re.search(r"rank 3 on \S+ waits .*: nc localhost (\d+)\n", said):
-            return int(found[1])
+        if match := re.search(r"rank 3 on \S+ waits .*: nc localhost (\d+)\n", said):
+            return int(match[1])
         time.sleep(0.01)
     raise AssertionError(said)
 

@@ -94,13 +94,13 @@ def train_and_save(
 
 def everything(trainer: Trainer) -> State:
     """Return the steps, the model and the optimizer's tensors of a rank, by name."""
-    rank, found = trainer.transport.rank, {}
-    found[f"steps of rank {rank}"] = torch.tensor(trainer.worker.steps.done)
+    rank, state = trainer.transport.rank, {}
+    state[f"steps of rank {rank}"] = torch.tensor(trainer.worker.steps.done)
     assert trainer.worker.updates.optimizer is not None
-    for index, each in trainer.worker.updates.optimizer.state_dict()["state"].items():
-        for key, tensor in each.items():
-            found[f"{key} {index} of rank {rank}"] = tensor
-    return {name: t.clone() for name, t in (found | trainer.state_dict()).items()}
+    for index, slots in trainer.worker.updates.optimizer.state_dict()["state"].items():
+        for key, tensor in slots.items():
+            state[f"{key} {index} of rank {rank}"] = tensor
+    return {name: t.clone() for name, t in (state | trainer.state_dict()).items()}
 
 
 def resumed(
@@ -135,8 +135,8 @@ def test_a_folder_holds_checkpoints_and_a_link(program: Path, tmp_path: Path) ->
         steps = {f"step-{n:06d}" for n in range(1, step + 1)}
         assert names_in(folder) == {*steps, "latest"}
         assert (folder / "latest").readlink() == Path(f"step-{step:06d}")
-        found = names_in(folder / "latest")
-        assert found == {"manifest.json", "rank0.safetensors", "rank1.safetensors"}
+        names = names_in(folder / "latest")
+        assert names == {"manifest.json", "rank0.safetensors", "rank1.safetensors"}
         model = weights_in(folder)
         (folder / "model.safetensors").unlink()
         assert all(torch.equal(tensor, state[n]) for n, tensor in model.items())
@@ -216,8 +216,8 @@ def test_extra_state_of_a_loop_comes_back(program: Path, tmp_path: Path) -> None
         trainer.save(tmp_path, extra=extra)
 
     on_ranks(program, 2, work)
-    found = on_ranks(program, 2, lambda trainer: trainer.resume(tmp_path))
-    assert found == [extra, extra]
+    extras = on_ranks(program, 2, lambda trainer: trainer.resume(tmp_path))
+    assert extras == [extra, extra]
     with pytest.raises(GemscError, match=r"own: act holds a builtin.*, which no"):
         on_ranks(program, 2, lambda t: t.save(tmp_path, extra={"act": len}))
     assert not [name for name in names_in(tmp_path) if name.startswith(".")]
@@ -245,11 +245,11 @@ def test_no_checkpoint_has_parts_of_two_runs(
     is_late, other_has_written, is_over = (threading.Event() for _ in range(3))
     complete = write._Job.complete
 
-    def late(path: Path, *rest: Any, **options: Any) -> Any:
+    def late(path: Path, *args: Any, **options: Any) -> Any:
         if path.name == "rank1.safetensors" and not is_late.is_set():
             is_late.set()
             other_has_written.wait(60)
-        return write_stream(path, *rest, **options)
+        return write_stream(path, *args, **options)
 
     def wait_for_the_late(job: Any) -> None:
         if not other_has_written.is_set():
@@ -281,19 +281,19 @@ def test_no_checkpoint_has_parts_of_two_runs(
         parts = on_ranks(program, 2, other, optimizer=adam)
     assert re.search("another run removed|cannot be written", told.result())
     saved = {name: tensor for part in parts for name, tensor in part.items()}
-    found = resumed(program, tmp_path)
-    assert all(torch.equal(found[name], tensor) for name, tensor in saved.items())
+    loaded = resumed(program, tmp_path)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in saved.items())
 
 
 def test_a_thread_ends_when_another_run_removes_what_it_writes(
     program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def removed(path: Path, *rest: Any, **options: Any) -> Any:
+    def removed(path: Path, *args: Any, **options: Any) -> Any:
         if path.name == "rank1.safetensors":
             while not (path.parent / "rank0.json").exists():
                 time.sleep(0.01)
             shutil.rmtree(path.parent)
-        return write_stream(path, *rest, **options)
+        return write_stream(path, *args, **options)
 
     monkeypatch.setattr(write, "write_stream", removed)
 
@@ -310,11 +310,11 @@ def test_a_file_that_another_run_removed_is_missed(
 ) -> None:
     is_removed = threading.Event()
 
-    def removed(path: Path, *rest: Any, **options: Any) -> Any:
+    def removed(path: Path, *args: Any, **options: Any) -> Any:
         if path.name == "rank1.safetensors":
             is_removed.wait(60)
-            return write_stream(path, *rest, **options)
-        facts = write_stream(path, *rest, **options)
+            return write_stream(path, *args, **options)
+        facts = write_stream(path, *args, **options)
         shutil.rmtree(path.parent)
         is_removed.set()
         return facts
@@ -442,9 +442,9 @@ def test_a_checkpoint_is_that_of_its_step_while_training_goes_on(
 ) -> None:
     has_gone_on = [threading.Event(), threading.Event()]
 
-    def late(path: Path, *rest: Any, **options: Any) -> Any:
+    def late(path: Path, *args: Any, **options: Any) -> Any:
         assert has_gone_on["rank1" in path.name].wait(60)
-        return write_stream(path, *rest, **options)
+        return write_stream(path, *args, **options)
 
     monkeypatch.setattr(write, "write_stream", late)
 
@@ -461,8 +461,8 @@ def test_a_checkpoint_is_that_of_its_step_while_training_goes_on(
 
     parts = on_ranks(program, 2, work, optimizer=adam)
     state = {name: tensor for part in parts for name, tensor in part.items()}
-    found = resumed(program, tmp_path / "beside" / "step-000001")
-    assert same(found, state)
+    loaded = resumed(program, tmp_path / "beside" / "step-000001")
+    assert same(loaded, state)
     assert int(resumed(program, tmp_path / "beside")["steps of rank 0"]) == 2
     assert len(names_in(tmp_path / "beside")) == 3
 
@@ -471,10 +471,10 @@ def test_a_checkpoint_is_that_of_its_step_while_training_goes_on(
 def test_a_thread_that_cannot_write_is_heard(
     before: int, program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(path: Path, *rest: Any, **options: Any) -> Any:
+    def full(path: Path, *args: Any, **options: Any) -> Any:
         if path.name == "rank1.safetensors" and f"{before + 1:06d}" in str(path):
             raise OSError(28, "No space left on device")
-        return write_stream(path, *rest, **options)
+        return write_stream(path, *args, **options)
 
     monkeypatch.setattr(write, "write_stream", full)
 
@@ -563,9 +563,9 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(
             shutil.copytree(saved, folder, symlinks=True)
         was_killed = is_killed(program, saved, folder, killer, count)
         if older or any(folder.glob("step-*")):
-            found = resumed(program, folder)
-            step = int(found["steps of rank 0"])
-            assert same(found, states[step])
+            loaded = resumed(program, folder)
+            step = int(loaded["steps of rank 0"])
+            assert same(loaded, states[step])
             seen.add(step)
         else:
             with pytest.raises(GemscError, match=r"is not a checkpoint|there is no"):

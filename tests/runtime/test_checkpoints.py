@@ -293,8 +293,8 @@ def test_a_state_of_ones_own_comes_back_as_it_was(
     words = ("--epochs", "9", "--save", str(tmp_path / "run"), "--steps")
     whole = run(folder, user, *words[:2], "--steps", "7")
     run(folder, user, *words, "3")
-    found = run(folder, user, *words, "7", "--resume")
-    for mine, theirs in zip(whole, found, strict=True):
+    resumed = run(folder, user, *words, "7", "--resume")
+    for mine, theirs in zip(whole, resumed, strict=True):
         assert all(torch.equal(mine[name], theirs[name]) for name in mine)
     if "optimizer" in given:
         (state,) = run(
@@ -380,20 +380,20 @@ def test_an_evaluation_that_fails_loses_nothing(tmp_path: Path) -> None:
         again = "--resume", str(tmp_path / "saved")
         kept = f"{tmp_path / 'saved'} holds the checkpoint of step {step}: go on"
         assert kept in str(caught.value)
-    found = run(tmp_path, user(), *words, tmp_path / "saved", *again)
+    resumed = run(tmp_path, user(), *words, tmp_path / "saved", *again)
     assert called == undisturbed
     assert len(called) == 3
     latest = (tmp_path / name / "latest" for name in ("whole", "saved"))
-    whole, again_whole = (Manifest.read(each).progress for each in latest)
+    whole, again_whole = (Manifest.read(path).progress for path in latest)
     assert whole == again_whole  # what has been best, and that nothing is owed
-    for ours, theirs in zip(found, wanted, strict=True):
+    for ours, theirs in zip(resumed, wanted, strict=True):
         assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
 
 
 def logged_evaluations(folder: Path) -> list[int]:
     """Return after which steps the log has an evaluation."""
     records = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
-    return [each["step"] for each in records if each["event"] == "evaluation"]
+    return [record["step"] for record in records if record["event"] == "evaluation"]
 
 
 @pytest.mark.parametrize("fails_in", ["eval_dataset", "on_epoch"])
@@ -438,11 +438,11 @@ def test_what_fails_after_the_first_epoch_loses_nothing(
     assert [path.name for path in folder.glob("step-*")] == ["step-000002-early"]
     wrong, told = set(), []
     again = "--resume", str(tmp_path / "saved")
-    found = run(tmp_path, user, *words, tmp_path / "saved", *again)
+    resumed = run(tmp_path, user, *words, tmp_path / "saved", *again)
     assert told == undisturbed
     assert logged_evaluations(folder) == logged_evaluations(saves)
     assert not (folder / "step-000002-early").exists()
-    for ours, theirs in zip(found, wanted, strict=True):
+    for ours, theirs in zip(resumed, wanted, strict=True):
         assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
 
 
@@ -525,9 +525,9 @@ def test_what_a_hook_saves_in_the_last_step_of_an_epoch_owes_its_end(
     user = user_of(eval_dataset=pairs, scheduler=plateau, **hooks)
     words = "--epochs", "2", "--save", str(tmp_path / "run")
     whole = run(program(tmp_path / "program"), user, *words)
-    found = run(tmp_path / "program", user, *words, "--resume", tmp_path / "own")
+    resumed = run(tmp_path / "program", user, *words, "--resume", tmp_path / "own")
     assert sorted(epochs) == [0] * 4 + [1] * 4
-    assert all(torch.equal(found[0][name], whole[0][name]) for name in whole[0])
+    assert all(torch.equal(resumed[0][name], whole[0][name]) for name in whole[0])
 
 
 def test_what_was_the_best_of_another_figure_is_forgotten() -> None:

@@ -51,15 +51,15 @@ def mean_of_all(output: Tensor, target: Tensor) -> Tensor:
 def batches(size: int, count: int, *shape: int) -> list[tuple[Tensor, Tensor]]:
     """Return batches of which each sample ignores another share of its targets."""
     generator = torch.Generator().manual_seed(1)
-    found = []
+    pairs = []
     for _ in range(count):
         x = torch.randn(size, WIDTH, *shape, generator=generator)
         target = torch.randint(0, CLASSES, (size, *shape), generator=generator)
         share = torch.arange(size).view(size, *(1 for _ in shape)) / size
         ignored = torch.rand(target.shape, generator=generator) < share
         ignored[0] = False
-        found.append((x, torch.where(ignored, IGNORED, target)))
-    return found
+        pairs.append((x, torch.where(ignored, IGNORED, target)))
+    return pairs
 
 
 def one_process(
@@ -70,7 +70,7 @@ def one_process(
     losses = []
     for first in range(0, len(data), accumulate):
         part = data[first : first + accumulate]
-        x, target = (torch.cat(each) for each in zip(*part, strict=True))
+        x, target = (torch.cat(tensors) for tensors in zip(*part, strict=True))
         loss = mean_of_all(model(x), target)
         optimizer.zero_grad()
         loss.backward()
@@ -94,12 +94,12 @@ def on_all(
 
 
 def is_alike(
-    found: list[tuple[list[float], dict[str, Tensor]]],
+    actual: list[tuple[list[float], dict[str, Tensor]]],
     expected: tuple[list[float], dict[str, Tensor]],
 ) -> None:
     losses, state = expected
     seen: set[str] = set()
-    for of_rank, tensors in found:
+    for of_rank, tensors in actual:
         torch.testing.assert_close(of_rank, losses)
         for name, tensor in tensors.items():
             if tensor.shape == state[name].shape:
@@ -134,8 +134,8 @@ def test_the_steps_of_an_update_are_one_batch(tmp_path: Path) -> None:
         data[1][0],
         torch.full_like(data[1][1], IGNORED).index_fill(0, torch.tensor([3]), 2),
     )
-    found = on_all(tmp_path, data, 2, accumulate=2)
-    is_alike(found, one_process(Net(simple), data, accumulate=2))
+    actual = on_all(tmp_path, data, 2, accumulate=2)
+    is_alike(actual, one_process(Net(simple), data, accumulate=2))
 
 
 @pytest.mark.slow(1)
@@ -221,10 +221,10 @@ class Few(Dataset):
 @pytest.mark.parametrize("loss", [counted, weighed])
 def test_held_out_losses_are_means_over_all_terms(tmp_path: Path, loss: Any) -> None:
     written(tmp_path, Net(simple), (X,), loss, TARGET, ranks=2, micro_batches=2)
-    found: list[float] = []
+    losses: list[float] = []
 
     def on_epoch(trainer: Trainer, epoch: int, figures: dict[str, float]) -> None:
-        found.append(figures["loss"])
+        losses.append(figures["loss"])
 
     user = user_of(
         loss=loss,
@@ -237,8 +237,8 @@ def test_held_out_losses_are_means_over_all_terms(tmp_path: Path, loss: Any) -> 
     few = Few()
     with torch.no_grad():
         expected = mean_of_all(Net(simple)(few.x), few.target)
-    assert len(found) == 2  # on each rank
-    assert found == pytest.approx([float(expected)] * 2)
+    assert len(losses) == 2  # on each rank
+    assert losses == pytest.approx([float(expected)] * 2)
 
 
 @pytest.mark.slow(1)
@@ -259,8 +259,8 @@ def test_it_is_proved_for_all_inputs(
         monkeypatch.setattr(
             Steps, "own_mean", lambda self: Mean(*own_mean(self).sums[:1], 2, 1, 2)
         )
-    found = check_all_inputs(tmp_path, net[0], counted, (x,), target, draws=1)
-    assert found.verdict == ("not equal" if mutant else "proved"), found
+    proof = check_all_inputs(tmp_path, net[0], counted, (x,), target, draws=1)
+    assert proof.verdict == ("not equal" if mutant else "proved"), proof
 
 
 def test_a_step_without_terms_is_not_finite(tmp_path: Path) -> None:
@@ -276,14 +276,14 @@ def test_after_a_loss_that_is_not_finite_terms_are_counted_anew(tmp_path: Path) 
     ((x, target),) = batches(4, 1)
 
     def work(trainer: Trainer, *inputs: Tensor) -> dict[str, Tensor]:
-        for each in inputs:
+        for tensor in inputs:
             with suppress(NotFiniteError):
-                trainer.step((each,), target)
+                trainer.step((tensor,), target)
         return {name: tensor.clone() for name, tensor in trainer.state_dict().items()}
 
-    found = on_ranks(tmp_path, 2, lambda trainer: work(trainer, x / 0, x))
+    states = on_ranks(tmp_path, 2, lambda trainer: work(trainer, x / 0, x))
     wanted = on_ranks(tmp_path, 2, lambda trainer: work(trainer, x))
-    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    torch.testing.assert_close(states, wanted, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

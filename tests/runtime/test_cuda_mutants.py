@@ -71,8 +71,8 @@ def test_without_it_a_check_fails(mutant: Mutant) -> None:
 
 
 if __name__ == "__main__":
-    for each in MUTANTS:
-        if all(word in each.name for word in sys.argv[1:]):
-            found = what_fails(each) or "NOTHING FAILS"
-            sys.stdout.write(f"{each.name} -> {found}\n")
+    for mutant in MUTANTS:
+        if all(word in mutant.name for word in sys.argv[1:]):
+            failing = what_fails(mutant) or "NOTHING FAILS"
+            sys.stdout.write(f"{mutant.name} -> {failing}\n")
             sys.stdout.flush()

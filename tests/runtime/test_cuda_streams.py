@@ -64,8 +64,8 @@ def test_a_device_gives_the_numbers_of_the_cpu(
     for seed in range(SEEDS) if thorough else (0, 1):
         for cuda_aware in (False, True):
             number = seed if thorough else 2 * seed + cuda_aware  # each order once
-            found = program.simulated(number, cuda_aware=cuda_aware)
-            assert_equal(found, program.on_cpu)
+            simulated = program.simulated(number, cuda_aware=cuda_aware)
+            assert_equal(simulated, program.on_cpu)
 
 
 @pytest.mark.slow(1)

@@ -71,12 +71,12 @@ def saved(program: Path) -> Path:
 
 def everything(trainer: Trainer) -> State:
     """Return what a rank has, by name."""
-    found = {"steps": torch.tensor(trainer.worker.steps.done)}
-    found["generator"] = torch.get_rng_state()
+    state = {"steps": torch.tensor(trainer.worker.steps.done)}
+    state["generator"] = torch.get_rng_state()
     assert trainer.worker.updates.optimizer is not None
-    for index, each in trainer.worker.updates.optimizer.state_dict()["state"].items():
-        found |= {f"{key} {index}": tensor for key, tensor in each.items()}
-    return {name: t.clone() for name, t in (found | trainer.state_dict()).items()}
+    for index, slots in trainer.worker.updates.optimizer.state_dict()["state"].items():
+        state |= {f"{key} {index}": tensor for key, tensor in slots.items()}
+    return {name: t.clone() for name, t in (state | trainer.state_dict()).items()}
 
 
 def same(one: State, other: State) -> bool:
@@ -97,11 +97,11 @@ def flip(path: Path, at: int) -> None:
 def edit(folder: Path, act: Callable[[Any], object], *, seals: bool = True) -> None:
     """Change the content of a manifest; give it the digest that it needs."""
     path = folder / "manifest.json"
-    found = json.loads(path.read_text())
-    act(found["content"])
+    manifest = json.loads(path.read_text())
+    act(manifest["content"])
     if seals:
-        found["sha256"] = _digest(found["content"])
-    path.write_text(json.dumps(found))
+        manifest["sha256"] = _digest(manifest["content"])
+    path.write_text(json.dumps(manifest))
 
 
 def swap(folder: Path) -> None:
@@ -457,8 +457,8 @@ def attempt(trainer: Trainer, place: Path) -> Refusal:
     before, error = everything(trainer), None
     try:
         trainer.resume(place)
-    except Exception as found:
-        error = found
+    except Exception as caught:
+        error = caught
     return Refusal(error, same(before, everything(trainer)))
 
 
@@ -473,8 +473,8 @@ def refusals(program: Path, saved: Path) -> dict[str, list[Refusal]]:
         places[name] = folder
     (root / "foreign").mkdir()
     places |= {name: make(root / "foreign") for name, (make, *_) in FOREIGN.items()}
-    rest = [path for path in (root / "damages").rglob(".*")]
-    assert not rest
+    hidden = [path for path in (root / "damages").rglob(".*")]
+    assert not hidden
 
     def work(trainer: Trainer) -> dict[str, Refusal]:
         trainer.step(*BATCH)
@@ -525,10 +525,10 @@ def wrong_states(program: Path) -> dict[str, Refusal]:
 
     def work(trainer: Trainer) -> dict[str, Refusal]:
         trainer.step(*BATCH)
-        found = {name: attempt(trainer, root / name) for name in STATES}
+        refused = {name: attempt(trainer, root / name) for name in STATES}
         trainer.resume(root / "saved")
         trainer.step(*BATCH)
-        return found
+        return refused
 
     return on_ranks(program, 2, work, optimizer=adam, **options)[1]
 
@@ -619,11 +619,11 @@ def changed(value: Any, draw: random.Random) -> Any:
         at = draw.randrange(len(value))
         return [*value[:at], changed(value[at], draw), *value[at + 1 :]]
     key = draw.choice([*value])
-    rest = {name: each for name, each in value.items() if name != key}
+    others = {name: member for name, member in value.items() if name != key}
     if draw.random() < 0.2:
-        return rest
+        return others
     if draw.random() < 0.2:
-        return {**rest, draw.choice(["", "x", "../x", "model/x"]): value[key]}
+        return {**others, draw.choice(["", "x", "../x", "model/x"]): value[key]}
     return {**value, key: changed(value[key], draw)}
 
 
@@ -643,9 +643,9 @@ def test_a_manifest_with_anything_in_it_is_taken_or_refused(
 
     def work(trainer: Trainer) -> list[str]:
         wrong = []
-        for number, found in enumerate(sealed):
+        for number, manifest in enumerate(sealed):
             if trainer.transport.rank == 0:
-                (folder / M).write_text(json.dumps(found))
+                (folder / M).write_text(json.dumps(manifest))
             trainer.transport.barrier()
             refusal = attempt(trainer, folder)
             if refusal.error is not None and not isinstance(refusal.error, GemscError):

@@ -106,8 +106,8 @@ def test_a_dataset_is_told_which_epoch_begins(kind: Any, workers: int) -> None:
     read = Batches(kind(Curriculum()), 4, seed=0, shuffle=True, workers=workers)
     for number in (3, 4, 7):  # a run that goes on begins with any
         first = 1 if number == 3 else 0
-        found = [b.data[0][:, 1].tolist() for b in read.epoch(number, first)]
-        assert found == [[float(number)] * 4] * (2 - first)
+        told = [b.data[0][:, 1].tolist() for b in read.epoch(number, first)]
+        assert told == [[float(number)] * 4] * (2 - first)
     read.close()
 
 
@@ -121,10 +121,10 @@ def test_training_drops_a_batch_that_is_not_full() -> None:
 def test_evaluation_fills_the_last_batch_up_and_says_how_much_counts() -> None:
     batches = Batches(Noisy(), 4, seed=0, shuffle=False)
     assert len(batches) == 3
-    found = list(batches.epoch(0))
+    taken = list(batches.epoch(0))
     assert [len(row.indices) for row in batches.rows(0)] == [4, 4, 2]
-    assert [batch.is_full for batch in found] == [True, True, False]
-    assert found[2].data[1].tolist() == [8, 9, 9, 9]
+    assert [batch.is_full for batch in taken] == [True, True, False]
+    assert taken[2].data[1].tolist() == [8, 9, 9, 9]
 
 
 def test_copies_of_the_model_share_a_batch() -> None:
@@ -134,12 +134,12 @@ def test_copies_of_the_model_share_a_batch() -> None:
 
 
 def test_a_copy_may_have_nothing_that_counts_in_the_last_batch() -> None:
-    found = [
+    parts = [
         list(Batches(Noisy(9), 4, seed=0, shuffle=False, part=p, num_parts=2).epoch(0))
         for p in range(2)
     ]
-    assert [batches[-1].data[1].tolist() for batches in found] == [[8, 8], [8, 8]]
-    assert not any(batches[-1].is_full for batches in found)
+    assert [batches[-1].data[1].tolist() for batches in parts] == [[8, 8], [8, 8]]
+    assert not any(batches[-1].is_full for batches in parts)
 
 
 def test_an_epoch_can_be_gone_on_with() -> None:
@@ -152,9 +152,9 @@ class CountedTensor(Tensor):
     taken = 0
 
     def __getitem__(self, place: Any) -> Tensor:
-        found: Tensor = super().__getitem__(place)
-        CountedTensor.taken += found.numel()
-        return found
+        picked: Tensor = super().__getitem__(place)
+        CountedTensor.taken += picked.numel()
+        return picked
 
 
 @pytest.mark.slow(1)
@@ -172,10 +172,10 @@ def test_of_the_order_of_an_epoch_each_batch_takes_its_own_samples(
     options: dict[str, Any] = {"seed": 0, "shuffle": True, "part": part}
     batches = Batches(Noisy(1000), 4, num_parts=2, **options)
     monkeypatch.setattr(CountedTensor, "taken", 0)
-    found = iter(batches.epoch(0))
-    next(found)
+    stream = iter(batches.epoch(0))
+    next(stream)
     assert 0 < CountedTensor.taken < 20
-    assert len([*found]) == 249
+    assert len([*stream]) == 249
     assert CountedTensor.taken < 3 * 1000
     monkeypatch.setattr(CountedTensor, "taken", 0)
     next(batches.rows(0, 3))
@@ -209,10 +209,10 @@ def test_samples_that_make_no_batch_are_refused(samples: Any, message: str) -> N
 
 
 def test_seeds_depend_on_every_part() -> None:
-    found = {seed_of(a, b, c) for a in range(5) for b in range(5) for c in range(5)}
-    assert len(found) == 125
+    seeds = {seed_of(a, b, c) for a in range(5) for b in range(5) for c in range(5)}
+    assert len(seeds) == 125
     assert seed_of(1, 23) != seed_of(12, 3)
-    assert all(0 <= seed < 2**64 for seed in found)
+    assert all(0 <= seed < 2**64 for seed in seeds)
 
 
 # Generators that a dataset has of its own
@@ -298,8 +298,8 @@ class Drawing(Noisy):
     def drawn(self) -> list[Any]:
         return [
             draw
-            for each in self.options["several"]
-            for draw in (each.transforms if isinstance(each, Compose) else [each])
+            for step in self.options["several"]
+            for draw in (step.transforms if isinstance(step, Compose) else [step])
         ]
 
 
@@ -321,16 +321,16 @@ OWN = {
 def test_generators_that_a_dataset_holds_are_seeded_for_each_sample(name: str) -> None:
     """So a sample is the same wherever and after whatever it is read."""
     dataset = Drawing(OWN[name]())
-    found = {s[0]: s[4:] for batch in epoch(2, dataset=dataset, size=5) for s in batch}
+    draws = {s[0]: s[4:] for batch in epoch(2, dataset=dataset, size=5) for s in batch}
     other = Drawing(OWN[name]())
     epoch(0, dataset=other)
     for options in ({}, {"first": 1}, {"workers": 2}):
         for sample in chain(*epoch(2, dataset=other, **options)):
-            assert sample[4:] == found[sample[0]]
-    drawn = [number for numbers in found.values() for number in numbers]
+            assert sample[4:] == draws[sample[0]]
+    drawn = [number for numbers in draws.values() for number in numbers]
     assert len({*drawn}) == len(drawn) >= 10
-    for each in epoch(1, dataset=dataset), epoch(2, dataset=dataset, seed=8):
-        assert each[0][0][4] not in drawn
+    for batches in epoch(1, dataset=dataset), epoch(2, dataset=dataset, seed=8):
+        assert batches[0][0][4] not in drawn
 
 
 def test_an_epoch_with_more_samples_is_refused() -> None:
@@ -347,8 +347,8 @@ def test_an_epoch_with_more_samples_is_refused() -> None:
 
 
 def test_two_generators_of_a_dataset_give_different_numbers() -> None:
-    own = Drawing(random.Random().random, random.Random().random)
-    (*_, one, other) = epoch(dataset=own)[0][0]
+    dataset = Drawing(random.Random().random, random.Random().random)
+    (*_, one, other) = epoch(dataset=dataset)[0][0]
     assert one != other
 
 
@@ -360,7 +360,7 @@ def test_a_generator_that_an_epoch_brings_is_seeded_too() -> None:
     def drawn() -> list[float]:
         dataset = New()
         reader = SeededReader(dataset, 0)
-        return [reader.read(each, 0, lambda: dataset.rng.random()) for each in range(2)]
+        return [reader.read(i, 0, lambda: dataset.rng.random()) for i in range(2)]
 
     assert drawn() == drawn()
 
@@ -368,14 +368,14 @@ def test_a_generator_that_an_epoch_brings_is_seeded_too() -> None:
 def test_generators_that_all_share_are_seeded_as_ever() -> None:
     shared = Drawing(np.random.rand, random.random, np.random.mtrand._rand.rand)
     seed = seed_of(0, 0, 3)
-    found = epoch(dataset=shared, shuffle=False)[0][3]
+    sample = epoch(dataset=shared, shuffle=False)[0][3]
     numpy, python = np.random.RandomState(seed % 2**32), random.Random(seed)
-    assert found[2] == torch.tensor(python.random())
-    assert found[5] == torch.tensor(python.random())
+    assert sample[2] == torch.tensor(python.random())
+    assert sample[5] == torch.tensor(python.random())
     wanted = [torch.tensor(numpy.rand()).item() for _ in range(3)]
-    assert [found[3], found[4], found[6]] == wanted
+    assert [sample[3], sample[4], sample[6]] == wanted
     torch.manual_seed(seed)
-    assert found[1] == torch.rand(())
+    assert sample[1] == torch.rand(())
 
 
 def test_of_a_long_list_only_the_first_items_are_looked_at() -> None:

@@ -39,5 +39,5 @@ def test_a_file_that_makes_all_tensors_wide(tmp_path: Path) -> None:
     log = Path(f"{file}.log")
     log.unlink()
     options = parse_arguments(["--steps", "1"])
-    run_local(1, lambda each: train.train(program, each, options))
+    run_local(1, lambda transport: train.train(program, transport, options))
     assert log.read_text() == "torch.float64\n"

@@ -55,7 +55,7 @@ def test_buckets_leave_in_order_as_soon_as_they_are_complete() -> None:
         with leaving_early([sums], lambda: None):
             backward(named)
         sums.finish()
-    assert [each for each in log if "sum" in each] == [f"sum of {n}" for n in ORDER]
+    assert [line for line in log if "sum" in line] == [f"sum of {n}" for n in ORDER]
     for name in ORDER[:-2]:
         assert log.index(f"sum of {name}") < log.index("a.weight")
 
@@ -166,22 +166,22 @@ def trained(
     size = program.plan.batch_size // len(X)
     early = []
 
-    def work(own: Trainer) -> dict[str, Tensor]:
-        for each in own.worker.updates._departures.values():
-            finish = each.finish
+    def work(runner: Trainer) -> dict[str, Tensor]:
+        for sums in runner.worker.updates._departures.values():
+            finish = sums.finish
 
-            def noted(each: Departures = each, finish: Any = finish) -> None:
-                early.append(len(each._gone))
+            def noted(sums: Departures = sums, finish: Any = finish) -> None:
+                early.append(len(sums._gone))
                 finish()
 
-            each.finish = noted  # type: ignore[method-assign]
+            sums.finish = noted  # type: ignore[method-assign]
         for step in range(STEPS):
             given, wanted = batch_of((X + step, X), size)
-            own.step(given.double(), wanted.double())
+            runner.step(given.double(), wanted.double())
             if freeze and step == 0:
-                for name, parameter in own.worker.stages.parameters.items():
+                for name, parameter in runner.worker.stages.parameters.items():
                     parameter.requires_grad_("bias" not in name)
-        return own.state_dict()
+        return runner.state_dict()
 
     options = {"optimizer": adamw, "dtype": torch.float64, **trainer}
     return on_ranks(folder, program.plan.ranks, work, **options), early, program

@@ -157,8 +157,8 @@ def test_deterministic_runs_pin_what_nccl_adds_by(
     benchmark = torch.backends.cudnn.benchmark
     try:
         claim_device(torch.device("cpu"), deterministic=True)
-        found = os.environ["NCCL_ALGO"], os.environ["NCCL_PROTO"]
-        assert found == ("Ring", given or "Simple")
+        settings = os.environ["NCCL_ALGO"], os.environ["NCCL_PROTO"]
+        assert settings == ("Ring", given or "Simple")
     finally:
         torch.use_deterministic_algorithms(False)
         torch.backends.cudnn.benchmark = benchmark
@@ -179,12 +179,12 @@ def test_one_process_trains_on_a_device_as_on_the_cpu() -> None:
     given = (model, mse, [((X,), X)] * 2, 2, torch.float64)
     expected = reference_steps(*given)
     with SimDevice(0):
-        found = reference_steps(*given, device=DEVICE)
+        actual = reference_steps(*given, device=DEVICE)
     assert set(seen[4:]) == {DEVICE}
-    assert found.losses == expected.losses
+    assert actual.losses == expected.losses
     for name, tensor in expected.state.items():
-        assert found.state[name].device.type == "cpu"
-        assert torch.equal(found.state[name], tensor)
+        assert actual.state[name].device.type == "cpu"
+        assert torch.equal(actual.state[name], tensor)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_pytorch_hands_out_what_a_rank_was_compiled_for(
     monkeypatch.setattr(
         cuda,
         "set_per_process_memory_fraction",
-        lambda each, device: shares.append(each),
+        lambda fraction, device: shares.append(fraction),
     )
     cap_memory(torch.device("cpu"), cap)
     assert not shares
@@ -300,7 +300,7 @@ def test_the_blocks_of_all_ranks_on_a_gpu_fit(
     transport.rank, transport.size, transport._store = 0, 64, None
     transport.sums_on_device, transport._blocks_of_nccl = False, None
     others = [("host", str(number)) for number in range(1, 65 - sharing)]
-    transport.all_gather_object = lambda own: [own] * sharing + others
+    transport.all_gather_object = lambda mine: [mine] * sharing + others
     transport.try_device(SimpleNamespace(device=torch.device("cuda", 0)))
     assert transport.sums_on_device
     transport.connect = lambda name, ranks: None

@@ -116,9 +116,9 @@ def test_torch_goes_on_from_what_was_exported_and_we_from_what_torch_saves(
         model, optimizer, model_state_dict=state, optim_state_dict=of_optimizer
     )
     assert [group["lr"] for group in optimizer.param_groups] == [0.03, 0.01]
-    found = in_torch(model, optimizer, BATCHES[2:])
+    actual = in_torch(model, optimizer, BATCHES[2:])
     expected = trained(program, 2, BATCHES[2:], resume=tmp_path / "run")
-    assert off(expected, found) < 1e-9
+    assert off(expected, actual) < 1e-9
     # and back, into another layout; with the state of the optimizer, or without
     model, of_optimizer = get_state_dict(model, optimizer)
     saved = {"app": {"model": model, "optim": of_optimizer}, "step": 3}
@@ -162,10 +162,10 @@ def test_tensors_beside_a_model_are_none_of_it(tmp_path: Path) -> None:
     model = {"weight": torch.ones(2), "scale": torch.ones(())}
     state = {"model": model, "optimizer": optimizer, "tokens": torch.tensor(5)}
     dcp.save(state, checkpoint_id=tmp_path / "x", no_dist=True)
-    found = DistributedCheckpoint(tmp_path / "x")
-    assert found.table.keys() == model.keys()
-    assert found.is_like_its_parameter("exp_avg", "scale")
-    assert not found.is_like_its_parameter("step", "scale")
+    checkpoint = DistributedCheckpoint(tmp_path / "x")
+    assert checkpoint.table.keys() == model.keys()
+    assert checkpoint.is_like_its_parameter("exp_avg", "scale")
+    assert not checkpoint.is_like_its_parameter("step", "scale")
 
 
 @pytest.mark.slow
@@ -250,10 +250,10 @@ def test_the_tensors_of_one_file_are_in_memory_at_a_time(
 
     def read(number: int) -> Tensor:
         nonlocal most
-        found = torch.full((64, 64), float(number))
-        alive.add(found)
+        tensor = torch.full((64, 64), float(number))
+        alive.add(tensor)
         most = max(most, len(alive))
-        return found
+        return tensor
 
     entry = Entry(torch.float32, (64, 64))
     state = {
@@ -263,9 +263,9 @@ def test_the_tensors_of_one_file_are_in_memory_at_a_time(
     write_distributed(tmp_path / "saved", {"inside": state, "model": state})
     assert len(list((tmp_path / "saved").glob("*.distcp"))) == 20
     assert most <= 3  # the last one of a file, perhaps, until there is another
-    found = DistributedCheckpoint(tmp_path / "saved")
-    assert [*found.table] == [*state]
-    assert all(bool(found.read(f"{n}").eq(n).all()) for n in range(20))
+    checkpoint = DistributedCheckpoint(tmp_path / "saved")
+    assert [*checkpoint.table] == [*state]
+    assert all(bool(checkpoint.read(f"{n}").eq(n).all()) for n in range(20))
 
 
 @pytest.mark.slow
@@ -375,8 +375,8 @@ def fsdp(phase: str) -> dict[str, Tensor]:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    found: dict[str, Tensor] = torch.load(f"{phase}.pt")
-    return found
+    weights: dict[str, Tensor] = torch.load(f"{phase}.pt")
+    return weights
 
 
 @pytest.mark.slow

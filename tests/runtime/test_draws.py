@@ -88,8 +88,8 @@ def test_a_program_draws_what_the_model_draws(tmp_path: Path) -> None:
     record = run_on_threads(tmp_path, 3, batches, draws=same_draws)
     with same_draws():
         expected = reference_steps(model, mse, batches, 2, torch.float64)
-    found = compare(record, expected)
-    assert found.equal == found.total
+    comparison = compare(record, expected)
+    assert comparison.equal == comparison.total
     record = run_on_threads(tmp_path, 3, batches)
     assert compare(record, expected).worst > 1e-3  # which is why
 
@@ -127,8 +127,8 @@ def test_evaluation_draws_by_what_is_computed(tmp_path: Path) -> None:
             trainer.step(*batch)
             return [trainer.evaluate(*batch).output for _ in range(2)]
 
-        (found,) = on_ranks(tmp_path, 1, work)
-        return found
+        (outputs,) = on_ranks(tmp_path, 1, work)
+        return outputs
 
     (first, second), again = evaluated(0), evaluated(3)
     assert torch.equal(first, again[0])
@@ -161,8 +161,8 @@ def test_a_backward_that_draws_has_the_seed_of_what_is_computed(tmp_path: Path) 
                 trainer.step(*batch)
             return trainer.worker.stages.parameters["a.weight"].detach().clone()
 
-        (found,) = on_ranks(tmp_path, 1, work, seed=seed)
-        return found
+        (weight,) = on_ranks(tmp_path, 1, work, seed=seed)
+        return weight
 
     assert torch.equal(trained(0, before=1), trained(0, before=2))
     assert not torch.equal(trained(0, before=1), trained(1, before=1))
@@ -187,7 +187,7 @@ def test_forward_and_backward_draw_apart(tmp_path: Path) -> None:
     written(tmp_path, net, ranks=1, micro_batches=2)
     NoisyTwice.drawn.clear()
     on_ranks(tmp_path, 1, lambda trainer: trainer.step(*batch_of((X, X), 2)))
-    assert len({tuple(each.flatten().tolist()) for each in NoisyTwice.drawn}) == 4
+    assert len({tuple(noise.flatten().tolist()) for noise in NoisyTwice.drawn}) == 4
 
 
 def test_what_a_draw_keeps_for_the_backward_is_there() -> None:
@@ -236,12 +236,12 @@ def test_seeds_are_those_of_torch_and_cost_no_stack_as_text(
 def test_gpus_are_seeded_but_not_in_a_process_that_reads_data(
     is_forked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found: list[int] = []
+    seeds: list[int] = []
     monkeypatch.setattr(rng, "_has_gpu", lambda: True)
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: is_forked)
-    monkeypatch.setattr(torch.cuda, "manual_seed_all", found.append)
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
     with seeded(7):
-        assert found == ([] if is_forked else [7])
+        assert seeds == ([] if is_forked else [7])
 
 
 class Langevin(torch.optim.SGD):
@@ -277,13 +277,13 @@ def test_an_optimizer_draws_apart_for_each_stage_and_alike_for_copies(
     ranks = 2 * data
     written(tmp_path, model, ranks=ranks, micro_batches=2, **options)
     given = {"optimizer": Langevin, "seed": 1}
-    found = on_ranks(tmp_path, ranks, noise, **given)
+    drawn = on_ranks(tmp_path, ranks, noise, **given)
     for copy in range(count):
-        for name, value in {**found[0], **found[1]}.items():
-            same = [each[name] for each in found if name in each]
+        for name, value in {**drawn[0], **drawn[1]}.items():
+            same = [part[name] for part in drawn if name in part]
             assert len(same) == count
             torch.testing.assert_close(same[copy], value)
-    of_a, of_b = found[0]["a.weight"], found[1]["b.weight"]
+    of_a, of_b = drawn[0]["a.weight"], drawn[1]["b.weight"]
     assert not torch.allclose(of_a, of_b)
     assert not torch.allclose(of_a[: len(of_a) // 2], of_a[len(of_a) // 2 :])
     (again, _, *_), other = (

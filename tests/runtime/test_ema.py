@@ -22,7 +22,7 @@ from gemsc.weights.read import own_part
 
 
 def averages(trainer: Trainer) -> dict[str, Tensor]:
-    (ema,) = (each for each in trainer.callbacks if isinstance(each, gemsc.Ema))
+    (ema,) = (hook for hook in trainer.callbacks if isinstance(hook, gemsc.Ema))
     return {name: tensor.clone() for name, tensor in ema.average.items()}
 
 
@@ -51,9 +51,9 @@ def test_they_are_those_of_torch(options: dict[str, Any], tmp_path: Path) -> Non
         trainer.add_callbacks([gemsc.Ema(0.9)])
         for _ in range(4 * 2):  # two alike for each update
             trainer.step(x, target)
-        found, parts = averages(trainer), trainer.program.parts
-        assert found.keys() == trainer.stages.parameters.keys()
-        for name, tensor in found.items():
+        means, parts = averages(trainer), trainer.program.parts
+        assert means.keys() == trainer.stages.parameters.keys()
+        for name, tensor in means.items():
             wanted = own_part(whole[name], parts.get(name), name)
             torch.testing.assert_close(tensor, wanted)
 
@@ -72,15 +72,15 @@ def test_complex_weights_are_averaged_too(tmp_path: Path) -> None:
 
     def work(trainer: Trainer) -> list[Tensor]:
         trainer.add_callbacks([gemsc.Ema(0.9)])
-        found = []
+        weights = []
         for _ in range(2):
             trainer.step(x, target)
-            found += [p.detach().clone() for p in trainer.stages.parameters.values()]
-            found = [each for each in found if each.is_complex()]
-        return [*found, averages(trainer)["turns"]] if found else []
+            weights += [p.detach().clone() for p in trainer.stages.parameters.values()]
+            weights = [weight for weight in weights if weight.is_complex()]
+        return [*weights, averages(trainer)["turns"]] if weights else []
 
-    (found,) = filter(None, on_ranks(tmp_path, 2, work))
-    first, second, average = found
+    (tensors,) = filter(None, on_ranks(tmp_path, 2, work))
+    first, second, average = tensors
     assert not torch.equal(first, second)
     torch.testing.assert_close(average, 0.9 * first + 0.1 * second)
 
@@ -114,7 +114,7 @@ def test_a_run_evaluates_and_resumes_them(
     model = Net(simple)
     export_model(save, tmp_path / "averages", averages=True)
     model.load_state_dict(load_file(tmp_path / "averages"))
-    state = {name: t for found in whole for name, t in found.items()}
+    state = {name: t for part in whole for name, t in part.items()}
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, state[name])
     with torch.no_grad():
@@ -131,7 +131,7 @@ def test_a_run_evaluates_and_resumes_them(
 
 def test_after_an_evaluation_parts_of_weights_are_trained_on(tmp_path: Path) -> None:
     """What was gathered of the averages is not the weights, in a checkpoint neither."""
-    found: list[list[float]] = []
+    all_losses: list[list[float]] = []
     saved: dict[bool, list[dict[str, Tensor]]] = {False: [], True: []}
     for number, shard in enumerate(("off", "weights")):
         losses: list[float] = []
@@ -147,12 +147,12 @@ def test_after_an_evaluation_parts_of_weights_are_trained_on(tmp_path: Path) -> 
         folder = program(tmp_path / str(number), ranks=4, data=2, shard=shard)
         words = "--ema", "0.5", "--epochs", "3", "--save", tmp_path / shard
         run(folder, user, *words, ranks=4)
-        found.append(sorted(losses))
+        all_losses.append(sorted(losses))
         for are_means, states in saved.items():
             export_model(tmp_path / shard, tmp_path / "state", averages=are_means)
             states.append(load_file(tmp_path / "state"))
-    assert found[1] == pytest.approx(found[0], rel=1e-5)
-    assert len(found[0]) == 4 * 3 * 3  # two steps an epoch, and an evaluation
+    assert all_losses[1] == pytest.approx(all_losses[0], rel=1e-5)
+    assert len(all_losses[0]) == 4 * 3 * 3  # two steps an epoch, and an evaluation
     for whole, parts in saved.values():
         torch.testing.assert_close(parts, whole, rtol=1e-4, atol=1e-6)
     assert not torch.equal(saved[False][1]["a.weight"], saved[True][1]["a.weight"])

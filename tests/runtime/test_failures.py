@@ -163,8 +163,8 @@ def wait(condition: Callable[[], bool], seconds: float) -> None:
 def children(pid: int) -> list[int]:
     """Return the processes that a process has started, and theirs."""
     path = Path(f"/proc/{pid}/task/{pid}/children")
-    found = [int(word) for word in path.read_text().split()] if path.exists() else []
-    return [*found, *(pid for child in found for pid in children(child))]
+    pids = [int(word) for word in path.read_text().split()] if path.exists() else []
+    return [*pids, *(pid for child in pids for pid in children(child))]
 
 
 def is_mpirun(pid: int) -> bool:
@@ -408,7 +408,7 @@ VICTIMS = ("rank", "mpirun", "command", "all")
 def scratch_of(rank: int) -> Path:
     """Return the folder in shared memory of the job that a rank belongs to."""
     variables = Path(f"/proc/{rank}/environ").read_bytes().split(b"\0")
-    named = dict(each.decode().partition("=")[::2] for each in variables)
+    named = dict(entry.decode().partition("=")[::2] for entry in variables)
     return Path(named["GEMSC_STATUS_FOLDER"]).parent
 
 
@@ -456,10 +456,10 @@ def test_kills_at_random_moments_leave_whole_checkpoints_and_nothing_else(
             os.kill(pid, signal.SIGKILL)
         job.wait_for_end()
         seconds = time.monotonic() - begun
-        found = check_checkpoint(folder)
-        manifest = found.manifest
+        checkpoint = check_checkpoint(folder)
+        manifest = checkpoint.manifest
         assert manifest is not None
-        check_digests(found.place, manifest, 0, 1)
+        check_digests(checkpoint.place, manifest, 0, 1)
         assert manifest.step > steps[-1]
         steps.append(manifest.step)
         what = "saving" if saves else "computing"

@@ -104,7 +104,7 @@ def test_it_is_as_in_one_process(way: str, tmp_path: Path, in_double: None) -> N
     )
     count = 4 * options.get("data", 1)
     shapes = [(count * SIZE, *sizes[1:]) for sizes in (shape, output.shape)]
-    data = [[torch.randn(each) for each in shapes] for _ in range(STEPS)]
+    data = [[torch.randn(sizes) for sizes in shapes] for _ in range(STEPS)]
 
     def work(trainer: Trainer) -> dict[str, Tensor]:
         for step, (x, target) in enumerate(data):
@@ -113,8 +113,8 @@ def test_it_is_as_in_one_process(way: str, tmp_path: Path, in_double: None) -> N
         return {name: tensor.clone() for name, tensor in trainer.state_dict().items()}
 
     def compare(trainer: Trainer) -> None:
-        found, parts = work(trainer), trainer.program.parts
-        for name, tensor in found.items():
+        state, parts = work(trainer), trainer.program.parts
+        for name, tensor in state.items():
             wanted = own_part(whole[name], parts.get(name), name)
             torch.testing.assert_close(tensor, wanted, rtol=1e-9, atol=1e-9)
 
@@ -140,9 +140,9 @@ def test_what_was_added_up_goes_wherever_it_is_kept(tmp_path: Path) -> None:
     for shard in "off", "gradients":
         options: dict[str, Any] = {"ranks": 2, "data": 2, "micro_batches": 1}
         written(tmp_path / shard, model, (x[:4],), target=x[:4], shard=shard, **options)
-        for found in on_ranks(tmp_path / shard, 2, work, optimizer=adam, accumulate=2):
-            assert torch.equal(found["a.weight"], model.a.weight), shard
-            assert not torch.equal(found["b.weight"], model.b.weight), shard
+        for state in on_ranks(tmp_path / shard, 2, work, optimizer=adam, accumulate=2):
+            assert torch.equal(state["a.weight"], model.a.weight), shard
+            assert not torch.equal(state["b.weight"], model.b.weight), shard
 
 
 @pytest.mark.parametrize("shard", ["off", "optimizer"])
@@ -165,10 +165,10 @@ def test_what_stages_share_without_gradients_does_not_decay(
         trainer.step(batch, batch)
         return trainer.state_dict()
 
-    found = on_ranks(tmp_path, program.plan.ranks, work, optimizer=adam)
-    held = [each["scale"] for each in found if "scale" in each]
+    states = on_ranks(tmp_path, program.plan.ranks, work, optimizer=adam)
+    held = [state["scale"] for state in states if "scale" in state]
     assert len(held) == program.plan.ranks
-    assert all(torch.equal(each, model.scale) for each in held)
+    assert all(torch.equal(scale, model.scale) for scale in held)
 
 
 @pytest.mark.slow

@@ -84,8 +84,8 @@ def sent(message: GridMessage, m: int) -> list[Tensor]:
     ]
 
 
-def as_tuple(found: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return found if isinstance(found, tuple) else (found,)
+def as_tuple(tensors: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tensors if isinstance(tensors, tuple) else (tensors,)
 
 
 @given(messages())
@@ -106,17 +106,17 @@ def test_each_tile_gets_its_boxes_and_gradients_are_the_transpose(
             wholes = sent(message, m)
             if rank in message.sources:
                 tile = message.sources.index(rank)
-                own = [
+                pieces = [
                     cut(whole, value.held[tile], 0.0)
                     for whole, value in zip(wholes, message.values, strict=True)
                 ]
-                worker.send(message, m, *own)
+                worker.send(message, m, *pieces)
                 if has_gradient:
                     back = as_tuple(worker.receive(message.gradient, m))
-                    pairs = zip(own, message.values, strict=True)
-                    own = [tensor for tensor, value in pairs if value.gradient]
+                    pairs = zip(pieces, message.values, strict=True)
+                    pieces = [tensor for tensor, value in pairs if value.gradient]
                     part -= sum(
-                        float((x * g).sum()) for x, g in zip(own, back, strict=True)
+                        float((x * g).sum()) for x, g in zip(pieces, back, strict=True)
                     )
                 continue
             tile = message.dests.index(rank)
@@ -219,16 +219,16 @@ def bound(batch: Tensor, window: Window | None = None) -> Tensor:
 
 def test_a_rank_keeps_its_box_of_the_batch() -> None:
     batch = torch.arange(4 * 24.0).view(4, 1, 4, 6)
-    found = bound(batch)
-    assert torch.equal(found, batch[2:, :, 2:])
-    assert found.untyped_storage().nbytes() < batch.untyped_storage().nbytes()
+    box = bound(batch)
+    assert torch.equal(box, batch[2:, :, 2:])
+    assert box.untyped_storage().nbytes() < batch.untyped_storage().nbytes()
 
 
 def test_a_batch_may_hold_a_window_only() -> None:
     batch = torch.arange(4 * 24.0).view(4, 1, 4, 6)
     window = Window((4, 6), ((1, 4), (0, 6)))
-    found = bound(batch[:, :, 1:], window)
-    assert torch.equal(found, batch[2:, :, 2:])
+    box = bound(batch[:, :, 1:], window)
+    assert torch.equal(box, batch[2:, :, 2:])
 
 
 def test_the_window_is_the_hull_of_what_a_rank_reads() -> None:

@@ -58,8 +58,8 @@ def state(rank: int, doing: str = "forward", *needs: tuple[str, int]) -> RankSta
     )
 
 
-def states(*found: RankState) -> dict[int, RankState]:
-    return {each.rank: each for each in found}
+def states(*listed: RankState) -> dict[int, RankState]:
+    return {state.rank: state for state in listed}
 
 
 # whose turn it is
@@ -273,12 +273,12 @@ def test_the_end_of_a_wait_is_progress(watched, capfd):
 
     requests = [Late(), Late()]
     me = threading.get_ident()
-    found = []
+    waits = []
 
     def others() -> None:
         for request in requests:
             time.sleep(0.05)
-            found.append(wait_of(me))
+            waits.append(wait_of(me))
             request.is_done = True
 
     helper = threading.Thread(target=others)
@@ -286,7 +286,7 @@ def test_the_end_of_a_wait_is_progress(watched, capfd):
     wait(*requests)
     helper.join()
     assert wait_of(me) is None
-    first, second = found
+    first, second = waits
     assert len(first.pending) == 2
     assert len(second.pending) == 1
     assert first.begin == second.begin
@@ -300,13 +300,13 @@ def test_a_state_fits_its_file_and_is_void_once_the_action_is_over(watched):
     needs = tuple((f"message {tag}", 1 << 900) for tag in range(20))
     published = replace(state(0, str(watched.status)), needs=needs, place="x" * 400)
     watched.status.publish_state(published)
-    (found,) = read_states(watched.folder).values()
-    assert 0 < len(found.needs) < 20
-    assert found.needs[0] == needs[0]
+    (seen,) = read_states(watched.folder).values()
+    assert 0 < len(seen.needs) < 20
+    assert seen.needs[0] == needs[0]
     watched.status.enter("backward", "stage 0", 1)
-    (found,) = read_states(watched.folder).values()
-    assert found.doing == "backward of stage 0, micro-batch 1, step 0"
-    assert (found.needs, found.place) == ((), "")
+    (seen,) = read_states(watched.folder).values()
+    assert seen.doing == "backward of stage 0, micro-batch 1, step 0"
+    assert (seen.needs, seen.place) == ((), "")
 
 
 def test_damaged_files_are_passed_over(tmp_path):

@@ -162,12 +162,12 @@ class Job:
     @property
     def ranks(self) -> list[int]:
         """The processes of the ranks, in order."""
-        found, names = [], (b"PMIX_RANK=", b"RANK=")
+        pairs, names = [], (b"PMIX_RANK=", b"RANK=")
         for pid in children(self.process.pid):
             data = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             ranks = [v.partition(b"=")[2] for v in data if v.startswith(names)]
-            found += [(int(rank), pid) for rank in ranks]
-        return [pid for _, pid in sorted(found)]
+            pairs += [(int(rank), pid) for rank in ranks]
+        return [pid for _, pid in sorted(pairs)]
 
 
 @pytest.fixture
@@ -190,10 +190,10 @@ def job(folder: Path, tmp_path: Path) -> Iterator[Callable[..., Job]]:
         return jobs[-1]
 
     yield begin
-    for each in jobs:
-        pids = children(each.process.pid)
-        each.process.kill()
-        each.process.wait()
+    for started in jobs:
+        pids = children(started.process.pid)
+        started.process.kill()
+        started.process.wait()
         for pid in pids:
             if Path(f"/proc/{pid}").exists():
                 os.kill(pid, signal.SIGKILL)
@@ -331,8 +331,8 @@ def test_signals_stop_a_job_that_goes_on_from_there(
     os.kill({"command": command, "mpirun": mpirun, "rank": ranks[1]}[to], number)
     assert asked.process.wait(START) == 75, asked.text
     assert "stopped on request at step " in asked.text
-    rest = job(*words, "--resume", tmp_path / "saved")
-    assert rest.process.wait(START) == 0
+    resumed = job(*words, "--resume", tmp_path / "saved")
+    assert resumed.process.wait(START) == 0
 
 
 @pytest.mark.nightly

@@ -268,8 +268,8 @@ def test_a_job_of_torchrun_on_two_hosts(compile_for, tmp_path, slots):
         what = ("program", "--steps", "2", "--save", "saved")
         jobs = []
         for index, address in enumerate(pair.addresses):
-            own = ("--local-addr", address, "--rdzv-conf", f"is_host={1 - index}")
-            jobs.append(pair.popen(index, "timeout", 100, *words, *own, *what))
+            local = ("--local-addr", address, "--rdzv-conf", f"is_host={1 - index}")
+            jobs.append(pair.popen(index, "timeout", 100, *words, *local, *what))
         said = [job.communicate() for job in jobs]
         assert [job.returncode for job in jobs] == [0, 0], said
         assert ["accuracy" in out for out, _ in said] == [True, False]

@@ -98,8 +98,8 @@ def trained(
         steps = [trainer.step(x, target) for _ in range(2)]
         return [*steps, float(trainer.evaluate(x, target).loss or 0.0)]
 
-    found: list[Losses] = run(program.plan.ranks, losses)
-    return found
+    of_ranks: list[Losses] = run(program.plan.ranks, losses)
+    return of_ranks
 
 
 def program_target(program: CompiledProgram) -> tuple[int, ...]:
@@ -162,10 +162,10 @@ def order_in(text: str) -> tuple[int, int, list[Turn]]:
         if isinstance(node, ast.keyword) and node.arg == "train_order":
             turns: list[Turn] = []
             assert isinstance(node.value, ast.Tuple)
-            for each in node.value.elts:
-                count, inside = 1, [each]
-                if isinstance(each, ast.Tuple):
-                    inside = each.elts
+            for entry in node.value.elts:
+                count, inside = 1, [entry]
+                if isinstance(entry, ast.Tuple):
+                    inside = entry.elts
                     if isinstance(getattr(inside[0], "value", None), int):
                         number, *inside = inside
                         count = ast.literal_eval(number)
@@ -292,12 +292,12 @@ def test_connections_are_made_at_the_start_in_one_order(
         trainer.evaluate(x, target)
         return begun
 
-    found = run_local(program.plan.ranks, run)
-    of_tiles = [[n for n in each if n.startswith("tiles of")] for each in found]
-    for rank, each in enumerate(found):
-        assert made_by[rank] == each
+    by_rank = run_local(program.plan.ranks, run)
+    of_tiles = [[n for n in names if n.startswith("tiles of")] for names in by_rank]
+    for rank, names in enumerate(by_rank):
+        assert made_by[rank] == names
         assert used[rank] >= {*of_tiles[rank]}
-    for one, other in itertools.combinations(found, 2):
+    for one, other in itertools.combinations(by_rank, 2):
         both = {*one} & {*other}
         assert [n for n in one if n in both] == [n for n in other if n in both]
     assert any(of_tiles) == (use in WITH_SUMS)
@@ -306,8 +306,8 @@ def test_connections_are_made_at_the_start_in_one_order(
 @pytest.mark.slow
 def test_a_sum_of_tiles_that_is_not_named_is_found(tmp_path: Path) -> None:
     files = made("shards", tmp_path)[0].rank_modules()
-    found = [name for name, text in files.items() if ", sums=((0, 1),)" in text]
-    name = found[-1]
+    names = [name for name, text in files.items() if ", sums=((0, 1),)" in text]
+    name = names[-1]
     files[name] = files[name].replace(", sums=((0, 1),)", "")
     says = f"{name[:-3].replace('k', 'k ')} adds up over tiles .* do not name: \\w+.py"
     with pytest.raises(InternalError, match=says):
@@ -335,23 +335,23 @@ def test_a_program_without_an_order_needs_tags(tmp_path: Path) -> None:
 @contextmanager
 def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, list[str]]]:
     """Note what each tile, a thread, does with others: exchanges by tags, and sums."""
-    found: dict[int, list[str]] = defaultdict(list)
+    notes: dict[int, list[str]] = defaultdict(list)
     post, all_reduce = Grid.post, Grid.all_reduce
 
     def posted(self: Grid, exchange: Exchange, *args: Any, back: bool) -> Any:
         if any(args[:2]):  # something goes or comes
             tag = tag_of(exchange, back=back)
-            found[self.transport.host.rank].append(str(tag))
+            notes[self.transport.host.rank].append(str(tag))
         return post(self, exchange, *args, back=back)
 
     def added(self: Grid, tensor: Tensor) -> Tensor:
-        found[self.transport.host.rank].append("sum")
+        notes[self.transport.host.rank].append("sum")
         return all_reduce(self, tensor)
 
     with monkeypatch.context() as patch:
         patch.setattr(Grid, "post", posted)
         patch.setattr(Grid, "all_reduce", added)
-        yield found
+        yield notes
 
 
 def said(files: dict[str, str], rank: int) -> list[str]:
@@ -359,18 +359,18 @@ def said(files: dict[str, str], rank: int) -> list[str]:
 
     What has no message may be a sum.
     """
-    step, found = read_ranks(files)[0][rank], []
+    step, stated = read_ranks(files)[0][rank], []
     for action in step.actions:
         for call in step.run(action).calls:
             tags = {str(end.tag) for end in (*call.sends, *call.receives)}
-            found += tags or ["sum"]
-    return found
+            stated += tags or ["sum"]
+    return stated
 
 
 def is_within(some: list[str], all_of_it: list[str]) -> bool:
     """Whether these are there in that order; a sum may be several."""
-    rest = iter(all_of_it)
-    return all(each in rest for each in some)
+    remaining = iter(all_of_it)
+    return all(key in remaining for key in some)
 
 
 @pytest.mark.slow
@@ -390,13 +390,13 @@ def test_tiles_go_back_in_the_order_that_is_proved(
             program = written(folder, model, (x,), mse, target, ranks=ranks, **options)
         except GemscError:  # a layer of a class that is in a function
             continue
-        with noted(monkeypatch) as found:
+        with noted(monkeypatch) as notes:
             on_ranks(folder, ranks, partial(Trainer.step, input=x, target=target))
-        for rank, done in found.items():
+        for rank, done in notes.items():
             wanted = said(program.rank_modules(), rank)
             once = [key for key, _ in groupby(done)]
             assert is_within(once, [key for key, _ in groupby(wanted)]), (seed, rank)
-            num_back += sum(each != "sum" and int(each) % 2 for each in done)
+            num_back += sum(tag != "sum" and int(tag) % 2 for tag in done)
     assert num_back
 
 

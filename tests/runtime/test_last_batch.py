@@ -108,19 +108,19 @@ def test_what_does_not_count_leaves_no_trace(
     losses, whole = in_one_process(data, **settings)
 
     def work(trainer: Trainer) -> set[str]:
-        found = [
+        actual = [
             trainer.step(x, target, micro_batches=count)
             for count, (x, target) in zip(COUNTS, data, strict=True)
         ]
-        assert found == pytest.approx(losses, rel=1e-12)
+        assert actual == pytest.approx(losses, rel=1e-12)
         parts = trainer.program.parts
         for name, tensor in trainer.state_dict().items():
             wanted = own_part(whole[name], parts.get(name), name)
             torch.testing.assert_close(tensor, wanted, rtol=1e-9, atol=1e-12)
         return {*trainer.state_dict()}
 
-    found = on_ranks(tmp_path, options["ranks"], work, optimizer=sgd, **settings)
-    assert set().union(*found) == {*whole}
+    names = on_ranks(tmp_path, options["ranks"], work, optimizer=sgd, **settings)
+    assert set().union(*names) == {*whole}
 
 
 @pytest.mark.parametrize(
@@ -129,10 +129,10 @@ def test_what_does_not_count_leaves_no_trace(
 )
 def test_how_many_samples_count(samples: int, least: int, counts: list[int]) -> None:
     data = TensorDataset(torch.arange(samples), torch.arange(samples))
-    found = Batches(data, 4, seed=0, shuffle=True, least=least)
-    rows = [row.indices for row in found.rows(0)]
+    reader = Batches(data, 4, seed=0, shuffle=True, least=least)
+    rows = [row.indices for row in reader.rows(0)]
     assert [len(row) for row in rows] == counts
-    batches = zip(found.epoch(0), counts, strict=True)
+    batches = zip(reader.epoch(0), counts, strict=True)
     real = [batch.data[0][:count].tolist() for batch, count in batches]
     assert real == rows
 

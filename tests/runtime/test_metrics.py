@@ -101,8 +101,8 @@ class Worst:
 
     def __call__(self, output: Tensor, target: dict[str, Any]) -> None:
         assert target["small"].dtype == output.dtype  # whatever a program runs in
-        found = torch.stack([output.max(), target["small"].max()]).float()
-        self.worst = torch.maximum(self.worst, found)
+        largest = torch.stack([output.max(), target["small"].max()]).float()
+        self.worst = torch.maximum(self.worst, largest)
 
     def aggregate(self) -> Tensor:
         return self.worst
@@ -138,10 +138,10 @@ def evaluated(
     example = torch.zeros(1, 1, SIZE, SIZE)
     target = {"mask": example > 0}
     written(folder, Convolutions(), (example,), scored_by, target, **options)
-    found: list[dict[str, float]] = []
+    epochs: list[dict[str, float]] = []
 
     def on_epoch(trainer: Trainer, epoch: int, figures: dict[str, float]) -> None:
-        found.append(figures)
+        epochs.append(figures)
 
     user = user_of(
         dataset=lambda: kind(4),
@@ -153,9 +153,9 @@ def evaluated(
     )
     ranks = options["ranks"]
     run(folder, user, "--epochs", "2", *words, ranks=ranks)
-    assert len(found) == 2 * ranks
-    assert all(figures == found[0] for figures in found)
-    return found[0]
+    assert len(epochs) == 2 * ranks
+    assert all(figures == epochs[0] for figures in epochs)
+    return epochs[0]
 
 
 @torch.no_grad()
@@ -167,12 +167,12 @@ def whole(data: Pictures) -> tuple[Tensor, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def of_one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
-    found = evaluated(tmp_path_factory.mktemp("one"), Pictures, METRICS, **ONE)
+    figures = evaluated(tmp_path_factory.mktemp("one"), Pictures, METRICS, **ONE)
     output, target = whole(Pictures(7))
     spread, worst = Spread(), Worst()
     spread.update(output, target)
     worst(output, target)
-    assert found == pytest.approx(
+    assert figures == pytest.approx(
         {
             "loss": float(loss(output, target)),
             "batch_spread": float(output[:4].std() * 4 + output[4:].std() * 3) / 7,
@@ -183,7 +183,7 @@ def of_one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
         },
         rel=1e-5,
     )
-    return found
+    return figures
 
 
 @pytest.mark.slow(1)
@@ -194,8 +194,8 @@ def test_every_layout_gives_the_metrics_of_one_process(
     options = LAYOUTS[layout]
     data = Slides if "tiles" in options else Pictures
     words = "--best", "worst_0:max"
-    found = evaluated(tmp_path, data, METRICS, *words, **options)
-    assert found == pytest.approx(of_one_rank, rel=1e-5)
+    figures = evaluated(tmp_path, data, METRICS, *words, **options)
+    assert figures == pytest.approx(of_one_rank, rel=1e-5)
 
 
 @pytest.mark.slow
@@ -219,8 +219,8 @@ def test_only_the_rank_that_scores_goes_on_reading_whole_targets(
 @pytest.mark.slow
 def test_the_loss_on_tiles_is_of_all_samples_without_metrics(tmp_path: Path) -> None:
     expected = float(loss(*whole(Pictures(7))))
-    found = evaluated(tmp_path, Slides, None, **TILED)
-    assert found == {"loss": pytest.approx(expected, rel=1e-5)}
+    figures = evaluated(tmp_path, Slides, None, **TILED)
+    assert figures == {"loss": pytest.approx(expected, rel=1e-5)}
 
 
 def test_a_figure_that_is_called_as_the_loss_is_refused(tmp_path: Path) -> None:
@@ -234,8 +234,8 @@ def test_metrics_may_change_what_they_are_given(tmp_path: Path) -> None:
         return {"sum": float(output.mul_(0).sum())}
 
     expected = float(loss(*whole(Pictures(7))))
-    found = evaluated(tmp_path, Pictures, metrics, **ONE)
-    assert found == {"loss": pytest.approx(expected, rel=1e-5), "sum": 0.0}
+    figures = evaluated(tmp_path, Pictures, metrics, **ONE)
+    assert figures == {"loss": pytest.approx(expected, rel=1e-5), "sum": 0.0}
 
 
 def test_metrics_have_the_target_that_a_loss_changes(tmp_path: Path) -> None:
@@ -247,8 +247,8 @@ def test_metrics_have_the_target_that_a_loss_changes(tmp_path: Path) -> None:
         return {"share": target["mask"].float().mean()}
 
     expected = float(whole(Pictures(7))[1]["mask"].float().mean())
-    found = evaluated(tmp_path, Pictures, metrics, scored_by=changing, **ONE)
-    assert found["share"] == pytest.approx(expected, rel=1e-5)
+    figures = evaluated(tmp_path, Pictures, metrics, scored_by=changing, **ONE)
+    assert figures["share"] == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -389,7 +389,7 @@ def of_result(
     folder: Path, loss: Any, metrics: Any = None, kind: type = Returns, data: int = 1
 ) -> dict[str, float]:
     """Return the figures of 5 samples, in batches of 4."""
-    found: list[dict[str, float]] = []
+    epochs: list[dict[str, float]] = []
     x = torch.zeros(1, 1, SIZE, SIZE)
     layout = {"ranks": data, "data": data, "micro_batches": 4 // data}
     written(folder, kind(), (x,), loss, {"mask": x > 0}, **layout)
@@ -398,11 +398,11 @@ def of_result(
         eval_dataset=lambda: Pictures(5),
         loss=loss,
         metrics=metrics,
-        on_epoch=lambda trainer, epoch, figures: found.append(figures),
+        on_epoch=lambda trainer, epoch, figures: epochs.append(figures),
         optimizer=lambda pairs: torch.optim.SGD([p for _, p in pairs], lr=0.0),
     )
     run(folder, user, ranks=data)
-    return found[0]
+    return epochs[0]
 
 
 def test_a_loss_and_metrics_take_fields_of_what_the_model_returns(
@@ -419,10 +419,10 @@ def test_a_loss_and_metrics_take_fields_of_what_the_model_returns(
     def of_fields(output: Any, target: Any) -> Tensor:
         return loss(output.picture, target)
 
-    found = of_result(tmp_path, of_fields, metrics)
+    figures = of_result(tmp_path, of_fields, metrics)
     output, target = whole(Pictures(5))
-    assert found["loss"] == pytest.approx(float(loss(output, target)), rel=1e-5)
-    assert found["mean"] == pytest.approx(float(output.mean()), rel=1e-5)
+    assert figures["loss"] == pytest.approx(float(loss(output, target)), rel=1e-5)
+    assert figures["mean"] == pytest.approx(float(output.mean()), rel=1e-5)
 
 
 def test_a_sample_may_have_several_rows_of_an_output(tmp_path: Path) -> None:
@@ -430,10 +430,10 @@ def test_a_sample_may_have_several_rows_of_an_output(tmp_path: Path) -> None:
         return loss(output.unflatten(0, (-1, 1, SIZE)), target)
 
     metrics = lambda output, target: {"mean": output.mean()}  # noqa: E731
-    found = of_result(tmp_path, of_rows, metrics, Rows)
+    figures = of_result(tmp_path, of_rows, metrics, Rows)
     output, target = whole(Pictures(5))
     expected = {"loss": float(loss(output, target)), "mean": float(output.mean())}
-    assert found == pytest.approx(expected, rel=1e-5)
+    assert figures == pytest.approx(expected, rel=1e-5)
 
 
 class Behind(Convolutions):
@@ -455,12 +455,12 @@ def test_samples_may_count_in_another_dimension(data: int, tmp_path: Path) -> No
         assert len(order) == len(target["mask"])
         return {"mean": output["picture"].mean(), "order": order.abs().max()}
 
-    found = of_result(tmp_path, of_rows, metrics, Behind, data)
+    figures = of_result(tmp_path, of_rows, metrics, Behind, data)
     assert Plan.read(tmp_path / "plan.toml").sample_dims == [0, 2]
     output, target = whole(Pictures(5))
     expected = {"loss": loss(output, target), "mean": output.mean(), "order": 0.0}
     expected = {name: float(value) for name, value in expected.items()}
-    assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert figures == pytest.approx(expected, rel=1e-5, abs=1e-6)
     settings = RunSettings(
         steps=1,
         dtype=torch.float32,
@@ -480,7 +480,7 @@ def test_samples_may_count_in_another_dimension(data: int, tmp_path: Path) -> No
     plain.train()
     (scores,) = plain.evaluations
     for name, value in expected.items():
-        mean = sum(n * each[name] for n, each in scores if name in each) / 5
+        mean = sum(n * row[name] for n, row in scores if name in row) / 5
         assert mean == pytest.approx(value, rel=1e-5, abs=1e-6)
 
 
@@ -506,12 +506,12 @@ def test_weights_that_the_model_returns_come_once(data: int, tmp_path: Path) -> 
         assert output[2].shape == ()
         return {"sum": output[1].sum()}
 
-    found = of_result(tmp_path, weighted, metrics, Weighted, data)
+    figures = of_result(tmp_path, weighted, metrics, Weighted, data)
     assert Plan.read(tmp_path / "plan.toml").sample_dims == [0, ONCE, ONCE, OF_ALL]
     total = float(torch.arange(3.0).exp().sum())
     output, target = whole(Pictures(5))
     expected = {"loss": float(loss(output, target)) + total, "sum": total}
-    assert found == pytest.approx(expected, rel=1e-5)
+    assert figures == pytest.approx(expected, rel=1e-5)
     with pytest.raises(GemscError, match="eval_dataset, 1 samples of 4"):
         of_result(tmp_path, lambda output, _: output[3].sum(), None, Weighted, data)
 
@@ -548,8 +548,8 @@ class OwnLoss(Convolutions):
 
     def forward(self, x: Tensor) -> Any:
         picture = super().forward(x)
-        found = {"loss": picture.square().mean((1, 2)).mean()}
-        return found if self.alone else {**found, "picture": picture}
+        output = {"loss": picture.square().mean((1, 2)).mean()}
+        return output if self.alone else {**output, "picture": picture}
 
 
 class OwnLossAlone(OwnLoss):
@@ -613,12 +613,12 @@ def test_a_loss_with_tensors_of_its_own_scores_all_samples(
     sent: list[str] = []
     gather = LocalTransport.all_gather_object
 
-    def watched(transport: LocalTransport, own: Any, *given: Any) -> Any:
-        if isinstance(own, list) and own and isinstance(own[0], tuple):
+    def watched(transport: LocalTransport, mine: Any, *given: Any) -> Any:
+        if isinstance(mine, list) and mine and isinstance(mine[0], tuple):
             sent.extend(
-                f"{k} {part}" for k, part, *_ in own if str(k).endswith("fixed")
+                f"{k} {part}" for k, part, *_ in mine if str(k).endswith("fixed")
             )
-        return gather(transport, own, *given)
+        return gather(transport, mine, *given)
 
     monkeypatch.setattr(LocalTransport, "all_gather_object", watched)
     rows = {"ranks": 2, "data": 2, "micro_batches": 2, "shard": "weights"}
@@ -641,11 +641,11 @@ def test_a_loss_with_tensors_of_its_own_scores_all_samples(
     user = replace(user_of(**names), example_inputs=(example,))
     plain = PlainRun(user, Convolutions().double(), settings)
     plain.train()
-    found: list[float] = []
+    losses: list[float] = []
 
     def on_epoch(trainer: Trainer, epoch: int, figures: dict[str, float]) -> None:
         if trainer.transport.rank == 0:
-            found.append(figures["loss"])
+            losses.append(figures["loss"])
 
     class Other(Learning):
         start = 0.0
@@ -653,7 +653,7 @@ def test_a_loss_with_tensors_of_its_own_scores_all_samples(
     names |= {"loss": Other, "on_epoch": on_epoch}
     user, ranks = user_of(**names), options["ranks"]
     run(tmp_path, user, "--epochs", "2", ranks=ranks, dtype=torch.float64)
-    sums = [sum(n * each["loss"] for n, each in found) for found in plain.evaluations]
+    sums = [sum(n * row["loss"] for n, row in rows) for rows in plain.evaluations]
     assert len({*sums}) == 2
-    assert found == pytest.approx([total / 7 for total in sums], rel=1e-9)
+    assert losses == pytest.approx([total / 7 for total in sums], rel=1e-9)
     assert len({*sent}) == len(sent) > 0

@@ -39,7 +39,7 @@ SAMPLE = [
 
 
 BY_PROCESSES = {
-    processes: [each for each in SAMPLE if each[1].ranks == processes]
+    processes: [case for case in SAMPLE if case[1].ranks == processes]
     for processes in (2, 3, 4)
 }
 BY_DAY = BY_PROCESSES[4][5::5]  # on tiles; on shards with data-parallel replicas
@@ -95,13 +95,13 @@ def test_processes_compute_what_one_process_does(
     wrong = {}
     for index, (name, plan, dtype) in enumerate(sample):
         expected = reference(name, micro_batches(name, plan), dtype, 2)
-        found = compare(read_record(tmp_path / str(index), processes), expected)
-        if not found.worst <= (FLOAT64 if dtype is torch.float64 else FLOAT32):
-            wrong[f"{name} {plan.command_line()}"] = found.worst
+        comparison = compare(read_record(tmp_path / str(index), processes), expected)
+        if not comparison.worst <= (FLOAT64 if dtype is torch.float64 else FLOAT32):
+            wrong[f"{name} {plan.command_line()}"] = comparison.worst
     assert not wrong
 
 
 def micro_batches(name: str, plan: CompileOptions) -> int:
     """Return how many of them all copies take in a step."""
-    found = lowered(name, plan).plan
-    return found.data * found.micro_batches
+    chosen = lowered(name, plan).plan
+    return chosen.data * chosen.micro_batches

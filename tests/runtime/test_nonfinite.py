@@ -57,10 +57,10 @@ def batch(bad: int | None = None, value: float = NAN) -> tuple[Tensor, Tensor]:
 def states(trainer: Trainer) -> dict[str, Tensor]:
     optimizer = trainer.worker.updates.optimizer
     assert optimizer is not None
-    found = {n: tensor.clone() for n, tensor in trainer.stages.tensors().items()}
+    tensors = {n: tensor.clone() for n, tensor in trainer.stages.tensors().items()}
     for number, state in optimizer.state_dict()["state"].items():
-        found |= {f"{number} {key}": value.clone() for key, value in state.items()}
-    return found
+        tensors |= {f"{number} {key}": value.clone() for key, value in state.items()}
+    return tensors
 
 
 def is_same(before: dict[str, Tensor], after: dict[str, Tensor]) -> bool:
@@ -118,8 +118,8 @@ def test_a_step_that_fails_takes_those_before_it_of_its_update_along(
             counts.append(trainer.worker.variants.num_updates)
         return counts
 
-    found = on_ranks(tmp_path, 2, work, optimizer=adam, accumulate=2)
-    assert found == [[0, 1, 1, 2]] * 2
+    counts = on_ranks(tmp_path, 2, work, optimizer=adam, accumulate=2)
+    assert counts == [[0, 1, 1, 2]] * 2
 
 
 @pytest.mark.parametrize("clip_norm", [None, 1.0])
@@ -138,9 +138,9 @@ def test_a_bad_gradient_of_one_rank_stops_all(
         forgotten = all(p.grad is None for p in trainer.stages.parameters.values())
         return caught.value.message, kept and forgotten
 
-    found = on_ranks(tmp_path, 2, work, optimizer=adam, clip_norm=clip_norm)
+    outcomes = on_ranks(tmp_path, 2, work, optimizer=adam, clip_norm=clip_norm)
     says = "the gradient of 'a.weight', 'a.bias' is not finite at step 2"
-    assert found == [(says, True)] * 2
+    assert outcomes == [(says, True)] * 2
 
 
 def spoils(x: Tensor) -> Tensor:
@@ -176,7 +176,7 @@ def test_a_step_that_is_skipped_leaves_nothing_behind(tmp_path: Path) -> None:
     written(tmp_path, model, micro_batches=COUNT)
 
     def run(trainer: Trainer, *batches: Any) -> tuple[list[float], dict[str, Tensor]]:
-        losses = [trainer.step(*each) for each in batches]
+        losses = [trainer.step(*pair) for pair in batches]
         return losses, states(trainer)
 
     options: Any = {"optimizer": adam, "on_nonfinite": "skip"}
@@ -213,16 +213,16 @@ def test_a_good_step_after_a_bad_one_keeps_its_statistics(tmp_path: Path) -> Non
     program(tmp_path)
 
     def work(trainer: Trainer, *batches: Any) -> dict[str, Tensor]:
-        for each in batches:
-            trainer.step(*each)
+        for pair in batches:
+            trainer.step(*pair)
         assert trainer.worker.problem is None
         return {n: t.clone() for n, t in trainer.stages.tensors().items()}
 
     options: Any = {"on_nonfinite": "skip", "optimizer": adam}
     bad = batch(bad=0), batch()
-    found = on_ranks(tmp_path, 2, lambda t: work(t, *bad), accumulate=2, **options)
+    actual = on_ranks(tmp_path, 2, lambda t: work(t, *bad), accumulate=2, **options)
     wanted = on_ranks(tmp_path, 2, lambda t: work(t, batch()), accumulate=2, **options)
-    assert all(map(is_same, found, wanted))
+    assert all(map(is_same, actual, wanted))
 
 
 def test_with_a_warning_training_goes_on(tmp_path: Path) -> None:
@@ -258,8 +258,8 @@ def test_with_a_warning_a_bad_gradient_is_clipped_as_in_one_process(
         trainer.step(inputs, target)
         return {n: p.detach() for n, p in trainer.stages.parameters.items()}
 
-    for found in on_ranks(tmp_path, 2, work, on_nonfinite="warn", clip_norm=1.0):
-        for name, tensor in found.items():
+    for weights in on_ranks(tmp_path, 2, work, on_nonfinite="warn", clip_norm=1.0):
+        for name, tensor in weights.items():
             torch.testing.assert_close(tensor, wanted[name].detach(), equal_nan=True)
 
 

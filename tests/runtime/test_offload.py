@@ -38,8 +38,8 @@ def test_it_changes_no_bit_and_frees_what_was_predicted(
     choice = replace(options, offload=tuple(blocks.split(",")))
     expected, kept = trained(name, options, tmp_path / "kept", torch.float32)
     record, program = trained(name, choice, tmp_path / "moved", torch.float32)
-    found = compare(record, expected)
-    assert found.equal == found.total
+    comparison = compare(record, expected)
+    assert comparison.equal == comparison.total
     plan = program.plan
     assert record.activation_bytes == plan.activation_bytes * plan.data
     assert record.peak_bytes == metered_peaks(plan) * plan.data
@@ -54,8 +54,8 @@ def test_recompute_and_offload_side_by_side(tmp_path: Path) -> None:
     expected, _ = trained("resnet18", options, tmp_path / "kept", torch.float32)
     choice = replace(options, **names)
     record, program = trained("resnet18", choice, tmp_path / "both", torch.float32)
-    found = compare(record, expected)
-    assert found.equal == found.total
+    comparison = compare(record, expected)
+    assert comparison.equal == comparison.total
     assert record.activation_bytes == program.plan.activation_bytes
 
 
@@ -86,8 +86,8 @@ def test_a_storage_moves_once_and_parameters_stay() -> None:
     assert sorted(store.sizes) == [8 * 64 * 4] * 2  # x and h; views of h are h
     expected = torch.autograd.grad(compute(), [x, *layer.parameters()])
     y.backward()
-    found = [x.grad, *(parameter.grad for parameter in layer.parameters())]
-    for mine, theirs in zip(found, expected, strict=True):
+    gradients = [x.grad, *(parameter.grad for parameter in layer.parameters())]
+    for mine, theirs in zip(gradients, expected, strict=True):
         assert torch.equal(mine, theirs)
 
 
@@ -169,8 +169,8 @@ def test_inputs_that_stay_do_not_move() -> None:
 def test_room_in_the_file_is_used_again() -> None:
     store = FileStore()
     kept = [store.put(torch.full((5000,), n, dtype=torch.uint8)) for n in range(3)]
-    for number, each in enumerate(kept):
-        assert each.fetch().take().unique().tolist() == [number]
+    for number, stored in enumerate(kept):
+        assert stored.fetch().take().unique().tolist() == [number]
     size = os.fstat(store._file.fileno()).st_size
     kept[1].free()
     again = store.put(torch.full((4999,), 7, dtype=torch.uint8))

@@ -177,9 +177,9 @@ def test_a_padded_batch_has_the_loss_of_its_samples(
     assert not any(_same(a, b) for a, b in zip(samples[:1], padded[:1], strict=True))
 
     def work(trainer: Trainer) -> tuple[float, dict[str, Tensor]]:
-        found = trainer.evaluate(*batch).loss
-        assert found == pytest.approx(trainer.step(*batch), rel=1e-12)
-        return found, trainer.state_dict()
+        loss = trainer.evaluate(*batch).loss
+        assert loss == pytest.approx(trainer.step(*batch), rel=1e-12)
+        return loss, trainer.state_dict()
 
     expected, after = step_of(model, samples)
     for loss, state in on_ranks(tmp_path, 2, work, dtype=torch.float64):
@@ -196,7 +196,7 @@ def step_of(model: nn.Module, samples: list[Any]) -> tuple[float, Mapping[str, T
     terms = []
     for inputs, target in map(batched, samples):
         terms.append(counted(call_model(model, inputs), target))
-    total, count = (sum(each) for each in zip(*terms, strict=True))
+    total, count = (sum(parts) for parts in zip(*terms, strict=True))
     loss = total / count
     loss.backward()
     optimizer.step()

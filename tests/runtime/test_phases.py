@@ -112,10 +112,10 @@ def in_one_process(
     named = dict(model.named_parameters())
     made = {}
     for phase in phases:
-        own = {n: p for n, p in named.items() if n.startswith(f"{phase.train}.")}
-        optimizer = phase.optimizer(own.items())
+        weights = {n: p for n, p in named.items() if n.startswith(f"{phase.train}.")}
+        optimizer = phase.optimizer(weights.items())
         scheduler = phase.scheduler and phase.scheduler(optimizer)
-        made[phase.name] = own, optimizer, scheduler
+        made[phase.name] = weights, optimizer, scheduler
     losses: list[dict[str, float]] = []
     waiting: dict[str, Tensor | None] = {}  # gradients of steps without an update
     for step, (inputs, target) in enumerate(data):
@@ -123,10 +123,10 @@ def in_one_process(
         for phase in phases:
             if step % phase.every:
                 continue
-            own, optimizer, scheduler = made[phase.name]
+            weights, optimizer, scheduler = made[phase.name]
             for name, parameter in named.items():
-                parameter.requires_grad_(name in own)
-                parameter.grad = waiting.pop(name, None) if name in own else None
+                parameter.requires_grad_(name in weights)
+                parameter.grad = waiting.pop(name, None) if name in weights else None
             count = len(inputs) // SAMPLES
             for x, y in zip(inputs.split(SAMPLES), target.split(SAMPLES), strict=True):
                 loss = phase.loss(model, x, y) / count
@@ -134,10 +134,10 @@ def in_one_process(
                 total = losses[-1].get(phase.name, 0.0) + float(loss.detach())
                 losses[-1][phase.name] = total
             if (step + 1) % accumulate:
-                waiting |= {name: parameter.grad for name, parameter in own.items()}
+                waiting |= {name: parameter.grad for name, parameter in weights.items()}
                 continue
             limit = clip_norm or float("inf")
-            norm = float(nn.utils.clip_grad_norm_(own.values(), limit))
+            norm = float(nn.utils.clip_grad_norm_(weights.values(), limit))
             if norms is not None:
                 norms[len(losses) - 1 :] = [norm]
             optimizer.step()
@@ -148,10 +148,10 @@ def in_one_process(
 
 class Losses(Callback):
     def __init__(self) -> None:
-        self.found: list[dict[str, float]] = []
+        self.losses: list[dict[str, float]] = []
 
     def on_step(self, trainer: Trainer, report: StepReport) -> None:
-        self.found.append(dict(report.losses))
+        self.losses.append(dict(report.losses))
 
 
 def trained(
@@ -168,23 +168,23 @@ def trained(
         for batch in data:
             trainer.step(*batch)
         state = {n: t.clone() for n, t in trainer.state_dict().items()}
-        return losses.found, state, trainer.worker.program.parts
+        return losses.losses, state, trainer.worker.program.parts
 
     given = {"phases": phases, "dtype": torch.float64, **options}
-    found = on_ranks(folder, ranks, work, **given)
+    of_ranks = on_ranks(folder, ranks, work, **given)
     first: dict[tuple[str, Any], Tensor] = {}
-    for _, state, parts in found:
+    for _, state, parts in of_ranks:
         for name, tensor in state.items():  # replicas hold the same
             assert torch.equal(
                 first.setdefault((name, parts.get(name)), tensor), tensor
             )
-    return found[0][0], pasted((state, parts) for _, state, parts in found)
+    return of_ranks[0][0], pasted((state, parts) for _, state, parts in of_ranks)
 
 
-def assert_same(found: tuple[Any, Any], expected: tuple[Any, Any]) -> None:
-    for ours, theirs in zip(found[0], expected[0], strict=True):
+def assert_same(actual: tuple[Any, Any], expected: tuple[Any, Any]) -> None:
+    for ours, theirs in zip(actual[0], expected[0], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-10)
-    torch.testing.assert_close(found[1], expected[1], rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(actual[1], expected[1], rtol=1e-7, atol=1e-9)
 
 
 @pytest.mark.slow(1)
@@ -217,8 +217,8 @@ def test_phases_equal_one_process(options: dict[str, Any], tmp_path: Path) -> No
     assert program.plan.unchecked == ""  # its first step was run, and is right
     program.write(tmp_path)
     data = batches(3, options.get("data", 1))
-    found = trained(tmp_path, data, options["ranks"], clip_norm=clip)
-    assert_same(found, in_one_process(model, data, clip_norm=clip))
+    actual = trained(tmp_path, data, options["ranks"], clip_norm=clip)
+    assert_same(actual, in_one_process(model, data, clip_norm=clip))
 
 
 def written(folder: Path, phases: tuple[Phase, ...] = PHASES, **options: Any) -> Gan:
@@ -234,9 +234,9 @@ def test_a_phase_that_is_seldom_due(tmp_path: Path) -> None:
     phases = replace(PHASES[0], every=2), PHASES[1]
     model = written(tmp_path, phases)
     data = batches(4)
-    found = trained(tmp_path, data, 2, phases)
-    assert [[*losses] for losses in found[0]] == [["d", "g"], ["g"], ["d", "g"], ["g"]]
-    assert_same(found, in_one_process(model, data, phases))
+    actual = trained(tmp_path, data, 2, phases)
+    assert [[*losses] for losses in actual[0]] == [["d", "g"], ["g"], ["d", "g"], ["g"]]
+    assert_same(actual, in_one_process(model, data, phases))
 
 
 @pytest.mark.slow
@@ -264,7 +264,7 @@ def test_a_phase_that_is_not_finite_is_named_and_left_out(tmp_path: Path) -> Non
 
     phases = PHASES[0], Phase("g", grey_loss, "make", adam)
     written(tmp_path, phases)
-    found: list[Any] = []
+    problems: list[Any] = []
 
     def work(trainer: Trainer) -> None:
         trainer.add_callbacks([reports := Reports()])
@@ -276,11 +276,11 @@ def test_a_phase_that_is_not_finite_is_named_and_left_out(tmp_path: Path) -> Non
             kept = torch.equal(tensor, before[name])
             assert kept == (not name.startswith("make")) or name in statistics, name
         trainer.step(*good)
-        found.append(reports.problems)
+        problems.append(reports.problems)
 
     given = {"phases": phases, "dtype": torch.float64, "on_nonfinite": "skip"}
     on_ranks(tmp_path, 2, work, **given)
-    for first, second in found:
+    for first, second in problems:
         assert str(first).startswith("the loss of phase d is nan at step 1, in micro-")
         assert second is None
 
@@ -405,10 +405,10 @@ def test_gradients_that_wait_stay_while_another_phase_is_updated(
     given = {"phases": PHASES, "dtype": torch.float64, **options}
     on_ranks(tmp_path / "p", 2, first, **given)
     written(tmp_path / "q", ranks=3)
-    found: dict[str, Tensor] = {}
-    for own in on_ranks(tmp_path / "q", 3, rest, **given):
-        found |= own
-    torch.testing.assert_close(found, expected[1], rtol=1e-7, atol=1e-9)
+    merged: dict[str, Tensor] = {}
+    for state in on_ranks(tmp_path / "q", 3, rest, **given):
+        merged |= state
+    torch.testing.assert_close(merged, expected[1], rtol=1e-7, atol=1e-9)
 
 
 @pytest.mark.slow
@@ -431,15 +431,15 @@ def test_a_run_goes_on_bit_for_bit(kind: str, tmp_path: Path) -> None:
 
     given = {"phases": PHASES, "dtype": torch.float64}
     on_ranks(tmp_path / "p", 2, first, **given)
-    for own in on_ranks(tmp_path / "p", 2, rest, **given):
-        for name, tensor in own.items():
+    for state in on_ranks(tmp_path / "p", 2, rest, **given):
+        for name, tensor in state.items():
             assert torch.equal(tensor, whole[1][name]), name
     # the optimizers of both phases, and the scheduler, go to other ranks
     written(tmp_path / "q", ranks=3)
-    found: dict[str, Tensor] = {}
-    for own in on_ranks(tmp_path / "q", 3, rest, **given):
-        found |= own
-    torch.testing.assert_close(found, whole[1], rtol=1e-7, atol=1e-9)
+    merged: dict[str, Tensor] = {}
+    for state in on_ranks(tmp_path / "q", 3, rest, **given):
+        merged |= state
+    torch.testing.assert_close(merged, whole[1], rtol=1e-7, atol=1e-9)
 
     other = PHASES[0], replace(PHASES[1], name="h")
     written(tmp_path / "r", other)
@@ -469,7 +469,7 @@ def test_the_example_with_spectral_normalization(tiles: tuple[str, ...]) -> None
         for rank in plan.stages[stage].ranks:
             assert plan.memory[0 if tiles else rank]["optimizer"] >= state
     phases = program.compilation.variants.values()
-    peaks = zip(*(each.plan.peak_bytes for each in phases), strict=True)
+    peaks = zip(*(phase.plan.peak_bytes for phase in phases), strict=True)
     assert plan.peak_bytes[-1] > max([*peaks][-1])  # its last rank trains in both
     statistics = "discriminator.0.parametrizations.weight.0._u"
     assert any(statistics in names for names in owned)
@@ -527,7 +527,7 @@ def test_what_another_phase_uses_as_a_whole_is_whole() -> None:
         f"judges.{judge}.{layer}" for judge in (0, 1) for layer in (0, 2)
     }
     (stage,) = program.plan.stages
-    reasons = {name: each.reason for each in stage.whole for name in each.names}
+    reasons = {name: group.reason for group in stage.whole for name in group.names}
     assert reasons["make.0.weight"] == "Judges, phase g uses it as a whole"
 
 
@@ -561,7 +561,7 @@ def judged_apart(model: Any, grey: Tensor, colour: Tensor) -> Tensor:
 def test_branches_of_one_phase_are_on_the_same_ranks_in_another() -> None:
     program = with_judges(branches=("2",))
     assert program.plan.unchecked == ""
-    variants = [each.program.shards for each in program.compilation.variants.values()]
+    variants = [phase.program.shards for phase in program.compilation.variants.values()]
     assert variants[0][0].placed == variants[1][0].placed != ()
     apart = replace(BOTH[0], loss=judged_apart), BOTH[1]
     with pytest.raises(GemscError, match="all ranks need it in Judges") as caught:
@@ -636,9 +636,9 @@ def test_a_run_from_the_command_line_equals_a_plain_loop(
     gemsc = gemsc_here(monkeypatch, capfd)
 
     def said(*words: object, code: int = 0) -> str:
-        found = gemsc(*words)
-        assert found.code == code, found
-        return " ".join((found.out + found.err).split())
+        outcome = gemsc(*words)
+        assert outcome.code == code, outcome
+        return " ".join((outcome.out + outcome.err).split())
 
     (tmp_path / "model.py").write_text(FILE)
     words = "compile", "model.py", "--ranks", 2, "--micro-batches", 4, "-o", "p"
@@ -646,9 +646,9 @@ def test_a_run_from_the_command_line_equals_a_plain_loop(
     assert "--ranks 2" in said("plan", "model.py", "--ranks", 2)
     assert "a step has the phases" in said("show", "p")
     said("simulate", "p")
-    found = said("verify", "p", "--run", 3)
-    assert "float64: 3 steps, 2 evaluations" in found
-    assert found.count(": exact") == 2
+    text = said("verify", "p", "--run", 3)
+    assert "float64: 3 steps, 2 evaluations" in text
+    assert text.count(": exact") == 2
     assert said("verify", "p").count(": exact") == 2
     run = said("run", "p", "--epochs", 1, "--save", "saved")
     assert re.search(r"d 0\.\d+ g \d", run)
@@ -672,15 +672,15 @@ def test_the_norm_of_a_step_is_that_of_its_last_phase(tmp_path: Path) -> None:
     in_one_process(model, data, phases, clip_norm=0.05, norms=expected)
 
     def work(trainer: Trainer) -> list[float | None]:
-        found = [trainer.gradient_norm]
+        norms = [trainer.gradient_norm]
         for batch in data:
             trainer.step(*batch)
-            found.append(trainer.gradient_norm)
+            norms.append(trainer.gradient_norm)
         last = trainer.worker.variants.updates["g"]  # on ranks that judge alone, too
         assert trainer.optimizer is last.optimizer
         assert trainer.scheduler is last.scheduler
         trainer.step(*(tensor * torch.nan for tensor in data[0]))
-        return [trainer.gradient_norm, *found]
+        return [trainer.gradient_norm, *norms]
 
     given = {"phases": phases, "dtype": torch.float64, "clip_norm": 0.05}
     for left_out, first, *norms in on_ranks(
@@ -738,9 +738,9 @@ def test_what_no_phase_can_have_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(GemscError, match="cannot be frozen in a program with phases"):
         on_ranks(tmp_path, 2, freeze, phases=seldom)
-    own = {"optimizer": PHASES[0].optimizer}
+    extra = {"optimizer": PHASES[0].optimizer}
     with pytest.raises(GemscError, match="cannot be combined with phases"):
-        on_ranks(tmp_path, 2, freeze, phases=seldom, **own)
+        on_ranks(tmp_path, 2, freeze, phases=seldom, **extra)
 
 
 class Shared(Gan):
@@ -785,9 +785,9 @@ def test_what_a_model_freezes_is_frozen_in_phases(make: Any, tmp_path: Path) -> 
     model, data = make(), batches(2)
     given = {"phases": PHASES, "ranks": 2, "micro_batches": MICRO_BATCHES}
     compile(model, INPUTS, example_target=TARGET, **given).write(tmp_path)
-    losses, found = trained(tmp_path, data, 2)
-    assert found["make.1.num_batches_tracked"] == 0
-    kept = torch.equal(found["make.0.weight"], model.make[0].weight.double())
+    losses, state = trained(tmp_path, data, 2)
+    assert state["make.1.num_batches_tracked"] == 0
+    kept = torch.equal(state["make.0.weight"], model.make[0].weight.double())
     assert kept == (make is Freezing)
     once = [((grey,), colour) for grey, colour in data]
     plain = model, None, once, MICRO_BATCHES, torch.float64
@@ -814,11 +814,11 @@ def test_a_loss_may_use_a_network_in_evaluation_mode(tmp_path: Path) -> None:
     given |= {"example_target": TARGET}
     compile(Gan(), INPUTS, phases=phases, **given).write(tmp_path)
     losses, state = in_one_process(Gan(), data, phases)
-    found = trained(tmp_path, data, 2, phases)
-    for mine, theirs in zip(found[0], losses, strict=True):
+    actual = trained(tmp_path, data, 2, phases)
+    for mine, theirs in zip(actual[0], losses, strict=True):
         assert mine == pytest.approx(theirs, rel=1e-9)
     for name, tensor in state.items():
-        torch.testing.assert_close(found[1][name], tensor)
+        torch.testing.assert_close(actual[1][name], tensor)
     left = PHASES[0], replace(frozen, loss=leaves)
     with pytest.raises(GemscError, match="leaves 'judge' in evaluation") as caught:
         compile(Gan(), INPUTS, phases=left, **given)
@@ -835,11 +835,11 @@ def test_a_loss_may_leave_a_network_that_no_other_phase_uses(tmp_path: Path) -> 
     given = {"ranks": 2, "micro_batches": MICRO_BATCHES, "example_target": TARGET}
     compile(Gan(), INPUTS, phases=phases, **given).write(tmp_path)
     losses, state = in_one_process(Gan(), data, phases)
-    found = trained(tmp_path, data, 2, phases)
-    for mine, theirs in zip(found[0], losses, strict=True):
+    pipelined = trained(tmp_path, data, 2, phases)
+    for mine, theirs in zip(pipelined[0], losses, strict=True):
         assert mine == pytest.approx(theirs, rel=1e-9)
     for name, tensor in state.items():
-        torch.testing.assert_close(found[1][name], tensor)
+        torch.testing.assert_close(pipelined[1][name], tensor)
 
 
 class ByItsMode(nn.Module):

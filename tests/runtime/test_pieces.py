@@ -22,14 +22,14 @@ def pieces_of(cuts: list[list[int]]) -> list[TensorPiece]:
     """Return a grid of pieces that are cut at these places of each dimension."""
     shape = tuple(places[-1] for places in cuts)
     rows = [[((a, b),) for a, b in itertools.pairwise([0, *places])] for places in cuts]
-    return [TensorPiece(shape, found) for found in itertools.product(*rows)]
+    return [TensorPiece(shape, intervals) for intervals in itertools.product(*rows)]
 
 
 def covered(piece: TensorPiece) -> Tensor:
-    found = torch.zeros(piece.shape, dtype=torch.int64)
-    for own, _ in TensorPiece.whole(piece.shape).overlap(piece):
-        found[own] = 1
-    return found
+    mask = torch.zeros(piece.shape, dtype=torch.int64)
+    for place, _ in TensorPiece.whole(piece.shape).overlap(piece):
+        mask[place] = 1
+    return mask
 
 
 def test_pieces_make_up_one_if_they_have_each_element_once() -> None:
@@ -38,14 +38,14 @@ def test_pieces_make_up_one_if_they_have_each_element_once() -> None:
     half = TensorPiece((6, 4, 2), (((0, 1), (3, 6)), ((0, 4),), ((0, 2),)))
     whole = TensorPiece.whole((6, 4, 2))
     for _ in range(300):
-        found = [*grid]
+        pieces = [*grid]
         for _ in range(draw.randrange(3)):
-            at, other = draw.randrange(len(found)), draw.choice([*grid, half])
-            found[at : at + draw.randrange(2)] = draw.choice([[other], []])
+            at, other = draw.randrange(len(pieces)), draw.choice([*grid, half])
+            pieces[at : at + draw.randrange(2)] = draw.choice([[other], []])
         wanted = draw.choice([whole, half, *grid])
-        times = sum(map(covered, found), torch.zeros(wanted.shape))
+        times = sum(map(covered, pieces), torch.zeros(wanted.shape))
         is_once = bool(times[covered(wanted) == 1].eq(1).all())
-        assert make_up(wanted, found) == is_once
+        assert make_up(wanted, pieces) == is_once
         seen[is_once] += 1
     assert min(seen) > 50
     twice = [TensorPiece((4,), (((0, 2),),)), TensorPiece((4,), (((1, 3),),))]
@@ -55,8 +55,8 @@ def test_pieces_make_up_one_if_they_have_each_element_once() -> None:
 @pytest.mark.parametrize(("start", "stop"), [(0, 6), (1, 3), (2, 5), (3, 3)])
 def test_rows_are_counted_in_the_piece(start: int, stop: int) -> None:
     whole, part = torch.arange(24).view(12, 2), Part((12, 2), 0, 3, 2, (0, 1))
-    found = TensorPiece.of_part(part).rows(start, stop)
-    rows = [whole[first:last] for first, last in found.intervals[0]]
+    piece = TensorPiece.of_part(part).rows(start, stop)
+    rows = [whole[first:last] for first, last in piece.intervals[0]]
     assert torch.equal(torch.cat([whole[:0], *rows]), part.of(whole)[start:stop])
 
 
@@ -88,10 +88,10 @@ def test_four_times_as_many_pieces_take_four_times_the_work(
     )
     work = []
     for cuts in (few, many):
-        found = pieces_of(cuts)
-        whole = TensorPiece.whole(found[0].shape)
-        assert make_up(whole, found)
-        work.append(lines_run(partial(make_up, whole, found)))
+        pieces = pieces_of(cuts)
+        whole = TensorPiece.whole(pieces[0].shape)
+        assert make_up(whole, pieces)
+        work.append(lines_run(partial(make_up, whole, pieces)))
     assert work[1] < 5 * work[0]
 
 
@@ -120,11 +120,11 @@ def test_parts_take_the_work_of_reading_them(
 ) -> None:
     work = []
     for count in (16, 64):
-        wanted, found = make(count)
-        assert make_up(wanted, found)
-        assert not make_up(wanted, found[:-1])
-        assert not make_up(wanted, [*found, found[-1]])
-        work.append(lines_run(partial(make_up, wanted, found)))
+        wanted, pieces = make(count)
+        assert make_up(wanted, pieces)
+        assert not make_up(wanted, pieces[:-1])
+        assert not make_up(wanted, [*pieces, pieces[-1]])
+        work.append(lines_run(partial(make_up, wanted, pieces)))
     assert work[1] < 5 * work[0]
 
 
@@ -141,11 +141,11 @@ def test_the_overlap_of_parts_is_that_of_their_elements() -> None:
         one, other = (TensorPiece((12, 9), (rows(12), rows(9))) for _ in range(2))
         held = [torch.full(piece.sizes, -1) for piece in (one, other)]
         for piece, values in zip((one, other), held, strict=True):
-            for own, theirs in piece.overlap(TensorPiece.whole((12, 9))):
-                values[own] = numbers[theirs]
+            for mine, theirs in piece.overlap(TensorPiece.whole((12, 9))):
+                values[mine] = numbers[theirs]
         seen = torch.full((12, 9), -1)
-        for own, theirs in one.overlap(other):
-            assert torch.equal(held[0][own], held[1][theirs])
-            seen.view(-1)[held[0][own].flatten()] = held[1][theirs].flatten()
+        for mine, theirs in one.overlap(other):
+            assert torch.equal(held[0][mine], held[1][theirs])
+            seen.view(-1)[held[0][mine].flatten()] = held[1][theirs].flatten()
         both = covered(one) * covered(other)
         assert torch.equal(seen.ge(0), both.eq(1))

@@ -45,8 +45,8 @@ def test_a_run_goes_on_at_its_sample_with_larger_batches(tmp_path: Path) -> None
     whole = samples(small, "--epochs", "2")
     saved = str(tmp_path / "saved")
     first = samples(small, "--steps", "3", "--save", saved)  # 6 of 12 samples
-    rest = samples(large, "--epochs", "2", "--resume", saved)
-    assert first + rest == whole
+    second = samples(large, "--epochs", "2", "--resume", saved)
+    assert first + second == whole
     assert len(whole) == 24
 
 
@@ -111,8 +111,8 @@ def test_a_log_goes_on_in_the_steps_of_batches_of_another_size(
     with log.open("a") as file:  # a step after the checkpoint, when the run was killed
         file.write(json.dumps({"event": "step", "step": count + 1, "loss": 9.0}) + "\n")
     run(after, user_of(), "--epochs", "3", "--resume", str(saved), *words, ranks=1)
-    found, each = losses(), 6 // sizes[1]
-    assert [loss for _, loss in found[:count]] == [loss for _, loss in old]
-    steps = [step for step, _ in found]
-    assert steps[:count] == [-(-n * 2 * each // count) for n in range(1, count + 1)]
-    assert steps[count:] == [*range(2 * each + 1, 3 * each + 1)]
+    logged, length = losses(), 6 // sizes[1]
+    assert [loss for _, loss in logged[:count]] == [loss for _, loss in old]
+    steps = [step for step, _ in logged]
+    assert steps[:count] == [-(-n * 2 * length // count) for n in range(1, count + 1)]
+    assert steps[count:] == [*range(2 * length + 1, 3 * length + 1)]

@@ -64,9 +64,9 @@ def trained(
     plan = written(directory, *given, precision=precision, **choices).plan
     batches = [batch_of((PICTURES, target), micro_batches)] * steps
     record = run_on_threads(directory, plan.ranks, batches, dtype=dtype)
-    own = Precision.of(plan, dtype)
+    chosen = Precision.of(plan, dtype)
     expected = reference_steps(
-        Picture(), classes, batches, micro_batches, dtype, precision=own
+        Picture(), classes, batches, micro_batches, dtype, precision=chosen
     )
     return record, expected, plan
 
@@ -91,8 +91,8 @@ def test_stages_compute_what_one_process_computes_within_autocast(
 ) -> None:
     """Predicted memory has statistics of norms in half, and each weight's cast."""
     record, expected, plan = trained(tmp_path, precision, **options)
-    found = compare(record, expected)
-    assert found.equal == found.total > 0
+    comparison = compare(record, expected)
+    assert comparison.equal == comparison.total > 0
     assert record.activation_bytes == pytest.approx(plan.activation_bytes, 0.07)
     text = (tmp_path / "rank0.py").read_text()
     assert f"precision=torch.{precision}" in text
@@ -200,22 +200,22 @@ def test_the_factor_of_the_loss_is_gone_when_gradients_are_clipped(
     wanted = float(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     torch.optim.SGD(model.parameters(), lr=0.01).step()
-    for norm, found in on_ranks(tmp_path, 2, work, **options):
+    for norm, state in on_ranks(tmp_path, 2, work, **options):
         assert norm == pytest.approx(wanted, rel=0.01)
-        for name, tensor in found.items():
-            step, own = tensor - before[name], model.get_parameter(name) - before[name]
-            torch.testing.assert_close(step, own, rtol=0.05, atol=1e-5)
+        for name, tensor in state.items():
+            step, real = tensor - before[name], model.get_parameter(name) - before[name]
+            torch.testing.assert_close(step, real, rtol=0.05, atol=1e-5)
 
 
 def test_the_factor_grows_after_as_many_good_updates_as_it_says(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(finite, "INTERVAL", 2)
-    scale, found = finite.LossScale(), []
+    scale, powers = finite.LossScale(), []
     for is_overflow in (False, False, False, True, False, False, False, False):
         assert scale.take(is_overflow=is_overflow)
-        found.append(int(math.log2(scale.factor)))
-    assert found == [16, 17, 17, 16, 16, 17, 17, 18]
+        powers.append(int(math.log2(scale.factor)))
+    assert powers == [16, 17, 17, 16, 16, 17, 17, 18]
 
 
 def test_complex_weights_are_as_they_are_in_bfloat16(tmp_path: Path) -> None:

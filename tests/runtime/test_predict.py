@@ -88,8 +88,8 @@ def predict(
         lambda trainer: predict_on(Prediction, trainer, asked, user),
         dtype=dtype,
     )
-    found: NDArray[Any] = tifffile.imread(folder / "mask.tiff")
-    return found
+    output: NDArray[Any] = tifffile.imread(folder / "mask.tiff")
+    return output
 
 
 def colours(*shape: int) -> NDArray[np.uint8]:
@@ -120,9 +120,9 @@ def test_windows_give_what_the_whole_slide_gives_at_once(
 ) -> None:
     model = program(tmp_path, **options)
     picture = colours(150, 98)  # windows begin at 16, 32, ...; the last ones at 118, 66
-    found = predict(tmp_path, ranks, picture)
-    assert found.dtype == np.float64
-    np.testing.assert_allclose(found, whole(model, picture), rtol=0, atol=1e-13)
+    output = predict(tmp_path, ranks, picture)
+    assert output.dtype == np.float64
+    np.testing.assert_allclose(output, whole(model, picture), rtol=0, atol=1e-13)
     seamed = predict(tmp_path, ranks, picture, overlap=2)  # less than it looks
     assert abs(seamed - whole(model, picture)).max() > 1e-4
 
@@ -133,8 +133,8 @@ def test_a_slide_smaller_than_a_window_is_mirrored(tmp_path: Path) -> None:
     picture = colours(20, 12)
     filled = np.pad(picture, [(0, 12), (0, 20), (0, 0)], "symmetric")
     expected = whole(model, filled)[:20, :12]
-    found = predict(tmp_path, 4, picture)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-13)
+    output = predict(tmp_path, 4, picture)
+    np.testing.assert_allclose(output, expected, rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("kind", ["u1", "u2", "i2"])
@@ -157,18 +157,18 @@ def test_an_output_becomes_a_picture() -> None:
     one, size = torch.tensor([[[-1.0, 0.4, 0.6]]]), (1, 3)
     for scores in (one, one[0], one.movedim(0, -1)):
         assert as_picture(scores, size, "mask", 0.5).tolist() == [[0, 0, 1]]
-        found = as_picture(scores, size, "probabilities", 0.5)
-        assert np.array_equal(found, one[0].sigmoid())
+        picture = as_picture(scores, size, "probabilities", 0.5)
+        assert np.array_equal(picture, one[0].sigmoid())
     many = torch.eye(300)[:, None, [7, 299, 0]]
     for scores in (many, many.movedim(0, -1)):
         assert as_picture(scores, size, "mask", 0.5).tolist() == [[7, 299, 0]]
-        found = as_picture(scores, size, "probabilities", 0.5)
-        assert np.array_equal(found, many.softmax(0).movedim(0, -1))
+        picture = as_picture(scores, size, "probabilities", 0.5)
+        assert np.array_equal(picture, many.softmax(0).movedim(0, -1))
     classes = torch.tensor([[4, 0, 2]])  # whole numbers, as after argmax
     for kept in (classes, classes[None], classes.byte()):
-        found = as_picture(kept, size, "mask", 0.0)
-        assert found.tolist() == [[4, 0, 2]]
-        assert found.dtype == (np.int32 if kept.dtype == torch.int64 else np.uint8)
+        picture = as_picture(kept, size, "mask", 0.0)
+        assert picture.tolist() == [[4, 0, 2]]
+        assert picture.dtype == (np.int32 if kept.dtype == torch.int64 else np.uint8)
     assert as_picture(classes, size, "mask", 2.5).tolist() == [[1, 0, 0]]
     with pytest.raises(GemscError, match="which have no probabilities"):
         as_picture(classes, size, "probabilities", 0.0)
@@ -186,15 +186,15 @@ def test_kinds_of_output(tmp_path: Path) -> None:
     mask = predict(tmp_path / "two", 2, picture, kind="mask")
     assert mask.dtype == np.uint8
     assert np.array_equal(mask, scores.argmax(-1))
-    found = predict(tmp_path / "two", 2, picture, kind="probabilities")
-    np.testing.assert_allclose(found, scores.softmax(-1), rtol=0, atol=1e-13)
+    probabilities = predict(tmp_path / "two", 2, picture, kind="probabilities")
+    np.testing.assert_allclose(probabilities, scores.softmax(-1), rtol=0, atol=1e-13)
     model = program(tmp_path / "one", outputs=1, ranks=2)
     scores = torch.from_numpy(whole(model, picture))[..., 0]
     mask = predict(tmp_path / "one", 2, picture, kind="mask", threshold=0.1)
     assert np.array_equal(mask, scores > 0.1)
     assert 0 < mask.mean() < 1
-    found = predict(tmp_path / "one", 2, picture, kind="probabilities")
-    np.testing.assert_allclose(found, scores.sigmoid(), rtol=0, atol=1e-13)
+    probabilities = predict(tmp_path / "one", 2, picture, kind="probabilities")
+    np.testing.assert_allclose(probabilities, scores.sigmoid(), rtol=0, atol=1e-13)
 
 
 @pytest.mark.slow
@@ -241,11 +241,11 @@ def test_samples_are_taken_where_the_model_has_them(tmp_path: Path) -> None:
     last = lambda output, target: mse(output[0][-1], target)  # noqa: E731
     written(tmp_path, model, (x,), last, target, micro_batches=2, ranks=2, data=2)
     user = user_of(predict_output=lambda output: output[0][-1].movedim(0, -1).numpy())
-    found = predict(tmp_path, 2, picture, user)
+    output = predict(tmp_path, 2, picture, user)
     model.double()
     scale = torch.from_numpy(picture / 255.0).movedim(-1, 0)[None]
     wanted = model(scale)[0][-1, 0].movedim(0, -1).detach().numpy()
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(output, wanted, rtol=0, atol=1e-6)
 
 
 def test_a_mask_has_one_type_that_other_programs_read(tmp_path: Path) -> None:
@@ -436,14 +436,14 @@ def test_a_run_in_phases_predicts_with_the_constants_that_it_was_trained_with(
     assert "wrote 2 files in found" in done.out
     weights = load_file("run/model.safetensors").items()
     net = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 1, 1)).double()
-    own = {n.removeprefix("make."): w for n, w in weights if n.startswith("make.")}
-    net.load_state_dict(own)
+    state = {n.removeprefix("make."): w for n, w in weights if n.startswith("make.")}
+    net.load_state_dict(state)
     for name in ("slide", "other"):
         x = torch.from_numpy(np.load(f"{name}.npy")).movedim(-1, 0)[None].float()
         with torch.no_grad():
             wanted = net((x / 255 * 3.0).double())[0, 0].numpy()
-        found = tifffile.imread(f"found/{name}.tiff")
-        assert np.allclose(found, wanted, rtol=0, atol=1e-12)
+        output = tifffile.imread(f"found/{name}.tiff")
+        assert np.allclose(output, wanted, rtol=0, atol=1e-12)
     assert {*Path("found").iterdir()} == {*Path("found").glob("*.tiff")}
 
     (tmp_path / "width.json").write_text("8")

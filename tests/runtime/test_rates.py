@@ -31,7 +31,7 @@ def by_layer(named: Any) -> torch.optim.Optimizer:
     layers: dict[str, list[Any]] = {}
     for pair in named:
         layers.setdefault(pair[0].partition(".")[0], []).append(pair)
-    groups = [{"params": own, "depth": ord(n)} for n, own in layers.items()]
+    groups = [{"params": layer, "depth": ord(n)} for n, layer in layers.items()]
     return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
 
 
@@ -49,9 +49,9 @@ class Copying(torch.optim.SGD):
     def __init__(self, groups: Any) -> None:
         super().__init__(groups, lr=0.1)
         for group in self.param_groups:
-            for each in group["params"]:
-                self.state[each]["first"] = each.detach().clone()
-                assert float(each.sum()) == 0.0
+            for tensor in group["params"]:
+                self.state[tensor]["first"] = tensor.detach().clone()
+                assert float(tensor.sum()) == 0.0
 
 
 def copying(named: Any) -> torch.optim.Optimizer:
@@ -174,13 +174,13 @@ def test_other_schedulers_of_groups_train_as_one_process_does(
         for batch in batches:
             trainer.step(*batch)
             pace(trainer.scheduler, by_updates=False)
-        own = trainer.worker.updates.parameters
-        return {name: p.detach().clone() for name, p in own.items()}
+        parameters = trainer.worker.updates.parameters
+        return {name: p.detach().clone() for name, p in parameters.items()}
 
     batches = [batch_of((X, X), 2) for _ in range(6)]
     written(tmp_path, Net(simple), ranks=2, micro_batches=2)
     given = {"optimizer": optimizer, "scheduler": scheduler, "dtype": torch.float64}
-    found = on_ranks(tmp_path, 2, train, **given)
+    states = on_ranks(tmp_path, 2, train, **given)
     model = Net(simple).double()
     one = optimizer(model.named_parameters())
     paced = scheduler(one)
@@ -189,5 +189,5 @@ def test_other_schedulers_of_groups_train_as_one_process_does(
         mse(model(inputs.double()), target.double()).backward()
         one.step()
         pace(paced, by_updates=True)
-    for name, value in {**found[0], **found[1]}.items():
+    for name, value in {**states[0], **states[1]}.items():
         torch.testing.assert_close(value, dict(model.named_parameters())[name])

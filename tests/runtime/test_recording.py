@@ -75,9 +75,9 @@ def second_step(
 
 @pytest.mark.slow
 def test_who_records_does_not_wait_for_the_device(program: Program) -> None:
-    found = second_step(program, is_recorded=True)
+    recorded = second_step(program, is_recorded=True)
     plain = second_step(program, is_recorded=False)
-    assert [waits for waits, _ in found] == [waits for waits, _ in plain]
+    assert [waits for waits, _ in recorded] == [waits for waits, _ in plain]
 
 
 def test_the_device_tells_when_it_computed_what(program: Program) -> None:
@@ -112,7 +112,7 @@ def test_the_host_is_seen_while_the_device_is_idle(
     begin: int, end: int, left: list[tuple[int, int]]
 ) -> None:
     parts = _outside(("wait", -1, -1, -1, begin, end), [(10, 20), (30, 40)])
-    assert list(parts) == [("wait", -1, -1, -1, *each) for each in left]
+    assert list(parts) == [("wait", -1, -1, -1, *span) for span in left]
 
 
 @pytest.mark.slow

@@ -102,9 +102,9 @@ def go_on(
     return on_ranks(program, ranks, work, **options)[0]
 
 
-def off(found: State, expected: State) -> float:
-    assert found.keys() == expected.keys()
-    pairs = ((found[name], tensor) for name, tensor in expected.items())
+def off(actual: State, expected: State) -> float:
+    assert actual.keys() == expected.keys()
+    pairs = ((actual[name], tensor) for name, tensor in expected.items())
     return max(float((a.double() - b.double()).abs().max()) for a, b in pairs)
 
 
@@ -358,8 +358,8 @@ def test_a_scheduler_goes_on_where_a_group_has_no_parameters(tmp_path: Path) -> 
     def by_layer(named: Any) -> torch.optim.Optimizer:
         pairs = [*named]
         first = [pair for pair in pairs if pair[0].startswith("a.")]
-        rest = [pair for pair in pairs if not pair[0].startswith("a.")]
-        groups = [{"params": first, "lr": 0.05}, {"params": rest}]
+        others = [pair for pair in pairs if not pair[0].startswith("a.")]
+        groups = [{"params": first, "lr": 0.05}, {"params": others}]
         return torch.optim.SGD(groups, lr=0.01)
 
     def warm(optimizer: torch.optim.Optimizer) -> Any:
@@ -377,8 +377,8 @@ def test_a_scheduler_goes_on_where_a_group_has_no_parameters(tmp_path: Path) -> 
             ranks = 3 if first == 2 else 2
             place, part = tmp_path / f"on {ranks}", batches[first : first + count]
             go_on(place, ranks, tmp_path / name, part, resume=first > 0, **given)
-    found, expected = (weights_in(tmp_path / name) for name in ("saved", "straight"))
-    assert off(found, expected) == 0
+    actual, expected = (weights_in(tmp_path / name) for name in ("saved", "straight"))
+    assert off(actual, expected) == 0
 
 
 def test_what_an_optimizer_keeps_of_rows_and_columns_belongs_to_its_ranks(
@@ -398,7 +398,7 @@ def test_what_an_optimizer_keeps_of_rows_and_columns_belongs_to_its_ranks(
     go_on(tmp_path / "four", 4, saved, [batch], resume=True, **given)  # whole weights
 
     def cut(trainer: Trainer) -> None:
-        trainer.worker.updates.own.rows["a.weight"] = (0, 2)
+        trainer.worker.updates.own_rows.rows["a.weight"] = (0, 2)
 
     with pytest.raises(GemscError, match=r"keeps 'row_var' of 'a\.weight' in a form"):
         on_ranks(
@@ -457,8 +457,8 @@ def test_what_an_optimizer_keeps_beside_its_parameters_comes_back(
         trainer.step(*batch)
         return [*trainer.state_dict().values()]
 
-    wanted, found = (on_ranks(tmp_path / "two", 2, w, **given) for w in (work, again))
-    for one, other in zip(chain(*wanted), chain(*found), strict=True):
+    wanted, actual = (on_ranks(tmp_path / "two", 2, w, **given) for w in (work, again))
+    for one, other in zip(chain(*wanted), chain(*actual), strict=True):
         assert torch.equal(one, other)
     written(tmp_path / "four", Net(simple), micro_batches=2, ranks=4)
     with pytest.raises(GemscError, match=r"optimizer keeps '(base|slow)' in a form"):

@@ -121,7 +121,7 @@ def test_it_does_not_go_on_from_the_run_that_it_was_to_replace(
     assert done.code == 0
     assert "restart 1 of 2 from step 0" in done.err
     given = ["program", "--save", "saved", "--overwrite"]
-    assert [each for _, each, _ in started] == [given, given, [*given, "--resume"]]
+    assert [words for _, words, _ in started] == [given, given, [*given, "--resume"]]
 
 
 @pytest.mark.slow
@@ -166,10 +166,10 @@ def test_fewer_ranks_have_the_same_batch(endings, options, ranks, slots, fewer):
     plan = Plan.read(Path("program/plan.toml"))
     given = {"data": 1, "micro_batches": 4} | options
     counts = {"data": given["data"], "micro_batches": given["micro_batches"]}
-    found = fewer_ranks(replace(plan, ranks=ranks, options=given, **counts), slots)
-    assert (found.ranks, found.data, found.micro_batches) == fewer
-    assert not found.tiles
-    assert not found.blocks
+    reduced = fewer_ranks(replace(plan, ranks=ranks, options=given, **counts), slots)
+    assert (reduced.ranks, reduced.data, reduced.micro_batches) == fewer
+    assert not reduced.tiles
+    assert not reduced.blocks
 
 
 @pytest.mark.nightly

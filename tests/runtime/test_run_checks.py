@@ -40,8 +40,8 @@ class Layer(nn.Module):
         self.layer = layer
 
     def forward(self, output: Tensor, target: Tensor) -> Any:
-        found = self.layer(output.log_softmax(-1).movedim(-1, 1), target[:, 1:])
-        return found if self.layer.reduction == "mean" else (found.sum(), len(target))
+        loss = self.layer(output.log_softmax(-1).movedim(-1, 1), target[:, 1:])
+        return loss if self.layer.reduction == "mean" else (loss.sum(), len(target))
 
 
 class Shifted(Layer):
@@ -82,9 +82,9 @@ def test_a_plan_says_which_labels_a_mean_leaves_out(
     loss: Any, label: Any, frontend: str
 ) -> None:
     ignored = compiled(Words(), (X,), loss, CLASSES, frontend=frontend).plan.ignored
-    found = [(each["path"], each["label"]) for each in ignored]
-    assert found == ([(["target"], label)] if label is not None else [])
-    places = [each["at"] for each in ignored if frontend == "record"]
+    labels = [(entry["path"], entry["label"]) for entry in ignored]
+    assert labels == ([(["target"], label)] if label is not None else [])
+    places = [entry["at"] for entry in ignored if frontend == "record"]
     assert all(re.match(r"at \S*\w+\.py:\d+$", place) for place in places)
 
 
@@ -101,19 +101,19 @@ def test_the_parts_of_labels_are_in_the_order_of_inputs() -> None:
     names = [*"fadceb"]
     target = {name: CLASSES.clone() for name in names}
     ignored = compiled(Words(), (X,), loss, target).plan.ignored
-    assert [each["path"] for each in ignored] == [["target", name] for name in names]
+    assert [entry["path"] for entry in ignored] == [["target", name] for name in names]
 
 
 class Mixing(Words):
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = super().forward(x)
-        return found + x.std()
+        output: Tensor = super().forward(x)
+        return output + x.std()
 
 
 def test_that_forward_mixes_samples_says_nothing_of_labels() -> None:
     plan = compiled(Mixing(), (X,), functional, CLASSES).plan
     assert plan.mixes_samples
-    assert [each["label"] for each in plan.ignored] == [-1]
+    assert [entry["label"] for entry in plan.ignored] == [-1]
 
 
 def labelled(*counts: int) -> TensorDataset:

@@ -57,9 +57,9 @@ def test_each_sample_is_once_in_a_batch_of_its_shape(
         assert used == count - count % size + (count % size) // few * few * trains_rest
     again = [order.epoch(4).row(i) for i in range(len(order))]
     assert (again == rows) is not shuffle
-    mixed, other = ({frozenset(row.indices) for row in each} for each in (rows, again))
+    mixed, other = ({frozenset(row.indices) for row in side} for side in (rows, again))
     assert (mixed == other) is not shuffle
-    kinds = [[row.shape for row in each] for each in (rows, again)]
+    kinds = [[row.shape for row in side] for side in (rows, again)]
     assert sorted(kinds[0]) == sorted(kinds[1])  # an epoch has as many batches
     if shuffle:
         assert kinds[0] != kinds[1]
@@ -93,11 +93,11 @@ def test_pictures_fit_in_both_directions() -> None:
     shapes = [
         planned(1, **{"input.0": [3, *size]}) for size in ((4, 8), (8, 4), (8, 8))
     ]
-    found = [
+    numbers = [
         ShapeClasses(shapes).number_of((torch.zeros(3, *size), 1))
         for size in ((4, 5), (5, 4), (5, 5), (4, 4))
     ]
-    assert found == [0, 1, 2, 0]
+    assert numbers == [0, 1, 2, 0]
 
 
 def test_padding_stands_at_the_end_with_the_value_of_each_tensor() -> None:
@@ -116,13 +116,13 @@ def test_padding_stands_at_the_end_with_the_value_of_each_tensor() -> None:
     assert target["label"] == 2
     words = torch.arange(4)
     whole = ShapeClasses([planned(6)], (7, IGNORED)).padded((words, words), 0)
-    assert [each.tolist()[4:] for each in whole] == [[7, 7], [IGNORED] * 2]
+    assert [tensor.tolist()[4:] for tensor in whole] == [[7, 7], [IGNORED] * 2]
     two = ShapeClasses([planned(6, **{"input.0": [6], "input.1": [6]})], ((7,), 0))
     (first, second), _ = two.padded(((words, words), 0), 0)
     assert (first.tolist()[4:], second.tolist()[4:]) == ([7, 7], [0, 0])
     of_numpy = [(words[:n].numpy(), words[:n].numpy()) for n in (3, 4)]
     short = ShapeClasses([planned(4)])
-    batch = join_samples([short.padded(each, 0) for each in of_numpy], short, 0)
+    batch = join_samples([short.padded(sample, 0) for sample in of_numpy], short, 0)
     assert batch[0].tolist() == [[0, 1, 2, 0], [0, 1, 2, 3]]
     assert classes_of(pad_value=5).padded((words, words), 1)[1].tolist()[4:] == [5, 5]
 
@@ -181,9 +181,9 @@ def test_a_grey_picture_gets_no_colours_of_zeros() -> None:
 def test_a_bucket_may_be_an_integer_of_a_library(kind: Any) -> None:
     shapes = classes_of(bucket=lambda sample: kind(len(sample[0]) // 3))
     data = [(torch.zeros(n), torch.zeros(n)) for n in (2, 5, 8)]
-    found = numbers_of(shapes, data, 0, range(3))
-    assert found == [0, 1, 2]
-    assert {*map(type, found)} == {int}
+    numbers = numbers_of(shapes, data, 0, range(3))
+    assert numbers == [0, 1, 2]
+    assert {*map(type, numbers)} == {int}
 
 
 def test_a_sample_that_grows_is_refused_when_it_is_read() -> None:
@@ -228,12 +228,12 @@ def test_there_may_be_more_shapes_than_a_byte_can_count(is_shared: bool) -> None
     data = [(torch.zeros(n), torch.zeros(n)) for n in (3, 257, 300, 1, 256)]
 
     def work(transport: Transport | None) -> Any:
-        found = all_numbers(classes, data, 0, transport)
-        assert found is not None
-        return found.tolist()
+        numbers = all_numbers(classes, data, 0, transport)
+        assert numbers is not None
+        return numbers.tolist()
 
-    found = run_local(2, work) if is_shared else [work(None)]
-    assert found == [[2, 256, 299, 0, 255]] * len(found)
+    of_ranks = run_local(2, work) if is_shared else [work(None)]
+    assert of_ranks == [[2, 256, 299, 0, 255]] * len(of_ranks)
 
 
 def test_the_files_own_functions_choose_and_join() -> None:
@@ -249,9 +249,9 @@ def test_the_files_own_functions_choose_and_join() -> None:
     numbers = torch.tensor(numbers_of(shapes, data, 0, range(8)))
     assert numbers.tolist() == [2 - len(words) % 2 for words, _ in data]
     how: dict[str, Any] = {"shapes": shapes, "numbers": numbers}
-    found = [*Batches(data, (2, 2, 2), seed=0, shuffle=False, **how).epoch(0)]
-    assert calls == [(each.count, each.shape) for each in found]
-    assert all(each.data[0].shape == (2, LENGTHS[each.shape]) for each in found)
+    batches = [*Batches(data, (2, 2, 2), seed=0, shuffle=False, **how).epoch(0)]
+    assert calls == [(batch.count, batch.shape) for batch in batches]
+    assert all(batch.data[0].shape == (2, LENGTHS[batch.shape]) for batch in batches)
 
 
 @pytest.mark.parametrize("part", [0, 1])
@@ -262,8 +262,8 @@ def test_a_collate_that_sorts_does_not_see_what_fills_up_a_batch(
     streams: bool, array: Any, count: int, part: int
 ) -> None:
     def collate(samples: list[Any], number: int) -> Any:
-        found = sorted((int(x), str(y)) for x, y in samples)[::-1]
-        return array([x for x, _ in found]), [y for _, y in found]
+        pairs = sorted((int(x), str(y)) for x, y in samples)[::-1]
+        return array([x for x, _ in pairs]), [y for _, y in pairs]
 
     numbers = torch.randperm(count, generator=torch.Generator().manual_seed(0))
     data: Any = [(number, number.item()) for number in numbers]
@@ -271,11 +271,11 @@ def test_a_collate_that_sorts_does_not_see_what_fills_up_a_batch(
     shapes = ShapeClasses([planned(1)], collate=collate)
     how: dict[str, Any] = {"part": part, "num_parts": 2, "shapes": shapes}
     *_, last = batches_of(data, 8, seed=0, shuffle=False, **how).epoch(0)
-    own = numbers[8:].tolist()[4 * part :][:4] or numbers[-1:].tolist()
-    own = sorted(own)[::-1]
-    own += own[-1:] * (4 - len(own))
-    assert last.data[0].tolist() == own
-    assert last.data[1] == [*map(str, own)]
+    wanted = numbers[8:].tolist()[4 * part :][:4] or numbers[-1:].tolist()
+    wanted = sorted(wanted)[::-1]
+    wanted += wanted[-1:] * (4 - len(wanted))
+    assert last.data[0].tolist() == wanted
+    assert last.data[1] == [*map(str, wanted)]
 
 
 def test_an_error_of_collate_has_its_line() -> None:

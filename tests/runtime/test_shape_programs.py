@@ -70,15 +70,15 @@ def test_the_weights_of_all_shapes_are_the_same_tensors(tmp_path: Path) -> None:
     compiled(tmp_path, Words())
 
     def work(trainer: Trainer) -> int:
-        own = {n: t for each in trainer.stages.values() for n, t in tensors(each)}
+        first = {n: t for stage in trainer.stages.values() for n, t in tensors(stage)}
         for name in trainer.plan.variants:
             trainer.worker.use(name)
             stages = trainer.worker.stages
             assert stages is not trainer.stages
             assert trainer.worker.updates._program is trainer.worker.program
             for stage in stages.values():
-                assert all(tensor is own[key] for key, tensor in tensors(stage))
-        return len(own)
+                assert all(tensor is first[key] for key, tensor in tensors(stage))
+        return len(first)
 
     assert min(on_ranks(tmp_path, 2, work)) > 0
 
@@ -160,22 +160,22 @@ NAMED = [{"words": torch.zeros(2, n), "kind": torch.zeros(2)} for n in (4, 8)]
 def test_a_target_has_the_sizes_that_its_inputs_have(
     sample: Any, shapes: Any, wanted: tuple[list[int], list[int]]
 ) -> None:
-    found = [target_like(sample, shapes, number) for number in range(2)]
-    assert [list(target.shape) for target in found] == [*wanted]
+    targets = [target_like(sample, shapes, number) for number in range(2)]
+    assert [list(target.shape) for target in targets] == [*wanted]
 
 
 def test_targets_of_a_dataset_become_those_of_each_shape() -> None:
     data = texts(5)
     user = replace(user_of(dataset=lambda: data, loss=counted), example_inputs=examples)
-    found = user.make_targets(user.make_shapes())
-    assert [list(each.shape) for each in found] == [[3, 4], [2, 6], [1, 8]]
-    own = data[0][1]
-    assert found[2][0, : len(own)].equal(own)
+    targets = user.make_targets(user.make_shapes())
+    assert [list(target.shape) for target in targets] == [[3, 4], [2, 6], [1, 8]]
+    first = data[0][1]
+    assert targets[2][0, : len(first)].equal(first)
     assert user.make_inputs()[0].shape == (2, 6)
-    assert user.make_target(user.make_inputs()).equal(found[1])
+    assert user.make_target(user.make_inputs()).equal(targets[1])
     labels = user_of(dataset=lambda: [(x, 1) for x, _ in data], loss=counted)
-    found = replace(labels, example_inputs=examples).make_targets(user.make_shapes())
-    assert [each.tolist() for each in found] == [[1, 1, 1], [1, 1], [1]]
+    targets = replace(labels, example_inputs=examples).make_targets(user.make_shapes())
+    assert [target.tolist() for target in targets] == [[1, 1, 1], [1, 1], [1]]
 
 
 def test_two_inputs_of_a_model_are_not_two_shapes(tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_a_plan_keeps_its_shapes(tmp_path: Path) -> None:
     assert plan.micro_batch_sizes == [*SIZES]
     assert plan.batch_sizes == [6, 4, 2]
     assert sorted(plan.variants) == sorted(
-        each.name for each in plan.shapes if each.variant
+        shape.name for shape in plan.shapes if shape.variant
     )
     assert plan.shapes[plan.first_shape or 0].variant == ""
     names = {f"rank{rank}{v}.py" for rank in (0, 1) for v in ("", "_4", "_6", "_8")}
@@ -240,9 +240,9 @@ def test_verify_has_a_batch_of_each_shape(count: int) -> None:
         collate=None,
         line_of=lambda name: None,
     )
-    found = verify_steps._batches(user, plan, 1)
-    lengths = [x.shape[1] for (x,), _ in found]
+    batches = verify_steps._batches(user, plan, 1)
+    lengths = [x.shape[1] for (x,), _ in batches]
     assert sorted(lengths) == sorted(LENGTHS)
     given = [x for (x,) in examples()]
-    made = [x for (x,), _ in found if any(torch.equal(x, each) for each in given)]
+    made = [x for (x,), _ in batches if any(torch.equal(x, one) for one in given)]
     assert len(made) == {0: 3, 1: 3, 40: 0}[count]

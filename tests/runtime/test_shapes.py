@@ -126,7 +126,7 @@ def test_a_padded_run_is_that_of_the_samples_themselves(
     model = Words(count=way not in ("mirrored", "data", "parts of the optimizer"))
     program = compiled(tmp_path / "x", model.double(), **options)
     plan, kinds = program.plan, set[int]()
-    assert [each.name for each in plan.shapes] == ["4", "6", "8"]
+    assert [shape.name for shape in plan.shapes] == ["4", "6", "8"]
     expected: list[list[list[int]]] = []
     shapes = ShapeClasses(plan.shapes)
     numbers = torch.tensor(numbers_of(shapes, data, 0, range(len(data))))
@@ -147,10 +147,10 @@ def test_a_padded_run_is_that_of_the_samples_themselves(
             expected.append([row.indices[at : at + size] for at in parts])
     assert kinds == {0, 1, 2}
     losses, state = in_one_process(model, data, expected)
-    found, states = run_of(tmp_path / "x", data, options, "--epochs", "2")
-    assert found == pytest.approx(losses, rel=1e-12)
-    for each in states:
-        for name, tensor in each.items():
+    actual, states = run_of(tmp_path / "x", data, options, "--epochs", "2")
+    assert actual == pytest.approx(losses, rel=1e-12)
+    for of_rank in states:
+        for name, tensor in of_rank.items():
             torch.testing.assert_close(tensor, state[name], rtol=1e-9, atol=1e-12)
     assert set(state) - set().union(*states) <= {"out.weight"}
 
@@ -161,16 +161,16 @@ def test_each_shape_has_its_own_constants(tmp_path: Path, in_double: None) -> No
     compiled(tmp_path, Scaled().double())
     shapes = examples()
     model = Scaled().double()
-    found: dict[str, Tensor] = {}
+    merged: dict[str, Tensor] = {}
     for state in on_ranks(tmp_path, 2, Trainer.state_dict, dtype=torch.float64):
-        found |= state
-    model.load_state_dict(found | {"out.weight": found["words.weight"]})
+        merged |= state
+    model.load_state_dict(merged | {"out.weight": merged["words.weight"]})
 
     def work(trainer: Trainer) -> list[float]:
         batches = [torch.cat([x, x]) for (x,) in shapes]
-        found = [trainer.evaluate(x, x).loss for x in batches]
-        assert None not in found
-        return found  # type: ignore[return-value]
+        losses = [trainer.evaluate(x, x).loss for x in batches]
+        assert None not in losses
+        return losses  # type: ignore[return-value]
 
     for losses in on_ranks(tmp_path, 2, work, dtype=torch.float64):
         wanted = [counted(model.eval()(x), x) for (x,) in shapes]
@@ -219,7 +219,7 @@ def test_stages_are_split_for_each_shape(options: dict[str, Any]) -> None:
     options = {"ranks": 2, "micro_batches": 2, **options}
     loss = nn.CrossEntropyLoss()
     program = compile(Pixels(), shapes, loss=loss, example_target=targets, **options)
-    assert [each.name for each in program.plan.shapes] == ["8", "16"]
+    assert [shape.name for shape in program.plan.shapes] == ["8", "16"]
     assert program.plan.unchecked == ""  # a step of each is that of the model
 
 
@@ -232,13 +232,13 @@ def test_values_are_whole_where_a_shape_has_one_sample_and_two_ranks() -> None:
         model = Words(count=False)
         return compile(model, shapes, loss=counted, example_target=targets, **given)
 
-    for sizes, trunk, found in (
+    for sizes, trunk, chosen in (
         ((8, 3, 1), "auto", "whole"),
         ((8, 3, 2), "batch", "batch"),
         ((8, 3, 1), "sequence", "sequence"),
     ):
         plan = sharded(sizes, trunk).plan
-        assert [stage.trunk for stage in plan.stages] == [found]
+        assert [stage.trunk for stage in plan.stages] == [chosen]
         assert plan.unchecked == ""  # a step of each shape is that of the model
     message = "--trunk batch splits a dimension of 1 over 2 ranks in Words, 8"
     with pytest.raises(GemscError, match=message):
@@ -318,7 +318,7 @@ def test_branches_are_on_the_ranks_that_suit_the_largest_shape() -> None:
     program = compile(Branches(), shapes, example_target=[target, target], **options)
     assert program.plan.unchecked == ""
     alone = compile(Branches(), shapes[0], example_target=target, **options)
-    (small,) = (each.program for each in program.compilation.variants.values())
+    (small,) = (variant.program for variant in program.compilation.variants.values())
     assert small.shards[0].placed == program.compilation.program.shards[0].placed
     assert small.shards[0].placed != alone.compilation.program.shards[0].placed
 
@@ -346,12 +346,12 @@ def test_other_batches_go_on_where_an_epoch_ends_only(
 ) -> None:
     data, folder = texts(60), tmp_path / "x"
     compiled(folder, Words().double())
-    each = len(run_of(folder, data, {}, "--epochs", "1")[0])
+    per_epoch = len(run_of(folder, data, {}, "--epochs", "1")[0])
     other = {"micro_batches": 1}
     compiled(tmp_path / "y", Words().double(), **other)
     words = ("--epochs", "2", "--resume", str(folder / "run"))
-    found, _ = run_of(tmp_path / "y", data, other, *words)
-    assert len(found) > each  # smaller ones: a whole epoch of them
+    losses, _ = run_of(tmp_path / "y", data, other, *words)
+    assert len(losses) > per_epoch  # smaller ones: a whole epoch of them
     run_of(folder, data, {}, "--steps", "3")
     of_rest = {}, ("--last-batch", "train", *words)
     for options, given in ((other, words), of_rest):
@@ -451,7 +451,7 @@ def test_held_out_samples_are_scored_once_each(tmp_path: Path, in_double: None) 
         optimizer=lambda params: torch.optim.SGD(params, lr=0.0),
         pad_value=(0, IGNORED),
         metrics=metrics,
-        on_epoch=lambda trainer, epoch, found: figures.append(found),
+        on_epoch=lambda trainer, epoch, scores: figures.append(scores),
     )
     run(
         tmp_path,
@@ -465,7 +465,7 @@ def test_held_out_samples_are_scored_once_each(tmp_path: Path, in_double: None) 
     )
     assert sum(counts) == 23
     terms = [counted(model(words[None]), target[None]) for words, target in held_out]
-    total, count = (float(sum(each)) for each in zip(*terms, strict=True))
+    total, count = (float(sum(parts)) for parts in zip(*terms, strict=True))
     assert figures[0]["loss"] == pytest.approx(total / count, rel=1e-12)
     assert figures[0]["words"] == pytest.approx(count / 23)
 

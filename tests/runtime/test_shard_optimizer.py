@@ -118,14 +118,14 @@ def trained(
         for step in range(STEPS)
     ]
 
-    def work(own: Trainer) -> Result:
+    def work(runner: Trainer) -> Result:
         for given, wanted in batches:
-            own.step(given, wanted)
-        updates = own.worker.updates
+            runner.step(given, wanted)
+        updates = runner.worker.updates
         elements = [p.numel() for p in updates.parameters.values() if p.requires_grad]
         states = [] if updates.optimizer is None else updates.optimizer.state.values()
         kept = sum(t.nbytes for s in states for t in s.values() if torch.is_tensor(t))
-        return own.state_dict(), sum(elements), kept
+        return runner.state_dict(), sum(elements), kept
 
     options = {"optimizer": optimizer, "dtype": DOUBLE, **trainer}
     return on_ranks(folder, plan.ranks, work, **options), plan
@@ -168,7 +168,7 @@ def test_every_bit_of_the_model_stays(name: str, tmp_path: Path) -> None:
         for shard in (False, True)
     ]
     assert not changes(*both)
-    before, after = (sum(elements for _, elements, _ in found) for found in both)
+    before, after = (sum(elements for _, elements, _ in ranks) for ranks in both)
     model = net()
     total = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert after == total < before
@@ -236,10 +236,10 @@ def test_whole_weights_of_tiles_are_shared_out(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), nn.Conv2d(3, 1, 3, padding=1))
     images = torch.randn(len(X), 1, 8, 6)
     given: dict[str, Any] = {"ranks": 2, "tiles": "2x1", "optimizer": adamw}
-    found = against_one_process(
+    comparison = against_one_process(
         tmp_path, model, (images,), target=images, shard="optimizer", **given
     )
-    assert found.worst < 1e-12
+    assert comparison.worst < 1e-12
 
 
 @pytest.mark.slow
@@ -336,20 +336,20 @@ def test_rows_are_not_in_a_group_that_goes_by_sizes(tmp_path: Path) -> None:
 @pytest.mark.slow(1)
 @pytest.mark.parametrize("name", ["master", "data of three", "chimera and data"])
 def test_predicted_state_is_that_of_the_fullest_rank(name: str, tmp_path: Path) -> None:
-    found, plan = trained(
+    of_ranks, plan = trained(
         tmp_path, net(), adamw, shard=True, trainer={"dtype": None}, **PLANS[name]
     )
-    kept = [num_bytes for *_, num_bytes in found]
+    kept = [num_bytes for *_, num_bytes in of_ranks]
     assert max(kept) == max(part["optimizer"] for part in plan.memory)
 
 
 @pytest.mark.slow
 def test_predicted_state_of_whole_weights_is_enough(tmp_path: Path) -> None:
-    found, plan = trained(
+    of_ranks, plan = trained(
         tmp_path, net(), lambda named: torch.optim.Adafactor(named), shard=True,
         trainer={"dtype": None}, **PLANS["data of three"],
     )  # fmt: skip
-    kept = [num_bytes for *_, num_bytes in found]
+    kept = [num_bytes for *_, num_bytes in of_ranks]
     assert max(kept) <= plan.memory[0]["optimizer"] < sum(kept)
 
 
@@ -375,11 +375,11 @@ def test_predicted_memory_is_measured(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_verify_sees_whole_gradients(tmp_path: Path) -> None:
-    found = against_one_process(
+    comparison = against_one_process(
         tmp_path, net(), optimizer=adamw, micro_batches=4, schedule="chimera",
         shard="optimizer",
     )  # fmt: skip
-    assert found.worst < 1e-10  # Adam enlarges what rounding leaves of b.bias
+    assert comparison.worst < 1e-10  # Adam enlarges what rounding leaves of b.bias
 
 
 @pytest.mark.slow
@@ -404,11 +404,11 @@ def test_a_checkpoint_of_rows_goes_on_with_them_and_without(tmp_path: Path) -> N
     folder = tmp_path / "with"
     expected = on_ranks(folder, 2, train(3), optimizer=adamw)
     on_ranks(folder, 2, train(2), optimizer=adamw)
-    found = on_ranks(folder, 2, train(1, resume=True), optimizer=adamw)
-    for mine, theirs in zip(found, expected, strict=True):
+    states = on_ranks(folder, 2, train(1, resume=True), optimizer=adamw)
+    for mine, theirs in zip(states, expected, strict=True):
         assert all(torch.equal(tensor, theirs[name]) for name, tensor in mine.items())
-    found = on_ranks(tmp_path / "without", 2, train(1, resume=True), optimizer=adamw)
-    for mine, theirs in zip(found, expected, strict=True):
+    states = on_ranks(tmp_path / "without", 2, train(1, resume=True), optimizer=adamw)
+    for mine, theirs in zip(states, expected, strict=True):
         for name, tensor in mine.items():
             torch.testing.assert_close(tensor, theirs[name], atol=1e-6, rtol=0)
 
@@ -479,9 +479,9 @@ def test_show_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 def test_rows_are_shared_out(holders: int) -> None:
     shapes = {"number": (), "one": (1, 9), "five": (5,), "many": (64, 3), "none": (0,)}
     for whole in ((), ("five", "many", "one")):
-        found = rows_of_holders(shapes, holders, whole)
-        assert found.keys() == shapes.keys()
-        for name, rows in found.items():
+        shares = rows_of_holders(shapes, holders, whole)
+        assert shares.keys() == shapes.keys()
+        for name, rows in shares.items():
             size = shapes[name][0] if shapes[name] else 1
             assert rows[0][0] == 0
             assert rows[-1][1] == size
@@ -491,7 +491,7 @@ def test_rows_are_shared_out(holders: int) -> None:
             assert max(sizes) - min(sizes) <= 1 or name in whole
             assert name not in whole or sorted(sizes)[-1] == size
     if holders == 3:  # each of them has one
-        owners = {next(i for i, r in enumerate(found[n]) if r[1]) for n in whole}
+        owners = {next(i for i, r in enumerate(shares[n]) if r[1]) for n in whole}
         assert len(owners) == 3
 
 
@@ -501,17 +501,17 @@ def test_an_exchange_takes_half_of_an_all_reduce() -> None:
         intra=LinkSpeed(latency=1e-6, bandwidth=1e9),
         inter=LinkSpeed(latency=1e-6, bandwidth=1e9),
     )
-    (found,) = reduce_scatter(network, [range(4)], [8_000_000])
+    (cost,) = reduce_scatter(network, [range(4)], [8_000_000])
     rate = network.allreduce.efficiency * 1e9
     sent = 3 * (1e-6 + 2_000_000 / rate)
-    assert found.gather == pytest.approx(sent)
+    assert cost.gather == pytest.approx(sent)
     adding = 3 * 2_000_000 / network.allreduce.reduce_bandwidth
-    assert found.seconds == pytest.approx(sent + adding)
-    assert found.updaters == 4
+    assert cost.seconds == pytest.approx(sent + adding)
+    assert cost.updaters == 4
     for size in (2, 5, 17, 18, 100):
         rounds = exchange(size, adds=True)
-        assert sum(each.repeats for each in rounds) == size - 1
-        distances = {(each.pairs[0][1]) for each in rounds}
+        assert sum(step.repeats for step in rounds) == size - 1
+        distances = {(step.pairs[0][1]) for step in rounds}
         assert distances <= set(range(1, size))
         assert len(distances) == len(rounds) <= 17
 

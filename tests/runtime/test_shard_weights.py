@@ -54,10 +54,10 @@ def trained(
     given, wanted = (t.to(DOUBLE) for t in batch_of((X, X), size))
     batches = [(given + shift, wanted) for shift in SHIFTS]
 
-    def work(own: Trainer) -> dict[str, Tensor]:
+    def work(runner: Trainer) -> dict[str, Tensor]:
         for given, wanted in batches:
-            own.step(given, wanted)
-        return own.state_dict()
+            runner.step(given, wanted)
+        return runner.state_dict()
 
     given = {"optimizer": optimizer, "dtype": DOUBLE, **(trainer or {})}
     return on_ranks(folder, plan.ranks, work, **given)
@@ -101,8 +101,8 @@ def test_the_model_is_that_of_data_parallelism(
     name: str, shard: str, tmp_path: Path
 ) -> None:
     both = [
-        trained(tmp_path / each, net(), by_name, each, **PLANS[name])
-        for each in ("off", shard)
+        trained(tmp_path / level, net(), by_name, level, **PLANS[name])
+        for level in ("off", shard)
     ]
     # micro-batches are added up in another order, unless there is one
     limit = 0.0 if PLANS[name].get("micro_batches") == 1 else 1e-12
@@ -127,8 +127,8 @@ def test_it_works_with_all_that_belongs_to_an_update(
     more: dict[str, Any], name: str, shard: str, tmp_path: Path
 ) -> None:
     both = [
-        trained(tmp_path / each, net(), by_name, each, more, **PLANS[name])
-        for each in ("off", shard)
+        trained(tmp_path / level, net(), by_name, level, more, **PLANS[name])
+        for level in ("off", shard)
     ]
     assert worst(*both) < 1e-12
 
@@ -145,8 +145,8 @@ def test_gradients_that_are_absent_stay_so(
     given: dict[str, Any] = {"ranks": 4, "data": 2, "schedule": schedule}
     given["micro_batches"] = 2
     both = [
-        trained(tmp_path / each, Net(gated, gate=gate), adamw, each, **given)
-        for each in ("off", shard)
+        trained(tmp_path / level, Net(gated, gate=gate), adamw, level, **given)
+        for level in ("off", shard)
     ]
     assert worst(*both) < 1e-9
     start = Net(gated, gate=gate).state_dict()
@@ -175,10 +175,10 @@ def test_weights_of_tiles_and_shards(
     sizes = pairwise((1, 4, 4, 4, 1))
     model = nn.Sequential(*(nn.Conv2d(*size, 3, padding=1) for size in sizes))
     images = torch.randn(len(X), 1, 8, 6)
-    found = against_one_process(
+    comparison = against_one_process(
         tmp_path, model, (images,), target=images, shard=shard, optimizer=adamw, **given
     )
-    assert found.worst < 1e-12
+    assert comparison.worst < 1e-12
 
 
 @pytest.mark.parametrize("shard", LEVELS)
@@ -189,7 +189,7 @@ def test_a_rank_reads_its_rows_only(shard: str, tmp_path: Path) -> None:
     written(tmp_path, nn.Sequential(*layers), (x,), target=x, shard=shard, **plan)
 
     def peak(transport: Transport) -> int:
-        with PeakTensors(own=()) as tensors:
+        with PeakTensors(held=()) as tensors:
             Trainer(tmp_path, transport, device=torch.device("cpu"))
         return tensors.peak
 
@@ -223,7 +223,7 @@ class Tuned(nn.Module):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(4)
             fixed = [frozen and index == 0 for index in range(6)]
-            layers = (Adapted(size, fixed=each, frozen=frozen) for each in fixed)
+            layers = (Adapted(size, fixed=flag, frozen=frozen) for flag in fixed)
             self.layers = nn.Sequential(*layers)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -243,16 +243,16 @@ def test_frozen_weights_are_in_parts(name: str, tmp_path: Path) -> None:
                           **plan)  # fmt: skip
         batch = batch_of((X, X), program.plan.batch_size // len(X))
 
-        def work(own: Trainer, batch: Any = batch) -> tuple[dict[str, Tensor], Any]:
+        def work(runner: Trainer, batch: Any = batch) -> tuple[dict[str, Tensor], Any]:
             for _ in SHIFTS:
-                own.step(*batch)
+                runner.step(*batch)
             sizes = {n: p.untyped_storage().nbytes() for n, p in
-                     own.stages.parameters.items()}  # fmt: skip
-            return own.state_dict(), sizes
+                     runner.stages.parameters.items()}  # fmt: skip
+            return runner.state_dict(), sizes
 
         both.append(on_ranks(tmp_path / shard, program.plan.ranks, work,
                              optimizer=adamw))  # fmt: skip
-    states = [[state for state, _ in found] for found in both]
+    states = [[state for state, _ in ranks] for ranks in both]
     assert worst(*states) < (1e-12 if plan.get("micro_batches") == 1 else 1e-6)
     held = {name: tensor for state in states[1] for name, tensor in state.items()}
     for path, tensor in Tuned().state_dict().items():
@@ -298,8 +298,8 @@ def test_a_checkpoint_goes_on_in_parts_and_without(
     for come, go in (("here", "here"), ("here", "off"), ("off", "here"),
                      ("optimizer", "here"), ("here", "optimizer")):  # fmt: skip
         work = train(total - after, come=f"{come} saved")
-        found = on_ranks(tmp_path / go, 4, work, **more)
-        assert worst(found, expected) < 1e-5, (come, go)
+        states = on_ranks(tmp_path / go, 4, work, **more)
+        assert worst(states, expected) < 1e-5, (come, go)
 
 
 def test_who_keeps_rows_alone_takes_no_gradients_as_they_were(tmp_path: Path) -> None:
@@ -339,11 +339,11 @@ def test_a_resume_forgets_the_weights_that_were_gathered(tmp_path: Path) -> None
     def work(trainer: Trainer) -> list[float]:
         trainer.step(*batch)
         trainer.save(tmp_path / "saved")
-        found = [trainer.evaluate(*batch).loss]
+        losses = [trainer.evaluate(*batch).loss]
         trainer.step(*batch)
-        found.append(trainer.evaluate(*batch).loss)
+        losses.append(trainer.evaluate(*batch).loss)
         trainer.resume(tmp_path / "saved")
-        return [*found, trainer.evaluate(*batch).loss]
+        return [*losses, trainer.evaluate(*batch).loss]
 
     for before, after, again in on_ranks(tmp_path, 4, work, optimizer=by_name):
         assert before == again
@@ -361,7 +361,7 @@ def test_a_checkpoint_knows_which_gradients_there_are(
 ) -> None:
     """Of two steps that make one update, one trains `up` and the other `down`."""
     given: dict[str, Any] = {"ranks": 2, "data": 2, "micro_batches": 1}
-    found = []
+    runs = []
     for level in ("off", shard):
         folder = tmp_path / level
         with torch.random.fork_rng(devices=[]):
@@ -389,16 +389,16 @@ def test_a_checkpoint_knows_which_gradients_there_are(
             return trainer.state_dict()
 
         more = {"optimizer": adamw, "accumulate": 2, "dtype": DOUBLE}
-        found.append(on_ranks(folder, 2, at_once, **more))
+        runs.append(on_ranks(folder, 2, at_once, **more))
         on_ranks(folder, 2, work, **more)
-        found.append(on_ranks(folder, 2, work, **more))
-    assert max(worst(found[0], other) for other in found[1:]) < 1e-9
+        runs.append(on_ranks(folder, 2, work, **more))
+    assert max(worst(runs[0], other) for other in runs[1:]) < 1e-9
 
 
 @pytest.mark.slow
 def test_averages_of_weights_are_of_rows(tmp_path: Path) -> None:
     given = {"optimizer": by_name, **PLANS["data"]}
-    found = []
+    runs = []
     for level in ("off", "weights"):
         program = written(tmp_path / level, net(), shard=level, **given)
         batch = batch_of((X, X), program.plan.batch_size // len(X))
@@ -416,8 +416,8 @@ def test_averages_of_weights_are_of_rows(tmp_path: Path) -> None:
                 average.on_evaluation(trainer, {})
             return losses
 
-        found.append(on_ranks(tmp_path / level, 4, work, optimizer=by_name))
-    for mine, theirs in zip(*found, strict=True):
+        runs.append(on_ranks(tmp_path / level, 4, work, optimizer=by_name))
+    for mine, theirs in zip(*runs, strict=True):
         assert mine == pytest.approx(theirs, rel=1e-6)
 
 
@@ -448,14 +448,14 @@ def test_what_is_added_up_is_predicted(tmp_path: Path) -> None:
     assert ending("gradients", micro_batches=2) > once + gather
 
     def gathers(**which: bool) -> float:
-        found = []
+        seconds = []
         for shard in LEVELS:
             given = {"ranks": 2, "data": 2, "micro_batches": 1, **looped}
             folder = tmp_path / f"{shard} {which}"
             model, x = Tuned(32, **which), torch.randn(2, 32)
             done = written(folder, model, (x,), target=x, shard=shard, **given)
-            found.append(done.plan.ending_seconds)
-        return found[1] - found[0]
+            seconds.append(done.plan.ending_seconds)
+        return seconds[1] - seconds[0]
 
     assert gathers(frozen=True) > gathers(frozen=False) > 0  # nor are these updated
 
@@ -500,9 +500,9 @@ def two_whole(tmp_path_factory: pytest.TempPathFactory) -> Written:
         room, whole = (least + most) // 2, 0
         with suppress(GemscError):
             given = {"shard": "weights", "device_memory": room * 2**10}
-            found = four_stages(folder, **given)
-            if (whole := found.plan.whole_stages) == 2:
-                return folder, found
+            program = four_stages(folder, **given)
+            if (whole := program.plan.whole_stages) == 2:
+                return folder, program
         least, most = (room, most) if whole < 2 else (least, room)
     raise AssertionError("no memory has room for two stages")
 
@@ -511,7 +511,7 @@ def test_the_next_weights_come_while_others_are_used(two_whole: Written) -> None
     batch = torch.randn(8, 64), torch.randn(8, 64)
 
     def work(trainer: Trainer) -> list[tuple[int, set[int]]]:
-        worker, found = trainer.worker, list[tuple[int, set[int]]]()
+        worker, notes = trainer.worker, list[tuple[int, set[int]]]()
 
         def note(run: Run) -> None:
             held = {
@@ -519,7 +519,7 @@ def test_the_next_weights_come_while_others_are_used(two_whole: Written) -> None
                 for stage, module in trainer.stages.items()
                 if all(p.untyped_storage().nbytes() for p in module.parameters())
             }
-            found.append((run.stage, held))
+            notes.append((run.stage, held))
 
         def noting(do: Any) -> Any:
             return lambda run, *given: (note(run), do(run, *given))[1]
@@ -527,11 +527,11 @@ def test_the_next_weights_come_while_others_are_used(two_whole: Written) -> None
         for name in ("run", "backward"):
             setattr(worker, name, noting(getattr(worker, name)))
         trainer.step(*batch)
-        return found
+        return notes
 
-    for found in on_ranks(two_whole[0], 2, work, optimizer=adamw):
-        assert len(found) == 16
-        for (now, whole), (after, _) in pairwise(found):
+    for notes in on_ranks(two_whole[0], 2, work, optimizer=adamw):
+        assert len(notes) == 16
+        for (now, whole), (after, _) in pairwise(notes):
             assert whole >= {now, after}
             assert len(whole) <= 2
 

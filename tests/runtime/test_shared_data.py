@@ -113,12 +113,12 @@ def test_inputs_that_no_example_has_are_not_left_out_with_no_word() -> None:
 
     one = torch.ones(4, 1)
     assert read(one, 2, one) == read(one, None, one) == 3
-    for examples, found in (
+    for examples, said in (
         ((one,), r"input\[1\], which example_inputs\(\) does not have"),
         ((one, 3, one), r"input\[1\], which is 3 in example_inputs"),
         ((one, one, 0), r"input\[2\], which is 0 in example_inputs"),  # later it is 1
     ):
-        with pytest.raises(GemscError, match=f"model.py:7: .* has {found}"):
+        with pytest.raises(GemscError, match=f"model.py:7: .* has {said}"):
             read(*examples)
 
 
@@ -338,9 +338,9 @@ def test_what_collate_draws_is_alike_on_all_ranks(kind: Any) -> None:
         options: Any = {"seed": 0, "shuffle": True, "workers": workers}
         batches = Batches(Table(), 4, shapes=mixing(kind()), **options)
         with preserve_rng():
-            found = [b.data[1].item() for b in batches.epoch(epoch, first)]
+            drawn = [b.data[1].item() for b in batches.epoch(epoch, first)]
         batches.close()
-        return found
+        return drawn
 
     wanted = shares(0)
     assert len({*wanted}) == 3

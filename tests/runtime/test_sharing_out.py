@@ -47,14 +47,14 @@ def test_each_row_is_written_once_and_the_shares_are_even() -> None:
         held = [draw.choice(layouts) for _ in range(count)]
         digests = [digest_of(items) for items in held]
         tables = dict(zip(digests, held, strict=True))
-        found: dict[str, list[TensorPiece]] = defaultdict(list)
+        pieces: dict[str, list[TensorPiece]] = defaultdict(list)
         bytes_of: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for rank in range(count):
             rows = own_rows_of(rank, digests, tables)
             assert rows.keys() <= {item.key for item in held[rank]}
             for item in held[rank]:
                 if item.key in rows:
-                    found[item.key].append(item.piece.rows(*rows[item.key]))
+                    pieces[item.key].append(item.piece.rows(*rows[item.key]))
             load: dict[tuple[int, ...], int] = defaultdict(int)
             for item in held[rank]:
                 group = tuple(r for r in range(count) if item in held[r])
@@ -63,8 +63,8 @@ def test_each_row_is_written_once_and_the_shares_are_even() -> None:
             for group, size in load.items():
                 bytes_of[group].append(size)
         for item in {item.key: item for items in held for item in items}.values():
-            assert make_up(item.piece, found[item.key])
-            assert found[item.key]  # of what is empty, too
+            assert make_up(item.piece, pieces[item.key])
+            assert pieces[item.key]  # of what is empty, too
         largest = max(item.row_bytes for item in pool)
         for sizes in bytes_of.values():
             assert max(sizes) - min(sizes) <= 2 * largest
@@ -132,9 +132,9 @@ def test_all_that_share_a_tensor_write_and_any_layout_reads(
     folder = program(tmp_path / "program", **layout)
     ranks, data = layout["ranks"], layout.get("data", 1)
     state = trained(folder, tmp_path / "saved", ranks, data)
-    found = check_checkpoint(tmp_path / "saved")
-    assert found.manifest is not None
-    sizes = [facts.bytes for facts in found.manifest.files.values()]
+    checkpoint = check_checkpoint(tmp_path / "saved")
+    assert checkpoint.manifest is not None
+    sizes = [facts.bytes for facts in checkpoint.manifest.files.values()]
     assert max(sizes) - min(sizes) < 30_000  # of 2 MB: rows, and private states
     whole = sum(tensor.nbytes for tensor in weights_in(tmp_path / "saved").values())
     assert sum(sizes) < 3.1 * whole + 80_000 * ranks  # nothing twice
@@ -161,13 +161,13 @@ def test_a_thread_copies_only_what_it_writes(
     copied = write._Share.copied
 
     def counted(share: Any) -> Any:
-        found = copied(share)
-        copies.append(sum(held.tensor.nbytes for held in found.tensors.values()))
+        copy = copied(share)
+        copies.append(sum(held.tensor.nbytes for held in copy.tensors.values()))
         assert all(
             held.tensor.untyped_storage().nbytes() <= held.tensor.nbytes
-            for held in found.tensors.values()
+            for held in copy.tensors.values()
         )
-        return found
+        return copy
 
     monkeypatch.setattr(write._Share, "copied", counted)
     folder = program(tmp_path / "program", ranks=2, data=2)
@@ -183,16 +183,16 @@ def test_a_thread_copies_only_what_it_writes(
 def test_what_nobody_writes_or_two_is_no_checkpoint(
     wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def mistaken(rank: int, *rest: Any) -> dict[str, tuple[int, int]]:
-        found = own_rows_of(rank, *rest)
-        for key, (first, last) in sorted(found.items()):
+    def mistaken(rank: int, *args: Any) -> dict[str, tuple[int, int]]:
+        rows = own_rows_of(rank, *args)
+        for key, (first, last) in sorted(rows.items()):
             if wrong == "two":
-                found[key] = 0, last
+                rows[key] = 0, last
             elif wrong == "nobody" and key.startswith("optimizer/"):
-                del found[key]
+                del rows[key]
             elif wrong == "a row less" and last - first > 1 and rank == 1:
-                return found | {key: (first, last - 1)}
-        return found
+                return rows | {key: (first, last - 1)}
+        return rows
 
     folder = program(tmp_path / "program", ranks=2, data=2)
     monkeypatch.setattr(write, "own_rows_of", mistaken)

@@ -16,8 +16,8 @@ pytestmark = pytest.mark.mpi
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory) -> Iterator[Cluster]:
-    with slurm(tmp_path_factory.mktemp("slurm") / "s") as found:
-        yield found
+    with slurm(tmp_path_factory.mktemp("slurm") / "s") as started:
+        yield started
 
 
 @pytest.fixture

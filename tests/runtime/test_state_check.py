@@ -52,8 +52,8 @@ def made(make: Callable[[Any], Any]) -> Any:
     layer, number = nn.Linear(3, 2), nn.Parameter(torch.tensor(1.0))
     for parameter in (*layer.parameters(), number):
         parameter.grad = torch.ones_like(parameter)
-    rest = {"params": [layer.bias, number], "lr": 0.02}
-    return make([{"params": [layer.weight]}, rest])
+    second = {"params": [layer.bias, number], "lr": 0.02}
+    return make([{"params": [layer.weight]}, second])
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
@@ -194,7 +194,7 @@ def test_groups_take_the_values_of_those_that_had_their_parameters() -> None:
 
     first = saved([1.0], ["a.weight"])
     other = saved([2.0, 3.0], ["b.bias"], ["b.weight"])
-    found = SavedOptimizer([first, other], {}, lambda value: value)
+    optimizer = SavedOptimizer([first, other], {}, lambda value: value)
 
     def sources(*groups: list[str]) -> list[Any]:
         slots: Any = [
@@ -202,13 +202,13 @@ def test_groups_take_the_values_of_those_that_had_their_parameters() -> None:
             for number, names in enumerate(groups)
             for name in names
         ]
-        return found.groups(slots, len(groups), 0)
+        return optimizer.groups(slots, len(groups), 0)
 
     moved = sources(["b.bias"], ["a.weight", "b.weight"], ["new", "b.weight"], [])
     assert moved == [(1, 0), (0, 0), None, None]
     assert sources(["a.weight"], []) == [(0, 0), (1, 1)]
     rates = [
-        found.scheduler({"last_lr": [0.0] * len(given)}, given, 0)["last_lr"]
+        optimizer.scheduler({"last_lr": [0.0] * len(given)}, given, 0)["last_lr"]
         for given in ([(1, 1), (1, 0)], [(0, 0), (1, 1)], [(1, 1)], [(0, 0)], [None])
     ]
     assert rates == [[3.0, 2.0], [1.0, 3.0], [3.0], [1.0], [1.0]]
@@ -223,7 +223,7 @@ def test_what_ranks_keep_beside_groups_goes_along_only_if_it_is_alike() -> None:
         unlike.others(0, is_same=False)
 
 
-@pytest.mark.parametrize("nest", [list, deque, lambda each: {"last": each[0]}])
+@pytest.mark.parametrize("nest", [list, deque, lambda tensors: {"last": tensors[0]}])
 def test_what_is_in_a_list_of_an_optimizer_goes_along_with_the_same_rows_only(
     nest: Callable[[list[Any]], Any],
 ) -> None:
@@ -231,27 +231,27 @@ def test_what_is_in_a_list_of_an_optimizer_goes_along_with_the_same_rows_only(
     rows = whole.rows(0, 1)
     kept = {"history": nest([torch.ones(1, 3)]), "counts": [1, torch.tensor(2.0)]}
     saved = {"values": {"a": {"piece": rows.intervals, "state": kept}}}
-    found = SavedOptimizer([saved], {}, lambda value: value)
-    assert found.rest_of("a", rows) == kept
+    optimizer = SavedOptimizer([saved], {}, lambda value: value)
+    assert optimizer.rest_of("a", rows) == kept
     with pytest.raises(GemscError, match="'history' of 'a' in a form that belongs to"):
-        found.rest_of("a", whole)
+        optimizer.rest_of("a", whole)
     del kept["history"]
-    assert found.rest_of("a", whole) == kept
+    assert optimizer.rest_of("a", whole) == kept
 
 
 def test_a_group_goes_on_as_that_of_its_first_parameter() -> None:
     names = (("a",), ("b",)), (("c",), ())
     ranks: list[dict[str, Any]] = [
         {
-            "groups": [{"names": [*each]} for each in groups],
+            "groups": [{"names": [*group]} for group in groups],
             "scheduler": {"steps": 3, "rates": [rank, rank + 10]},
         }
         for rank, groups in enumerate(names)
     ]
     saved = SavedOptimizer(ranks, {}, lambda value: value)
 
-    def sources(*found: str) -> list[Any]:
-        slots: Any = [SimpleNamespace(name=n, group=i) for i, n in enumerate(found)]
+    def sources(*held: str) -> list[Any]:
+        slots: Any = [SimpleNamespace(name=n, group=i) for i, n in enumerate(held)]
         return saved.groups(slots, 2, rank=0)
 
     assert sources("a", "b") == [(0, 0), (0, 1)]

@@ -87,10 +87,10 @@ def test_averages_take_the_place_of_weights_under_all_their_names() -> None:
     loss = "beside/_loss.scale"
     saved = manifest({"tied": "w"}, "model/w", "model/seen", "ema/w", "beside/x", loss)
     keys: Any = {"w": "model/w", "seen": "model/seen", "_loss.scale": loss}
-    found = files._keys(saved, Path(), averages=False)
-    assert found == keys | {"tied": "model/w"}
-    found = files._keys(saved, Path(), averages=True)
-    assert found == keys | {"w": "ema/w", "tied": "ema/w"}
+    chosen = files._keys(saved, Path(), averages=False)
+    assert chosen == keys | {"tied": "model/w"}
+    chosen = files._keys(saved, Path(), averages=True)
+    assert chosen == keys | {"w": "ema/w", "tied": "ema/w"}
 
 
 def test_without_a_link_the_step_that_was_written_last_counts(tmp_path: Path) -> None:
@@ -100,9 +100,9 @@ def test_without_a_link_the_step_that_was_written_last_counts(tmp_path: Path) ->
         path.parent.mkdir()
         path.write_text("")
         os.utime(path, (seconds, seconds))
-    found = folder._step_in(tmp_path)
-    assert found is not None
-    assert found.name == "step-000002"
+    latest = folder._step_in(tmp_path)
+    assert latest is not None
+    assert latest.name == "step-000002"
 
 
 def rewritten(change: Any, path: Path, *, digest: bool = True) -> None:
@@ -116,7 +116,7 @@ def rewritten(change: Any, path: Path, *, digest: bool = True) -> None:
 
 def pieces_are(*intervals: Any) -> Any:
     def change(content: dict[str, Any]) -> None:
-        pieces = [("rank0.safetensors", each) for each in intervals]
+        pieces = [("rank0.safetensors", interval) for interval in intervals]
         content["tensors"]["x"]["pieces"] = pieces
 
     return change
@@ -190,5 +190,5 @@ def test_lists_of_one_value_for_each_group_are_put_together() -> None:
     ]
     now = {"rates": [0.0, 0.0], "steps": [0, 0, 0], "of": [{"rates": [0.0, 0.0]}]}
     places, counts = [(1, 0), (0, 1)], {0: 2, 1: 2}
-    found = optimizer_state._merged(dict(enumerate(ranks)), now, places, counts)
-    assert found == {"rates": [0.3, 0.2], "steps": [4, 5, 6], "of": [{"rates": [3, 2]}]}
+    state = optimizer_state._merged(dict(enumerate(ranks)), now, places, counts)
+    assert state == {"rates": [0.3, 0.2], "steps": [4, 5, 6], "of": [{"rates": [3, 2]}]}

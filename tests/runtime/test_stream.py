@@ -72,11 +72,11 @@ def epoch(number: int = 0, first: int = 0, **options: Any) -> list[list[list[flo
 
 
 def test_an_epoch_is_the_beginning_of_the_stream_in_its_order() -> None:
-    found = epoch()
+    batches = epoch()
     order = [*range(12)]
     random.Random(0).shuffle(order)
-    assert [int(s[0]) for batch in found for s in batch] == order[:8]
-    assert epoch(1) != found
+    assert [int(s[0]) for batch in batches for s in batch] == order[:8]
+    assert epoch(1) != batches
     assert epoch(1) == epoch(1)
 
 
@@ -94,22 +94,22 @@ class Late(Numbers):
 
 
 def test_no_sample_is_lost_where_a_generator_is_found_late() -> None:
-    found, again = (reading(Late(12)).rows for _ in range(2))
-    assert found == again
+    first, again = (reading(Late(12)).rows for _ in range(2))
+    assert first == again
     known = [[int(row[0]) for row in rows] for rows in reading(Numbers(12)).rows]
-    assert [[int(row[0]) for row in rows] for rows in found] == known
+    assert [[int(row[0]) for row in rows] for rows in first] == known
 
 
 @pytest.mark.slow
 def test_random_numbers_of_a_sample_depend_on_nothing_else() -> None:
-    found = epoch()
+    batches = epoch()
     torch.rand(5), random.random(), np.random.rand()  # another rank drew more
-    assert epoch() == found
-    assert epoch(first=1) == found[1:]  # a run that goes on
+    assert epoch() == batches
+    assert epoch(first=1) == batches[1:]  # a run that goes on
     halves = [epoch(part=part, num_parts=2) for part in (0, 1)]
-    assert [a + b for a, b in zip(*halves, strict=True)] == found
-    assert epoch(workers=3) == found
-    assert len({tuple(s[1:]) for batch in found for s in batch}) == 8
+    assert [a + b for a, b in zip(*halves, strict=True)] == batches
+    assert epoch(workers=3) == batches
+    assert len({tuple(s[1:]) for batch in batches for s in batch}) == 8
 
 
 def test_the_last_batch_of_an_evaluation_is_filled_up() -> None:
@@ -127,12 +127,12 @@ def test_a_function_makes_pairs_of_what_the_stream_gives() -> None:
 
 
 def test_an_object_that_has_been_read_begins_anew() -> None:
-    stream, found = gemsc.Stream(Numbers(12), samples=10), epoch()
+    stream, known = gemsc.Stream(Numbers(12), samples=10), epoch()
     for _ in range(2):  # compile reads samples, too
         first = [float(sample[0]) for sample, _ in islice(stream, 2)]
-        assert first == [row[0] for row in found[0][:2]]
+        assert first == [row[0] for row in known[0][:2]]
         batches = batches_of(stream, 4, seed=0, shuffle=True)
-        assert [b.data[0].tolist() for b in batches.epoch(0)] == found
+        assert [b.data[0].tolist() for b in batches.epoch(0)] == known
 
 
 def test_a_stream_that_ends_says_how_long_it_is() -> None:
@@ -222,16 +222,16 @@ def reading(
     assert isinstance(batches, StreamBatches)
     batches.split(parts)
     batches.resume(epoch, marks or {})
-    found = Reading([], [], [], [])
+    read = Reading([], [], [], [])
     try:
         for batch in batches.epoch(epoch, first):
-            found.rows.append(batch.data[0].tolist())
-            found.marks.append(batches.marks(epoch))
-            found.notes += batch.notes
-            found.batches.append(batch)
+            read.rows.append(batch.data[0].tolist())
+            read.marks.append(batches.marks(epoch))
+            read.notes += batch.notes
+            read.batches.append(batch)
     finally:
         batches.close()
-    return found
+    return read
 
 
 def test_each_replica_reads_its_part_and_no_more() -> None:
@@ -281,9 +281,9 @@ def test_what_is_drawn_as_reading_begins_is_alike_in_all_parts() -> None:
             reading(Drawn(24), parts=3, part=part, size=6, epoch=epoch).rows
             for part in range(3)
         ]
-        found = [int(n) for rows in parts for batch in rows for (n,) in batch]
-        assert sorted(found) == [*range(24)]
-        orders.append(found)
+        numbers = [int(n) for rows in parts for batch in rows for (n,) in batch]
+        assert sorted(numbers) == [*range(24)]
+        orders.append(numbers)
     assert orders[0] != orders[1]
 
 
@@ -337,12 +337,12 @@ def test_only_what_differs_from_part_to_part_is_split(
 
 
 def test_nobody_knows_the_end_before_the_last_batch() -> None:
-    found = reading(Numbers(11))
-    assert [batch.ends for batch in found.batches] == [False, True]
-    assert all(batch.is_full and batch.count == 4 for batch in found.batches)
-    found = reading(Numbers(11), part=0, copies=2)  # its own is there, others are not
-    assert [batch.ends for batch in found.batches] == [False, True]
-    assert [len(rows) for rows in found.rows] == [2, 2]
+    read = reading(Numbers(11))
+    assert [batch.ends for batch in read.batches] == [False, True]
+    assert all(batch.is_full and batch.count == 4 for batch in read.batches)
+    read = reading(Numbers(11), part=0, copies=2)  # its own is there, others are not
+    assert [batch.ends for batch in read.batches] == [False, True]
+    assert [len(rows) for rows in read.rows] == [2, 2]
     assert [batch.ends for batch in reading(Numbers(12)).batches] == [False] * 2 + [
         True
     ]
@@ -353,9 +353,9 @@ def test_what_is_left_is_trained_where_the_number_is_known() -> None:
     stream = gemsc.Stream(Numbers(30), samples=11)
     order = [*range(30)]
     random.Random(0).shuffle(order)
-    found = reading(stream, least=2)
-    assert [batch.count for batch in found.batches] == [4, 4, 2]
-    assert [int(row[0]) for row in found.rows[2]] == [*order[8:10], order[9], order[9]]
+    read = reading(stream, least=2)
+    assert [batch.count for batch in read.batches] == [4, 4, 2]
+    assert [int(row[0]) for row in read.rows[2]] == [*order[8:10], order[9], order[9]]
     assert len(reading(stream).batches) == 2
 
 
@@ -365,13 +365,13 @@ def test_an_evaluation_takes_all_that_comes(part: int) -> None:
     for count in range(1, 10):
         options: dict[str, Any] = {"shuffle": False, "part": part, "copies": 2}
         known = reading(gemsc.Stream(Numbers(count), samples=count), **options)
-        found = reading(Numbers(count), **options)
-        assert found.rows == known.rows
+        read = reading(Numbers(count), **options)
+        assert read.rows == known.rows
         counts = [min(4, count - first) for first in range(0, count, 4)]
-        for each in (known, found):
-            assert [batch.count for batch in each.batches] == counts
-            assert [batch.is_full for batch in each.batches] == [n == 4 for n in counts]
-        assert [batch.ends for batch in found.batches][-1]
+        for side in (known, read):
+            assert [batch.count for batch in side.batches] == counts
+            assert [batch.is_full for batch in side.batches] == [n == 4 for n in counts]
+        assert [batch.ends for batch in read.batches][-1]
 
 
 @pytest.mark.slow(1)
@@ -385,9 +385,9 @@ def test_a_stream_goes_on_by_its_state(workers: int, parts: int) -> None:
             source = Stateful()
             marks = whole.marks[first - 1]
             assert marks[part].first == 4 * (first - 1)
-            rest = reading(source, first=first, marks=marks, **options)
-            assert rest.rows == whole.rows[first:]
-            assert not rest.notes
+            later = reading(source, first=first, marks=marks, **options)
+            assert later.rows == whole.rows[first:]
+            assert not later.notes
             assert source.made == 0 if parts > 1 else source.made <= 22 - 4 * first + 4
 
 
@@ -405,9 +405,9 @@ class Ordered(Stateful):
 
 def test_what_is_drawn_as_reading_begins_is_so_wherever_it_goes_on() -> None:
     whole = reading(Ordered())
-    rest = reading(Ordered(), first=2, marks=whole.marks[1])
-    assert rest.rows == whole.rows[2:]
-    assert not rest.notes
+    later = reading(Ordered(), first=2, marks=whole.marks[1])
+    assert later.rows == whole.rows[2:]
+    assert not later.notes
 
 
 @pytest.mark.parametrize("others", [Shards, Numbers])
@@ -428,9 +428,9 @@ def test_a_state_is_not_trusted() -> None:
     whole = reading(Stateful())
     for off in (-1, 1, 100):
         source = Stateful(off=off)
-        rest = reading(source, first=3, marks=whole.marks[2])
-        assert rest.rows == whole.rows[3:]
-        (note,) = rest.notes
+        later = reading(source, first=3, marks=whole.marks[2])
+        assert later.rows == whole.rows[3:]
+        (note,) = later.notes
         assert note.startswith("12 samples of the stream were read again, and dropped")
         assert note.endswith("its state_dict() does not bring it back")
 
@@ -462,9 +462,9 @@ def rows_of(*numbers: int) -> TensorDataset:
 def test_batches_of_a_loader_are_taken_apart() -> None:
     one = DataLoader(rows_of(22), batch_size=5, shuffle=True)
     other = DataLoader(rows_of(22), batch_size=None, shuffle=True)
-    found = [reading(gemsc.Stream(loader)).rows for loader in (one, other)]
-    assert found[0] == found[1]
-    flat = [int(number) for rows in found[0] for (number,) in rows]
+    both = [reading(gemsc.Stream(loader)).rows for loader in (one, other)]
+    assert both[0] == both[1]
+    flat = [int(number) for rows in both[0] for (number,) in rows]
     assert len({*flat}) == 20
     assert flat != sorted(flat)
     names = DataLoader([("a", 1), ("b", 2)], batch_size=2)
@@ -480,9 +480,9 @@ def test_a_loader_goes_on_within_one_of_its_batches() -> None:
     states = [marks[0].state for marks in whole.marks]
     assert states == [None, *({"at": number} for number in range(4))]
     for first in range(1, 5):
-        rest = reading(loader(), first=first, marks=whole.marks[first - 1])
-        assert rest.rows == whole.rows[first:]
-        assert not rest.notes
+        later = reading(loader(), first=first, marks=whole.marks[first - 1])
+        assert later.rows == whole.rows[first:]
+        assert not later.notes
 
 
 class Piped(Numbers):
@@ -504,16 +504,16 @@ def test_who_counts_epochs_is_told_which_one_begins() -> None:
     for number in (2, 0, 1, 1):
         order = [*range(12)]
         random.Random(number).shuffle(order)
-        found = reading(Piped(), epoch=number).rows
-        assert [int(row[0]) for rows in found for row in rows] == order
+        batches = reading(Piped(), epoch=number).rows
+        assert [int(row[0]) for rows in batches for row in rows] == order
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_without_a_state_what_came_before_is_read_again(workers: int) -> None:
     whole = reading(Numbers(22), workers=workers)
-    rest = reading(Numbers(22), first=4, marks=whole.marks[3], workers=workers)
-    assert rest.rows == whole.rows[4:]
-    (note,) = rest.notes
+    later = reading(Numbers(22), first=4, marks=whole.marks[3], workers=workers)
+    assert later.rows == whole.rows[4:]
+    (note,) = later.notes
     assert note.startswith("16 samples of the stream were read again")
     assert note.endswith("it has no state_dict() that a checkpoint can hold")
 
@@ -530,15 +530,15 @@ def test_batches_of_another_size_go_on_at_the_same_sample() -> None:
     small, large = (reading(Stateful(24), size=size) for size in (2, 6))
     flat = [row for rows in small.rows for row in rows]
     assert flat == [row for rows in large.rows for row in rows]
-    rest = reading(Stateful(24), size=6, first=2, marks=small.marks[5])
-    assert [row for rows in rest.rows for row in rows] == flat[12:]
-    assert not rest.notes
-    rest = reading(Stateful(24), size=6, first=1, marks=small.marks[4])  # 10 of 12
-    assert [row for rows in rest.rows for row in rows] == flat[6:]
+    later = reading(Stateful(24), size=6, first=2, marks=small.marks[5])
+    assert [row for rows in later.rows for row in rows] == flat[12:]
+    assert not later.notes
+    later = reading(Stateful(24), size=6, first=1, marks=small.marks[4])  # 10 of 12
+    assert [row for rows in later.rows for row in rows] == flat[6:]
     for keeps in (True, False):
         within = {"size": 4, "first": 2, "marks": large.marks[1]}  # 8 of 6 to 11
-        rest = reading(Stateful(24), keeps=keeps, **within)
-        assert [row for rows in rest.rows for row in rows] == flat[8:]
+        later = reading(Stateful(24), keeps=keeps, **within)
+        assert [row for rows in later.rows for row in rows] == flat[8:]
 
 
 def test_steps_are_counted_as_if_all_batches_had_the_new_size() -> None:
@@ -673,10 +673,10 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch(
     assert len([*save.glob("step-*")]) == steps
     for step in (1, steps // 2, steps // 2 + 1, steps - 1):
         at = save / f"step-{step:06d}"
-        rest = run(
+        resumed = run(
             directory, user, *words, "--resume", at, ranks=ranks, result=with_number
         )
-        for state, (number, other) in zip(whole, rest, strict=True):
+        for state, (number, other) in zip(whole, resumed, strict=True):
             assert number == steps
             assert state.keys() == other.keys()
             assert all(torch.equal(state[name], other[name]) for name in state)
@@ -715,8 +715,8 @@ def test_steps_go_over_as_many_epochs_as_they_take(
     whole = run(directory, user, "--steps", "14")
     assert "ends after" not in capsys.readouterr().out  # it does for all
     run(directory, user, "--steps", "6", "--save", save)  # an epoch, as it turns out
-    rest = run(directory, user, "--steps", "14", "--resume", save)
-    for state, other in zip(whole, rest, strict=True):
+    resumed = run(directory, user, "--steps", "14", "--resume", save)
+    for state, other in zip(whole, resumed, strict=True):
         assert all(torch.equal(state[name], other[name]) for name in state)
     with pytest.raises(GemscError, match="has already done 6 of 6 steps"):
         run(directory, user, "--steps", "6", "--resume", save)
@@ -739,8 +739,8 @@ def test_replicas_go_on_with_the_parts_of_others(tmp_path: Path) -> None:
     user, save = user_of(dataset=unknown), tmp_path / "run"
     whole = run(two, user, "--epochs", "2", ranks=4)
     run(two, user, "--steps", "4", "--save", save, ranks=4)
-    rest = run(one, user, "--epochs", "2", "--resume", save)
-    for state, other in zip(whole[:2], rest, strict=True):
+    resumed = run(one, user, "--epochs", "2", "--resume", save)
+    for state, other in zip(whole[:2], resumed, strict=True):
         for name in state:
             close = {"rtol": 1e-5, "atol": 1e-6}
             torch.testing.assert_close(state[name], other[name], **close)
@@ -757,8 +757,8 @@ def test_a_run_goes_on_twice(
     run(directory, user, "--steps", "5", "--save", saves[0], ranks=3)
     words = "--steps", "8", "--resume", saves[0], "--save", saves[1]
     run(directory, user, *words, ranks=3)
-    rest = run(directory, user, "--epochs", "2", "--resume", saves[1], ranks=3)
-    for state, other in zip(whole, rest, strict=True):
+    resumed = run(directory, user, "--epochs", "2", "--resume", saves[1], ranks=3)
+    for state, other in zip(whole, resumed, strict=True):
         assert all(torch.equal(state[name], other[name]) for name in state)
     said = capsys.readouterr().out
     assert "20 samples of the stream were read again" in said
@@ -841,9 +841,9 @@ def test_samples_of_a_stream_are_padded() -> None:
     ones = [1.0, 1.0, 1.0, 7.0, 7.0]
     flat = [row for rows in whole.rows for row in rows]
     assert flat == [ones[2 - n % 3 :][:3] for n in range(20)]
-    rest = reading(Short(22), first=3, marks=whole.marks[2], shapes=shapes)
-    assert rest.rows == whole.rows[3:]
-    (note,) = rest.notes  # no warning: they are the same
+    later = reading(Short(22), first=3, marks=whole.marks[2], shapes=shapes)
+    assert later.rows == whole.rows[3:]
+    (note,) = later.notes  # no warning: they are the same
     assert note.startswith("12 samples of the stream were read again")
     narrow = ShapeClasses([of_length(2)])
     with pytest.raises(

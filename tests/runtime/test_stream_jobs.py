@@ -245,8 +245,8 @@ def compiled(kind: str, say: Say) -> str:
 )
 def test_a_run_equals_a_plain_loop(kind: str, say: Say) -> None:
     compiled(kind, say)
-    found = say("verify", "program", "--dtype", "float64", "--run", 7)
-    assert "float64: 7 steps, 2 evaluations, worst" in found
+    text = say("verify", "program", "--dtype", "float64", "--run", 7)
+    assert "float64: 7 steps, 2 evaluations, worst" in text
 
 
 @pytest.mark.nightly
@@ -254,13 +254,13 @@ def test_a_run_equals_a_plain_loop(kind: str, say: Say) -> None:
 def test_a_run_goes_on_bit_for_bit(kind: str, say: Say) -> None:
     said = compiled(kind, say)
     words = "run", "program", "--epochs", 2
-    found = say(*words, "--checkpoint-every", 1, "--keep", 99, "--save", "whole")
-    assert ("replicas reads all of it" in found) == (kind == "loader")
+    text = say(*words, "--checkpoint-every", 1, "--keep", 99, "--save", "whole")
+    assert ("replicas reads all of it" in text) == (kind == "loader")
     steps = len([*Path("whole").glob("step-*")])
     assert steps == 10  # of 44 samples, or some more, and 8 in each
-    found = say(*words, "--resume", "whole/step-000008", "--save", "rest")
-    assert "warning" not in found
-    assert said in found
-    assert bool(said) == ("were read again, and dropped" in found)
-    one, other = (Path(each, "model.safetensors") for each in ("whole", "rest"))
+    text = say(*words, "--resume", "whole/step-000008", "--save", "rest")
+    assert "warning" not in text
+    assert said in text
+    assert bool(said) == ("were read again, and dropped" in text)
+    one, other = (Path(run, "model.safetensors") for run in ("whole", "rest"))
     assert one.read_bytes() == other.read_bytes()

@@ -66,11 +66,11 @@ def test_ranks_that_read_their_parts_train_like_those_that_read_all(
     def whole(trainer: Trainer) -> float:
         return trainer.step(inputs, targets)
 
-    found = on_ranks(tmp_path, plan.ranks, in_parts)
-    assert [loss for loss, _ in found] == on_ranks(tmp_path, plan.ranks, whole)
-    assert all(size // 2 <= widest <= size // 2 + 3 for _, widest in found[:4])
+    of_ranks = on_ranks(tmp_path, plan.ranks, in_parts)
+    assert [loss for loss, _ in of_ranks] == on_ranks(tmp_path, plan.ranks, whole)
+    assert all(size // 2 <= widest <= size // 2 + 3 for _, widest in of_ranks[:4])
     needs = size if name == "unet" else 0  # the target of the last rank
-    assert found[4][1] == needs
+    assert of_ranks[4][1] == needs
 
 
 class Noisy(Parts):
@@ -94,11 +94,11 @@ def test_whole_targets_are_read_beside_parts(
         b.data[1] for b in Batches(Noisy(images, images), 2, **options).epoch(0)
     ]
     window = Window((4, 4), ((2, 4), (0, 4)))
-    found = Batches(
+    batches = Batches(
         Noisy(images, images), 2, window=window, whole_targets=whole_targets, **options
     )
     for batch, target, is_whole in zip(
-        found.epoch(0), expected, are_whole, strict=True
+        batches.epoch(0), expected, are_whole, strict=True
     ):
         part = target[:, :, 2:]
         assert torch.equal(batch.data[1], part)
@@ -152,8 +152,8 @@ def test_pictures_with_their_channels_last_are_cut_by_rows_and_columns(
         given, target = batch.data
         return trainer.step(given, target, window=window), set(dataset.boxes)
 
-    found = on_ranks(tmp_path, 4, in_parts)
-    losses, boxes = zip(*found, strict=True)
+    of_ranks = on_ranks(tmp_path, 4, in_parts)
+    losses, boxes = zip(*of_ranks, strict=True)
     with torch.no_grad():
         assert losses == pytest.approx([float(mse(model(inputs), targets))] * 4)
     rows, columns = ((0, 6), (6, 12)), ((0, 8), (8, 16))

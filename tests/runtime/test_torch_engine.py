@@ -147,8 +147,8 @@ def test_a_signal_saves_a_checkpoint_and_leaves_nothing(
 def family(pid: int) -> list[int]:
     """Return a process and all that came of it."""
     path = Path(f"/proc/{pid}/task/{pid}/children")
-    found = [int(word) for word in path.read_text().split()] if path.exists() else []
-    return [pid, *(each for child in found for each in family(child))]
+    pids = [int(word) for word in path.read_text().split()] if path.exists() else []
+    return [pid, *(member for child in pids for member in family(child))]
 
 
 def listening(pids: Sequence[int]) -> set[str]:
@@ -158,10 +158,10 @@ def listening(pids: Sequence[int]) -> set[str]:
         for path in Path(f"/proc/{pid}/fd").iterdir():
             if (name := os.readlink(path)).startswith("socket:["):
                 sockets.add(name[8:-1])
-    found = set()
+    addresses = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             words = line.split()
             if words[3] == "0A" and words[9] in sockets:
-                found.add(words[1].partition(":")[0])
-    return found
+                addresses.add(words[1].partition(":")[0])
+    return addresses

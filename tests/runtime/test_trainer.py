@@ -36,8 +36,8 @@ def simple(self: Any, x: Tensor) -> Tensor:
     return self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
 
 
-def is_exact(found: Comparison) -> bool:
-    return found.worst <= EXACT
+def is_exact(comparison: Comparison) -> bool:
+    return comparison.worst <= EXACT
 
 
 # Outputs
@@ -83,20 +83,20 @@ def test_outputs_of_any_structure_and_stage_come_to_the_rank_of_the_loss(
     model = Net(lambda self, x: early(self, x, STRUCTURES[kind]), trunk=trunk())
     written(tmp_path, model, loss=loss_of, ranks=3, micro_batches=2)
     x, target = batch_of((X, X), 2)
-    found = on_ranks(tmp_path, 3, lambda t: t.evaluate(x, target))
-    assert [e.output is None for e in found] == [True, True, False]
+    evaluated = on_ranks(tmp_path, 3, lambda t: t.evaluate(x, target))
+    assert [e.output is None for e in evaluated] == [True, True, False]
     with torch.no_grad():
         parts = [model(part) for part in x.split(len(X))]
     wanted = [torch.cat(tensors) for tensors in zip(*map(leaves, parts), strict=True)]
-    have = leaves(found[2].output)
+    have = leaves(evaluated[2].output)
     assert len(have) == len(wanted)
     for a, b in zip(have, wanted, strict=True):
         torch.testing.assert_close(a, b)
     losses = [
         float(loss_of(part, t)) for part, t in zip(parts, target.split(2), strict=True)
     ]
-    assert {e.loss for e in found} == {found[0].loss}
-    assert found[0].loss == pytest.approx(sum(losses) / 2)
+    assert {e.loss for e in evaluated} == {evaluated[0].loss}
+    assert evaluated[0].loss == pytest.approx(sum(losses) / 2)
 
 
 def test_a_named_tuple_has_names_for_metrics_and_after_it_is_sent(
@@ -104,13 +104,13 @@ def test_a_named_tuple_has_names_for_metrics_and_after_it_is_sent(
 ) -> None:
     model = Net(lambda self, x: {"pair": Pair(y := self.a(x), x), "top": y.topk(1)})
     written(tmp_path, model, loss=lambda o, t: mse(o["pair"].left, t), ranks=1)
-    (found,) = on_ranks(tmp_path, 1, lambda t: t.evaluate(*[batch_of(X, 4)] * 2))
-    for pair in (found.output.pair, pickle.loads(pickle.dumps(found.output)).pair):
+    (scored,) = on_ranks(tmp_path, 1, lambda t: t.evaluate(*[batch_of(X, 4)] * 2))
+    for pair in (scored.output.pair, pickle.loads(pickle.dumps(scored.output)).pair):
         left, right = pair
         assert pair.left is left
         assert torch.equal(pair.right, right)
     assert torch.equal(
-        found.output.top.indices, found.output.pair.left.argmax(1)[:, None]
+        scored.output.top.indices, scored.output.pair.left.argmax(1)[:, None]
     )
 
 
@@ -151,10 +151,10 @@ def test_a_program_without_a_loss_evaluates_and_does_not_train(tmp_path: Path) -
     model = Net(simple)
     written(tmp_path, model, loss=None, target=None, micro_batches=2)
     x = batch_of(X, 2)
-    found = on_ranks(tmp_path, 2, lambda t: t.evaluate(x))
+    evaluated = on_ranks(tmp_path, 2, lambda t: t.evaluate(x))
     with torch.no_grad():
-        torch.testing.assert_close(found[1].output, model(x))
-    assert [e.loss for e in found] == [None, None]
+        torch.testing.assert_close(evaluated[1].output, model(x))
+    assert [e.loss for e in evaluated] == [None, None]
     with pytest.raises(
         GemscError, match="cannot train: it was compiled without a loss"
     ):
@@ -209,8 +209,8 @@ def test_a_target_may_be_a_nest(tmp_path: Path) -> None:
         return mse(output, target["values"]) + F.cross_entropy(output, target["c"][0])
 
     target = {"values": X, "c": [torch.tensor([1, 3])]}
-    found = against_one_process(tmp_path, Net(simple), loss=loss, target=target)
-    assert is_exact(found)
+    compared = against_one_process(tmp_path, Net(simple), loss=loss, target=target)
+    assert is_exact(compared)
 
 
 @pytest.mark.slow
@@ -221,8 +221,8 @@ def test_an_input_that_is_not_batched_is_whole_in_every_micro_batch(
         return simple(self, x + places.sum(0)) * places.mean()
 
     places = torch.rand(5, 4)
-    found = against_one_process(tmp_path, Net(forward), (X, places), micro_batches=3)
-    assert is_exact(found)
+    compared = against_one_process(tmp_path, Net(forward), (X, places), micro_batches=3)
+    assert is_exact(compared)
 
 
 @pytest.mark.slow(1)
@@ -322,9 +322,9 @@ def test_a_module_may_be_called_frozen(tmp_path: Path) -> None:
 
     model = Net(forward, frozen=nn.BatchNorm1d(4).eval())
     assert is_exact(against_one_process(tmp_path, model))
-    found = on_ranks(tmp_path, 2, lambda t: t.evaluate(batch_of(X, 3), batch_of(X, 3)))
+    scored = on_ranks(tmp_path, 2, lambda t: t.evaluate(batch_of(X, 3), batch_of(X, 3)))
     model.eval()
-    assert found[0].loss == pytest.approx(
+    assert scored[0].loss == pytest.approx(
         float(mse(model(batch_of(X, 3)), batch_of(X, 3)).detach())
     )
 
@@ -363,8 +363,8 @@ def test_a_stage_that_only_moves_values_hands_them_on(tmp_path: Path) -> None:
         return self.b(torch.tanh(h).view(2, 4))
 
     model = Net(forward, bias=nn.Parameter(torch.rand(2, 4)))
-    found = against_one_process(tmp_path, model, micro_batches=16)
-    assert is_exact(found)
+    compared = against_one_process(tmp_path, model, micro_batches=16)
+    assert is_exact(compared)
 
 
 def adamw(named: Any) -> torch.optim.Optimizer:
@@ -398,8 +398,8 @@ def normed(self: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("optimizer", [adamw, momentum, grouped, by_layer])
 def test_any_optimizer_with_any_groups(optimizer: Any, tmp_path: Path) -> None:
     model = Net(normed, norm=nn.BatchNorm1d(4))
-    found = against_one_process(tmp_path, model, steps=4, optimizer=optimizer)
-    assert is_exact(found)
+    compared = against_one_process(tmp_path, model, steps=4, optimizer=optimizer)
+    assert is_exact(compared)
 
 
 @pytest.mark.slow
@@ -434,8 +434,8 @@ def steps(
             trainer.save(resume)
         return losses, trainer.state_dict()
 
-    found = on_ranks(directory, 2, work, optimizer=momentum, **options)
-    return found[0][0], {n: t for _, state in found for n, t in state.items()}
+    of_ranks = on_ranks(directory, 2, work, optimizer=momentum, **options)
+    return of_ranks[0][0], {n: t for _, state in of_ranks for n, t in state.items()}
 
 
 @pytest.mark.slow
@@ -576,14 +576,14 @@ def test_what_would_train_nothing_is_refused(
 
 def test_a_rank_may_have_no_optimizer(tmp_path: Path) -> None:
     def of_last(pairs: Any) -> torch.optim.Optimizer | None:
-        own = [p for name, p in pairs if name.startswith("c")]
-        return torch.optim.SGD(own, lr=0.1) if own else None
+        chosen = [p for name, p in pairs if name.startswith("c")]
+        return torch.optim.SGD(chosen, lr=0.1) if chosen else None
 
     written(tmp_path, Net(simple), ranks=2, micro_batches=2)
-    found = on_ranks(
+    absent = on_ranks(
         tmp_path, 2, lambda trainer: trainer.optimizer is None, optimizer=of_last
     )
-    assert found == [True, False]
+    assert absent == [True, False]
 
 
 @pytest.mark.parametrize("count", [0, -1, 3, 1.5])

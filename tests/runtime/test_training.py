@@ -64,7 +64,7 @@ def test_hooks_are_called_on_all_ranks_with_what_happened(tmp_path: Path) -> Non
     run(program(tmp_path), user, "--epochs", "2")
     for rank in (0, 1):
         steps = [(0, 1, 0.01), (0, 2, 0.01), (0, 3, 0.01), (1, 4, 0.005)]
-        assert [each[1:] for each in seen if each[0] == rank] == [
+        assert [event[1:] for event in seen if event[0] == rank] == [
             *steps[:3],
             (0, ["loss"]),
             *steps[3:],
@@ -207,11 +207,11 @@ def test_what_goes_on_otherwise_than_its_file_has_it_now_is_told_once(
         made = trainer.optimizer
         return [] if made is None else [group["lr"] for group in made.param_groups]
 
-    found = run(tmp_path, user_of(**now), *words, "3", "--resume", result=rates)
+    resumed = run(tmp_path, user_of(**now), *words, "3", "--resume", result=rates)
     error = capfd.readouterr().err
     assert error.count(said) == error.count("note:") == 1, error
     if "the first" in name:  # it has made one step
-        assert found == run(tmp_path, user_of(**now), "--steps", "1", result=rates)
+        assert resumed == run(tmp_path, user_of(**now), "--steps", "1", result=rates)
 
 
 def test_parameters_that_a_hook_gave_the_optimizer_are_not_left_out(
@@ -236,17 +236,17 @@ def test_parameters_that_a_hook_gave_the_optimizer_are_not_left_out(
 def test_a_run_that_goes_on_takes_the_kernels_of_its_optimizer_from_the_file(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    folder, save, found = program(tmp_path), str(tmp_path / "run"), []
+    folder, save, fused = program(tmp_path), str(tmp_path / "run"), []
 
     def on_step(trainer: Trainer, report: StepReport) -> None:
-        found.append(trainer.optimizer.param_groups[0]["fused"])
+        fused.append(trainer.optimizer.param_groups[0]["fused"])
 
     for number, is_fused in enumerate((None, True, None)):
         user = user_of(optimizer=partial(Adam, fused=is_fused), on_step=on_step)
         goes_on = ["--resume", save] if number else []
         run(folder, user, "--save", save, "--steps", str(number + 1), *goes_on)
-        assert [*found] == [is_fused] * 2  # of both ranks
-        found.clear()
+        assert [*fused] == [is_fused] * 2  # of both ranks
+        fused.clear()
     assert "keeps the values" not in capfd.readouterr().err
 
 
@@ -357,8 +357,8 @@ def test_an_optimizer_may_take_parameters_of_some_ranks_only(tmp_path: Path) -> 
     words = "--save", saved, "--steps"
     for more in (["2"], ["4", "--resume", saved]):
         run(tmp_path, user_of(optimizer=of("c")), *words, *more)
-        found = load_file(Path(saved, "model.safetensors"))
-        for name, tensor in found.items():
+        weights = load_file(Path(saved, "model.safetensors"))
+        for name, tensor in weights.items():
             assert torch.equal(tensor, before[name]) != name.startswith("c")
     with pytest.raises(GemscError, match=r"test_training.py:\d+: .* has none of the"):
         run(tmp_path, user_of(optimizer=of("nothing")), "--steps", "1")
@@ -483,8 +483,8 @@ def told(changes: Any, first: int = 1, hook: str = "on_step", rank: int = 0) -> 
     if not (text := errors.getvalue()):
         return None
     where = r"test_training.py(?::\d+)?"
-    (found,) = re.findall(rf"{where}: warning: {hook} changes (.*): the program", text)
-    return found
+    (change,) = re.findall(rf"{where}: warning: {hook} changes (.*): the program", text)
+    return change
 
 
 @pytest.mark.parametrize(
@@ -619,11 +619,11 @@ def test_the_samples_of_a_micro_batch_that_fails_are_named(
         13, generator=torch.Generator().manual_seed(seed_of(0, 0))
     ).tolist()
     place = order.index(9) // 2 * 2
-    found = {9: "8, 9", 12: "12"}[wrong]  # the last one fills up the other replica's
+    named = {9: "8, 9", 12: "12"}[wrong]  # the last one fills up the other replica's
     if name == "dataset":
-        found = ", ".join(map(str, order[place : place + 2]))
-    found = f"note: this micro-batch has samples {found}"
-    assert caught.value.__notes__[0] == found
+        named = ", ".join(map(str, order[place : place + 2]))
+    note = f"note: this micro-batch has samples {named}"
+    assert caught.value.__notes__[0] == note
 
 
 class Fails(SGD):

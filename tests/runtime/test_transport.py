@@ -266,9 +266,9 @@ def test_a_large_message_comes_while_its_receiver_computes(mpi_output):
 @pytest.mark.mpi
 @pytest.mark.parametrize("engine", ["mpi", "torch"])
 def test_a_rank_that_waits_leaves_the_core_to_others(engine, mpi_output):
-    found = re.search(r"cpu seconds ([\d.]+)", mpi_output(2, engine))
-    assert found is not None
-    assert float(found[1]) < 0.25  # measured 0.03; a blocking MPI wait takes 0.98
+    match = re.search(r"cpu seconds ([\d.]+)", mpi_output(2, engine))
+    assert match is not None
+    assert float(match[1]) < 0.25  # measured 0.03; a blocking MPI wait takes 0.98
 
 
 def test_a_missing_mpi4py_is_told_with_advice(monkeypatch):
@@ -448,8 +448,8 @@ class Between:
         before.append(tensor)
 
         def done() -> bool:
-            for found in sent[number : number + 1]:
-                tensor.copy_(found)
+            for message in sent[number : number + 1]:
+                tensor.copy_(message)
             return number < len(sent)
 
         return SimpleNamespace(done=done)
@@ -464,9 +464,9 @@ def test_sums_of_halves_may_go_on_in_any_order(monkeypatch):
         comm = mock.Mock(Get_rank=lambda member=member: member)
         group = mpi_group.MpiGroup(mock.MagicMock(), comm, (0, 1), "x", InSteps())
         group._lane = Between(member, network)
-        own = [torch.tensor([n, n + 1.0]).bfloat16() for n in (member, 10 + member)]
-        sums.append([group.all_reduce(tensor) for tensor in own])
-        tensors.append(own)
+        terms = [torch.tensor([n, n + 1.0]).bfloat16() for n in (member, 10 + member)]
+        sums.append([group.all_reduce(tensor) for tensor in terms])
+        tensors.append(terms)
     for chain in (*sums[0], *reversed(sums[1])):  # one has the second sum first
         chain.advance()
     for chain in (*sums[0], *sums[1]):

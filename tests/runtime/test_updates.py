@@ -38,25 +38,25 @@ def test_steps_of_one_update_add_up_and_are_clipped_as_in_one_process(
     for number, (inputs, target) in enumerate(data):
         (mse(model(inputs), target) / 2).backward()
         if number % 2:
-            found = nn.utils.clip_grad_norm_(model.parameters(), LIMIT)
-            norms.append(float(found))
+            norm = nn.utils.clip_grad_norm_(model.parameters(), LIMIT)
+            norms.append(float(norm))
             optimizer.step()
             optimizer.zero_grad()
     expected = model.state_dict()
 
     def work(trainer: Trainer) -> list[float | None]:
-        found = []
+        measured = []
         for inputs, target in data:
             trainer.step(inputs, target)
             trainer.evaluate(inputs, target)
-            found.append(trainer.gradient_norm)
+            measured.append(trainer.gradient_norm)
         for name, tensor in trainer.state_dict().items():
             torch.testing.assert_close(tensor, expected[name])
-        return found[1::2]
+        return measured[1::2]
 
     given = {"optimizer": sgd, "accumulate": 2, "clip_norm": LIMIT}
-    for found in on_ranks(tmp_path, 2, work, **given):
-        torch.testing.assert_close(found, norms)
+    for of_rank in on_ranks(tmp_path, 2, work, **given):
+        torch.testing.assert_close(of_rank, norms)
 
 
 class Either(nn.Module):

@@ -49,11 +49,11 @@ class Message:
 
 @pytest.fixture
 def clock(monkeypatch):
-    own = Clock()
-    time = SimpleNamespace(perf_counter=own.perf_counter, sleep=own.sleep)
+    fake = Clock()
+    time = SimpleNamespace(perf_counter=fake.perf_counter, sleep=fake.sleep)
     monkeypatch.setattr(waiting, "time", time)
     monkeypatch.setattr(waiting, "_lasted", {})
-    return own
+    return fake
 
 
 def waited(clock, seconds, **how):

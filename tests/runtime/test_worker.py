@@ -57,9 +57,9 @@ def test_what_is_packed_is_unpacked(specs: list[tuple[tuple[int, ...], Any]]) ->
     dtypes = tuple(dtype for _, dtype in specs)
     packed = message.pack(tuple(tensors))
     assert (tuple(packed.shape), packed.dtype) == message.buffer(dtypes)
-    for found, tensor in zip(message.unpack(packed, dtypes), tensors, strict=True):
-        assert found.dtype == tensor.dtype
-        assert torch.equal(found, tensor)
+    for actual, tensor in zip(message.unpack(packed, dtypes), tensors, strict=True):
+        assert actual.dtype == tensor.dtype
+        assert torch.equal(actual, tensor)
 
 
 def test_packed_values_begin_on_cache_lines() -> None:
@@ -101,17 +101,17 @@ def test_packed_values_travel_between_ranks() -> None:
     def work(transport: LocalTransport) -> Any:
         worker = worker_of(transport, num_micro_batches=2, copy_ranks=2)
         worker.begin({}, training=True)
-        found = []
+        received = []
         for m in range(2):
             if transport.rank == 0:
                 worker.send(message, m, sent[0] + m, *sent[1:])
             else:
-                found.append(worker.receive(message, m))
+                received.append(worker.receive(message, m))
         worker.end()
-        return found
+        return received
 
-    _, found = run_local(2, work)
-    for m, (h, mask, index) in enumerate(found):
+    _, received = run_local(2, work)
+    for m, (h, mask, index) in enumerate(received):
         assert torch.equal(h, sent[0] + m)
         assert torch.equal(mask, sent[1])
         assert int(index) == 7
@@ -128,10 +128,10 @@ def test_a_message_of_a_rank_to_itself_is_handed_over(training: bool) -> None:
         worker.send(message, 0, made)
         return made, worker.receive(message, 0)
 
-    made, found = alone(work, nn.Identity())
-    assert found.data_ptr() == made.data_ptr()
-    assert found.is_leaf
-    assert found.requires_grad == training
+    made, received = alone(work, nn.Identity())
+    assert received.data_ptr() == made.data_ptr()
+    assert received.is_leaf
+    assert received.requires_grad == training
 
 
 # Gradients
@@ -200,9 +200,9 @@ def test_an_input_that_the_stage_cuts_off_gets_zeros() -> None:
         worker.begin({}, training=True)
         x, y = (torch.full((2, 4), 3.0, requires_grad=True) for _ in range(2))
         worker.run(RUN, 0, x, y)
-        found = worker.backward(RUN, 0, torch.ones(2, 4))
-        assert torch.equal(found[0], torch.zeros(2, 4))
-        assert torch.equal(found[1], torch.full((2, 4), 3.0))
+        gradients = worker.backward(RUN, 0, torch.ones(2, 4))
+        assert torch.equal(gradients[0], torch.zeros(2, 4))
+        assert torch.equal(gradients[1], torch.full((2, 4), 3.0))
 
     alone(work, Cut())
 
@@ -228,8 +228,8 @@ def test_a_stage_that_nothing_flows_back_into_gives_zeros() -> None:
     def work(worker: Worker) -> None:
         worker.begin({}, training=True)
         worker.run(RUN, 0, torch.ones(2, 4, requires_grad=True))
-        (found,) = worker.backward(RUN, 0, None)
-        assert torch.equal(found, torch.zeros(2, 4))
+        (gradient,) = worker.backward(RUN, 0, None)
+        assert torch.equal(gradient, torch.zeros(2, 4))
 
     alone(work, nn.Tanh())
 
@@ -366,8 +366,8 @@ def bound(
 
 def test_each_rank_picks_what_it_reads() -> None:
     boxes = torch.rand(6, 3)
-    found = bound(["boxes"], {"input": None, "target": {"boxes": [None, boxes]}})
-    assert found["boxes"] is boxes
+    tensors = bound(["boxes"], {"input": None, "target": {"boxes": [None, boxes]}})
+    assert tensors["boxes"] is boxes
 
 
 @pytest.mark.parametrize(
@@ -393,15 +393,15 @@ def test_a_batch_that_does_not_fit_is_refused_by_name(
 
 
 def test_a_batch_of_another_precision_is_converted() -> None:
-    found = bound(["x"], {"input": (torch.zeros(6, 4, dtype=torch.float64),)})
-    assert found["x"].dtype == torch.float32
+    tensors = bound(["x"], {"input": (torch.zeros(6, 4, dtype=torch.float64),)})
+    assert tensors["x"].dtype == torch.float32
     double = bound(["x"], {"input": (torch.zeros(6, 4),)}, float_dtype=torch.float64)
     assert double["x"].dtype == torch.float64
 
 
 def test_numpy_arrays_and_lists_are_batches_too() -> None:
-    found = bound(["mask"], {"input": {"mask": [True] * 6}})
-    assert found["mask"].dtype == torch.bool
+    tensors = bound(["mask"], {"input": {"mask": [True] * 6}})
+    assert tensors["mask"].dtype == torch.bool
 
 
 def test_micro_batches_are_parts_in_order() -> None:

@@ -116,8 +116,8 @@ def test_weight_gradients_come_after_their_backward() -> None:
 def test_weight_gradients_are_computed_where_a_backward_deferred_them() -> None:
     def deferred(*actions: str) -> Damage:
         def damage(ranks: list[RankStep]) -> None:
-            found = frozenset(map(Action.parse, actions))
-            ranks[0] = replace(ranks[0], deferred=found)
+            parsed = frozenset(map(Action.parse, actions))
+            ranks[0] = replace(ranks[0], deferred=parsed)
 
         return damage
 
@@ -130,15 +130,15 @@ def test_weight_gradients_are_computed_where_a_backward_deferred_them() -> None:
 
 
 def test_what_is_handed_over_on_a_rank_must_be_made_first_and_not_yet_freed() -> None:
-    together = chain_of((StageCost(1.0, 2.0),) * 2, (1,), placement=((0, 0),))
-    proved([["0F0", "1F0", "1B0", "0B0"]], together)
+    task = chain_of((StageCost(1.0, 2.0),) * 2, (1,), placement=((0, 0),))
+    proved([["0F0", "1F0", "1B0", "0B0"]], task)
     for order, message in [
         ("1F0 0F0 1B0 0B0", "uses a value before 0F0 computes it, x, tag 0: 1F0"),
         ("0F0 1F0 0B0 1B0", "uses a value before 1B0 computes it, x, tag 1: 0B0"),
     ]:
         with pytest.raises(InternalError, match=message):
-            proved([order.split()], together)
-    mask = replace(together, edges=(Edge(0, 1, gradient=False),))
+            proved([order.split()], task)
+    mask = replace(task, edges=(Edge(0, 1, gradient=False),))
     with pytest.raises(
         InternalError, match="a value that 0B0 has freed, x, tag 0: 1F0"
     ):
@@ -254,10 +254,10 @@ def test_a_receive_is_posted_before_its_action_begins() -> None:
     edges = Edge(0, 2, gradient=False), Edge(1, 3, gradient=False)
     task = Task((StageCost(1.0, 2.0),) * 4, edges, ((0, 0, 1, 1),), (2,))
     first = ["0F0", "0F1", "0B0", "0B1", "1F0", "1F1", "1B0", "1B1"]
-    rest = ["2F1", "3F1", "2B0", "2B1", "3B0", "3B1"]
-    proved((first, ["2F0", "3F0", *rest]), task)
+    others = ["2F1", "3F1", "2B0", "2B1", "3B0", "3B1"]
+    proved((first, ["2F0", "3F0", *others]), task)
     with pytest.raises(InternalError, match="wait for each other"):
-        proved((first, ["3F0", "2F0", *rest]), task)
+        proved((first, ["3F0", "2F0", *others]), task)
 
 
 # -- tiles -----------------------------------------------------------------------------
@@ -278,8 +278,8 @@ def tiles(*calls: Sequence[GridCall], placed: Sequence[Mapping[str, int]] = ()) 
         runs = {**rank.runs, (Kind.FORWARD, 0, 0): StageRun(calls=tuple(made))}
         sums = AllReduce("stage0", everyone), *ENDS
         steps = (*rank.actions, *sums)
-        own = placed[number] if placed else {}
-        ranks.append(RankStep(number, runs, steps, everyone, placed=own))
+        places = placed[number] if placed else {}
+        ranks.append(RankStep(number, runs, steps, everyone, placed=places))
     prove(ranks, task, groups=[everyone], shared=shared_by(task), ordered=False)
 
 
@@ -312,9 +312,9 @@ def test_tiles_do_the_same_actions_in_the_same_order() -> None:
     def of_tiles(second: str, **parts: Any) -> None:
         orders = "0F0 0F1 0B0 0B1 0W0 0W1", second
         ranks = [
-            replace(each, rank=number, tiles=(0, 1))
+            replace(step, rank=number, tiles=(0, 1))
             for number, order in enumerate(orders)
-            for each in ranks_of(task, [list(map(Action.parse, order.split()))])
+            for step in ranks_of(task, [list(map(Action.parse, order.split()))])
         ]
         ranks[1] = replace(ranks[1], **parts)
         prove(ranks, task, groups=[(0, 1)], sums=False, ordered=False)
@@ -450,7 +450,7 @@ def shards(*damages: Damage) -> None:
     """
     orders = ["0F0", "1F0'", "1B0'", "0B0"], ["1F0", "0F0'", "0B0'", "1B0"]
     of_grids = ranks_of(
-        MIRRORED, [[Action.parse(each) for each in order] for order in orders]
+        MIRRORED, [[Action.parse(text) for text in order] for order in orders]
     )
     ranks = []
     for grid in of_grids:
@@ -458,8 +458,8 @@ def shards(*damages: Damage) -> None:
             runs = {}
             for key, made in grid.runs.items():
                 ends = [
-                    tuple(replace(e, peer=GRIDS[e.peer][tile]) for e in each)
-                    for each in (made.receives, made.sends)
+                    tuple(replace(e, peer=GRIDS[e.peer][tile]) for e in side)
+                    for side in (made.receives, made.sends)
                 ]
                 runs[key] = StageRun(*ends)
             everyone, alike = (0, 1, 2, 3), (tile, 2 + tile)
@@ -749,8 +749,8 @@ NOT_YET = "needs a message of rank {}, tag {}, when it is the turn of {}: {}"
 def test_orders_of_communication(
     change: Callable[[list[list[Turn]]], object], message: str
 ) -> None:
-    found = with_orders(change)
-    assert message in found if message else not found
+    problem = with_orders(change)
+    assert message in problem if message else not problem
 
 
 def test_what_is_sent_first_is_received_first() -> None:
@@ -777,7 +777,7 @@ def test_what_tiles_exchange_begins_in_its_turn() -> None:
     (rank,) = ranks_of(task, [[Action.parse("0F0"), Action.parse("1F0")]])
 
     def of_tiles(*stages: int) -> None:
-        order = tuple(Turn(own=(0, stage)) for stage in stages)
+        order = tuple(Turn(collective=(0, stage)) for stage in stages)
         tiles = (replace(rank, rank=n, tiles=(0, 1), order=order) for n in (0, 1))
         prove([*tiles], task, groups=[(0, 1)])
 

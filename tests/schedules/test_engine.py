@@ -45,8 +45,8 @@ def test_other_text_is_no_action(text: str) -> None:
 def test_a_transfer_takes_its_time_between_ranks_and_none_within_one() -> None:
     chain = chain_of((UNIT, UNIT), (1,), seconds=0.5)
     assert run(chain, Policy()).makespan == 7.0
-    together = dataclasses.replace(chain, placement=((0, 0),))
-    assert run(together, Policy()).makespan == 6.0
+    joined = dataclasses.replace(chain, placement=((0, 0),))
+    assert run(joined, Policy()).makespan == 6.0
 
 
 def test_no_gradient_travels_where_there_is_none() -> None:

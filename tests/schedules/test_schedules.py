@@ -84,11 +84,11 @@ def test_in_a_v_no_rank_is_idle_once_it_has_begun(n: int, extra: int) -> None:
     half = StageCost(0.5, 1.0, 0.5, saved_bytes=1, waiting_bytes=1)
     rows = place("folded", 2 * n, n)
     task = chain_of((half,) * (2 * n), (m,), placement=rows)
-    found = run(task, SCHEDULES["zb-v"].policy)
-    late = found.makespan - 3 * m - (n - 1) / 2
+    timeline = run(task, SCHEDULES["zb-v"].policy)
+    late = timeline.makespan - 3 * m - (n - 1) / 2
     assert 0 <= late <= (n / 4 if n > 4 else 0)
-    assert max(found.peak_bytes) == 2 * n
-    assert found.makespan < schedule("zb-h1", n, m).makespan
+    assert max(timeline.peak_bytes) == 2 * n
+    assert timeline.makespan < schedule("zb-h1", n, m).makespan
 
 
 def picture(text: str) -> list[str]:
@@ -123,7 +123,7 @@ def test_the_page_of_schedules_has_these_figures() -> None:
     _, figures = page.read_text().split("### Figures", 1)
     figures, _ = figures.split("\n##", 1)
     rows = [line for line in figures.splitlines() if line.startswith("| `")]
-    found = []
+    lines = []
     for name, entry in SCHEDULES.items():
         chunks = 2 if entry.placement in ("looped", "folded") else 1
         makespans = [schedule(name, 4, m).makespan for m in (4, 8, 16)]
@@ -133,8 +133,8 @@ def test_the_page_of_schedules_has_these_figures() -> None:
         peaks = [peak / chunks for peak in run(task, entry.policy).peak_bytes]
         cells = [f"`{name}`", *map("{:g}".format, makespans)]
         cells += [" ".join(map("{:g}".format, peaks)), f"{entry.num_replicas}"]
-        found.append(f"| {' | '.join(cells)} |")
-    assert rows[1:] == found  # the first is the heading
+        lines.append(f"| {' | '.join(cells)} |")
+    assert rows[1:] == lines  # the first is the heading
 
 
 # -- properties ------------------------------------------------------------------------

@@ -222,7 +222,7 @@ def auxiliary(output: Tensor | tuple[Tensor, ...], target: Tensor) -> Tensor:
     """Cross-entropy; that of the heads beside the trunk counts less."""
     if isinstance(output, Tensor):
         return F.cross_entropy(output, target)
-    main, *others = (F.cross_entropy(each, target) for each in output)
+    main, *others = (F.cross_entropy(logits, target) for logits in output)
     return main + 0.3 * sum(others)
 
 
@@ -272,8 +272,8 @@ class ParallelLayer(nn.Module):
 
     def mixed(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
         query, key, value = (
-            each.unflatten(2, (HEADS, WIDTH // HEADS)).transpose(1, 2)
-            for each in (query, key, value)
+            tensor.unflatten(2, (HEADS, WIDTH // HEADS)).transpose(1, 2)
+            for tensor in (query, key, value)
         )
         weights = (query @ key.transpose(2, 3) + bias).softmax(-1)
         return (weights @ value).transpose(1, 2).flatten(2)
@@ -391,11 +391,11 @@ class Mixture(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x).tanh()
         gate = self.gate(x).softmax(-1)
-        found = [
+        outputs = [
             gate[:, index, None] * expert(x)
             for index, expert in enumerate(self.experts)
         ]
-        return self.head(x + sum(found[1:], found[0]))
+        return self.head(x + sum(outputs[1:], outputs[0]))
 
 
 class Joins(nn.Module):
@@ -446,8 +446,8 @@ class Noisy(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
         for block in self.blocks:
-            found = [branch(x) for branch in block]
-            x = self.norm(self.dropout(x + found[0] + found[1] + found[2]))
+            outputs = [branch(x) for branch in block]
+            x = self.norm(self.dropout(x + outputs[0] + outputs[1] + outputs[2]))
         return self.head(x)
 
 
@@ -484,8 +484,8 @@ class AllShared(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.other(x)
-        found = [self.one(x), self.one(x.sin()), self.other(x.cos())]
-        return self.head(torch.stack(found).amax(0))
+        outputs = [self.one(x), self.one(x.sin()), self.other(x.cos())]
+        return self.head(torch.stack(outputs).amax(0))
 
 
 class Deep(nn.Module):
@@ -530,4 +530,4 @@ CASES = (
     case("nested", Deep, vectors),
     case("two branches", partial(Mixture, 2), vectors),
 )
-BRANCH_MODELS = {each.name: each for each in CASES}
+BRANCH_MODELS = {entry.name: entry for entry in CASES}

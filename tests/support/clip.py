@@ -100,9 +100,9 @@ class Clip(nn.Module):
 def contrastive(output: dict[str, Tensor], weight: Tensor) -> Tensor:
     """Each text is to find its image among all of the micro-batch, and back."""
     logits = output["logits"]
-    own = torch.arange(len(logits), device=logits.device)
-    there = F.cross_entropy(logits, own, reduction="none")
-    back = F.cross_entropy(logits.t(), own, reduction="none")
+    labels = torch.arange(len(logits), device=logits.device)
+    there = F.cross_entropy(logits, labels, reduction="none")
+    back = F.cross_entropy(logits.t(), labels, reduction="none")
     return ((there + back) * weight).mean()
 
 

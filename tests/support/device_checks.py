@@ -49,15 +49,15 @@ def numbers(
     micro_batches: int = 4,
 ) -> None:
     """Those of the CPU, where much waits at a time."""
-    found = program(schedule, use, micro_batches)
+    built = program(schedule, use, micro_batches)
     for seed in range(SEEDS):
-        results = found.simulated(seed, cuda_aware=cuda_aware, policy=policy)
-        assert_equal(results, found.on_cpu)
+        results = built.simulated(seed, cuda_aware=cuda_aware, policy=policy)
+        assert_equal(results, built.on_cpu)
 
 
-def peaks(found: Program, policy: str) -> list[tuple[int, int]]:
+def peaks(built: Program, policy: str) -> list[tuple[int, int]]:
     """Return the bytes of the device and of pinned memory of each rank."""
-    results = found.simulated(0, policy=policy)
+    results = built.simulated(0, policy=policy)
     return [(result.peak_bytes, result.peak_pinned_bytes) for result in results]
 
 
@@ -68,14 +68,14 @@ def memory_of_offload() -> None:
     """
     plain = program("gpipe", "plain", 8)
     pairs = zip(peaks(plain, "keeps up"), plain.peak_bytes, strict=True)
-    moments = max(found - predicted for (found, _), predicted in pairs)
+    moments = max(actual - predicted for (actual, _), predicted in pairs)
     moments += streams.MOST_LEAVING * LARGEST
-    found = program("1f1b", "one rank", 8)
-    ((least, pinned),) = peaks(found, "keeps up")
-    assert least <= found.peak_bytes[0] + moments
+    built = program("1f1b", "one rank", 8)
+    ((least, pinned),) = peaks(built, "keeps up")
+    assert least <= built.peak_bytes[0] + moments
     batch = 8 * 2 * (SIZE * SIZE * 4 + 8)  # of micro-batches that wait for the device
     for policy in ("copies last", "copies first"):
-        ((mine, my_pinned),) = peaks(found, policy)
+        ((mine, my_pinned),) = peaks(built, policy)
         assert mine == least
         assert my_pinned <= pinned + batch
     ((_, of_fewer),) = peaks(program("1f1b", "one rank"), "keeps up")
@@ -84,9 +84,9 @@ def memory_of_offload() -> None:
 
 def memory_of_messages() -> None:
     """On the device it does not depend on it; on the host it is a few messages more."""
-    found = program("1f1b", "plain", 8)
+    built = program("1f1b", "plain", 8)
     ahead = device_transport.MOST_DEFERRED * LARGEST
-    pairs = zip(peaks(found, "copies last"), peaks(found, "keeps up"), strict=True)
+    pairs = zip(peaks(built, "copies last"), peaks(built, "keeps up"), strict=True)
     for (mine, my_pinned), (least, least_pinned) in pairs:
         assert mine == least
         assert my_pinned <= least_pinned + ahead
@@ -200,9 +200,9 @@ def moments() -> None:
                 x = x + 1
             noted.append(made.moment())
         assert device.num_run == device.num_computed - 5
-        first, *rest = [moment() for moment in noted]
+        first, *later = [moment() for moment in noted]
         assert before <= first <= after
-        assert rest == [first + 2_000_000, first + 5_000_000]
+        assert later == [first + 2_000_000, first + 5_000_000]
 
 
 def a_part_that_keeps_nothing() -> None:
@@ -261,7 +261,7 @@ class Host:
         pass
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def as_one(self) -> Iterator[None]:
         self.begun.append("together")
         yield
         self.begun.append("over")
@@ -331,11 +331,11 @@ def what_waits_starts_before_others_do() -> None:
             transport.group((0, 1))
             assert host.begun == ["send", "group"]
             transport.send(sent, 1, 7)
-            with transport.together():
+            with transport.as_one():
                 last = transport.send(sent, 1, 7)
             transport.wait(last)
-            found = ["send", "together", "send", "over"] if has_lanes else ["send"] * 2
-            assert host.begun[2:] == found
+            wanted = ["send", "together", "send", "over"] if has_lanes else ["send"] * 2
+            assert host.begun[2:] == wanted
 
 
 def few_messages_wait() -> None:
@@ -373,13 +373,13 @@ def nothing_on_the_cpu() -> None:
     """There the transport's own operations are all that there is."""
 
     def work(inner: LocalTransport) -> None:
-        found: list[Request] = []
+        requests: list[Request] = []
 
         class Noting:
             cuda_aware = False
 
             def __getattr__(self, name: str) -> Any:
-                return lambda *_: found.append(Done()) or found[-1]
+                return lambda *_: requests.append(Done()) or requests[-1]
 
         host: Any = Noting()
         transport, x = DeviceTransport(host, streams.Streams()), torch.ones(3)
@@ -390,7 +390,7 @@ def nothing_on_the_cpu() -> None:
             transport.reduce_scatter(host, x, [3], x),
             transport.all_gather(host, x, [3], x),
         ]
-        assert all(a is b for a, b in zip(made, found, strict=True))
+        assert all(a is b for a, b in zip(made, requests, strict=True))
 
     run_local(1, work)
 

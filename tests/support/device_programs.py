@@ -148,17 +148,17 @@ def train(directory: Path, transport: Any, **options: Any) -> Result:
     ]
     losses = [trainer.step(*batch) for batch in data[:2]]
     inputs, target = data[2]
-    found = trainer.evaluate(inputs, target)
-    assert found.loss is not None
-    losses.append(found.loss)
-    if found.output is not None:  # as a user does, with targets of the data set
-        losses.append(float(F.cross_entropy(found.output, target[: len(found.output)])))
+    final = trainer.evaluate(inputs, target)
+    assert final.loss is not None
+    losses.append(final.loss)
+    if final.output is not None:  # as a user does, with targets of the data set
+        losses.append(float(F.cross_entropy(final.output, target[: len(final.output)])))
     state = {name: tensor.cpu() for name, tensor in trainer.stages.tensors().items()}
-    return Result(losses, state, found.output)
+    return Result(losses, state, final.output)
 
 
-def assert_equal(found: list[Result], expected: list[Result]) -> None:
-    for mine, theirs in zip(found, expected, strict=True):
+def assert_equal(actual: list[Result], expected: list[Result]) -> None:
+    for mine, theirs in zip(actual, expected, strict=True):
         assert mine.losses == theirs.losses
         assert mine.state.keys() == theirs.state.keys()
         for name, tensor in theirs.state.items():

@@ -114,8 +114,8 @@ def _wrong(text: str, line: int) -> Iterator[int]:
             changed += [s for s in of_forward if uses.search(ast.unparse(s))]
     for statement in changed:
         first = of_forward.index(statement)
-        for each in of_forward[first : first + 3]:
-            yield from range(each.lineno, (each.end_lineno or each.lineno) + 1)
+        for wrong in of_forward[first : first + 3]:
+            yield from range(wrong.lineno, (wrong.end_lineno or wrong.lineno) + 1)
 
 
 def _holds(statement: ast.stmt, line: int) -> bool:

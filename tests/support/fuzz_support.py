@@ -147,11 +147,11 @@ def keras_file() -> bytes:
 
 
 def zipped(files: dict[str, bytes]) -> bytes:
-    found = io.BytesIO()
-    with zipfile.ZipFile(found, "w") as archive:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
         for name, data in files.items():
             archive.writestr(zipfile.ZipInfo(name), data)
-    return found.getvalue()
+    return buffer.getvalue()
 
 
 def unzipped(data: bytes) -> dict[str, bytes]:
@@ -276,8 +276,8 @@ def _fields(message: Any) -> Iterator[tuple[Any, Any]]:
         yield message, field
         if field.type != field.TYPE_MESSAGE:
             continue
-        for each in value if _is_repeated(value) else [value]:
-            yield from _fields(each)
+        for inner in value if _is_repeated(value) else [value]:
+            yield from _fields(inner)
 
 
 def _is_repeated(value: Any) -> bool:
@@ -324,18 +324,18 @@ def problems(kind: str, data: bytes, seeds: range, folder: Path) -> list[str]:
     )
     process.start()
     sender.close()
-    found, last = [], "none"
+    wrong, last = [], "none"
     while True:
         try:
             last, problem = receiver.recv()
         except EOFError:
             break
         if problem:
-            found.append(f"{kind} {last}: {problem}")
+            wrong.append(f"{kind} {last}: {problem}")
     process.join()
     if process.exitcode:
-        found.append(f"{kind} after {last}: exit code {process.exitcode}")
-    return found
+        wrong.append(f"{kind} after {last}: exit code {process.exitcode}")
+    return wrong
 
 
 def _read_all(

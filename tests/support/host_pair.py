@@ -115,8 +115,8 @@ class Pair:
 
 def _on(space: str, words: Iterator[str]) -> list[str]:
     """Return a command in a namespace: a process there is all that a host is."""
-    own = f'hostname {space}; mount -t tmpfs tmpfs /dev/shm; exec "$@"'
-    separate = ["unshare", "--uts", "--mount", "sh", "-c", own, "sh"]
+    script = f'hostname {space}; mount -t tmpfs tmpfs /dev/shm; exec "$@"'
+    separate = ["unshare", "--uts", "--mount", "sh", "-c", script, "sh"]
     return ["ip", "netns", "exec", space, *separate, *words]
 
 

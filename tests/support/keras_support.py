@@ -72,14 +72,14 @@ class Step:
 def example(model: Any, batch: int = 2, seed: int = 0) -> list[Array]:
     """Return inputs for a model: normal numbers, and small integers."""
     draw = np.random.default_rng(seed)
-    found = []
+    arrays = []
     for value in model.inputs:
         shape = (batch, *value.shape[1:])
         is_float = "float" in value.dtype
         numbers = draw.normal(size=shape) if is_float else draw.integers(0, 5, shape)
         # what float32 holds is the same number in float64
-        found.append(numbers.astype("float32").astype(value.dtype))
-    return found
+        arrays.append(numbers.astype("float32").astype(value.dtype))
+    return arrays
 
 
 def rounded(model: Any) -> None:
@@ -116,15 +116,15 @@ def one_step(
     for variable, array in zip(model.variables, before, strict=True):
         variable.assign(array)
     with h5py.File(path) as file:
-        found: dict[str, Array] = {}
+        values: dict[str, Array] = {}
         file.visititems(
             lambda name, item: (
-                found.update({name: item[()]})
+                values.update({name: item[()]})
                 if isinstance(item, h5py.Dataset)
                 else None
             )
         )
-    return Step([o.detach().numpy() for o in outputs], float(loss.detach()), found)
+    return Step([o.detach().numpy() for o in outputs], float(loss.detach()), values)
 
 
 def _squares(outputs: Sequence[torch.Tensor], targets: Sequence[Array]) -> Any:
@@ -174,8 +174,8 @@ def assert_same(
     net.eval()
     wanted = keras.tree.flatten(model(_packed(model, tensors), training=False))
     wanted = [tensor.detach().numpy() for tensor in wanted]
-    found = keras.tree.flatten(net(*tensors))
-    for number, (w, f) in enumerate(zip(wanted, found, strict=True)):
+    outputs = keras.tree.flatten(net(*tensors))
+    for number, (w, f) in enumerate(zip(wanted, outputs, strict=True)):
         close(f.detach().numpy(), w, within, f"output {number}")
     if training:
         draw = np.random.default_rng(2)
@@ -218,18 +218,18 @@ def _same_step(
         seen |= set(weight.sources)
         wanted = weight.made(step.values.__getitem__)
         if name not in parameters or not parameters[name].requires_grad:
-            found = net.state_dict()[name]
+            actual = net.state_dict()[name]
         else:
             gradient = parameters[name].grad
-            found = torch.zeros(wanted.shape) if gradient is None else gradient
-        close(found.detach().numpy(), wanted, within, name)
+            actual = torch.zeros(wanted.shape) if gradient is None else gradient
+        close(actual.detach().numpy(), wanted, within, name)
     floats = {n for n, array in step.values.items() if array.dtype.kind == "f"}
     assert floats <= seen
 
 
-def close(found: Array, wanted: Array, within: float, what: str) -> None:
+def close(actual: Array, wanted: Array, within: float, what: str) -> None:
     """Compare with the largest number of a tensor, or with 1e-3 if that is more."""
-    assert found.shape == wanted.shape, what
+    assert actual.shape == wanted.shape, what
     largest = max(float(np.abs(wanted).max(initial=0)), 1e-3)
-    error = float(np.abs(found - wanted).max(initial=0)) / largest
+    error = float(np.abs(actual - wanted).max(initial=0)) / largest
     assert error <= within, f"{what} is off by {error:.2g}"

@@ -4,7 +4,7 @@
     rank 1   receive X | receive G ...
 
 A message moves when both ends run it, a sum when all members do; what a rank started
-`together` is one operation. That is the strictest that an engine without tags may be.
+`as_one` is one operation. That is the strictest that an engine without tags may be.
 Each call waits for a while first, which the seed decides.
 """
 
@@ -79,7 +79,7 @@ class Lanes(LocalTransport):
         self._rng = random.Random(rank)
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def as_one(self) -> Iterator[None]:
         assert self._open is None
         self._open = Operation()
         try:

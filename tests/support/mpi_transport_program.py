@@ -190,14 +190,14 @@ def sums_have_the_same_bits_on_all_ranks(transport: Transport) -> None:
             exact = torch.stack([part.double() for part in parts]).sum(0)
             request = group.all_reduce(tensor)
             transport.wait(request)
-            found, tensor = tensor.clone(), tensor.zero_()
+            summed, tensor = tensor.clone(), tensor.zero_()
             assert request.done()
             assert not tensor.any()  # which is its owner's again
-            error = (found.double() - exact).abs().max()
+            error = (summed.double() - exact).abs().max()
             roundings = 1 if dtype in (torch.bfloat16, torch.float16) else len(parts)
             eps = 0 if dtype == torch.int64 else torch.finfo(dtype).eps
             assert error <= 0.51 * roundings * eps * exact.abs().max()
-            texts = transport.all_gather_object(found.double().sum().item().hex())
+            texts = transport.all_gather_object(summed.double().sum().item().hex())
             assert len(set(texts)) == 1
 
 
@@ -241,9 +241,9 @@ def parts_of_sums_are_added_in_the_order_of_ranks(transport: Transport) -> None:
             whole = torch.empty(sum(sizes), dtype=dtype)
             transport.wait(group.reduce_scatter(mine, sizes, part))
             again = mine.clone()
-            own = again.split(sizes)[transport.rank]  # in its own place
-            transport.wait(group.reduce_scatter(again, sizes, own))
-            assert torch.equal(own, part)
+            place = again.split(sizes)[transport.rank]  # in its own place
+            transport.wait(group.reduce_scatter(again, sizes, place))
+            assert torch.equal(place, part)
             assert torch.equal(part, total.split(sizes)[transport.rank])
             assert torch.equal(mine, terms[transport.rank])
             transport.wait(group.all_gather(part, sizes, whole))
@@ -360,8 +360,8 @@ def large_halves(transport: Transport) -> None:
         rows = torch.randn(size, num, generator=generator) * 100
         terms.append([row.bfloat16() for row in rows])
     for _ in range(3):
-        sums = [each[rank].clone() for each in terms]
-        requests = [group.all_reduce(each) for each in sums]
+        sums = [parts[rank].clone() for parts in terms]
+        requests = [group.all_reduce(tensor) for tensor in sums]
         before, after = neighbours(transport)
         for step in range(len(sums)):  # each waits for another sum, some for none
             incoming = transport.receive(torch.empty(1), before, 5)
@@ -370,11 +370,11 @@ def large_halves(transport: Transport) -> None:
             sent = transport.send(torch.ones(1), after, 5)
             transport.wait(incoming, sent)
         transport.wait(*requests)
-        for parts, found in zip(terms, sums, strict=True):
-            total = torch.zeros(len(found))
+        for parts, summed in zip(terms, sums, strict=True):
+            total = torch.zeros(len(summed))
             for part in parts:
                 total += part
-            assert torch.equal(found, total.bfloat16())
+            assert torch.equal(summed, total.bfloat16())
 
 
 def a_message_comes_while_its_receiver_computes(transport: Transport) -> None:

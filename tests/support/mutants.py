@@ -44,28 +44,28 @@ class Mutant:
         """Give the function the mutant's code."""
         function = self._function()
         code = compile(self.mutated(), str(self.module.__file__), "exec")
-        self._before, function.__code__ = function.__code__, self._found(code)
+        self._before, function.__code__ = function.__code__, self._search(code)
 
     def __exit__(self, *_: object) -> None:
         """Give it its own code again."""
         self._function().__code__ = self._before
 
     def _function(self) -> Any:
-        found: Any = self.module
+        target: Any = self.module
         for name in self.function.split("."):
-            found = inspect.getattr_static(found, name)
-        found = getattr(found, "fget", None) or getattr(found, "func", found)
-        return inspect.unwrap(found)
+            target = inspect.getattr_static(target, name)
+        target = getattr(target, "fget", None) or getattr(target, "func", target)
+        return inspect.unwrap(target)
 
-    def _found(self, code: CodeType) -> CodeType:
-        inner = [each for each in code.co_consts if isinstance(each, CodeType)]
-        for each in inner:
-            if each.co_qualname == self.function:
-                return each
+    def _search(self, code: CodeType) -> CodeType:
+        inner = [const for const in code.co_consts if isinstance(const, CodeType)]
+        for nested in inner:
+            if nested.co_qualname == self.function:
+                return nested
         return next(
-            self._found(each)
-            for each in inner
-            if self.function.startswith(each.co_name)
+            self._search(nested)
+            for nested in inner
+            if self.function.startswith(nested.co_name)
         )
 
 
@@ -95,9 +95,9 @@ def _functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
         if isinstance(node, ast.FunctionDef):
             yield node.name, node
         elif isinstance(node, ast.ClassDef):
-            for each in node.body:
-                if isinstance(each, ast.FunctionDef):
-                    yield f"{node.name}.{each.name}", each
+            for member in node.body:
+                if isinstance(member, ast.FunctionDef):
+                    yield f"{node.name}.{member.name}", member
 
 
 def _changes(node: ast.AST) -> Iterator[tuple[str, Change]]:

@@ -110,10 +110,10 @@ def cases() -> dict[str, TestCase]:
     """Return the cases by name: of single operators, and small old files."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # they divide by zero when they are made
-        found = loader.load_node_model_tests()
+        loaded = loader.load_node_model_tests()
     for kind in ("pytorch-converted", "pytorch-operator", "simple"):
-        found += [c for c in loader.load_model_tests(kind=kind) if c.model_dir]
-    return {case.name: case for case in found}
+        loaded += [c for c in loader.load_model_tests(kind=kind) if c.model_dir]
+    return {case.name: case for case in loaded}
 
 
 def group(case: TestCase) -> str:
@@ -122,8 +122,8 @@ def group(case: TestCase) -> str:
         return f"files: {case.kind}"
     plain = cases().get(re.sub(r"_expanded.*", "", case.name), case)
     kind = plain.model.graph.node[-1].op_type
-    found = (name for name, kinds in GROUPS.items() if re.fullmatch(kinds, kind))
-    return next(found, "others")
+    matching = (name for name, kinds in GROUPS.items() if re.fullmatch(kinds, kind))
+    return next(matching, "others")
 
 
 def reason(words: str) -> str | None:
@@ -136,10 +136,10 @@ def outcome(case: TestCase) -> Outcome:
     refused = None
     kinds = {node.op_type for node in case.model.graph.node} if case.model else {""}
     for known in range(4 if kinds <= KNOWN else 3):
-        found = _tried(case, known)
-        if found.kind == "passed" or found.kind in ("wrong", "raised"):
-            return found
-        refused = refused or found
+        tried = _tried(case, known)
+        if tried.kind == "passed" or tried.kind in ("wrong", "raised"):
+            return tried
+        refused = refused or tried
     assert refused is not None
     return refused
 
@@ -150,27 +150,27 @@ def _tried(case: TestCase, known: int) -> Outcome:
             form, given = _with_known(model, inputs, known)
             module = imported_module(form)
             with torch.no_grad():
-                found = module(*map(tensor_of, given))
+                outputs = module(*map(tensor_of, given))
         except GemscError as error:
             return Outcome("refused", str(error))
         except Exception as error:  # that is what is looked for
             return Outcome("raised", f"{type(error).__name__}: {error}")
-        found = found if isinstance(found, tuple) else (found,)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         try:
-            for one, other in zip(found[: len(wanted)], wanted, strict=True):
+            for one, other in zip(outputs[: len(wanted)], wanted, strict=True):
                 _compare(case, one, _array(other))
         except AssertionError as error:
             return Outcome("wrong", str(error))
     return Outcome("passed")
 
 
-def _compare(case: TestCase, found: Tensor, wanted: Array) -> None:
+def _compare(case: TestCase, ours: Tensor, wanted: Array) -> None:
     unit = UNIT.get(wanted.dtype.name, 0.0)
-    assert found.dtype == tensor_of(wanted).dtype, f"{found.dtype}, not {wanted.dtype}"
-    assert found.shape == wanted.shape, f"{found.shape}, not {wanted.shape}"
+    assert ours.dtype == tensor_of(wanted).dtype, f"{ours.dtype}, not {wanted.dtype}"
+    assert ours.shape == wanted.shape, f"{ours.shape}, not {wanted.shape}"
     if DRAWN.match(case.name):
         return
-    one = found.float().numpy() if found.dtype is torch.bfloat16 else found.numpy()
+    one = ours.float().numpy() if ours.dtype is torch.bfloat16 else ours.numpy()
     other = wanted.astype(one.dtype) if wanted.dtype.name == "bfloat16" else wanted
     np.testing.assert_allclose(
         one, other, rtol=max(case.rtol, 2 * unit), atol=case.atol
@@ -207,7 +207,7 @@ def _with_known(
     form = onnx.ModelProto()
     form.CopyFrom(model)
     del form.graph.input[:]
-    rest = []
+    left = []
     # old files name their initializers as inputs, too: these come last
     pairs = zip(model.graph.input, inputs, strict=False)
     for index, (value, given) in enumerate(pairs):
@@ -221,14 +221,14 @@ def _with_known(
             form.graph.initializer.append(numpy_helper.from_array(array, value.name))
         else:
             form.graph.input.append(value)
-            rest.append(given)
-    if not rest and inputs:  # all is known, and a network takes something
+            left.append(given)
+    if not left and inputs:  # all is known, and a network takes something
         kind = onnx.TensorProto.FLOAT
         form.graph.input.append(helper.make_tensor_value_info("beside", kind, [2]))
         form.graph.output.append(helper.make_tensor_value_info("same", kind, [2]))
         form.graph.node.append(helper.make_node("Identity", ["beside"], ["same"]))
-        rest.append(np.zeros(2, np.float32))
-    return form, rest
+        left.append(np.zeros(2, np.float32))
+    return form, left
 
 
 def tensor_of(value: Any) -> Tensor:
@@ -253,14 +253,14 @@ def imported_module(model: onnx.ModelProto) -> nn.Module:
 
 
 def _weights(network: ImportedNetwork, module: nn.Module) -> dict[str, Tensor]:
-    found = {}
+    state = {}
     for name, empty in module.state_dict().items():
         weight = network.model.weights.get(name)
         if weight is None:
             assert name.endswith("num_batches_tracked"), name
-            found[name] = torch.zeros((), dtype=torch.int64)
+            state[name] = torch.zeros((), dtype=torch.int64)
             continue
         tensor = tensor_of(weight.made(network.tensors.read))
         assert tensor.shape == empty.shape, name
-        found[name] = tensor.to(empty.dtype)
-    return found
+        state[name] = tensor.to(empty.dtype)
+    return state

@@ -76,5 +76,5 @@ def network_of(folder: Path) -> nn.Module:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    found: nn.Module = module.model()
-    return found
+    network: nn.Module = module.model()
+    return network

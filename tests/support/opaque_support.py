@@ -149,6 +149,6 @@ def worst(
     given = ((inputs,), target)
     ((numbers,), targets) = batch_of(given, count, len(inputs))
     batches = [((sign * change(numbers),), targets) for sign in (1, -1, 1)]
-    found = run_on_threads(folder, ranks, batches, optimizer=adam)
+    actual = run_on_threads(folder, ranks, batches, optimizer=adam)
     wanted = reference_steps(model, loss, batches, count, torch.float64, adam)
-    return compare(found, wanted).worst
+    return compare(actual, wanted).worst

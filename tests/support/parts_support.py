@@ -222,7 +222,7 @@ class Written:
         """Return what a shard has parts of."""
         start = sum(self.units[:shard])
         rows = start, start + self.units[shard]
-        found = {}
+        parts = {}
         for name in (*GATED, *STATISTICS, *INNER):
             shape: tuple[int, ...] = (2 * HIDDEN,)
             if name in ("up.weight", "again.weight"):
@@ -230,15 +230,15 @@ class Written:
             if name in INNER:
                 shape = (WIDTH if name == "down.weight" else 3, HIDDEN)
             dim, outer = (1, 1) if name in INNER else (0, 2)
-            found[name] = Part(shape, dim, outer, UNITS, rows)
-        return found
+            parts[name] = Part(shape, dim, outer, UNITS, rows)
+        return parts
 
     def write(self, folder: Path) -> None:
         """Write the weights of the whole model, the plan and the ranks' files."""
         whole = {**Gated().state_dict(), **dict(Gated().named_parameters())}
         for stage, prefixes in enumerate(OWNED):
-            own = {n: t for n, t in whole.items() if n.startswith(prefixes)}
-            write_tensors(folder / "weights" / f"stage{stage}.safetensors", own)
+            tensors = {n: t for n, t in whole.items() if n.startswith(prefixes)}
+            write_tensors(folder / "weights" / f"stage{stage}.safetensors", tensors)
         groups = [[*range(self.shards)], [*range(self.shards, 2 * self.shards)]]
         plan = replace(plan_of(), ranks=self.ranks, data=self.copies, groups=groups)
         (folder / "plan.toml").write_text(plan.to_toml(folder), encoding="utf-8")
@@ -278,8 +278,8 @@ class Written:
         both = shard, self.shards + shard
         everyone = tuple(range(2 * self.shards)) if self.replicas > 1 else grid
         alike = both if self.replicas > 1 else (grid[shard],)
-        found: dict[str, tuple[int, ...]] = {"up.weight": both}
+        groups: dict[str, tuple[int, ...]] = {"up.weight": both}
         for stage in stages:
-            found[f"stage{stage}"] = everyone
-            found[f"stage{stage} parts"] = alike
-        return {k: r for k, r in found.items() if len(r) * self.copies > 1}
+            groups[f"stage{stage}"] = everyone
+            groups[f"stage{stage} parts"] = alike
+        return {k: r for k, r in groups.items() if len(r) * self.copies > 1}

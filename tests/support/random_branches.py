@@ -105,7 +105,7 @@ class Series(nn.Module):
     def __init__(self, layers: Layers, depth: int, *, length: int) -> None:
         super().__init__()
         self.parts = nn.ModuleList()
-        own, width = beside(layers.rng), layers.width
+        aside, width = beside(layers.rng), layers.width
         for index in range(length):
             chance = layers.rng.random()
             if depth and chance < 0.4:
@@ -115,9 +115,9 @@ class Series(nn.Module):
             else:
                 part = layers.layer()
             self.parts.append(part)
-            if own.random() < 0.2:
+            if aside.random() < 0.2:
                 norms = [nn.LayerNorm(width), Rms(width)]
-                self.parts.append(written(own, (1, 1, width), 2, norms))
+                self.parts.append(written(aside, (1, 1, width), 2, norms))
 
     def forward(self, x: Tensor, before: Tensor) -> Tensor:
         last = before
@@ -146,32 +146,32 @@ class Parallel(nn.Module):
         self.width = layers.width
 
     def forward(self, x: Tensor, before: Tensor) -> Tensor:
-        found = []
+        outputs = []
         for index, branch in enumerate(self.branches):
             entry = before if self.earlier[index] else x
-            found.append(entry if index == self.empty else branch(entry, before))
-        y = self.joined(found, x)
+            outputs.append(entry if index == self.empty else branch(entry, before))
+        y = self.joined(outputs, x)
         return x + y if self.residual else y
 
-    def joined(self, found: list[Tensor], x: Tensor) -> Tensor:
+    def joined(self, outputs: list[Tensor], x: Tensor) -> Tensor:
         if self.how == "cat":
-            return self.down(torch.cat(found, -1))
+            return self.down(torch.cat(outputs, -1))
         if self.how == "sum":
-            return sum(found) / len(found)
+            return sum(outputs) / len(outputs)
         if self.how == "left to right":
-            return reduce(torch.add, found[1:], found[0]).tanh()
+            return reduce(torch.add, outputs[1:], outputs[0]).tanh()
         if self.how == "mean of stack":
-            return torch.stack(found, 1).mean(1)
+            return torch.stack(outputs, 1).mean(1)
         if self.how == "product":
-            return reduce(mul, (each.tanh() for each in found))
+            return reduce(mul, (y.tanh() for y in outputs))
         if self.how == "largest":
-            return reduce(torch.maximum, found)
+            return reduce(torch.maximum, outputs)
         if self.how == "chosen":
-            return torch.where(found[0] > 0, found[1], found[2])
+            return torch.where(outputs[0] > 0, outputs[1], outputs[2])
         if self.how == "attention":
-            return F.scaled_dot_product_attention(*(each.tanh() for each in found))
+            return F.scaled_dot_product_attention(*(y.tanh() for y in outputs))
         gate = self.gate(x).softmax(-1)
-        return sum(gate[..., i, None] * each for i, each in enumerate(found))
+        return sum(gate[..., i, None] * y for i, y in enumerate(outputs))
 
 
 class Network(nn.Module):

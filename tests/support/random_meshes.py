@@ -44,9 +44,9 @@ class MeshNetwork(RandomNetwork):
         layers: list[nn.Module] = [self.widened(narrow, wide)]
         now = (shape[0], wide, *shape[2:])
         for _ in range(self.rng.randint(0, 3)):
-            layer, found = self.kept(now)
+            layer, after = self.kept(now)
             layers.append(layer)
-            now = found
+            now = after
         layers.append(self.narrowed(wide, narrow))
         body = nn.Sequential(*layers)
         try:
@@ -59,10 +59,10 @@ class MeshNetwork(RandomNetwork):
     def kept(self, shape: Shape) -> tuple[nn.Module, Shape]:
         """Return a layer that keeps the channels, mostly one by one."""
         for _ in range(20):
-            layer, found = super().step(shape, simple=True)
+            layer, after = super().step(shape, simple=True)
             mixes = isinstance(layer, nn.modules.conv._ConvNd | nn.LayerNorm)
-            if found[1] == shape[1] and not mixes:
-                return layer, found
+            if after[1] == shape[1] and not mixes:
+                return layer, after
         return nn.ReLU(), shape
 
     def widened(self, narrow: int, wide: int) -> nn.Module:
@@ -110,12 +110,12 @@ class Forked(nn.Module):
         self.narrow = narrow if how == "cat" else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        found = [branch(x) for branch in self.branches]
+        outputs = [branch(x) for branch in self.branches]
         if self.how == "cat":
-            return self.narrow(torch.cat(found, 1))
+            return self.narrow(torch.cat(outputs, 1))
         if self.how == "sum":
-            return sum(found) + x
-        return reduce(JOINS[self.how], found)
+            return sum(outputs) + x
+        return reduce(JOINS[self.how], outputs)
 
 
 JOINS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -149,8 +149,8 @@ class ForkedNetwork(MeshNetwork):
         conv = self.layer("Conv")(channels, channels, kernel, padding=kernel // 2)
         layers: list[nn.Module] = [conv]
         for _ in range(self.rng.randint(0, 2)):
-            layer, found = super().step(shape, simple=True)
-            layers += [layer] if found == shape else [nn.Dropout(0.3)]
+            layer, after = super().step(shape, simple=True)
+            layers += [layer] if after == shape else [nn.Dropout(0.3)]
         if self.rng.random() < 0.2:
             layers += [self.layer("AdaptiveAvgPool")(1), nn.Sigmoid()]
         return nn.Sequential(*layers)

@@ -146,17 +146,17 @@ class RandomNetwork(nn.Sequential):
         super().__init__()
         self.rng = rng
         self.rank = len(shape) - 2
-        own = beside(rng)
+        aside = beside(rng)
         for step in range(steps):
             layer, shape = self.step(shape)
             self.add_module(f"s{step}", layer)
-            if own.random() < 0.35:
+            if aside.random() < 0.35:
                 norms = [
                     self.layer("BatchNorm")(shape[1]),
                     nn.GroupNorm(1, shape[1]),
                     nn.LayerNorm(shape[1:]),
                 ]
-                self.add_module(f"w{step}", written(own, shape, 1, norms))
+                self.add_module(f"w{step}", written(aside, shape, 1, norms))
         self.out_shape = shape
         del self.rng
 

@@ -110,14 +110,14 @@ class Attention(nn.Module):
         """Return queries, keys and values: batch x heads x tokens x size."""
         heads, size = self.heads, self.size
         if self.fused == "chunk":
-            each = self.qkv(x).chunk(3, -1)
-            return tuple(p.unflatten(-1, (heads, size)).transpose(1, 2) for p in each)
+            qkv = self.qkv(x).chunk(3, -1)
+            return tuple(p.unflatten(-1, (heads, size)).transpose(1, 2) for p in qkv)
         if self.fused == "outer":
-            each = self.qkv(x).unflatten(-1, (3, heads, size)).permute(2, 0, 3, 1, 4)
-            return each.unbind(0)
+            qkv = self.qkv(x).unflatten(-1, (3, heads, size)).permute(2, 0, 3, 1, 4)
+            return qkv.unbind(0)
         if self.fused == "inner":
-            each = self.qkv(x).view(*x.shape[:2], heads, 3, size).transpose(1, 2)
-            return each.unbind(3)
+            qkv = self.qkv(x).view(*x.shape[:2], heads, 3, size).transpose(1, 2)
+            return qkv.unbind(3)
         three = self.query(x), self.key(x), self.value(x)
         query, key, value = (
             part.view(*x.shape[:2], -1, size).transpose(1, 2) for part in three
@@ -216,11 +216,11 @@ class Block(nn.Module):
         weights = (3, 3, 1)
         self.first = rng.choices(kinds, weights)[0]()
         self.second = rng.choices(kinds, weights)[0]()
-        own = beside(rng)
+        aside = beside(rng)
         norms = [nn.LayerNorm(width), Rms(width)]
         self.written = nn.Identity()
-        if own.random() < 0.5:
-            self.written = written(own, (1, 1, width), 2, norms)
+        if aside.random() < 0.5:
+            self.written = written(aside, (1, 1, width), 2, norms)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.written(self.norm(x))
@@ -252,10 +252,10 @@ class Network(nn.Module):
         self.head: nn.Module = nn.Linear(width, outputs, bias=rng.random() < 0.5)
         if self.is_text and rng.random() < 0.6:
             self.head.weight = self.stem.weight
-        own = beside(rng)
+        aside = beside(rng)
         groups = [g for g in range(2, width) if width % g == outputs % g == 0]
-        if groups and own.random() < 0.5:  # of the outputs, each group makes some
-            self.head = nn.Conv1d(width, outputs, 1, groups=own.choice(groups))
+        if groups and aside.random() < 0.5:  # of the outputs, each group makes some
+            self.head = nn.Conv1d(width, outputs, 1, groups=aside.choice(groups))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)

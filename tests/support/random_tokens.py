@@ -40,8 +40,8 @@ class Attention(nn.Module):
             scores = torch.einsum("bhqd,bhkd->bhqk", q, k) * size
             y = torch.einsum("bhqk,bhkd->bqhd", scores.softmax(-1), v).flatten(2)
         elif self.how == "linear":  # keys times values first: a sum over tokens
-            found = torch.einsum("bhkd,bhke->bhde", k.softmax(-1), v)
-            y = torch.einsum("bhqd,bhde->bqhe", q, found).flatten(2) / k.shape[-2]
+            kv = torch.einsum("bhkd,bhke->bhde", k.softmax(-1), v)
+            y = torch.einsum("bhqd,bhde->bqhe", q, kv).flatten(2) / k.shape[-2]
         else:
             settings: dict[str, Any] = {
                 "plain": {},

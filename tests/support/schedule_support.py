@@ -52,8 +52,8 @@ def ranks_of(task: Task, orders: Orders) -> list[RankStep]:
     ]
     ranks = []
     for rank, order in enumerate(orders):
-        own = [each for each in sums if rank in each.ranks]
-        ends: list[Step] = [*own, End.REDUCED, End.UPDATED]
+        rank_sums = [entry for entry in sums if rank in entry.ranks]
+        ends: list[Step] = [*rank_sums, End.REDUCED, End.UPDATED]
         steps = (*order, *(ends if task.has_backward else ()))
         deferred = frozenset(a for a in order if a.kind is Kind.WEIGHT)
         ranks.append(RankStep(rank, runs, steps, (rank,), deferred))
@@ -88,11 +88,11 @@ def in_order(ranks: Sequence[RankStep], task: Task) -> list[RankStep]:
 def turn_of(rank: RankStep, event: Event) -> Turn:
     name, what = event
     if isinstance(what, AllReduce):
-        return Turn(own=what.group)
+        return Turn(collective=what.group)
     assert isinstance(what, tuple)
     place, which = what
     if name == "together":
-        return Turn(own=(which.replica, which.stage))
+        return Turn(collective=(which.replica, which.stage))
     source, dest, tag = place
     if source == rank.rank:
         return Turn(sends=(MessageEnd(dest, tag),))
@@ -203,9 +203,9 @@ def proved(task: Task, timeline: Timeline) -> None:
     """Prove a schedule; a simpler count of what is held finds the same peaks."""
     ranks = in_order(ranks_of(task, timeline.orders), task)
     prove(ranks, task, shared=shared_by(task))
-    found = [peaks_of(task, rank, o) for rank, o in enumerate(timeline.orders)]
-    assert tuple(most for most, _ in found) == timeline.peak_bytes
-    assert tuple(live for _, live in found) == timeline.peak_live
+    peaks = [peaks_of(task, rank, o) for rank, o in enumerate(timeline.orders)]
+    assert tuple(most for most, _ in peaks) == timeline.peak_bytes
+    assert tuple(live for _, live in peaks) == timeline.peak_live
 
 
 def peaks_of(task: Task, rank: int, order: Sequence[Action]) -> tuple[int, int]:

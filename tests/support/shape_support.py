@@ -83,12 +83,12 @@ def examples() -> list[tuple[Tensor]]:
 
 def texts(count: int = 40, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(seed)
-    found = []
+    pairs = []
     for _ in range(count):
         length = int(torch.randint(2, max(LENGTHS) + 1, (), generator=generator))
         line = torch.randint(1, WORDS, (length + 1,), generator=generator)
-        found.append((line[:-1], line[1:]))
-    return found
+        pairs.append((line[:-1], line[1:]))
+    return pairs
 
 
 def compiled(folder: Path, model: nn.Module, **options: Any) -> CompiledProgram:

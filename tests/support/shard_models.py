@@ -513,4 +513,4 @@ CASES = (
     case("translator dropout", partial(TorchTransformer, 0.1), pairs_of_texts),
     case("channels dropout", Channels, images, F.cross_entropy),
 )
-SHARD_MODELS = {each.name: each for each in CASES}
+SHARD_MODELS = {entry.name: entry for entry in CASES}

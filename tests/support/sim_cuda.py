@@ -286,7 +286,7 @@ class SimDevice(TorchDispatchMode):
     def pin(self, tensor: Tensor) -> None:
         """Make fresh memory of the host pinned; queued copies keep it, too."""
         storage = tensor.untyped_storage()
-        alive = [each for each in self.pinned.items() if not each[1][0].expired()]
+        alive = [pair for pair in self.pinned.items() if not pair[1][0].expired()]
         self.pinned = dict(alive)
         self.pinned[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         num_bytes = sum(size for _, size in self.pinned.values())
@@ -359,21 +359,21 @@ class SimDevice(TorchDispatchMode):
         examples = list(example) if is_tuple else [example]
         results: list[Any] = []
         fresh: list[tuple[int, Tensor]] = []  # number of a result, and where it goes
-        for number, each in enumerate(examples):
+        for number, sample in enumerate(examples):
             name = returned_argument(func, number)
             if name is not None:
                 results.append(written[name])
-            elif isinstance(each, Tensor):
-                results.append(self.allot(each))
+            elif isinstance(sample, Tensor):
+                results.append(self.allot(sample))
                 fresh.append((number, self.data_of(results[-1])))
             else:
-                results.append(each)
+                results.append(sample)
 
         def run() -> None:
             self.num_run += 1
-            found = self._drawn(state, func, real_args, real_kwargs)
+            drawn = self._drawn(state, func, real_args, real_kwargs)
             for number, data in fresh:
-                data.copy_(found[number] if is_tuple else found)
+                data.copy_(drawn[number] if is_tuple else drawn)
 
         if func not in (aten.empty.memory_format, aten.new_empty.default):
             self.current.queue.append(run)

@@ -40,13 +40,13 @@ def is_view(func: Any) -> bool:
 
 def written_arguments(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     """Return what an operator writes, by the name that its results have for it."""
-    found = {}
+    written = {}
     for number, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[number] if number < len(args) else kwargs.get(argument.name)
             for name in argument.alias_info.before_set:
-                found[name] = value
-    return found
+                written[name] = value
+    return written
 
 
 def returned_argument(func: Any, number: int) -> str | None:

@@ -119,10 +119,10 @@ def slurm(folder: Path) -> Iterator[Cluster]:
     (folder / "key").chmod(0o400)
     for name in ("spool", "state"):
         (folder / name).mkdir()
-    own = (f"--{n}-file={folder}/{n}" for n in ("key", "pid", "log", "seed"))
+    files = (f"--{n}-file={folder}/{n}" for n in ("key", "pid", "log", "seed"))
     with ExitStack() as stack:
         for words in (
-            ["munged", "-F", "--force", "-S", folder / "munge.socket", *own],
+            ["munged", "-F", "--force", "-S", folder / "munge.socket", *files],
             ["slurmctld", "-D", "-c", "-f", conf],
             ["slurmd", "-D", "-N", "localhost", "-f", conf],
         ):
@@ -153,6 +153,6 @@ def _running(folder: Path, words: list[str]) -> Iterator[None]:
 
 
 if __name__ == "__main__":  # a cluster to try things with
-    with slurm(Path(sys.argv[1])) as found:
-        print(f"export SLURM_CONF={found.conf}", flush=True)  # noqa: T201
+    with slurm(Path(sys.argv[1])) as cluster:
+        print(f"export SLURM_CONF={cluster.conf}", flush=True)  # noqa: T201
         time.sleep(3600)

@@ -34,5 +34,5 @@ def run_on_threads(
             return record_steps(*given, measure=measure)
 
     losses = on_threads(num_ranks, steps, dtype)
-    assert all(each == losses[0] for each in losses)
+    assert all(of_rank == losses[0] for of_rank in losses)
     return read_record(directory, num_ranks)

@@ -67,8 +67,8 @@ class Step:
     @property
     def is_finite(self) -> bool:
         """Whether there is something to compare with."""
-        found = (self.loss, *self.inputs.values(), *self.parameters.values())
-        return all(bool(value.isfinite().all()) for value in found)
+        tensors = (self.loss, *self.inputs.values(), *self.parameters.values())
+        return all(bool(value.isfinite().all()) for value in tensors)
 
     @property
     def barriers(self) -> tuple[Barrier, ...]:
@@ -122,8 +122,8 @@ def _count_terms(model: nn.Module) -> dict[str, float]:
     def backward(layer: nn.Module, inputs: Any, outputs: Any) -> None:
         for name, parameter in layer.named_parameters(recurse=False):
             factor = 1.0 if name == "bias" else largest[layer]
-            each = float(outputs[0].abs().sum()) / len(parameter)
-            terms[f"{names[layer]}.{name}"] += factor * each
+            mean = float(outputs[0].abs().sum()) / len(parameter)
+            terms[f"{names[layer]}.{name}"] += factor * mean
 
     names = {layer: name for name, layer in model.named_modules() if layer._parameters}
     for layer in names:
@@ -159,9 +159,9 @@ def on_tiles(
         (SplitTiles((GridShape(grid),), tile, rings=rings), *more)
         for tile in range(count)
     ]
-    programs = [run_passes(program, each) for each in passes]
+    programs = [run_passes(program, of_tile) for of_tile in passes]
     if overlaps:
-        programs = [OverlapHalos().apply(each) for each in programs]
+        programs = [OverlapHalos().apply(tiled) for tiled in programs]
     return on_ranks(program, programs, inputs, target)
 
 
@@ -174,7 +174,7 @@ def on_ranks(
     """
     count = len(programs)
     feed = {"input": inputs, "target": target}
-    modules = [_own_module(each, program.module) for each in programs]
+    modules = [_own_module(tiled, program.module) for tiled in programs]
 
     def main(transport: Any) -> dict[str, Any]:
         tile = transport.rank
@@ -192,19 +192,19 @@ def on_ranks(
         programs,
         [part["saved"] for part in parts],
     )
-    for each, part in zip(programs, parts, strict=True):
+    for tiled, part in zip(programs, parts, strict=True):
         # what lies elsewhere in memory may be added up in another order
         assert torch.allclose(part["loss"], result.loss, rtol=1e-12, atol=0)
         for name, gradient in part["parameters"].items():
-            gradient = _placed(each.parts.get(name), gradient)
+            gradient = _placed(tiled.parts.get(name), gradient)
             known = result.parameters.get(name)
             result.parameters[name] = gradient if known is None else known + gradient
         for name, buffer in part["buffers"].items():
-            if name in each.parts:
+            if name in tiled.parts:
                 whole = result.buffers.setdefault(
-                    name, buffer.new_empty(each.parts[name].shape)
+                    name, buffer.new_empty(tiled.parts[name].shape)
                 )
-                each.parts[name].put(buffer, whole)
+                tiled.parts[name].put(buffer, whole)
             else:
                 known = result.buffers.setdefault(name, buffer)
                 torch.testing.assert_close(buffer, known, rtol=1e-12, atol=1e-18)
@@ -232,9 +232,9 @@ def _own_module(program: Program, whole: nn.Module) -> nn.Module:
             for name, tensor in getattr(child, kind).items():
                 path = f"{prefix}.{name}".lstrip(".")
                 if (part := program.parts.get(path)) is not None:
-                    own = part.of(attribute(whole, path).detach())
+                    piece = part.of(attribute(whole, path).detach())
                     is_parameter = isinstance(tensor, nn.Parameter)
-                    filled[id(tensor)] = nn.Parameter(own) if is_parameter else own
+                    filled[id(tensor)] = nn.Parameter(piece) if is_parameter else piece
         for child in module.modules():
             for name, tensor in getattr(child, kind).items():
                 if id(tensor) in filled:
@@ -303,11 +303,11 @@ def _run(
 
     with saved_in_parts(Keeper()):
         run_nodes(program.graph.nodes, values, module)
-    own = {
+    of_module = {
         t.untyped_storage()._cdata for t in (*module.parameters(), *module.buffers())
     }
     saved = sum(
-        t.untyped_storage().nbytes() for key, t in kept.items() if key not in own
+        t.untyped_storage().nbytes() for key, t in kept.items() if key not in of_module
     )
     kept.clear()
     loss = values[program.loss]

@@ -67,11 +67,11 @@ class Encoder(nn.Module):
         self.levels = nn.ModuleList(double(a, b) for a, b in pairwise(sizes))
 
     def forward(self, x: Tensor) -> list[Tensor]:
-        found = []
+        outputs = []
         for level in self.levels:
-            x = level(x if not found else F.max_pool2d(x, 2))
-            found.append(x)
-        return found
+            x = level(x if not outputs else F.max_pool2d(x, 2))
+            outputs.append(x)
+        return outputs
 
 
 class TwoEncoders(nn.Module):

@@ -44,7 +44,7 @@ PROVED = (
 )
 
 
-def found(name: str, options: CompileOptions, directory: Path) -> AllInputs:
+def answer_for(name: str, options: CompileOptions, directory: Path) -> AllInputs:
     plan, case = lowered(name, options).plan, NETWORKS[name]
     batch = case.inputs(plan.data * plan.micro_batches)
     return check_all_inputs(directory, case.build(), case.loss, *batch, draws=1)
@@ -57,7 +57,7 @@ def test_a_right_program_is_proved(
     name: str, how: CompileOptions, tmp_path: Path
 ) -> None:
     write_directory(lowered(name, how).compilation, tmp_path / "program")
-    result = found(name, how, tmp_path / "program")
+    result = answer_for(name, how, tmp_path / "program")
     assert result.verdict == "proved", str(result)
     assert result.num_gradients
 
@@ -97,9 +97,9 @@ def test_a_changed_program_is_refused(mutant: Mutant, tmp_path: Path) -> None:
     assert places
     if mutant.error:
         with pytest.raises(Exception, match=mutant.error):
-            found(name, how, directory)
+            answer_for(name, how, directory)
         return
-    result = found(name, how, directory)
+    result = answer_for(name, how, directory)
     # a wrong program may divide by 0 wherever it is asked
     assert result.verdict in ("not equal", "not decided")
     if mutant.is_named:
@@ -263,7 +263,7 @@ def test_a_changed_runtime_is_refused(
     name, how = PROGRAMS[program]
     write_directory(lowered(name, how).compilation, tmp_path / "program")
     change(monkeypatch)
-    assert found(name, how, tmp_path / "program").verdict == "not equal"
+    assert answer_for(name, how, tmp_path / "program").verdict == "not equal"
 
 
 WORDS = """\
@@ -336,7 +336,7 @@ def test_what_is_not_decided_names_the_files_that_the_user_has(tmp_path: Path) -
     mutant = Mutant("", "pipeline", "head = self.head(hidden)", narrow)
     assert mutant.change(tmp_path / "program")
     place = rf"{tmp_path / 'program' / 'rank1.py'}:\d+, mlp.py:\d+: no rule for numbers"
-    assert re.match(place, found(name, how, tmp_path / "program").why)
+    assert re.match(place, answer_for(name, how, tmp_path / "program").why)
 
 
 def test_divisions_by_0_are_chance_where_there_are_many_of_others() -> None:
@@ -379,17 +379,17 @@ def test_all_that_ranks_give_is_compared(
     ones, held = torch.ones(2), _Evaluated(outputs={"y": torch.ones(2)})
     expected = StepRecord([1.0], {"a": ones}, {"a": ones, "n": ones}, terms=[1.0])
     steps = replace(expected, **change), expected
-    found = _compared(steps, (evaluated or held, held), Field(PRIMES[0], 0))
-    assert found.wrong == ((wrong,) if wrong else ())
-    assert found.verdict == ("not equal" if wrong else "proved")
+    answer = _compared(steps, (evaluated or held, held), Field(PRIMES[0], 0))
+    assert answer.wrong == ((wrong,) if wrong else ())
+    assert answer.verdict == ("not equal" if wrong else "proved")
 
 
 @pytest.mark.parametrize("wrong", [None, 0, 1])
 def test_a_program_is_proved_if_it_is_so_for_all_shapes(
     wrong: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    each = AllInputs("proved", degree=3, bound=1e-7)
-    verdicts = [each, replace(each, degree=5, chooses=True)]
+    proved = AllInputs("proved", degree=3, bound=1e-7)
+    verdicts = [proved, replace(proved, degree=5, chooses=True)]
     if wrong is not None:
         verdicts[wrong] = AllInputs("not equal", "x")
     left, plan = iter(verdicts), SimpleNamespace(ranks=1, phases=(), data=1)
@@ -405,11 +405,11 @@ def test_a_program_is_proved_if_it_is_so_for_all_shapes(
     monkeypatch.setattr(check, "user_model_of", lambda *given: user)
     monkeypatch.setattr(check, "initial_model", lambda *given: None)
     monkeypatch.setattr(check, "_of_batch", lambda *given: next(left))
-    found = check.check_program_for_all_inputs(Path())
+    answer = check.check_program_for_all_inputs(Path())
     if wrong is not None:
-        assert found == verdicts[wrong]
+        assert answer == verdicts[wrong]
     else:
-        assert (found.degree, found.bound, found.chooses) == (5, 2e-7, True)
+        assert (answer.degree, answer.bound, answer.chooses) == (5, 2e-7, True)
 
 
 @pytest.mark.parametrize("first", ["", "by zero", "fails"])
@@ -431,7 +431,7 @@ def test_whole_numbers_of_micro_batches_differ_where_the_model_takes_that(
     given: Any = Path(), None, None, ((words,), torch.ones(2)), plan
     assert check._of_batch(*given) == AllInputs("x")
     assert not torch.equal(*tried[0].chunk(2))
-    assert [torch.equal(each, words) for each in tried[1:]] == [True] * bool(first)
+    assert [torch.equal(batch, words) for batch in tried[1:]] == [True] * bool(first)
 
 
 @pytest.mark.parametrize(
@@ -448,7 +448,7 @@ def test_there_are_draws_until_little_is_left_to_chance(
         return AllInputs("proved", degree=degree), True
 
     monkeypatch.setattr(check, "_once", once)
-    found = check_all_inputs(Path(), torch.nn.Linear(1, 1), len, None, None)
-    assert (len(drawn), found.verdict) == (draws, verdict)
-    assert len({(each.p, each.key) for each in drawn}) == draws
-    assert found.verdict != "proved" or found.bound < 1e-6
+    answer = check_all_inputs(Path(), torch.nn.Linear(1, 1), len, None, None)
+    assert (len(drawn), answer.verdict) == (draws, verdict)
+    assert len({(field.p, field.key) for field in drawn}) == draws
+    assert answer.verdict != "proved" or answer.bound < 1e-6

@@ -8,7 +8,7 @@ import pytest
 from branch_models import BRANCH_MODELS
 from parity_support import NETWORKS, lowered, options
 from shard_models import SHARD_MODELS
-from test_all_inputs import found
+from test_all_inputs import answer_for
 
 from gemsc.codegen.package import write_directory
 from gemsc.options import CompileOptions
@@ -18,7 +18,7 @@ PICTURES = ("resnet18", "unet", "densecnn", "tiled", "vit", "resnext", "convnext
 
 def plans(name: str) -> dict[str, CompileOptions]:
     """Return the plans of a network, one of each kind that it has."""
-    found = {
+    by_kind = {
         "1f1b": options(ranks=2, micro_batches=3, schedule="1f1b"),
         "recompute": options(ranks=2, micro_batches=2, recompute=("all",)),
         "offload": options(ranks=1, micro_batches=2, offload=("all",)),
@@ -26,12 +26,12 @@ def plans(name: str) -> dict[str, CompileOptions]:
         "data": options(ranks=4, micro_batches=2, data=2),
     }
     if name in PICTURES:
-        found["tiles"] = options(ranks=3, micro_batches=2, tiles="2x1")
+        by_kind["tiles"] = options(ranks=3, micro_batches=2, tiles="2x1")
     if name in SHARD_MODELS:
-        found["shards"] = options(ranks=2, micro_batches=2, shards=2)
+        by_kind["shards"] = options(ranks=2, micro_batches=2, shards=2)
     if name in BRANCH_MODELS:
-        found["branches"] = options(ranks=2, micro_batches=2, branches=2)
-    return found
+        by_kind["branches"] = options(ranks=2, micro_batches=2, branches=2)
+    return by_kind
 
 
 REFUSED = (("parallel t5", "recompute"),)  # a block that writes to what it is given
@@ -48,5 +48,5 @@ CASES = [
 def test_a_right_program_is_proved(name: str, kind: str, tmp_path: Path) -> None:
     how = plans(name)[kind]
     write_directory(lowered(name, how).compilation, tmp_path / "program")
-    result = found(name, how, tmp_path / "program")
+    result = answer_for(name, how, tmp_path / "program")
     assert result.verdict == "proved", str(result)

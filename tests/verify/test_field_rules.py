@@ -179,14 +179,14 @@ def _in_field(t: Tensor) -> Tensor:
     """Return the numbers of the fractions that a tensor has, but for rounding."""
     if not t.is_floating_point():
         return FIELD.of(t)
-    found = []
+    numbers = []
     for value in t.reshape(-1).tolist():
         if math.isfinite(value):
             fraction = Fraction(value).limit_denominator(10**6)
             inverse = pow(fraction.denominator, -1, FIELD.p)
             value = FIELD.number(fraction.numerator * inverse)
-        found.append(value)
-    return torch.tensor(found, dtype=torch.float64).reshape(t.shape)
+        numbers.append(value)
+    return torch.tensor(numbers, dtype=torch.float64).reshape(t.shape)
 
 
 # of these also the gradient is exact in floats
@@ -231,14 +231,14 @@ DIFFERENTIATED: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", DIFFERENTIATED)
 def test_exact_gradients_are_those_of_torch(name: str) -> None:
-    found = []
+    tensors = []
     for context in (nullcontext, over):
         x = PICTURE.clone().requires_grad_()
         with context():
             result = DIFFERENTIATED[name](x)
             result.backward(counts(*result.shape, seed=9))
-        found += [result.detach(), x.grad]
-    wanted, gradient, mine, of_mine = found
+        tensors += [result.detach(), x.grad]
+    wanted, gradient, mine, of_mine = tensors
     assert torch.equal(mine, _in_field(wanted))
     assert torch.equal(of_mine, _in_field(gradient))
 
@@ -390,14 +390,14 @@ TWICE: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], Any]] = {
 @pytest.mark.parametrize("name", TWICE)
 def test_operations_are_what_they_are_composed_of(name: str) -> None:
     one, other, inputs = TWICE[name]
-    found = []
+    both = []
     for function in (one, other):
         leaves = [t.clone().requires_grad_() for t in inputs]
         with over():
             result = function(*leaves)
             result.backward(drawn(*result.shape, seed=9))
-        found.append([result.detach(), *(leaf.grad for leaf in leaves)])
-    for mine, theirs in zip(*found, strict=True):
+        both.append([result.detach(), *(leaf.grad for leaf in leaves)])
+    for mine, theirs in zip(*both, strict=True):
         assert mine.shape == theirs.shape
         assert torch.equal(mine, theirs)
 
@@ -405,14 +405,14 @@ def test_operations_are_what_they_are_composed_of(name: str) -> None:
 @pytest.mark.parametrize("name", ["batch norm", "group norm"])
 def test_means_of_many_elements_are_exact(name: str) -> None:
     one, other, _ = TWICE[name]
-    found = []
+    gradients = []
     for function in (one, other):
         leaves = [drawn(2, 2, 256, 256), drawn(2, seed=1), drawn(2, seed=2)]
         leaves = [leaf.requires_grad_() for leaf in leaves]
         with over():
             function(*leaves).backward(drawn(2, 2, 256, 256, seed=9))
-        found.append([leaf.grad for leaf in leaves])
-    assert all(map(torch.equal, *found))
+        gradients.append([leaf.grad for leaf in leaves])
+    assert all(map(torch.equal, *gradients))
 
 
 def test_the_statistics_of_many_elements_are_exact() -> None:

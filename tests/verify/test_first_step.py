@@ -305,9 +305,9 @@ def test_what_all_ranks_of_a_grid_hold_has_the_same_bits(tmp_path: Path) -> None
         write_record(tmp_path, rank, state, grid=[0, 1], alone=["alone"] * rank)
     record = read_record(tmp_path, 2)
     assert record.unequal == {"sign", "dtype", "there"}
-    found = compare(record, replace(record, unequal=frozenset()))
-    assert found.judge(torch.float64)[0] == "wrong"
-    assert {n for n, e in found.errors.items() if e} == {
+    diff = compare(record, replace(record, unequal=frozenset()))
+    assert diff.judge(torch.float64)[0] == "wrong"
+    assert {n for n, e in diff.errors.items() if e} == {
         f"copies of {name}" for name in record.unequal
     }
 
@@ -316,9 +316,9 @@ def test_what_all_ranks_of_a_grid_hold_has_the_same_bits(tmp_path: Path) -> None
 def test_each_micro_batch_of_a_check_is_another(numbers: Tensor) -> None:
     plan: Any = SimpleNamespace(data=1, micro_batches=2)
     given = numbers.reshape(2, 12).repeat(2, 1)  # as examples are repeated
-    (found,), _ = first_step.different(((given,), None), plan)
-    assert not torch.equal(*found.chunk(2))
-    assert found.is_floating_point() or {*found.flatten().tolist()} <= {*range(24)}
+    (batch,), _ = first_step.different(((given,), None), plan)
+    assert not torch.equal(*batch.chunk(2))
+    assert batch.is_floating_point() or {*batch.flatten().tolist()} <= {*range(24)}
 
 
 class Scale(nn.Module):
@@ -333,7 +333,7 @@ class Scale(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("loss", "values", "found"),
+    ("loss", "values", "wanted"),
     [
         (squares, (0.5, 0.5), 0.5),
         (squares, (0.5, 0.6), None),  # it draws
@@ -345,7 +345,7 @@ class Scale(nn.Module):
 def test_a_loss_is_compared_in_evaluation_where_two_calls_agree(
     loss: Any,
     values: tuple[float, float],
-    found: float | None,
+    wanted: float | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plan: Any = SimpleNamespace(only_dtype="", precision="float32")
@@ -359,7 +359,7 @@ def test_a_loss_is_compared_in_evaluation_where_two_calls_agree(
 
     monkeypatch.setattr(first_step, "held_out", held_out)
     mean = step._held_out([], (None, None))
-    assert (mean and mean.value) == found
+    assert (mean and mean.value) == wanted
 
 
 def test_a_model_without_weights_is_left_out() -> None:
@@ -577,11 +577,11 @@ def test_float32_alone_decides_nothing_where_rounding_turns_a_relu(
     compare = first_step.compare
 
     def off(*records: Any, **how: Any) -> Comparison:
-        found = compare(*records, **how)
+        diff = compare(*records, **how)
         is_nudged = "last_bit" in how
         first, last = (moved, 0.001) if is_nudged else (1e-6, 0.006)
         off_by = {"gradient of first.bias": first, "gradient of last.bias": last}
-        return replace(found, errors={**found.errors, **off_by})
+        return replace(diff, errors={**diff.errors, **off_by})
 
     class Wide(Halved):
         def forward(self, x: Tensor) -> Tensor:
@@ -619,17 +619,17 @@ def test_a_model_that_draws_in_evaluation_is_compared_there(
 def test_where_float64_takes_too_much_memory_its_own_dtype_is_compared(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def dtypes(own: torch.dtype, free: int) -> tuple[list[torch.dtype], str]:
-        found.clear()
+    def dtypes(dtype: torch.dtype, free: int) -> tuple[list[torch.dtype], str]:
+        compared.clear()
         monkeypatch.setattr(step_size, "free_memory", lambda: free)
-        plan = compile(model.to(own), (x.to(own),), **options).plan
-        return found, plan.unchecked
+        plan = compile(model.to(dtype), (x.to(dtype),), **options).plan
+        return compared, plan.unchecked
 
     def noting(compilation: Compilation, step: Any) -> str:
-        found.append(step.dtype)
+        compared.append(step.dtype)
         return compare(compilation, step)
 
-    found, compare = list[torch.dtype](), first_step._one_compared
+    compared, compare = list[torch.dtype](), first_step._one_compared
     monkeypatch.setattr(first_step, "_one_compared", noting)
     model, x = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), torch.randn(4, 8)
     options: dict[str, Any] = {"loss": squares, "ranks": 2, "micro_batches": 2}

@@ -144,8 +144,8 @@ def test_metrics_are_tried_in_it(
 
 class Asks(Picture):
     def forward(self, x: Tensor) -> Tensor:
-        found = super().forward(x)
-        return found if torch.is_grad_enabled() else found * 2
+        output = super().forward(x)
+        return output if torch.is_grad_enabled() else output * 2
 
 
 def test_what_is_wrong_in_the_model_is_told(few: Callable[..., list[Plan]]) -> None:
@@ -214,9 +214,9 @@ def test_what_it_says_is_added_and_what_it_warns_of_is_not_said_again(
     traced_as = partial(trace, check=False)
     graphs = {"": traced_as(Warns(), (X,), loss=squares)}
     assert "seen" in capsys.readouterr().err
-    found = gemsc.compiler._smaller_step(plan, Warns(), *few, traced_as, graphs)
-    assert found["notes"][0] == "of the program"
-    assert len(found["notes"]) == 2
+    fields = gemsc.compiler._smaller_step(plan, Warns(), *few, traced_as, graphs)
+    assert fields["notes"][0] == "of the program"
+    assert len(fields["notes"]) == 2
     assert capsys.readouterr().err == ""
 
 
@@ -251,7 +251,7 @@ def split(plan: Plan) -> list[Any]:
     names = "ranks", "blocks", "recompute", "offload", "grid", "trunk", "cut", "alone"
     rows = []
     for stage in plan.stages:
-        whole = [each.names for each in stage.whole]
+        whole = [group.names for group in stage.whole]
         forks = [(fork.join, fork.placed) for fork in stage.forks]
         rows.append([*(getattr(stage, name) for name in names), whole, forks])
     return [plan.schedule, plan.placement, plan.ranks, plan.data, rows]
@@ -308,15 +308,15 @@ def test_blocks_are_those_of_the_program(
     assert traced[0] != traced[1]
     options: dict[str, Any] = {"loss": squares, "ranks": 2, "micro_batches": COUNT}
     few(compile(Scaled(), (x,), **options, check=False), 2)
-    found, compare = [], gemsc.compiler.first_step
+    seen, compare = [], gemsc.compiler.first_step
 
     def seeing(compilation: Compilation, *given: Any, **how: Any) -> Any:
-        found.append(blocks(compilation.program))
+        seen.append(blocks(compilation.program))
         return compare(compilation, *given, **how)
 
     monkeypatch.setattr(gemsc.compiler, "first_step", seeing)
     assert compile(Scaled(), (x,), **options).plan.unchecked == ""
-    assert found == [traced[0], traced[0]]
+    assert seen == [traced[0], traced[0]]
 
 
 class Asking(Picture):
@@ -365,7 +365,7 @@ def test_without_gradients_nothing_is_compared(
     options: dict[str, Any] = {"loss": contrast, "ranks": 2, "micro_batches": COUNT}
     plans = few(compile(Picture(), (X,), **options, check=False), rows)
     plan = compile(Picture(), (X,), **options).plan
-    assert [each.micro_batch_size for each in plans] == [ROWS, rows]
+    assert [p.micro_batch_size for p in plans] == [ROWS, rows]
     assert plan.unchecked[:5] == ("" if is_compared else "that ")
 
 
@@ -384,7 +384,7 @@ def test_the_shape_of_fewest_samples_decides(
     plan = compile(nn.Sequential(*model), x, **options).plan
     assert plan.unchecked == ""
     assert plan.notes[-1].endswith("2 micro-batches of 1")
-    assert [each.micro_batch_size for each in plans[1].shapes] == [1, 1]
+    assert [shape.micro_batch_size for shape in plans[1].shapes] == [1, 1]
 
 
 class Net(nn.Module):
@@ -471,7 +471,7 @@ def test_smaller_samples_of_several_shapes_still_have_several(
     plans = few(compile(model, x, **given, check=False), 1.9)
     plan = compile(model, x, **given).plan
     assert plan.notes[-1].endswith("of 2, of 3 x 32 x 32 and 3 x 64 x 64")
-    assert [each.name for each in plans[1].shapes] == ["32x32", "64x64"]
+    assert [shape.name for shape in plans[1].shapes] == ["32x32", "64x64"]
     monkeypatch.setattr(step_size, "SOON", 0.0)  # 32 x 32 both would take least
     assert compile(model, x, **given).plan.notes == plan.notes
     plans = few(compile(model, x, **given, check=False), 1.2)  # 32 x 32 both
@@ -500,10 +500,10 @@ class Reader(nn.Module):
         self.place = place
 
     def forward(self, x: Tensor) -> Tensor:
-        found = self.b(self.a(x).tanh())
+        output = self.b(self.a(x).tanh())
         if self.place is not None:
-            found = found + x[:, self.place, :4, None].transpose(1, 2)
-        return found
+            output = output + x[:, self.place, :4, None].transpose(1, 2)
+        return output
 
 
 @pytest.mark.parametrize(("place", "is_compared"), [(None, True), (100, False)])
@@ -529,8 +529,8 @@ class Chooses(nn.Module):
         self.words, self.out = nn.Embedding(9, 8), nn.Linear(8, 4)
 
     def forward(self, words: Tensor, places: Tensor) -> Tensor:
-        found = self.out(self.words(words))
-        return found[torch.arange(len(words))[:, None], places]
+        output = self.out(self.words(words))
+        return output[torch.arange(len(words))[:, None], places]
 
 
 def test_a_model_that_fails_on_smaller_samples_is_not_compared(
@@ -550,8 +550,8 @@ def test_samples_are_as_small_as_takes_little_time(
     def shapes(rows: int = 1, size: int = 512) -> list[str]:
         given = pictures(size, rows)
         examples = Examples.of(given["example_inputs"], given["example_target"])
-        found = step_size.smaller(replace(plan, micro_batch_size=rows), Net(), examples)
-        return [size.partition(", of ")[2] for _, size in found]
+        tried = step_size.smaller(replace(plan, micro_batch_size=rows), Net(), examples)
+        return [size.partition(", of ")[2] for _, size in tried]
 
     options = {"ranks": 2, "micro_batches": COUNT, **pictures(64)}
     program = compile(Net(), **options, check=False)
@@ -569,8 +569,8 @@ def test_samples_are_as_small_as_takes_little_time(
 
 def test_what_is_tried_stands_in_order(few: Callable[..., list[Plan]]) -> None:
     def sizes(*inputs: Any) -> list[str]:
-        found = step_size.smaller(program.plan, Net(), Examples.of(*inputs))
-        return [size.removeprefix("2 micro-batches of ") for _, size in found]
+        tried = step_size.smaller(program.plan, Net(), Examples.of(*inputs))
+        return [size.removeprefix("2 micro-batches of ") for _, size in tried]
 
     program = compiled(check=False)
     long, short = torch.ones(ROWS, 128, 512), torch.ones(ROWS, 128)
@@ -578,7 +578,7 @@ def test_what_is_tried_stands_in_order(few: Callable[..., list[Plan]]) -> None:
     assert sizes((long,)) == ["1"]
     few(program, 0.5)
     expected = ["64 x 256", "128 x 128", "32 x 512", "32 x 512"]
-    assert sizes((long,)) == [f"2, of {each}" for each in expected]
+    assert sizes((long,)) == [f"2, of {size}" for size in expected]
     assert sizes((long, short))[0] == "2, of 32 x 128"  # half of `short` is too much
 
 
@@ -592,8 +592,8 @@ def test_the_shape_of_most_samples_says_how_many(
     few(program, 2)
     most = step_size.MOST_SECONDS
     monkeypatch.setattr(step_size, "MOST_SECONDS", 4 * most)  # 2 shapes, 2 of 4 samples
-    (found,) = step_size.smaller(program.plan, Net(), Examples.of(x))
-    assert found[1] == "2 micro-batches of 2"
+    (step,) = step_size.smaller(program.plan, Net(), Examples.of(x))
+    assert step[1] == "2 micro-batches of 2"
 
 
 def test_free_memory_is_what_all_groups_of_processes_leave(
@@ -643,7 +643,7 @@ def test_phases_have_a_smaller_step_too(
     def loss(net: Game, z: Tensor, target: Any) -> Tensor:
         return net.d(net.g(z)).square().mean()
 
-    phases = [Phase(each, loss, train=each) for each in ("d", "g")]
+    phases = [Phase(name, loss, train=name) for name in ("d", "g")]
     given = Game(), (torch.randn(ROWS, 4),)
     options: dict[str, Any] = {"ranks": 2, "micro_batches": COUNT, "phases": phases}
     plans = few(compile(*given, **options, check=False), 2)
@@ -660,20 +660,20 @@ def test_an_example_is_cut_where_it_has_samples() -> None:
         "pairs": [torch.ones(ROWS), torch.ones(3)],
         "scale": torch.ones(()),
     }
-    found, target = Examples.of(inputs, (torch.arange(ROWS), "name")).few(2).given
-    assert torch.equal(found["x"], X[:2])
-    assert [len(each) for each in found["pairs"]] == [2, 3]
-    assert found["scale"].dim() == 0
+    fewer, target = Examples.of(inputs, (torch.arange(ROWS), "name")).few(2).given
+    assert torch.equal(fewer["x"], X[:2])
+    assert [len(part) for part in fewer["pairs"]] == [2, 3]
+    assert fewer["scale"].dim() == 0
     whole, _ = (
         Examples.of({"x": X, "mask": torch.ones(8, 8)}).few(9, {8: 3, ROWS: 5}).given
     )
-    assert [tuple(each.shape) for each in whole.values()] == [(ROWS, 3, 3, 5), (3, 3)]
+    assert [tuple(part.shape) for part in whole.values()] == [(ROWS, 3, 3, 5), (3, 3)]
     assert target[0].tolist() == [0, 1]
     assert target[1] == "name"
     shapes = [(torch.ones(1, 9),), (torch.ones(4, 3),)]
-    found, target = Examples.of(shapes, [torch.ones(1), torch.ones(4)]).few(2).given
-    assert [tuple(each[0].shape) for each in found] == [(1, 9), (2, 3)]
-    assert [len(each) for each in target] == [1, 2]
+    fewer, target = Examples.of(shapes, [torch.ones(1), torch.ones(4)]).few(2).given
+    assert [tuple(given[0].shape) for given in fewer] == [(1, 9), (2, 3)]
+    assert [len(part) for part in target] == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -690,7 +690,7 @@ def test_an_example_is_cut_where_it_has_samples() -> None:
 def test_a_target_is_cut_as_its_input_is(shape: list[int], smaller: list[int]) -> None:
     given = (torch.ones(2, 512, 256), torch.ones(128, 64)), torch.ones(2, *shape)
     inputs, target = Examples.of(*given).few(1, {512: 96, 256: 48, 300: 1}).given
-    assert [tuple(each.shape) for each in inputs] == [(1, 96, 48), (128, 64)]
+    assert [tuple(tensor.shape) for tensor in inputs] == [(1, 96, 48), (128, 64)]
     assert [*target.shape] == [1, *smaller]
 
 
@@ -698,5 +698,5 @@ def test_the_last_size_of_an_oblong_is_half_as_small() -> None:
     given = torch.ones(2, 512, 80), torch.ones(2, 512, 3), torch.ones(512)
     examples = Examples.of(given, torch.ones(2, 128, 20))
     inputs, target = examples.few(1, {512: 96, 80: 48}, is_oblong=True).given
-    shapes = [tuple(each.shape) for each in (*inputs, target)]
+    shapes = [tuple(tensor.shape) for tensor in (*inputs, target)]
     assert shapes == [(1, 96, 80), (1, 96, 3), (96,), (1, 24, 20)]

@@ -43,18 +43,18 @@ from gemsc.viz.terminal import show_activations
 WIDE, NARROW = torch.float64, torch.float32
 
 
-def found(errors: dict[str, float], rounding: dict[str, float]) -> Comparison:
+def compared(errors: dict[str, float], rounding: dict[str, float]) -> Comparison:
     return Comparison({"loss": 0.0} | errors, rounding=rounding)
 
 
 def test_each_tensor_is_judged_by_its_own_rounding() -> None:
     errors = {"loss": 0.0, "near zero": 30.0, "wrong": 1.8e-3}
     rounding = {"loss": 0.0, "near zero": 50.0, "wrong": 1e-6}
-    assert found(errors, rounding).judge(NARROW) == ("wrong", "wrong")
+    assert compared(errors, rounding).judge(NARROW) == ("wrong", "wrong")
     rounding["wrong"] = 1e-3
-    assert found(errors, rounding).judge(NARROW) == ("undecided", "near zero")
+    assert compared(errors, rounding).judge(NARROW) == ("undecided", "near zero")
     errors["near zero"] = 0.05
-    assert found(errors, rounding).judge(NARROW) == ("exact", "near zero")
+    assert compared(errors, rounding).judge(NARROW) == ("exact", "near zero")
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_where_gates_turn_a_few_roundings_set_no_bound(
     name: str, error: float, moved: float, kind: str
 ) -> None:
     rounding = {"loss": 0.0, "gradient of a": moved, "parameter a": 2.0, name: 1e-5}
-    before = found({name: error}, rounding)
+    before = compared({name: error}, rounding)
     assert before.judge(NARROW) == ("wrong", name)
     turned = before.with_gates()
     assert turned.judge(NARROW) == (kind, name)
@@ -106,7 +106,7 @@ def test_a_rank_that_keeps_nothing_has_no_ratio() -> None:
 def test_nothing_far_off_is_called_exact(
     dtype: torch.dtype, error: float, rounding: float, kind: str
 ) -> None:
-    assert found({"x": error}, {"x": rounding}).judge(dtype) == (kind, "x")
+    assert compared({"x": error}, {"x": rounding}).judge(dtype) == (kind, "x")
 
 
 def test_errors_are_those_of_single_tensors() -> None:
@@ -155,25 +155,25 @@ def test_a_loss_of_one_process_draws_the_weights_that_the_ranks_have() -> None:
 
 @pytest.mark.parametrize("losses", [[math.nan, 1.0], [1.0, math.nan]])
 def test_a_loss_that_is_no_number_is_wrong_in_any_step(losses: list[float]) -> None:
-    found = compare(StepRecord(losses, {}, {}), StepRecord([1.0, 1.0], {}, {}))
-    assert found.judge(WIDE) == ("wrong", "loss")
+    diff = compare(StepRecord(losses, {}, {}), StepRecord([1.0, 1.0], {}, {}))
+    assert diff.judge(WIDE) == ("wrong", "loss")
 
 
 def test_half_precision_excuses_gradients_alone() -> None:
     small, gradients = torch.tensor([1e-3]), {"large": X, "small": X}
     expected = StepRecord([1.0], gradients, {"large": torch.ones(1), "small": small})
     actual = replace(expected, state={**expected.state, "small": small + 5e-4})
-    found = compare(actual, expected, last_bit=2**-7)
-    assert found.judge(NARROW) == ("wrong", "parameter small")
+    diff = compare(actual, expected, last_bit=2**-7)
+    assert diff.judge(NARROW) == ("wrong", "parameter small")
 
 
 def test_noise_excuses_updates_made_of_it_and_buffers_alone() -> None:
     off = {"parameter noisy": 1.0, "buffer mean": 1.0, "parameter other": 0.0}
-    first = found(off, {})
+    first = compared(off, {})
     assert first.is_about({"noisy"}, WIDE)
-    assert not found(off | {"parameter other": 1.0}, {}).is_about({"noisy"}, WIDE)
-    assert not found(off | {"parameter noisy": 0.0}, {}).is_about({"noisy"}, WIDE)
-    again = found({name: 0.5 for name in off}, {})
+    assert not compared(off | {"parameter other": 1.0}, {}).is_about({"noisy"}, WIDE)
+    assert not compared(off | {"parameter noisy": 0.0}, {}).is_about({"noisy"}, WIDE)
+    again = compared({name: 0.5 for name in off}, {})
     assert first.with_updates_of(again, {"noisy"}).errors == {
         "loss": 0.0, "parameter noisy": 0.5, "buffer mean": 0.5, "parameter other": 0.0
     }  # fmt: skip
@@ -207,9 +207,9 @@ def test_an_element_as_large_as_the_limit_of_noise_is_none(
 ) -> None:
     monkeypatch.setattr(steps, "_ranks", Noisy.on_ranks)
     subject: Any = Noisy(SimpleNamespace(stages=(), torch_compile=False))
-    found = steps._verify(subject)
-    assert found.judge(NARROW)[0] == "exact"
-    assert found.settled == {"w"}
+    diff = steps._verify(subject)
+    assert diff.judge(NARROW)[0] == "exact"
+    assert diff.settled == {"w"}
 
     class Wrong(Noisy):
         def on_ranks(self) -> StepRecord:
@@ -240,7 +240,7 @@ def test_a_gradient_is_noisy_where_any_element_of_it_is() -> None:
 
 
 def test_the_largest_rounding_counts() -> None:
-    once = found({}, {"x": 0.1}).with_rounding({"x": 0.2, "y": 0.3})
+    once = compared({}, {"x": 0.1}).with_rounding({"x": 0.2, "y": 0.3})
     assert once.with_rounding({"x": 0.15}).rounding == {"x": 0.2, "y": 0.3}
 
 
@@ -253,12 +253,12 @@ def test_a_gradient_of_parts_that_cancel_has_their_rounding() -> None:
     ):  # fmt: skip
         gradients = {**large, "bias": expected.gradients["bias"] + error}
         actual = StepRecord([1.0], gradients, {})
-        found = compare(actual, expected, last_bit=last_bit)
-        assert found.judge(torch.float32)[0] == kind
+        diff = compare(actual, expected, last_bit=last_bit)
+        assert diff.judge(torch.float32)[0] == kind
         inside = LowPrecision(torch.bfloat16, "linear")
         if last_bit:
-            found = compare(actual, expected).with_inside(inside, actual, expected)
-            assert found.judge(torch.float32)[0] == kind
+            diff = compare(actual, expected).with_inside(inside, actual, expected)
+            assert diff.judge(torch.float32)[0] == kind
 
 
 def test_a_mask_hides_no_error_in_another_buffer() -> None:
@@ -271,8 +271,8 @@ def test_a_mask_hides_no_error_in_another_buffer() -> None:
     actual.state["mask"] = torch.zeros(2)
     assert compare(actual, expected).errors["buffer mask"] == math.inf
     shown, given = ({"mean": r.state["mean"], **masks} for r in (actual, expected))
-    found = compare(replace(actual, outputs=shown), replace(expected, outputs=given))
-    assert found.errors["evaluation's mean"] == pytest.approx(0.2)
+    diff = compare(replace(actual, outputs=shown), replace(expected, outputs=given))
+    assert diff.errors["evaluation's mean"] == pytest.approx(0.2)
 
 
 def test_what_is_nan_or_should_be_zero_is_wrong() -> None:
@@ -315,7 +315,7 @@ def test_a_model_in_float64_is_verified_in_nothing_else(
 
     def ask(dtype: torch.dtype) -> Comparison:
         asked.append(dtype)
-        return found({"x": 0.0}, {})
+        return compared({"x": 0.0}, {})
 
     assert exit_code(ask, "float64", monkeypatch) == 0
     assert asked == [WIDE]
@@ -336,9 +336,9 @@ def test_the_exit_code_asks_float64_to_be_exact(
 ) -> None:
     kinds = {WIDE: float64, NARROW: float32}
     errors = {
-        "exact": found({"x": 0.0}, {}),
-        "wrong": found({"x": 1.0}, {}),
-        "undecided": found({"x": 1.0}, {"x": 1.0}),
+        "exact": compared({"x": 0.0}, {}),
+        "wrong": compared({"x": 1.0}, {}),
+        "undecided": compared({"x": 1.0}, {"x": 1.0}),
     }
     assert exit_code(lambda dtype: errors[kinds[dtype]], "float32", monkeypatch) == code
 
@@ -346,7 +346,7 @@ def test_the_exit_code_asks_float64_to_be_exact(
 def test_what_is_not_decided_is_not_exact_from_python(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hidden = found({"x": 1.0}, {"x": 1.0})
+    hidden = compared({"x": 1.0}, {"x": 1.0})
     monkeypatch.setattr(steps, "verify_program", lambda *given, **named: hidden)
     with pytest.raises(GemscError, match="is undecided in"):
         gemsc.verify_compiled(tmp_path, nn.Linear(2, 2), (X,), loss=mse)
@@ -520,8 +520,8 @@ def test_a_rank_computes_with_plain_tensors() -> None:
 
     item = Input(("x",), (2, 3), torch.float32)
     shape = BatchShape({"x": item}, micro_batches=1)
-    (found,) = shape.bind({"x": torch.ones(2, 3).as_subclass(Named)}).values()
-    assert type(found) is torch.Tensor
+    (bound,) = shape.bind({"x": torch.ones(2, 3).as_subclass(Named)}).values()
+    assert type(bound) is torch.Tensor
 
 
 BIASED = """
@@ -565,19 +565,19 @@ def test_steps_that_an_optimizer_makes_of_rounding_alone_are_no_error(
     program = tmp_path / "x"
     words = ("--ranks", 2, "--tiles", "2x1", "--micro-batches", 2, "-o", program)
     compile_here(tmp_path / "model.py", *words)
-    found = verify_program(program, dtype=WIDE)
-    assert found.settled == {"a.bias"}
-    assert found.judge(WIDE)[0] == "exact"
-    assert not without_rounding({**found.errors})
-    said = cli._verdict("float64", *found.judge(WIDE), found, True)
+    diff = verify_program(program, dtype=WIDE)
+    assert diff.settled == {"a.bias"}
+    assert diff.judge(WIDE)[0] == "exact"
+    assert not without_rounding({**diff.errors})
+    said = cli._verdict("float64", *diff.judge(WIDE), diff, True)
     assert "gradients of a.bias are zero but for rounding" in said
     # in the second step, whose gradients are not compared, 1e-10 of the largest one
     texts = {path: path.read_text() for path in program.glob("rank*.py")}
     for name, addend in (("a.bias", 1e-5), ("c.bias", -1e9)):
         for path, text in texts.items():
             path.write_text(adding(text, name, addend))
-        found = verify_program(program, dtype=WIDE)
-        assert found.judge(WIDE)[0] != "exact", (name, addend)
+        diff = verify_program(program, dtype=WIDE)
+        assert diff.judge(WIDE)[0] != "exact", (name, addend)
 
 
 def test_a_file_that_can_be_imported_but_once_is_as_it_was(tmp_path: Path) -> None:

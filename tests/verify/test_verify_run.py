@@ -165,8 +165,8 @@ def record_of(run: PlainRun) -> RunRecord:
     for epoch, rows in zip(run.epochs, run.rows, strict=True):
         record.add_step(0.0, {(i, None): seen[epoch, i, None] for i in rows})
     record.losses = list(run.losses)
-    for key, found in run.eval_samples.seen.items():
-        record.add_evaluated({key[1:]: found})
+    for key, text in run.eval_samples.seen.items():
+        record.add_evaluated({key[1:]: text})
     for parts in run.evaluations:
         total = {name: 0.0 for _, figures in parts for name in figures}
         count = dict.fromkeys(total, 0)
@@ -214,9 +214,9 @@ def test_a_run_is_a_plain_loop(
     outcome = gemsc("verify", program, "--dtype", dtype, *RUN, *words)
     assert outcome.code == 0, outcome.out + outcome.err
     verdict = rf"{dtype}: 5 steps, \d evaluations, worst (\S+): exact\n"
-    found = re.search(verdict, outcome.out)
-    assert found, outcome.out
-    assert float(found[1]) <= {"float32": 1e-4, "float64": 1e-9}[dtype]
+    match = re.search(verdict, outcome.out)
+    assert match, outcome.out
+    assert float(match[1]) <= {"float32": 1e-4, "float64": 1e-9}[dtype]
     assert "held-out after epoch 1: " in outcome.out
     assert f"plain loop in {dtype} 5/5  loss " in outcome.out
     # what is exact needs no other rounding
@@ -385,14 +385,14 @@ def test_the_plain_loop_reads_what_ranks_read(user: UserModel) -> None:
         steps = run.rows[epoch * 3 : epoch * 3 + 3]
         for rows, (first, second) in zip(steps, batches, strict=False):
             both = first.digests | second.digests
-            found = {row: {run.samples.digest_of(epoch, row, None)} for row in rows}
-            assert {row: {*both[row]} for row in rows} == found
+            ours = {row: {run.samples.digest_of(epoch, row, None)} for row in rows}
+            assert {row: {*both[row]} for row in rows} == ours
     seed = seed_of(0, -1)
     data = user.make_dataset("eval_dataset", seed=seed)
     theirs: dict[int, set[str]] = {}
     for batch in Batches(data, 8, seed=seed, shuffle=False, compare_all=True).epoch(0):
         theirs |= {index: {*texts} for index, texts in batch.digests.items()}
-    assert theirs == {key[1]: {found} for key, found in run.eval_samples.seen.items()}
+    assert theirs == {key[1]: {text} for key, text in run.eval_samples.seen.items()}
 
 
 @pytest.mark.slow
@@ -435,9 +435,9 @@ def test_a_scheduler_is_stepped_by_evaluations_if_it_waits_for_them(
 
 @pytest.mark.slow
 def test_terms_of_a_loss_may_be_fractions(user: UserModel) -> None:
-    def figures(each: float) -> list[dict[str, float]]:
+    def figures(share: float) -> list[dict[str, float]]:
         def weighed(output: torch.Tensor, target: torch.Tensor) -> Any:
-            return user.loss(output, target) * len(output) * each, len(output) * each
+            return user.loss(output, target) * len(output) * share, len(output) * share
 
         run = plain_run(replace(user, loss=weighed))
         return RunResult.of_plain(run, record_of(run)).figures
@@ -467,9 +467,9 @@ def test_a_figure_of_the_run_that_differs_is_found(user: UserModel) -> None:
 
     record = record_of(run)
     wrong = saved_named(run.model)["norm.running_var"] * 1.01
-    found = compared(run, record, **{"norm.running_var": wrong})
-    assert found.model == (pytest.approx(0.01, rel=0.1), "norm.running_var")
-    assert found.equal == found.total - 1
+    diff = compared(run, record, **{"norm.running_var": wrong})
+    assert diff.model == (pytest.approx(0.01, rel=0.1), "norm.running_var")
+    assert diff.equal == diff.total - 1
     assert compared(run, record, more=wrong).model == (float("inf"), "more")
     record.figures[1]["more"] = (0.5, 13)  # of which the plain loop knows nothing
     assert compared(run, record).evaluation == (float("inf"), "more of evaluation 2")
@@ -488,8 +488,8 @@ def test_a_figure_of_the_run_that_differs_is_found(user: UserModel) -> None:
     ],
 )
 def test_rounding_excuses_so_much(error: float, rounding: float, verdict: str) -> None:
-    found = RunComparison(error, (0.0, ""), (0.0, ""), 0, 1, 0, rounding)
-    assert found.judge(torch.float32) == verdict
+    diff = RunComparison(error, (0.0, ""), (0.0, ""), 0, 1, 0, rounding)
+    assert diff.judge(torch.float32) == verdict
 
 
 @pytest.mark.parametrize(
@@ -504,8 +504,8 @@ def test_rounding_excuses_so_much(error: float, rounding: float, verdict: str) -
 def test_rounding_excuses_in_float64_what_it_explains(
     error: float, rounding: float, verdict: str
 ) -> None:
-    found = RunComparison(error, (0.0, ""), (0.0, ""), 0, 1, 0, rounding)
-    assert found.judge(torch.float64) == verdict
+    diff = RunComparison(error, (0.0, ""), (0.0, ""), 0, 1, 0, rounding)
+    assert diff.judge(torch.float64) == verdict
 
 
 @pytest.mark.parametrize(
@@ -515,10 +515,10 @@ def test_a_run_in_float64_that_is_in_float32_inside_rounds_as_that(
     error: float, verdict: str
 ) -> None:
     inside = LowPrecision(torch.float32, "_to_copy")
-    found = RunComparison(error, (0.0, ""), (0.0, ""), 0, 1, 0, inside.last_bit)
-    assert replace(found, inside=inside).judge(torch.float64) == verdict
-    found = replace(found, inside=inside, rounding=1.0)
-    assert found.judge(torch.float64) == ("exact" if error < 0.1 else "undecided")
+    diff = RunComparison(error, (0.0, ""), (0.0, ""), 0, 1, 0, inside.last_bit)
+    assert replace(diff, inside=inside).judge(torch.float64) == verdict
+    diff = replace(diff, inside=inside, rounding=1.0)
+    assert diff.judge(torch.float64) == ("exact" if error < 0.1 else "undecided")
 
 
 def test_what_a_step_of_a_run_computes_in_is_seen(
@@ -529,10 +529,10 @@ def test_what_a_step_of_a_run_computes_in_is_seen(
 
     monkeypatch.setattr(runs, "initial_model", lambda user, _: user.make_unfilled())
     assert runs._inside(user, path.parent, SETTINGS) is None
-    found = runs._inside(replace(user, loss=loss), path.parent, SETTINGS)
-    assert found is not None
-    assert found.dtype is torch.float32
-    assert "test_verify_run.py" in found.call
+    inside = runs._inside(replace(user, loss=loss), path.parent, SETTINGS)
+    assert inside is not None
+    assert inside.dtype is torch.float32
+    assert "test_verify_run.py" in inside.call
 
 
 def test_a_model_that_runs_in_float32_alone_is_compared_with_nudged_weights(
@@ -570,10 +570,10 @@ def test_noise_excuses_no_other_errors_of_a_run() -> None:
     assert not run(0.0, 1.0, 0.1, 1.0).is_about(noise, torch.float64)
     assert not run(0.1, 1.0, 0.0, 1.0).is_about(noise, torch.float64)
     assert not run(0.0, 0.0, 0.0, 1.0).is_about(noise, torch.float64)
-    found = run(0.1, 1.0, 0.5, 1.0).settled_by(run(0.0, 0.2, 0.1, 0.3), noise)
-    assert found.errors == {"noisy": 0.2, "other": 0.5, "mean": 0.3}
-    assert (found.loss, found.model) == (0.1, (0.5, "other"))
-    assert found.settled == {"noisy"}
+    diff = run(0.1, 1.0, 0.5, 1.0).settled_by(run(0.0, 0.2, 0.1, 0.3), noise)
+    assert diff.errors == {"noisy": 0.2, "other": 0.5, "mean": 0.3}
+    assert (diff.loss, diff.model) == (0.1, (0.5, "other"))
+    assert diff.settled == {"noisy"}
 
 
 def test_other_data_are_told(user: UserModel) -> None:
@@ -671,8 +671,8 @@ def test_outputs_are_scored_beside_the_targets_that_a_collate_has_sorted(
     )
     shapes = ShapeClasses([shape], collate=collate)
     one, other = (
-        PlainRun(user, user.make_unfilled(), replace(SETTINGS, shapes=each))._evaluate()
-        for each in (None, shapes)
+        PlainRun(user, user.make_unfilled(), replace(SETTINGS, shapes=kind))._evaluate()
+        for kind in (None, shapes)
     )
     for (count, figures), (number, of_sorted) in zip(one, other, strict=True):
         assert (count, figures) == (number, pytest.approx(of_sorted))
@@ -684,7 +684,7 @@ def test_a_record_comes_back_from_its_file(tmp_path: Path) -> None:
     record.add_evaluated({(0, None): "c"})
     record.add_figures({"loss": (0.1, 12)})
     record.write(tmp_path)
-    found = RunRecord.read(tmp_path)
-    assert (found.losses, found.samples) == (record.losses, record.samples)
-    assert found.eval_samples == record.eval_samples
-    assert found.figures == [{"loss": [0.1, 12]}]
+    stored = RunRecord.read(tmp_path)
+    assert (stored.losses, stored.samples) == (record.losses, record.samples)
+    assert stored.eval_samples == record.eval_samples
+    assert stored.figures == [{"loss": [0.1, 12]}]

@@ -161,10 +161,10 @@ def _prelu(call: LayerCall) -> Laid:
     x = _given(call)
     rank = len(x.shape)
     shared = {axis % rank for axis in call.config.get("shared_axes") or []}
-    own = set(range(1, rank)) - shared
+    unshared = set(range(1, rank)) - shared
     alpha = call.variable(0)
-    if {dimension(axis, rank, x.first) for axis in own} <= {1}:
-        size = x.value.shape[1] if own else 1
+    if {dimension(axis, rank, x.first) for axis in unshared} <= {1}:
+        size = x.value.shape[1] if unshared else 1
         layer = call.add(
             lambda: nn.PReLU(size), weight=alpha.then(lambda a: a.reshape(-1))
         )

@@ -82,14 +82,14 @@ class Archive:
         if archive.getinfo(name).file_size > _MAX_TEXT:
             raise GemscError(f"{self.path}: {name} is too large to be true")
         try:
-            found = json.loads(
+            content = json.loads(
                 archive.read(name), parse_float=_finite, parse_constant=_finite
             )
         except (ValueError, RecursionError) as error:
             raise GemscError(f"{self.path}: {name} is damaged: {error}") from error
-        if not isinstance(found, dict):
+        if not isinstance(content, dict):
             raise GemscError(f"{self.path}: {name} is damaged")
-        return found
+        return content
 
     @contextmanager
     def _damage(self) -> Iterator[None]:
@@ -112,9 +112,9 @@ class Archive:
     def variables(self, path: str) -> dict[str, tuple[str, ...]]:
         """Return the names of a layer's tensors, for it and for each of its parts."""
         inside = f"{path}/"
-        found = {group: names for group, names in self._groups.items() if group == path}
-        found |= {g: names for g, names in self._groups.items() if g.startswith(inside)}
-        return {group[len(inside) :]: names for group, names in found.items()}
+        parts = {group: names for group, names in self._groups.items() if group == path}
+        parts |= {g: names for g, names in self._groups.items() if g.startswith(inside)}
+        return {group[len(inside) :]: names for group, names in parts.items()}
 
     @cached_property
     def _groups(self) -> dict[str, tuple[str, ...]]:

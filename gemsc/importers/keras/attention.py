@@ -58,8 +58,8 @@ def _projected(
     if config.get("use_gate"):
         gate = _heads(call, "gate", query, counts[0], sizes[1])
         mixed = call.sheet.line("gated", f"{mixed} * torch.sigmoid({gate})")
-    found = _output(call, mixed)
-    return found if scores is None else [found, scores]
+    output = _output(call, mixed)
+    return output if scores is None else [output, scores]
 
 
 def _heads(call: LayerCall, word: str, x: Symbol, count: int, size: int) -> Symbol:
@@ -140,8 +140,8 @@ def _added(
     else:
         text = f"({scale}torch.tanh({both})).sum(-1)"
     scores = call.sheet.line("scores", text)
-    found = _weighted(call, scores, value)
-    return found if call.keywords.get("return_attention_scores") else found[0]
+    outputs = _weighted(call, scores, value)
+    return outputs if call.keywords.get("return_attention_scores") else outputs[0]
 
 
 def _listed(call: LayerCall) -> tuple[Symbol, Symbol, Symbol]:

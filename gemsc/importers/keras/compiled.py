@@ -77,7 +77,7 @@ class TrainingText:
     def losses(self) -> dict[ModelOutput, LossForm]:
         """Return the bodies of the losses, by the outputs that have one."""
         forms: dict[ModelOutput, LossForm] = {}
-        for output, setting in self.each(self.config.get("loss")):
+        for output, setting in self.by_output(self.config.get("loss")):
             if setting is None:
                 continue
             try:
@@ -103,7 +103,7 @@ class TrainingText:
                 )
         return forms
 
-    def each(self, setting: Any) -> Iterator[tuple[ModelOutput, Any]]:
+    def by_output(self, setting: Any) -> Iterator[tuple[ModelOutput, Any]]:
         """Yield what is said for each output: one for all, a list, a dict by names.
 
         Of an only output, Keras heeds no name.
@@ -121,7 +121,7 @@ class TrainingText:
     def write_losses(self) -> None:
         """Write `loss`, with a function for each output if there are several."""
         parts: list[str] = []
-        for output, weight in self.each(self.config.get("loss_weights")):
+        for output, weight in self.by_output(self.config.get("loss_weights")):
             if output not in self.forms:
                 continue
             is_only = not output.place
@@ -217,13 +217,13 @@ class TrainingText:
             if not setting:
                 continue
             is_flat = isinstance(setting, list) and not any(
-                isinstance(each, list) for each in setting
+                isinstance(entry, list) for entry in setting
             )
             if len(self.outputs) == 1:
                 setting = [_flat(setting)]
             elif is_flat and len(setting) != len(self.outputs):
                 continue
-            for output, several in self.each(setting):
+            for output, several in self.by_output(setting):
                 for metric in _flat(several):
                     yield output, metric
 
@@ -264,9 +264,9 @@ def _flat(setting: Any) -> list[Any]:
     if setting is None:
         return []
     if isinstance(setting, Mapping) and "class_name" not in setting:
-        return [each for value in setting.values() for each in _flat(value)]
+        return [metric for value in setting.values() for metric in _flat(value)]
     if isinstance(setting, list | tuple):
-        return [each for some in setting for each in _flat(some)]
+        return [metric for some in setting for metric in _flat(some)]
     return [setting]
 
 

@@ -142,9 +142,9 @@ def found_in(value: Any, kind: type) -> list[Any]:
     if isinstance(value, kind):
         return [value]
     if isinstance(value, list | tuple):
-        return [found for item in value for found in found_in(item, kind)]
+        return [match for item in value for match in found_in(item, kind)]
     if isinstance(value, dict):
         return [
-            found for _, item in sorted(value.items()) for found in found_in(item, kind)
+            match for _, item in sorted(value.items()) for match in found_in(item, kind)
         ]
     return []

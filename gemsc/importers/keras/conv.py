@@ -85,8 +85,8 @@ def _convolved(
 
 def _left(call: LayerCall, name: str, pads: Pads) -> Pads:
     """Return what a layer's own padding leaves: an earlier call may have chosen it."""
-    own = call.sheet.empty(name).padding
-    left = [(b - p, a - p) for (b, a), p in zip(pads, own, strict=True)]
+    padding = call.sheet.empty(name).padding
+    left = [(b - p, a - p) for (b, a), p in zip(pads, padding, strict=True)]
     if any(size < 0 for pair in left for size in pair):
         raise call.refuse(
             "is called with images of sizes that it pads differently",

@@ -82,8 +82,8 @@ def _as_linear(call: LayerCall, equation: str) -> str | None:
     given, result = given.replace("...", "."), result.replace("...", ".")
     for count in range(1, len(kernel)):
         summed, made = kernel[:count], kernel[count:]
-        rest = given.removesuffix(summed)
-        if given.endswith(summed) and rest and result == rest + made:
+        leading = given.removesuffix(summed)
+        if given.endswith(summed) and leading and result == leading + made:
             break
     else:
         return None
@@ -323,7 +323,7 @@ _KEEP_MASKS = re.compile(
 )
 
 
-def mask_after(call: LayerCall, found: Laid | Sequence[Laid]) -> Laid | Sequence[Laid]:
+def mask_after(call: LayerCall, output: Laid | Sequence[Laid]) -> Laid | Sequence[Laid]:
     """Return what a layer gives, with the name of the layer that masks it.
 
     Raises:
@@ -341,10 +341,10 @@ def mask_after(call: LayerCall, found: Laid | Sequence[Laid]) -> Laid | Sequence
             "the model in PyTorch",
         )
     elif not _KEEP_MASKS.fullmatch(kind):
-        return found
+        return output
     if not masked:
-        return found
-    many = [found] if isinstance(found, Laid) else found
+        return output
+    many = [output] if isinstance(output, Laid) else output
     return [replace(laid, masked=masked) for laid in many]
 
 
@@ -375,8 +375,8 @@ def _regularizes(config: Any) -> bool:
         return any(map(_regularizes, config))
     if not isinstance(config, Mapping):
         return False
-    own = config.get("activity_regularizer")
-    return bool(own) or any(map(_regularizes, config.values()))
+    regularizer = config.get("activity_regularizer")
+    return bool(regularizer) or any(map(_regularizes, config.values()))
 
 
 @translates("ActivityRegularization")

@@ -153,14 +153,14 @@ def _said(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> str:
 
 
 def _called(call: LayerCall, layer: str, where: str) -> Laid | list[Laid]:
-    arguments = [_text(call, each) for each in call.arguments]
+    arguments = [_text(call, argument) for argument in call.arguments]
     for key, value in call.keywords.items():
         if not key.isidentifier():
             raise call.refuse(f"is called with {key!r:.60}, which is not a name")
         arguments.append(f"{key}={_text(call, value)}")
     text = f"{layer}({', '.join(arguments)})"
     try:
-        found = call.sheet.empty(text)
+        returned = call.sheet.empty(text)
     except GemscError as error:
         error.help = f"the module is made by {where}"
         raise
@@ -169,16 +169,16 @@ def _called(call: LayerCall, layer: str, where: str) -> Laid | list[Laid]:
             f"cannot be computed: {text} fails: {type(error).__name__}: {error}",
             help=f"the module is made by {where}",
         ) from error
-    if isinstance(found, Tensor):
+    if isinstance(returned, Tensor):
         return call.gives(text)
-    several = found if isinstance(found, tuple | list) else [found]
+    several = returned if isinstance(returned, tuple | list) else [returned]
     for value in several:
         if not isinstance(value, Tensor):
             raise call.refuse(
                 f"gives an object of type {type(value).__name__}",
                 help=f"let the module of {where} return tensors",
             )
-    return call.several(text, len(found))
+    return call.several(text, len(returned))
 
 
 def _text(call: LayerCall, value: Any) -> str:
@@ -186,9 +186,9 @@ def _text(call: LayerCall, value: Any) -> str:
     if isinstance(value, Laid):
         return str(call.last(value))
     if isinstance(value, list):
-        return f"[{', '.join(_text(call, each) for each in value)}]"
+        return f"[{', '.join(_text(call, part) for part in value)}]"
     if isinstance(value, tuple):
-        return f"({', '.join(_text(call, each) for each in value)},)"
+        return f"({', '.join(_text(call, part) for part in value)},)"
     if value is None or isinstance(value, bool | int | float | str):
         return repr(value)
     raise call.refuse(f"is given an argument of type {type(value).__name__}")

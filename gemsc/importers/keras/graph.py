@@ -63,8 +63,8 @@ class Graph:
     @cached_property
     def channels_first(self) -> bool:
         """Whether images come and go as PyTorch has them, and Keras does otherwise."""
-        own = '"data_format": "channels_first"' in json.dumps(self.archive.config)
-        return self.options.channels_first and not own
+        is_stated = '"data_format": "channels_first"' in json.dumps(self.archive.config)
+        return self.options.channels_first and not is_stated
 
     @cached_property
     def frozen(self) -> bool:
@@ -117,13 +117,13 @@ class Graph:
             if layer.text is not None:
                 return self._nested(call)
             check_activity(call)
-            found = self.translator(layer.kind, layer.name, layer.is_operation)
-            if found is None:
+            translator = self.translator(layer.kind, layer.name, layer.is_operation)
+            if translator is None:
                 raise call.refuse(
                     "is not a layer that gemsc supports",
                     help="build it of other layers, or give it with --custom layers.py",
                 )
-            return mask_after(call, found(call))
+            return mask_after(call, translator(call))
 
     def _nested(self, call: LayerCall) -> Laid | Sequence[Laid]:
         """Call a model within a model: one object, however often it is called."""
@@ -304,8 +304,8 @@ class _Calls:
         inputs, graph = found_in(arguments, Laid), self.graph
         functions = graph.translate, graph.within
         call = LayerCall(self.sheet, layer, inputs, keywords, arguments, *functions)
-        found = graph.translate(call)
-        return [found] if isinstance(found, Laid) else found
+        outputs = graph.translate(call)
+        return [outputs] if isinstance(outputs, Laid) else outputs
 
     def _input(self, name: str, shape: Any, dtype: str) -> Laid:
         """Add an argument of forward: what the model is given, or a new one."""
@@ -345,10 +345,10 @@ def _results(
 ) -> Sequence[Laid]:
     text = f"{text}({', '.join(str(laid.value) for laid in given)})"
     count = len(model.outputs)
-    found = call.several(text, count) if count > 1 else [call.gives(text)]
+    outputs = call.several(text, count) if count > 1 else [call.gives(text)]
     return [
         Laid(laid.value, of.first, of.masked)
-        for laid, of in zip(found, model.outputs, strict=True)
+        for laid, of in zip(outputs, model.outputs, strict=True)
     ]
 
 

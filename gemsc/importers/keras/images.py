@@ -161,11 +161,11 @@ def _own_padding(
         for n, k, s, (b, a) in zip(sizes, kernel, strides, pads, strict=True)
     ]
     for ceil in (False, True):
-        found = [
+        counts = [
             _count(n, k, s, b, ceil)
             for n, k, s, b in zip(sizes, kernel, strides, before, strict=True)
         ]
-        if found == wanted:
+        if counts == wanted:
             return {**settings, "ceil_mode": True} if ceil else settings
     return None
 

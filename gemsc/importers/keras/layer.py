@@ -267,9 +267,9 @@ class LayerCall:
             self.layer.parts[part] = self.find(self.layer, layer, part)
         held = self.layer.parts[part]
         call = replace(self, layer=held, inputs=inputs, arguments=inputs, keywords={})
-        found = self.translate(call)
-        if isinstance(found, Laid):
-            return found
-        if len(found) != 1:
+        outputs = self.translate(call)
+        if isinstance(outputs, Laid):
+            return outputs
+        if len(outputs) != 1:
             raise self.refuse("holds a layer with several outputs")
-        return found[0]
+        return outputs[0]

@@ -121,7 +121,7 @@ def _arguments(name: str, config: Config) -> str:
     """Return the arguments that are not as PyTorch has them by itself."""
     known = inspect.signature(getattr(torch.optim, name)).parameters
     text = ""
-    for argument in (each for each in known if each in _ARGUMENTS):
+    for argument in (key for key in known if key in _ARGUMENTS):
         given = [config[key] for key in _ARGUMENTS[argument]]
         values = tuple(v if isinstance(v, bool) else float(v) for v in given)
         value = values if argument == "betas" else values[0]

@@ -44,8 +44,8 @@ def read_keras(path: Path, options: ImportOptions) -> ImportedNetwork:
     def translator(kind: str, name: str, is_operation: bool) -> Translator | None:
         if is_operation:
             return OPERATIONS.get(kind)
-        own = custom.get(custom_name(name)) or custom.get(custom_name(kind))
-        return own or LAYERS.get(kind)
+        by_user = custom.get(custom_name(name)) or custom.get(custom_name(kind))
+        return by_user or LAYERS.get(kind)
 
     graph = Graph(archive, options, translator)
     try:
@@ -94,7 +94,7 @@ def _begun(archive: Archive, functions: Sequence[str]) -> Iterator[str]:
 def _inputs(model: Listed) -> set[str]:
     if model.kind == "Sequential":
         layers = [Listed.of(layer) for layer in model.config["layers"][:1]]
-        return {each.name for each in layers if each.kind == "InputLayer"} or {"x"}
+        return {layer.name for layer in layers if layer.kind == "InputLayer"} or {"x"}
     return {name for name, _, _ in references(model.config["input_layers"])}
 
 
@@ -104,14 +104,14 @@ def _dtypes(graph: Graph) -> Iterator[str]:
     Raises:
         GemscError: their weights are whole numbers.
     """
-    found: dict[str, list[str]] = defaultdict(list)
+    by_policy: dict[str, list[str]] = defaultdict(list)
     for layer in graph.layers:
         policy = layer.config.get("dtype")
         if isinstance(policy, dict):
             policy = class_and_config(policy)[1].get("name")
         if isinstance(policy, str) and layer.kind != "InputLayer":
-            found[policy].append(layer.name)
-    for policy, names in found.items():
+            by_policy[policy].append(layer.name)
+    for policy, names in by_policy.items():
         if "int8" in policy or "int4" in policy or "float8" in policy:
             where = graph.archive.path.name
             raise GemscError(

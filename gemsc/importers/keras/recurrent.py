@@ -65,10 +65,10 @@ def _recurrent(call: LayerCall) -> Laid | Sequence[Laid]:
     layer = _layer(call, [cell], x.shape[-1], "cell" if cell.dropout else "")
     given = [f"{state}.unsqueeze(0)" for state in _states(call)]
     sequence, states = _called(call, cell, layer, x, given)
-    found = _last_or_all(call, sequence)
+    output = _last_or_all(call, sequence)
     if not config.get("return_state"):
-        return found
-    return [found, *(call.gives(f"{s}[0]", wish=f"{name}_{w}") for w, s in states)]
+        return output
+    return [output, *(call.gives(f"{s}[0]", wish=f"{name}_{w}") for w, s in states)]
 
 
 def _stacked(call: LayerCall, held: Sequence[Mapping[str, Any]]) -> Laid:
@@ -78,13 +78,13 @@ def _stacked(call: LayerCall, held: Sequence[Mapping[str, Any]]) -> Laid:
             "gives or takes states of several cells",
             help="use a layer for each cell, such as LSTM(..., return_state=True)",
         )
-    names = with_numbers(Listed.of(each).snake for each in held)
+    names = with_numbers(Listed.of(config).snake for config in held)
     named = zip(held, names, strict=True)
-    cells = [_cell(call, each, f"cell/cells/{name}") for each, name in named]
+    cells = [_cell(call, config, f"cell/cells/{name}") for config, name in named]
     x = _turned(call, call.last(), call.config)
-    for index, each in enumerate(cells):
-        x = _dropped(call, x, each, f"dropout.{index}")
-        layer = _layer(call, [each], x.shape[-1], f"cells.{index}")
+    for index, cell in enumerate(cells):
+        x = _dropped(call, x, cell, f"dropout.{index}")
+        layer = _layer(call, [cell], x.shape[-1], f"cells.{index}")
         x, _ = call.sheet.unpack([call.layer.name, "_"], f"{layer}({x})")
     return _last_or_all(call, x)
 
@@ -136,14 +136,14 @@ def _bidirectional(call: LayerCall) -> Laid | Sequence[Laid]:
     pairs = zip(given[:half], given[half:], strict=True)
     stacked = [f"torch.stack([{a}, {b}])" for a, b in pairs]
     sequence, states = _called(call, one, layer, x, stacked)
-    found = _merged(call, sequence, states[0][1], bool(config.get("return_sequences")))
+    values = _merged(call, sequence, states[0][1], bool(config.get("return_sequences")))
     if not config.get("return_state"):
-        return found if len(found) > 1 else found[0]
+        return values if len(values) > 1 else values[0]
     name = call.layer.name
     for index, words in enumerate(("forward", "backward")):
         for w, s in states:
-            found.append(call.gives(f"{s}[{index}]", wish=f"{name}_{words}_{w}"))
-    return found
+            values.append(call.gives(f"{s}[{index}]", wish=f"{name}_{words}_{w}"))
+    return values
 
 
 def _direction(call: LayerCall, layer: Mapping[str, Any], part: str) -> Cell:
@@ -169,7 +169,7 @@ def _merged(
     else:
         both = tuple(call.sheet.line(w, f"{last}[{i}]") for i, w in enumerate(wishes))
     if mode is None:
-        return [Laid(each) for each in both]
+        return [Laid(symbol) for symbol in both]
     return [call.gives(MERGES[mode].format(*both))]
 
 
@@ -181,11 +181,11 @@ def _layer(call: LayerCall, cells: Sequence[Cell], width: int, part: str) -> str
     cell = cells[0]
     weights: dict[str, Weight] = {}
     frozen: list[str] = []
-    for each, end in zip(cells, ("", "_reverse"), strict=False):
-        _check_cell(call, each)
-        held = {f"{name}_l0{end}": w for name, w in _weights(call, each)}
+    for one_cell, end in zip(cells, ("", "_reverse"), strict=False):
+        _check_cell(call, one_cell)
+        held = {f"{name}_l0{end}": w for name, w in _weights(call, one_cell)}
         weights |= held
-        frozen += held if each.config.get("trainable") is False else []
+        frozen += held if one_cell.config.get("trainable") is False else []
     maker: Any = getattr(nn, cell.kind.removeprefix("Simple"))  # nn.LSTM, nn.RNN
     settings: dict[str, Any] = {"bias": cell.has_bias, "bidirectional": len(cells) > 1}
     if cell.kind == "SimpleRNN":
@@ -225,7 +225,7 @@ def _states(call: LayerCall) -> list[Symbol]:
     if given is None:
         return [laid.value for laid in call.inputs[1:]]
     many = given if isinstance(given, list | tuple) else [given]
-    if not all(isinstance(each, Laid) for each in many):
+    if not all(isinstance(state, Laid) for state in many):
         raise call.refuse("has an initial_state that is not a layer's output")
     return [laid.value for laid in many]
 

@@ -61,8 +61,8 @@ class OnnxTensors:
         for name, known in self.table.items():
             if _is_outside(self._tensors[name]):
                 self._span(name, self._tensors[name], known.dtype)
-        found = trained_names(model.graph, self.table, self.read)
-        self.ties = part(model.graph, found.all | found.statistics, self.read)
+        trained = trained_names(model.graph, self.table, self.read)
+        self.ties = part(model.graph, trained.all | trained.statistics, self.read)
         self._look_at(model.graph)
 
     def _look_at(self, graph: onnx.GraphProto) -> None:
@@ -78,8 +78,8 @@ class OnnxTensors:
     @property
     def files(self) -> tuple[str, ...]:
         """Names of the files beside it that hold tensors."""
-        found = {_location(t): None for t in self._tensors.values() if _is_outside(t)}
-        return tuple(found)
+        names = {_location(t): None for t in self._tensors.values() if _is_outside(t)}
+        return tuple(names)
 
     def read(self, name: str) -> Array:
         """Return a tensor.

@@ -113,23 +113,23 @@ def _giving_tensors(model: nn.Module) -> Iterator[None]:
 
     It is the model itself that is exported: a module around it would be in all names.
     """
-    own, forward = vars(model), model.forward
-    before = own.get("forward")
+    attributes, forward = vars(model), model.forward
+    before = attributes.get("forward")
 
     @functools.wraps(forward)
     def tensors(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         # of an input, a copy: else the output's name would be the input's
         taken = {id(tensor) for _, tensor in tensor_leaves((args, kwargs))}
-        found = (tensor for _, tensor in tensor_leaves(forward(*args, **kwargs)))
-        return tuple(t.clone() if id(t) in taken else t for t in found)
+        leaves = (tensor for _, tensor in tensor_leaves(forward(*args, **kwargs)))
+        return tuple(t.clone() if id(t) in taken else t for t in leaves)
 
-    own["forward"] = tensors
+    attributes["forward"] = tensors
     try:
         yield
     finally:
-        del own["forward"]
+        del attributes["forward"]
         if before is not None:
-            own["forward"] = before
+            attributes["forward"] = before
 
 
 @contextmanager
@@ -200,10 +200,10 @@ def _compared(
     try:
         with _quiet():
             leaves = [tensor for _, tensor in tensor_leaves(given)]
-            found = program(*leaves)
+            computed = program(*leaves)
     except Exception as error:  # of a package that is only asked for its opinion
         yield f"onnxruntime cannot run it: {str(error).splitlines()[0]}"
         return
-    pairs = zip(found, outputs.values(), strict=True)
+    pairs = zip(computed, outputs.values(), strict=True)
     worst = max(distance(mine, wanted.double()) for mine, wanted in pairs)
     yield f"onnxruntime computes the same within {worst:.0e} of the largest value"

@@ -173,9 +173,9 @@ def _typed(model: onnx.ModelProto) -> onnx.ModelProto:
     for node in typed.graph.node:  # without inputs at the end that are left out
         while node.input and not node.input[-1]:
             node.input.pop()
-    own = {value.name for value in typed.graph.input}
+    inputs = {value.name for value in typed.graph.input}
     for tensor in typed.graph.initializer:
-        if tensor.name not in own:
+        if tensor.name not in inputs:
             value = onnx.helper.make_tensor_value_info(
                 tensor.name, tensor.data_type, tensor.dims
             )
@@ -219,13 +219,13 @@ def _refuse_unknown(graph: onnx.GraphProto, file: str) -> None:
         )
 
 
-def _list(found: Mapping[str, Sequence[str]]) -> str:
-    most = sorted(found.items(), key=lambda item: -len(item[1]))[:MOST]
+def _list(by_kind: Mapping[str, Sequence[str]]) -> str:
+    most = sorted(by_kind.items(), key=lambda item: -len(item[1]))[:MOST]
     words = [
         f"{kind} ({len(names)} node{'s' * (len(names) > 1)}, first '{names[0]}')"
         for kind, names in most
     ]
-    more = len(found) - len(words)
+    more = len(by_kind) - len(words)
     return ", ".join(words) + (f", and {more} kinds more" if more else "")
 
 
@@ -313,11 +313,11 @@ def _notes(
             f"{folded} BatchNormalization folded into convolutions: trains without "
             "them; export with optimize=False to keep them"
         )
-    own = dict(sheet.root.named_parameters())
-    frozen = [name for name, p in own.items() if not p.requires_grad]
+    parameters = dict(sheet.root.named_parameters())
+    frozen = [name for name, p in parameters.items() if not p.requires_grad]
     if frozen:
         notes.append(f"not trained, as they are computed, or buffers: {some(frozen)}")
-    held = {s for n, w in sheet.weights.items() if n in own for s in w.sources}
+    held = {s for n, w in sheet.weights.items() if n in parameters for s in w.sources}
     shared = [name for name in trained.shared if name in held]
     if shared:
         notes.append(

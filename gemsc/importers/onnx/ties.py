@@ -104,10 +104,10 @@ def part(
     parted: dict[str, int] = {}
     buffers: set[str] = set()
     noted: set[str] = set()
-    for name, found in uses.items():
+    for name, tensor_uses in uses.items():
         is_weight = name in weights
-        groups = _groups(name, found)
-        is_noted = all(len(use.key) == 1 for use in found)
+        groups = _groups(name, tensor_uses)
+        is_noted = all(len(use.key) == 1 for use in tensor_uses)
         if not is_noted and not (is_weight and _is_one_number(read(name))):
             continue
         parameters = len(groups) - (CONSTANT in groups)
@@ -188,8 +188,8 @@ def _calls(graph: onnx.GraphProto) -> Mapping[str, _Call]:
     for node in graph.node:
         text = noted(node, FX_NODE)
         if text:
-            found = re.findall(r"%([pbc]_\w+)", text)
-            names = [name for name in dict.fromkeys(found) if name not in inputs]
+            mentions = re.findall(r"%([pbc]_\w+)", text)
+            names = [name for name in dict.fromkeys(mentions) if name not in inputs]
             calls.setdefault(text, _Call(text, [], names)).nodes.append(node)
     return calls
 
@@ -226,20 +226,20 @@ def _named(
         role = (name, -1) if node.op_type in MOVES else (_output(node), index)
         roles.setdefault(role, []).append((_output(node), index))
         held[role] = name
-    found: dict[tuple[str, int], str | None] = {}
+    parameters: dict[tuple[str, int], str | None] = {}
     names = list(call.names)
     for role, name in held.items() if len(roles) != len(names) else ():
-        own = next((key for (key,) in _keys_of(name) if key in names), None)
-        if own is not None:
-            names.remove(own)
-            found[role] = own
-    rest = [role for role in roles if role not in found]
-    for number, role in enumerate(rest):
+        key = next((key for (key,) in _keys_of(name) if key in names), None)
+        if key is not None:
+            names.remove(key)
+            parameters[role] = key
+    unnamed = [role for role in roles if role not in parameters]
+    for number, role in enumerate(unnamed):
         if not call.names:
-            found[role] = ""
-        elif len(rest) <= len(names):
-            found[role] = names[number]
-    return {place: found.get(role) for role in roles for place in roles[role]}
+            parameters[role] = ""
+        elif len(unnamed) <= len(names):
+            parameters[role] = names[number]
+    return {place: parameters.get(role) for role in roles for place in roles[role]}
 
 
 def _output(node: onnx.NodeProto) -> str:
@@ -252,11 +252,11 @@ def _key_of_module(node: onnx.NodeProto, index: int) -> Key:
         return UNKNOWN
     if node.op_type == "Identity" and not is_machine_made(node.output[0]):
         return (node.output[0], "")  # which has a parameter's name
-    module, own = module_of(node), node.input[index].rpartition(".")[0]
+    module, owner = module_of(node), node.input[index].rpartition(".")[0]
     if module is None:
         return UNKNOWN
-    if re.fullmatch(rf"{re.escape(own)}_\d+", module):
-        module = own  # called once more
+    if re.fullmatch(rf"{re.escape(owner)}_\d+", module):
+        module = owner  # called once more
     return (module, index if node.op_type in SLOTS else -1)
 
 
@@ -296,8 +296,8 @@ def _join(
 ) -> None:
     """Let a parameter that is there as it is and transposed be one tensor."""
     tensors: dict[Key, list[str]] = {}
-    for name, found in uses.items():
-        keys = {use.key for use in found}
+    for name, tensor_uses in uses.items():
+        keys = {use.key for use in tensor_uses}
         if len(keys) == 1 and not keys & {UNKNOWN, CONSTANT}:
             tensors.setdefault(keys.pop(), []).append(name)
     for key, names in tensors.items():

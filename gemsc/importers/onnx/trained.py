@@ -64,10 +64,10 @@ class TrainedTensors:
 
 def weight_slots(node: onnx.NodeProto) -> list[int]:
     """Return which operands may be weights or statistics, as they are or moved."""
-    found = {*SLOTS.get(node.op_type, ()), *NAMED.get(node.op_type, ())}
-    found |= {3, 4} if node.op_type == "BatchNormalization" else set()
-    found |= {0} if node.op_type in MOVES else set()
-    return sorted(index for index in found if index < len(node.input))
+    slots = {*SLOTS.get(node.op_type, ()), *NAMED.get(node.op_type, ())}
+    slots |= {3, 4} if node.op_type == "BatchNormalization" else set()
+    slots |= {0} if node.op_type in MOVES else set()
+    return sorted(index for index in slots if index < len(node.input))
 
 
 def all_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
@@ -122,9 +122,9 @@ def trained_names(
     weights -= {*buffers, *(statistics - _used_elsewhere(graph))}
     weights -= set(_neutral(graph, makers, read))
     others = [n for n in named if n not in weights and not _is_mask(read(n))]
-    found = weights | set(others)
-    shared = [name for name in users if name in found and len(users[name]) > 1]
-    return TrainedTensors(found, statistics, others, shared)
+    trained = weights | set(others)
+    shared = [name for name in users if name in trained and len(users[name]) > 1]
+    return TrainedTensors(trained, statistics, others, shared)
 
 
 def _neutral(

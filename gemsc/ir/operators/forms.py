@@ -30,8 +30,8 @@ Form = Callable[[Call, Equation], Equation | None]  # of one call; None: it has 
 
 def tensor_of(node: fx.Node) -> Tensor:
     """Return what stands for a node's value; the rest of `ir` is above this room."""
-    found: Tensor = node.meta["val"]
-    return found
+    tensor: Tensor = node.meta["val"]
+    return tensor
 
 
 def _rank_of(node: fx.Node) -> int:
@@ -108,9 +108,9 @@ def _matmul(call: Call, equation: Equation) -> Equation:
     left, right = (_rank_of(call[name]) for name in names)
     first = "*b m k+" if left > 1 else "k+"
     second = "*b k n" if right > 1 else "k"
-    rest = ("m " if left > 1 else "") + ("n" if right > 1 else "")
+    free = ("m " if left > 1 else "") + ("n" if right > 1 else "")
     batch = "*b " if max(left, right) > 1 else ""
-    return Equation(f"{first}, {second} -> {batch}{rest}", names)
+    return Equation(f"{first}, {second} -> {batch}{free}", names)
 
 
 def _addmm(call: Call, equation: Equation) -> Equation:

@@ -53,8 +53,8 @@ class Ranks:
             held = [
                 total.num_bytes if rank in ranks else 0 for rank in range(len(held))
             ]
-            learnt = [total.gradient_bytes if each else 0 for each in held]
-        sent = [self.link.seconds(each) if each else 0.0 for each in held]
+            learnt = [total.gradient_bytes if size else 0 for size in held]
+        sent = [self.link.seconds(size) if size else 0.0 for size in held]
         gradients = self.link.seconds(max(learnt)) if any(learnt) else 0.0
         return sum(sent) - min(sent) + (self.count - 1) * gradients
 
@@ -67,8 +67,8 @@ class Ranks:
         """Return the seconds of the slowest rank, with the messages."""
         loads = [0.0] * self.count
         for piece, rank in zip(pieces, ranks, strict=True):
-            for each in range(self.count) if rank == ALL else (rank,):
-                loads[each] += piece.seconds
+            for member in range(self.count) if rank == ALL else (rank,):
+                loads[member] += piece.seconds
         return max(loads) + self.messages(pieces, ranks, total)
 
     def assign(
@@ -83,9 +83,9 @@ class Ranks:
             options: Iterable[tuple[int, ...]] = self._all(len(pieces))
         else:
             spread = self.spread(pieces)
-            rest = (ALL,) * len(pieces)
+            on_all = (ALL,) * len(pieces)
             options = (
-                (spread + rest)[:shared] + rest[shared:]
+                (spread + on_all)[:shared] + on_all[shared:]
                 for shared in reversed(range(len(pieces) + 1))
             )
         best: tuple[int, ...] = ()

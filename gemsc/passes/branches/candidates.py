@@ -45,14 +45,14 @@ class ForkChoice:
         """Return a window as a fork."""
         parts = window.components
         shared = [c for c, r in zip(parts, ranks, strict=True) if r != ALL] or parts
-        first = min(min(each.places) for each in shared)
+        first = min(min(part.places) for part in shared)
         last = finder.position[window.join]
         return cls(window, tuple(ranks), saved, first, last, reason)
 
     @property
     def to_share(self) -> float:
         """The seconds of all that is before the join, but the slowest part."""
-        seconds = [each.seconds for each in self.window.components]
+        seconds = [part.seconds for part in self.window.components]
         return sum(seconds) - max(seconds)
 
     def fork(self) -> Fork:
@@ -60,8 +60,8 @@ class ForkChoice:
         window = self.window
         name, names = names_of(window.components)
         branches = tuple(
-            Branch(own, tuple(n.name for n in each.nodes), rank, each.seconds)
-            for own, each, rank in zip(
+            Branch(branch_name, tuple(n.name for n in part.nodes), rank, part.seconds)
+            for branch_name, part, rank in zip(
                 names, window.components, self.ranks, strict=True
             )
             if rank != ALL
@@ -79,9 +79,9 @@ class ForkChoice:
 
 def _reason(window: ForkWindow, fork: Fork) -> str:
     """Return why the branches of a fork are not shared out."""
-    stay = [each for each in window.components if each.stays]
+    stay = [part for part in window.components if part.stays]
     if stay:
-        slowest = max(stay, key=lambda each: each.seconds)
+        slowest = max(stay, key=lambda part: part.seconds)
         others = [branch.seconds for branch in fork.branches]
         if len(others) < 2 or slowest.seconds >= max(others):
             return f"all ranks compute {names_of([slowest])[0]}: {slowest.stays}"
@@ -97,12 +97,12 @@ def heaviest(candidates: list[ForkChoice], bonus: float = 0.0) -> list[ForkChoic
 
     Each counts for a `bonus` more: if that is large, as many as can be are taken.
     """
-    order = sorted(candidates, key=lambda each: (each.last, -each.first))
-    lasts = [each.last for each in order]
+    order = sorted(candidates, key=lambda choice: (choice.last, -choice.first))
+    lasts = [choice.last for choice in order]
     best: list[tuple[float, list[ForkChoice]]] = [(0.0, [])]
-    for number, each in enumerate(order):
-        saved, before = best[bisect_right(lasts, each.first - 1, hi=number)]
-        taken = saved + each.saved + bonus, [*before, each]
+    for number, choice in enumerate(order):
+        saved, before = best[bisect_right(lasts, choice.first - 1, hi=number)]
+        taken = saved + choice.saved + bonus, [*before, choice]
         best.append(max(best[-1], taken, key=itemgetter(0)))
     return best[-1][1]
 
@@ -113,9 +113,9 @@ def names_of(parts: Sequence[Component]) -> tuple[str, list[str]]:
     The fork is called after the module in which all their layers are, or after them:
     `image and text`.
     """
-    layers = [node for each in parts for node in each.nodes if _has_weights(node)]
+    layers = [node for part in parts for node in part.nodes if _has_weights(node)]
     fork = shared_path(map(layer_path, layers))
-    names = list(unique_names(_name(each.nodes, fork) for each in parts))
+    names = list(unique_names(_name(part.nodes, fork) for part in parts))
     between = " and " if len(names) < 3 else " to "
     return fork or between.join(dict.fromkeys([names[0], names[-1]])), names
 

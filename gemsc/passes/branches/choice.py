@@ -51,33 +51,33 @@ def choose_forks(
     ranks = Ranks(count, link)
     choose = _Chooser(finder, ranks)
     again = _recomputed(program, finder)
-    found: list[ForkChoice] = []
+    forks: list[ForkChoice] = []
     wanted: list[ForkChoice] = []
     ends = {place for first, last in again for place in (first - 1, last)}
     for join, added in finder.joins():
         for window in finder.windows(join, added, ends):
             made = choose.candidate(window)
-            if any(_crosses(made, each) for each in again):
+            if any(_crosses(made, part) for part in again):
                 made = replace(made, reason=CROSSING)
-            found.append(made)
+            forks.append(made)
             if placed is not None and window.join.name in placed:
                 mine = choose.as_placed(window, placed[window.join.name])
                 wanted += (c for c in mine if not any(_crosses(c, o) for o in again))
-        if any(not each.reason for each in found if each.last == join):
+        if any(not fork.reason for fork in forks if fork.last == join):
             ends.add(join)
-    chosen = heaviest([each for each in found if not each.reason])
+    chosen = heaviest([fork for fork in forks if not fork.reason])
     if placed is not None:
-        found = [replace(each, reason=NOT_PLACED) for each in found]
+        forks = [replace(fork, reason=NOT_PLACED) for fork in forks]
         chosen = heaviest(wanted, 1.0 + sum(abs(c.saved) for c in wanted))
     seconds = sum(meta.facts(node).seconds for node in stage.nodes) / tiles
     least = LEAST_TOLD * seconds if chosen else 0.0
     told = [
-        replace(each, reason=f"{CROSSING}: --recompute {_run(program, finder, each)}")
-        if each.reason == CROSSING
-        else each
-        for each in _told([each for each in found if each.reason], chosen, least)
+        replace(fork, reason=f"{CROSSING}: --recompute {_run(program, finder, fork)}")
+        if fork.reason == CROSSING
+        else fork
+        for fork in _told([fork for fork in forks if fork.reason], chosen, least)
     ]
-    return tuple(each.fork() for each in (*chosen, *told))
+    return tuple(choice.fork() for choice in (*chosen, *told))
 
 
 def placed_tensors(
@@ -112,7 +112,7 @@ class _Chooser:
     def candidate(self, window: ForkWindow) -> ForkChoice:
         """Return the best that can be done with a window."""
         parts, ranks = window.components, [ALL] * len(window.components)
-        free = [number for number, each in enumerate(parts) if not each.stays]
+        free = [number for number, part in enumerate(parts) if not part.stays]
         free.sort(key=lambda number: -parts[number].seconds)
         pieces = tuple(self._piece(parts[n].seconds, parts[n].results) for n in free)
         chosen, least = self.assign(pieces, self._total(window))
@@ -133,10 +133,10 @@ class _Chooser:
         """Yield the fork with these branches on each rank, if the window has them."""
         parts = window.components
         _, names = names_of(parts)
-        rank_of = {name: rank for rank, own in enumerate(placed) for name in own}
-        free = {n for n, each in zip(names, parts, strict=True) if not each.stays}
+        rank_of = {name: rank for rank, group in enumerate(placed) for name in group}
+        free = {n for n, part in zip(names, parts, strict=True) if not part.stays}
         if rank_of.keys() <= free:
-            pieces = [self._piece(each.seconds, each.results) for each in parts]
+            pieces = [self._piece(part.seconds, part.results) for part in parts]
             ranks = [rank_of.get(name, ALL) for name in names]
             seconds = sum(piece.seconds for piece in pieces)
             saved = seconds - self.ranks.seconds(pieces, ranks, self._total(window))
@@ -156,7 +156,7 @@ class _Chooser:
 
 def _recomputed(program: Program, finder: Finder) -> list[tuple[int, int]]:
     """Return where the parts begin and end that run again in the backward."""
-    found = []
+    spans = []
     for segment in program.segments or ():
         again = segment.blocks if segment.kind == "recompute" else ()
         places = [
@@ -167,8 +167,8 @@ def _recomputed(program: Program, finder: Finder) -> list[tuple[int, int]]:
             if node in finder.position
         ]
         if places:
-            found.append((min(places), max(places)))
-    return found
+            spans.append((min(places), max(places)))
+    return spans
 
 
 def _crosses(candidate: ForkChoice, part: tuple[int, int]) -> bool:
@@ -190,10 +190,10 @@ def _told(
     candidates: list[ForkChoice], chosen: Sequence[ForkChoice], least: float
 ) -> list[ForkChoice]:
     """Return what a user would ask about: the largest that overlap with no others."""
-    found: list[ForkChoice] = []
-    for each in sorted(candidates, key=lambda each: (-each.to_share, each.last)):
-        if len(found) == MOST_TOLD or each.to_share < least:
+    told: list[ForkChoice] = []
+    for fork in sorted(candidates, key=lambda fork: (-fork.to_share, fork.last)):
+        if len(told) == MOST_TOLD or fork.to_share < least:
             break
-        if not any(each.overlaps(other) for other in (*chosen, *found)):
-            found.append(each)
-    return sorted(found, key=lambda each: each.last)
+        if not any(fork.overlaps(other) for other in (*chosen, *told)):
+            told.append(fork)
+    return sorted(told, key=lambda fork: fork.last)

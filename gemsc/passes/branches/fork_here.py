@@ -106,7 +106,7 @@ class ForkHere:
         shape, nothing = whole_shape(value), Part.nothing(whole_shape(value))
         count = range(self.count)
         return self.low.by_rank(
-            tuple(Part(shape) if each == rank else nothing for each in count)
+            tuple(Part(shape) if index == rank else nothing for index in count)
         )
 
     def _entering(self, source: fx.Node) -> fx.Node:
@@ -134,11 +134,11 @@ class ForkHere:
         the backward of `like`; or a message, which all ranks of the stage receive.
         """
         sources = (source for node in self.nodes for source in node.all_input_nodes)
-        found = [s for s in dict.fromkeys(sources) if self._is_unused(s)]
+        unused = [s for s in dict.fromkeys(sources) if self._is_unused(s)]
         stage, learns = set(self.low.stage.nodes), meta.needs_gradient
         return [
             self._entering(source)
-            for source in found
+            for source in unused
             if (learns(like) if learns(source) else source not in stage)
         ]
 

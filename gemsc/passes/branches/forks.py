@@ -163,12 +163,12 @@ class Finder:
         is_number = meta.value(self.nodes[join]).dim() == 0
         if not _is_addition(self.nodes[join]) or (self.tiles > 1 and is_number):
             return ()
-        found, todo = [join], [join]
+        added, todo = [join], [join]
         while todo:
             inner = [s for s in self.sources[todo.pop()] if self._is_addend(s)]
-            found += inner
+            added += inner
             todo += inner
-        return tuple(sorted(found))
+        return tuple(sorted(added))
 
     def windows(
         self, join: int, added: tuple[int, ...], starts: Collection[int]
@@ -179,8 +179,8 @@ class Finder:
         after each of `starts`. If there are none, what would connect two components
         stays outside: weights of all branches that are computed after them.
         """
-        found = list(self._windows(join, added, starts))
-        yield from found or self._windows(join, added, starts, apart=True)
+        windows = list(self._windows(join, added, starts))
+        yield from windows or self._windows(join, added, starts, apart=True)
 
     def _windows(
         self,
@@ -239,8 +239,8 @@ class _Scan:
     def _users(self, place: int) -> list[_Group]:
         """Return the components that use a value, each once."""
         users = self.finder.next[place] or ()
-        found = [self.group_of[user] for user in users if user not in self.skipped]
-        return list({id(group): group for group in found}.values())
+        groups = [self.group_of[user] for user in users if user not in self.skipped]
+        return list({id(group): group for group in groups}.values())
 
     def connects(self, place: int) -> bool:
         return len(self._users(place)) > 1
@@ -282,7 +282,7 @@ class _Scan:
         if not groups:
             self.groups.append(_Group())
             return self.groups[-1]
-        group, *others = sorted(groups, key=lambda each: -len(each.members))
+        group, *others = sorted(groups, key=lambda group: -len(group.members))
         for other in others:
             group.members += other.members
             group.results += other.results
@@ -307,7 +307,7 @@ class _Scan:
                 group.seconds,
                 group.stays or (_TIED if group.missing else ""),
             )
-            for group in sorted(self.groups, key=lambda each: min(each.members))
+            for group in sorted(self.groups, key=lambda group: min(group.members))
         ]
         added = tuple(nodes[place] for place in self.added)
         return ForkWindow(nodes[self.join], added, tuple(components))
@@ -318,7 +318,7 @@ def most_branches(program: Program) -> int:
     finder = Finder(program, Stage(0, tuple(program.blocks or ())), {})
     return max(
         (
-            sum(each.seconds > 0 and not each.stays for each in window.components)
+            sum(part.seconds > 0 and not part.stays for part in window.components)
             for join, added in finder.joins()
             for window in finder.windows(join, added, ())
         ),
@@ -335,7 +335,7 @@ def _is_addition(node: fx.Node) -> bool:
         return False
     if len(node.args) != 2 or not all(isinstance(a, fx.Node) for a in node.args):
         return False
-    values = [meta.value(each) for each in (*node.all_input_nodes, node)]
+    values = [meta.value(n) for n in (*node.all_input_nodes, node)]
     if not all(isinstance(value, Tensor) for value in values):
         return False
     return len({(value.shape, value.dtype) for value in values}) == 1

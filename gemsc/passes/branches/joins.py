@@ -86,7 +86,7 @@ class JoinHere(ForkHere):
         exchange = low.exchange(shape, held, wanted)
         packed = self._sent(first, self._packed(values), exchange)
         arrived = row.inside(low.place)
-        items = {v: self._own(v) for v in values if v not in arrived}
+        items = {v: self._computed_here(v) for v in values if v not in arrived}
         layouts = [self._wanted(value) for value in arrived]
         shapes = tuple(layout.local_shape(low.place) for layout in layouts)
         taken = low.add(join, tiles.unpack, (packed, shapes), ())
@@ -105,7 +105,7 @@ class JoinHere(ForkHere):
         members = [self.ranks[value.name] for value in values]
         boxes = [self._computed(value) for value in values]
         widths = [
-            [volume(each[rank]) // height for each in boxes]
+            [volume(held[rank]) // height for held in boxes]
             for rank in range(0, self.low.tiles, self.count)
         ]
         return _Row.of(values, members, widths, self.count)
@@ -120,7 +120,7 @@ class JoinHere(ForkHere):
         shape = meta.spec(value).shape
         return Layout(shape, self.low.owned(shape, self._axes(value)))
 
-    def _own(self, value: fx.Node) -> fx.Node:
+    def _computed_here(self, value: fx.Node) -> fx.Node:
         """Return what the join wants of a value that this rank has computed.
 
         If all ranks draw random numbers, for a dropout of what they make of it, it lies
@@ -141,14 +141,14 @@ class JoinHere(ForkHere):
         return tuple(self.low.local(v).node for v in values if self.computes(v))
 
     def _sent(
-        self, like: fx.Node, own: tuple[fx.Node, ...], exchange: Exchange
+        self, like: fx.Node, computed: tuple[fx.Node, ...], exchange: Exchange
     ) -> fx.Node:
         """Return what comes of an exchange of rows to which this rank gives its own."""
         low = self.low
         shape = shape_of(exchange.held[low.place])
         layout = Layout(exchange.shape, exchange.held)
-        if own:
-            args = own, shape
+        if computed:
+            args = computed, shape
             row = low.add(like, tiles.pack, args, shape, layout, name=self.name)
         else:
             row = self.nothing(like, shape)
@@ -180,9 +180,9 @@ class JoinHere(ForkHere):
         rows = [prod(low.pictures) * size for size in shape[:1]]
         given, taken = self._apart(held, shape), self._apart(wanted, shape)
         exchange = low.exchange((*rows, *shape[1:]), given, taken, adds=True)
-        own, size = self._addends(inside, axes), shape_of(held[low.place])
-        if own:
-            addend = reduce(lambda a, b: self._plus(node, a, b, size), own)
+        addends, size = self._addends(inside, axes), shape_of(held[low.place])
+        if addends:
+            addend = reduce(lambda a, b: self._plus(node, a, b, size), addends)
         else:
             addend = self.nothing(node, size)
         total = self._given(node, addend, exchange)
@@ -197,12 +197,12 @@ class JoinHere(ForkHere):
 
         The ranks of one tile add up: what several tiles have counts on each of them.
         """
-        found = []
+        shifted = []
         for rank, box in enumerate(boxes):
             start = rank // self.count * shape[0] if shape else 0
             first = [(a + start, b + start) for a, b in box[:1]]
-            found.append((*first, *box[1:]))
-        return tuple(found)
+            shifted.append((*first, *box[1:]))
+        return tuple(shifted)
 
     def _axes_of_sum(
         self, node: fx.Node, inside: Sequence[fx.Node], others: Sequence[fx.Node]
@@ -222,14 +222,14 @@ class JoinHere(ForkHere):
         low = self.low
         if not low.pictures:
             return self._packed(inside)
-        found = []
+        addends = []
         for term in inside:
-            own = {term: low.local(term)}
-            with low.on_member(self.ranks[term.name]), low.instead(own):
-                each = low.spread(term, axes)
+            local = {term: low.local(term)}
+            with low.on_member(self.ranks[term.name]), low.instead(local):
+                addend = low.spread(term, axes)
             if self.computes(term):
-                found.append(each)
-        return tuple(found)
+                addends.append(addend)
+        return tuple(addends)
 
     def _known(self, term: fx.Node, axes: Axes | None) -> fx.Node:
         """Return a term of a sum that all ranks have, cut like this."""
@@ -290,8 +290,8 @@ class _Row:
 
     def _hull(self, rank: int, chosen: Callable[[int], bool]) -> Interval:
         columns = self.columns[rank // self.count]
-        found = [c for c, m in zip(columns, self.members, strict=True) if chosen(m)]
-        return (found[0][0], found[-1][1]) if found else (0, 0)
+        spans = [c for c, m in zip(columns, self.members, strict=True) if chosen(m)]
+        return (spans[0][0], spans[-1][1]) if spans else (0, 0)
 
     def inside(self, rank: int) -> list[fx.Node]:
         """Return the values that a rank gets."""

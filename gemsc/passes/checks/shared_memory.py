@@ -21,20 +21,20 @@ def check_shared_memory(program: Program) -> None:
     Raises:
         GemscError: names both.
     """
-    module, found = program.module, dict[str, Tensor]()
+    module, tensors = program.module, dict[str, Tensor]()
     for named in (module.named_parameters, module.named_buffers):
-        found |= {n: t for n, t in named() if not t.is_meta and t.numel()}
-    changed = {id(t) for t in found.values() if t.requires_grad}
+        tensors |= {n: t for n, t in named() if not t.is_meta and t.numel()}
+    changed = {id(t) for t in tensors.values() if t.requires_grad}
     for node in program.compute_nodes:
-        changed |= {id(found[n]) for n in mutated_state(node, module) if n in found}
+        changed |= {id(tensors[n]) for n in mutated_state(node, module) if n in tensors}
         paths = [*changed_inside(node, module), *_statistics(node, module)]
-        changed |= {id(found[path]) for path in paths if path in found}
-    spans = {name: _span(tensor) for name, tensor in found.items()}
+        changed |= {id(tensors[path]) for path in paths if path in tensors}
+    spans = {name: _span(tensor) for name, tensor in tensors.items()}
     before: list[str] = []
-    for name in sorted(found, key=spans.__getitem__):
-        before = [each for each in before if spans[each][1] > spans[name][0]]
+    for name in sorted(tensors, key=spans.__getitem__):
+        before = [other for other in before if spans[other][1] > spans[name][0]]
         for other in before:
-            if {id(found[name]), id(found[other])} & changed:
+            if {id(tensors[name]), id(tensors[other])} & changed:
                 raise GemscError(
                     f"'{other}' and '{name}' are two tensors that share memory, which "
                     "changes: ranks would change copies of it",

@@ -98,20 +98,20 @@ def check_changes(program: Program, num_runs: int, *, with_weights: bool) -> Non
                 help="keep it with register_buffer, or the module that has it as an "
                 "attribute: self.teacher = ... in place of self.hidden = [...]",
             )
-    stages = [frozenset(each.nodes) for each in program.require_stages()]
+    stages = [frozenset(stage.nodes) for stage in program.require_stages()]
     for change in unjoined_changes(program) if num_runs > 1 else ():
         again, node = change.again, change.node
-        own = "use a schedule with one replica and --data 1"
-        own += _or_without_change(change, program)
+        advice = "use a schedule with one replica and --data 1"
+        advice += _or_without_change(change, program)
         if any(map(again.issubset, stages)) and again:
             if with_weights or not changes_weights(change, program.module):
                 continue
-            own = "use a schedule with one replica; --data may be more"
+            advice = "use a schedule with one replica; --data may be more"
         raise GemscError(
             f"forward changes '{change.name}', and each of {num_runs} replicas "
             "of the model would change it differently",
             at=meta.location(node),
-            help=own,
+            help=advice,
             notes=_why_whole(node, program),
         )
 
@@ -207,11 +207,11 @@ def telling_what_ties(program: Program) -> Iterator[None]:
 
 def _changed_at(program: Program) -> dict[SourceLocation | None, dict[str, None]]:
     """Return the parameters and buffers that forward changes, by the user's lines."""
-    found: dict[SourceLocation | None, dict[str, None]] = {}
+    changed: dict[SourceLocation | None, dict[str, None]] = {}
     for node in program.compute_nodes:
         for name in mutated_state(node, program.module):
-            found.setdefault(meta.location(node), {})[name] = None
-    return found
+            changed.setdefault(meta.location(node), {})[name] = None
+    return changed
 
 
 def _tie(program: Program) -> Skip | None:
@@ -221,7 +221,7 @@ def _tie(program: Program) -> Skip | None:
     and cannot be computed anew.
     """
     order = {node: i for i, node in enumerate(program.compute_nodes)}
-    together = {n: block.index for block in program.blocks or () for n in block.nodes}
+    block_of = {n: block.index for block in program.blocks or () for n in block.nodes}
 
     def tied(skip: Skip) -> int:
         between = program.compute_nodes[order[skip.value] : order[skip.last_use] + 1]
@@ -232,7 +232,7 @@ def _tie(program: Program) -> Skip | None:
         for skip in program.skips or ()
         if not skip.long
         and not meta.needs_gradient(skip.value)
-        and together.get(skip.value) == together.get(skip.last_use)
+        and block_of.get(skip.value) == block_of.get(skip.last_use)
         and tied(skip) > 1
     ]
     return max(ties, key=tied, default=None)

@@ -41,18 +41,18 @@ class MoveUpdates(Pass):
         used = dict.fromkeys(nodes, never)  # where the first is, of those that stay
         for node, earlier in reversed(before.items()):
             first = used[node] if node in moving else place[node]
-            for each in earlier:
-                used[each] = min(first, used[each])
+            for other in earlier:
+                used[other] = min(first, used[other])
         goal = dict(place)
         for node, earlier in before.items():
             if node in moving:  # what nothing uses any more goes behind all it needs
-                behind = max((goal[each] for each in earlier), default=-1)
+                behind = max((goal[other] for other in earlier), default=-1)
                 goal[node] = used[node] if used[node] < never else behind
         for node, earlier in reversed(before.items()):
             if goal[node] < 0:  # it needs nothing: to what it is for
                 goal[node] = used[node] if used[node] < never else place[node]
-            for each in earlier:
-                used[each] = min(goal[node], used[each])
+            for other in earlier:
+                used[other] = min(goal[node], used[other])
         # of equals, the one that stays is where it was: before it, or behind
         return in_order(program, sorted(nodes, key=goal.__getitem__))[0]
 
@@ -67,9 +67,9 @@ def _updates(program: Program) -> set[fx.Node]:
         is_call = node.op in ("call_function", "call_method") and node not in drawn
         if is_call and all(needs):
             free.add(node)
-    found: set[fx.Node] = set()
+    updates: set[fx.Node] = set()
     for node in reversed(nodes):
-        is_needed = bool(node.users) and found.issuperset(node.users)
+        is_needed = bool(node.users) and updates.issuperset(node.users)
         if node in free and (is_needed or mutated_state(node, program.module)):
-            found.add(node)
-    return found
+            updates.add(node)
+    return updates

@@ -52,8 +52,8 @@ class Analysis:
 
     def __post_init__(self) -> None:
         self._solve()
-        while found := self._products_of_taken():
-            for node, letter in found:
+        while products := self._products_of_taken():
+            for node, letter in products:
                 self.takers.setdefault(node, set()).add(letter)
             for known in (self.calls, self.roles, self.parameters, self.values):
                 known.clear()
@@ -114,14 +114,14 @@ class Analysis:
         Between such a product and who takes a part of it are views, and what is
         computed element by element: so the product, too, can be computed in parts.
         """
-        found = set()
+        pairs = set()
         for node, roles in self.roles.items():
-            for source, own in roles.taken.items():
-                for dim, other in zip(self.dims(source), own, strict=True):
+            for source, taken in roles.taken.items():
+                for dim, other in zip(self.dims(source), taken, strict=True):
                     for factor in leaves(dim) if dim is not other else ():
                         if not self._is_of_parameter(factor):
-                            found |= self._products_of(source, factor, {node})
-        return found - {(n, each) for n, own in self.takers.items() for each in own}
+                            pairs |= self._products_of(source, factor, {node})
+        return pairs - {(n, c) for n, letters in self.takers.items() for c in letters}
 
     def _products_of(
         self, node: fx.Node, factor: Factor, seen: set[fx.Node]
@@ -171,11 +171,11 @@ class Analysis:
 
     def roots(self, node: fx.Node) -> dict[Factor, set[str]]:
         """Return the factors that a node knows of, with the letters that have them."""
-        found: dict[Factor, set[str]] = {}
+        roots: dict[Factor, set[str]] = {}
         for letter, dim in self.roles[node].letters.items():
             for factor in leaves(dim):
-                found.setdefault(factor, set()).add(letter)
-        return found
+                roots.setdefault(factor, set()).add(letter)
+        return roots
 
     def is_summed(self, node: fx.Node, factor: Factor) -> bool:
         """Whether a node sums over a factor: if that is cut, it computes an addend."""
@@ -189,22 +189,22 @@ _KNOWN: dict[tuple[int, int], Analysis] = {}  # the last ones, by module and sta
 def analysis_of(program: Program, stage: Stage) -> Analysis:
     """Return the analysis of a stage, the same for all ranks."""
     key = id(program.module), stage.index
-    found = _KNOWN.pop(key, None)
-    if found is None or found.stage != stage:
-        found = Analysis(program, stage)
-    _KNOWN[key] = found
+    analysis = _KNOWN.pop(key, None)
+    if analysis is None or analysis.stage != stage:
+        analysis = Analysis(program, stage)
+    _KNOWN[key] = analysis
     if len(_KNOWN) > MOST_KNOWN:
         del _KNOWN[next(iter(_KNOWN))]
-    return found
+    return analysis
 
 
 def place_of(dims: Dims, factor: Factor) -> Place | None:
     """Return where a factor is among dimensions, None if it is not."""
     for number, dim in enumerate(dims):
-        found = leaves(dim)
-        if factor in found:
-            before = found[: found.index(factor)]
-            return Place(number, prod(each.size for each in before))
+        factors = leaves(dim)
+        if factor in factors:
+            before = factors[: factors.index(factor)]
+            return Place(number, prod(f.size for f in before))
     return None
 
 
@@ -213,7 +213,7 @@ def cut_parts(dims: Dims, factor: Factor, count: int) -> tuple[Part, ...]:
     place = place_of(dims, factor)
     if place is None:
         return ()
-    shape = tuple(prod(each.size for each in leaves(dim)) for dim in dims)
+    shape = tuple(prod(f.size for f in leaves(dim)) for dim in dims)
     return tuple(
         Part(shape, place.dim, place.outer, factor.size, rows)
         for rows in cut(factor.size, count)

@@ -55,24 +55,26 @@ def choose_cuts(
         GemscError: what should be cut has fewer units than there are ranks.
     """
     shared = StageShards(count, "whole", (), forks=forks)
-    found, refused = _candidates(analysis, keep_whole, shared)
-    for candidate in found.values():
+    candidates, refused = _candidates(analysis, keep_whole, shared)
+    for candidate in candidates.values():
         _weigh(analysis, candidate, count, link)
-    chosen = _heaviest(found)
+    chosen = _heaviest(candidates)
     few = [factor for factor in chosen if factor.size < count]
     if few:
-        _check_units([found[factor] for factor in few], found, count)
-        names = {n: _too_few(found[f], count) for f in few for n in found[f].names}
+        _check_units([candidates[factor] for factor in few], candidates, count)
+        names = {
+            n: _too_few(candidates[f], count) for f in few for n in candidates[f].names
+        }
         return choose_cuts(analysis, count, link, {**keep_whole, **names}, forks)
     cuts = []
     for factor in chosen:
-        noun = found[factor].noun
+        noun = candidates[factor].noun
         cuts += [
             CutTensor(name, noun, cut_parts(analysis.dims(name), factor, count))
-            for name in found[factor].names
+            for name in candidates[factor].names
         ]
     order = list(analysis.parameters)
-    cuts.sort(key=lambda each: order.index(each.name))
+    cuts.sort(key=lambda tensor: order.index(tensor.name))
     whole = _left_whole(analysis, cuts, refused)
     return replace(shared, cut=tuple(cuts), whole=whole)
 
@@ -84,12 +86,12 @@ def chosen_factors(analysis: Analysis, shards: StageShards) -> dict[Factor, str]
         InternalError: this graph, that of evaluation, does not have them.
     """
     if analysis.chosen is None or analysis.chosen[0] is not shards:
-        found: dict[Factor, str] = {}
-        for each, factor in _factors_of(analysis, shards):
+        nouns: dict[Factor, str] = {}
+        for tensor, factor in _factors_of(analysis, shards):
             if factor is None:
-                raise InternalError(f"'{each.name}' is cut in training alone")
-            found.setdefault(factor, each.noun)
-        analysis.chosen = shards, found
+                raise InternalError(f"'{tensor.name}' is cut in training alone")
+            nouns.setdefault(factor, tensor.noun)
+        analysis.chosen = shards, nouns
     return analysis.chosen[1]
 
 
@@ -99,21 +101,21 @@ def not_cut_alike(analysis: Analysis, shards: StageShards) -> list[str]:
     There two dimensions that are cut may meet, or one may be used as a whole, or is
     that of a parameter which is whole.
     """
-    found: dict[Factor, list[str]] = {}
+    by_factor: dict[Factor, list[str]] = {}
     names = []
-    for each, factor in _factors_of(analysis, shards):
+    for tensor, factor in _factors_of(analysis, shards):
         if factor is None:
-            names.append(each.name)
+            names.append(tensor.name)
         else:
-            found.setdefault(factor, []).append(each.name)
+            by_factor.setdefault(factor, []).append(tensor.name)
     for whole in shards.whole:  # in training it has nothing to do with what is cut
         for dim in analysis.parameters.get(whole.name, ()):
-            names += [n for each in leaves(dim) for n in found.get(each, ())]
+            names += [n for factor in leaves(dim) for n in by_factor.get(factor, ())]
     for node in analysis.stage.nodes:
         known = analysis.roots(node)
-        met = [factor for factor in found if factor in known]
+        met = [factor for factor in by_factor if factor in known]
         twice = [factor for factor in met[:1] if len(known[factor]) > 1]
-        names += [name for factor in (*twice, *met[1:]) for name in found[factor]]
+        names += [name for factor in (*twice, *met[1:]) for name in by_factor[factor]]
     return names
 
 
@@ -121,18 +123,18 @@ def _factors_of(
     analysis: Analysis, shards: StageShards
 ) -> Iterator[tuple[CutTensor, Factor | None]]:
     """Yield what is cut with its factor in this graph, None where it has none such."""
-    for each in shards.cut:
-        if each.name not in analysis.parameters:  # of a layer that only training has
+    for tensor in shards.cut:
+        if tensor.name not in analysis.parameters:  # of a layer that only training has
             continue
-        dims, part = analysis.dims(each.name), each.parts[0]
+        dims, part = analysis.dims(tensor.name), tensor.parts[0]
         outer = 1
-        found: Factor | None = None
+        match: Factor | None = None
         for factor in leaves(dims[part.dim]):
             if (outer, factor.size) == (part.outer, part.units) and not factor.frozen:
-                found = factor
+                match = factor
             outer *= factor.size
-        places = [factor is found for dim in dims for factor in leaves(dim)]
-        yield each, found if sum(places) == 1 else None
+        places = [factor is match for dim in dims for factor in leaves(dim)]
+        yield tensor, match if sum(places) == 1 else None
 
 
 def _too_few(candidate: _Candidate, count: int) -> str:
@@ -140,18 +142,18 @@ def _too_few(candidate: _Candidate, count: int) -> str:
 
 
 def _check_units(
-    few: Sequence[_Candidate], found: Mapping[Factor, _Candidate], count: int
+    few: Sequence[_Candidate], candidates: Mapping[Factor, _Candidate], count: int
 ) -> None:
     """Refuse to leave whole what would save much.
 
     Raises:
         GemscError: names it, and what would work.
     """
-    first = max(few, key=lambda each: each.weight)
-    if first.weight < MUCH * max(each.weight for each in found.values()):
+    first = max(few, key=lambda candidate: candidate.weight)
+    if first.weight < MUCH * max(candidate.weight for candidate in candidates.values()):
         return
     size, noun = first.factor.size, first.noun
-    modules = dict.fromkeys(each.names[0].rpartition(".")[0] for each in few)
+    modules = dict.fromkeys(candidate.names[0].rpartition(".")[0] for candidate in few)
     raise GemscError(
         f"--shards {count} cuts {size} {noun}s",
         at=meta.location(first.nodes[0]),
@@ -163,32 +165,32 @@ def _candidates(
     analysis: Analysis, keep_whole: Mapping[str, str], shared: StageShards
 ) -> tuple[dict[Factor, _Candidate], dict[Factor, str]]:
     """Return the factors that may be cut, and why others of parameters may not."""
-    found, refused = _of_parameters(analysis, keep_whole, shared.count)
+    candidates, refused = _of_parameters(analysis, keep_whole, shared.count)
     for node in analysis.stage.nodes:
         roots = analysis.roots(node)
         for factor, letters in roots.items():
-            if factor not in found:
+            if factor not in candidates:
                 continue
             if node.name in shared.rank_of:
                 refused.setdefault(factor, "one rank computes its branch")
             if len(letters) > 1:
                 refused.setdefault(factor, f"{reason_at(node)} has it twice")
-            candidate = found[factor]
+            candidate = candidates[factor]
             candidate.nodes.append(node)
-            candidate.meets |= {other for other in roots if other in found}
+            candidate.meets |= {other for other in roots if other in candidates}
             kind = analysis.calls[node].kind if node in analysis.calls else ""
             candidate.noun = _noun(candidate.noun, kind, letters)
     for factor in refused:
-        found.pop(factor, None)
-    for factor, candidate in found.items():
-        candidate.meets &= found.keys() - {factor}
-    return found, refused
+        candidates.pop(factor, None)
+    for factor, candidate in candidates.items():
+        candidate.meets &= candidates.keys() - {factor}
+    return candidates, refused
 
 
 def _of_parameters(
     analysis: Analysis, keep_whole: Mapping[str, str], count: int
 ) -> tuple[dict[Factor, _Candidate], dict[Factor, str]]:
-    found: dict[Factor, _Candidate] = {}
+    candidates: dict[Factor, _Candidate] = {}
     refused: dict[Factor, str] = {}
     for name, dims in analysis.parameters.items():
         kept = kept_whole(name, keep_whole)
@@ -204,8 +206,8 @@ def _of_parameters(
             else:
                 noun = "expert" if factor.takes else "feature"
                 new = _Candidate(factor, noun=noun)
-                found.setdefault(factor, new).names.append(name)
-    return found, refused
+                candidates.setdefault(factor, new).names.append(name)
+    return candidates, refused
 
 
 def kept_whole(name: str, keep_whole: Mapping[str, str]) -> str:
@@ -254,42 +256,42 @@ def saved_by_cuts(
     analysis: Analysis, shards: StageShards, link: LinkSpeed
 ) -> dict[str, float]:
     """Return the seconds that cuts save in each node, less its sums, by its name."""
-    cuts, found = chosen_factors(analysis, shards), {}
+    cuts, saved = chosen_factors(analysis, shards), {}
     for node in analysis.stage.nodes:
         for factor in cuts.keys() & analysis.roots(node).keys():
             both = _saved_and_spent(analysis, factor, node, shards.count, link)
-            found[node.name] = both[0] - both[1]
-    return found
+            saved[node.name] = both[0] - both[1]
+    return saved
 
 
-def _heaviest(found: dict[Factor, _Candidate]) -> list[Factor]:
+def _heaviest(candidates: dict[Factor, _Candidate]) -> list[Factor]:
     """Return the heaviest set of factors of which no two meet: branch and bound.
 
     A factor that meets none is taken; else the one that meets most is tried both ways,
     which leaves parts that have nothing to do with each other.
     """
-    best = _heaviest_of(found, frozenset(found), {})
-    return [factor for factor in found if factor in best]
+    best = _heaviest_of(candidates, frozenset(candidates), {})
+    return [factor for factor in candidates if factor in best]
 
 
 def _heaviest_of(
-    found: dict[Factor, _Candidate],
+    candidates: dict[Factor, _Candidate],
     among: frozenset[Factor],
     known: dict[frozenset[Factor], frozenset[Factor]],
 ) -> frozenset[Factor]:
     if among in known:
         return known[among]
     result: frozenset[Factor] = frozenset()
-    for part in _connected(found, among):
-        hub = max(part, key=lambda each: (len(found[each].meets & part), each.size))
-        meeting = found[hub].meets & part
+    for part in _connected(candidates, among):
+        hub = max(part, key=lambda f: (len(candidates[f].meets & part), f.size))
+        meeting = candidates[hub].meets & part
         if not meeting:
             result |= part
             continue
-        with_hub = _heaviest_of(found, part - meeting - {hub}, known) | {hub}
-        without = _heaviest_of(found, part - {hub}, known)
+        with_hub = _heaviest_of(candidates, part - meeting - {hub}, known) | {hub}
+        without = _heaviest_of(candidates, part - {hub}, known)
         weights = [
-            sum(found[each].weight for each in chosen) for chosen in (with_hub, without)
+            sum(candidates[f].weight for f in chosen) for chosen in (with_hub, without)
         ]
         result |= with_hub if weights[0] >= weights[1] else without
     known[among] = result
@@ -297,7 +299,7 @@ def _heaviest_of(
 
 
 def _connected(
-    found: dict[Factor, _Candidate], among: frozenset[Factor]
+    candidates: dict[Factor, _Candidate], among: frozenset[Factor]
 ) -> list[frozenset[Factor]]:
     """Return the parts of which no factor meets one of another part."""
     left, parts = set(among), []
@@ -306,7 +308,7 @@ def _connected(
         while reached:
             part |= reached
             left -= reached
-            reached = {n for each in reached for n in found[each].meets} & left
+            reached = {n for f in reached for n in candidates[f].meets} & left
         parts.append(frozenset(part))
     return parts
 
@@ -315,7 +317,7 @@ def _left_whole(
     analysis: Analysis, cuts: Sequence[CutTensor], refused: Mapping[Factor, str]
 ) -> tuple[WholeTensor, ...]:
     """Return the parameters that stay whole, the largest first, and why."""
-    are_cut = {each.name for each in cuts}
+    are_cut = {tensor.name for tensor in cuts}
     trained = dict(analysis.program.module.named_parameters())
     whole = []
     for name, dims in analysis.parameters.items():
@@ -324,4 +326,4 @@ def _left_whole(
             reasons = [refused[factor] for factor in factors if factor in refused]
             reason = reasons[0] if reasons else "what it meets saves more"
             whole.append(WholeTensor(name, trained[name].nbytes, reason))
-    return tuple(sorted(whole, key=lambda each: -each.num_bytes))
+    return tuple(sorted(whole, key=lambda tensor: -tensor.num_bytes))

@@ -69,8 +69,8 @@ def solve(
     roles = Roles(env.letters, set(env.meant_by(parsed.summed)))
     roles.result = env.built(parsed.result, shape)
     for number, place, letter in env.taken:
-        own = roles.taken.setdefault(number, list(operands[number] or ()))
-        own[place] = env.letters[letter]
+        taken = roles.taken.setdefault(number, list(operands[number] or ()))
+        taken[place] = env.letters[letter]
     return roles
 
 
@@ -116,19 +116,19 @@ class _Bound:
     def bind(self, tokens: Sequence[Token], dims: Dims, number: int) -> None:
         """Bind the letters of one operand."""
         count = len(dims) - sum(not token.star for token in tokens)
-        rest = list(dims)
+        remaining = list(dims)
         for token in tokens:
             if token.star:
                 (name,) = token.letters
                 self.stars[name] = max(count, self.stars.get(name, 0))
                 for place in reversed(range(count)):  # from the last: they broadcast
-                    where = number, len(dims) - len(rest)
-                    self._meet(f"{name}{place}", rest.pop(0), where)
+                    where = number, len(dims) - len(remaining)
+                    self._meet(f"{name}{place}", remaining.pop(0), where)
             elif len(token.letters) == 1:
-                where = number, len(dims) - len(rest)
-                self._meet(token.letters[0], rest.pop(0), where)
+                where = number, len(dims) - len(remaining)
+                self._meet(token.letters[0], remaining.pop(0), where)
             else:
-                self._product(token.letters, rest.pop(0))
+                self._product(token.letters, remaining.pop(0))
 
     def _meet(self, letter: str, dim: Dim, where: tuple[int, int]) -> None:
         """Let a whole operand be taken in parts, or a letter be the same dimension."""
@@ -170,11 +170,11 @@ class _Bound:
 
     def meant_by(self, marked: Iterable[str]) -> list[str]:
         """Return the letters that a mark is about: of `*x` all that it stands for."""
-        found = []
+        letters = []
         for name in marked:
             stands_for = [f"{name}{place}" for place in range(self.stars.get(name, 0))]
-            found += stands_for or [name]
-        return [letter for letter in found if letter in self.letters]
+            letters += stands_for or [name]
+        return [letter for letter in letters if letter in self.letters]
 
     def built(self, tokens: Sequence[Token], shape: tuple[int, ...]) -> Dims:
         """Return the dimensions of the result; letters of its own are new ones."""
@@ -188,7 +188,7 @@ class _Bound:
                 count = len(shape) - (len(tokens) - 1)
                 result += map(fresh, shape[len(result) :][:count])
             elif all(letter in self.letters for letter in token.letters):
-                result.append([f for each in token.letters for f in self.letters[each]])
+                result.append([f for key in token.letters for f in self.letters[key]])
             else:
                 result.append(fresh(shape[len(result)]))
         return result

@@ -75,7 +75,7 @@ def is_frozen(dim: Dim) -> bool:
 
 def takes(dim: Dim) -> bool:
     """Return whether a rank takes its units of values that are whole."""
-    return any(each.takes and not each.frozen for each in leaves(dim))
+    return any(factor.takes and not factor.frozen for factor in leaves(dim))
 
 
 def let_take(dim: Dim) -> None:
@@ -137,21 +137,21 @@ def regroup(dims: Dims, shape: tuple[int, ...], reason: str) -> Dims:
     Raises:
         InternalError: the view has another number of elements.
     """
-    rest = [factor for dim in dims for factor in dim]
-    if size_of(rest) != prod(shape):
-        raise InternalError(f"{size_of(rest)} elements are not viewed as {shape}")
+    remaining = [factor for dim in dims for factor in dim]
+    if size_of(remaining) != prod(shape):
+        raise InternalError(f"{size_of(remaining)} elements are not viewed as {shape}")
     if 0 in shape:
-        freeze(rest, "it is empty")
+        freeze(remaining, "it is empty")
         return [fixed(size, "it is empty") for size in shape]
     result: Dims = []
     while len(result) < len(shape):
         start = len(result)
         for stop in range(start + 1, len(shape) + 1):
-            taken = _outer(rest, prod(shape[start:stop]))
+            taken = _outer(remaining, prod(shape[start:stop]))
             if taken is not None:
                 break
         assert taken is not None, "all of it fits"
-        run, rest = taken
+        run, remaining = taken
         if stop == start + 1:
             result.append(run)
         else:
@@ -190,16 +190,16 @@ def _split(factor: Factor, outer: int) -> None:
 def _outer(dim: Dim, size: int) -> tuple[Dim, Dim] | None:
     """Return the outermost factors with this product and the rest, or nothing."""
     taken: Dim = []
-    rest = leaves(dim)
+    remaining = leaves(dim)
     while size > 1:
-        first, *rest = rest
+        first, *remaining = remaining
         if first.size and size % first.size == 0:
             size //= first.size
             taken.append(first)
         elif first.size and first.size % size == 0:
             _split(first, size)
             outer, inner = first.parts
-            return [*taken, outer], [inner, *rest]
+            return [*taken, outer], [inner, *remaining]
         else:
             return None
-    return taken, rest
+    return taken, remaining

@@ -61,7 +61,7 @@ class Inside:
         return self.low.by_rank(cut_parts(dims, self.factor, count))
 
     @property
-    def own(self) -> Part:
+    def part(self) -> Part:
         """What this rank has of the result."""
         return self.parts()[self.low.place]
 
@@ -109,9 +109,9 @@ class Inside:
             return call
         part = self.parts(call.input)[self.low.place]
         rows = part.rows[1] - part.rows[0]
-        own = {n: count * rows // part.units for n, count in counts.items() if count}
-        groups = own if call.layer is None else {}
-        return replace(call, arguments=call.arguments | own, groups=groups)
+        scaled = {n: count * rows // part.units for n, count in counts.items() if count}
+        groups = scaled if call.layer is None else {}
+        return replace(call, arguments=call.arguments | scaled, groups=groups)
 
     def create(self, op: str, target: Any, args: Any, kwargs: Any) -> Local:
         """Add a node of this rank's part of the result."""

@@ -36,22 +36,22 @@ def put_parts(module: fx.GraphModule, parts: Mapping[str, Part]) -> None:
         path, _, last = name.rpartition(".")
         own_parts.setdefault(path, {})[last] = part
     made: dict[int, Tensor] = {}  # by the whole tensor: tied ones are one
-    for path, own in own_parts.items():
+    for path, layer_parts in own_parts.items():
         owner: nn.Module = module
         if path:
             owner = shallow_copy(module.get_submodule(path))
             put_layer(module, path, owner)
         owner.__dict__["_parameters"] = dict(owner._parameters)
         owner.__dict__["_buffers"] = dict(owner._buffers)
-        before = {name: attribute(owner, name) for name in own}
-        for name, part in own.items():
+        before = {name: attribute(owner, name) for name in layer_parts}
+        for name, part in layer_parts.items():
             whole = before[name]
             blank = torch.empty(part.local_shape, dtype=whole.dtype)
             tensor = made.setdefault(id(whole), as_kind(blank, whole))
             slots: dict[str, Any] = owner._parameters
             slots = slots if name in slots else owner._buffers
             slots[name] = tensor
-        _resize(owner, {name: part for name, part in own.items() if part.share})
+        _resize(owner, {name: part for name, part in layer_parts.items() if part.share})
 
 
 def _resize(layer: Any, parts: Mapping[str, Part]) -> None:
@@ -62,8 +62,8 @@ def _resize(layer: Any, parts: Mapping[str, Part]) -> None:
         _resize_convolution(layer, parts.get("weight"))
         return
     for setting, (names, dim) in _SIZES.items():
-        found = (getattr(layer, name, None) for name in names.split())
-        tensor = next((t for t in found if isinstance(t, Tensor)), None)
+        attributes = (getattr(layer, name, None) for name in names.split())
+        tensor = next((t for t in attributes if isinstance(t, Tensor)), None)
         if hasattr(layer, setting) and tensor is not None:
             if setting == "num_channels":  # of a GroupNorm: whole groups
                 groups = layer.num_groups * tensor.shape[0]

@@ -35,12 +35,12 @@ def compute(x: Inside) -> Local:
         sources = elements(x.node)
         cut = [source for source in sources if x.low.axes(source) is not None]
         if cut:
-            found = x.low.tried(x.node, lambda *_: _on_tiles(x, kind, sources))
-            return found if isinstance(found, Local) else _gathered(x, cut, str(found))
+            tried = x.low.tried(x.node, lambda *_: _on_tiles(x, kind, sources))
+            return tried if isinstance(tried, Local) else _gathered(x, cut, str(tried))
     if kind in OPERATIONS:
-        found = OPERATIONS[kind](x)
-        if found is not None:
-            return found
+        tried = OPERATIONS[kind](x)
+        if tried is not None:
+            return tried
     local = _same_call(x)
     return x.added_up(local.node) if x.is_summed else local
 
@@ -112,7 +112,7 @@ def _to_shape(x: Inside, args: Any, kwargs: Any) -> Local:
     name = str(getattr(x.node.target, "__name__", x.node.target))
     target = name if name in ("view", "expand") else "reshape"
     (source,) = x.node.all_input_nodes
-    return x.create("call_method", target, (x.input(source), *x.own.local_shape), {})
+    return x.create("call_method", target, (x.input(source), *x.part.local_shape), {})
 
 
 def _unflattened(x: Inside, args: Any, kwargs: Any) -> Local:
@@ -122,7 +122,7 @@ def _unflattened(x: Inside, args: Any, kwargs: Any) -> Local:
     given = getattr(x.layer, "dim", given)
     dim = int(given[0] if isinstance(given, tuple) else given)
     dim %= len(whole_shape(source))
-    sizes = x.own.local_shape[dim : dim + count]
+    sizes = x.part.local_shape[dim : dim + count]
     return x.create("call_method", "unflatten", (args[0], dim, sizes), {})
 
 
@@ -147,9 +147,9 @@ def _repeated(x: Inside, args: Any, kwargs: Any) -> Local:
     """Repeat as often as the rank's part is longer than what it has of the input."""
     parts, shape = x.parts(x.call.input), whole_shape(x.call.input)
     given = parts[x.low.place].local_shape if parts else shape
-    own = x.own.local_shape
-    given = (1,) * (len(own) - len(given)) + given
-    times = [mine // size for mine, size in zip(own, given, strict=True)]
+    out_shape = x.part.local_shape
+    given = (1,) * (len(out_shape) - len(given)) + given
+    times = [mine // size for mine, size in zip(out_shape, given, strict=True)]
     return x.create("call_method", "repeat", (args[0], *times), {})
 
 
@@ -157,7 +157,7 @@ def _filled(x: Inside, args: Any, kwargs: Any) -> Local:
     settings = {name: value for name, value in kwargs.items() if name != "size"}
     if x.node.target is torch.full and "fill_value" not in settings:
         settings["fill_value"] = args[-1]
-    return x.create("call_function", x.node.target, (x.own.local_shape,), settings)
+    return x.create("call_function", x.node.target, (x.part.local_shape,), settings)
 
 
 _SIZED: dict[str, Callable[[Inside, Any, Any], Local]] = {
@@ -203,17 +203,17 @@ def _of_groups(x: Inside, setting: str) -> Local | None:
     layer = x.call.layer
     if not x.letter("g") or getattr(layer, "weight", None) is not None:
         return None  # a layer is smaller as its weight is
-    own = x.local_call[setting]
+    num_groups = x.local_call[setting]
     if layer is not None:  # a GroupNorm without weights
-        given = x.input(x.call.input), own, None, None, layer.eps
+        given = x.input(x.call.input), num_groups, None, None, layer.eps
         return x.create("call_function", F.group_norm, given, {})
     args = list(fx.node.map_arg(x.node.args, x.input))
     kwargs = dict(fx.node.map_arg(x.node.kwargs, x.input))
     place = x.call.names.index(setting)
     if place < len(args):
-        args[place] = own
+        args[place] = num_groups
     else:
-        kwargs[setting] = own
+        kwargs[setting] = num_groups
     return x.create(x.node.op, x.node.target, tuple(args), kwargs)
 
 
@@ -323,10 +323,10 @@ def _attention(x: Inside) -> Local | None:
     shape = (*whole_shape(query)[:-1], whole_shape(key)[-2])
     whole = [(0, size) for size in shape]
     if parts := x.parts(query):  # else only the width of values is cut
-        own = parts[x.low.place]
-        if own.outer > 1 or own.dim > len(shape) - 3:
+        part = parts[x.low.place]
+        if part.outer > 1 or part.dim > len(shape) - 3:
             raise Refused("its mask is drawn for the whole value")
-        whole[own.dim] = own.rows[0] * own.inner, own.rows[1] * own.inner
+        whole[part.dim] = part.rows[0] * part.inner, part.rows[1] * part.inner
     names = ("query", "key", "value", "attn_mask")
     given = [(n, x.call.get(n)) for n in names]
     args = tuple(x.input(node) for _, node in given if node is not None)
@@ -352,7 +352,7 @@ def _reduced(x: Inside) -> Local | None:
 
 def _dropout(x: Inside) -> Local:
     """Multiply by the rank's part of the mask: of the whole value, or of channels."""
-    if x.own.outer > 1:
+    if x.part.outer > 1:
         raise Refused("its mask is drawn for the whole value")
     source, shape = x.input(x.call.input), whole_shape(x.node)
     boxes = refined(x.low.owned(shape, None), x.parts())

@@ -49,12 +49,12 @@ def roles_of(
             freeze(dim, f"{reason}: {equation.whole}")
         return call, roles
     rule = OTHERS.get(call.kind)
-    found = rule(call, dims, reason) if rule is not None else None
-    if found is None and not call.kind:
-        found = _by_operators(probe, node, dims, shape, reason, takers)
-    if found and found.taken and mutated_inputs(node, program.module):
-        found = None  # what it writes would be a copy
-    return call, found or _unknown(call, dims, f"no rule for {reason}")
+    known = rule(call, dims, reason) if rule is not None else None
+    if known is None and not call.kind:
+        known = _by_operators(probe, node, dims, shape, reason, takers)
+    if known and known.taken and mutated_inputs(node, program.module):
+        known = None  # what it writes would be a copy
+    return call, known or _unknown(call, dims, f"no rule for {reason}")
 
 
 def _solved(
@@ -76,7 +76,7 @@ def _solved(
         elif operand is not None and is_product:
             parameters.append(number)
     roles = solve(text, given, shape, reason, sizes, values, parameters, takers)
-    roles.taken = {operands[number]: own for number, own in roles.taken.items()}
+    roles.taken = {operands[number]: taken for number, taken in roles.taken.items()}
     return roles
 
 
@@ -140,15 +140,15 @@ def _cat(call: Call, dims: Lookup, reason: str) -> Roles | None:
     for tensor in tensors:
         if not stacks and meta.value(tensor).dim() < len(shape):
             continue  # PyTorch lets torch.tensor([]) be joined with anything
-        own = list(dims(tensor))
+        operand = list(dims(tensor))
         if not stacks:
-            freeze(own[place], reason)
-            own.pop(place)
-        operands.append(own)
+            freeze(operand[place], reason)
+            operand.pop(place)
+        operands.append(operand)
     kept = names if stacks else [n for n in names if n != f"d{place}"]
     text = ", ".join([" ".join(kept)] * len(operands))
-    rest = tuple(size for number, size in enumerate(shape) if number != place)
-    roles = solve(f"{text} -> {' '.join(kept)}", operands, rest, reason)
+    sizes = tuple(size for number, size in enumerate(shape) if number != place)
+    roles = solve(f"{text} -> {' '.join(kept)}", operands, sizes, reason)
     roles.result.insert(place, fixed(shape[place], reason))
     return roles
 
@@ -162,13 +162,13 @@ def _equal_parts(call: Call, dims: Lookup, reason: str) -> Roles | None:
     if len(sizes) > 1 or call.node.kwargs.keys() - {"dim"}:
         return None
     count = len(values)
-    parts, rest = take(source[place], count, reason)
+    parts, inner = take(source[place], count, reason)
     freeze(parts, reason)
-    each = [*source[:place], rest, *source[place + 1 :]]
+    part_dims = [*source[:place], inner, *source[place + 1 :]]
     if call.kind == "unbind":
-        each.pop(place)
+        part_dims.pop(place)
     roles = _roles(source)
-    roles.results = [each] * count
+    roles.results = [part_dims] * count
     return roles
 
 
@@ -176,10 +176,10 @@ def _gated(call: Call, dims: Lookup, reason: str) -> Roles | None:
     """Split a dimension into halves, of which one is the other's gate."""
     source = dims(call.input)
     place = int(call.get("dim", -1)) % len(source)
-    halves, rest = take(source[place], 2, reason)
+    halves, inner = take(source[place], 2, reason)
     freeze(halves, reason)
     roles = _roles(source)
-    roles.result = [*source[:place], rest, *source[place + 1 :]]
+    roles.result = [*source[:place], inner, *source[place + 1 :]]
     return roles
 
 
@@ -200,15 +200,15 @@ def _repeated(call: Call, dims: Lookup, reason: str) -> Roles | None:
     given = call.node.args[1:]
     if len(given) == 1 and isinstance(given[0], tuple | list):
         given = tuple(given[0])
-    own = dims(call.input)
-    if call.node.kwargs or len(given) < len(own):
+    input_dims = dims(call.input)
+    if call.node.kwargs or len(given) < len(input_dims):
         return None
     numbers = [number for number in given if isinstance(number, int)]
     if len(numbers) < len(given):
         return None
-    source: Dims = [*[[]] * (len(given) - len(own)), *own]
+    source: Dims = [*[[]] * (len(given) - len(input_dims)), *input_dims]
     times: Dims = [fresh(number) for number in numbers]
-    roles = _roles(own)
+    roles = _roles(input_dims)
     roles.letters |= {f"times{n}": dim for n, dim in enumerate(times) if dim}
     roles.result = [[*n, *dim] for n, dim in zip(times, source, strict=True)]
     return roles

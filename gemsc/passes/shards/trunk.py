@@ -87,9 +87,9 @@ def least_split(
     for node in analysis.values:
         dim = shards.split_dims.get(node.name, -1)
         if dim >= 0 and node.name in twins:
-            own = leaves(analysis.dims(node)[dim])
+            ours = leaves(analysis.dims(node)[dim])
             theirs = leaves(other.dims(twins[node.name])[dim])
-            sizes.append(theirs[0].size if len(theirs) == len(own) else 1)
+            sizes.append(theirs[0].size if len(theirs) == len(ours) else 1)
     return min(sizes)
 
 
@@ -105,17 +105,17 @@ def kept_split(analysis: Analysis, shards: StageShards) -> frozenset[fx.Node]:
     found comes back likewise.
     """
     if analysis.kept_split is None or analysis.kept_split[0] is not shards:
-        found: set[fx.Node] = set()
+        products: set[fx.Node] = set()
         trunk, cut = trunk_factor(analysis, shards), chosen_factors(analysis, shards)
         for node in analysis.stage.nodes if trunk is not None else ():
             known = analysis.roots(node)
             met = [factor for factor in cut if factor in known]
             call = analysis.calls.get(node)
             if met and trunk in known and call and call.kind in PRODUCTS:
-                product = _Product(analysis, shards, node, met[0], trunk, found)
+                product = _Product(analysis, shards, node, met[0], trunk, products)
                 if product.may_be_split and product.sent_split < product.sent_cut:
-                    found.add(node)
-        analysis.kept_split = shards, frozenset(found)
+                    products.add(node)
+        analysis.kept_split = shards, frozenset(products)
     return analysis.kept_split[1]
 
 
@@ -143,8 +143,8 @@ class _Product:
         known = [
             n for n in tensor_inputs(self.node) if place_of(self._dims(n), self.cut)
         ]
-        own, count = [self._dims(self.node), *map(self._dims, known)], self.shards.count
-        splits = (split_dim(dims, self.trunk, count) for dims in own)
+        all_dims = [self._dims(self.node), *map(self._dims, known)]
+        splits = (split_dim(dims, self.trunk, self.shards.count) for dims in all_dims)
         return None not in splits and all(n.op != "get_attr" for n in known)
 
     @property
@@ -193,8 +193,8 @@ def _factor(
     sizes: Counter[Factor] = Counter()
     for node in outside:
         dims = analysis.dims(node)
-        if len(dims) > max(1, dim) and len(found := leaves(dims[dim])) == 1:
-            sizes[found[0]] += meta.spec(node).num_bytes
+        if len(dims) > max(1, dim) and len(factors := leaves(dims[dim])) == 1:
+            sizes[factors[0]] += meta.spec(node).num_bytes
     return max(sizes, key=lambda f: (f.size >= count, sizes[f]), default=None)
 
 
@@ -224,15 +224,15 @@ def _split(
     count: int,
 ) -> Split:
     """Return the values that are split by a factor, each with its dimension."""
-    found = []
+    split = []
     for node in outside:
         dims = analysis.dims(node)
         dim = split_dim(dims, factor, count)
         if dim is not None:
-            found.append((node.name, dim))
+            split.append((node.name, dim))
         elif place_of(dims, factor) is None and _sums(analysis, cut, node, factor):
-            found.append((node.name, -1))
-    return tuple(found)
+            split.append((node.name, -1))
+    return tuple(split)
 
 
 def _sums(analysis: Analysis, cut: set[Factor], node: fx.Node, factor: Factor) -> bool:

@@ -113,7 +113,7 @@ class Probe:
         outputs = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
         if not isinstance(given, Tensor) or not outputs:
             return None
-        found: dict[int, int] = {}
+        kept: dict[int, int] = {}
         for dim, (size, stride) in enumerate(
             zip(given.shape, given.stride(), strict=True)
         ):
@@ -121,8 +121,8 @@ class Probe:
             places = {_place(output, size, length) for output in outputs}
             place = places.pop()
             if size > 1 and not places and place is not None:
-                found[dim] = place
-        return found
+                kept[dim] = place
+        return kept
 
     def _run_both_ways(self, node: fx.Node, times: int) -> _Operators:
         """Run a node forward and backward, on inputs `times` as long."""
@@ -182,8 +182,8 @@ def _is_pointwise(func: Any) -> bool:
     space, _, name = func._schema.name.partition("::")
     if space == "aten" and name.endswith("_"):
         packets.append(getattr(_ATEN, name[:-1], None))
-    found = [getattr(packet, func._overloadname, None) for packet in packets]
-    tagged = any(torch.Tag.pointwise in each.tags for each in found if each is not None)
+    overloads = [getattr(packet, func._overloadname, None) for packet in packets]
+    tagged = any(torch.Tag.pointwise in op.tags for op in overloads if op is not None)
     return tagged or not _POINTWISE.isdisjoint(packets)
 
 

@@ -257,15 +257,15 @@ class Conversions(Pieces):
         chosen = inputs or {}
         is_whole, target = axes is None and bool(self.grid), node.target
         name = str(getattr(target, "__name__", target))
-        to_sizes = not any(type(each) is torch.dtype for each in node.args)
+        to_sizes = not any(type(arg) is torch.dtype for arg in node.args)
         if is_whole and target == "view" and to_sizes and not node.kwargs:
             target = "reshape"  # it may lie otherwise
 
         def choose(source: fx.Node) -> fx.Node:
-            found = chosen[source] if source in chosen else self.get(source).node
+            operand = chosen[source] if source in chosen else self.get(source).node
             if not (is_whole and name in _GO_BY_STRIDES and meta.is_one_tensor(source)):
-                return found
-            given = found, lying_of(meta.value(source))
+                return operand
+            given = operand, lying_of(meta.value(source))
             new = self.create(source, "call_function", tiles.laid, given, {}, None)
             return new.node
 
@@ -355,12 +355,12 @@ class Conversions(Pieces):
         if local.parts == parts:
             return local
         if local.parts:
-            found = self._beside(node, local, local.held_parts, gathers=True)
-            local = replace(local, node=found, parts=())
+            held = self._beside(node, local, local.held_parts, gathers=True)
+            local = replace(local, node=held, parts=())
         if parts:
             local = replace(local, parts=parts)
-            found = self._beside(node, local, local.held_parts, gathers=False)
-            local = replace(local, node=found)
+            held = self._beside(node, local, local.held_parts, gathers=False)
+            local = replace(local, node=held)
         return local
 
     def shard(self, node: fx.Node, parts: tuple[Part, ...]) -> fx.Node:
@@ -384,8 +384,8 @@ class Conversions(Pieces):
             return Local(self.spread(node, axes), axes)
         shape = self.shape(node)
         held = refined((everything(shape),) * self.tiles, parts)  # all-to-all
-        found = self._part_of(local.node, shape, held, self.owned(shape, axes), 0.0)
-        return Local(found, axes)
+        part = self._part_of(local.node, shape, held, self.owned(shape, axes), 0.0)
+        return Local(part, axes)
 
     def _beside(
         self, node: fx.Node, local: Local, parts: tuple[Part, ...], *, gathers: bool
@@ -400,11 +400,11 @@ class Conversions(Pieces):
         given = () if boxes == owned else refined(owned, parts, cut=gathers)
         shape = unfolded(shape, parts)
         source = self._viewed(local.node, Layout(shape, held))
-        found = self._part_of(source, shape, held, wanted, 0.0, given)
+        part = self._part_of(source, shape, held, wanted, 0.0, given)
         sizes = shape_of(boxes[self.place])
         if not gathers:
             sizes = local_sizes(sizes, parts, self.place)
-        return self._viewed(found, Layout(shape, wanted), sizes)
+        return self._viewed(part, Layout(shape, wanted), sizes)
 
     def laid_flat(
         self, node: fx.Node, rows: tuple[Box, ...], flat: tuple[Box, ...], axes: Axes
@@ -427,8 +427,8 @@ class Conversions(Pieces):
         sizes = local_sizes(shape_of(flat[self.place]), parts, self.place)
         viewed = self._viewed(in_rows, layout, sizes)
         wanted = self.owned(shape, axes)
-        own = self._part_of(viewed, shape, flat, wanted, 0.0, parts=parts)
-        return Local(own, axes, parts)
+        part = self._part_of(viewed, shape, flat, wanted, 0.0, parts=parts)
+        return Local(part, axes, parts)
 
     def all_reduce(
         self,

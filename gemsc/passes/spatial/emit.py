@@ -118,7 +118,7 @@ def _is_default(name: str, value: Any) -> bool:
     """Whether a setting of a convolution is what it is if it is not given."""
     default = int(name in ("stride", "dilation", "groups"))
     values = value if isinstance(value, tuple | list) else [value]
-    return all(each == default for each in values)
+    return all(entry == default for entry in values)
 
 
 def on_tiles(
@@ -176,12 +176,12 @@ def masked(
     so: it draws as the others do.
     """
     if call.kind == "channel_dropout":
-        rest = len(shape) - 2
-        shape = (*shape[:2], *(1,) * rest)
-        boxes = [(*box[:2], *((0, 1),) * rest) for box in boxes]
+        num_axes = len(shape) - 2
+        shape = (*shape[:2], *(1,) * num_axes)
+        boxes = [(*box[:2], *((0, 1),) * num_axes) for box in boxes]
     box = boxes[low.place]
     settings: dict[str, Any] = {"shape": shape, "box": box, "draw": low.draw(call.node)}
-    cut = [first_cut(shape, each) for each in boxes if all(shape_of(each))]
+    cut = [first_cut(shape, box) for box in boxes if all(shape_of(box))]
     along = min((dim for dim in cut if dim is not None), default=None)
     if first_cut(shape, box) != along:
         settings["along"] = along

@@ -114,13 +114,13 @@ def linear(low: Lowering, call: Call) -> Local:
     if inner == (None,):
         return call_again(low, call, axes, {source: low.get(source).node})
     result = or_whole((*axes[:first], None))
-    own, parts = list(shape), low.local(source).held_parts
+    sizes, parts = list(shape), low.local(source).held_parts
     box = list(low.owned(shape, axes)[low.place])
     if parts:  # the rank's weight has columns of its own units alone
         dim = parts[low.place].dim
-        own[dim] = parts[low.place].local_shape[dim]
-        box[dim] = 0, own[dim]
-    columns: dict[str, Any] = {"shape": tuple(own[first:]), "box": tuple(box[first:])}
+        sizes[dim] = parts[low.place].local_shape[dim]
+        box[dim] = 0, sizes[dim]
+    columns: dict[str, Any] = {"shape": tuple(sizes[first:]), "box": tuple(box[first:])}
     if among := low.among(inner):
         columns["among"] = among
     if low.is_addend:

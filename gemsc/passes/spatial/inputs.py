@@ -75,8 +75,8 @@ class Placeholders:
     ) -> tuple[Box, ...]:
         """Return what the tiles have of an input; remember what they want of it."""
         self._wishes.setdefault((node, grid), []).append(wanted)
-        own = held_boxes(whole_shape(node), self._locals[node, grid].axes, grid.axes)
-        return self._given(node, grid) or own
+        owned = held_boxes(whole_shape(node), self._locals[node, grid].axes, grid.axes)
+        return self._given(node, grid) or owned
 
     def add_to(self, graph: fx.Graph) -> tuple[GraphInput, ...]:
         """Add a placeholder for each input and each grid that uses it."""

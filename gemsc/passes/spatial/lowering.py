@@ -125,10 +125,10 @@ class Lowering(Conversions):
         """Lower a node by a rule, or of whole inputs where that refuses."""
         before = self._made_so_far()
         try:
-            found = self.tried(node, rule)
-            if isinstance(found, Refused):
-                return self.barrier(node, str(found))
-            return found
+            outcome = self.tried(node, rule)
+            if isinstance(outcome, Refused):
+                return self.barrier(node, str(outcome))
+            return outcome
         finally:  # what it takes of other values, it takes here
             draws = self.is_in_branch(node) and meta.facts(node).random
             for made in self._made[before[0] :]:
@@ -225,7 +225,7 @@ class Lowering(Conversions):
             sources = (s for n in around for s in mutated_inputs(n, module))
             self._changed[glue] = {key for s in sources for key in memory(s)}
         values = (node, *node.all_input_nodes)
-        touched = {key for each in values for key in memory(each)}
+        touched = {key for value in values for key in memory(value)}
         return touched.isdisjoint(self._changed[glue])
 
     def _changes_alike(self, node: fx.Node) -> bool:

@@ -58,8 +58,8 @@ class Flattened:
         for dim in range(first, first + self.groups[part.dim]):
             if self.shape[dim] % (outer * part.units) == 0:
                 return Part(self.shape, dim, outer, part.units, part.rows)
-            outer, rest = divmod(outer, self.shape[dim])
-            if rest:
+            outer, remainder = divmod(outer, self.shape[dim])
+            if remainder:
                 break
         raise Refused("ranks have parts of it, and it is flattened")
 
@@ -153,18 +153,18 @@ def refined(
     """
     if not parts or not boxes:
         return boxes
-    found = []
+    held = []
     for box, part in zip(boxes, parts, strict=True):
         if part.is_alone:
-            found.append(box if part.share or not cut else NOTHING * len(box))
+            held.append(box if part.share or not cut else NOTHING * len(box))
             continue
         if box[part.dim] != (0, part.shape[part.dim]):
             raise Refused(CUT_TWICE)
         repeats = ((0, part.outer),) if part.outer > 1 else ()
         start, stop = part.rows if cut else (0, part.units)
         rows = start * part.inner, stop * part.inner
-        found.append((*box[: part.dim], *repeats, rows, *box[part.dim + 1 :]))
-    return tuple(found)
+        held.append((*box[: part.dim], *repeats, rows, *box[part.dim + 1 :]))
+    return tuple(held)
 
 
 def covers(
@@ -232,8 +232,8 @@ def local_sizes(
     """Return the sizes of what a rank has of a box of which shards have parts."""
     if not parts or parts[place].is_alone:
         return sizes
-    dim, own = parts[place].dim, parts[place].local_shape
-    return (*sizes[:dim], own[dim], *sizes[dim + 1 :])
+    dim, shape = parts[place].dim, parts[place].local_shape
+    return (*sizes[:dim], shape[dim], *sizes[dim + 1 :])
 
 
 class Layers:
@@ -286,16 +286,16 @@ def check_written_views(node: fx.Node, program: Program) -> None:
     Raises:
         GemscError: it does; names the function and the line.
     """
-    place = {each: number for number, each in enumerate(program.graph.nodes)}
+    place = {n: number for number, n in enumerate(program.graph.nodes)}
     sources = mutated_inputs(node, program.module)
     written = {key for n in sources if n.op != "get_attr" for key in memory(n)}
-    for each in place:
-        shares = place[each] < place[node] and not written.isdisjoint(memory(each))
-        if shares and any(place[user] > place[node] for user in each.users):
+    for other in place:
+        shares = place[other] < place[node] and not written.isdisjoint(memory(other))
+        if shares and any(place[user] > place[node] for user in other.users):
             name = node.target.__self__.__name__  # type: ignore[union-attr]
             raise GemscError(
                 f"{name}.forward changes its input in place, and several ranks share "
-                f"this stage: '{each.name}', used later, has the same memory",
+                f"this stage: '{other.name}', used later, has the same memory",
                 at=meta.location(node),
                 help=f"let {name}.forward compute a new value (x = x - 1 for x -= 1), "
                 "and go on with what it returns",

@@ -76,15 +76,15 @@ class StoredTensors:
             GemscError: it is no safetensors file, or damaged; it has not all that is
                 wanted, or something else.
         """
-        files, found = WeightFiles.open(path), cls(path.parent, {})
-        there, found._named = matched(files, [*wanted.values()]), path
-        for key, each in wanted.items():
-            if (name := there.get(each.names[0])) is not None:
+        files, tensors = WeightFiles.open(path), cls(path.parent, {})
+        there, tensors._named = matched(files, [*wanted.values()]), path
+        for key, want in wanted.items():
+            if (name := there.get(want.names[0])) is not None:
                 entry = files.table[name]
                 pieces = ((path.name, TensorPiece.whole(entry.shape)),)
                 stored = Stored(dtype_name(entry.dtype), entry.shape, pieces)
-                found._table[key], found._names[key] = stored, name
-        return found
+                tensors._table[key], tensors._names[key] = stored, name
+        return tensors
 
     @classmethod
     def of_distributed(cls, saved: DistributedCheckpoint) -> Self:
@@ -92,7 +92,7 @@ class StoredTensors:
 
         They are called as in a weights file, and as in a checkpoint of ours.
         """
-        found = cls(saved.path, {})
+        stored = cls(saved.path, {})
         names = {name: name for name in saved.table}
         for state, name in saved.states:
             if saved.is_like_its_parameter(state, name):
@@ -101,9 +101,9 @@ class StoredTensors:
             entry = saved.get_slice(key).entry
             stored_name(key, entry.dtype)  # refuses what no checkpoint has
             pieces = (("", TensorPiece.whole(entry.shape)),)
-            found._table[key] = Stored(dtype_name(entry.dtype), entry.shape, pieces)
-        found._files[""] = saved
-        return found
+            stored._table[key] = Stored(dtype_name(entry.dtype), entry.shape, pieces)
+        stored._files[""] = saved
+        return stored
 
     def check(self, key: str, piece: TensorPiece, *, sums: bool = False) -> None:
         """Make sure that the files have a piece, which need not be one of theirs.
@@ -131,9 +131,9 @@ class StoredTensors:
         for file, held in stored.pieces:
             if held.count and next(piece.overlap(held), None) is None:
                 continue
-            found = self._slice(file, key).entry
-            is_kind = found.dtype is DTYPES.get(stored.dtype)
-            if (found.shape or (1,)) != held.sizes or not is_kind:
+            entry = self._slice(file, key).entry
+            is_kind = entry.dtype is DTYPES.get(stored.dtype)
+            if (entry.shape or (1,)) != held.sizes or not is_kind:
                 what = f"is damaged: '{key}' is not what was saved"
                 raise damaged(self._folder / file, what)
 
@@ -153,9 +153,9 @@ class StoredTensors:
         """Return a piece as a tensor of its own."""
         self.check(key, piece)
         dtype = DTYPES[self._table[key].dtype]
-        found = torch.empty(piece.sizes, dtype=dtype)
-        self.copy(key, piece, found)
-        return found
+        tensor = torch.empty(piece.sizes, dtype=dtype)
+        self.copy(key, piece, tensor)
+        return tensor
 
     def whole(self, key: str) -> Tensor:
         """Return a whole tensor."""
@@ -168,10 +168,10 @@ class StoredTensors:
         """Yield what files have of a piece: its place in the target, and its values."""
         target = target if target.dim() else target.view(1)
         for file, held in self._table[key].pieces:
-            for own, theirs in piece.overlap(held) if only in (None, file) else ():
-                place, found = target[own], self._slice(file, key)
+            for ours, theirs in piece.overlap(held) if only in (None, file) else ():
+                place, stored = target[ours], self._slice(file, key)
                 try:
-                    values = found[theirs if found.entry.shape else ...]
+                    values = stored[theirs if stored.entry.shape else ...]
                 except (SafetensorError, OSError) as error:
                     raise damaged(self._folder / file, f"is damaged: {error}") from None
                 yield place, values.view_as(place).to(place.device)
@@ -182,8 +182,8 @@ class StoredTensors:
             if file not in self._files:
                 self._files[file] = TensorFile.open(path)
             name = self._names.get(key, key)
-            found: StoredSlice = self._files[file].get_slice(name)
-            return found
+            stored: StoredSlice = self._files[file].get_slice(name)
+            return stored
         except KeyError:
             raise damaged(path, f"is damaged: it has no '{key}'") from None
         except (SafetensorError, OSError) as error:
@@ -237,17 +237,17 @@ def saved_model(
     Raises:
         GemscError: there is no whole checkpoint.
     """
-    found = check_checkpoint(directory)
-    if (manifest := found.manifest) is None:
+    saved = check_checkpoint(directory)
+    if (manifest := saved.manifest) is None:
         raise GemscError(
             f"{directory} holds only weights: there is nothing to export",
-            help=f"use {found.place} as it is",
+            help=f"use {saved.place} as it is",
         )
     keys = _keys(manifest, directory, averages=averages)
-    stored = StoredTensors(found.place, manifest.tensors)
-    with damage_named(found.place):
+    stored = StoredTensors(saved.place, manifest.tensors)
+    with damage_named(saved.place):
         if not is_new:
-            check_digests(found.place, manifest, 0, 1)
+            check_digests(saved.place, manifest, 0, 1)
         table, loss = dict[str, Entry](), dict[str, Entry]()
         for name, key in keys.items():
             stored.check(key, TensorPiece.whole(stored.entry(key).shape))
@@ -319,12 +319,12 @@ def _keys(manifest: Manifest, directory: Path, *, averages: bool) -> dict[str, s
         if key.startswith((MODEL_KEY, LOSS_KEY))
     }
     if averages:
-        own = {name: f"{EMA_KEY}{name}" for name in keys}
-        own = {name: key for name, key in own.items() if key in manifest.tensors}
-        if not own:
+        ema = {name: f"{EMA_KEY}{name}" for name in keys}
+        ema = {name: key for name, key in ema.items() if key in manifest.tensors}
+        if not ema:
             raise GemscError(
                 f"{directory} has no averages of the weights",
                 help="train with --ema 0.999, or export the weights without --ema",
             )
-        keys |= own
+        keys |= ema
     return keys | {alias: keys[name] for alias, name in manifest.aliases.items()}

@@ -92,17 +92,17 @@ def check_digests(folder: Path, manifest: Manifest, part: int, parts: int) -> No
         path = folder / name
         Status.go_on()
         try:
-            found = facts_of(path)
+            facts = facts_of(path)
         except OSError as error:
             raise damaged(path, f"cannot be read: {error.strerror}") from None
-        if found != manifest.files[name]:
+        if facts != manifest.files[name]:
             raise damaged(path, "is damaged: it is not what was saved")
 
 
 def saved_seed(directory: Path | None) -> int:
     """Return the seed of the run that saved a checkpoint; 0 without one."""
-    found = Found(Path(), None) if directory is None else check_checkpoint(directory)
-    seed = found.manifest.progress.get("seed") if found.manifest else 0
+    saved = Found(Path(), None) if directory is None else check_checkpoint(directory)
+    seed = saved.manifest.progress.get("seed") if saved.manifest else 0
     return seed if isinstance(seed, int) else 0
 
 
@@ -148,8 +148,8 @@ def _step_in(directory: Path) -> Path | None:
     name = os.path.basename(os.path.realpath(directory))
     if (directory / MANIFEST).exists() or STEP.fullmatch(name):
         return _followed(directory)
-    found = _steps_of(directory)
-    return found[-1] if found else None
+    steps = _steps_of(directory)
+    return steps[-1] if steps else None
 
 
 def _followed(link: Path) -> Path:
@@ -167,12 +167,12 @@ def place_in(directory: Path) -> Path:
 
 def _steps_of(directory: Path) -> list[Path]:
     """Return the checkpoints in a folder, the one that was written last at the end."""
-    found = [
+    steps = [
         path
         for path in directory.glob("step-*")
         if STEP.fullmatch(path.name) and (path / MANIFEST).is_file()
     ]
-    return sorted(found, key=lambda p: ((p / MANIFEST).stat().st_mtime_ns, p.name))
+    return sorted(steps, key=lambda p: ((p / MANIFEST).stat().st_mtime_ns, p.name))
 
 
 def _check_sizes(folder: Path) -> Manifest:
@@ -240,13 +240,13 @@ def go_back(directory: Path, source: Path) -> None:
 
     The best one is forgotten if it came later.
     """
-    found = Path(os.path.realpath(source))
-    is_own = found.parent == Path(os.path.realpath(directory))
-    if is_own and (own := STEP.fullmatch(found.name)):
+    checkpoint = Path(os.path.realpath(source))
+    is_own = checkpoint.parent == Path(os.path.realpath(directory))
+    if is_own and (step := STEP.fullmatch(checkpoint.name)):
         best = STEP.fullmatch(_target(directory / BEST))
-        if best and int(best[1]) > int(own[1]):
+        if best and int(best[1]) > int(step[1]):
             (directory / BEST).unlink()
-        _link(directory / LATEST, found.name)
+        _link(directory / LATEST, checkpoint.name)
 
 
 def discard(beside: Path) -> None:
@@ -256,8 +256,8 @@ def discard(beside: Path) -> None:
 
 def last_step(directory: Path) -> int:
     """Return the step of the last checkpoint in a run's folder, 0 if there is none."""
-    found = STEP.fullmatch(_target(directory / LATEST))
-    return int(found[1]) if found else 0
+    latest = STEP.fullmatch(_target(directory / LATEST))
+    return int(latest[1]) if latest else 0
 
 
 def way_on(directory: Path) -> str:

@@ -62,7 +62,7 @@ class Holdings:
         held = {}
         for name, parameter in updates.parameters.items():
             whole = self.worker.stages.parameters[name]
-            piece, rows = self.piece(name, whole.shape), updates.own.rows.get(name)
+            piece, rows = self.piece(name, whole.shape), updates.own_rows.rows.get(name)
             if rows is not None:
                 piece = piece.rows(*rows)
             is_first = rows is not None or self.is_first(name)
@@ -77,28 +77,28 @@ class Holdings:
 
     def tensors(self, extra: Extra) -> Iterator[HeldTensor]:
         """Yield parameters, buffers, and what belongs to them (averages of weights)."""
-        found: dict[str, tuple[str, Tensor]] = {}
+        by_key: dict[str, tuple[str, Tensor]] = {}
         for stage in self.worker.stages.values():
             kept = model_state(stage)
             for name, tensor in stage_tensors(stage).items():
                 place = MODEL_KEY if name in kept else BESIDE_KEY
                 if not name.startswith(CONSTANTS):
-                    found[f"{place}{name}"] = name, tensor
+                    by_key[f"{place}{name}"] = name, tensor
         for kind, named in extra.items():
             for name, tensor in named.items():
-                found[f"{kind}/{name}"] = name, tensor
+                by_key[f"{kind}/{name}"] = name, tensor
         stages, updates = self.worker.stages, self.worker.updates
-        for key, (name, tensor) in found.items():
+        for key, (name, tensor) in by_key.items():
             piece = self.piece(name, tensor.shape)
-            if (own := updates.weights_in_parts.get(name)) is not None:
+            if (part := updates.weights_in_parts.get(name)) is not None:
                 piece = self.piece(name, stages.parameters[name].shape)
-                piece = piece.rows(*updates.own.kept_rows[name])
-                tensor = tensor if key.startswith(EMA_KEY) else own
+                piece = piece.rows(*updates.own_rows.kept_rows[name])
+                tensor = tensor if key.startswith(EMA_KEY) else part
             yield HeldTensor(key, tensor.detach(), piece)
 
     def wanted(self) -> dict[str, Wanted]:
         """Return what this rank takes of a file of weights, by its key."""
-        found, names = {}, defaultdict(list)
+        by_key, names = {}, defaultdict(list)
         for alias, first in self.aliases().items():
             names[first].append(alias)
         for held in self.tensors({}):
@@ -106,8 +106,8 @@ class Holdings:
             if not name.startswith(LOSS):
                 entry = Entry(held.tensor.dtype, held.piece.shape)
                 is_required = held.key.startswith(MODEL_KEY)
-                found[held.key] = Wanted((name, *names[name]), entry, is_required)
-        return found
+                by_key[held.key] = Wanted((name, *names[name]), entry, is_required)
+        return by_key
 
     def gradients(self) -> Iterator[HeldTensor]:
         """Yield the gradients that wait for an update: what is meant is their sum."""
@@ -122,23 +122,23 @@ class Holdings:
         updates = self.worker.updates
         piece = self.piece(name, self.worker.stages.parameters[name].shape)
         if name in updates.gradients_in_parts:
-            piece = piece.rows(*updates.own.kept_rows[name])
+            piece = piece.rows(*updates.own_rows.kept_rows[name])
         return piece
 
     def aliases(self) -> dict[str, str]:
         """Return each further name of a tensor of the model, with its first name."""
-        found = {}
-        known = {n for each in self.worker.stages.values() for n in model_state(each)}
+        aliases = {}
+        known = {n for stage in self.worker.stages.values() for n in model_state(stage)}
         for alias, first in self.worker.program.aliases.items():
             if first in known and not alias.startswith(NOT_OF_THE_MODEL):
-                found[alias] = first
+                aliases[alias] = first
         for stage in self.worker.stages.values():
             firsts = {id(tensor): name for name, tensor in stage_tensors(stage).items()}
             for name, tensor in all_named(stage):
                 first = firsts[id(tensor)]
                 if name != first and not name.startswith(NOT_OF_THE_MODEL):
-                    found[name] = first
-        return found
+                    aliases[name] = first
+        return aliases
 
     def digest(self) -> str:
         """Return what two ranks have in common that add up gradients of the same."""

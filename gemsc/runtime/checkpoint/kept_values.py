@@ -40,9 +40,9 @@ def say_kept(
                 notes.setdefault(said, []).append(text)
     everyone = transport.all_gather_object(notes)
     for said in dict.fromkeys(chain(*everyone)) if transport.rank == 0 else ():
-        found = [*dict.fromkeys(chain(*(each.get(said, ()) for each in everyone)))]
-        if found:
-            say_note(said.format(show_some(found)))
+        texts = [*dict.fromkeys(chain(*(noted.get(said, ()) for noted in everyone)))]
+        if texts:
+            say_note(said.format(show_some(texts)))
 
 
 def _of_groups(made: Any, loaded: Any, left_out: Any) -> Iterator[tuple[str, Any, Any]]:
@@ -70,5 +70,5 @@ def _of_scheduler(part: Any, made: Any, loaded: Any) -> Iterator[tuple[str, Any,
         if name in made and name in loaded and name != "last_epoch":
             yield name.lstrip("_"), made[name], loaded[name]
     inner = (state.get("_schedulers", ()) for state in (made, loaded))
-    for each in zip(getattr(part, "_schedulers", ()), *inner, strict=False):
-        yield from _of_scheduler(*each)
+    for child in zip(getattr(part, "_schedulers", ()), *inner, strict=False):
+        yield from _of_scheduler(*child)

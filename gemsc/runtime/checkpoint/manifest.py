@@ -59,7 +59,7 @@ class Manifest:
             "step": self.step,
             "ranks": self.ranks,
             "files": {name: vars(facts) for name, facts in self.files.items()},
-            "tensors": {key: _to_json(each) for key, each in self.tensors.items()},
+            "tensors": {key: _to_json(stored) for key, stored in self.tensors.items()},
             "aliases": {**self.aliases},
             "progress": {**self.progress},
         }
@@ -83,11 +83,11 @@ class Manifest:
                 raise damaged(path, what)
             if path.stat().st_size > LARGEST:
                 raise damaged(path, f"is damaged: it has more than {LARGEST} bytes")
-            found = json.loads(path.read_bytes())
-            if (kind := found["format"]) != FORMAT:
+            parts = json.loads(path.read_bytes())
+            if (kind := parts["format"]) != FORMAT:
                 raise _of_another_gemsc(folder, kind)
-            content = found["content"]
-            if found["sha256"] != _digest(content):
+            content = parts["content"]
+            if parts["sha256"] != _digest(content):
                 raise damaged(path, "is damaged: it is not what was saved")
             return _from_json(content)
         except (
@@ -150,7 +150,7 @@ def _from_json(content: Mapping[str, Any]) -> Manifest:
         _number(content["step"]),
         _number(content["ranks"]),
         files,
-        {key: _stored(each, files) for key, each in content["tensors"].items()},
+        {key: _stored(entry, files) for key, entry in content["tensors"].items()},
         {alias: _text(name) for alias, name in content["aliases"].items()},
         dict(content["progress"].items()),
     )
@@ -160,10 +160,10 @@ def _from_json(content: Mapping[str, Any]) -> Manifest:
     return manifest
 
 
-def _stored(found: Mapping[str, Any], files: Iterable[str]) -> Stored:
-    shape = tuple(map(_number, _list(found["shape"])))
+def _stored(entry: Mapping[str, Any], files: Iterable[str]) -> Stored:
+    shape = tuple(map(_number, _list(entry["shape"])))
     pieces = []
-    for file, intervals in _list(found["pieces"]):
+    for file, intervals in _list(entry["pieces"]):
         if file not in files:
             raise ValueError(f"a tensor is in {file!r:.60}")
         piece = TensorPiece.whole(shape)
@@ -173,12 +173,12 @@ def _stored(found: Mapping[str, Any], files: Iterable[str]) -> Stored:
             if any(a > b for a, b in zip(ends, shape or (1,), strict=True)):
                 raise ValueError("a piece is larger than its tensor")
         pieces.append((file, piece))
-    return Stored(_text(found["dtype"]), shape, tuple(pieces))
+    return Stored(_text(entry["dtype"]), shape, tuple(pieces))
 
 
-def _row(found: Any) -> tuple[tuple[int, int], ...]:
+def _row(pairs: Any) -> tuple[tuple[int, int], ...]:
     row, end = [], 0
-    for start, stop in _list(found):
+    for start, stop in _list(pairs):
         if not end <= _number(start) < _number(stop):
             raise ValueError("the intervals of a piece are not in order")
         row.append((start, stop))
@@ -186,22 +186,22 @@ def _row(found: Any) -> tuple[tuple[int, int], ...]:
     return tuple(row)
 
 
-def _number(found: Any) -> int:
-    if type(found) is not int or not 0 <= found <= MOST:
-        raise ValueError(f"{found!r:.60} is not a whole number")
-    return found
+def _number(number: Any) -> int:
+    if type(number) is not int or not 0 <= number <= MOST:
+        raise ValueError(f"{number!r:.60} is not a whole number")
+    return number
 
 
-def _text(found: Any) -> str:
-    if not isinstance(found, str):
-        raise TypeError(f"{found!r:.60} is not a text")
-    return found
+def _text(text: Any) -> str:
+    if not isinstance(text, str):
+        raise TypeError(f"{text!r:.60} is not a text")
+    return text
 
 
-def _list(found: Any) -> list[Any]:
-    if not isinstance(found, list):
-        raise TypeError(f"{found!r:.60} is not a list")
-    return found
+def _list(entries: Any) -> list[Any]:
+    if not isinstance(entries, list):
+        raise TypeError(f"{entries!r:.60} is not a list")
+    return entries
 
 
 def _file(name: str) -> str:

@@ -99,13 +99,13 @@ def tensor_key(state: str, name: str) -> str:
 
 def states_of(manifest: Manifest) -> dict[str, list[str]]:
     """Return the names of the tensors that an optimizer keeps of each parameter."""
-    found: dict[str, list[str]] = defaultdict(list)
+    states: dict[str, list[str]] = defaultdict(list)
     for key in manifest.tensors:
-        kind, _, rest = key.partition("/")
-        state, _, name = rest.partition("/")
+        kind, _, tail = key.partition("/")
+        state, _, name = tail.partition("/")
         if kind == "optimizer":
-            found[name].append(state)
-    return found
+            states[name].append(state)
+    return states
 
 
 def split_state(
@@ -114,16 +114,16 @@ def split_state(
     """Return the tensors in pieces of a state, and the rest of it."""
     tensors, values = [], {}
     for slot in slots:
-        rest = {}
+        others = {}
         for key, value in state["state"].get(slot.index, {}).items():
             if slot.holds(str(key), value):
                 name = tensor_key(key, slot.name)
                 tensors.append(HeldTensor(name, value.detach(), slot.held.piece))
             else:
-                rest[key] = value
-        if rest and slot.held.is_first:
-            rows = [[[*each] for each in row] for row in slot.held.piece.intervals]
-            values[slot.name] = {"piece": rows, "state": rest}
+                others[key] = value
+        if others and slot.held.is_first:
+            rows = [[[*pair] for pair in row] for row in slot.held.piece.intervals]
+            values[slot.name] = {"piece": rows, "state": others}
     groups = [
         {
             "names": [slot.name for slot in slots if slot.group == number],
@@ -131,11 +131,11 @@ def split_state(
         }
         for number, group in enumerate(state["param_groups"])
     ]
-    rest = {k: v for k, v in state.items() if k not in ("state", "param_groups")}
+    others = {k: v for k, v in state.items() if k not in ("state", "param_groups")}
     known = {slot.index for slot in slots}
     if beside := {k: v for k, v in state["state"].items() if k not in known}:
-        rest["state"] = beside  # of no parameter
-    return tensors, {"groups": groups, "values": values, "rest": rest}
+        others["state"] = beside  # of no parameter
+    return tensors, {"groups": groups, "values": values, "rest": others}
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class SavedOptimizer:
     def has_no_scheduler(self) -> bool:
         """Whether a run was saved, and no rank of it had a scheduler."""
         kinds = [saved["kinds"] for saved in self.ranks]
-        return any(kinds) and not any("scheduler" in each for each in kinds)
+        return any(kinds) and not any("scheduler" in of_rank for of_rank in kinds)
 
     def check_taken(
         self, held: Iterable[HeldTensor], slots: Sequence[UpdatedParameter]
@@ -165,11 +165,11 @@ class SavedOptimizer:
             GemscError: one of those that the rank has `held` was, and now is in none.
         """
         names = dict.fromkeys(slot.name for slot in slots)
-        for each in held:
-            is_left_out = each.key in self._group_of and each.key not in names
-            if is_left_out and each.tensor.requires_grad:
+        for weight in held:
+            is_left_out = weight.key in self._group_of and weight.key not in names
+            if is_left_out and weight.tensor.requires_grad:
                 raise GemscError(
-                    f"the optimizer of the checkpoint has '{each.key}', which "
+                    f"the optimizer of the checkpoint has '{weight.key}', which "
                     "optimizer() now leaves out",
                     help="give it that, too, and what a hook adds to it later; "
                     f"freeze() what is not to be trained; {WEIGHTS_ALONE}",
@@ -185,19 +185,19 @@ class SavedOptimizer:
         One without parameters here is that of its number on the first rank that has it.
         None is a group with a first parameter that was not saved.
         """
-        own = self.ranks[rank]["groups"] if rank < len(self.ranks) else []
-        found: list[Source] = []
+        of_rank = self.ranks[rank]["groups"] if rank < len(self.ranks) else []
+        sources: list[Source] = []
         for number in range(count):
             names = [slot.name for slot in slots if slot.group == number]
-            if number < len(own) and own[number]["names"] == names:
-                found.append((rank, number))
+            if number < len(of_rank) and of_rank[number]["names"] == names:
+                sources.append((rank, number))
             elif names:
-                found.append(self._group_of.get(names[0]))
+                sources.append(self._group_of.get(names[0]))
             else:
                 counts = [len(saved["groups"]) for saved in self.ranks]
                 having = (r for r, groups in enumerate(counts) if number < groups)
-                found.append(next(((r, number) for r in having), None))
-        return found
+                sources.append(next(((r, number) for r in having), None))
+        return sources
 
     def state(
         self,
@@ -214,22 +214,22 @@ class SavedOptimizer:
         """
         state: State = {}
         for slot in slots:
-            found = self.rest_of(slot.name, slot.held.piece)
+            slot_state = self.rest_of(slot.name, slot.held.piece)
             for key in self.states.get(slot.name, ()):
                 tensor = read(tensor_key(key, slot.name), slot.held.piece)
                 tensor = tensor.view(slot.parameter.shape)
                 is_alike = not is_laid_out(slot.parameter)
-                found[key] = tensor if is_alike else to_format(tensor)
-            if found:
-                state[slot.index] = found
+                slot_state[key] = tensor if is_alike else to_format(tensor)
+            if slot_state:
+                state[slot.index] = slot_state
         groups = []
         for group, source in zip(current["param_groups"], sources, strict=True):
             values = {}
             if source is not None:
                 rank, number = source
                 values = self.decode(self.ranks[rank]["groups"][number]["values"])
-            own = {n: group[n] for n in (*KERNELS, *fixed) if n in group}
-            groups.append({**group, **values, **own})
+            kept = {n: group[n] for n in (*KERNELS, *fixed) if n in group}
+            groups.append({**group, **values, **kept})
         return {**current, "state": state, "param_groups": groups}
 
     def others(self, rank: int, *, is_same: bool) -> State:
@@ -240,18 +240,18 @@ class SavedOptimizer:
         Raises:
             GemscError: they have kept other things.
         """
-        kept = [each.get("rest", {}) for each in self.ranks]
+        kept = [saved.get("rest", {}) for saved in self.ranks]
         if is_same:
             return dict(self.decode(kept[rank]))
-        kept = [each for each in kept if each]  # not of ranks that update nothing
-        found: State = self.decode(kept[0]) if kept else {}
-        if not _is_plain(found) or any(each != kept[0] for each in kept):
+        kept = [state for state in kept if state]  # not of ranks that update nothing
+        others: State = self.decode(kept[0]) if kept else {}
+        if not _is_plain(others) or any(state != kept[0] for state in kept):
             raise GemscError(
-                f"the optimizer keeps '{next(iter(found))}' in a form that belongs to "
+                f"the optimizer keeps '{next(iter(others))}' in a form that belongs to "
                 "the ranks that saved it",
                 help=f"compile with the split of the saved run, {WEIGHTS_ALONE}",
             )
-        return found
+        return others
 
     def scheduler(self, now: Any, sources: Sequence[Source], rank: int) -> Any:
         """Return the state of the scheduler of a rank whose groups have `sources`.
@@ -271,21 +271,21 @@ class SavedOptimizer:
     @cached_property
     def _group_of(self) -> dict[str, tuple[int, int]]:
         """Where each parameter was: the rank and the number of the group."""
-        found: dict[str, tuple[int, int]] = {}
+        places: dict[str, tuple[int, int]] = {}
         for rank, saved in enumerate(self.ranks):
             for number, group in enumerate(saved["groups"]):
                 for name in group["names"]:
-                    found.setdefault(name, (rank, number))
-        return found
+                    places.setdefault(name, (rank, number))
+        return places
 
     @cached_property
     def _values_of(self) -> dict[str, list[State]]:
         """What ranks have saved of each parameter that is not in pieces."""
-        found: dict[str, list[State]] = defaultdict(list)
+        by_name: dict[str, list[State]] = defaultdict(list)
         for saved in self.ranks:
             for name, values in saved["values"].items():
-                found[name].append(values)
-        return found
+                by_name[name].append(values)
+        return by_name
 
     def rest_of(self, name: str, piece: TensorPiece) -> State:
         """Return what is not in pieces: of the same piece, or the same for any.
@@ -294,32 +294,32 @@ class SavedOptimizer:
             GemscError: it differs from rank to rank.
         """
         everyone = self._values_of.get(name, [])
-        for each in everyone:
-            if TensorPiece.read(piece.shape, each["piece"]) == piece:
-                return dict(self.decode(each["state"]))
-        found = dict(self.decode(everyone[0]["state"])) if everyone else {}
-        for key, value in found.items():
+        for saved in everyone:
+            if TensorPiece.read(piece.shape, saved["piece"]) == piece:
+                return dict(self.decode(saved["state"]))
+        state = dict(self.decode(everyone[0]["state"])) if everyone else {}
+        for key, value in state.items():
             if any(getattr(leaf, "ndim", 0) for leaf in pytree.tree_leaves(value)):
                 raise GemscError(
                     f"the optimizer keeps '{key}' of '{name}' in a form that belongs "
                     "to the ranks that saved it",
                     help=f"compile with the split of the saved run, {WEIGHTS_ALONE}",
                 )
-        return found
+        return state
 
     def merged_groups(self) -> list[tuple[list[str], State]]:
         """Return the groups of all ranks: those with the same values are one."""
-        found: list[tuple[list[str], State]] = []
+        merged: list[tuple[list[str], State]] = []
         texts: dict[str, list[str]] = {}
         for saved in self.ranks:
             for group in saved["groups"]:
                 text = json.dumps(group["values"], sort_keys=True)
                 if text not in texts:
                     texts[text] = []
-                    found.append((texts[text], self.decode(group["values"])))
+                    merged.append((texts[text], self.decode(group["values"])))
                 known = {*texts[text]}
                 texts[text] += [name for name in group["names"] if name not in known]
-        return found
+        return merged
 
 
 def _is_plain(value: Any) -> bool:
@@ -353,11 +353,11 @@ def _merged(
     if not isinstance(state, list):
         return state
     here = now if isinstance(now, list) else []
-    if any(isinstance(each, dict) for each in state) and key != FUNCTIONS:
+    if any(isinstance(child, dict) for child in state) and key != FUNCTIONS:
         every = zip_longest(range(len(state)), here[: len(state)])
-        return [part(i, each) for i, each in every]  # schedulers in a scheduler
+        return [part(i, current) for i, current in every]  # schedulers in a scheduler
     of_groups = all(len(states[rank]) == count for rank, count in counts.items())
-    is_fixed = all(each == here for each in states.values())
+    is_fixed = all(theirs == here for theirs in states.values())
     if is_fixed or not of_groups or len(here or places) != len(places):
         return state
     return [states[rank][number] for rank, number in places]

@@ -66,17 +66,17 @@ class TensorPiece:
 
     def rows(self, start: int, stop: int) -> TensorPiece:
         """Return some rows of this piece, counted in it, of its first dimension."""
-        found, seen = [], 0
+        intervals, seen = [], 0
         for first, last in self.intervals[0]:
             shift = first - seen
-            found.append((max(start + shift, first), min(stop + shift, last)))
+            intervals.append((max(start + shift, first), min(stop + shift, last)))
             seen += last - first
-        return TensorPiece(self.shape, (_joined(found), *self.intervals[1:]))
+        return TensorPiece(self.shape, (_joined(intervals), *self.intervals[1:]))
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """The shape of a tensor that holds the piece."""
-        return tuple(sum(b - a for a, b in each) for each in self.intervals)
+        return tuple(sum(b - a for a, b in row) for row in self.intervals)
 
     @property
     def count(self) -> int:
@@ -91,9 +91,9 @@ class TensorPiece:
     def overlap(self, other: TensorPiece) -> Iterator[tuple[Slices, Slices]]:
         """Yield which slices of this piece are which slices of another."""
         pairs = zip(self.intervals, other.intervals, strict=True)
-        for found in product(*(_common(*each) for each in pairs)):
-            own = tuple(slice(at, at + size) for _, size, at, _ in found)
-            yield own, tuple(slice(at, at + size) for _, size, _, at in found)
+        for common in product(*(_common(*pair) for pair in pairs)):
+            ours = tuple(slice(at, at + size) for _, size, at, _ in common)
+            yield ours, tuple(slice(at, at + size) for _, size, _, at in common)
 
 
 def make_up(wanted: TensorPiece, pieces: Iterable[TensorPiece]) -> bool:
@@ -119,24 +119,24 @@ def make_up(wanted: TensorPiece, pieces: Iterable[TensorPiece]) -> bool:
 
 def _joined(intervals: Iterable[Interval]) -> tuple[Interval, ...]:
     """Leave out empty intervals; let those that touch be one."""
-    found: list[Interval] = []
+    joined: list[Interval] = []
     for start, stop in intervals:
-        if found and start == found[-1][1] < stop:
-            found[-1] = found[-1][0], stop
+        if joined and start == joined[-1][1] < stop:
+            joined[-1] = joined[-1][0], stop
         elif start < stop:
-            found.append((start, stop))
-    return tuple(found)
+            joined.append((start, stop))
+    return tuple(joined)
 
 
 def _common(
-    own: tuple[Interval, ...], other: tuple[Interval, ...]
+    row: tuple[Interval, ...], other: tuple[Interval, ...]
 ) -> Iterator[tuple[int, int, int, int]]:
     """Yield what two rows of intervals have in common.
 
     That is its start and size, and its places among the rows of one and of the other.
     """
     own_place = other_place = at = 0
-    for first, last in own:
+    for first, last in row:
         while at < len(other):
             start, stop = other[at]
             low, high = max(first, start), min(last, stop)

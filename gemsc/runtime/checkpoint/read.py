@@ -72,13 +72,13 @@ def resume(worker: Worker, directory: Path, tensors: Extra) -> dict[str, Any]:
     transport = worker.transport.host
     everything = worker.variants.updates.values()
     pairs = ((updates.optimizer, updates.scheduler) for updates in everything)
-    stateful = [each for pair in pairs for each in pair if each]
-    before = [each.state_dict() for each in stateful]
+    stateful = [part for pair in pairs for part in pair if part]
+    before = [part.state_dict() for part in stateful]
     fit, problem = _Fit(), None
     reader = _Reader(worker, tensors)
-    own = place_in(directory), reader.holdings.wanted()
-    ranks = transport.all_gather_object(own)
-    wanted = {key: each for _, held in ranks for key, each in held.items()}
+    mine = place_in(directory), reader.holdings.wanted()
+    ranks = transport.all_gather_object(mine)
+    wanted = {key: want for _, held in ranks for key, want in held.items()}
     with torch.no_grad():
         try:
             fit = _fit(reader, ranks[0][0], wanted)
@@ -101,15 +101,15 @@ def resume(worker: Worker, directory: Path, tensors: Extra) -> dict[str, Any]:
 
 
 def _fit(reader: _Reader, directory: Path, wanted: Mapping[str, Wanted]) -> _Fit:
-    found, transport = check_checkpoint(directory), reader.worker.transport.host
-    if (manifest := found.manifest) is None:
-        if found.place.is_dir():
-            return reader.of_distributed(open_distributed(found.place))
-        stored = StoredTensors.of_weights(found.place, wanted)
+    saved, transport = check_checkpoint(directory), reader.worker.transport.host
+    if (manifest := saved.manifest) is None:
+        if saved.place.is_dir():
+            return reader.of_distributed(open_distributed(saved.place))
+        stored = StoredTensors.of_weights(saved.place, wanted)
         return _Fit([*reader.weights(stored, MODEL_KEY, {})])
-    with damage_named(found.place), _checked(found.place):
-        check_digests(found.place, manifest, transport.rank, transport.size)
-        stored = StoredTensors(found.place, manifest.tensors)
+    with damage_named(saved.place), _checked(saved.place):
+        check_digests(saved.place, manifest, transport.rank, transport.size)
+        stored = StoredTensors(saved.place, manifest.tensors)
         return reader.everything(stored, manifest)
 
 
@@ -137,9 +137,9 @@ def _checked(folder: Path) -> Iterator[None]:
         raise damaged(folder / MANIFEST, what) from error
 
 
-def _checked_extra(found: Any) -> dict[str, Any]:
+def _checked_extra(decoded: Any) -> dict[str, Any]:
     """Return what the trainer keeps beside weights and states; its kinds are right."""
-    extra = dict(found)
+    extra = dict(decoded)
     frozen = extra.get("frozen", [])
     named = isinstance(frozen, list) and all(isinstance(name, str) for name in frozen)
     if not named or not all(
@@ -182,7 +182,7 @@ class _Reader:
             raise ValueError("it does not know all ranks")
         self._check_run(manifest)
         kinds = {key.partition("/")[0] for key in manifest.tensors}
-        extra = {kind: each for kind, each in self.tensors.items() if kind in kinds}
+        extra = {kind: named for kind, named in self.tensors.items() if kind in kinds}
         acts = [*self.weights(stored, MODEL_KEY, extra)]
         acts.append(partial(setattr, worker.steps, "done", manifest.step))
         acts.append(partial(setattr, worker.steps, "waiting", _waiting(manifest)))
@@ -200,18 +200,18 @@ class _Reader:
                 )
             scaler, scale = updates.scaler, scales.get(name)
             if scaler is not None and scale is not None:
-                numbers = {key: float(each) for key, each in scale.items()}
+                numbers = {key: float(number) for key, number in scale.items()}
                 acts.append(partial(scaler.load_state_dict, numbers))
         gradients = self._gradients(stored)
         is_same = len(ranks) == worker.transport.host.size
         is_same = is_same and ranks[rank]["layout"] == self.holdings.digest()
         for name, updates in worker.variants.updates.items():
-            own = [each if not name else each["phases"][name] for each in ranks]
-            optimizer = SavedOptimizer(own, states_of(manifest), read)
+            saved = [state if not name else state["phases"][name] for state in ranks]
+            optimizer = SavedOptimizer(saved, states_of(manifest), read)
             states = updates, optimizer, stored
             self._load_states(*states, is_same=is_same)
-        more, own = read(progress["extra"]), ranks[rank] if is_same else {}
-        if "callbacks" in (kept := ranks[0] | own):  # or an older gemsc has it in extra
+        more, saved = read(progress["extra"]), ranks[rank] if is_same else {}
+        if "callbacks" in (kept := ranks[0] | saved):  # an older gemsc has it in extra
             more["callbacks"] = read(kept["callbacks"])
         return _Fit(
             acts,
@@ -228,26 +228,26 @@ class _Reader:
         stored = StoredTensors.of_distributed(saved)
         acts = [*self.weights(stored, "", {})]
         states: dict[str, list[str]] = defaultdict(list)
-        rest: dict[str, tuple[str, str]] = {}
+        others: dict[str, tuple[str, str]] = {}
         for (state, name), key in saved.states.items():
             if saved.is_like_its_parameter(state, name):
                 states[name].append(state)
             else:
-                rest[key] = state, name
+                others[key] = state, name
         values: dict[str, dict[str, Any]] = {}
-        for key, value in saved.values([*rest]).items():
-            state, name = rest[key]
+        for key, value in saved.values([*others]).items():
+            state, name = others[key]
             whole = TensorPiece.whole(saved.table[name].shape).intervals
             values.setdefault(name, {"piece": whole, "state": {}})["state"][state] = (
                 value
             )
-        if states or rest:
+        if states or others:
             one: dict[str, Any] = {"kinds": {}, "groups": [], "scheduler": None}
-            found = SavedOptimizer(
+            optimizer = SavedOptimizer(
                 [one | {"values": values}], states, lambda value: value
             )
             for updates in self.worker.variants.updates.values():
-                self._load_states(updates, found, stored, is_same=False)
+                self._load_states(updates, optimizer, stored, is_same=False)
         return _Fit(acts)
 
     def _check_run(self, manifest: Manifest) -> None:
@@ -282,13 +282,13 @@ class _Reader:
         self, stored: StoredTensors
     ) -> list[tuple[str, nn.Parameter, TensorPiece]]:
         """Return which parameters have gradients of steps without an update."""
-        found = []
+        gradients = []
         for name, parameter in self.worker.stages.parameters.items():
             if gradient_key(name) in stored:
                 piece = self.holdings.summed(name)
                 stored.check(gradient_key(name), piece, sums=True)
-                found.append((name, parameter, piece))
-        return found
+                gradients.append((name, parameter, piece))
+        return gradients
 
     def _take_gradients(
         self,
@@ -355,18 +355,18 @@ class _Reader:
         others = saved.others(rank, is_same=is_same)
         state = {**state, **others, "state": state["state"] | others.get("state", {})}
         with _fits("optimizer", updates.optimizer):
-            both = (each["param_groups"] for each in (current, state))
+            both = (version["param_groups"] for version in (current, state))
             check_alike(None, *both, is_same=is_torchs(updates.optimizer))
             updates.optimizer.load_state_dict(state)
             self._keep_dtypes(updates.optimizer, slots, state["state"], stored)
             check_step(updates.optimizer)
         if updates.scheduler is not None:
             part, now = updates.scheduler, updates.scheduler.state_dict()
-            found = saved.scheduler(now, sources, rank)
-            if found is not None:
+            loaded = saved.scheduler(now, sources, rank)
+            if loaded is not None:
                 with _fits("scheduler", part):
-                    check_alike(part, now, found, is_same=is_same and is_torchs(part))
-                    part.load_state_dict(found)
+                    check_alike(part, now, loaded, is_same=is_same and is_torchs(part))
+                    part.load_state_dict(loaded)
 
     def _keep_dtypes(
         self, optimizer: Any, slots: Any, saved: Any, stored: StoredTensors

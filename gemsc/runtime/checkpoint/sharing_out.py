@@ -49,12 +49,12 @@ def digest_of(items: Sequence[Item]) -> str:
     return hashlib.sha256(repr(items).encode()).hexdigest()
 
 
-def tables_of(transport: Any, own: Table, digests: Sequence[str]) -> dict[str, Table]:
+def tables_of(transport: Any, items: Table, digests: Sequence[str]) -> dict[str, Table]:
     """Return what ranks hold, by the digest of that; each of them is said once."""
     is_first = digests.index(digests[transport.rank]) == transport.rank
-    told = transport.all_gather_object(own if is_first else None)
+    told = transport.all_gather_object(items if is_first else None)
     pairs = zip(digests, told, strict=True)
-    return {digest: each for digest, each in pairs if each is not None}
+    return {digest: table for digest, table in pairs if table is not None}
 
 
 def own_rows_of(
@@ -65,8 +65,8 @@ def own_rows_of(
     `digests` are those of all ranks, and `tables` what each of them stands for.
     """
     ranks: dict[str, list[int]] = defaultdict(list)
-    for each, digest in enumerate(digests):
-        ranks[digest].append(each)
+    for holder, digest in enumerate(digests):
+        ranks[digest].append(holder)
     holding: dict[Item, list[str]] = {item: [] for item in tables[digests[rank]]}
     for digest, items in tables.items():
         for item in items:
@@ -75,11 +75,11 @@ def own_rows_of(
     lines: dict[tuple[str, ...], list[Item]] = defaultdict(list)
     for item, layouts in holding.items():
         lines[tuple(layouts)].append(item)
-    found: dict[str, tuple[int, int]] = {}
+    rows: dict[str, tuple[int, int]] = {}
     for held_by, line in lines.items():
-        holders = sorted(each for digest in held_by for each in ranks[digest])
-        found |= _share(line, holders.index(rank), len(holders))
-    return found
+        holders = sorted(holder for digest in held_by for holder in ranks[digest])
+        rows |= _share(line, holders.index(rank), len(holders))
+    return rows
 
 
 def _share(

@@ -78,10 +78,10 @@ def encode(value: Any, put: Put, what: str) -> Any:
         case Tensor() | np.ndarray():
             return _tensor(value, put, what)
         case list():
-            return [encode(each, put, what) for each in value]
+            return [encode(part, put, what) for part in value]
         case tuple() | set() | deque():
             kind = next(k for k, cls in LISTS.items() if isinstance(value, cls))
-            of = [encode(each, put, what) for each in value]
+            of = [encode(part, put, what) for part in value]
             most = getattr(value, "maxlen", None)
             return _kind(kind, of) if most is None else _kind(BOUNDED, [of, most])
         case Mapping():
@@ -101,10 +101,10 @@ def _mapping(value: Mapping[Any, Any], put: Put, what: str) -> dict[str, Any]:
     kind = next(kinds, "dict")
     plain = kind == "dict" and all(isinstance(key, str) for key in value)
     if plain and KIND not in value:
-        return {key: encode(each, put, f"{what}: {key}") for key, each in value.items()}
+        return {key: encode(part, put, f"{what}: {key}") for key, part in value.items()}
     pairs = [
-        [encode(key, put, what), encode(each, put, f"{what}: {key}")]
-        for key, each in value.items()
+        [encode(key, put, what), encode(part, put, f"{what}: {key}")]
+        for key, part in value.items()
     ]
     return _kind(kind, pairs)
 
@@ -136,29 +136,29 @@ def decode(value: Any, get: Get) -> Any:
         ValueError, TypeError, KeyError, RuntimeError: no value is encoded like this.
     """
     if isinstance(value, list):
-        return [decode(each, get) for each in value]
+        return [decode(part, get) for part in value]
     if not isinstance(value, dict):
         return value
     if KIND not in value:
-        return {key: decode(each, get) for key, each in value.items()}
+        return {key: decode(part, get) for key, part in value.items()}
     kind, of = value[KIND], value[OF]
     if kind == "stored":
         return get(of)
-    found = decode(of, get)
+    decoded = decode(of, get)
     if kind == "tensor":
-        numbers = torch.tensor(found, dtype=DTYPES[value["dtype"]])
+        numbers = torch.tensor(decoded, dtype=DTYPES[value["dtype"]])
         return numbers.reshape(value["shape"])
-    return MAKERS[kind](found)
+    return MAKERS[kind](decoded)
 
 
 def generator_states(device: torch.device) -> dict[str, Any]:
     """Return the states of all generators of this process, `device`'s among them."""
     version, words, gauss = random.getstate()
-    kind, numbers, *rest = cast("tuple[Any, ...]", np.random.get_state())
+    kind, numbers, *tail = cast("tuple[Any, ...]", np.random.get_state())
     states = {
         "torch": torch_state(),
         "python": [version, torch.tensor(words), gauss],
-        "numpy": [kind, torch.from_numpy(numbers.astype(np.int64)), *rest],
+        "numpy": [kind, torch.from_numpy(numbers.astype(np.int64)), *tail],
     }
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
@@ -205,8 +205,8 @@ def _python(states: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _numpy(states: Mapping[str, Any]) -> tuple[Any, ...]:
-    kind, numbers, *rest = states["numpy"]
-    return kind, numbers.numpy().astype(np.uint32), *rest
+    kind, numbers, *tail = states["numpy"]
+    return kind, numbers.numpy().astype(np.uint32), *tail
 
 
 def check_alike(part: Any, now: Any, saved: Any, *, is_same: bool) -> None:
@@ -243,8 +243,8 @@ def check_alike(part: Any, now: Any, saved: Any, *, is_same: bool) -> None:
             is_alike = isinstance(saved, type(now))
     if not is_alike:
         raise ValueError(f"{saved!r:.200} in place of {now!r:.200}")
-    for each, theirs in pairs:
-        check_alike(part, each, theirs, is_same=is_same)
+    for ours, theirs in pairs:
+        check_alike(part, ours, theirs, is_same=is_same)
 
 
 def _is_number(value: Any) -> bool:

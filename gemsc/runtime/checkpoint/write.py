@@ -115,7 +115,7 @@ def save(
                 beside = clear_space(directory, step)
     except GemscError as error:
         problem = error
-    items = [Item.of(each) for each in share.held]
+    items = [Item.of(held) for held in share.held]
     said = step, digest_of(items), str(beside), problem
     steps, digests, places, told = zip(*transport.all_gather_object(said), strict=True)
     beside = Path(places[0])
@@ -141,12 +141,12 @@ def save(
         share = share.copied()
         saving.run(lambda: job.run(share))
         return saving
-    _together(transport, lambda: job.write(share, Status.go_on), beside)
-    _together(transport, job.complete if transport.rank == 0 else None, beside)
+    _on_all_ranks(transport, lambda: job.write(share, Status.go_on), beside)
+    _on_all_ranks(transport, job.complete if transport.rank == 0 else None, beside)
     return PendingSave()
 
 
-def _together(transport: Any, act: Callable[[], None] | None, beside: Path) -> None:
+def _on_all_ranks(transport: Any, act: Callable[[], None] | None, beside: Path) -> None:
     """Do something on this rank; if it fails on any, it fails on all of them."""
     problem = None
     try:
@@ -209,10 +209,10 @@ def _share(
     rank, holdings = worker.transport.host.rank, Holdings(worker)
     held = [*holdings.tensors(tensors)]
     updates = worker.variants.updates
-    states = {name: _states(each, holdings) for name, each in updates.items()}
+    states = {name: _states(phase, holdings) for name, phase in updates.items()}
     for of_optimizer, *_ in states.values():
         held += of_optimizer
-    written = {each.key: each for each in holdings.gradients()}
+    written = {gradient.key: gradient for gradient in holdings.gradients()}
 
     def put(tensor: Tensor) -> str:
         key = f"private/{rank}/{len(written)}"
@@ -223,24 +223,24 @@ def _share(
     encoded = {
         name: {
             "kinds": kinds,
-            **encode(rest, put, "the state of the optimizer"),
+            **encode(state, put, "the state of the optimizer"),
             "scheduler": encode(scheduler, put, "the state of the scheduler"),
         }
-        for name, (_, kinds, rest, scheduler) in states.items()
+        for name, (_, kinds, state, scheduler) in states.items()
     }
-    own = {
+    of_rank = {
         **encoded.pop(""),
         **({"phases": encoded} if encoded else {}),
         "generators": encode(generator_states(worker.device), put, "a generator"),
         "callbacks": encode(callbacks, put, "the state of callbacks"),
         "layout": holdings.digest(),
     }
-    texts = {"aliases": holdings.aliases(), "rank": own}
+    texts = {"aliases": holdings.aliases(), "rank": of_rank}
     if rank == 0:
         scales = {
             name: scaler.state_dict()
-            for name, each in updates.items()
-            if (scaler := each.scaler) is not None
+            for name, phase in updates.items()
+            if (scaler := phase.scaler) is not None
         }
         texts["run"] = {
             "scaler": scales.pop("", None),
@@ -248,8 +248,8 @@ def _share(
             "accumulate": worker.steps.accumulate,
             "waiting": worker.steps.waiting,
             "pending": {
-                name: {"terms": encode(each.terms, put, ""), "spoilt": each.is_spoilt}
-                for name, each in updates.items()
+                name: {"terms": encode(phase.terms, put, ""), "spoilt": phase.is_spoilt}
+                for name, phase in updates.items()
             },
             "seed": worker.seed,
             "extra": encode(extra, put, "the extra state"),
@@ -262,18 +262,18 @@ def _states(
 ) -> tuple[list[HeldTensor], dict[str, str], dict[str, Any], Any]:
     """Return an optimizer's tensors in pieces, kinds, and the rest of both."""
     kinds: dict[str, str] = {}
-    rest: dict[str, Any] = {"groups": [], "values": {}, "rest": {}}
+    others: dict[str, Any] = {"groups": [], "values": {}, "rest": {}}
     held: list[HeldTensor] = []
     scheduler = None
     if updates.optimizer is not None:
         kinds["optimizer"] = type(updates.optimizer).__name__
         state = state_of(updates.optimizer)
         slots = slots_of(updates.optimizer, state, holdings.updated(updates))
-        held, rest = split_state(state, slots)
+        held, others = split_state(state, slots)
     if updates.scheduler is not None:
         kinds["scheduler"] = type(updates.scheduler).__name__
         scheduler = updates.scheduler.state_dict()
-    return held, kinds, rest, scheduler
+    return held, kinds, others, scheduler
 
 
 # ------------------------------------------------------ files and threads
@@ -354,12 +354,14 @@ class _Job:
             if not all((self.beside / name).is_file() for name in files):
                 raise self._removed
             ranks = [said["rank"] for said in everyone]
-            for each in ranks[1:]:
-                if each["callbacks"] == ranks[0]["callbacks"]:
-                    del each["callbacks"]
+            for of_rank in ranks[1:]:
+                if of_rank["callbacks"] == ranks[0]["callbacks"]:
+                    del of_rank["callbacks"]
             progress = {**everyone[0]["run"], "ranks": ranks}
-            found = Manifest(self.step, self.ranks, files, tensors, aliases, progress)
-            found.write(self.beside)
+            manifest = Manifest(
+                self.step, self.ranks, files, tensors, aliases, progress
+            )
+            manifest.write(self.beside)
             publish(self.directory, self.beside, self.kept)
 
     def _wait(self) -> None:
@@ -387,8 +389,8 @@ class _Job:
                 f"rank 0 does not see {path}, which rank {rank} wrote",
                 help="choose a --save folder that all machines share",
             )
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return found
+        said: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return said
 
     def _check_own(self) -> None:
         """Make sure that what rank 0 has written is still there."""

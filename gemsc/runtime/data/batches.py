@@ -336,7 +336,7 @@ class Batches:
         read = iter(self._loader)
         while True:
             try:
-                found = next(read, None)
+                collated = next(read, None)
             # one that ends while its tensors are fetched closes their socket first
             except (RuntimeError, OSError, EOFError) as error:
                 if type(error) is RuntimeError and "DataLoader worker" not in str(
@@ -348,11 +348,11 @@ class Batches:
                     help="it may have taken too much memory, or called sys.exit; "
                     "--workers 0 reads without such processes",
                 ) from None
-            if found is None:
+            if collated is None:
                 return
-            if isinstance(found, GemscError):
-                raise found
-            yield found
+            if isinstance(collated, GemscError):
+                raise collated
+            yield collated
 
 
 def _begin_worker(number: int) -> None:
@@ -365,14 +365,14 @@ def _collate(
 ) -> _Collated | GemscError:
     """Join samples to a batch of inputs and one of targets."""
     good: list[_Read] = []
-    for each in read:
-        if isinstance(each, GemscError):
-            return each
-        good.append(each)
-    samples = [each.sample for each in good]
-    targets = [each.target for each in good if each.target is not None]
+    for entry in read:
+        if isinstance(entry, GemscError):
+            return entry
+        good.append(entry)
+    samples = [entry.sample for entry in good]
+    targets = [entry.target for entry in good if entry.target is not None]
     try:
-        count = len({each.sample_index for each in good})  # the last one fills it up
+        count = len({entry.sample_index for entry in good})  # the last one fills it up
         batch = join_samples(samples, shapes, good[0].shape, count)
         whole_targets = default_collate(targets) if targets else None
     except GemscError as error:
@@ -384,7 +384,7 @@ def _collate(
             help="return samples of the same structure, shapes and dtypes, or let the "
             "model's file pad them: pad_value, collate(samples, number)",
         )
-    digests = [each.digests for each in good]
+    digests = [entry.digests for entry in good]
     return _Collated((batch[0], batch[1]), digests, whole_targets, good[0].facts)
 
 
@@ -392,7 +392,7 @@ def _odd_one(read: list[_Read]) -> str:
     """Return which sample has not the shapes of the first one, "" if all have."""
     first = read[0]
     for other in read[1:]:
-        leaves = (pytree.tree_leaves(each.sample) for each in (first, other))
+        leaves = (pytree.tree_leaves(entry.sample) for entry in (first, other))
         for pair in zip(*leaves, strict=False):
             one, two = (list(getattr(leaf, "shape", ())) for leaf in pair)
             if one != two:
@@ -416,16 +416,16 @@ def repeated(examples: Any, plan: Plan) -> Any:
 
 def digest(sample: Any) -> str:
     """Return a digest of dtype, shape and content of a sample, for comparisons."""
-    found = hashlib.blake2b(digest_size=16)
+    hasher = hashlib.blake2b(digest_size=16)
     for leaf in pytree.tree_leaves(sample):
         if isinstance(leaf, torch.Tensor):
             value = bits_of(leaf.detach().cpu().resolve_conj())
-            found.update(f"{leaf.dtype} {tuple(leaf.shape)};".encode())
-            found.update(value.numpy().data)
+            hasher.update(f"{leaf.dtype} {tuple(leaf.shape)};".encode())
+            hasher.update(value.numpy().data)
         elif isinstance(leaf, np.ndarray | np.generic):
-            found.update(f"{leaf.dtype} {leaf.shape};".encode() + leaf.tobytes())
+            hasher.update(f"{leaf.dtype} {leaf.shape};".encode() + leaf.tobytes())
         elif isinstance(leaf, bool | int | float | complex | str | bytes):
-            found.update(f"{type(leaf).__name__} {leaf!r};".encode())
+            hasher.update(f"{type(leaf).__name__} {leaf!r};".encode())
         else:  # the text of other objects may hold their address
-            found.update(f"{type(leaf).__name__};".encode())
-    return found.hexdigest()
+            hasher.update(f"{type(leaf).__name__};".encode())
+    return hasher.hexdigest()

@@ -81,12 +81,12 @@ class SeededReader:
                 )
             self._epoch, self._held = epoch, held_generators(self._dataset)
         self.seed(epoch, index)
-        found = sample()
+        given = sample()
         if is_first and (held := held_generators(self._dataset)) != self._held:
             self._held = held
             self.seed(epoch, index)
-            found = sample()
-        return found
+            given = sample()
+        return given
 
     def seed(self, epoch: int, index: int) -> None:
         """Seed all generators for a sample."""
@@ -146,7 +146,7 @@ def parts_held(
     name: str, owner: Any, without: tuple[Any, ...] = ()
 ) -> Iterator[tuple[str, Any]]:
     """Yield all that an object holds, or a function uses, by the shortest path."""
-    seen: dict[int, Any] = {id(each): each for each in without}
+    seen: dict[int, Any] = {id(part): part for part in without}
     queue = deque([(name, owner)])
     while queue and len(seen) < MOST_OBJECTS:
         path, value = queue.popleft()

@@ -43,17 +43,17 @@ class Metrics:
         self.is_empty = given is None or not several
         self._functions: dict[str, Any] = {}
         self._states: dict[str, tuple[Any, str]] = {}  # and what adds a batch
-        for name, each in () if self.is_empty else several.items():
-            if isinstance(each, type):
+        for name, metric in () if self.is_empty else several.items():
+            if isinstance(metric, type):
                 with as_hook("metrics", at):
-                    each = each()
-            if (adds := _adds(each)) is not None:
-                self._states[name] = (each, adds)
-            elif callable(each):
-                self._functions[name] = each
+                    metric = metric()
+            if (adds := _adds(metric)) is not None:
+                self._states[name] = (metric, adds)
+            elif callable(metric):
+                self._functions[name] = metric
             else:
                 raise GemscError(
-                    f"metrics is of type {type(each).__name__}",
+                    f"metrics is of type {type(metric).__name__}",
                     at=at,
                     help="define metrics(output, target), or give an object with "
                     "update, compute and reset, as torchmetrics has, or with __call__, "
@@ -79,14 +79,14 @@ class Metrics:
         self._count += count
         with as_hook("metrics", self._at):
             for name, function in self._functions.items():
-                found = function(output, target)
-                if not name and not isinstance(found, Mapping):
+                numbers = function(output, target)
+                if not name and not isinstance(numbers, Mapping):
                     raise GemscError(
-                        f"metrics() returns an object of type {type(found).__name__}",
+                        f"metrics() returns an object of type {type(numbers).__name__}",
                         at=self._at,
                         help='return a dict of numbers: {"accuracy": accuracy}',
                     )
-                for key, value in _numbers(name, found):
+                for key, value in _numbers(name, numbers):
                     self._sums[key] += value * count
                     self._counts[key] += count
             for metric, adds in self._states.values():
@@ -99,14 +99,14 @@ class Metrics:
             GemscError: the user's metric fails; with its line.
         """
         counts = self._counts
-        found = {n: (total / counts[n], counts[n]) for n, total in self._sums.items()}
+        figures = {n: (total / counts[n], counts[n]) for n, total in self._sums.items()}
         with as_hook("metrics", self._at):
             for name, (metric, adds) in self._states.items():
                 value = getattr(metric, _RESULTS[adds])() if self._count else {}
                 if not name and not isinstance(value, Mapping):
                     name = type(metric).__name__
-                found |= {key: (n, self._count) for key, n in _numbers(name, value)}
-        return found
+                figures |= {key: (n, self._count) for key, n in _numbers(name, value)}
+        return figures
 
 
 @contextmanager
@@ -138,11 +138,11 @@ def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
     """Yield the numbers of a value: those of a dict by key, several by position."""
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from _numbers(f"{name}_{key}" if name else str(key), each)
+        for key, part in value.items():
+            yield from _numbers(f"{name}_{key}" if name else str(key), part)
     elif isinstance(value, list | tuple):
-        for i, each in enumerate(value):
-            yield from _numbers(f"{name}_{i}" if len(value) > 1 else name, each)
+        for i, part in enumerate(value):
+            yield from _numbers(f"{name}_{i}" if len(value) > 1 else name, part)
     else:
         yield name, float(value)
 
@@ -166,14 +166,14 @@ def figure_names(given: Any) -> list[str] | None:
     returned = [n.value for n in ast.walk(tree) if isinstance(n, ast.Return)]
     if is_lambda and len(lambdas) > 1:  # which of them?
         return None
-    found: list[str] = []
+    names: list[str] = []
     for value in lambdas if is_lambda else returned:
         keys = value.keys if isinstance(value, ast.Dict) else [None]
         texts = [key.value for key in keys if isinstance(key, ast.Constant)]
         if len(texts) < len(keys):
             return None
-        found += map(str, texts)
-    return found or None
+        names += map(str, texts)
+    return names or None
 
 
 def along_samples(change: Callable[..., Any], dims: Sequence[int], *values: Any) -> Any:

@@ -59,8 +59,8 @@ class BatchOrder:
         if shapes is not None:
             counts = torch.bincount(shapes, minlength=len(sizes)).tolist()
         self.counts = counts  # of samples, by class
-        each = zip(counts, sizes, least, strict=True)
-        self.batches = [max((n - few) // size + 1, 0) for n, size, few in each]
+        by_class = zip(counts, sizes, least, strict=True)
+        self.batches = [max((n - few) // size + 1, 0) for n, size, few in by_class]
         self._ends = [*accumulate(self.batches)]
 
     def __len__(self) -> int:

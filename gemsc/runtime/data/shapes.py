@@ -71,28 +71,28 @@ class ShapeClasses:
             GemscError: it fits none, or `bucket` returns something else.
         """
         if self.bucket is not None:
-            given, found = self.bucket(sample), -1
+            given, index = self.bucket(sample), -1
             with suppress(TypeError):  # NumPy's and torch's integers are as good
-                found = -1 if isinstance(given, bool) else operator.index(given)
-            if not 0 <= found < len(self.classes):
+                index = -1 if isinstance(given, bool) else operator.index(given)
+            if not 0 <= index < len(self.classes):
                 raise GemscError(
                     f"bucket returns {given!r}, which is not the index of a shape",
                     at=self.at.get("bucket"),
                     help=f"return a number from 0 to {len(self.classes) - 1}, in the "
                     "order of example_inputs()",
                 )
-            return found
+            return index
         sizes = _shapes(sample)
         fitting = [
             number
-            for number, each in enumerate(self.classes)
-            if all(_fits(p, sizes[p], each.shape_at(p)) for p in sizes)
+            for number, shape in enumerate(self.classes)
+            if all(_fits(p, sizes[p], shape.shape_at(p)) for p in sizes)
         ]
         if not fitting:
             shapes = ", ".join(f"{named_place(p)} {list(s)}" for p, s in sizes.items())
             raise GemscError(
                 f"it does not fit any shape: {shapes}; the shapes are "
-                f"{', '.join(each.name for each in self.classes)}",
+                f"{', '.join(shape.name for shape in self.classes)}",
                 at=self.at.get("dataset"),
                 help="cut samples to the largest shape, or add a larger one to "
                 "example_inputs()",
@@ -125,12 +125,12 @@ class ShapeClasses:
                 )
             tensor = torch.as_tensor(array)
             pairs = zip(reversed(wanted), reversed(tensor.shape), strict=True)
-            ends = [part for size, own in pairs for part in (0, size - own)]
+            ends = [part for size, length in pairs for part in (0, size - length)]
             value, rounds = self._padding_at(place), tensor.is_floating_point()
             with suppress(RuntimeError, TypeError):
-                found = F.pad(tensor, ends, value=value)
-                if rounds or found.flatten()[-1].item() == value:
-                    return found
+                padded = F.pad(tensor, ends, value=value)
+                if rounds or padded.flatten()[-1].item() == value:
+                    return padded
             raise GemscError(
                 f"pad_value gives {value!r} for {named_place(place)}, which is "
                 f"{dtype_name(tensor.dtype)}",
@@ -169,9 +169,9 @@ def shape_of_batch(
             )
         return given
     sample = sources.get("input"), sources.get("target")
-    found = {place: size for place, size in _shapes(sample).items() if size}
-    known = {number: each.sizes for number, each in enumerate(plan.shapes)}
-    there = {".".join(map(str, p)): size[1:] for p, size in found.items()}
+    by_place = {place: size for place, size in _shapes(sample).items() if size}
+    known = {number: shape.sizes for number, shape in enumerate(plan.shapes)}
+    there = {".".join(map(str, p)): size[1:] for p, size in by_place.items()}
     there = {p: size for p, size in there.items() if p in plan.shapes[0].sizes}
     fitting = [
         number
@@ -186,8 +186,8 @@ def shape_of_batch(
             help="pass the batch on all ranks, or the index of its shape: "
             "trainer.step(..., shape=0)",
         )
-    shapes = ", ".join(f"{named_place(p)} {list(size)}" for p, size in found.items())
-    names = ", ".join(each.name for each in plan.shapes)
+    shapes = ", ".join(f"{named_place(p)} {list(size)}" for p, size in by_place.items())
+    names = ", ".join(shape.name for shape in plan.shapes)
     raise GemscError(
         f"a batch of {shapes} has none of the shapes of this program: {names}",
         help="pad it to the smallest shape that fits, or compile again with this shape "
@@ -248,31 +248,31 @@ def numbers_of(
         GemscError: a sample has none, or the dataset gives no samples by their number.
     """
     reader = SeededReader(dataset, seed)
-    own = getattr(dataset, "bucket", None)
+    bucket = getattr(dataset, "bucket", None)
     if isinstance(dataset, Stream | TiledDataset):
         raise no_shapes_known(dataset, classes.at.get("dataset"))
-    if callable(own):
-        classes = replace(classes, bucket=own)
+    if callable(bucket):
+        classes = replace(classes, bucket=bucket)
 
     def number(index: int) -> int:
         Status.go_on()
-        if callable(own):
+        if callable(bucket):
             return classes.number_of(index)
         sample = reader.read(0, index, lambda: dataset[index])
         if wrong := pair_error(sample, classes.at.get("dataset")):
             raise wrong
         return classes.number_of(sample)
 
-    found = []
+    numbers = []
     for index in indices:
         try:
-            found.append(number(index))
+            numbers.append(number(index))
         except GemscError as error:
             error.message = f"sample {index}: {error.message}"
             raise
         except Exception as error:
             raise unreadable(error, f"[{index}]", index) from error
-    return found
+    return numbers
 
 
 def all_numbers(
@@ -290,12 +290,12 @@ def all_numbers(
     count, rank, size = num_samples(dataset, classes.at.get("dataset")), 0, 1
     if transport is not None:
         rank, size = transport.rank, transport.size
-    own = numbers_of(classes, dataset, seed, range(rank, count, size))
-    parts = [own] if transport is None else transport.all_gather_object(own)
-    found = torch.zeros(count, dtype=torch.int64)
+    mine = numbers_of(classes, dataset, seed, range(rank, count, size))
+    parts = [mine] if transport is None else transport.all_gather_object(mine)
+    numbers = torch.zeros(count, dtype=torch.int64)
     for rank, part in enumerate(parts):
-        found[rank::size] = torch.tensor(part)
-    return found
+        numbers[rank::size] = torch.tensor(part)
+    return numbers
 
 
 def map_sample(sample: Any, change: Callable[[Place, Any], Any]) -> Any:
@@ -322,14 +322,14 @@ def _map(value: Any, place: Place, change: Callable[[Place, Any], Any]) -> Any:
 
 def _shapes(sample: Any) -> dict[Place, tuple[int, ...]]:
     """Return the shape of each array of a sample."""
-    found = {}
+    shapes = {}
 
     def note(place: Place, array: Any) -> Any:
-        found[place] = tuple(array.shape)
+        shapes[place] = tuple(array.shape)
         return array
 
     map_sample(sample, note)
-    return found
+    return shapes
 
 
 def _fits(place: Place, shape: tuple[int, ...], wanted: tuple[int, ...] | None) -> bool:
@@ -342,4 +342,4 @@ def _fits(place: Place, shape: tuple[int, ...], wanted: tuple[int, ...] | None) 
     if place[0] == "input" and len(wanted) > 2 and shape[:1] == (1,) != wanted[:1]:
         return False
     pairs = zip(shape, wanted, strict=False)
-    return len(shape) == len(wanted) and all(own <= size for own, size in pairs)
+    return len(shape) == len(wanted) and all(length <= size for length, size in pairs)

@@ -59,9 +59,9 @@ class SharedData:
             return True
         if not batches.stream.split:  # as it was asked for
             return True
-        found = self.transport.all_gather_object(not reads or batches.can_split())
-        batches.split(copies if all(found) else 1)
-        return all(found)
+        answers = self.transport.all_gather_object(not reads or batches.can_split())
+        batches.split(copies if all(answers) else 1)
+        return all(answers)
 
     def epoch(
         self,
@@ -90,13 +90,13 @@ class SharedData:
             # what hooks draw does not depend on what this rank reads, and where
             seed_all(seed_of(batches.seed, number, "batch", i))
             compares = i == first or batches.compare_all
-            found = self._compare(batch, number) if compares else {}
+            digests = self._compare(batch, number) if compares else {}
             assert batch is not None
             if self.examples and reads:
                 check_inputs(batch.data[0], self.examples[batch.shape], self.at)
             if batch.ends and requests is not None:
                 requests.ask("end")
-            yield batch, found
+            yield batch, digests
             if requests is not None and requests.agreed("end"):
                 return
 
@@ -118,7 +118,7 @@ class SharedData:
             joined = {(part, box): text for part, text in batches.joined(batch).items()}
             mine = read, joined, batch.notes
         gathered = self.transport.all_gather_object(mine)
-        known = [each for each in gathered if each is not None]
+        known = [of_rank for of_rank in gathered if of_rank is not None]
         if len(known) < len(gathered):
             size = batches.order.sizes[0]
             raise GemscError(

@@ -78,7 +78,7 @@ class _StreamSamples(Dataset[Any]):
     def _read(self, rows: _Rows) -> list[_Read]:
         epoch, samples = rows.epoch, rows.samples
         places: dict[int, tuple[int, Any]] = {}
-        found: list[_Read] = []
+        read: list[_Read] = []
         first = 0 if rows.fills_up else rows.start
         for place, index in enumerate(samples[first : rows.end], first):
             self.at = index
@@ -90,16 +90,16 @@ class _StreamSamples(Dataset[Any]):
             except StreamEndError:
                 if not (rows.fills_up and place):
                     raise
-                return self._filled(rows, found, place)
+                return self._filled(rows, read, place)
             if wrong := pair_error(sample):
                 raise wrong
             texts = (digest(sample),) if rows.has_digests else ()
-            found.append(_Read(index, self._padded(index, sample), texts))
+            read.append(_Read(index, self._padded(index, sample), texts))
         count = self._count(rows)
         if rows.closes:
             self.reader.close(samples[0] % self.reader.num_parts)
-        found = found[rows.start - first :]
-        return self._with_facts(found, count, places)
+        read = read[rows.start - first :]
+        return self._with_facts(read, count, places)
 
     def _padded(self, index: int, sample: Any) -> Any:
         try:
@@ -120,17 +120,17 @@ class _StreamSamples(Dataset[Any]):
                     return place
         return len(rows.samples)
 
-    def _filled(self, rows: _Rows, found: list[_Read], count: int) -> list[_Read]:
+    def _filled(self, rows: _Rows, read: list[_Read], count: int) -> list[_Read]:
         """Return a batch that has ended, filled up with its last sample."""
-        own = [found[min(i, count - 1)] for i in range(rows.start, rows.end)]
-        return self._with_facts(own, count, {})
+        filled = [read[min(i, count - 1)] for i in range(rows.start, rows.end)]
+        return self._with_facts(filled, count, {})
 
     def _with_facts(
-        self, found: list[_Read], count: int, places: dict[int, tuple[int, Any]]
+        self, read: list[_Read], count: int, places: dict[int, tuple[int, Any]]
     ) -> list[_Read]:
         notes, self.reader.notes = (*self.reader.notes,), []
-        found[0] = found[0]._replace(facts=_Facts(count, places, notes))
-        return found
+        read[0] = read[0]._replace(facts=_Facts(count, places, notes))
+        return read
 
 
 class StreamBatches(Batches):
@@ -188,16 +188,16 @@ class StreamBatches(Batches):
         """Return, by their number, where the parts were that are read here."""
         if self._given is None:
             return dict(self._resumed[1]) if epoch == self._resumed[0] else {}
-        own, data, facts = self._given
-        found = {}
+        indices, data, facts = self._given
+        marks = {}
         for number, (position, state) in facts.places.items():
             rows = [
-                i for i, index in enumerate(own) if index % self.num_parts == number
+                i for i, index in enumerate(indices) if index % self.num_parts == number
             ]
             text = digest([digest(tensors_of_row(data, i)) for i in rows])
-            first = own[rows[0]] // self.num_parts
-            found[number] = Mark(position, state, first, len(rows), text)
-        return found
+            first = indices[rows[0]] // self.num_parts
+            marks[number] = Mark(position, state, first, len(rows), text)
+        return marks
 
     def rows(self, number: int, first: int = 0) -> Iterator[BatchRow]:
         """Yield the samples of each batch of an epoch, those of all parts."""
@@ -221,11 +221,11 @@ class StreamBatches(Batches):
         for i, (collated, ends) in zip(batches, read, strict=False):
             facts: _Facts = collated.facts
             count = facts.count if self.is_open else self._count(i)
-            own = self._own(self.indices(i)[:count])
-            texts = zip(own, collated.digests, strict=True)
+            indices = self._rows_of_part(self.indices(i)[:count])
+            texts = zip(indices, collated.digests, strict=True)
             digests |= {index: text for index, text in texts if text}
             is_kept = self.reader.keeps_marks
-            self._given = (own, collated.data, facts) if is_kept else None
+            self._given = (indices, collated.data, facts) if is_kept else None
             yield Batch(
                 collated.data,
                 is_full=count == self.size,
@@ -243,7 +243,7 @@ class StreamBatches(Batches):
         start, end = self._start, self._start + self._part_size
         is_filled = self.is_open and not self.shuffle
         if not self.is_open:
-            rows, start, end = self._own(rows), 0, self._part_size
+            rows, start, end = self._rows_of_part(rows), 0, self._part_size
         elif self.shuffle:
             parts = {index % self.num_parts for index in rows[start:end]}
             until = [max(i for i in rows if i % self.num_parts == p) for p in parts]
@@ -258,7 +258,7 @@ class StreamBatches(Batches):
             fills_up=is_filled,
         )
 
-    def _own(self, rows: list[int]) -> list[int]:
+    def _rows_of_part(self, rows: list[int]) -> list[int]:
         """Return this part of a batch, filled up with the last sample."""
         places = range(self._start, self._start + self._part_size)
         return [rows[min(place, len(rows) - 1)] for place in places]
@@ -274,8 +274,8 @@ class StreamBatches(Batches):
         index = self.indices(first)[0]
         closes = self.num_parts > 1
         key = _Rows(number, [index], 0, 1, has_digests=True, closes=closes)
-        found = next(self._until_end(self._load(iter([[key]]))), None)
-        return {} if found is None else {index: found.digests[0]}
+        collated = next(self._until_end(self._load(iter([[key]]))), None)
+        return {} if collated is None else {index: collated.digests[0]}
 
     def _until_end(self, read: Iterator[_Collated]) -> Iterator[_Collated]:
         try:
@@ -287,7 +287,7 @@ class StreamBatches(Batches):
     def _with_ends(self, read: Iterator[_Collated]) -> Iterator[tuple[_Collated, bool]]:
         """Say of each batch whether it is the last one: the next one is read before."""
         if not self.is_open:
-            yield from ((each, False) for each in read)
+            yield from ((batch, False) for batch in read)
             return
         ahead = next(read, None)
         while ahead is not None:

@@ -64,18 +64,18 @@ class StreamReader:
         """Whether part `number` of `count` begins otherwise than the next one."""
         if self.stream.is_hugging_face:
             return True
-        found = set()
-        for each in (number, (number + 1) % count):
-            part = StreamPart(self.stream, each, count)
+        digests = set()
+        for part_number in (number, (number + 1) % count):
+            part = StreamPart(self.stream, part_number, count)
             try:
                 with preserve_rng():
                     seeds = SeededReader(self.stream, self._seed)
-                    found.add(digest(_take(part, seeds, 0, 0)))
+                    digests.add(digest(_take(part, seeds, 0, 0)))
             except Exception:  # it has no sample, or cannot be copied
                 return False
             if not part.heeds_worker:
                 return False
-        return len(found) > 1
+        return len(digests) > 1
 
     def read(self, epoch: int, index: int) -> Any:
         """Return a sample.
@@ -151,16 +151,16 @@ class StreamReader:
 
     def _comes_back(self, part: StreamPart, mark: Mark) -> bool:
         """Whether a part gives again what it gave at its mark."""
-        found = []
+        digests = []
         try:
             while part.position < mark.first + mark.count:
                 self._advance(part)
                 if part.position > mark.first:
                     last = self.padded(self._last[part.number])
-                    found.append(digest(tensors_of_row(default_collate([last]), 0)))
+                    digests.append(digest(tensors_of_row(default_collate([last]), 0)))
         except Exception:  # whatever a state that does not fit brings about
             return False
-        return digest(found) == mark.digest
+        return digest(digests) == mark.digest
 
     def _advance(self, part: StreamPart) -> None:
         # what is drawn as reading begins, all parts draw alike: an order, for instance

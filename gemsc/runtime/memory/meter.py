@@ -50,13 +50,13 @@ class ActivationMeter:
     peak_bytes: int = 0
     peak_total_bytes: int = 0
     _alive: dict[int, tuple[StorageWeakRef, int]] = field(default_factory=dict)
-    _own: set[int] = field(default_factory=set)
+    _persistent: set[int] = field(default_factory=set)
     _constant: set[int] = field(default_factory=set)
 
     @contextmanager
     def forward(self, inputs: Iterable[Tensor]) -> Iterator[None]:
         """Follow what a stage's forward receives and saves."""
-        self._own = {t.untyped_storage()._cdata for t in self.persistent()}
+        self._persistent = {t.untyped_storage()._cdata for t in self.persistent()}
         self.follow(tensor for tensor in inputs if tensor.requires_grad)
         _active.meter = self
         try:
@@ -75,7 +75,7 @@ class ActivationMeter:
 
         Sparse ones are not counted.
         """
-        left_out = self._own | self._constant
+        left_out = self._persistent | self._constant
         left_out |= {t.untyped_storage()._cdata for t in besides}
         for tensor in dense_leaves(list(tensors)):
             storage = tensor.untyped_storage()

@@ -214,15 +214,15 @@ class _OffloadedPart:
         return self._moved_out(tensor)
 
     def _moved_out(self, tensor: Tensor) -> _Packed | Tensor:
-        if (found := self._pack(tensor)) is None:
+        if (packed := self._pack(tensor)) is None:
             return tensor.detach()
-        moved, view = found
+        moved, view = packed
         self._moved.append(ref(moved))
         return _Packed(self, moved, view)
 
     def fetch(self) -> None:
         """Start to bring all of it back."""
-        alive = [moved for each in self._moved if (moved := each()) is not None]
+        alive = [moved for weakref in self._moved if (moved := weakref()) is not None]
         for moved in alive:
             moved.fetch()
         if self._meter is not None:
@@ -272,7 +272,7 @@ class OffloadedRun:
         return self.make_store()
 
     @cached_property
-    def _own(self) -> set[int]:
+    def _fixed(self) -> set[int]:
         """The storages that do not move."""
         stage = self.stage
         tensors = (*stage.parameters(), *stage.buffers(), *self.staying)
@@ -292,7 +292,10 @@ class OffloadedRun:
         the other: after the first of them each moves alone.
         """
         storage = tensor.untyped_storage()
-        if storage._cdata in self._own or tensor.device.type != self._store.device.type:
+        if (
+            storage._cdata in self._fixed
+            or tensor.device.type != self._store.device.type
+        ):
             return None
         key = (storage._cdata, tensor._version)
         if key in self._known:

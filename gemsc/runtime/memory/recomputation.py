@@ -208,11 +208,11 @@ def _norms_that_run(stage: nn.Module) -> Iterator[list[_NormBase]]:
 
     They are called, or, by the grid on tiles, only written.
     """
-    found: set[_NormBase] = set()
+    ran: set[_NormBase] = set()
 
     def note(layer: nn.Module, inputs: object) -> None:
         assert isinstance(layer, _NormBase)
-        found.add(layer)
+        ran.add(layer)
 
     layers = [
         layer
@@ -228,8 +228,8 @@ def _norms_that_run(stage: nn.Module) -> Iterator[list[_NormBase]]:
         for handle in handles:
             handle.remove()
     pairs = zip(layers, before, strict=True)
-    found |= {layer for layer, versions in pairs if _versions(layer) != versions}
-    result += [layer for layer in layers if layer in found]
+    ran |= {layer for layer, versions in pairs if _versions(layer) != versions}
+    result += [layer for layer in layers if layer in ran]
 
 
 def _versions(layer: nn.Module) -> list[int]:

@@ -34,13 +34,13 @@ def share_cores(
     Raises:
         GemscError: the ranks cannot be bound so.
     """
-    machine, own = _machine(), usable_cores()
-    everyone = transport.all_gather_object((machine, own))
+    machine, usable = _machine(), usable_cores()
+    everyone = transport.all_gather_object((machine, usable))
     here = [rank for rank, (where, _) in enumerate(everyone) if where == machine]
     me = here.index(transport.rank)
     allowed = [everyone[rank][1] for rank in here]
     cores = bind(allowed, Topology.read(), how)
-    if cores[me] != own and not _bind(cores[me]):
+    if cores[me] != usable and not _bind(cores[me]):
         if how != "auto":
             raise GemscError(
                 f"--bind {how}: the system does not let this rank use the cores "

@@ -46,15 +46,15 @@ def _user_lines(trace: TracebackType | None) -> list[str]:
 
     A generated file names the user's line above its own.
     """
-    own: list[str] = []
+    innermost: list[str] = []
     generated: list[str] = []
     for frame in traceback.extract_tb(trace):
         path, number = Path(frame.filename), frame.lineno or 0
         if RANK_FILE.fullmatch(path.name):
-            own, generated = [], generated_lines(path, number)
+            innermost, generated = [], generated_lines(path, number)
         elif is_users(path):
-            own = [f"{SourceLocation(frame.filename, number)}: {frame.line}"]
-    return own + [line for line in generated if line not in own]
+            innermost = [f"{SourceLocation(frame.filename, number)}: {frame.line}"]
+    return innermost + [line for line in generated if line not in innermost]
 
 
 def line_of(frames: traceback.StackSummary) -> str:
@@ -76,9 +76,9 @@ def generated_lines(path: Path, number: int) -> list[str]:
     if not (source := _source(path)):
         return []
     for line in reversed(source[: number - 1]):
-        found = LOCATION.match(line)
-        if found:
-            return [f"{found[1]}: {found[2]}", f"generated: {path}:{number}"]
+        match = LOCATION.match(line)
+        if match:
+            return [f"{match[1]}: {match[2]}", f"generated: {path}:{number}"]
         if line.startswith(("class ", "def ")):
             break
     return [*computed_lines(path), f"generated: {path}:{number}"]
@@ -86,7 +86,7 @@ def generated_lines(path: Path, number: int) -> list[str]:
 
 def computed_lines(path: Path) -> list[str]:
     """Return one line that says which of the user's lines a rank's file computes."""
-    named = [found[1] for found in map(LOCATION.match, _source(path)) if found]
+    named = [match[1] for match in map(LOCATION.match, _source(path)) if match]
     if not named:
         return []
     return ["this rank computes " + " to ".join(dict.fromkeys((named[0], named[-1])))]

@@ -50,11 +50,11 @@ def is_hanging(states: States, now: float, share: float = 1.0) -> bool:
 
 def hang_report(states: States, now: float) -> str:
     """Return the report of a job that hangs."""
-    first, *rest = explain_hang(states, now)
+    first, *notes = explain_hang(states, now)
     silence = show_long(_silence(states, now))
     longer = show_long(10 * limit_of(states)).replace(" ", "")
     help = f"if it may take this long, use --timeout {longer}; `never` waits forever"
-    text = [f"error: no rank has made progress for {silence}: {first}", *rest]
+    text = [f"error: no rank has made progress for {silence}: {first}", *notes]
     return "\n".join([*text, f"help: {help}"])
 
 
@@ -99,15 +99,15 @@ def _chain(states: States, now: float) -> str:
 
 def _awaited(state: RankState, states: States) -> list[int]:
     """Return the ranks that one waits for: those not at the same point themselves."""
-    found: dict[int, None] = {}
+    awaited: dict[int, None] = {}
     for need in state.needs:
         for rank in _members(need[1]):
             other = states.get(rank)
             is_there = other is not None and need in other.needs
             if rank != state.rank and not is_there:
-                found[rank] = None
+                awaited[rank] = None
     # whose turn it is, rather than one that waits, too
-    return sorted(found, key=lambda rank: bool(rank in states and states[rank].needs))
+    return sorted(awaited, key=lambda rank: bool(rank in states and states[rank].needs))
 
 
 def _members(bits: int) -> list[int]:
@@ -124,8 +124,8 @@ def _since(state: RankState, now: float) -> str:
 def _doing(state: RankState) -> str:
     parts = [state.doing]
     if state.needs:
-        rest = f" and {len(state.needs) - 1} more" if len(state.needs) > 1 else ""
-        parts.append(f"waits for {state.needs[0][0]}{rest}")
+        more = f" and {len(state.needs) - 1} more" if len(state.needs) > 1 else ""
+        parts.append(f"waits for {state.needs[0][0]}{more}")
     if state.place:
         parts.append(state.place)
     return "; ".join(parts)
@@ -167,8 +167,8 @@ def _process(pid: int) -> tuple[str, int]:
 
 
 def _children(pid: int) -> list[int]:
-    found: list[int] = []
+    children: list[int] = []
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):
-            found += map(int, path.read_text().split())
-    return found
+            children += map(int, path.read_text().split())
+    return children

@@ -242,8 +242,8 @@ def _began(process: int) -> str:
         text = Path(f"/proc/{process}/stat").read_text()
     except OSError:
         return ""
-    state, *rest = text.rpartition(")")[2].split()
-    return "" if state == "Z" else rest[18]
+    state, *fields = text.rpartition(")")[2].split()
+    return "" if state == "Z" else fields[18]
 
 
 def _is_alive(folder: Path) -> bool:

@@ -177,16 +177,16 @@ def read_status(folder: Path, rank: int) -> str | None:
 
 def read_states(folder: Path) -> dict[int, RankState]:
     """Return what the watches of this machine's ranks saw, by rank."""
-    found = {}
+    states = {}
     for path in folder.glob("rank*"):
         for _ in range(3):  # a rank may be writing
             try:
                 state = _decoded(path.read_bytes())
             except (OSError, ValueError, TypeError):
                 continue
-            found[state.rank] = state
+            states[state.rank] = state
             break
-    return dict(sorted(found.items()))
+    return dict(sorted(states.items()))
 
 
 def _decoded(data: bytes) -> RankState:

@@ -137,7 +137,7 @@ def start_watch(transport: Transport, limit: float) -> None:
     node = platform.node()
     everyone = transport.all_gather_object((node, folder))
     if not is_given:
-        folders = (found for its_node, found in everyone if its_node == node and found)
+        folders = (path for its_node, path in everyone if its_node == node and path)
         _start(transport, next(folders), limit)
 
 

@@ -70,9 +70,9 @@ def reach(layer: nn.Module, view: View) -> tuple[int, ...]:
     () if this is no convolution whose result has the tile's size, or the halo is wider
     than the tile.
     """
-    if type(layer) not in CONVOLUTIONS or len(view.own) != 1:
+    if type(layer) not in CONVOLUTIONS or len(view.local) != 1:
         return ()
-    if view.own[0].box != view.held or view.held[:2] != view.wanted[:2]:
+    if view.local[0].box != view.held or view.held[:2] != view.wanted[:2]:
         return ()
     assert isinstance(layer, Convolution)
     return _rows(_window(layer), view)
@@ -131,8 +131,8 @@ def _borders(
         start, stop = view.held[dim]
         later = [d for d in range(dim + 1, len(view.held)) if rows[d - 2]]
         outer = list(view.held)
-        for each in later:
-            outer[each] = view.wanted[each]
+        for later_dim in later:
+            outer[later_dim] = view.wanted[later_dim]
         around = [
             0 if a == axis or a + 2 in later else pad for a, pad in enumerate(padding)
         ]
@@ -145,7 +145,7 @@ def _borders(
             ),
         ):
             outer[dim] = halo
-            found = [
+            overlaps = [
                 (tile, piece, intersection(piece.box, tuple(outer)))
                 for tile, (piece,) in view.received.items()
             ]
@@ -157,7 +157,7 @@ def _borders(
                     index_of(both, tuple(outer)),
                     both == piece.box,
                 )
-                for tile, piece, both in found
+                for tile, piece, both in overlaps
                 if min(shape_of(both)) > 0
             )
             if parts:
@@ -283,12 +283,12 @@ class _Convolution(torch.autograd.Function):
             for part in border.parts if needs_value else ():
                 _add(back, part, mine[part.into], strips[part.tile])
         if needs_value:
-            sends = {tile: [each] for tile, each in back.items()}
+            sends = {tile: [strip] for tile, strip in back.items()}
             flight = ctx.grid.depart_back(way.exchange, sends, gradient)
         wanted = [needs_value, needs_weight, ctx.has_bias and needs_bias]
         result, total, bias = way.backward(gradient, held, weight, way.padding, wanted)
-        for each in weight_gradients if needs_weight else ():
-            total += each
+        for term in weight_gradients if needs_weight else ():
+            total += term
         if needs_value:
             for tile, place in way.returns.items():
                 (mine,) = flight.take(tile)

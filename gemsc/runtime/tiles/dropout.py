@@ -160,8 +160,8 @@ class PairMask:
             )
             for r in _met(box[-2], ROWS)
         ]
-        found = torch.cat(rows, -2)
-        return found.div_(1 - self.p) if self.p < 1 else found
+        mask = torch.cat(rows, -2)
+        return mask.div_(1 - self.p) if self.p < 1 else mask
 
     def forget(self) -> None:
         """Keep no mask that was drawn as a whole."""

@@ -39,8 +39,8 @@ def with_whole_gradients(
     once, completed = change(_Once), change(_Completed)
     args, kwargs = map_tensors((args, kwargs), once)
     if isinstance(function, nn.Module):
-        own = map_tensors(dict(function.named_parameters()), once)
-        result = functional_call(function, own, args, kwargs)
+        parameters = map_tensors(dict(function.named_parameters()), once)
+        result = functional_call(function, parameters, args, kwargs)
     else:
         result = function(*args, **kwargs)
     return map_tensors(result, completed)

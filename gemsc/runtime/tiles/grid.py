@@ -41,9 +41,9 @@ class Flight:
 
     def take(self, tile: int) -> list[Tensor]:
         """Wait for the tensors that come from a tile. Call it once."""
-        together = self.incoming.pop(tile).take()
+        joined = self.incoming.pop(tile).take()
         shapes = self.shapes[tile]
-        parts = torch.split(together, [prod(shape) for shape in shapes])
+        parts = torch.split(joined, [prod(shape) for shape in shapes])
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def finish(self) -> None:
@@ -127,16 +127,16 @@ class Grid:
         if self._flight is not None and not self._flight.is_over:
             raise InternalError("an exchange begins before the last one ended")
         tag, link = tag_of(exchange, back=back), self.transport
-        shapes = {n: [piece.shape for piece in each] for n, each in receives.items()}
+        shapes = {n: [piece.shape for piece in row] for n, row in receives.items()}
         flight = self._flight = Flight(link, shapes)
-        with link.together():
-            for tile, each in shapes.items():
-                count, rank = sum(map(prod, each)), self.ranks[tile]
+        with link.as_one():
+            for tile, sizes in shapes.items():
+                count, rank = sum(map(prod, sizes)), self.ranks[tile]
                 flight.incoming[tile] = link.receive((count,), dtype, rank, tag)
             for tile, tensors in sends.items():
                 flat = [tensor.reshape(-1) for tensor in tensors]
-                together = torch.cat(flat) if len(flat) > 1 else flat[0]
-                request = link.send(together, self.ranks[tile], tag)
+                joined = torch.cat(flat) if len(flat) > 1 else flat[0]
+                request = link.send(joined, self.ranks[tile], tag)
                 flight.outgoing.append(request)
         return flight
 
@@ -152,13 +152,13 @@ class Grid:
         return self._group
 
     def collect(self, held: Tensor, exchange: Exchange) -> Tensor:
-        """Return the wanted box. Own pieces are copied while the others arrive."""
+        """Return the wanted box. Local pieces are copied while the others arrive."""
         view = exchange.seen_from(self.tile)
         flight = self.depart(exchange, held)
         if exchange.adds:
-            own = [(p.wish, held[p.within(view.held)]) for p in view.own]
-            others = {n: [p.wish for p in each] for n, each in view.received.items()}
-            return self._sum(held, view.wanted, own, others, flight, in_order=True)
+            local = [(p.wish, held[p.within(view.held)]) for p in view.local]
+            others = {n: [p.wish for p in row] for n, row in view.received.items()}
+            return self._sum(held, view.wanted, local, others, flight, in_order=True)
         if view.is_handed_over:
             ((result,),) = map(flight.take, view.received)
             flight.finish()
@@ -178,36 +178,36 @@ class Grid:
             for tile, pieces in view.received.items()
         }
         flight = self.depart_back(exchange, sends, gradient)
-        own = [(p.box, gradient[p.placed(view.wanted)]) for p in view.own]
-        others = {n: [p.box for p in each] for n, each in view.sent.items()}
+        local = [(p.box, gradient[p.placed(view.wanted)]) for p in view.local]
+        others = {n: [p.box for p in row] for n, row in view.sent.items()}
         in_order = exchange.adds
-        return self._sum(gradient, view.held, own, others, flight, in_order=in_order)
+        return self._sum(gradient, view.held, local, others, flight, in_order=in_order)
 
     def _sum(
         self,
         like: Tensor,
         outer: Box,
-        own: Sequence[tuple[Box, Tensor]],
+        local: Sequence[tuple[Box, Tensor]],
         others: Mapping[int, Sequence[Box]],
         flight: Flight,
         *,
         in_order: bool,
     ) -> Tensor:
-        """Return the sum of own terms and of those that arrive, in a box.
+        """Return the sum of local terms and of those that arrive, in a box.
 
-        Own ones come first, and need not wait, unless all tiles must add alike.
+        Local ones come first, and need not wait, unless all tiles must add alike.
         """
         tiles = (self.tile, *others)
 
         def terms() -> Iterator[tuple[Box, Tensor]]:
             for tile in sorted(tiles) if in_order else tiles:
                 if tile == self.tile:
-                    yield from own
+                    yield from local
                 else:
                     yield from zip(others[tile], flight.take(tile), strict=True)
 
-        boxes = (*(box for box, _ in own), *chain.from_iterable(others.values()))
-        if not own and boxes == (outer,):
+        boxes = (*(box for box, _ in local), *chain.from_iterable(others.values()))
+        if not local and boxes == (outer,):
             ((result,),) = map(flight.take, others)
             flight.finish()
             return result
@@ -263,7 +263,7 @@ def _begun(held: Tensor, view: View, fill: float) -> Tensor:
     result = _room(held, view.wanted)
     for part in view.outside:
         result[part] = fill
-    for piece in view.own:
+    for piece in view.local:
         result[piece.placed(view.wanted)] = held[piece.within(view.held)]
     return result
 

@@ -125,10 +125,10 @@ def group_norm(
     among: tuple[int, ...] = (),
 ) -> Tensor:
     """Return `F.group_norm` of all tiles' elements."""
-    batch, channels, *rest = value.shape
-    groups = value.reshape(batch, num_groups, channels // num_groups, *rest)
+    batch, channels, *sizes = value.shape
+    groups = value.reshape(batch, num_groups, channels // num_groups, *sizes)
     dims = tuple(range(2, groups.dim()))
-    shape = (1, num_groups, -1, *(1,) * len(rest))
+    shape = (1, num_groups, -1, *(1,) * len(sizes))
     if own is not None:
         own = (own[0], (0, num_groups), (0, groups.shape[2]), *own[2:])
     weight, bias = _view(weight, shape), _view(bias, shape)
@@ -174,8 +174,8 @@ def _view(tensor: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
     return None if tensor is None else tensor.view(shape)
 
 
-def _rows(own: Box | None) -> Rows:
-    return ... if own is None else tuple(slice(start, stop) for start, stop in own)
+def _rows(box: Box | None) -> Rows:
+    return ... if box is None else tuple(slice(start, stop) for start, stop in box)
 
 
 class _Normalize(torch.autograd.Function):
@@ -188,15 +188,15 @@ class _Normalize(torch.autograd.Function):
         grid: TileGrid,
         dims: tuple[int, ...],
         eps: float,
-        own: Rows,
+        rows: Rows,
     ) -> Tensor:
-        mean, variance, count = _merged_groups(grid, value[own], dims)
+        mean, variance, count = _merged_groups(grid, value[rows], dims)
         rstd = (variance + eps).rsqrt()
         scale = rstd if weight is None else rstd * weight
         shift = -mean * scale if bias is None else bias - mean * scale
         result = torch.addcmul(shift, widened(value), scale).to(value.dtype)
         ctx.save_for_backward(value, weight, mean, rstd, count)
-        ctx.grid, ctx.dims, ctx.own = grid, dims, own
+        ctx.grid, ctx.dims, ctx.owned = grid, dims, rows
         ctx.bias_shape = None if bias is None else bias.shape
         return result
 
@@ -221,7 +221,7 @@ class _Normalize(torch.autograd.Function):
         )
         sums = ctx.grid.all_reduce(sums) / count.to(sums.dtype)
         result = gradient * rstd
-        result[ctx.own] -= (sums[0] + normal[ctx.own] * sums[1]) * rstd
+        result[ctx.owned] -= (sums[0] + normal[ctx.owned] * sums[1]) * rstd
         result = result.to(value.dtype)
         return result, weight_gradient, bias_gradient, None, None, None, None
 
@@ -241,15 +241,15 @@ class _NormalizeChannels(torch.autograd.Function):
         bias: Tensor | None,
         grid: TileGrid,
         eps: float,
-        own: Rows,
+        rows: Rows,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        mean, variance, count = _merged_channels(grid, value[own])
+        mean, variance, count = _merged_channels(grid, value[rows])
         scale, shift = (None if t is None else widened(t) for t in (weight, bias))
         result = torch.native_batch_norm(
             value, scale, shift, mean, variance, False, 0.0, eps
         )[0]
         ctx.save_for_backward(value, weight, mean, variance, count)
-        ctx.grid, ctx.eps, ctx.own = grid, eps, own
+        ctx.grid, ctx.eps, ctx.owned = grid, eps, rows
         ctx.mark_non_differentiable(mean, variance, count)
         return result, mean, variance, count
 
@@ -281,10 +281,10 @@ class _NormalizeChannels(torch.autograd.Function):
         slope = slope * rstd
         constant = torch.addcmul(constant, slope, mean, value=-1)
         shape = (1, -1, *(1,) * (value.dim() - 2))
-        own, its_value = result, value
-        if ctx.own is not ...:
-            own, its_value = result[ctx.own], value[ctx.own]
-        own.addcmul_(its_value, slope.view(shape)).add_(constant.view(shape))
+        part, its_value = result, value
+        if ctx.owned is not ...:
+            part, its_value = result[ctx.owned], value[ctx.owned]
+        part.addcmul_(its_value, slope.view(shape)).add_(constant.view(shape))
         weight_gradient = product if ctx.needs_input_grad[1] else None
         bias_gradient = total if ctx.needs_input_grad[2] else None
         result = result.to(saved.dtype)

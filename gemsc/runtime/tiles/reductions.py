@@ -120,9 +120,9 @@ class _Extreme(torch.autograd.Function):
         largest: bool,
     ) -> Tensor:
         best_of = torch.amax if largest else torch.amin
-        own = best_of(value, dims, keepdim=True)
-        count = (value == own).sum(dims, keepdim=True)
-        bests, counts = _table(grid, own, count)
+        tile_best = best_of(value, dims, keepdim=True)
+        count = (value == tile_best).sum(dims, keepdim=True)
+        bests, counts = _table(grid, tile_best, count)
         best = best_of(bests, 0)
         count = torch.where(bests == best, counts, 0).sum(0)
         result = best.to(value.dtype)
@@ -143,16 +143,16 @@ class _GlobalMax(torch.autograd.Function):
     def forward(
         ctx: Any, value: Tensor, grid: TileGrid, shape: tuple[int, ...], box: Box
     ) -> Tensor:
-        own, index = value.flatten(-len(box)).max(-1)
+        tile_best, index = value.flatten(-len(box)).max(-1)
         rows = tuple(slice(start, stop) for start, stop in box)
         places = torch.arange(prod(shape), device=value.device).view(shape)[rows]
         place = places.flatten()[index]
-        bests, firsts = _table(grid, own, place)
+        bests, firsts = _table(grid, tile_best, place)
         best = bests.amax(0)
         first = torch.where(bests == best, firsts, float(prod(shape))).amin(0)
         ctx.save_for_backward(index, place == first)
         ctx.grid, ctx.shape = grid, value.shape
-        return best.to(value.dtype).view(*own.shape, *(1,) * len(box))
+        return best.to(value.dtype).view(*tile_best.shape, *(1,) * len(box))
 
     @staticmethod
     @once_differentiable
@@ -190,8 +190,8 @@ class _Variance(torch.autograd.Function):
         gradient = ctx.grid.all_reduce(gradient.clone().contiguous()).to(mean.dtype)
         if ctx.root:  # as in torch, where all are equal there is no gradient
             gradient = (gradient / (2 * result)).masked_fill(result == 0, 0)
-        found = (2 / freedom) * gradient * (value - mean)
-        return found.to(value.dtype), None, None, None, None
+        of_value = (2 / freedom) * gradient * (value - mean)
+        return of_value.to(value.dtype), None, None, None, None
 
 
 class _Softmax(torch.autograd.Function):
@@ -206,9 +206,9 @@ class _Softmax(torch.autograd.Function):
         log: bool,
     ) -> Tensor:
         wide = widened(value)
-        own = wide.amax(dims, keepdim=True)
-        shift = own.masked_fill(own == -torch.inf, 0)  # a tile without any
-        largest, sums = _table(grid, own, (wide - shift).exp().sum(dims, keepdim=True))
+        top = wide.amax(dims, keepdim=True)
+        shift = top.masked_fill(top == -torch.inf, 0)  # a tile without any
+        largest, sums = _table(grid, top, (wide - shift).exp().sum(dims, keepdim=True))
         most = largest.amax(0)
         total = (sums * (largest - most).exp()).sum(0)
         if log:

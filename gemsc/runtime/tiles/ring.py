@@ -70,13 +70,11 @@ def ring_attention(
     heads = query.size(1) // key.size(1) if enable_gqa else 1
     drops = PairMask(dropout_p, shape, draw) if dropout_p else None
     columns = exchange.held[grid.tile][-2]
-    own = box[-2] if box else columns if is_causal else (0, query.size(2))
-    rows = rows or (own,)
+    span = box[-2] if box else columns if is_causal else (0, query.size(2))
+    rows = rows or (span,)
     learns = attn_mask is not None and attn_mask.requires_grad
     in_kernel = _has_kernel(query) and drops is None and not learns
-    pieces = (
-        rows if in_kernel else tuple(s for each in rows for s in query_strips(each))
-    )
+    pieces = rows if in_kernel else tuple(s for row in rows for s in query_strips(row))
     how = is_causal, scale, heads, pieces, drops, box, in_kernel
     ring = _Ring(grid, exchange, *how)
     given = map(lowered, (key, value, query))
@@ -160,8 +158,8 @@ class _Ring:
             here = slice(done, done := done + stop - start)
             ends = (start, stop) if self.is_causal else (last, last)
             seen = first, min(ends[0], last)
-            own = max(first, ends[0]), min(ends[1], last)
-            for columns, is_causal in ((seen, False), (own, True)):
+            diagonal = max(first, ends[0]), min(ends[1], last)
+            for columns, is_causal in ((seen, False), (diagonal, True)):
                 there = slice(columns[0] - first, columns[1] - first)
                 if columns[0] < columns[1]:
                     yield _Block((start, stop), columns, here, there, is_causal)
@@ -198,8 +196,8 @@ class _Ring:
         PyTorch's kernel finds none of a bias.
         """
         how = self._settings(part, block, mask)
-        own = (each[:, :, block.here] for each in (gradient, query, out, sums))
-        gradient, queries, out, sums = own
+        sliced = (tensor[:, :, block.here] for tensor in (gradient, query, out, sums))
+        gradient, queries, out, sums = sliced
         keys = self._for_each_head(part, block)
         given, of_bias = (_dense(gradient), _dense(queries), *keys, out, sums), None
         if self.in_kernel:
@@ -254,13 +252,13 @@ class _RingAttention(torch.autograd.Function):
         ring: _Ring,
     ) -> Tensor:
         query = _dense(query)
-        found: dict[int, tuple[Tensor, Tensor]] = {}  # by the first row of a piece
+        by_row: dict[int, tuple[Tensor, Tensor]] = {}  # by the first row of a piece
         for part in ring.parts(key, value):
             for block in ring.blocks(part):
                 more, row = ring.attend(query, part, block, mask), block.here.start
-                found[row] = _joined(*found[row], *more) if row in found else more
-        pieces = [found[row] for row in sorted(found)]
-        out, sums = map(_together, zip(*pieces, strict=True))
+                by_row[row] = _joined(*by_row[row], *more) if row in by_row else more
+        pieces = [by_row[row] for row in sorted(by_row)]
+        out, sums = map(_in_order, zip(*pieces, strict=True))
         if mask is not None:
             sums = torch.where(sums == -math.inf, 0.0, sums)
         out = out.to(query.dtype)
@@ -284,11 +282,11 @@ class _RingAttention(torch.autograd.Function):
             flight = ring.grid.depart_back(step, sends, key)
             for tile in view.sent:
                 (came,) = flight.take(tile)
-                own.add_(came)
+                local.add_(came)
             flight.finish()
 
         learns = any(ctx.needs_input_grad[:2])
-        own: Any = None
+        local: Any = None
         of_query: Any = None
         of_mask = widened(torch.zeros_like(mask)) if ctx.needs_input_grad[3] else None
         for part in ring.parts(key, value, home if learns else None):
@@ -302,30 +300,30 @@ class _RingAttention(torch.autograd.Function):
                     own_bias += of_bias.sum_to_size(own_bias.shape)
                 of_query = _added(of_query, more, block.here, query)
                 of_part = _added(of_part, of_block, block.there, part.key)
-            if own is None:
-                own = of_part
+            if local is None:
+                local = of_part
             elif learns:
                 foreign.append(of_part.to(key.dtype))
         if ring.drops is not None:
             ring.drops.forget()
-        of_key, of_value = own.to(key.dtype).chunk(2, -1)
+        of_key, of_value = local.to(key.dtype).chunk(2, -1)
         of_mask = None if of_mask is None else of_mask.to(mask.dtype)
         return of_key, of_value, of_query.to(query.dtype), of_mask, None
 
 
-def _added(found: Tensor | None, more: Tensor, rows: slice, like: Tensor) -> Tensor:
-    """Add to some rows of what was found so far, which has as many as `like`."""
+def _added(total: Tensor | None, more: Tensor, rows: slice, like: Tensor) -> Tensor:
+    """Add to some rows of the total so far, which has as many as `like`."""
     more = widened(more)
-    if found is None and more.size(2) == like.size(2):
+    if total is None and more.size(2) == like.size(2):
         return more
-    if found is None:
-        found = more.new_zeros((*more.shape[:2], like.size(2), more.size(3)))
-    found[:, :, rows] += more
-    return found
+    if total is None:
+        total = more.new_zeros((*more.shape[:2], like.size(2), more.size(3)))
+    total[:, :, rows] += more
+    return total
 
 
-def _together(pieces: tuple[Tensor, ...]) -> Tensor:
-    """Return what was found of pieces of the queries, by the order of their rows."""
+def _in_order(pieces: tuple[Tensor, ...]) -> Tensor:
+    """Return what was computed of pieces of the queries, by the order of their rows."""
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 2)
 
 

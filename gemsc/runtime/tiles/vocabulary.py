@@ -44,12 +44,12 @@ def embedding(
     `weight` has the rows of `words`, one at least, of the whole vocabulary of
     `num_words`, in which `padding_idx` counts from 0.
     """
-    own, places = _own(ids, words, num_words)
+    is_own, places = _local_rows(ids, words, num_words)
     skipped = None
     if padding_idx is not None and words[0] <= padding_idx < words[1]:
         skipped = padding_idx - words[0]
-    found = F.embedding(places, weight, skipped)
-    return found.masked_fill(~own.unsqueeze(-1), 0)
+    embedded = F.embedding(places, weight, skipped)
+    return embedded.masked_fill(~is_own.unsqueeze(-1), 0)
 
 
 def parallel_cross_entropy(
@@ -85,11 +85,11 @@ class _Loss:
     reduction: str
     smoothing: float
 
-    def own(self, target: Tensor) -> tuple[Tensor, Tensor]:
+    def local(self, target: Tensor) -> tuple[Tensor, Tensor]:
         """Return which targets are the tile's, and their places; none is ignored."""
-        own, places = _own(target, self.words, self.num_words)
-        own = own & (target != self.ignore_index)
-        return own, torch.where(own, places, 0)
+        is_own, places = _local_rows(target, self.words, self.num_words)
+        is_own = is_own & (target != self.ignore_index)
+        return is_own, torch.where(is_own, places, 0)
 
     def weights(self, weight: Tensor | None, target: Tensor) -> Tensor:
         """Return the weight of each target, 0 where it is ignored."""
@@ -117,8 +117,8 @@ class _CrossEntropy(torch.autograd.Function):
         how: _Loss,
     ) -> Tensor:
         wide = widened(logits)
-        own, places = how.own(target)
-        chosen = wide.gather(1, places.unsqueeze(1)).squeeze(1).masked_fill(~own, 0)
+        is_own, places = how.local(target)
+        chosen = wide.gather(1, places.unsqueeze(1)).squeeze(1).masked_fill(~is_own, 0)
         row = [wide.logsumexp(1), chosen]
         if how.smoothing:
             row.append(how.weighted(wide, weight).sum(1))
@@ -128,8 +128,8 @@ class _CrossEntropy(torch.autograd.Function):
         loss = (total - targets.sum(0)) * weights * (1 - how.smoothing)
         if how.smoothing:
             count = how.num_words if weight is None else weight.sum().to(total.dtype)
-            rest = count * total - others[0].sum(0)
-            loss = loss + rest * (how.smoothing / how.num_words)
+            smooth = count * total - others[0].sum(0)
+            loss = loss + smooth * (how.smoothing / how.num_words)
         loss = loss.masked_fill(target == how.ignore_index, 0)
         if how.reduction != "none":
             loss = loss.sum()
@@ -158,18 +158,18 @@ class _CrossEntropy(torch.autograd.Function):
         if how.smoothing:
             ones = torch.ones_like(result)
             result -= smooth.unsqueeze(1) * how.weighted(ones, weight)
-        own, places = how.own(target)
-        mine = sharp.masked_fill(~own, 0)
+        is_own, places = how.local(target)
+        mine = sharp.masked_fill(~is_own, 0)
         result.scatter_add_(1, places.unsqueeze(1), -mine.unsqueeze(1))
         return result.to(logits.dtype), None, None, None, None
 
 
-def _own(ids: Tensor, words: Interval, count: int) -> tuple[Tensor, Tensor]:
+def _local_rows(ids: Tensor, words: Interval, count: int) -> tuple[Tensor, Tensor]:
     """Return which ids are among the tile's words, and their rows; 0 for others.
 
     One that is out of range goes to the first or the last tile, where it fails.
     """
     start, stop = words
     near = ids.clamp(0, count - 1)
-    own = (near >= start) & (near < stop)
-    return own, torch.where(own, ids - start, 0)
+    is_own = (near >= start) & (near < stop)
+    return is_own, torch.where(is_own, ids - start, 0)

@@ -133,9 +133,9 @@ def _pooled(
     if not windows:
         result: Tensor = pool(value, 1)
         return result
-    first, *rest = windows
+    first, *inner = windows
     parts = [
-        _pooled(value.narrow(dim, start, stop - start), pool, tuple(rest), dim + 1)
+        _pooled(value.narrow(dim, start, stop - start), pool, tuple(inner), dim + 1)
         for start, stop in first
     ]
     return torch.cat(parts, dim)
@@ -181,11 +181,11 @@ class _WeightedSum(torch.autograd.Function):
     def forward(ctx: Any, value: Tensor, how: Resize, axis: int) -> Tensor:
         dim = value.dim() - len(how.sizes) + axis
         ctx.how, ctx.axis, ctx.shape, ctx.dim = how, axis, value.shape, dim
-        found = [
+        terms = [
             value.index_select(dim, column) * weight
             for column, weight in _taps_along(dim, value, how, axis)
         ]
-        return functools.reduce(torch.add, found)
+        return functools.reduce(torch.add, terms)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:

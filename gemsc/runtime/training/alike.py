@@ -36,8 +36,8 @@ def check_same_files(directory: FilePath, plan: Plan, transport: Transport) -> N
     Raises:
         GemscError: two ranks have different ones; on all ranks.
     """
-    own = [transport.rank % plan.copy_ranks]
-    ranks = range(plan.copy_ranks) if transport.rank == 0 else own
+    own_ranks = [transport.rank % plan.copy_ranks]
+    ranks = range(plan.copy_ranks) if transport.rank == 0 else own_ranks
     names = [rank_file(rank, name) for rank in ranks for name in ("", *plan.variants)]
     main = getattr(sys.modules["__main__"], "__file__", None)  # of one's own loop
     script = plan.spec.partition(":")[0] or main
@@ -57,10 +57,10 @@ def check_same_files(directory: FilePath, plan: Plan, transport: Transport) -> N
 def own_files(script: FilePath) -> dict[str, FilePath]:
     """Return a script and the modules in its folder, but for what was installed."""
     folder, python = script.parent, sysconfig.get_path("stdlib")
-    known = (getattr(each, "__file__", None) for each in [*sys.modules.values()])
-    own = [FilePath(each) for each in known if each and "-packages" not in each]
-    inside = [f for f in own if f.is_relative_to(folder) and python not in f.as_posix()]
-    return {each.relative_to(folder).as_posix(): each for each in (script, *inside)}
+    known = (getattr(module, "__file__", None) for module in [*sys.modules.values()])
+    src = [FilePath(path) for path in known if path and "-packages" not in path]
+    inside = [f for f in src if f.is_relative_to(folder) and python not in f.as_posix()]
+    return {path.relative_to(folder).as_posix(): path for path in (script, *inside)}
 
 
 class SameBatches(Callback):
@@ -146,8 +146,8 @@ class SameCopies(Callback):
 
 def _sum_of_bits(tensor: Tensor) -> str:
     """Return the sum of a tensor's bytes, eight of them at a time as an integer."""
-    found = bits_of(tensor)
-    if found.storage_offset() % 8:
-        found = found.clone()
-    whole = len(found) // 8 * 8
-    return str((found[:whole].view(torch.int64).sum() + found[whole:].sum()).item())
+    raw = bits_of(tensor)
+    if raw.storage_offset() % 8:
+        raw = raw.clone()
+    whole = len(raw) // 8 * 8
+    return str((raw[:whole].view(torch.int64).sum() + raw[whole:].sum()).item())

@@ -63,7 +63,7 @@ def parse_arguments(
         del sys.argv[1:]
     given = options.resume or [None]
     options.resume, options.goes_on = given[-1], given[-1] == LAST
-    options.source = next((each for each in reversed(given) if each != LAST), None)
+    options.source = next((place for place in reversed(given) if place != LAST), None)
     if options.save is not None and (problem := _why_not_in(options.save)):
         from_there = f" and --resume {options.save}" if options.goes_on else ""
         raise GemscError(

@@ -149,8 +149,8 @@ class Hooks(Callback):
         """
         names = ("model", "loss", "phases")
         parts = chain(*(parts_held(name, getattr(self.user, name)) for name in names))
-        found = {path: _state(value) for path, value in parts if not _OWN(path)}
-        return {path: value for path, value in found.items() if value is not None}
+        states = {path: _state(value) for path, value in parts if not _OWN(path)}
+        return {path: value for path, value in states.items() if value is not None}
 
     def _tell(self, hook: str, names: str) -> None:
         at = self.user.line_of(hook)
@@ -209,7 +209,11 @@ class Console(Callback):
         if self._bar is None:
             epochs, done = self.epochs, report.step - 1
             epoch, before = epochs.place(done)
-            total = None if epochs.each is None else before + (epochs.left(done) or 0)
+            total = (
+                None
+                if epochs.epoch_steps is None
+                else before + (epochs.left(done) or 0)
+            )
             self._bar = ProgressBar(
                 total, epochs.title(epoch), before=before, started=report.seconds
             )
@@ -242,9 +246,9 @@ class Console(Callback):
         self._close()
         for number, (steps, samples, seconds) in sorted(self._shapes.items()):
             shape = trainer.plan.shapes[number]
-            each, rate = show_seconds(seconds / steps), samples / seconds
+            mean, rate = show_seconds(seconds / steps), samples / seconds
             self.say(
-                f"shape {shape.name}: {steps:.0f} steps of {each}, {rate:.1f} samples/s"
+                f"shape {shape.name}: {steps:.0f} steps of {mean}, {rate:.1f} samples/s"
             )
         transport, device = trainer.transport, trainer.device
         if reason := why_stopped(trainer):

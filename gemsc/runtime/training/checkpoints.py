@@ -35,8 +35,8 @@ from gemsc.runtime.training.trainer import Trainer
 
 def plateaus(trainer: Trainer) -> list[ReduceLROnPlateau]:
     """Return the schedulers that evaluations step, of all phases on this rank."""
-    every = (each.scheduler for each in trainer.worker.variants.updates.values())
-    return [each for each in every if isinstance(each, ReduceLROnPlateau)]
+    every = (updates.scheduler for updates in trainer.worker.variants.updates.values())
+    return [plateau for plateau in every if isinstance(plateau, ReduceLROnPlateau)]
 
 
 class Best(Callback):
@@ -94,7 +94,7 @@ class Best(Callback):
                 f"--best {self.name}:max"
             )
         mode, other = ("max", "min") if self.is_larger_better else ("min", "max")
-        if any(each.mode != mode for each in waiting):
+        if any(scheduler.mode != mode for scheduler in waiting):
             better = "larger" if self.is_larger_better else "smaller"
             raise GemscError(
                 f"ReduceLROnPlateau has mode='{other}', and is shown {self.name}, "
@@ -122,7 +122,7 @@ class Best(Callback):
         _, within = self.epochs.place(trainer.step_number)
         for scheduler in waiting if within == 0 else ():
             scheduler.step(figures[self.name])
-        self._counts = [each.last_epoch for each in waiting]
+        self._counts = [scheduler.last_epoch for scheduler in waiting]
         value, best = figures[self.name], self.value
         if self.is_larger_better:
             self.is_new = value == value if best is None else value > best
@@ -138,7 +138,7 @@ class Best(Callback):
         self, trainer: Trainer, epoch: int, figures: Mapping[str, float]
     ) -> None:
         """Refuse a hook that steps a plateau again, as a loop of one's own does."""
-        counts = [each.last_epoch for each in plateaus(trainer)]
+        counts = [scheduler.last_epoch for scheduler in plateaus(trainer)]
         if self.name in figures and counts != self._counts:
             raise GemscError(
                 "on_epoch() steps ReduceLROnPlateau, which this evaluation has stepped",
@@ -274,8 +274,8 @@ class Position(Callback):
 
     def on_step(self, trainer: Trainer, report: StepReport) -> None:
         """From its last step on, an epoch owes its end: a hook may save there."""
-        each = self.epochs.each
-        self.epochs.owes_end = each is not None and report.step % each == 0
+        per_epoch = self.epochs.epoch_steps
+        self.epochs.owes_end = per_epoch is not None and report.step % per_epoch == 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return epoch and sample, of how many; of a stream, marks of its parts."""
@@ -290,18 +290,18 @@ class Position(Callback):
         state |= {"batch_size": size, "sample": first * size}
         if isinstance(self.batches, StreamBatches):
             state["parts"] = self.batches.num_parts
-            own = self.batches.marks(epoch)
-            state["marks"] = self._of_all(own) if first else {}
+            marks = self.batches.marks(epoch)
+            state["marks"] = self._of_all(marks) if first else {}
         return state
 
-    def _of_all(self, own: Mapping[int, Mark]) -> dict[str, Any]:
+    def _of_all(self, mine: Mapping[int, Mark]) -> dict[str, Any]:
         """Return the marks of all parts, of whoever came farthest in each."""
-        found: dict[int, Mark] = {}
-        for marks in self.trainer.transport.all_gather_object(dict(own)):
+        farthest: dict[int, Mark] = {}
+        for marks in self.trainer.transport.all_gather_object(dict(mine)):
             for number, mark in marks.items():
-                other = found.setdefault(number, mark)
-                found[number] = max(other, mark, key=lambda each: each.first)
-        return {str(number): vars(_storable(mark)) for number, mark in found.items()}
+                other = farthest.setdefault(number, mark)
+                farthest[number] = max(other, mark, key=lambda mark: mark.first)
+        return {str(number): vars(_storable(mark)) for number, mark in farthest.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to the sample that comes next.
@@ -334,9 +334,11 @@ class Position(Callback):
                     "and --data, and the same --last-batch, or from a checkpoint at "
                     "the end of an epoch",
                 )
-        if epochs.each is not None:
-            steps.done = state["epoch"] * epochs.each + first
-            epochs.owes_end |= first == epochs.each  # larger batches leave out the rest
+        if epochs.epoch_steps is not None:
+            steps.done = state["epoch"] * epochs.epoch_steps + first
+            epochs.owes_end |= (
+                first == epochs.epoch_steps
+            )  # larger batches leave out the rest
         else:
             size = state["batch_size"]
             before = steps.done - state["sample"] // size

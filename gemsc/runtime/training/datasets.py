@@ -43,7 +43,7 @@ def shape_classes(plan: Plan, user: UserModel, name: str) -> ShapeClasses | None
         ]
     if not shapes:
         return None
-    at = {each: user.line_of(each) for each in ("pad_value", "bucket", "collate")}
+    at = {key: user.line_of(key) for key in ("pad_value", "bucket", "collate")}
     if user.collate is not None and plan.shapes and not joins:
         raise GemscError(
             "collate takes no number of a shape",
@@ -175,8 +175,8 @@ class Datasets:
         """Say which shapes have too few samples for a batch, and what targets get."""
         order, shapes = shared.batches.order, self.plan.shapes
         targets = [
-            [size for place, size in each.sizes.items() if place.startswith("target")]
-            for each in shapes
+            [size for place, size in shape.sizes.items() if place.startswith("target")]
+            for shape in shapes
         ]
         is_padded = any(sizes != targets[0] for sizes in targets)
         if is_padded and self.user.pad_value is None and self.user.collate is None:
@@ -185,12 +185,12 @@ class Datasets:
                 "zeros, which the loss counts; pad_value = (0, -100), for inputs and "
                 "targets, fills it up with labels that a crossentropy leaves out"
             )
-        for number, each in enumerate(shapes):
+        for number, shape in enumerate(shapes):
             count = order.counts[number]
             if count and not order.batches[number] and self.transport.rank == 0:
                 warn(
-                    f"no batch has shape {each.name}: {count} samples have it, a batch "
-                    f"takes {order.sizes[number]}",
+                    f"no batch has shape {shape.name}: {count} samples have it, a "
+                    f"batch takes {order.sizes[number]}",
                     at=shared.at,
                     help="--last-batch train, fewer --micro-batches, or bucket() that "
                     "puts them into a larger shape",

@@ -28,7 +28,7 @@ class Epochs:
     stopped: str = ""  # why the run was, before it was resumed
 
     @property
-    def each(self) -> int | None:
+    def epoch_steps(self) -> int | None:
         """The steps of an epoch; None if only its end will tell."""
         batches = self.batches
         is_open = isinstance(batches, StreamBatches) and batches.is_open
@@ -39,35 +39,39 @@ class Epochs:
         """The steps of the whole run, from its first start; None if nobody knows."""
         if self.steps is not None:
             return self.steps
-        return None if self.each is None else self.epochs * self.each
+        return None if self.epoch_steps is None else self.epochs * self.epoch_steps
 
     def place(self, done: int) -> tuple[int, int]:
         """Return the epoch after so many steps, and how many of its own are done."""
-        if self.each is None:
+        if self.epoch_steps is None:
             return self.now, done - self.start
-        return divmod(done, self.each)
+        return divmod(done, self.epoch_steps)
 
     def left(self, done: int) -> int | None:
         """Return the steps that are left in the epoch, or in the run within it."""
-        rest = None if self.total is None else self.total - done
-        if self.each is None or rest is None:
-            return rest
-        return min(self.each - done % self.each, rest)
+        remaining = None if self.total is None else self.total - done
+        if self.epoch_steps is None or remaining is None:
+            return remaining
+        return min(self.epoch_steps - done % self.epoch_steps, remaining)
 
     def ends(self, step: int, requests: Requests) -> bool:
         """Whether an epoch, or the run, ends with a step, now that it is done."""
-        is_end = requests.agreed("end") if self.each is None else step % self.each == 0
+        is_end = (
+            requests.agreed("end")
+            if self.epoch_steps is None
+            else step % self.epoch_steps == 0
+        )
         return is_end or step == self.total
 
     def end(self, done: int, requests: Requests) -> bool:
         """Go on to the next epoch if this one has ended; whether it has."""
-        if self.each is not None:
-            return done % self.each == 0
-        found = requests.agreed("end")
+        if self.epoch_steps is not None:
+            return done % self.epoch_steps == 0
+        has_ended = requests.agreed("end")
         requests.done("end")
-        if found:
+        if has_ended:
             self.now, self.start = self.now + 1, done
-        return found
+        return has_ended
 
     def is_over(self, done: int) -> bool:
         """Whether nothing is left to do after so many steps."""
@@ -78,8 +82,8 @@ class Epochs:
     def title(self, epoch: int) -> str:
         """Return `epoch 2/4`, or without the last number where nobody knows it."""
         count: int | None = self.epochs
-        if self.each is not None and self.total is not None:
-            count = -(-self.total // self.each)
+        if self.epoch_steps is not None and self.total is not None:
+            count = -(-self.total // self.epoch_steps)
         elif self.steps is not None:
             count = None
         return f"epoch {epoch + 1}" + ("" if count is None else f"/{count}")

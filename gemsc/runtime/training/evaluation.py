@@ -64,9 +64,9 @@ class Evaluator:
             self._check_windows(self.windows)
 
     def _check_windows(self, windows: SlidingWindows) -> None:
-        found = picture_of_all(self.trainer)
+        picture = picture_of_all(self.trainer)
         at = self.user.line_of("eval_windows")
-        if found is None:
+        if picture is None:
             raise GemscError(
                 "eval_windows needs a model of pictures or volumes",
                 at=at,
@@ -93,11 +93,11 @@ class Evaluator:
                 help="return an eval_dataset with [index], or leave out eval_windows",
             )
         try:
-            windows.steps(found.size)
+            windows.steps(picture.size)
         except GemscError as error:
             error.at = at
             raise
-        self.picture: Picture = found
+        self.picture: Picture = picture
 
     def check_first(self) -> None:
         """Read the first batch, so that a wrong one shows before anything is trained.
@@ -141,10 +141,10 @@ class Evaluator:
             self._score_cases(mean_loss)
         status = self.trainer.worker.status
         status.enter("metrics")
-        own: dict[str, tuple[float, int]] = {}
+        figures: dict[str, tuple[float, int]] = {}
         with self._later():
-            own = self.metrics.figures()
-            if "loss" in own:
+            figures = self.metrics.figures()
+            if "loss" in figures:
                 raise GemscError(
                     "metrics returns a figure named 'loss', like the held-out loss",
                     at=self.user.line_of("metrics"),
@@ -153,11 +153,11 @@ class Evaluator:
         transport, scorer = self.trainer.transport, self.holders.first
         terms = mean_loss.divisor
         losses: Figures = {"loss": (mean_loss.value, terms)} if terms else {}
-        mine = losses | own, self._problem
-        found, problem = transport.all_gather_object(mine)[scorer]
+        mine = losses | figures, self._problem
+        scored, problem = transport.all_gather_object(mine)[scorer]
         status.idle()
-        self.record.add_figures(found)
-        return {name: value for name, (value, _) in found.items()}, problem
+        self.record.add_figures(scored)
+        return {name: value for name, (value, _) in scored.items()}, problem
 
     @contextmanager
     def _later(self) -> Iterator[None]:
@@ -236,11 +236,11 @@ class Evaluator:
         target, dims = copied(target), self.trainer.plan.sample_dims
         loss: Any = self.loss(nan_of_all(output, dims), target)
         if not isinstance(loss, Tensor) or loss.dim() == 0:
-            found = as_loss(loss)
-            if OF_ALL not in dims or not found.isnan().any():
-                return found
+            of_batch = as_loss(loss)
+            if OF_ALL not in dims or not of_batch.isnan().any():
+                return of_batch
             if as_loss(self.loss(output, target)).isnan().any():
-                return found  # whatever fills it up
+                return of_batch  # whatever fills it up
         size = self.data.batches.order.sizes[batch.shape]
         raise self._not_alone(batch.count, size, of_loss=True)
 
@@ -299,8 +299,8 @@ def naming_samples(
             raise
         row = next(batches.rows(epoch, number))
         size = trainer.plan.micro_batch_sizes[row.shape]
-        own = row.indices[trainer.worker.number * size :][:size] or row.indices[-1:]
-        error.add_note(f"note: this micro-batch has samples {', '.join(map(str, own))}")
+        ids = row.indices[trainer.worker.number * size :][:size] or row.indices[-1:]
+        error.add_note(f"note: this micro-batch has samples {', '.join(map(str, ids))}")
         raise
 
 
@@ -310,14 +310,14 @@ def bring_up_to_date(loss: nn.Module, trainer: Trainer, *, frozen: bool) -> None
     With `frozen`, also parameters that are not trained.
     """
     loss.eval()
-    own = {
+    tensors = {
         name: tensor
         for name, tensor in stage_tensors(loss).items()
         if frozen or tensor.requires_grad or not isinstance(tensor, nn.Parameter)
     }
-    if not own:
+    if not tensors:
         return
-    keys = {f"{LOSS_KEY}{name}" for name in own}
+    keys = {f"{LOSS_KEY}{name}" for name in tensors}
     mine = {h.key: h for h in Holdings(trainer.worker).tensors({}) if h.key in keys}
     gather, rank = trainer.transport.all_gather_object, trainer.transport.rank
     pieces = [*gather({key: held.piece for key, held in mine.items()})][:rank]
@@ -326,8 +326,8 @@ def bring_up_to_date(loss: nn.Module, trainer: Trainer, *, frozen: bool) -> None
         for key, held in mine.items()
         if all(before.get(key) != held.piece for before in pieces)
     ]
-    for key, piece, values in (each for of_rank in gather(sent) for each in of_rank):
-        tensor = own[key.removeprefix(LOSS_KEY)]
+    for key, piece, values in (entry for of_rank in gather(sent) for entry in of_rank):
+        tensor = tensors[key.removeprefix(LOSS_KEY)]
         if tensor.dtype != values.dtype:
             tensor.data = tensor.data.to(values.dtype)
         whole = tensor.data if tensor.dim() else tensor.data.view(1)
@@ -340,8 +340,8 @@ def picture_of_all(trainer: Trainer) -> Picture | None:
     inputs = trainer.program.inputs.values()
     shapes = [item.shape for item in inputs if item.path[0] == "input"]
     mine = next(filter(None, map(Picture.of_shape, shapes)), None)
-    found = trainer.transport.all_gather_object(mine)
-    return next((each for each in found if each is not None), None)
+    pictures = trainer.transport.all_gather_object(mine)
+    return next((picture for picture in pictures if picture is not None), None)
 
 
 def evaluate_case(
@@ -356,8 +356,8 @@ def evaluate_case(
     part = size // place.num_copies
     target = zero_target(trainer)
     for places, count in case.windows.batches(size):
-        own = places[place.copy * part :][:part]
-        windows, shape = case.take(own), trainer.plan.first_shape
+        mine = places[place.copy * part :][:part]
+        windows, shape = case.take(mine), trainer.plan.first_shape
         output = trainer.evaluate(windows, target, shape=shape).output
         holders.find(output)
         dims = trainer.plan.sample_dims

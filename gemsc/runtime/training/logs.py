@@ -163,7 +163,7 @@ class Log(Callback):
                         record["step"] = -(-record["step"] * step // saved)
                         line = json.dumps(record)
                     file.write(f"{line}\n")
-                    columns |= dict.fromkeys(_found(record))
+                    columns |= dict.fromkeys(_evaluation_columns(record))
         self._columns = (*columns,)
         self._lines = lines.open("a", encoding="utf-8", buffering=1)
         self._tabulate()
@@ -232,7 +232,7 @@ class Log(Callback):
         """Yield what the log says of each step."""
         row: dict[str, Any] = {}
         for _, record in _records(self.folder / LOG):
-            figures = _found(record)
+            figures = _evaluation_columns(record)
             if record.get("event") == "step":
                 figures = {name: record.get(name) for name in self._of_steps}
             if figures and row.get("step") not in (None, record["step"]):
@@ -288,7 +288,7 @@ def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             yield line, record
 
 
-def _found(record: Mapping[str, Any]) -> dict[str, Any]:
+def _evaluation_columns(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the columns of log.csv that an evaluation fills."""
     figures = record["figures"] if record.get("event") == "evaluation" else {}
     return {f"eval_{name}": value for name, value in figures.items()}
@@ -296,7 +296,7 @@ def _found(record: Mapping[str, Any]) -> dict[str, Any]:
 
 def _learning_rate(trainer: Trainer) -> float | None:
     """Return the rate of the first group of the last phase that this rank updates."""
-    every = (each.optimizer for each in trainer.worker.variants.updates.values())
+    every = (updates.optimizer for updates in trainer.worker.variants.updates.values())
     last = [optimizer for optimizer in every if optimizer is not None][-1:]
     rate = last[0].param_groups[0].get("lr") if last else None
     return None if rate is None else float(rate)

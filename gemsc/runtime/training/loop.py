@@ -240,9 +240,9 @@ class Training:
         """Say where an epoch has ended sooner for some replicas than for others."""
         place = self.trainer.worker.place
         mine = (place.copy, ends) if self.datasets.reads else None
-        found = [*filter(None, self.transport.all_gather_object(mine))]
-        ended = sorted({copy + 1 for copy, ends in found if ends})
-        if len(ended) < len({copy for copy, _ in found}):
+        copies = [*filter(None, self.transport.all_gather_object(mine))]
+        ended = sorted({copy + 1 for copy, ends in copies if ends})
+        if len(ended) < len({copy for copy, _ in copies}):
             count = "1 step" if steps == 1 else f"{steps} steps"
             who = f"replica{'s' * (len(ended) > 1)} {', '.join(map(str, ended))}"
             self.console.say(
@@ -359,14 +359,14 @@ class Training:
         epoch, number = self.epochs.place(problem.step - 1)
         row = next(batches.rows(epoch, number))
         indices, size = row.indices, self.plan.micro_batch_sizes[row.shape]
-        found = [
+        lines = [
             f"micro-batch {m} has samples "
             + ", ".join(map(str, indices[m * size :][:size]))
             for m in list(problem.losses)[:MOST_NAMED]
         ]
-        own = indices[place.copy * batches.size_of(row) // place.num_copies :]
-        own = [own[row] for row in rows_not_finite(data) if row < len(own)]
-        everyone = self.transport.all_gather_object(own)
+        mine = indices[place.copy * batches.size_of(row) // place.num_copies :]
+        mine = [mine[row] for row in rows_not_finite(data) if row < len(mine)]
+        everyone = self.transport.all_gather_object(mine)
         wrong = sorted({index for theirs in everyone for index in theirs})
-        found += [f"sample {i} holds NaN or infinity" for i in wrong[:MOST_NAMED]]
-        return [f"in epoch {epoch + 1}", *found]
+        lines += [f"sample {i} holds NaN or infinity" for i in wrong[:MOST_NAMED]]
+        return [f"in epoch {epoch + 1}", *lines]

@@ -115,8 +115,8 @@ def as_picture(
         return scores.argmax(0).numpy().astype(np.min_scalar_type(len(scores) - 1))
     if kind == "probabilities":
         scores = scores.softmax(0) if len(scores) > 1 else scores.sigmoid()
-    found = scores.movedim(0, -1).numpy()
-    return found[..., 0] if len(scores) == 1 else found
+    picture = scores.movedim(0, -1).numpy()
+    return picture[..., 0] if len(scores) == 1 else picture
 
 
 DTYPES = {"float32": None, "float64": torch.float64}
@@ -185,9 +185,9 @@ class _Prediction:
 
     def __init__(self, trainer: Trainer, job: Job, user: UserModel | None) -> None:
         self.trainer, self.job, self.user = trainer, job, user
-        found = picture_of_all(trainer)
-        assert found is not None  # the command has looked
-        self.picture = found
+        picture = picture_of_all(trainer)
+        assert picture is not None  # the command has looked
+        self.picture = picture
         # a rank that gets no input reads nothing
         inputs = trainer.program.inputs.values()
         self.reads = any(item.path[0] == "input" for item in inputs)
@@ -206,17 +206,17 @@ class _Prediction:
         output = sample_of(outputs, number, count, self.trainer.plan.sample_dims)
         if user is None or user.predict_output is None:
             return as_picture(output, size, job.kind, job.threshold)
-        found = np.asarray(user.call("predict_output", output))
-        if found.ndim - len(size) not in (0, 1) or found.shape[: len(size)] != size:
+        picture = np.asarray(user.call("predict_output", output))
+        if picture.ndim - len(size) not in (0, 1) or picture.shape[: len(size)] != size:
             raise GemscError(
-                f"predict_output returns the shape {list(found.shape)} for "
+                f"predict_output returns the shape {list(picture.shape)} for "
                 f"{' x '.join(map(str, size))} pixels",
                 at=user.line_of("predict_output"),
                 help="return an array of that size, or with channels behind",
             )
-        if found.dtype.name in ("int64", "uint64") and abs(found).max() < 2**31:
-            return found.astype(np.int32)  # few programs read 64 bits
-        return found.astype(np.uint8) if found.dtype == bool else found
+        if picture.dtype.name in ("int64", "uint64") and abs(picture).max() < 2**31:
+            return picture.astype(np.int32)  # few programs read 64 bits
+        return picture.astype(np.uint8) if picture.dtype == bool else picture
 
 
 class VolumePrediction(_Prediction):
@@ -255,8 +255,8 @@ class VolumePrediction(_Prediction):
         voxels = self.volume.read()
         if self.user is None or self.user.predict_input is None:
             return as_input(voxels, self.picture)[None]
-        found = default_collate([self.user.call("predict_input", voxels)])
-        shape = self.picture.shape_of(found)
+        batch = default_collate([self.user.call("predict_input", voxels)])
+        shape = self.picture.shape_of(batch)
         if shape != self.volume.shape:
             raise GemscError(
                 f"predict_input returns a volume of {shape} for one of "
@@ -265,7 +265,7 @@ class VolumePrediction(_Prediction):
                 help=f"return {self.picture.channels} channels and as many voxels; "
                 "--spacing gives it voxels of another size",
             )
-        return found
+        return batch
 
 
 class Prediction(_Prediction):
@@ -309,7 +309,7 @@ class Prediction(_Prediction):
             band = np.empty((height, width, *like.shape[2:]), like.dtype)
             for column in columns:
                 picture = next(pictures)
-                kinds = [f"{each.shape} of {each.dtype}" for each in (picture, like)]
+                kinds = [f"{p.shape} of {p.dtype}" for p in (picture, like)]
                 if kinds[0] != kinds[1]:
                     raise GemscError(
                         f"predict_output returns {kinds[0]}, but for the first window "
@@ -330,9 +330,9 @@ class Prediction(_Prediction):
         source = trainer.worker.status.while_reading(inputs)
         for input, (_, count) in zip(source, batches, strict=True):
             shape = trainer.plan.first_shape
-            found = trainer.evaluate(input, target, window=self.part, shape=shape)
-            holders.find(found.output)
-            drawn = holders.join(self._all_drawn(found.output))
+            evaluation = trainer.evaluate(input, target, window=self.part, shape=shape)
+            holders.find(evaluation.output)
+            drawn = holders.join(self._all_drawn(evaluation.output))
             yield from drawn[:count] if drawn is not None else ()
             if bar is not None:
                 bar.step(None, size)
@@ -345,10 +345,10 @@ class Prediction(_Prediction):
         """Yield this rank's part of each batch; a thread reads the next one."""
         place = self.trainer.worker.place
         size = len(batches[0]) // place.num_copies
-        own = [batch[place.copy * size :][:size] for batch in batches]
+        parts = [batch[place.copy * size :][:size] for batch in batches]
         with ThreadPoolExecutor(1) as thread:
-            ahead = thread.submit(self._read, own[0])
-            for following in (*own[1:], ()):
+            ahead = thread.submit(self._read, parts[0])
+            for following in (*parts[1:], ()):
                 input = ahead.result()
                 ahead = thread.submit(self._read, following)
                 yield input
@@ -369,10 +369,10 @@ class Prediction(_Prediction):
         Raises:
             GemscError: it is something else.
         """
-        found = user.call("predict_input", region)
-        if self.picture.shape_of(default_collate([found])) != region.shape[:2]:
+        pixels = user.call("predict_input", region)
+        if self.picture.shape_of(default_collate([pixels])) != region.shape[:2]:
             shape = (
-                list(found.shape) if isinstance(found, torch.Tensor) else "no tensor"
+                list(pixels.shape) if isinstance(pixels, torch.Tensor) else "no tensor"
             )
             given = " x ".join(map(str, region.shape))
             raise GemscError(
@@ -382,7 +382,7 @@ class Prediction(_Prediction):
                 help=f"return {self.picture.channels} channels and as many pixels as "
                 "it is given",
             )
-        return found
+        return pixels
 
     def _region(self, place: Place) -> NDArray[Any]:
         """Return what this rank takes of a window: height, width, channels.

@@ -61,7 +61,7 @@ def check_planned_phases(
             "optimizer and scheduler cannot be combined with phases",
             help="leave them out: each phase has its own",
         )
-    seldom = next((each for each in phases if each.every > 1), None)
+    seldom = next((phase for phase in phases if phase.every > 1), None)
     if seldom is not None and accumulate > 1:
         raise GemscError(
             f"phase {seldom.name} has every={seldom.every}, which cannot be combined "

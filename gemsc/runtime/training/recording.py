@@ -80,11 +80,11 @@ class Recorder:
         """
         records: list[Record] = [(*n[:4], n[4](), n[5]()) for n in self._noted]
         busy = [(r[4], r[5]) for r in records if r[0] in ON_DEVICE]
-        found: list[Record] = []
+        disjoint: list[Record] = []
         for record in records:
             is_host = record[0] not in ON_DEVICE
-            found += _outside(record, busy) if is_host else [record]
-        return sorted(found, key=lambda record: record[4])
+            disjoint += _outside(record, busy) if is_host else [record]
+        return sorted(disjoint, key=lambda record: record[4])
 
     def _noting(
         self, kind: str, call: Callable[..., Any], is_action: bool = False
@@ -181,13 +181,13 @@ def time_steps(
         _wait(device)
         transport.barrier()
         seconds.append(time.perf_counter() - began)
-    found = {
+    load = {
         "seconds": seconds,
         "cpu_seconds": time.process_time() - busy,
         "peak_bytes": peak_bytes(device),
         "gpu_used": _gpu_used(device),
     }
-    (folder / f"load{transport.rank}.json").write_text(json.dumps(found))
+    (folder / f"load{transport.rank}.json").write_text(json.dumps(load))
 
 
 def _prepared(

@@ -44,18 +44,18 @@ class LabelsThatCount(Callback):
             return
         size, *others = {*plan.micro_batch_sizes}
         leaves: dict[Any, Tensor] = dict(tensor_leaves(dict(sources)))
-        for each in plan.ignored if not others else ():
-            labels = leaves.get(tuple(each["path"]))
+        for loss in plan.ignored if not others else ():
+            labels = leaves.get(tuple(loss["path"]))
             if labels is None or len(labels) % size:
                 continue
-            parts = (labels != each["label"]).reshape(len(labels) // size, -1)
+            parts = (labels != loss["label"]).reshape(len(labels) // size, -1)
             least, most = (int(part) for part in parts.sum(1).aminmax())
             if least != most:
                 self._said = True
                 warn(
                     f"the micro-batches of step {trainer.step_number + 1} have "
-                    f"{least} to {most} labels that are not {each['label']}, which the "
-                    f"loss {each['at']} leaves out. A step takes the mean of their "
+                    f"{least} to {most} labels that are not {loss['label']}, which the "
+                    f"loss {loss['at']} leaves out. A step takes the mean of their "
                     "means, in which a label weighs more where there are few",
                     help="return a sum and a count from loss(output, target): the sum "
                     "of the losses of all labels, and how many count",
@@ -83,19 +83,19 @@ class RoundedNumbers(Callback):
         leaves: dict[Any, Tensor] = dict(tensor_leaves(dict(sources)))
         mine = {}
         for item in trainer.worker.variants.inputs:
-            own = within(item.dtype, trainer.worker.float_dtype)
-            own = torch.promote_types(own, item.dtype)  # less was asked for
-            given = leaves[item.path].dtype if item.path in leaves else own
-            if is_real(given) and torch.promote_types(given, own) != own:
-                mine[item.name] = (given, own)
+            dtype = within(item.dtype, trainer.worker.float_dtype)
+            dtype = torch.promote_types(dtype, item.dtype)  # less was asked for
+            given = leaves[item.path].dtype if item.path in leaves else dtype
+            if is_real(given) and torch.promote_types(given, dtype) != dtype:
+                mine[item.name] = (given, dtype)
         everyone = trainer.transport.all_gather_object(mine)
-        found = {name: pair for each in everyone for name, pair in each.items()}
-        for name, (given, own) in found.items() if trainer.transport.rank == 0 else ():
+        wide = {name: pair for of_rank in everyone for name, pair in of_rank.items()}
+        for name, (given, dtype) in wide.items() if trainer.transport.rank == 0 else ():
             warn(
-                f"{name} is {given} in the data, and rounded to {own}, as in the "
+                f"{name} is {given} in the data, and rounded to {dtype}, as in the "
                 "examples that the program was compiled for",
-                help=f"convert it to {own} in the dataset; if that loses too much, let "
-                f"the examples have {given}, and forward or the loss convert it",
+                help=f"convert it to {dtype} in the dataset; if that loses too much, "
+                f"let the examples have {given}, and forward or the loss convert it",
             )
 
 

@@ -56,7 +56,7 @@ def choose_folder(program: Path, options: argparse.Namespace) -> Path | None:
     """
     goes_on: bool = options.goes_on
     others = options.verify_into, options.record_into, options.time_into
-    if any(each is not None for each in others):
+    if any(path is not None for path in others):
         return None
     if options.save is None:
         runs = program / RUNS
@@ -189,9 +189,9 @@ def options_at(place: Path, step: int) -> dict[str, Any] | None:
 
     `place` is its folder, or one of its checkpoints. Usual values are left out.
     """
-    found = place.resolve()
-    starts = _starts(found / ABOUT) or _starts(found.parent / ABOUT)
-    before = [each for each in starts if each.get("step", 0) < step]
+    folder = place.resolve()
+    starts = _starts(folder / ABOUT) or _starts(folder.parent / ABOUT)
+    before = [start for start in starts if start.get("step", 0) < step]
     last = [*starts[:1], *before][-1:]
     return dict(last[0].get("options", {})) if last else None
 
@@ -201,27 +201,27 @@ def changed_options(options: argparse.Namespace, step: int) -> list[str]:
     then = options_at(options.resume, step)
     if then is None:
         return []
-    usual, found = vars(parse_arguments([])), []
+    usual, changes = vars(parse_arguments([])), []
     for name in DECIDE:
         pair = getattr(options, name), then.get(name, usual[name])
         if pair[0] != pair[1] and (name, pair[0]) != ("ema", None):  # which is told
             now, was = (" ".join(v) if isinstance(v, list) else v for v in pair)
             flag = name.replace("_", "-")
-            found.append(f"--{flag} {now or 'none'} (was {was or 'none'})")
-    return found
+            changes.append(f"--{flag} {now or 'none'} (was {was or 'none'})")
+    return changes
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for name in ("gemsc", "torch", "mpi4py"):
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
     mpi: Any = sys.modules.get("mpi4py.MPI")  # it is loaded by ranks alone
     if mpi is not None:
-        found["mpi"] = mpi.Get_library_version().split("\n")[0].rstrip("\0 ")
-    return found
+        versions["mpi"] = mpi.Get_library_version().split("\n")[0].rstrip("\0 ")
+    return versions
 
 
 def _numbers(runs: Path) -> list[int]:

@@ -72,9 +72,9 @@ def tensors_of_program(
         for kind in program.stages.values():
             with torch.device("meta"):
                 stage = kind()
-            own: dict[int, str] = {}
+            firsts: dict[int, str] = {}
             for name, tensor in all_named(stage):
-                names[own.setdefault(id(tensor), name)].append(name)
+                names[firsts.setdefault(id(tensor), name)].append(name)
             persistent |= saved_named(stage).keys()
     return [
         Wanted(tuple(dict.fromkeys([name, *names[name]])), entry, name in persistent)

@@ -118,9 +118,9 @@ class Trainer:
         self.phases = tuple(phases or ())
         for phase in self.phases:
             self._add_phase(phase)
-        for each in plan.shapes:
-            if each.variant:
-                self._add_shape(each.variant)
+        for shape in plan.shapes:
+            if shape.variant:
+                self._add_shape(shape.variant)
         self.add_callbacks(callbacks)
 
     def _add_phase(self, phase: Phase) -> None:
@@ -259,8 +259,8 @@ class Trainer:
 
         Where a step has several phases, it is that of the last one, on all ranks alike.
         """
-        found: torch.optim.Optimizer | None = self._last_updates.optimizer
-        return found
+        optimizer: torch.optim.Optimizer | None = self._last_updates.optimizer
+        return optimizer
 
     @property
     def scheduler(self) -> Any:
@@ -336,10 +336,10 @@ class Trainer:
         Then save, and leave with exit code 75: who starts jobs may start it again.
         """
         StopSignal.check()
-        found = self.requests.agreed("leave")
-        if found:
+        is_agreed = self.requests.agreed("leave")
+        if is_agreed:
             StopSignal.answer()
-        return found
+        return is_agreed
 
     def leave_on_signals(self) -> None:
         """Let SIGTERM and SIGUSR1 set `is_leaving` after the step, on all ranks."""
@@ -441,10 +441,10 @@ class Trainer:
                 nothing was changed.
         """
         self.worker.status.enter("resume")
-        found = resume(self.worker, Path(directory), tensors_of(self.callbacks))
+        saved = resume(self.worker, Path(directory), tensors_of(self.callbacks))
         self._has_weights = True
-        self._freezing.set(found.get("frozen", ()))
-        self.dropped = load_states(self.callbacks, found.get("callbacks", {}))
+        self._freezing.set(saved.get("frozen", ()))
+        self.dropped = load_states(self.callbacks, saved.get("callbacks", {}))
         self.worker.status.idle()
-        own: dict[str, Any] = found.get("own", {})
-        return own
+        extra: dict[str, Any] = saved.get("own", {})
+        return extra

@@ -98,8 +98,8 @@ def without_noise(gradients: Iterable[Tensor | None], near_zero: float) -> None:
 def drop_noise(worker: Worker, near_zero: float) -> None:
     """Set to zero what is `near_zero` in the gradients of the update that comes."""
     if near_zero:
-        own = worker.updates.parameters.values()
-        without_noise((parameter.grad for parameter in own), near_zero)
+        parameters = worker.updates.parameters.values()
+        without_noise((parameter.grad for parameter in parameters), near_zero)
 
 
 def recorded(
@@ -125,10 +125,10 @@ def recorded(
         updates = trainer.worker.updates
         updates.gather_gradients()
         named = trainer.worker.stages.parameters
-        found = {n: as_real(p.grad) for n, p in named.items() if p.grad is not None}
-        write_tensors(folder / f"gradients{rank}.safetensors", of_phases | found)
+        gradients = {n: as_real(p.grad) for n, p in named.items() if p.grad is not None}
+        write_tensors(folder / f"gradients{rank}.safetensors", of_phases | gradients)
         if trainer.phases:
-            of_phases.update({name: grad.clone() for name, grad in found.items()})
+            of_phases.update({name: grad.clone() for name, grad in gradients.items()})
         updates.before = partial(drop_noise, trainer.worker, near_zero)
         updates.before()
 
@@ -142,7 +142,7 @@ def recorded(
         tensors = trainer.stages.tensors()
         state = {name: as_real(tensor) for name, tensor in tensors.items()}
         write_tensors(folder / f"state{rank}.safetensors", state)
-    (folder / f"losses{rank}.json").write_text(json.dumps(losses.found))
+    (folder / f"losses{rank}.json").write_text(json.dumps(losses.losses))
     parts = {n: asdict(part) for n, part in trainer.program.parts.items()}
     grid = trainer.worker.grid.ranks if trainer.worker.grid is not None else [rank]
     alone = [name for name in state if trainer.program.is_placed(name)]
@@ -151,18 +151,18 @@ def recorded(
     (folder / f"memory{rank}.json").write_text(
         json.dumps([meter.peak_bytes, meter.peak_total_bytes] if meter else [0, 0])
     )
-    return losses.found
+    return losses.losses
 
 
 class Losses(Callback):
     """Keeps the losses of all steps, and of all phases of each."""
 
     def __init__(self) -> None:
-        self.found: list[float] = []
+        self.losses: list[float] = []
 
     def on_step(self, trainer: Trainer, report: StepReport) -> None:
         """Keep the losses of the step."""
-        self.found += report.losses.values() or [report.loss]
+        self.losses += report.losses.values() or [report.loss]
 
 
 def metered(worker: Worker) -> ActivationMeter:
@@ -277,7 +277,7 @@ class RunRecord:
         parts = json.loads((folder / FILE).read_text())
         for name in ("samples", "eval_samples"):
             parts[name] = [
-                {(index, _box(box)): found for (index, box), found in digests}
+                {(index, _box(box)): text for (index, box), text in digests}
                 for digests in parts[name]
             ]
         return cls(**parts)

@@ -25,11 +25,11 @@ def check_engine(wanted: str | None) -> None:
     Raises:
         GemscError: its launcher starts ranks of the other one, or of none.
     """
-    found = engine()
-    if found == "mpi":
+    actual = engine()
+    if actual == "mpi":
         check_launcher()
-    if wanted is not None and wanted != found:
-        by = {"mpi": "no torchrun", "torch": "torchrun"}[found]
+    if wanted is not None and wanted != actual:
+        by = {"mpi": "no torchrun", "torch": "torchrun"}[actual]
         starts = {"mpi": "mpirun -n RANKS python", "torch": "torchrun"}[wanted]
         raise GemscError(
             f"--engine {wanted} does not match the launcher: {by} started this rank",

@@ -160,7 +160,7 @@ class DeviceTransport:
         return group
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def as_one(self) -> Iterator[None]:
         """Let messages that are started meanwhile travel in any order.
 
         That is so anyway where they have tags; elsewhere they are one operation: see
@@ -170,7 +170,7 @@ class DeviceTransport:
             yield
             return
         wait(_Until(lambda: self._at_most(0)))
-        with cast("LaneTransport", self.host).together():
+        with cast("LaneTransport", self.host).as_one():
             yield
             wait(_Until(lambda: self._at_most(0)))
 
@@ -179,14 +179,14 @@ class DeviceTransport:
         tensor = tensor.detach()
         if tensor.is_complex():  # the same memory, in a dtype that MPI can add
             tensor = torch.view_as_real(tensor)
-        return self._collect(lambda own, _: group.all_reduce(own), tensor)
+        return self._collect(lambda sent, _: group.all_reduce(sent), tensor)
 
     def reduce_scatter(
         self, group: Group, tensor: Tensor, sizes: Sequence[int], result: Tensor
     ) -> Request:
         """Start the sum, of which each member gets its part: see `Group`."""
         return self._collect(
-            lambda own, room: group.reduce_scatter(own, sizes, room), tensor, result
+            lambda sent, room: group.reduce_scatter(sent, sizes, room), tensor, result
         )
 
     def all_gather(
@@ -194,7 +194,7 @@ class DeviceTransport:
     ) -> Request:
         """Start to bring all members' tensors together: see `Group`."""
         return self._collect(
-            lambda own, room: group.all_gather(own, sizes, room), tensor, result
+            lambda sent, room: group.all_gather(sent, sizes, room), tensor, result
         )
 
     def _collect(

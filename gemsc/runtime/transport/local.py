@@ -63,8 +63,8 @@ Share = tuple[Tensor, list[int], Tensor]  # brought, the members' sizes, the res
 
 def _share(tensor: Tensor, sizes: Sequence[int], result: Tensor) -> Share:
     """Return what a member brings, if its memory can be read."""
-    for each in (tensor, result):
-        check_memory(each, cuda_aware=False)
+    for buffer in (tensor, result):
+        check_memory(buffer, cuda_aware=False)
     return tensor.detach(), list(sizes), result.detach()
 
 
@@ -250,8 +250,8 @@ def look_up_operators() -> None:
     lies there now, or crashes.
     """
     for name in torch._C._dispatch_get_all_op_names():
-        space, _, rest = name.partition("::")
-        operator, _, overload = rest.partition(".")
+        space, _, tail = name.partition("::")
+        operator, _, overload = tail.partition(".")
         packet = getattr(getattr(torch.ops, space), operator, None)
         getattr(packet, overload or "default", None)
 

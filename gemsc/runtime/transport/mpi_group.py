@@ -105,8 +105,8 @@ class MpiGroup:
         size = max(PIECE_BYTES // tensor.itemsize, -(-tensor.numel() // MOST_PIECES))
         requests: list[Request] = []
         for piece in torch.split(tensor.view(-1), min(size, LARGEST_PIECE)):
-            own = [self._buffer(piece), kind]
-            sum_ = self._comm.Iallreduce(self._mpi.IN_PLACE, own, self._mpi.SUM)
+            buffer = [self._buffer(piece), kind]
+            sum_ = self._comm.Iallreduce(self._mpi.IN_PLACE, buffer, self._mpi.SUM)
             requests.append(TestRequest(InSteps(), sum_, need))
         return requests
 
@@ -114,14 +114,14 @@ class MpiGroup:
         """Start the sum of 16 bit floats: first of each member's part, then gather."""
         tag, members = self._next_tag(), len(self.ranks)
         parts = tensor.view(-1).tensor_split(members)
-        own = parts[self._member]
-        arrived = [torch.empty_like(own) for _ in parts]
+        part = parts[self._member]
+        arrived = [torch.empty_like(part) for _ in parts]
         terms = [*arrived]
-        terms[self._member] = own
+        terms[self._member] = part
 
         def gather() -> list[Request]:
-            add_in_order(terms, own)
-            return self._exchange(tag, [own] * members, parts, "sum")
+            add_in_order(terms, part)
+            return self._exchange(tag, [part] * members, parts, "sum")
 
         first = self._exchange(tag, parts, arrived, "sum")
         chain = self._chained("sum", first, gather, kept=(tensor, *arrived))
@@ -138,8 +138,8 @@ class MpiGroup:
         tensor, result = tensor.detach(), result.detach()
         check_memory(tensor, cuda_aware=False)
         parts = torch.split(tensor, list(sizes))
-        own, members = parts[self._member], range(len(parts))
-        terms = [own if m == self._member else torch.empty_like(own) for m in members]
+        part, members = parts[self._member], range(len(parts))
+        terms = [part if m == self._member else torch.empty_like(part) for m in members]
         what, add = "sum of shares", partial(add_in_order, terms, result)
         requests = self._exchange(self._next_tag(), parts, terms, what)
         return self._chained(what, requests, add, kept=(tensor, result))
@@ -176,14 +176,14 @@ class MpiGroup:
         return self._count
 
     def _exchange(
-        self, tag: int, own: Sequence[Tensor], theirs: Sequence[Tensor], what: str
+        self, tag: int, ours: Sequence[Tensor], theirs: Sequence[Tensor], what: str
     ) -> list[Request]:
         """Start to send each other member a tensor, and to receive one."""
         need = self._need(what)
         others = [i for i in range(len(self.ranks)) if i != self._member]
         return [
             *(self._lane.receive(theirs[i], i, tag, need) for i in others),
-            *(self._lane.send(own[i], i, tag, need) for i in others),
+            *(self._lane.send(ours[i], i, tag, need) for i in others),
         ]
 
     def _need(self, what: str) -> Awaited:
@@ -191,10 +191,10 @@ class MpiGroup:
 
     def _buffer(self, tensor: Tensor) -> MPI.buffer:
         check_memory(tensor, cuda_aware=False)
-        found: MPI.buffer = self._mpi.buffer.fromaddress(
+        buffer: MPI.buffer = self._mpi.buffer.fromaddress(
             tensor.data_ptr(), tensor.nbytes
         )
-        return found
+        return buffer
 
     def free(self) -> None:
         """Give the communicator back."""

@@ -76,7 +76,7 @@ class ChainedRequest:
     def advance(self) -> bool:
         """Go on as far as it can; True once complete."""
         while True:
-            self._requests = [each for each in self._requests if not each.done()]
+            self._requests = [r for r in self._requests if not r.done()]
             if self._requests:
                 return False
             if not self._then:

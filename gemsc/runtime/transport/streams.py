@@ -228,7 +228,7 @@ class CudaStreams(Streams):
 
     def _take(self, event: StreamEvent) -> None:
         """Let what is computed next wait for a copy, and so for those before it."""
-        if all(event is not each for _, each in self._coming):
+        if all(event is not other for _, other in self._coming):
             return  # it has waited for this one, or for a later one
         self._compute.wait_event(event)
         while self._coming.popleft()[1] is not event:

@@ -141,19 +141,19 @@ class TorchGroup:
         """
         what = "sum of shares"
         tensor, result = tensor.detach(), result.detach()
-        own = torch.split(tensor, list(sizes))[self._me]
+        part = torch.split(tensor, list(sizes))[self._me]
         library = self._library(tensor)
         if library is None:
-            result.copy_(own)
+            result.copy_(part)
             return self._request(None, what)
-        arrived = tensor.new_empty(own.numel() * len(sizes))
+        arrived = tensor.new_empty(part.numel() * len(sizes))
         work = library.alltoall_base(
             _bytes(arrived),
             _bytes(tensor),
-            [own.nbytes] * len(sizes),
+            [part.nbytes] * len(sizes),
             [size * tensor.itemsize for size in sizes],
         )
-        terms = list(torch.split(arrived, own.numel())) if own.numel() else [own]
+        terms = list(torch.split(arrived, part.numel())) if part.numel() else [part]
         then = partial(add_in_order, terms, result)
         return self._request(work, what, (tensor, arrived, result), then)
 
@@ -298,15 +298,15 @@ class TorchTransport:
     def _post_own(self, tensor: Tensor, tag: int, *, is_send: bool) -> Request:
         """Start one end of a message to this rank itself."""
         mine, others = self._own[tag] if is_send else reversed(self._own[tag])
-        own = OwnMessage(tensor)
+        message = OwnMessage(tensor)
         if not others:
-            mine.append(own)
-            return own
+            mine.append(message)
+            return message
         other = others.popleft()
-        source, target = (own, other) if is_send else (other, own)
+        source, target = (message, other) if is_send else (other, message)
         _bytes(target.tensor.view(-1)).copy_(_bytes(source.tensor.view(-1)))
-        own.is_there = other.is_there = True
-        return own
+        message.is_there = other.is_there = True
+        return message
 
     def wait(self, *requests: Request) -> None:
         """Return when all requests are complete."""
@@ -326,8 +326,8 @@ class TorchTransport:
         """Return every rank's value, by rank."""
         what = "what each rank tells all others"
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        own, sizes = torch.tensor([data.numel()]), torch.empty(self.size).long()
-        self._finish(self._control._allgather_base(sizes, own), what)
+        length, sizes = torch.tensor([data.numel()]), torch.empty(self.size).long()
+        self._finish(self._control._allgather_base(sizes, length), what)
         longest = int(sizes.max())
         brought = torch.zeros(longest, dtype=torch.uint8)
         brought[: data.numel()] = data

@@ -27,8 +27,8 @@ INTERFACE = "GLOO_SOCKET_IFNAME"  # as everywhere in torch.distributed
 def meet() -> tuple[Any, int, int]:
     """Return where ranks find each other, this one's number, and how many there are."""
     if TORCHRUN in os.environ:
-        found: tuple[Any, int, int] = next(iter(dist.rendezvous("env://")))
-        return found
+        meeting: tuple[Any, int, int] = next(iter(dist.rendezvous("env://")))
+        return meeting
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     return dist.FileStore(os.environ[STORE_VARIABLE], size), rank, size
 

@@ -130,7 +130,7 @@ class LaneTransport(Transport, Protocol):
 
     has_lanes: bool
 
-    def together(self) -> AbstractContextManager[None]:
+    def as_one(self) -> AbstractContextManager[None]:
         """Return within what messages are started that are one operation.
 
         It is over when all of them are, in any order.
@@ -139,10 +139,10 @@ class LaneTransport(Transport, Protocol):
 
 def members(ranks: Iterable[int], rank: int) -> tuple[int, ...]:
     """Return the members of a group, ascending; an InternalError if `rank` is none."""
-    found = tuple(sorted(set(ranks)))
-    if rank not in found:
-        raise InternalError(f"rank {rank} is not in the group {found}")
-    return found
+    group = tuple(sorted(set(ranks)))
+    if rank not in group:
+        raise InternalError(f"rank {rank} is not in the group {group}")
+    return group
 
 
 def add_in_order(terms: Sequence[Tensor], result: Tensor) -> None:

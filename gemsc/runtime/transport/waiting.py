@@ -94,8 +94,8 @@ class Wait(NamedTuple):
     @property
     def needs(self) -> list[Awaited]:
         """What the requests take, as far as they say."""
-        found = [getattr(request, "need", None) for request in self.pending]
-        return [need for need in dict.fromkeys(found) if need is not None]
+        needs = [getattr(request, "need", None) for request in self.pending]
+        return [need for need in dict.fromkeys(needs) if need is not None]
 
 
 def wait_of(thread: int) -> Wait | None:
@@ -163,9 +163,9 @@ class _Pause:
         """From now on, let it be for these requests."""
         self.wait = wait
         self._longest = min(
-            getattr(each, "longest_sleep", LONGEST_SLEEP) for each in wait.pending
+            getattr(request, "longest_sleep", LONGEST_SLEEP) for request in wait.pending
         )
-        is_lone = all(getattr(each, "is_lone", False) for each in wait.pending)
+        is_lone = all(getattr(request, "is_lone", False) for request in wait.pending)
         self._known = KNOWN_SHARE * _lasted.get(self._need, 0.0) if is_lone else 0.0
         _waits[self._thread] = wait
 

@@ -103,7 +103,7 @@ class AnomalyDetection(TorchFunctionMode):
             if node is not None and node not in self._known:
                 self._known.add(node)
                 node.register_hook(partial(self._look, node.name(), self._line))
-                nodes += [each for each, _ in node.next_functions]
+                nodes += [child for child, _ in node.next_functions]
 
     def _look(self, name: str, line: Line, gives: Any, takes: Any) -> None:
         """Compare the gradients that an operation has got with those that it gives."""

@@ -132,7 +132,7 @@ class Deferred:
                     f"{self.where}: the deferred gradient of {names[id(call.weight)]} "
                     f"is lost: {node.name()} ran, and nothing waits for it"
                 )
-            following = {each for each, _ in node.next_functions if each is not None}
+            following = {child for child, _ in node.next_functions if child is not None}
             stack += following - seen
             seen |= following
 

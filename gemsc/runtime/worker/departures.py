@@ -103,8 +103,8 @@ class Departures:
         self._gone.update(names)
 
     def _buckets(self, names: Names) -> deque[Names]:
-        found = buckets([self._parameters[name] for name in names])
-        return deque(tuple(names[n] for n in bucket) for bucket in reversed(found))
+        packed = buckets([self._parameters[name] for name in names])
+        return deque(tuple(names[n] for n in bucket) for bucket in reversed(packed))
 
 
 @contextmanager
@@ -117,12 +117,12 @@ def leaving_early(
     """
 
     def told() -> None:
-        for each in sums:
-            if not each.advance():
+        for departure in sums:
+            if not departure.advance():
                 break
         turn()
 
     with ExitStack() as stack:
-        for each in sums:
-            each.watch(told, stack)
+        for departure in sums:
+            departure.watch(told, stack)
         yield

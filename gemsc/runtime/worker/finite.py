@@ -55,14 +55,14 @@ class Problem:
 
     def __str__(self) -> str:
         """Return `the loss is nan at step 12, in micro-batch 3`, or the like."""
-        found, what = [*self.losses.items()], "the loss"
+        losses, what = [*self.losses.items()], "the loss"
         if self.phase:
             what += f" of phase {self.phase}"
-        if found:
-            numbers = show_some([str(m) for m, _ in found], MOST_NAMED)
-            plural = "es" * (len(found) > 1)
+        if losses:
+            numbers = show_some([str(m) for m, _ in losses], MOST_NAMED)
+            plural = "es" * (len(losses) > 1)
             return (
-                f"{what} is {found[0][1]} at step {self.step}, in micro-batch"
+                f"{what} is {losses[0][1]} at step {self.step}, in micro-batch"
                 f"{plural} {numbers}"
             )
         if not self.gradients:  # each loss is finite, their sum is not
@@ -89,10 +89,10 @@ def all_finite(parameters: Iterable[nn.Parameter], factor: float = 1.0) -> bool:
     if not gradients:
         return True
     like: Any = {"device": gradients[0].device, "dtype": torch.float32}
-    found, by = torch.zeros((), **like), torch.tensor(factor, **like)
+    found_inf, by = torch.zeros((), **like), torch.tensor(factor, **like)
     # what torch.amp.GradScaler calls
-    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, by)
-    return not found.item()
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, by)
+    return not found_inf.item()
 
 
 def not_finite(parameters: Mapping[str, nn.Parameter]) -> list[str]:

@@ -57,7 +57,7 @@ class MissedChanges:
 def _advance(stage: nn.Module, training: bool) -> Callable[[], None] | None:
     """Return the stage's method that makes the changes of one micro-batch, if any."""
     apart = not training and hasattr(stage, "forward_eval")
-    found: Callable[[], None] | None = getattr(
+    advance: Callable[[], None] | None = getattr(
         stage, "advance_state_eval" if apart else "advance_state", None
     )
-    return found
+    return advance

@@ -77,12 +77,12 @@ def optimizer_of(
                 "the optimizer has a parameter that is not one of the program's",
                 help="give it the parameters that optimizer() gets, and no others",
             )
-    own = {n: (p.shape, p.dtype, p.requires_grad) for n, p in parameters.items()}
-    found = transport.all_gather_object((optimizer is not None, wrong, own))
-    has_one, errors, kinds = zip(*found, strict=True)
+    mine = {n: (p.shape, p.dtype, p.requires_grad) for n, p in parameters.items()}
+    gathered = transport.all_gather_object((optimizer is not None, wrong, mine))
+    has_one, errors, kinds = zip(*gathered, strict=True)
     if not any(has_one) and (first := next(filter(None, errors), None)):
         raise first
-    return optimizer, {name: kind for each in kinds for name, kind in each.items()}
+    return optimizer, {name: kind for theirs in kinds for name, kind in theirs.items()}
 
 
 def _check_makes(name: str, make: Any, given: str) -> None:
@@ -95,9 +95,9 @@ def _check_makes(name: str, make: Any, given: str) -> None:
 
 
 def _others(optimizer: Any, parameters: Iterable[nn.Parameter]) -> bool:
-    known = {id(each) for each in parameters}
+    known = {id(param) for param in parameters}
     groups = getattr(optimizer, "param_groups", ())
-    return any(id(each) not in known for group in groups for each in group["params"])
+    return any(id(param) not in known for group in groups for param in group["params"])
 
 
 def scheduler_of(optimizer: Optimizer, make: SchedulerFactory) -> Any:
@@ -163,11 +163,11 @@ def _add_group(self: Optimizer, group: dict[str, Any]) -> None:
     if not isinstance(group["params"], Tensor | set):
         group["params"] = [*group["params"]]
         groups = [*self.param_groups, group]
-        pairs = any(isinstance(each, tuple) for each in group["params"])
-        if pairs or any("param_names" in each for each in groups):
-            for each in groups:
-                if not each["params"]:
-                    each.setdefault("param_names", [])
+        pairs = any(isinstance(param, tuple) for param in group["params"])
+        if pairs or any("param_names" in other for other in groups):
+            for other in groups:
+                if not other["params"]:
+                    other.setdefault("param_names", [])
     _add_group_of_torch(self, group)
 
 

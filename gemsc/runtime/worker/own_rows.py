@@ -24,21 +24,21 @@ from gemsc.runtime.worker.reduction import Bucket, buckets, gather_rows, shares
 class ShardedSum:
     """Parameters that a group of ranks holds, and this rank's rows of each.
 
-    `rows` are those of all ranks of the group, `mine` this rank's. `own` has these as
-    parameters, which keep the gradients. With weights in parts they have memory of
-    their own, and there is no other between actions.
+    `rows` are those of all ranks of the group, `mine` this rank's. `row_params` has
+    these as parameters, which keep the gradients. With weights in parts they have
+    memory of their own, and there is no other between actions.
     """
 
     group: Group
     parameters: Mapping[str, nn.Parameter]
     rows: Mapping[str, Rows]
     mine: Mapping[str, Interval]
-    own: Mapping[str, nn.Parameter]
+    row_params: Mapping[str, nn.Parameter]
 
     @property
     def gradients(self) -> dict[str, Tensor]:
         """The gradients of the rows, where there are any."""
-        return {n: p.grad for n, p in self.own.items() if p.grad is not None}
+        return {n: p.grad for n, p in self.row_params.items() if p.grad is not None}
 
 
 @dataclass(frozen=True)
@@ -110,57 +110,57 @@ class OwnRows:
         held = parameters if take is not None else trained
         shapes = {name: parameter.shape for name, parameter in held.items()}
         holders = group.ranks if mirrored is None else mirrored.holders
-        found = rows_of_holders(shapes, len(holders), whole)
-        alike, kept = group, found
+        by_holder = rows_of_holders(shapes, len(holders), whole)
+        alike, kept = group, by_holder
         if mirrored is not None:
             alike = mirrored.alike
-            kept = {name: in_pairs(rows) for name, rows in found.items()}
+            kept = {name: in_pairs(rows) for name, rows in by_holder.items()}
         member = alike.ranks.index(self._transport.host.rank)
-        own: dict[str, nn.Parameter] = {}
+        parts: dict[str, nn.Parameter] = {}
         for name, parameter in held.items():
             self.kept_rows[name] = kept[name][member]
             if take is None:
                 part = rows_of(parameter.detach(), kept[name][member])
             else:
                 part = take(name, kept[name][member])
-            own[name] = nn.Parameter(part, requires_grad=parameter.requires_grad)
-        self.kept[key] = ShardedSum(alike, held, kept, self.kept_rows, own)
+            parts[name] = nn.Parameter(part, requires_grad=parameter.requires_grad)
+        self.kept[key] = ShardedSum(alike, held, kept, self.kept_rows, parts)
         self.rows |= {name: kept[name][member] for name in held}
-        own = {name: own[name] for name in trained}
+        parts = {name: parts[name] for name in trained}
         if mirrored is not None:
-            own = self._halves(key, mirrored, found, own)
+            parts = self._halves(key, mirrored, by_holder, parts)
         places = [holders.index(rank) for rank in group.ranks]
-        of_all = {n: tuple(found[n][place] for place in places) for n in trained}
-        self.sums[key] = ShardedSum(group, trained, of_all, self.rows, own)
+        of_all = {n: tuple(by_holder[n][place] for place in places) for n in trained}
+        self.sums[key] = ShardedSum(group, trained, of_all, self.rows, parts)
 
     def _halves(
         self,
         key: str,
         mirrored: Mirrored,
-        found: Mapping[str, Rows],
+        by_holder: Mapping[str, Rows],
         kept: Mapping[str, nn.Parameter],
     ) -> dict[str, nn.Parameter]:
         """Share out what a pair keeps; return the rows of this rank."""
         number = mirrored.holders.index(self._transport.host.rank)
         first = number - number % 2
-        rows, own = dict[str, Rows](), dict[str, nn.Parameter]()
+        rows, halves = dict[str, Rows](), dict[str, nn.Parameter]()
         for name, parameter in kept.items():
-            begin = found[name][first][0]
-            of_pair = found[name][first : first + 2]
+            begin = by_holder[name][first][0]
+            of_pair = by_holder[name][first : first + 2]
             rows[name] = tuple((start - begin, stop - begin) for start, stop in of_pair)
             part = rows_of(parameter.detach(), rows[name][number - first])
-            own[name] = nn.Parameter(part)
-            self.rows[name] = found[name][number]
-        mine = {name: each[number - first] for name, each in rows.items()}
-        self.pairs[key] = ShardedSum(mirrored.pair, kept, rows, mine, own)
-        return own
+            halves[name] = nn.Parameter(part)
+            self.rows[name] = by_holder[name][number]
+        mine = {name: pair[number - first] for name, pair in rows.items()}
+        self.pairs[key] = ShardedSum(mirrored.pair, kept, rows, mine, halves)
+        return halves
 
     def parameters(self, held: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
         """Return what this rank updates of the parameters that it holds."""
         everything = [*self.kept.values(), *self.sums.values()]
-        own = {n: p for found in everything for n, p in found.own.items()}
-        updated = {**held, **own}
-        return {n: p for n, p in updated.items() if p.numel() or n not in own}
+        parts = {n: p for shared in everything for n, p in shared.row_params.items()}
+        updated = {**held, **parts}
+        return {n: p for n, p in updated.items() if p.numel() or n not in parts}
 
     def check_trained(self) -> None:
         """Make sure that nobody froze rows, of which alone an optimizer knows.
@@ -168,11 +168,11 @@ class OwnRows:
         Raises:
             GemscError: somebody did, or gave them a hook, of which backwards know not.
         """
-        for found in self.sums.values():
-            for name, own in found.own.items():
-                if own._backward_hooks or own._post_accumulate_grad_hooks:
+        for shared in self.sums.values():
+            for name, part in shared.row_params.items():
+                if part._backward_hooks or part._post_accumulate_grad_hooks:
                     what, help = "a hook on", "use optimizer.register_step_pre_hook()"
-                elif found.parameters[name].requires_grad > own.requires_grad:
+                elif shared.parameters[name].requires_grad > part.requires_grad:
                     what = "requires_grad of"
                     help = f'call trainer.freeze("{name}") on all ranks'
                 else:
@@ -189,18 +189,18 @@ class OwnRows:
 
         What is kept under the keys in `without` has memory of its own.
         """
-        kept = (each for key, each in self.kept.items() if key not in without)
-        for found in (*self.pairs.values(), *kept):
-            for name, own in found.own.items():
-                whole = found.parameters[name].detach()
-                if storage_of(own) != storage_of(whole):
-                    own.data = rows_of(whole, found.mine[name]).copy_(own)
+        kept = (shared for key, shared in self.kept.items() if key not in without)
+        for shared in (*self.pairs.values(), *kept):
+            for name, part in shared.row_params.items():
+                whole = shared.parameters[name].detach()
+                if storage_of(part) != storage_of(whole):
+                    part.data = rows_of(whole, shared.mine[name]).copy_(part)
 
     def drop_gradients(self) -> None:
         """Take the gradients from the rows."""
-        for found in (*self.kept.values(), *self.sums.values()):
-            for own in found.own.values():
-                own.grad = None
+        for shared in (*self.kept.values(), *self.sums.values()):
+            for part in shared.row_params.values():
+                part.grad = None
 
     def gather(
         self,
@@ -215,8 +215,8 @@ class OwnRows:
         for key, shared in self.sums.items():
             if key in without and key not in self.pairs:
                 continue
-            found = shared if key not in without else self.pairs[key]
-            for bucket in self._gathered(found, of):
+            to_gather = shared if key not in without else self.pairs[key]
+            for bucket in self._gathered(to_gather, of):
                 waiting.append(bucket)
                 if len(waiting) > 1:  # two at most are in memory
                     waiting.popleft().finish(self._transport)
@@ -226,9 +226,9 @@ class OwnRows:
     def _gathered(
         self, shared: ShardedSum, of: Callable[[nn.Parameter], Tensor | None]
     ) -> Iterator[Bucket]:
-        found = [(of(p), shared.rows[n]) for n, p in shared.parameters.items()]
-        pairs = [(tensor, rows) for tensor, rows in found if tensor is not None]
+        all_pairs = [(of(p), shared.rows[n]) for n, p in shared.parameters.items()]
+        pairs = [(tensor, rows) for tensor, rows in all_pairs if tensor is not None]
         for numbers in buckets([tensor for tensor, _ in pairs]):
             by_rank = shares(*zip(*(pairs[n] for n in numbers), strict=True))
-            own = by_rank[shared.group.ranks.index(self._transport.host.rank)]
-            yield gather_rows(self._transport, shared.group, own, by_rank)
+            mine = by_rank[shared.group.ranks.index(self._transport.host.rank)]
+            yield gather_rows(self._transport, shared.group, mine, by_rank)

@@ -148,8 +148,8 @@ class RankProgram:
         """
         grid = self.tiles.ranks if self.tiles is not None else (rank,)
         holders = sorted(self.reductions[key])
-        alike = tuple(each for each in holders if each in grid)
-        return alike, tuple(each for each in holders if each not in grid)
+        alike = tuple(holder for holder in holders if holder in grid)
+        return alike, tuple(holder for holder in holders if holder not in grid)
 
     def is_placed(self, name: str) -> bool:
         """Whether one rank of the grid alone holds a tensor."""
@@ -231,10 +231,10 @@ def user_object(rank_file: str, module: str, qualname: str) -> Any:
     if module not in sys.modules:
         plan = Plan.read(Path(rank_file).parent / "plan.toml")
         _load(module, _model_file(plan), plan.constants)
-    found: Any = sys.modules[module]
+    target: Any = sys.modules[module]
     for part in qualname.split("."):
-        found = getattr(found, part)
-    return found
+        target = getattr(target, part)
+    return target
 
 
 def user_module(cls: type[T], /, **parts: Any) -> T:

@@ -28,7 +28,7 @@ UPDATES = *range(200), *(10**n for n in range(3, 7))  # that are tried
 
 
 def check_rates(
-    own: Collection[str],
+    names: Collection[str],
     all: Kinds,
     optimizer: OptimizerFactory,
     scheduler: SchedulerFactory,
@@ -42,7 +42,7 @@ def check_rates(
     Raises:
         GemscError: a parameter gets another rate, or the like.
     """
-    if all.keys() <= {*own}:
+    if all.keys() <= {*names}:
         return  # it has all groups
     for device in "meta", "cpu":  # some want a device that exists
         most = 2 if device == "cpu" else sys.maxsize  # of an optimizer that copies them
@@ -55,18 +55,18 @@ def check_rates(
             )
             for name, (size, dtype, is_trained) in all.items()
         }
-        mine = {name: parameters[name] for name in own}
+        mine = {name: parameters[name] for name in names}
         silent = catch_warnings(action="ignore")  # no optimizer steps
         with generator_lock, preserve_rng(), suppress(Exception), silent:
             with redirect_stdout(StringIO()):
-                found = _first_other(mine, parameters, optimizer, scheduler)
+                other = _first_other(mine, parameters, optimizer, scheduler)
             break
     else:  # its first real step will say why
         return
-    if found:
+    if other:
         raise GemscError(
             "optimizer() or scheduler() goes by the numbers of groups: this rank has "
-            f"fewer of them, and '{found}' gets other rates than where a process has "
+            f"fewer of them, and '{other}' gets other rates than where a process has "
             "all",
             help=f"{ALL_GROUPS}, or let scheduler() go by what a group says "
             '(group["depth"]), not by its number',
@@ -74,14 +74,14 @@ def check_rates(
 
 
 def _first_other(
-    own: Mapping[str, nn.Parameter],
+    held: Mapping[str, nn.Parameter],
     all: Mapping[str, nn.Parameter],
     make: OptimizerFactory,
     scheduler: SchedulerFactory,
 ) -> str:
     """Return the name of a parameter with other rates, or ""."""
-    mine, whole = make(own.items()), make(all.items())
-    numbers, of_all = _numbers(own, mine), _numbers(all, whole)
+    mine, whole = make(held.items()), make(all.items())
+    numbers, of_all = _numbers(held, mine), _numbers(all, whole)
     is_same = len(mine.param_groups) == len(whole.param_groups)
     if is_same and numbers.items() <= of_all.items():
         return ""
@@ -113,14 +113,14 @@ def _paced(
     """Yield what changes in groups by each update, as long as the scheduler goes on."""
     keys = {key for group in optimizer.param_groups for key in group} - {"params"}
     taken = [{k: g[k] for k in keys & g.keys()} for g in optimizer.param_groups]
-    for group, own in zip(optimizer.param_groups, deepcopy(taken), strict=True):
-        group |= own  # a rate may be a tensor, which the real optimizer has, too
+    for group, values in zip(optimizer.param_groups, deepcopy(taken), strict=True):
+        group |= values  # a rate may be a tensor, which the real optimizer has, too
     groups = [optimizer.param_groups[number] for number in numbers]
     before = [values_of_group(group) for group in groups]
     scheduler = make(optimizer)
     is_plateau = isinstance(scheduler, ReduceLROnPlateau)
     for update in UPDATES:
-        yield [_changes(*each) for each in zip(groups, before, strict=True)]
+        yield [_changes(*pair) for pair in zip(groups, before, strict=True)]
         scheduler.last_epoch = update  # of a far one
         try:
             scheduler.step(*[0.0] * is_plateau)
@@ -130,5 +130,5 @@ def _paced(
 
 def _changes(group: Mapping[str, Any], before: Mapping[str, object]) -> str:
     """Return what a group says otherwise than before; NaN is like NaN."""
-    other = {key: each for key, each in group.items() if each is not before.get(key)}
+    other = {key: value for key, value in group.items() if value is not before.get(key)}
     return repr(values_of_group(other))

@@ -53,13 +53,13 @@ def buckets(tensors: Sequence[Tensor]) -> list[list[int]]:
     by_dtype: dict[torch.dtype, list[list[int]]] = defaultdict(lambda: [[]])
     room: dict[torch.dtype, int] = defaultdict(lambda: BUCKET_BYTES)  # in the last one
     for number, tensor in enumerate(tensors):
-        found, dtype = by_dtype[tensor.dtype], tensor.dtype
-        if found[-1] and tensor.nbytes > room[dtype]:
-            found.append([])
+        of_dtype, dtype = by_dtype[tensor.dtype], tensor.dtype
+        if of_dtype[-1] and tensor.nbytes > room[dtype]:
+            of_dtype.append([])
             room[dtype] = BUCKET_BYTES
-        found[-1].append(number)
+        of_dtype[-1].append(number)
         room[dtype] -= tensor.nbytes
-    return [bucket for found in by_dtype.values() for bucket in found]
+    return [bucket for of_dtype in by_dtype.values() for bucket in of_dtype]
 
 
 def flat(tensors: Sequence[Tensor]) -> Tensor:
@@ -69,14 +69,14 @@ def flat(tensors: Sequence[Tensor]) -> Tensor:
 
 def parts_like(tensors: Sequence[Tensor], values: Tensor) -> list[Tensor]:
     """Return parts of a flat tensor as views of the shapes and formats of these."""
-    found, start = [], 0
+    parts, start = [], 0
     for tensor in tensors:
         part = values[start : start + tensor.numel()]
         if _is_dense(tensor):
             part = values.as_strided(tensor.size(), tensor.stride(), start)
-        found.append(part.view_as(tensor))
+        parts.append(part.view_as(tensor))
         start += tensor.numel()
-    return found
+    return parts
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -101,12 +101,12 @@ def shares(tensors: Sequence[Tensor], rows: Sequence[Rows]) -> list[list[Tensor]
 def gather_rows(
     transport: DeviceTransport,
     group: Group,
-    own: Sequence[Tensor],
+    mine: Sequence[Tensor],
     by_rank: Sequence[Sequence[Tensor]],
 ) -> Bucket:
-    """Start to bring all ranks' rows together; `own` are those that this rank gives."""
+    """Start to bring all ranks' rows together; `mine` are those this rank gives."""
     sizes = [sum(tensor.numel() for tensor in rows) for rows in by_rank]
-    given = flat(own)
+    given = flat(mine)
     whole = given.new_empty(sum(sizes))
     request = transport.all_gather(group, given, sizes, whole)
     return Bucket([tensor for rows in by_rank for tensor in rows], whole, request)

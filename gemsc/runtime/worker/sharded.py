@@ -90,26 +90,26 @@ class GradientParts:
             self.count(key)
         else:
             self._note(key)
-        found = self._sums[key].parameters.items()
-        present = {n: p for n, p in found if p.grad is not None}
+        named = self._sums[key].parameters.items()
+        present = {n: p for n, p in named if p.grad is not None}
         names = [*present]
         for numbers in buckets([*present.values()]):
             self.start(key, {names[n]: present[names[n]] for n in numbers})
 
     def start(self, key: str, parameters: Mapping[str, nn.Parameter]) -> None:
         """Start to add up these parameters' gradients in one bucket; they go."""
-        found = self._sums[key]
+        shared = self._sums[key]
         present = {n: p for n, p in parameters.items() if p.grad is not None}
         terms = [cast("Tensor", parameter.grad) for parameter in present.values()]
         for parameter in present.values():
             parameter.grad = None
-        self._on_way.append((found, self._start(found, [*present], terms)))
+        self._on_way.append((shared, self._start(shared, [*present], terms)))
 
     def _start(
-        self, found: ShardedSum, names: Sequence[str], terms: list[Tensor]
+        self, shared: ShardedSum, names: Sequence[str], terms: list[Tensor]
     ) -> _Scattered:
-        member = found.group.ranks.index(self._transport.host.rank)
-        by_rank = shares(terms, [found.rows[name] for name in names])
+        member = shared.group.ranks.index(self._transport.host.rank)
+        by_rank = shares(terms, [shared.rows[name] for name in names])
         sizes = [sum(part.numel() for part in parts) for parts in by_rank]
         if len(terms) == 1 and terms[0].is_contiguous():
             packed = terms[0].view(-1)
@@ -118,17 +118,17 @@ class GradientParts:
         by_rank.clear()
         terms.clear()  # they are in memory once
         sums = torch.split(packed, sizes)[member]
-        request = self._transport.reduce_scatter(found.group, packed, sizes, sums)
+        request = self._transport.reduce_scatter(shared.group, packed, sizes, sums)
         return _Scattered(names, sums, request, packed)
 
     @torch.no_grad()
     def settle(self) -> None:
         """Wait for what is on its way, and add it to this rank's rows."""
-        self._transport.wait(*(each.request for _, each in self._on_way))
-        for found, each in self._on_way:
-            own = [found.own[name] for name in each.names]
-            parts = torch.split(each.sums, [parameter.numel() for parameter in own])
-            for parameter, part in zip(own, parts, strict=True):
+        self._transport.wait(*(bucket.request for _, bucket in self._on_way))
+        for shared, bucket in self._on_way:
+            rows = [shared.row_params[name] for name in bucket.names]
+            parts = torch.split(bucket.sums, [parameter.numel() for parameter in rows])
+            for parameter, part in zip(rows, parts, strict=True):
                 if parameter.grad is None:
                     parameter.grad = torch.empty_like(parameter)
                     parameter.grad.copy_(part.view_as(parameter))
@@ -141,14 +141,14 @@ class GradientParts:
         self.settle()
         device = self._transport.streams.device
         for key in sorted(self._counted):
-            found, seen = self._sums[key], self._seen[key]
-            names = [n for n, p in found.parameters.items() if p.requires_grad]
+            shared, seen = self._sums[key], self._seen[key]
+            names = [n for n, p in shared.parameters.items() if p.requires_grad]
             counts = torch.tensor([float(n in seen) for n in names], device=device)
             everyone = self._rows.sums[key].group
             self._transport.wait(self._transport.all_reduce(everyone, counts))
             for name, count in zip(names, counts.tolist(), strict=True):
                 if not count:
-                    found.own[name].grad = None
+                    shared.row_params[name].grad = None
         self._counted.clear()
         if is_update:
             self._seen.clear()
@@ -160,7 +160,7 @@ class GradientParts:
             pair, kept = self._rows.pairs[key], self._sums[key]
             terms = kept.gradients
             for name in terms:
-                kept.own[name].grad = None
+                kept.row_params[name].grad = None
             for numbers in buckets([*terms.values()]):
                 names = [[*terms][number] for number in numbers]
                 tensors = [terms[name] for name in names]
@@ -170,9 +170,9 @@ class GradientParts:
     def take(self, key: str, name: str) -> Tensor:
         """Return the gradient of this rank's rows, zeros, for what a checkpoint has."""
         self._seen[key].add(name)
-        own = self._sums[key].own[name]
-        own.grad = torch.zeros_like(own)
-        return own.grad
+        part = self._sums[key].row_params[name]
+        part.grad = torch.zeros_like(part)
+        return part.grad
 
     def is_first(self, key: str) -> bool:
         """Whether no rank before this one keeps the same rows: see `OwnRows.pairs`."""
@@ -180,16 +180,16 @@ class GradientParts:
         return pair is None or pair.group.ranks[0] == self._transport.host.rank
 
     def _note(self, key: str) -> None:
-        found = self._sums[key].parameters.items()
-        self._seen[key] |= {n for n, p in found if p.grad is not None}
+        named = self._sums[key].parameters.items()
+        self._seen[key] |= {n for n, p in named if p.grad is not None}
 
     def whole(self) -> None:
         """Give the parameters the rows of gradients that this rank has, and zeros."""
-        for found in self._rows.sums.values():
-            for name, parameter in found.parameters.items():
-                if (own := found.own[name].grad) is not None:
+        for shared in self._rows.sums.values():
+            for name, parameter in shared.parameters.items():
+                if (gradient := shared.row_params[name].grad) is not None:
                     parameter.grad = torch.zeros_like(parameter)
-                    rows_of(parameter.grad, found.mine[name]).copy_(own)
+                    rows_of(parameter.grad, shared.mine[name]).copy_(gradient)
 
 
 class WeightParts:
@@ -211,10 +211,10 @@ class WeightParts:
         self._to_come: deque[int] = deque()  # stages, action after action
         # stages, the one used longest ago first, with what waits for their weights
         self._whole: dict[int, deque[Callable[[], None]]] = {}
-        self.own = {n: p for each in sums.values() for n, p in each.own.items()}
+        self.row_params = {n: p for s in sums.values() for n, p in s.row_params.items()}
         self._sizes: dict[str, int] = {}  # in bytes, of what has memory of its own
-        for found in sums.values():
-            for name, parameter in found.parameters.items():
+        for shared in sums.values():
+            for name, parameter in shared.parameters.items():
                 self._sizes[name] = _give_up(parameter)
 
     def begin(self, to_come: Iterable[int]) -> None:
@@ -270,31 +270,31 @@ class WeightParts:
                 for parameter in self._sums[key].parameters.values():
                     _give_up(parameter)
 
-    def _starts(self, found: ShardedSum) -> Iterator[Callable[[], Callable[[], None]]]:
+    def _starts(self, shared: ShardedSum) -> Iterator[Callable[[], Callable[[], None]]]:
         """Yield what starts to fill the memory of parameters, bucket by bucket."""
-        names = [*found.parameters]
+        names = [*shared.parameters]
         for name in names:
-            storage = found.parameters[name].untyped_storage()
+            storage = shared.parameters[name].untyped_storage()
             storage.resize_(self._sizes[name])
-        tensors = [found.parameters[name].data for name in names]  # no new version
+        tensors = [shared.parameters[name].data for name in names]  # no new version
         for numbers in weight_buckets(tensors):
             inside = [names[number] for number in numbers]
             into = [tensors[number] for number in numbers]
-            yield partial(self._start, found, inside, into)
+            yield partial(self._start, shared, inside, into)
 
     def _start(
-        self, found: ShardedSum, names: Sequence[str], into: list[Tensor]
+        self, shared: ShardedSum, names: Sequence[str], into: list[Tensor]
     ) -> Callable[[], None]:
         """Start to gather some tensors; return what waits for them."""
-        by_rank = shares(into, [found.rows[name] for name in names])
-        own = [found.own[name].data for name in names]
+        by_rank = shares(into, [shared.rows[name] for name in names])
+        mine = [shared.row_params[name].data for name in names]
         if len(into) == 1 and into[0].is_contiguous():  # where it belongs, at once
             sizes = [sum(part.numel() for part in parts) for parts in by_rank]
             values = into[0].view(-1)
             gather = self._transport.all_gather
-            request = gather(found.group, own[0].reshape(-1), sizes, values)
+            request = gather(shared.group, mine[0].reshape(-1), sizes, values)
             return partial(self._transport.wait, request)
-        bucket = gather_rows(self._transport, found.group, own, by_rank)
+        bucket = gather_rows(self._transport, shared.group, mine, by_rank)
         return partial(bucket.finish, self._transport)
 
 
@@ -303,7 +303,7 @@ def weight_buckets(tensors: Sequence[Tensor]) -> list[list[int]]:
     large = [n for n, tensor in enumerate(tensors) if tensor.nbytes >= ALONE_BYTES]
     small = [n for n, tensor in enumerate(tensors) if tensor.nbytes < ALONE_BYTES]
     packed = buckets([tensors[number] for number in small])
-    return [*([n] for n in large), *([small[n] for n in each] for each in packed)]
+    return [*([n] for n in large), *([small[n] for n in bucket] for bucket in packed)]
 
 
 def _give_up(parameter: nn.Parameter) -> int:

@@ -36,9 +36,9 @@ MOST_FORMS = 256
 
 def without_memory(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor of the same shape and format whose memory is to come."""
-    found = torch.empty_like(tensor, device=device)
-    found.untyped_storage().resize_(0)
-    return found
+    empty = torch.empty_like(tensor, device=device)
+    empty.untyped_storage().resize_(0)
+    return empty
 
 
 def keep_contents(stage: nn.Module) -> Callable[[], None]:
@@ -95,7 +95,7 @@ class Stages(dict[Run, nn.Module]):
         So ranks with the same stages of mirrored replicas have them in the same order.
         """
         stages = (self[run] for run in sorted(self, key=lambda run: run.stage))
-        return {name: p for each in stages for name, p in each.named_parameters()}
+        return {name: p for stage in stages for name, p in stage.named_parameters()}
 
     @cached_property
     def all_names(self) -> dict[str, str]:
@@ -156,20 +156,20 @@ class Stages(dict[Run, nn.Module]):
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors, non-persistent buffers included."""
-        found = {n: t for each in self.values() for n, t in stage_tensors(each).items()}
-        return {name: tensor.detach() for name, tensor in found.items()}
+        tensors = {n: t for s in self.values() for n, t in stage_tensors(s).items()}
+        return {name: tensor.detach() for name, tensor in tensors.items()}
 
     def align(self) -> None:
         """Give replicas of a stage, which have buffers of their own, the same ones."""
-        found = self.tensors()
+        tensors = self.tensors()
         for stage in self.values():
             for name, buffer in stage.named_buffers():
-                if found[name].data_ptr() != buffer.data_ptr():
-                    buffer.copy_(found[name])
+                if tensors[name].data_ptr() != buffer.data_ptr():
+                    buffer.copy_(tensors[name])
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return what the user's model has: no tensors of the loss, no constants."""
-        return {n: t for each in self.values() for n, t in model_state(each).items()}
+        return {n: t for stage in self.values() for n, t in model_state(stage).items()}
 
     def own_tensors(self) -> Iterator[Tensor]:
         """Yield parameters, buffers and what was made once; of replicas too."""
@@ -199,7 +199,7 @@ class Stages(dict[Run, nn.Module]):
         tensor on the meta device, parameters are not read yet: see `rows`.
         """
         mend_torch()
-        known = {n: p for each in self.values() for n, p in each.named_parameters()}
+        known = {n: p for stage in self.values() for n, p in stage.named_parameters()}
         with torch.device("meta"):
             stage = kind()
         later = {n for n, _ in stage.named_parameters()} if like is not None else ()
@@ -236,8 +236,8 @@ class Stages(dict[Run, nn.Module]):
         trained: set[str] = set()
         for run, stage in self.items():
             trained |= {n for n, p in stage.named_parameters() if p.requires_grad}
-            known, own = stage_tensors(others[run]), stage_tensors(stage)
-            swap(stage, {id(t): known[n] for n, t in own.items() if n in known})
+            known, tensors = stage_tensors(others[run]), stage_tensors(stage)
+            swap(stage, {id(t): known[n] for n, t in tensors.items() if n in known})
         return frozenset(trained)
 
 
@@ -252,8 +252,8 @@ def _compiled_apart(
 
     @partial(torch.compile, **how)
     def graph(buffers: dict[str, Tensor], *inputs: Any) -> Any:
-        own = {name: buffer.clone() for name, buffer in buffers.items()}
-        return torch.func.functional_call(stage, own, inputs), own
+        copies = {name: buffer.clone() for name, buffer in buffers.items()}
+        return torch.func.functional_call(stage, copies, inputs), copies
 
     def forward(*inputs: Any) -> Any:
         buffers = {name: stage.get_buffer(name) for name in names}
@@ -303,20 +303,20 @@ class Freezing:
         everyone = self._transport.all_gather_object(mine)
         names = {n: name for theirs, _ in everyone for n, name in theirs.items()}
         never = {name for _, theirs in everyone for name in theirs}
-        found: set[str] = set()
+        chosen: set[str] = set()
         for path in paths:
             under = {names[n] for n in names if n == path or n.startswith(f"{path}.")}
             if not under:
                 raise _unknown(path, names)
-            found |= under
-        if trains and (fixed := sorted(found & never)):
+            chosen |= under
+        if trains and (fixed := sorted(chosen & never)):
             raise GemscError(
                 f"'{fixed[0]}' was frozen when the program was compiled, so no rank "
                 "has messages for its gradient",
                 help="compile with requires_grad=True, and freeze it at the start of "
                 "the run",
             )
-        self.set(self.names - found if trains else self.names | found)
+        self.set(self.names - chosen if trains else self.names | chosen)
 
     def set(self, names: Iterable[str]) -> None:
         """Freeze these parameters and no others, besides those that always are."""

@@ -114,11 +114,11 @@ class Steps:
         All tiles of a grid have the same losses: they are those of its first one.
         """
         losses = [loss for m, loss in self.losses.items() if m < self.count]
-        found = Mean()
+        mean = Mean()
         if losses and self._tile == 0:
             for loss in torch.stack(losses).double().cpu():
-                found.add(loss)
-        return found
+                mean.add(loss)
+        return mean
 
     def loss_gradient(self) -> Tensor:
         """Return what each micro-batch's loss weighs here in the mean over the batch.

@@ -41,7 +41,7 @@ class Updates:
     `parameters` are what this rank updates: all that it holds, or its rows of what
     other ranks hold, too. `scheduler` makes a step after each of the optimizer's,
     or is stepped with a figure of the evaluations (ReduceLROnPlateau);
-    `own` has the rows of what it holds with others. `before` is called once the
+    `own_rows` has the rows of what it holds with others. `before` is called once the
     gradients are complete. `scaler` is there where the program computes in float16.
     """
 
@@ -87,7 +87,7 @@ class Updates:
         self._norm_group = None
         if clip_norm is not None:
             self._norm_group = transport.group(self._ranks_of_norm(), "norm")
-        self.own = OwnRows(transport)
+        self.own_rows = OwnRows(transport)
         stages_alone = self._sums_of_stages()
         self._at_once = (
             stages_alone if program.shard in ("gradients", "weights") else []
@@ -95,17 +95,17 @@ class Updates:
         if program.shard != "off":
             self._share_out(stages_alone if program.whole_stages else ())
         stages.read_rest()
-        self.parts = GradientParts(transport, self.own)
+        self.parts = GradientParts(transport, self.own_rows)
         self.weight_parts: WeightParts | None = None
         if program.whole_stages:
-            kept = {key: self.own.kept[key] for key in stages_alone}
+            kept = {key: self.own_rows.kept[key] for key in stages_alone}
             self.weight_parts = WeightParts(transport, kept, program.whole_stages)
         self._trained = {
             name: parameter
             for name, parameter in stages.parameters.items()
             if trained is None or name in trained
         }
-        self.parameters = self.own.parameters(self._trained)
+        self.parameters = self.own_rows.parameters(self._trained)
         self._sums = GradientSums(transport)
         self._departures = {
             key: Departures(
@@ -137,16 +137,16 @@ class Updates:
         if self._program.train_step is None:
             return
         make = optimizer or partial(torch.optim.SGD, lr=0.01)
-        own, parts = self.parameters, self._program.parts
+        updated, parts = self.parameters, self._program.parts
         held = self._stages.parameters
-        whole = {n: (parts[n] if n in parts else held[n]).shape for n in own}
-        self.optimizer, kinds = optimizer_of(own, make, self._transport.host, whole)
+        whole = {n: (parts[n] if n in parts else held[n]).shape for n in updated}
+        self.optimizer, kinds = optimizer_of(updated, make, self._transport.host, whole)
         if self.optimizer is None:
             return
         if parts:  # it may be another one than at compile time
             check_elementwise(updated_whole(self.parameters, make), parts)
         if scheduler is not None:
-            check_rates(own, kinds, make, scheduler)
+            check_rates(updated, kinds, make, scheduler)
             self.scheduler = scheduler_of(self.optimizer, scheduler)
 
     def use(self, program: RankProgram) -> None:
@@ -155,7 +155,7 @@ class Updates:
 
     def begin(self) -> None:
         """Remember what running statistics were before the step."""
-        self.own.check_trained()
+        self.own_rows.check_trained()
         for statistics in self._statistics.values():
             statistics.remember()
         program = self._program
@@ -181,8 +181,8 @@ class Updates:
             return nullcontext()
         if self._transport.has_lanes:
             return nullcontext()
-        own = sums_in_order([run.stage])
-        keys = [k for k in own if k in self._groups and k not in self._at_once]
+        in_order = sums_in_order([run.stage])
+        keys = [k for k in in_order if k in self._groups and k not in self._at_once]
         if not keys or self._to_start[: len(keys)] != keys:
             return nullcontext()
         sums = [self._departures[key] for key in keys]
@@ -278,9 +278,9 @@ class Updates:
             self.scheduler.step()
         self.drop_gradients()
         stay = self._at_once if self.weight_parts is not None else ()
-        self.own.rejoin(without=stay)
+        self.own_rows.rejoin(without=stay)
         self.forget_whole_weights()
-        self.own.gather(torch.Tensor.detach, without=stay)
+        self.own_rows.gather(torch.Tensor.detach, without=stay)
         self.count += 1
 
     def leave_out(self) -> None:
@@ -292,7 +292,7 @@ class Updates:
 
     def drop_gradients(self) -> None:
         """Forget what steps have added up for an update."""
-        self.own.drop_gradients()
+        self.own_rows.drop_gradients()
         for parameter in self._trained.values():  # other phases' ones may wait
             parameter.grad = None
         self.is_spoilt, self.terms = False, 0.0
@@ -300,19 +300,19 @@ class Updates:
     @property
     def weights_in_parts(self) -> Mapping[str, nn.Parameter]:
         """Return the rows of weights that this rank has, where it keeps no more."""
-        return {} if self.weight_parts is None else self.weight_parts.own
+        return {} if self.weight_parts is None else self.weight_parts.row_params
 
     @property
     def gradients_in_parts(self) -> Mapping[str, tuple[str, nn.Parameter]]:
         """Return the rows of this rank, and of which sum, that keep gradients alone."""
-        sums = {key: self.own.kept[key].own for key in self._at_once}
-        named = [(key, *each) for key, own in sums.items() for each in own.items()]
+        sums = {key: self.own_rows.kept[key].row_params for key in self._at_once}
+        named = [(key, *pair) for key, parts in sums.items() for pair in parts.items()]
         return {n: (key, p) for key, n, p in named if p.requires_grad}
 
     def gather_gradients(self) -> None:
         """Give all ranks the complete gradients; all call this, in `before`."""
         self.parts.whole()
-        self.own.gather(lambda parameter: parameter.grad)
+        self.own_rows.gather(lambda parameter: parameter.grad)
 
     def _share_out(self, copied: Collection[str]) -> None:
         """Find the rows of this rank; those of some sums get memory of their own.
@@ -331,12 +331,12 @@ class Updates:
             if key in self._at_once:
                 mirrored = mirrored_of(program, self._place, self._transport, key)
             whole = program.updated_whole
-            self.own.share(key, self._groups[key], named, whole, take, mirrored)
+            self.own_rows.share(key, self._groups[key], named, whole, take, mirrored)
 
     @cached_property
     def _what(self) -> str:
         """What this rank updates, in words."""
-        return repr([(name, self.own.rows.get(name)) for name in self.parameters])
+        return repr([(name, self.own_rows.rows.get(name)) for name in self.parameters])
 
     def _sums_of_stages(self) -> list[str]:
         """Return the keys of sums of whole stages, and of their parts, in order."""
@@ -351,7 +351,7 @@ class Updates:
         return program.depends_on_data or program.branches or is_partial
 
     def _start(self, key: str, *, counts: bool) -> None:
-        if counts and key in self.own.sums:
+        if counts and key in self.own_rows.sums:
             self.parts.count(key)
         elif counts:
             self._sums.count(self._groups[key], self._summed[key])
@@ -380,20 +380,20 @@ class Updates:
         tiles, rank = self._program.tiles, self._place.rank
         holders = self._program.reductions.get(key, ())
         grid = tiles.ranks if tiles is not None else ()
-        return next((each for each in grid if each in holders), rank) == rank
+        return next((member for member in grid if member in holders), rank) == rank
 
     def _clip(self, limit: float) -> float:
         """Scale all gradients so that their norm over all ranks is at most `limit`."""
-        own = self.parameters
+        counted = self.parameters
         if self._program.shard == "off":
-            own = {}  # each part of each counts once
+            counted = {}  # each part of each counts once
             for key, parameters in self._summed.items():
                 if self._program.is_first(key, self._place.rank):
-                    own |= parameters
+                    counted |= parameters
         assert self._norm_group is not None
         return clip_gradients(
             limit,
-            own.values(),
+            counted.values(),
             self.parameters.values(),
             self._transport,
             self._norm_group,
@@ -412,19 +412,19 @@ EPSILON = 1e-6  # that of torch.nn.utils.clip_grad_norm_
 
 def clip_gradients(
     limit: float,
-    own: Collection[nn.Parameter],
+    counted: Collection[nn.Parameter],
     everything: Collection[nn.Parameter],
     transport: DeviceTransport,
     group: Group,
 ) -> float:
     """Scale `everything` so that its norm over the group's ranks is at most `limit`.
 
-    Returns what it was before. `own` are the parameters that this rank counts: each one
-    is in `own` of one rank.
+    Returns what it was before. `counted` are the parameters that this rank counts: each
+    one is in `counted` of one rank.
     """
     device = transport.streams.device
     square = torch.zeros((), dtype=torch.float64, device=device)
-    gradients = _gradients(own)
+    gradients = _gradients(counted)
     if gradients:
         norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float64)
         square = torch.stack(norms).square().sum()
@@ -439,5 +439,5 @@ def clip_gradients(
 
 def _gradients(parameters: Collection[nn.Parameter]) -> list[Tensor]:
     """Return the numbers of all gradients, in their memory."""
-    found = [p.grad.detach() for p in parameters if p.grad is not None]
-    return [torch.view_as_real(g) if g.is_complex() else g for g in found]
+    gradients = [p.grad.detach() for p in parameters if p.grad is not None]
+    return [torch.view_as_real(g) if g.is_complex() else g for g in gradients]

@@ -38,21 +38,21 @@ class Variants(dict[str, Variant]):
     @property
     def updates(self) -> dict[str, Updates]:
         """The updates of a step by the names of its phases; "" is the program's own."""
-        found: dict[str, Updates] = {}
-        for name, each in self.items():  # shapes have those of the program
-            if each.updates not in found.values():
-                found[name] = each.updates
-        return found
+        updates: dict[str, Updates] = {}
+        for name, variant in self.items():  # shapes have those of the program
+            if variant.updates not in updates.values():
+                updates[name] = variant.updates
+        return updates
 
     @property
     def num_updates(self) -> int:
         """How many updates there were since the start, of all phases."""
-        return sum(each.count for each in self.updates.values())
+        return sum(updates.count for updates in self.updates.values())
 
     @property
     def inputs(self) -> list[Input]:
         """What this rank reads of each micro-batch, in any graph."""
-        programs = (each.program for each in self.values())
+        programs = (variant.program for variant in self.values())
         return [item for program in programs for item in program.inputs.values()]
 
 

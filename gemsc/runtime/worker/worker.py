@@ -128,31 +128,31 @@ class Worker:
         """Add a graph, on all ranks, for `use`; without `updates` it has its own."""
         if updates is None:
             is_half = program.precision is torch.float16
-            own = self.transport, program, stages, self.place, self.steps
+            args = self.transport, program, stages, self.place, self.steps
             is_scaled = is_half and self._autocast is not None
             updates = Updates(
-                *own, self._clip_norm, is_scaled=is_scaled, trained=trained
+                *args, self._clip_norm, is_scaled=is_scaled, trained=trained
             )
         forwards = stages.compiled() if program.torch_compile else stages
         shape = self.steps.shape_of(program.inputs)
         grids, grid = grids_of(self.transport, self.place, program, stages)
-        self.variants[name] = found = Variant(
+        self.variants[name] = variant = Variant(
             program, stages, updates, forwards, shape, grids, grid, trained
         )
-        return found
+        return variant
 
     def use(self, name: str) -> None:
         """Run another graph from now on; between two steps."""
-        found = self.variants[name]
+        variant = self.variants[name]
         self.variant = name
-        self.program, self.stages = found.program, found.stages
-        self.updates, self._forwards = found.updates, found.forwards
-        self._grids, self.grid = found.grids, found.grid
-        self.steps.shape = found.shape
-        self.updates.use(found.program)
-        if found.trained is not None:
-            for each, parameter in found.stages.parameters.items():
-                parameter.requires_grad_(each in found.trained)
+        self.program, self.stages = variant.program, variant.stages
+        self.updates, self._forwards = variant.updates, variant.forwards
+        self._grids, self.grid = variant.grids, variant.grid
+        self.steps.shape = variant.shape
+        self.updates.use(variant.program)
+        if variant.trained is not None:
+            for key, parameter in variant.stages.parameters.items():
+                parameter.requires_grad_(key in variant.trained)
 
     @property
     def device(self) -> torch.device:
@@ -173,7 +173,7 @@ class Worker:
             self.updates.begin()
         self._missed = MissedChanges(self.stages, self.steps, self._autocast)
         if training and self._on_nonfinite == "skip":
-            self._give_back = [keep_contents(each) for each in self.stages.values()]
+            self._give_back = [keep_contents(stage) for stage in self.stages.values()]
 
     def end(self, *, counts: bool = True) -> None:
         """Wait until all that this rank sent has arrived; a step `counts` once."""
@@ -354,9 +354,9 @@ class Worker:
         """
         sums = torch.tensor([*numbers, *self.requests.numbers()], dtype=torch.float64)
         self.transport.wait(self._everyone.all_reduce(sums))
-        found: list[float] = sums.tolist()
-        self.requests.agree(found[len(numbers) :])
-        return found[: len(numbers)]
+        totals: list[float] = sums.tolist()
+        self.requests.agree(totals[len(numbers) :])
+        return totals[: len(numbers)]
 
     # -------------------------------------------------------- helpers
 

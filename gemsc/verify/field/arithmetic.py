@@ -35,19 +35,19 @@ BACKWARDS = names(
 _SQRT = str(("sqrt", (), []))  # the key of a function of one tensor alone
 
 
-def _function(name: str, mode: OverField, t: Tensor, *rest: Any, **how: Any) -> Any:
-    if any(isinstance(each, Tensor) for each in rest):
+def _function(name: str, mode: OverField, t: Tensor, *args: Any, **how: Any) -> Any:
+    if any(isinstance(arg, Tensor) for arg in args):
         raise NotDecidedError(name)
-    result = mode.field.apply((name, rest, sorted(how.items())), mode.of(t))
+    result = mode.field.apply((name, args, sorted(how.items())), mode.of(t))
     if name == "log_sigmoid_forward":
         return result, torch.zeros_like(result)
     return result
 
 
-def _slope(name: str, mode: OverField, g: Tensor, *rest: Any, **how: Any) -> Any:
+def _slope(name: str, mode: OverField, g: Tensor, *args: Any, **how: Any) -> Any:
     how.pop("grad_input", None)
-    tensors = [mode.of(t) for t in rest if isinstance(t, Tensor)]
-    numbers = [each for each in rest if not isinstance(each, Tensor)]
+    tensors = [mode.of(t) for t in args if isinstance(t, Tensor)]
+    numbers = [arg for arg in args if not isinstance(arg, Tensor)]
     key = (name, numbers, sorted(how.items()))
     return mode.mul(mode.of(g), mode.field.apply(key, tensors[0]))
 
@@ -150,7 +150,7 @@ def _neg(mode: OverField, a: Tensor) -> Any:
 def _div(mode: OverField, a: Any, b: Any, rounding_mode: Any = None) -> Any:
     if rounding_mode is not None:
         counts = [counted(mode, value) for value in (a, b)]
-        if any(each is None for each in counts):
+        if any(count is None for count in counts):
             raise NotDecidedError(f"a division rounded by {rounding_mode}")
         return aten.div(*counts, rounding_mode=rounding_mode)
     return mode.mul(mode.of(a), mode.inverse(mode.of(b)))
@@ -180,11 +180,11 @@ def _power(mode: OverField, x: Tensor, n: float) -> Any:
         return mode.inverse(_power(mode, x, -n))
     if n != int(n):
         return mode.field.apply(_SQRT if n == 0.5 else ("pow", n), x)
-    result, square, rest = torch.ones_like(x), x, int(n)
-    while rest:
-        if rest % 2:
+    result, square, exponent = torch.ones_like(x), x, int(n)
+    while exponent:
+        if exponent % 2:
             result = mode.mul(result, square)
-        square, rest = mode.mul(square, square), rest // 2
+        square, exponent = mode.mul(square, square), exponent // 2
     return result
 
 
@@ -235,10 +235,10 @@ def _variance_of(
     factor = mode.mul(
         mode.inverse(mode.field.number(count - correction)), mode.field.number(count)
     )
-    found = mode.mul(biased, factor)
+    variance = mode.mul(biased, factor)
     if not keepdim:
-        middle, found = middle.squeeze(tuple(dims)), found.squeeze(tuple(dims))
-    return found, middle
+        middle, variance = middle.squeeze(tuple(dims)), variance.squeeze(tuple(dims))
+    return variance, middle
 
 
 def _correction(args: Any, how: dict[str, Any]) -> tuple[Any, Any, bool]:
@@ -336,25 +336,25 @@ def _ordered(name: str, mode: OverField, t: Any, *args: Any, **how: Any) -> Any:
             value = torch.tensor(mode.scalar(value), dtype=torch.float64)
         return mode.field.ordered(mode.of(value))
 
-    def number(found: Any) -> Any:
-        is_place = isinstance(found, Tensor) and found.is_floating_point()
-        return mode.field.from_order(found) if is_place else found
+    def number(chosen: Any) -> Any:
+        is_place = isinstance(chosen, Tensor) and chosen.is_floating_point()
+        return mode.field.from_order(chosen) if is_place else chosen
 
     if name in _BOUNDED:
         names = {"clamp": ("min", "max")}.get(name, (name[-3:],))
         bounds = dict(zip(names, args, strict=False)) | how
-        found = place(t)
+        chosen = place(t)
         if bounds.get("min") is not None:
-            found = torch.maximum(found, place(bounds["min"]))
+            chosen = torch.maximum(chosen, place(bounds["min"]))
         if bounds.get("max") is not None:
-            found = torch.minimum(found, place(bounds["max"]))
+            chosen = torch.minimum(chosen, place(bounds["max"]))
     elif name in _TWO:
-        found = getattr(aten, name)(place(t), place(*args), **how)
+        chosen = getattr(aten, name)(place(t), place(*args), **how)
     else:
-        found = getattr(aten, name)(place(t), *args, **how)
-    if isinstance(found, tuple | list):
-        return tuple(map(number, found))
-    return number(found)
+        chosen = getattr(aten, name)(place(t), *args, **how)
+    if isinstance(chosen, tuple | list):
+        return tuple(map(number, chosen))
+    return number(chosen)
 
 
 def _same(name: str, mode: OverField, *args: Any, **how: Any) -> Any:

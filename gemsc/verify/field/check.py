@@ -81,7 +81,7 @@ def check_all_inputs(
     """
     start = time.perf_counter()
     subject = _Subject(directory, model, loss, inputs, target)
-    found = AllInputs("not decided")
+    answer = AllInputs("not decided")
     bound = 1.0
     for number in range(draws or _MOST_DRAWS):
         if draws is None and number >= _DRAWS and bound < _RARE:
@@ -89,19 +89,21 @@ def check_all_inputs(
         for again in range(_AGAIN):
             p = PRIMES[number % len(PRIMES)]
             drawn = Field(p, 1000 * number + again)
-            found, is_whole = _once(subject, drawn)
+            answer, is_whole = _once(subject, drawn)
             if is_whole:
                 break
         else:
             return AllInputs("not decided", _BY_ZERO)
-        if found.verdict != "proved":
-            return _located(found, subject)
-        bound *= min(found.degree / p, 1.0)
+        if answer.verdict != "proved":
+            return _located(answer, subject)
+        bound *= min(answer.degree / p, 1.0)
     if draws is None and bound > _TOO_LIKELY:
-        words = f"equal in {_MOST_DRAWS} draws, which programs of degree {found.degree}"
+        words = (
+            f"equal in {_MOST_DRAWS} draws, which programs of degree {answer.degree}"
+        )
         by_chance = f"that differ may be with a probability of {bound:.0e}"
         return AllInputs("not decided", f"{words} {by_chance}")
-    return replace(found, bound=bound, seconds=time.perf_counter() - start)
+    return replace(answer, bound=bound, seconds=time.perf_counter() - start)
 
 
 @dataclass(frozen=True)
@@ -115,26 +117,26 @@ class _Subject:
     target: Any
 
 
-def _located(found: AllInputs, subject: _Subject) -> AllInputs:
+def _located(answer: AllInputs, subject: _Subject) -> AllInputs:
     """Return what was found wrong with the place of the first wrong value."""
-    if found.verdict != "not equal":
-        return found
+    if answer.verdict != "not equal":
+        return answer
     one, two = Recording(), Recording()
     for key, recording in enumerate((one, two), 500):
         drawn = Field(PRIMES[0], key)
         if _once(subject, drawn, recording)[0].verdict == "not decided":
-            return found
-    place = first_wrong_value(one, two, loss_too="the loss" in found.wrong)
+            return answer
+    place = first_wrong_value(one, two, loss_too="the loss" in answer.wrong)
     if not place:
         prefix, missing = "the gradient of ", " is missing"
         names = [
             name.removeprefix(prefix).removesuffix(missing)
-            for name in found.wrong
+            for name in answer.wrong
             if name.startswith(prefix)
         ]
         last = first_wrong_gradient(subject.directory, names)
         place = f"the forward is right; first in the backward: {last}" if last else ""
-    return replace(found, why=f"{found.why}; {place}") if place else found
+    return replace(answer, why=f"{answer.why}; {place}") if place else answer
 
 
 def check_program_for_all_inputs(directory: Path) -> AllInputs:
@@ -155,17 +157,17 @@ def check_program_for_all_inputs(directory: Path) -> AllInputs:
         )
     shapes = user.make_shapes()
     model, loss = initial_model(user, directory), user.make_loss()
-    all_found: list[AllInputs] = []
+    answers: list[AllInputs] = []
     for pair in zip(shapes, user.make_targets(shapes), strict=True):
-        found = _of_batch(directory, model, loss, repeated(pair, plan), plan)
-        if found.verdict != "proved":
-            return found
-        all_found.append(found)
+        answer = _of_batch(directory, model, loss, repeated(pair, plan), plan)
+        if answer.verdict != "proved":
+            return answer
+        answers.append(answer)
     return replace(
-        max(all_found, key=lambda each: each.degree),
-        bound=min(sum(each.bound for each in all_found), 1.0),
-        chooses=any(each.chooses for each in all_found),
-        seconds=sum(each.seconds for each in all_found),
+        max(answers, key=lambda answer: answer.degree),
+        bound=min(sum(answer.bound for answer in answers), 1.0),
+        chooses=any(answer.chooses for answer in answers),
+        seconds=sum(answer.seconds for answer in answers),
     )
 
 
@@ -173,12 +175,12 @@ def _of_batch(
     directory: Path, model: nn.Module, loss: Any, batch: Any, plan: Plan
 ) -> AllInputs:
     # integers, which are not drawn, other ones in each micro-batch
-    others = [different((each, None), plan)[0] for each in batch]
+    others = [different((part, None), plan)[0] for part in batch]
     if not _same_integers(others, batch):
         with suppress(_ModelFailedError):  # where they mean something to each other
-            found = check_all_inputs(directory, model, loss, *others)
-            if found.why != _BY_ZERO:  # perhaps by a count of them
-                return found
+            answer = check_all_inputs(directory, model, loss, *others)
+            if answer.why != _BY_ZERO:  # perhaps by a count of them
+                return answer
     return check_all_inputs(directory, model, loss, *batch)
 
 
@@ -235,17 +237,17 @@ def _once(
                             whole, subject.loss, [batch], count, DTYPE, _Still
                         )
                     held = _evaluated(whole, expected.state, subject.loss, batch, plan)
-                actual, found, modes = _ranks(folder, plan, batch, drawn, watch)
+                actual, evaluated, modes = _ranks(folder, plan, batch, drawn, watch)
         except NotDecidedError as error:
             return AllInputs(
                 "not decided", undecided_line(error, folder, subject.directory)
             ), True
-        pairs = (actual, expected), (found, held)
+        pairs = (actual, expected), (evaluated, held)
         verdict = _compared(*pairs, drawn)
         # a value goes through the functions of one micro-batch
         degree = degrees.total // count + degrees.highest
         verdict = replace(verdict, degree=degree, chooses=degrees.chooses)
-        is_whole = all(_is_chance(each, verdict.verdict) for each in (mode, *modes))
+        is_whole = all(_is_chance(one, verdict.verdict) for one in (mode, *modes))
         return verdict, is_whole
 
 
@@ -328,10 +330,10 @@ def _ranks(
             evaluation = trainer.evaluate(*batch)
         return evaluation, mode
 
-    found, modes = zip(*on_threads(plan.ranks, step, DTYPE), strict=True)
+    evaluations, modes = zip(*on_threads(plan.ranks, step, DTYPE), strict=True)
     # those of data-parallel copies, in order
-    outputs = [each.output for each in found if each.output is not None]
-    of_all = _Evaluated(found[0].loss, outputs=named_outputs(outputs, plan))
+    outputs = [one.output for one in evaluations if one.output is not None]
+    of_all = _Evaluated(evaluations[0].loss, outputs=named_outputs(outputs, plan))
     return read_record(folder, plan.ranks), of_all, modes
 
 
@@ -360,9 +362,9 @@ def _draw_weights(
     (folder / ELSEWHERE).unlink(missing_ok=True)
     for stage, tensors in enumerate(of_stages):
         path = folder / f"stage{stage}.safetensors"
-        own = {name: tensor.clone() for name, tensor in tensors.items()}
+        copies = {name: tensor.clone() for name, tensor in tensors.items()}
         path.unlink()
-        write_tensors(path, own)
+        write_tensors(path, copies)
 
 
 def _drawn_batch(value: Any, drawn: Field, name: str) -> Any:

@@ -62,7 +62,7 @@ def _compared(
     losses = {
         "the loss": ([step.losses[0] for step in steps], expected.terms[0]),
         "evaluation: the loss": (
-            [each.loss for each in evaluations],
+            [evaluation.loss for evaluation in evaluations],
             evaluations[1].terms,
         ),
     }
@@ -72,7 +72,7 @@ def _compared(
         if not all(map(math.isfinite, pair))
         or len({round(loss * terms) % drawn.p for loss in pair}) > 1
     ]
-    mine, theirs = (each.outputs for each in evaluations)
+    mine, theirs = (evaluation.outputs for evaluation in evaluations)
     groups: tuple[tuple[str, Mapping[str, Tensor], Mapping[str, Tensor]], ...] = (
         ("the gradient of ", actual.gradients, expected.gradients),
         ("buffer ", actual.state, _buffers(expected)),

@@ -120,9 +120,9 @@ class Degrees(QuietMode):  # type: ignore[no-untyped-call]
                 degree = self._degree(name, args, degrees)
             written = func._schema.is_mutable
             for t in filter(holds_numbers, pytree.tree_leaves(result)):
-                own = max(degree, self.of(t)) if written else degree
-                self.highest = max(self.highest, own)
-                self._known.enter(t, own)
+                of_result = max(degree, self.of(t)) if written else degree
+                self.highest = max(self.highest, of_result)
+                self._known.enter(t, of_result)
         return result
 
     def of(self, t: Tensor) -> int:

@@ -145,11 +145,11 @@ def _is_partial(seen: _Seen) -> bool:
     """Whether the next thing done with it is a sum over the ranks, or adds its bias."""
     text = seen.file.read_text()
     lines = (line.partition("#")[0] for line in text.splitlines()[seen.line :])
-    rest = re.sub(r"\s+", " ", " ".join(lines)).replace("( ", "(")
-    use = re.search(rf"\b{re.escape(seen.name)}\b(?! = )", rest)
+    following = re.sub(r"\s+", " ", " ".join(lines)).replace("( ", "(")
+    use = re.search(rf"\b{re.escape(seen.name)}\b(?! = )", following)
     if use is None:
         return False
-    before, after = rest[: use.start()], rest[use.end() :]
+    before, after = following[: use.start()], following[use.end() :]
     if before.endswith("all_reduce(self.grid, "):
         return not after.startswith(".")
     adding = [name for name, how in EXCHANGE.findall(text) if "adds=" in how]
@@ -161,8 +161,8 @@ def _is_partial(seen: _Seen) -> bool:
 def _users_line(file: Path, line: int) -> str:
     """Return where the user's code is, as the comment above a line says."""
     for text in reversed(file.read_text().splitlines()[:line]):
-        if found := USERS_LINE.search(text):
-            return f", {found[1]}"
+        if match := USERS_LINE.search(text):
+            return f", {match[1]}"
         if "def " in text:
             return ""
     return ""
@@ -210,7 +210,7 @@ def first_cause(wrong: list[str]) -> str:
     first nearest to the loss.
     """
     if wrong[0] != "the loss":
-        gradients = [each for each in wrong if each.startswith("the gradient of ")]
+        gradients = [name for name in wrong if name.startswith("the gradient of ")]
         return gradients[-1] if gradients else wrong[0]
-    buffers = [each for each in wrong if each.startswith("buffer ")]
+    buffers = [name for name in wrong if name.startswith("buffer ")]
     return f"the loss, first {buffers[0]}" if buffers else wrong[0]

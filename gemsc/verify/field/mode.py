@@ -88,8 +88,8 @@ class NotesOnMemory(Generic[T]):
 
     def of(self, t: Tensor) -> T | None:
         """Return what is known of a tensor's memory."""
-        found = self._notes.get(t.untyped_storage()._cdata)
-        return None if found is None or is_freed(found[0]) else found[1]
+        entry = self._notes.get(t.untyped_storage()._cdata)
+        return None if entry is None or is_freed(entry[0]) else entry[1]
 
     def enter(self, t: Tensor, note: T) -> None:
         """Say what is known of a tensor's memory from now on."""
@@ -215,9 +215,9 @@ class OverField(QuietMode):  # type: ignore[no-untyped-call]
         if not _has_numbers((args, kwargs)):
             return self._constants(func(*args, **kwargs))
         base, in_place = name_and_place(func)
-        if (found := RULES.get(base)) is not None:
+        if (compute := RULES.get(base)) is not None:
             target: Any = args[0] if in_place else kwargs.pop("out", None)
-            result = found(self, *args, **kwargs)
+            result = compute(self, *args, **kwargs)
             if target is not None:
                 return self._write(target, result)
             return result if base in OWN_DTYPE else self._like(result, args, kwargs)
@@ -263,9 +263,9 @@ class OverField(QuietMode):  # type: ignore[no-untyped-call]
     def _constants(self, result: Any) -> Any:
         def change(leaf: Any) -> Any:
             if holds_numbers(leaf) and leaf.numel():
-                found = self.field.of(leaf)
-                if found is not leaf:
-                    leaf.copy_(found)
+                numbers = self.field.of(leaf)
+                if numbers is not leaf:
+                    leaf.copy_(numbers)
             return leaf
 
         return pytree.tree_map(change, result)

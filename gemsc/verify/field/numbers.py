@@ -64,7 +64,7 @@ class Field:
         t = t.double()
         if not t.numel():
             return t
-        low, high = (float(each) for each in torch.aminmax(t))
+        low, high = (float(bound) for bound in torch.aminmax(t))
         if -self.half <= low and high <= self.half and torch.equal(t, t.round()):
             return t
         return self._whole(t)
@@ -90,24 +90,24 @@ class Field:
         return result
 
     def _constants(self, t: Tensor) -> Tensor:
-        found, back = np.unique(t.detach().numpy(), return_inverse=True)
-        tops, bottoms, is_exact = _fractions(found, most=_COUNTS)
+        distinct, back = np.unique(t.detach().numpy(), return_inverse=True)
+        tops, bottoms, is_exact = _fractions(distinct, most=_COUNTS)
         # 1 - 1 / 3, off by its rounding, is 2 / 3
-        close = _fractions(found, 2 * _EPS * np.abs(found), _SIMPLE)
+        close = _fractions(distinct, 2 * _EPS * np.abs(distinct), _SIMPLE)
         tops = np.where(close[2], close[0], tops)
         bottoms = np.where(close[2], close[1], bottoms)
         is_exact |= close[2]
         is_small = is_exact & (bottoms <= _DENOMINATORS)
         values, p = self._quotients(tops, bottoms), self.p
         # a square root of a fraction is the square of its own root, in attention
-        size = np.abs(found)
+        size = np.abs(distinct)
         with np.errstate(over="ignore", under="ignore"):
             is_root = _fractions(size * size, 4 * _EPS * size * size)[2]
         is_small |= is_exact & ~is_root
         bits = np.where(is_root, np.sqrt(size), size).view(np.int64)
         drawn = _mixed(bits, self.key) % p
         drawn = np.where(is_root, drawn * drawn % p, drawn)
-        drawn = np.where(found < 0, p - drawn, drawn) % p
+        drawn = np.where(distinct < 0, p - drawn, drawn) % p
         values = np.where(is_small, values, drawn)
         values = np.where(values > self.half, values - p, values)
         return torch.from_numpy(values.astype(np.float64)[back.reshape(-1)])
@@ -115,16 +115,16 @@ class Field:
     def _quotients(self, tops: np.ndarray, bottoms: np.ndarray) -> np.ndarray:
         """Return the numbers of fractions, from 0 to p - 1."""
         inverse = self.table("inverse").numpy()
-        found: np.ndarray = tops % self.p * inverse[(bottoms + self.half) % self.p]
-        return found % self.p
+        products: np.ndarray = tops % self.p * inverse[(bottoms + self.half) % self.p]
+        return products % self.p
 
     def fractions(self, t: Tensor) -> Tensor:
         """Return simple fractions, that were computed with rounding, as numbers."""
         tops, bottoms, is_small = _fractions(t.numpy().reshape(-1), _ROUNDED)
         if not is_small.all():
             raise NotDecidedError("fractions with large denominators")
-        found = self._quotients(tops, bottoms).astype(np.float64)
-        return self.reduced(torch.from_numpy(found).view(t.shape))
+        quotients = self._quotients(tops, bottoms).astype(np.float64)
+        return self.reduced(torch.from_numpy(quotients).view(t.shape))
 
     def random(self, name: str, shape: Sequence[int]) -> Tensor:
         """Return numbers that are drawn for a name."""
@@ -178,8 +178,8 @@ class Field:
         infinite = t.isinf()
         if not bool(infinite.any()):
             return self.table(name).take(t.long().add_(self.half))
-        found = self.table(name).take(t.masked_fill(infinite, 0.0).long() + self.half)
-        return torch.where(infinite, t, found)
+        finite = self.table(name).take(t.masked_fill(infinite, 0.0).long() + self.half)
+        return torch.where(infinite, t, finite)
 
 
 @lru_cache(maxsize=256)
@@ -218,8 +218,8 @@ def _simple(p: int, inverse: np.ndarray) -> np.ndarray:
     half, tops = p // 2, np.arange(-SMALL, SMALL + 1)
     places: dict[float, int] = {}
     for bottom in range(1, _SMALL_DENOMINATORS + 1):
-        found = (tops * inverse[bottom + half] + half) % p
-        places.update(zip((tops / bottom).tolist(), found.tolist(), strict=True))
+        indices = (tops * inverse[bottom + half] + half) % p
+        places.update(zip((tops / bottom).tolist(), indices.tolist(), strict=True))
     return np.array([places[value] for value in sorted(places)])
 
 
@@ -230,9 +230,9 @@ def _fractions(
     tops, bottoms = np.zeros(values.shape, np.int64), np.ones(values.shape, np.int64)
     done = np.abs(values) >= 2.0**30
     is_small = np.zeros(values.shape, bool)
-    rest = np.where(done, 0.5, values)
+    remainder = np.where(done, 0.5, values)
     last = (np.ones_like(tops), np.zeros_like(tops))
-    now = (np.floor(rest).astype(np.int64), np.ones_like(tops))
+    now = (np.floor(remainder).astype(np.int64), np.ones_like(tops))
     before = last
     for _ in range(24):
         with np.errstate(all="ignore"):
@@ -242,12 +242,12 @@ def _fractions(
         tops, bottoms = np.where(hit, now[0], tops), np.where(hit, now[1], bottoms)
         is_small |= hit
         done |= hit
-        part = rest - np.floor(rest)
+        part = remainder - np.floor(remainder)
         done |= (part < 1e-12) | (now[1] > most)
         if done.all():
             break
-        rest = 1.0 / np.where(done, 2.0, part)
-        whole = np.where(done | (rest > 2**31), 0, rest).astype(np.int64)
+        remainder = 1.0 / np.where(done, 2.0, part)
+        whole = np.where(done | (remainder > 2**31), 0, remainder).astype(np.int64)
         now, before = (
             (whole * now[0] + before[0], np.maximum(whole * now[1] + before[1], 1)),
             now,

@@ -59,15 +59,15 @@ def _with_infinity(mode: OverField, value: Any) -> Any:
 
 
 @rule("full_like", "new_full")
-def _full_like(mode: OverField, t: Tensor, *rest: Any, **how: Any) -> Any:
+def _full_like(mode: OverField, t: Tensor, *args: Any, **how: Any) -> Any:
     dtype = how.get("dtype") or t.dtype
     if dtype.is_floating_point:
-        *size, value = rest
-        rest = (*size, mode.scalar(value))
+        *size, value = args
+        args = (*size, mode.scalar(value))
         if size:
-            return aten.new_full(t, *rest, **how)
-        return aten.full_like(t, *rest, **how)
-    return (aten.new_full if len(rest) == 2 else aten.full_like)(t, *rest, **how)
+            return aten.new_full(t, *args, **how)
+        return aten.full_like(t, *args, **how)
+    return (aten.new_full if len(args) == 2 else aten.full_like)(t, *args, **how)
 
 
 @rule("masked_fill")
@@ -105,7 +105,7 @@ def _lift(mode: OverField, t: Tensor) -> Tensor:
 
 
 @rule("_softmax")
-def _softmax(mode: OverField, t: Tensor, dim: int, *rest: Any, **how: Any) -> Tensor:
+def _softmax(mode: OverField, t: Tensor, dim: int, *args: Any, **how: Any) -> Tensor:
     exps = mode.exp(t)
     total = mode.sum(exps, [dim], True)
     empty = (mode.of(t) == -math.inf).all(dim, keepdim=True)
@@ -121,7 +121,7 @@ def _logsumexp(mode: OverField, t: Tensor, dim: list[int], keep: bool = False) -
 
 @rule("_softmax_backward_data")
 def _softmax_backward(
-    mode: OverField, g: Tensor, y: Tensor, dim: int, *rest: Any
+    mode: OverField, g: Tensor, y: Tensor, dim: int, *args: Any
 ) -> Tensor:
     g, y = mode.of(g), mode.of(y)
     part = mode.mul(g, y)
@@ -129,7 +129,7 @@ def _softmax_backward(
 
 
 @rule("_log_softmax")
-def _log_softmax(mode: OverField, t: Tensor, dim: int, *rest: Any) -> Tensor:
+def _log_softmax(mode: OverField, t: Tensor, dim: int, *args: Any) -> Tensor:
     total = mode.sum(mode.exp(t), [dim], True)
     result = mode.reduced(mode.of(t) - mode.field.apply("log", total))
     return mode.remember(result, mode.mul(mode.exp(t), mode.inverse(total)))
@@ -137,7 +137,7 @@ def _log_softmax(mode: OverField, t: Tensor, dim: int, *rest: Any) -> Tensor:
 
 @rule("_log_softmax_backward_data")
 def _log_softmax_backward(
-    mode: OverField, g: Tensor, y: Tensor, dim: int, *rest: Any
+    mode: OverField, g: Tensor, y: Tensor, dim: int, *args: Any
 ) -> Tensor:
     exps, g = mode.exp(y), mode.of(g)
     return mode.add(g, -mode.mul(exps, mode.sum(g, [dim], True)))
@@ -237,8 +237,8 @@ def _average(name: str, mode: OverField, x: Tensor, *args: Any) -> Tensor:
     x = mode.of(x)
     if x.dim() != _num_axes(name) + 2:
         raise NotDecidedError("a pool without a batch")
-    found = mode.field.reduced(getattr(aten, name)(x, *_pool_args(list(args), 1)))
-    return mode.mul(found, mode.inverse(_pool_factors(name, x, args)))
+    sums = mode.field.reduced(getattr(aten, name)(x, *_pool_args(list(args), 1)))
+    return mode.mul(sums, mode.inverse(_pool_factors(name, x, args)))
 
 
 def _average_backward(
@@ -260,10 +260,10 @@ def _pool_factors(name: str, x: Tensor, args: Any) -> Any:
 
 
 def _pool_args(args: list[Any], divisor: Any) -> list[Any]:
-    kernel, *rest = args
+    kernel, *options = args
     defaults = [[], 0, False, True]
-    rest = [*rest[:4], *defaults[len(rest[:4]) :]]
-    return [kernel, *rest, divisor]
+    options = [*options[:4], *defaults[len(options[:4]) :]]
+    return [kernel, *options, divisor]
 
 
 def _resize(name: str, mode: OverField, x: Tensor, *args: Any, **how: Any) -> Tensor:
@@ -277,11 +277,11 @@ def _resize_backward(
 ) -> Tensor:
     op, axes = getattr(aten, name), _num_axes(name)
     if name.startswith("_adaptive"):
-        rest, size = [list(g.shape[-axes:])], args[0].shape
+        options, size = [list(g.shape[-axes:])], args[0].shape
     else:
-        output, size, *rest = args
-        rest = [output, *rest]
-    matrices = _matrices(mode, lambda t: op(t, *rest, **how), tuple(size[-axes:]))
+        output, size, *options = args
+        options = [output, *options]
+    matrices = _matrices(mode, lambda t: op(t, *options, **how), tuple(size[-axes:]))
     return _along(mode, mode.of(g), [m.t() for m in matrices])
 
 
@@ -292,14 +292,14 @@ def _matrices(
 
     What does not change along the other axes stays so.
     """
-    found = []
+    matrices = []
     for axis, length in enumerate(size):
         view = [length if a == axis else 1 for a in range(len(size))]
         basis = torch.eye(length, dtype=torch.float64).view(length, 1, *view)
         full = call(basis.expand(length, 1, *size).contiguous()).movedim(axis + 2, 1)
         rows = full.reshape(length, full.shape[1], -1)[..., 0]
-        found.append(mode.field.fractions(rows.t().contiguous()))
-    return found
+        matrices.append(mode.field.fractions(rows.t().contiguous()))
+    return matrices
 
 
 def _along(mode: OverField, x: Tensor, matrices: list[Tensor]) -> Tensor:
@@ -313,9 +313,9 @@ def _along(mode: OverField, x: Tensor, matrices: list[Tensor]) -> Tensor:
 
 def _num_axes(name: str) -> int:
     """Return along how many axes an operation works: 2 of `avg_pool2d`."""
-    found = re.search(r"(\d)d", name)
-    assert found is not None
-    return int(found[1])
+    match = re.search(r"(\d)d", name)
+    assert match is not None
+    return int(match[1])
 
 
 for _name in ("avg_pool2d", "avg_pool3d"):

@@ -78,10 +78,10 @@ def module_of(node: onnx.NodeProto) -> str | None:
 def _of_scopes(text: str) -> str:
     """Return the innermost module of what torch's newer exporter notes."""
     try:
-        found = ast.literal_eval(text)
+        noted = ast.literal_eval(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return ""
-    scopes = [s for s in found if isinstance(s, str)] if isinstance(found, list) else []
+    scopes = [s for s in noted if isinstance(s, str)] if isinstance(noted, list) else []
     return scopes[-2] if len(scopes) > 1 else ""
 
 

@@ -137,13 +137,13 @@ class Node:
         Raises:
             GemscError: PyTorch does not compute with it.
         """
-        found = number_type(kind)
-        if found is None:
+        dtype = number_type(kind)
+        if dtype is None:
             name = onnx.helper.tensor_dtype_to_string(kind)
             raise self.refuse(
                 f"produces numbers of type {name}", help="export the model without them"
             )
-        return torch_type(found)
+        return torch_type(dtype)
 
     def is_filler(self, operand: Value | None, value: float) -> bool:
         """Return whether an operand is what is written where a layer has none.

@@ -103,8 +103,8 @@ def numpy_type(kind: torch.dtype) -> np.dtype[Any]:
     """Return NumPy's type for PyTorch's."""
     if kind is torch.bfloat16:
         return onnx.helper.tensor_dtype_to_np_dtype(onnx.TensorProto.BFLOAT16)
-    found: np.dtype[Any] = torch.empty(0, dtype=kind, device="cpu").numpy().dtype
-    return found
+    dtype: np.dtype[Any] = torch.empty(0, dtype=kind, device="cpu").numpy().dtype
+    return dtype
 
 
 def type_code(value: Value) -> int:
@@ -149,14 +149,14 @@ class Parameters:
         if text := self._same_layer(settings, weights):
             return text
         module.to("meta")
-        own = dict([*module.named_parameters(), *module.named_buffers()])
+        made = dict([*module.named_parameters(), *module.named_buffers()])
         for key, weight in weights.items():
-            if weight.shape != tuple(own[key].shape):
+            if weight.shape != tuple(made[key].shape):
                 raise self.sheet.refuse(
-                    f"has a {key} of {weight.shape}, and needs {tuple(own[key].shape)}"
+                    f"has a {key} of {weight.shape}, and needs {tuple(made[key].shape)}"
                 )
         plain = {key: weight.weight for key, weight in weights.items()}
-        ties = {key: self._tie(weight, own[key]) for key, weight in plain.items()}
+        ties = {key: self._tie(weight, made[key]) for key, weight in plain.items()}
         sources = {
             k: w.sources[0] for k, w in plain.items() if w.sources and not ties[k]
         }
@@ -165,7 +165,7 @@ class Parameters:
             place_of_layer(node, sources), module, plain, frozen=frozen
         )
         for key in plain:
-            self._hold(_Held(f"{text}.{key}", plain[key], own[key], text, settings))
+            self._hold(_Held(f"{text}.{key}", plain[key], made[key], text, settings))
             if ties[key]:
                 self.sheet.tie(f"{text}.{key}", ties[key])
         return text
@@ -183,8 +183,8 @@ class Parameters:
     def value(self, node: onnx.NodeProto, static: Static) -> Symbol:
         """Return a tensor of the network itself: a parameter or a buffer."""
         if static.weight.sources:
-            if found := self.held(static):
-                return found
+            if known := self.held(static):
+                return known
             self._refuse_shared(static.weight)
         elif static in self._constants:
             return self._constants[static]
@@ -250,9 +250,9 @@ class Parameters:
             texts.add(same[0])
         return texts.pop() if len(texts) == 1 else ""
 
-    def _tie(self, weight: Weight, own: Tensor) -> str:
+    def _tie(self, weight: Weight, new: Tensor) -> str:
         """Return the parameter that a new layer's one is, "" where it is its own."""
-        if not isinstance(own, nn.Parameter):
+        if not isinstance(new, nn.Parameter):
             return ""
         for held in self._equal(weight):
             if isinstance(held.tensor, nn.Parameter):

@@ -62,11 +62,11 @@ class Resized:
         Raises:
             KeyError: the standard has no such coordinates.
         """
-        found: Array = _COORDINATES[self.coordinates](
+        place: Array = _COORDINATES[self.coordinates](
             self, np.arange(self.new, dtype=np.float64)
         )
-        near = np.round(found * 2) / 2  # halves, too, are rounded to a side
-        return np.where(np.abs(found - near) < CLOSE * (1 + np.abs(found)), near, found)
+        near = np.round(place * 2) / 2  # halves, too, are rounded to a side
+        return np.where(np.abs(place - near) < CLOSE * (1 + np.abs(place)), near, place)
 
     def inside(self) -> Array:
         """Return which new elements are made of old ones: others are outside a crop."""
@@ -229,10 +229,10 @@ def _scaled(
         return exact, [
             math.floor(s * n + 1e-6) for s, n in zip(exact, old, strict=True)
         ]
-    found = [new / n for new, n in zip(sizes or [], old, strict=True)]
+    ratios = [new / n for new, n in zip(sizes or [], old, strict=True)]
     if policy == "stretch":
-        return found, [int(size) for size in sizes or []]
-    one = min(found) if policy == "not_larger" else max(found)
+        return ratios, [int(size) for size in sizes or []]
+    one = min(ratios) if policy == "not_larger" else max(ratios)
     return [one] * len(old), [math.floor(one * n + 0.5) for n in old]
 
 

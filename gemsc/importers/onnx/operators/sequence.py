@@ -116,7 +116,7 @@ def _gates(
     """Return the layer's parameters by the names that PyTorch has."""
     size = recurrence.shape[-1]
     height = len(GATES[kind]) * size
-    found = {}
+    params = {}
     for direction in range(weight.shape[0]):
         end = "_reverse" * direction
         parts = {"weight_ih": (weight, 0), "weight_hh": (recurrence, 0)}
@@ -124,8 +124,8 @@ def _gates(
             parts |= {"bias_ih": (bias, 0), "bias_hh": (bias, 1)}
         for name, (whole, half) in parts.items():
             move = partial(_rows, GATES[kind], size, direction, half)
-            found[f"{name}_l0{end}"] = whole.moved(move, height, *whole.shape[2:])
-    return found
+            params[f"{name}_l0{end}"] = whole.moved(move, height, *whole.shape[2:])
+    return params
 
 
 def _rows(

@@ -62,8 +62,8 @@ def _gathered(low: Lowering, call: Call, axes: Axes) -> Local:
     others: Axes = (*axes[:-2], None, None)
     given = [low.get(query).node]
     for node in (key, value):
-        own = others[len(others) - len(low.shape(node)) :]
-        given.append(low.spread(node, own))
+        node_axes = others[len(others) - len(low.shape(node)) :]
+        given.append(low.spread(node, node_axes))
     mask = _mask(low, call, (*axes[:-1], None))
     given += [mask] if mask is not None else []
     names = ("scale", "enable_gqa")
@@ -158,21 +158,21 @@ class _Halves:
         self.held = low.owned(self.shape, axes)
         cuts = sorted({box[-2] for box in self.held})
         other = dict(zip(cuts, reversed(cuts), strict=True))
-        self.own = tuple(_second(box, box[-2]) for box in self.held)
+        self.second_half = tuple(_second(box, box[-2]) for box in self.held)
         self.dealt_out = tuple(_second(box, other[box[-2]]) for box in self.held)
 
     @property
     def ends(self) -> list[int]:
         """Where the keys end that each rank's queries see."""
         boxes = zip(self.held, self.dealt_out, strict=True)
-        return [max(own[-2][1], other[-2][1]) for own, other in boxes]
+        return [max(box[-2][1], other[-2][1]) for box, other in boxes]
 
     @property
     def rows(self) -> tuple[Interval, Interval]:
         """The tokens whose queries the rank has."""
         here = self.low.place
         return (
-            (self.held[here][-2][0], self.own[here][-2][0]),
+            (self.held[here][-2][0], self.second_half[here][-2][0]),
             self.dealt_out[here][-2],
         )
 
@@ -190,7 +190,7 @@ class _Halves:
         size = stop - start
         first = self._made("narrow", attended, 2, 0, size)
         other = self._made("narrow", attended, 2, size, end - begin)
-        back = self._moved(other, self.dealt_out, self.own)
+        back = self._moved(other, self.dealt_out, self.second_half)
         args = (first, back), 2
         return add_call(self.low, self.call.node, torch.cat, *args, axes=self.axes)
 

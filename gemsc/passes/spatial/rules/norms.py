@@ -24,9 +24,9 @@ def _channels_whole(low: Lowering, call: Call) -> Axes:
 
 def _normalized(low: Lowering, call: Call, function: Any, **settings: Any) -> Local:
     axes = low.cut_axes(call.input)
-    own = low.own_rows(call.node, axes)  # if the tile computes more: these count once
-    if own is not None:
-        settings["own"] = own
+    rows = low.own_rows(call.node, axes)  # if the tile computes more: these count once
+    if rows is not None:
+        settings["own"] = rows
     args = (low.here, alike(low, call, call.input, axes))
     settings["among"] = low.among(axes)
     return on_tiles(low, call, function, args, axes, **settings)

@@ -101,8 +101,8 @@ def _whole_factors(low: Lowering, call: Call) -> tuple[int, ...] | None:
     factors = []
     scales = _scales(call, len(low.shape(call.input)) - 2)
     for (size, out_size), scale in zip(pairs, scales, strict=True):
-        factor, rest = divmod(out_size, size)
-        if rest or (scale is not None and scale != factor):
+        factor, remainder = divmod(out_size, size)
+        if remainder or (scale is not None and scale != factor):
             return None
         factors.append(factor)
     return tuple(factors)
@@ -115,7 +115,7 @@ def _scales(call: Call, rank: int) -> tuple[float | None, ...]:
         return (None,) * rank
     if isinstance(scale, (int, float)):
         return (float(scale),) * rank
-    return tuple(float(each) for each in scale)
+    return tuple(float(factor) for factor in scale)
 
 
 def _weighted_rows(low: Lowering, call: Call, axes: Axes, mode: str) -> Local:

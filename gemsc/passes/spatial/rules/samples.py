@@ -101,7 +101,7 @@ def _cut_letters(
     Raises:
         Refused: a product of letters is cut.
     """
-    found: dict[str, int] = {}
+    axis_of: dict[str, int] = {}
     for source, letters in operands:
         axes = low.axes(source) or (None,) * len(letters)
         for letter, axis in zip(letters, axes, strict=True):
@@ -109,6 +109,6 @@ def _cut_letters(
                 continue
             if " " in letter:
                 raise Refused("a dimension that is cut is a product")
-            if axis not in found.values():
-                found.setdefault(letter, axis)
-    return found
+            if axis not in axis_of.values():
+                axis_of.setdefault(letter, axis)
+    return axis_of

@@ -53,10 +53,10 @@ def _broadcast_axes(low: Lowering, node: fx.Node, shape: tuple[int, ...]) -> Axe
         for dim, axis in enumerate(axes or (), len(shape) - len(axes or ())):
             if result[dim] is None and axis not in result:
                 result[dim] = axis
-    found = or_whole(tuple(result))
-    if found is None or not fits(shape, found, low.grid):
+    out_axes = or_whole(tuple(result))
+    if out_axes is None or not fits(shape, out_axes, low.grid):
         raise Refused("no input is cut like the result")
-    return found
+    return out_axes
 
 
 def _fitted(
@@ -67,14 +67,14 @@ def _fitted(
     boxes: tuple[Box, ...],
 ) -> fx.Node:
     """Return the part of an input that meets the tile's part of the result."""
-    own = low.shape(source)
-    if not own or not meta.is_one_tensor(source):
+    sizes = low.shape(source)
+    if not sizes or not meta.is_one_tensor(source):
         return low.get(source).node
-    ahead = len(shape) - len(own)
+    ahead = len(shape) - len(sizes)
     first = or_whole(
         tuple(
             axis if size == shape[dim + ahead] else None
-            for dim, (size, axis) in enumerate(zip(own, axes[ahead:], strict=True))
+            for dim, (size, axis) in enumerate(zip(sizes, axes[ahead:], strict=True))
         )
     )
     if first is None:
@@ -121,7 +121,7 @@ def _regrouped(
     shape, result = low.shape(source), low.shape(node)
     if not low.probe.is_reshape(node):
         return None
-    found: list[int | None] = [None] * len(result)
+    out_axes: list[int | None] = [None] * len(result)
     for before, after in runs_of(shape, result):
         inside = [dim for dim in before if axes[dim] is not None]
         if not inside:
@@ -139,8 +139,8 @@ def _regrouped(
         ]
         if edges[: len(edges) // 2] != edges[len(edges) // 2 :]:
             return None
-        found[to] = axis
-    cut_alike = tuple(found)
+        out_axes[to] = axis
+    cut_alike = tuple(out_axes)
     args = (low.get(source).node, *low.sizes(node, cut_alike))
     return add_call(low, node, "reshape", *args, axes=cut_alike)
 
@@ -211,10 +211,10 @@ def _slice(low: Lowering, node: fx.Node, source: fx.Node, entries: list[Any]) ->
             )
         )
     part = low.part(source, tuple(wanted))
-    rest = tuple(_rest_of(entry, ranges.get(dim)) for dim, entry in enumerate(entries))
-    if out_axes is not None and all(entry == slice(None) for entry in rest):
+    index = tuple(_rest_of(entry, ranges.get(dim)) for dim, entry in enumerate(entries))
+    if out_axes is not None and all(entry == slice(None) for entry in index):
         return low.stands_for(part, node, out_axes)
-    return add_call(low, node, operator.getitem, part, rest, axes=out_axes)
+    return add_call(low, node, operator.getitem, part, index, axes=out_axes)
 
 
 def _rest_of(entry: Any, rows: range | None) -> Any:
@@ -248,8 +248,8 @@ def concatenation(low: Lowering, call: Call) -> Local:
     dims = max(len(low.shape(tensor)) for tensor in tensors)
     tensors = [t for t in tensors if len(low.shape(t)) == dims]  # but torch.tensor([])
     dim = int(call.get("dim", 0))
-    found = [axes for tensor in tensors if (axes := low.axes(tensor)) is not None]
-    axes = max(found, key=lambda axes: sum(axis is not None for axis in axes))
+    all_axes = [axes for tensor in tensors if (axes := low.axes(tensor)) is not None]
+    axes = max(all_axes, key=lambda axes: sum(axis is not None for axis in axes))
     if call.kind == "stack":
         dim %= dims + 1
         result = (*axes[:dim], None, *axes[dim:])
