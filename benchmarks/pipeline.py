@@ -48,7 +48,7 @@ SPLIT = "gemsc zb-h1"
 
 
 @dataclass(frozen=True)
-class Found:
+class Measured:
     """What was measured of one model and number of micro-batches."""
 
     job: Job
@@ -60,7 +60,7 @@ class Found:
 
 def measure(
     jobs: dict[str, tuple[str, Job]], rounds: int, steps: int, patience: float
-) -> Found:
+) -> Measured:
     """Let the contenders train in turn."""
     with contenders(jobs) as started:
 
@@ -70,11 +70,11 @@ def measure(
         kept, note = quiet_rounds(make, rounds, patience)
         memory = {group.name: group.memory() for group in started}
         _, job = next(iter(jobs.values()))
-        return Found(job, steps, kept, memory, note)
+        return Measured(job, steps, kept, memory, note)
 
 
 def lines(
-    figures: Found, ours: tuple[str, ...] = (OURS, SPLIT), theirs: str = THEIRS
+    figures: Measured, ours: tuple[str, ...] = (OURS, SPLIT), theirs: str = THEIRS
 ) -> str:
     """Return the rows of one model and number of micro-batches."""
     job = figures.job

@@ -35,7 +35,7 @@ WHOLE = {"whole": 4, "sequence": 2}  # of a block's 16 values: what every rank k
 
 
 @dataclass(frozen=True)
-class Found:
+class Measured:
     """The peak of the fullest rank in bytes; activations predicted and measured."""
 
     peak: int
@@ -54,7 +54,7 @@ def small_gpt(depth: int) -> Model:
     )
 
 
-def measured(model: Model, graph: Traced, shards: int, trunk: str) -> Found:
+def measured(model: Model, graph: Traced, shards: int, trunk: str) -> Measured:
     """Compile for so many shards and train on threads."""
     options = CompileOptions(ranks=shards, micro_batches=MICRO_BATCHES)
     if shards > 1:
@@ -66,7 +66,7 @@ def measured(model: Model, graph: Traced, shards: int, trunk: str) -> Found:
         kept = max(activations(model, Path(folder), shards))
     plan = program.plan
     (peak,), (predicted,) = plan.peak_bytes, plan.activation_bytes
-    return Found(peak, peak / highest - 1, (predicted, kept))
+    return Measured(peak, peak / highest - 1, (predicted, kept))
 
 
 def activations(model: Model, directory: Path, ranks: int) -> list[int]:

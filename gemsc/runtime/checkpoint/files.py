@@ -251,8 +251,8 @@ def saved_model(
         table, loss = dict[str, Entry](), dict[str, Entry]()
         for name, key in keys.items():
             stored.check(key, TensorPiece.whole(stored.entry(key).shape))
-            found_in = loss if name.startswith(LOSS) else table
-            found_in[name] = stored.entry(key)
+            entries = loss if name.startswith(LOSS) else table
+            entries[name] = stored.entry(key)
         yield SavedModel(
             manifest.step,
             table,

@@ -37,7 +37,7 @@ HIDDEN = re.compile(rf"\.{STEP.pattern}(-[0-9a-f]{{8}})?(-old)?")
 
 
 @dataclass(frozen=True)
-class Found:
+class ResumePoint:
     """A checkpoint: its folder and its manifest, or weights alone and no manifest."""
 
     place: Path
@@ -59,7 +59,7 @@ class Retention:
 # ------------------------------------------------------------------- reading
 
 
-def check_checkpoint(directory: Path) -> Found:
+def check_checkpoint(directory: Path) -> ResumePoint:
     """Return what there is to resume from; sizes are compared, digests are not.
 
     `directory` is a run's folder, one of its `step-` folders, or of somebody else: a
@@ -72,14 +72,14 @@ def check_checkpoint(directory: Path) -> Found:
     try:
         folder = _step_in(directory)
         if folder is None:
-            return Found(_weights_in(directory), None)
+            return ResumePoint(_weights_in(directory), None)
     except OSError as error:
         raise GemscError(
             f"{directory} cannot be read: {error.strerror}",
             help="give the folder of a run, or one of its step- folders",
         ) from None
     with damage_named(folder, always=True):
-        return Found(folder, _check_sizes(folder))
+        return ResumePoint(folder, _check_sizes(folder))
 
 
 def check_digests(folder: Path, manifest: Manifest, part: int, parts: int) -> None:
@@ -101,7 +101,9 @@ def check_digests(folder: Path, manifest: Manifest, part: int, parts: int) -> No
 
 def saved_seed(directory: Path | None) -> int:
     """Return the seed of the run that saved a checkpoint; 0 without one."""
-    saved = Found(Path(), None) if directory is None else check_checkpoint(directory)
+    saved = (
+        ResumePoint(Path(), None) if directory is None else check_checkpoint(directory)
+    )
     seed = saved.manifest.progress.get("seed") if saved.manifest else 0
     return seed if isinstance(seed, int) else 0
 

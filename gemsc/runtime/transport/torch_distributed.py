@@ -218,8 +218,8 @@ class TorchTransport:
         self._messages = self.connect("messages", everyone)
         self._control = self.connect("control", everyone)
         self._waiters = Waiters()
-        self._own: defaultdict[int, tuple[deque[OwnMessage], deque[OwnMessage]]]
-        self._own = defaultdict(lambda: (deque(), deque()))
+        self._to_self: defaultdict[int, tuple[deque[OwnMessage], deque[OwnMessage]]]
+        self._to_self = defaultdict(lambda: (deque(), deque()))
         self._sized: set[tuple[int, int, bool]] = set()  # what was sent and received
         self._groups: dict[tuple[tuple[int, ...], str], TorchGroup] = {}
         self.sums_on_device = False
@@ -297,7 +297,7 @@ class TorchTransport:
 
     def _post_own(self, tensor: Tensor, tag: int, *, is_send: bool) -> Request:
         """Start one end of a message to this rank itself."""
-        mine, others = self._own[tag] if is_send else reversed(self._own[tag])
+        mine, others = self._to_self[tag] if is_send else reversed(self._own[tag])
         message = OwnMessage(tensor)
         if not others:
             mine.append(message)

@@ -48,7 +48,7 @@ class AnomalyDetection(TorchFunctionMode):
         self._known: set[Any] = set()
         self._line: Line = (self._file, 1)
         self._first: GemscError | None = None
-        self._found: list[GemscError] = []
+        self._errors: list[GemscError] = []
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -85,8 +85,8 @@ class AnomalyDetection(TorchFunctionMode):
         Raises:
             GemscError: an operation made a gradient that is not finite; names its line.
         """
-        if self._found:
-            raise self._found[0]
+        if self._errors:
+            raise self._errors[0]
 
     def _here(self) -> Line:
         """Return where the rank's file stands."""
@@ -107,11 +107,11 @@ class AnomalyDetection(TorchFunctionMode):
 
     def _look(self, name: str, line: Line, gives: Any, takes: Any) -> None:
         """Compare the gradients that an operation has got with those that it gives."""
-        if not self._found:
+        if not self._errors:
             after = _Seen.of(_tensors(gives))
             if after.begins(_Seen.of(_tensors(takes))):
                 what = f"{name} gives {after} in backward"
-                self._found.append(_error(what, line))
+                self._errors.append(_error(what, line))
 
 
 @dataclass(frozen=True)
