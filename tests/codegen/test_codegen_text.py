@@ -18,6 +18,8 @@ from program_support import X
 from ruff.__main__ import find_ruff_bin
 from torch import fx
 
+from gemsc.base.boxes import tile_boxes
+from gemsc.codegen.constants import box_constants
 from gemsc.codegen.expressions import access, expression, literal
 from gemsc.codegen.python_text import quoted
 from gemsc.codegen.writer import Names, Writer, comment, split_arguments
@@ -189,6 +191,13 @@ def test_paths_that_are_no_attributes_are_subscripts() -> None:
     assert access("class.b") == 'self["class"].b'
     assert access('a"b') == "self['a\"b']"
     assert access("__x.__y__") == 'self["__x"].__y__'
+
+
+def test_boxes_keep_their_order() -> None:
+    rows = tile_boxes([(0, 2), (2, 4)], [(0, 3), (3, 6)])
+    columns = (rows[0], rows[2], rows[1], rows[3])
+    for boxes in (rows, rows[::-1], columns, rows[:1], rows[:3], rows[:1] * 3):
+        assert eval(box_constants(boxes)) == boxes
 
 
 # The writer

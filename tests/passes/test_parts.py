@@ -299,7 +299,7 @@ def test_tensors_of_another_shape_are_refused(tmp_path: Path) -> None:
         {n: t.clone() for n, t in weights.items()},
         tmp_path / "other" / "model.safetensors",
     )
-    message = r"'down.weight' has shape \[6, 6\], but the program needs \[6, 10\]"
+    message = r"'down.weight' has shape \[6, 6\], but the model needs \[6, 10\]"
     with pytest.raises(GemscError, match=message):
         trained(tmp_path, 4, [], resume=tmp_path / "other")
     path = tmp_path / "weights" / "stage0.safetensors"
