@@ -405,15 +405,15 @@ def name_constants(root: fx.GraphModule, known: dict[str, torch.Tensor]) -> None
 
     Graphs of one model share a place for them, and forward may use others in each.
     """
-    holder = root._modules.get(CONSTANTS)
+    holder: Any = root._modules.get(CONSTANTS, nn.Module())
+    values, holder._buffers = holder._buffers, {}
     renamed: dict[str, str] = {}
-    for name, value in dict(holder.named_buffers() if holder else ()).items():
+    for name, value in values.items():
         new, number = name, 0
         while not _is_same(known.setdefault(new, value), value):
             number += 1
             new = f"{name}_{number}"
-        assert holder is not None
-        holder._buffers[new] = holder._buffers.pop(name)
+        holder._buffers[new] = value
         renamed[f"{CONSTANTS}.{name}"] = f"{CONSTANTS}.{new}"
     for node in root.graph.nodes:
         if node.op == "get_attr":

@@ -24,6 +24,7 @@ from gemsc.compiler import compile
 from gemsc.errors import GemscError
 from gemsc.frontend import record
 from gemsc.frontend.check import check_against_eager
+from gemsc.frontend.writer import name_constants
 from gemsc.ir import meta
 from gemsc.ir.program import DataclassValue, Slot
 
@@ -660,3 +661,17 @@ def test_a_layer_that_is_always_in_training_mode_is_refused_for_evaluation() -> 
     record(model, (X,))
     with pytest.raises(GemscError, match="'drop' is called in training mode in eval"):
         record(model, (X,), training=False)
+
+
+def test_evaluation_may_use_constants_in_another_order() -> None:
+    def forward(self: Model, x: torch.Tensor) -> torch.Tensor:
+        one, two = (SCALE, ones) if self.training else (ones, SCALE)
+        return self.fc(x) * one + two
+
+    ones, known = torch.ones(4), dict[str, torch.Tensor]()
+    model = Model(forward)
+    for training in (True, False):
+        program = record(model, (X,), training=training)
+        name_constants(program.module, known)
+        program.graph.lint()
+        check_against_eager(program, model, (X,), training=training)
