@@ -96,7 +96,14 @@ def grows(self: Any, x: Tensor) -> Tensor:
     return self.b(wide[:, :4] + wide[:, -4:])
 
 
+def in_double(self: Any, x: Tensor) -> Tensor:
+    h = self.a(x).to(torch.float64 if self.training else torch.float32)
+    return self.b(h.relu().float())
+
+
 def test_shapes_that_differ_have_a_forward_of_their_own(tmp_path: Path) -> None:
+    traced = trace(Net(in_double), (X,), loss=first, example_target=X, check=False)
+    assert traced.twins is None
     assert compiled(Net(grows)).compilation.whole.twins is None
     evaluates_as_the_model(tmp_path / "program", Net(grows))
 
