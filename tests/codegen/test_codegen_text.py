@@ -181,6 +181,18 @@ def test_calls_of_every_kind() -> None:
     assert text_of(torch.full, {"a": X}) == 'torch.full({"a": x})'
 
 
+def test_what_differs_in_evaluation_is_chosen_when_it_runs() -> None:
+    node = graph_node(F.dropout, X, training=True)
+    for value, text in (
+        (True, "True"),
+        (False, "self.training"),
+        (None, "True if self.training else None"),
+    ):
+        twin = graph_node(F.dropout, X, training=value)
+        shown = expression(node, lambda n: n.name, twin, lambda item: "")
+        assert shown == f"F.dropout(x, training={text})"
+
+
 def test_what_cannot_be_written_is_refused() -> None:
     with pytest.raises(GemscError, match="gemsc cannot write a call of"):
         text_of(lambda x: x, X)
