@@ -71,6 +71,35 @@ def test_an_input_without_samples_is_there_once() -> None:
     assert text.count("batched=False") == 1  # there is a target, too
 
 
+class Modes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+        self.drop = nn.Dropout()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            y = self.a(x)
+        with torch.autocast("cpu", dtype=torch.float16):
+            x = self.b(x * y)
+        with torch.autocast("cpu", enabled=False):
+            x = self.c(x.float())
+        return y + sum(x * x for x in [self.drop(x)])
+
+
+def test_lines_run_in_the_modes_of_the_user() -> None:
+    x = torch.ones(4, 4)
+    given = {"loss": mse, "example_target": x, "precision": "bfloat16", "ranks": 1}
+    (text,) = compile(Modes(), (x,), check=False, **given).rank_modules().values()
+    modes = [line.strip() for line in text.splitlines() if " with " in line]
+    assert modes == [
+        "with torch.no_grad():",
+        'with torch.autocast("cpu", dtype=torch.float16):',
+        "with torch.autocast(device.type, enabled=False):",
+    ]
+    assert " = self.drop(x)" in text  # and not self.drop(x) * self.drop(x)
+
+
 @pytest.mark.slow
 def test_messages_between_grids_are_as_ruff_formats_them(tmp_path: Path) -> None:
     program = compile(
