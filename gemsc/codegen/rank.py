@@ -362,8 +362,7 @@ class _RankWriter:
 
 def _part(run: RunText) -> str:
     """Return which part of the batch a run takes as its micro-batch m."""
-    times = f"{run.replica} * " if run.replica > 1 else ""
-    return f"m + {times}NUM_MICRO_BATCHES" if run.replica else "m"
+    return "m + NUM_MICRO_BATCHES" if run.replica else "m"
 
 
 def _loop_head(loop: Loop, count: int) -> str:

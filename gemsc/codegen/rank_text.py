@@ -87,8 +87,7 @@ class RunText:
     @property
     def key(self) -> str:
         """How functions of the file are named after it: `stage2`, `stage2_mirrored`."""
-        suffix = {0: "", 1: "_mirrored"}.get(self.replica, f"_replica{self.replica}")
-        return f"stage{self.stage.flow.index}{suffix}"
+        return f"stage{self.stage.flow.index}{'_mirrored' * self.replica}"
 
 
 @dataclass(frozen=True, slots=True)
