@@ -35,12 +35,14 @@ class Change:
     """A node that changes the parameter or buffer `name` of the model.
 
     `again` are the nodes that make the change where there is no data: this one and what
-    it needs. It is empty if data or random numbers are among that.
+    it needs. It is empty if data or random numbers are among that, and where it is the
+    node's backward that makes the change.
     """
 
     node: fx.Node
     name: str
     again: frozenset[fx.Node] = frozenset()
+    by: str = "forward"
 
 
 def unjoined_changes(program: Program) -> Iterator[Change]:
@@ -55,6 +57,8 @@ def unjoined_changes(program: Program) -> Iterator[Change]:
     joined = {name for node in states for name in _as_layers_do(node, states, program)}
     writers = _writers(program)
     for node, names in states.items():
+        for name in meta.facts(node).backward_writes:
+            yield Change(node, name, by="backward")
         if names and joined.issuperset(names):
             continue
         if any(counts[name] > 1 or not is_settled(node) for name in names):

@@ -98,7 +98,8 @@ class Facts:
     bytes) of the node's own value. `heavy` nodes multiply matrices, convolve or own a
     weight: what a stage is made of. `random` nodes draw random numbers. `sums` are
     those over the tiles of a grid, forward and backward. Of the `parameter_bytes` those
-    that are `trained_bytes` have gradients.
+    that are `trained_bytes` have gradients. `backward_writes` are the parameters and
+    buffers that the backward, which is the user's own, changes.
 
     `weight_seconds` are the part of the backward's that gives weight gradients and can
     wait, `weight_bytes` the bytes of these gradients (see gemsc.base.weighted). `casts`
@@ -118,6 +119,7 @@ class Facts:
     saved_bytes: int = 0
     saved: tuple[tuple[int, int], ...] = ()
     saved_state: tuple[str, ...] = ()
+    backward_writes: tuple[str, ...] = ()
     storages: tuple[tuple[int, int], ...] = ()
     heavy: bool = False
     random: bool = False

@@ -161,6 +161,7 @@ class _Count:
     random: bool = False
     saved: dict[int, int] = field(default_factory=dict)
     saved_state: dict[str, None] = field(default_factory=dict)
+    backward_writes: dict[str, None] = field(default_factory=dict)
     rebuilt: int = 0  # bytes of what is kept in parts, and whole in its backward
     sums: list[meta.TileSum] = field(default_factory=list)
     weights: dict[int, Tensor] = field(default_factory=dict)  # whose gradients can wait
@@ -320,9 +321,13 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.node = self.ran[place] if place >= 0 else None
         self.gradients.run(self.node)
         self.gradients.see((args, kwargs), result)
+        count = self.counts[self.node]
+        if func._schema.is_mutable:
+            for tensor in dense_leaves((kwargs or {}).get("out", args[:1])):
+                if name := self.persistent.get(tensor.untyped_storage()._cdata):
+                    count.backward_writes[name] = None
         if not runs:
             return
-        count = self.counts[self.node]
         count.random |= draws(func, args, kwargs)  # in a backward of the user's
         _, works = work_of(func, args, kwargs, result)
         count.backward_operators += 1
@@ -353,6 +358,7 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             saved_bytes=sum(fresh.values()),
             saved=tuple(count.saved.items()),
             saved_state=tuple(count.saved_state),
+            backward_writes=tuple(count.backward_writes),
             storages=_storage_sizes(outputs),
             heavy=count.flops > 0 or _takes_table(node, parameters),
             random=count.random,

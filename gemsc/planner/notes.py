@@ -60,14 +60,15 @@ def state_notes(program: Program, task: Task, options: CompileOptions) -> list[s
     `max_norm` has made small: they stay so.
     """
     notes, count = [], options.data * sum(task.micro_batches)
-    changed = dict.fromkeys(
-        f"'{change.name}'"
+    changed = {
+        f"'{change.name}'": change.by
         for change in unjoined_changes(program)
         if not changed_by_layer(change.node, program.module)
-    )
+    }
     if changed and count > 1:
+        names, by = [*changed], next(iter(changed.values()))
         notes.append(
-            f"forward changes {show_some([*changed], 1)} once for each micro-batch: "
+            f"{by} changes {show_some(names, 1)} once for each micro-batch: "
             f"{count} times in a step, where one process that takes its "
             f"{count * micro_batch_size(program)} samples together would do so once"
         )

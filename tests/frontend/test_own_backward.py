@@ -304,6 +304,38 @@ def test_a_buffer_that_a_function_writes_to_is_refused_with_replicas(
     assert against_one_process(tmp_path, net, (X,)).worst < EXACT
 
 
+class CountingBackward(torch.autograd.Function):
+    """Follows the gradient in a buffer."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mean: Tensor) -> Tensor:
+        ctx.mean = mean
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        ctx.mean.mul_(0.9).add_(gradients[0].mean(0))
+        return gradients[0] * 2, None
+
+
+def counting_backward(self: Any, x: Tensor) -> Tensor:
+    return self.c(self.b(CountingBackward.apply(self.a(x), self.mean)))
+
+
+def test_a_buffer_that_a_backward_writes_to_is_refused_with_replicas(
+    tmp_path: Path,
+) -> None:
+    net = Layers(counting_backward)
+    net.register_buffer("mean", torch.zeros(4))
+    for options in ({"data": 2}, {"schedule": "mast", "micro_batches": 4}):
+        with pytest.raises(GemscError, match="backward changes 'mean', and") as caught:
+            written(tmp_path, net, ranks=2, **options)
+        assert "test_own_backward.py" in str(caught.value.at)
+    assert against_one_process(tmp_path, net, (X,)).worst < EXACT
+    (note,) = written(tmp_path, net, ranks=2, micro_batches=2).plan.notes
+    assert note.startswith("backward changes 'mean' once for each micro-batch")
+
+
 class Following(torch.autograd.Function):
     """Follows the data in a buffer, and returns no tensor."""
 

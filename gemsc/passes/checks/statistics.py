@@ -108,7 +108,7 @@ def check_changes(program: Program, num_runs: int, *, with_weights: bool) -> Non
                 continue
             advice = "use a schedule with one replica; --data may be more"
         raise GemscError(
-            f"forward changes '{change.name}', and each of {num_runs} replicas "
+            f"{change.by} changes '{change.name}', and each of {num_runs} replicas "
             "of the model would change it differently",
             at=meta.location(node),
             help=advice,
