@@ -253,14 +253,22 @@ class _Step:
             with preserve_rng():
                 output = cast(output, getattr(torch, self.plan.dtype))
                 size, start = num_rows(inputs), time.monotonic()
-                Metrics(self.metrics).add(output, target, size)
-                note, scored = "", (output, target)
+                metrics, dims = Metrics(self.metrics), self.plan.sample_dims
+                metrics.add(output, target, size)
+                note, scored, is_of_all = "", (output, target), False
                 if time.monotonic() - start < QUICK:
-                    note = no_means(self.metrics, scored, size, self.plan.sample_dims)
+                    note = no_means(self.metrics, scored, size, dims)
+                    is_of_all = metrics.takes_of_all(output, target, dims)
         except GemscError as error:
             text = f"tried on the examples, {error.message}: evaluations would end so"
             warn(text, at=error.at, help=error.help or "")
             return
+        if is_of_all:
+            sizes = " or ".join(map(str, self.plan.batch_sizes))
+            say_note(
+                "metrics take what the model computes of a whole micro-batch: the "
+                f"length of eval_dataset must be a multiple of {sizes}"
+            )
         if note:
             say_note(
                 f"metrics: {note}. Evaluations give the mean over their batches, "

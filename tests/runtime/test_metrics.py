@@ -224,9 +224,56 @@ def test_the_loss_on_tiles_is_of_all_samples_without_metrics(tmp_path: Path) -> 
 
 
 def test_a_figure_that_is_called_as_the_loss_is_refused(tmp_path: Path) -> None:
-    metrics = lambda output, target: {"loss": output.std()}  # noqa: E731
+    def metrics(output: Tensor, target: Any) -> Any:
+        figures = {"loss": output.std()}
+        return figures
+
     with pytest.raises(GemscError, match="a figure named 'loss'"):
         evaluated(tmp_path, Pictures, metrics, **ONE)
+
+
+def std(output: Tensor, target: Any) -> Any:
+    return {"std": output.std()}
+
+
+def std_later(output: Tensor, target: Any) -> Any:
+    figures = {"std": output.std()}
+    return figures
+
+
+class StdOfAll(Spread):
+    def compute(self) -> Any:
+        return {"std": super().compute()}
+
+
+def named_loss(output: Tensor, target: Any) -> Any:
+    return {"loss": output.std()}
+
+
+def one_of_two(output: Tensor, target: Any) -> Any:
+    if output.std() > 1:
+        return {"std": output.std()}
+    return {"std": 0.0}
+
+
+def test_figures_that_can_be_known_are_refused_before_the_first_batch() -> None:
+    pair = {"a": std, "a_std": Tensor.std}
+    for given in (named_loss, pair, dict(reversed(pair.items()))):
+        with pytest.raises(GemscError, match="metrics returns "):
+            Metrics(given)
+    Metrics({"a": one_of_two, "b": std, "loss": named_loss})
+
+
+@pytest.mark.parametrize("metric", [std_later, StdOfAll()])
+def test_two_figures_of_one_name_are_refused(metric: Any) -> None:
+    metrics = Metrics({"a_std": lambda output, target: 1.0, "a": metric})
+
+    def evaluate() -> None:
+        metrics.add(torch.randn(4), {"mask": torch.ones(4)}, 4)
+        metrics.figures()
+
+    with pytest.raises(GemscError, match="two figures named 'a_std'"):
+        evaluate()
 
 
 def test_metrics_may_change_what_they_are_given(tmp_path: Path) -> None:
@@ -579,6 +626,60 @@ def test_a_loss_of_whole_micro_batches_is_refused_before_the_first_step(
     assert not steps
     (note,) = Plan.read(tmp_path / "plan.toml").notes
     assert "eval_dataset must be a multiple of 4" in note
+
+
+class OwnCount(OwnLoss):
+    """Its loss, and how many pixels are bright."""
+
+    def forward(self, x: Tensor) -> Any:
+        given = super().forward(x)
+        return {**given, "bright": (given["picture"] > 0).sum()}
+
+
+class MeanOfLosses(Spread):
+    """As torchmetrics does, it leaves out what is no number."""
+
+    def update(self, output: Any, target: Any) -> None:
+        self.seen += [loss for loss in output.loss if loss.isfinite()]
+
+    def compute(self) -> Tensor:
+        return torch.stack(self.seen).mean()
+
+
+def loss_of_model(output: Any, target: Any) -> Any:
+    return {"own": output.loss.mean()}
+
+
+def count_of_model(output: Any, target: Any) -> Any:
+    return {"bright": output["bright"].sum() / len(target["mask"])}
+
+
+def spread_of_samples(output: Any, target: Any) -> Any:
+    return {"spread": output.picture.sub_(target["mask"].float()).std()}
+
+
+@pytest.mark.parametrize("metrics", [loss_of_model, count_of_model, MeanOfLosses()])
+def test_a_metric_of_whole_micro_batches_cannot_leave_samples_out(
+    metrics: Any, tmp_path: Path
+) -> None:
+    def own(output: Any, target: Any) -> Tensor:
+        return loss(output["picture"], target)
+
+    def user(count: int, metrics: Any) -> Any:
+        return user_of(
+            dataset=lambda: Pictures(8),
+            eval_dataset=lambda: Pictures(count),
+            loss=own,
+            metrics=metrics,
+        )
+
+    x = torch.zeros(2, 1, SIZE, SIZE)
+    layout = {"ranks": 2, "micro_batches": 2}
+    written(tmp_path, OwnCount(), (x,), own, {"mask": x > 0}, **layout)
+    with pytest.raises(GemscError, match=r"metrics uses .* 1 samples of 4"):
+        run(tmp_path, user(5, metrics), "--epochs", 1)
+    assert run(tmp_path, user(4, metrics), "--epochs", 1)
+    assert run(tmp_path, user(5, spread_of_samples), "--epochs", 1)
 
 
 class Learning(nn.Module):

@@ -176,6 +176,32 @@ def test_metrics_are_tried_on_a_batch_as_in_an_evaluation(
     assert capsys.readouterr().err == ""
 
 
+class WithLoss(Picture):
+    """Returns its loss as well."""
+
+    def forward(self, x: Tensor) -> Any:
+        x = super().forward(x)
+        return {"picture": x, "loss": squares(x)}
+
+
+def test_metrics_of_whole_micro_batches_are_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def loss(result: Any, target: Tensor) -> Tensor:
+        return squares(result["picture"] - target)
+
+    given = {"loss": loss, "example_target": torch.zeros(2, 2, 8, 6)}
+    options = {**STAGES, "micro_batches": 2}
+    for key, says in (
+        ("loss", "eval_dataset must be a multiple of 4"),
+        ("picture", ""),
+    ):
+        metrics = {"mean": lambda result, target, key=key: result[key].mean()}
+        compile(WithLoss(), (X,), **given, **options, metrics=metrics)
+        error = capsys.readouterr().err
+        assert says in error if says else not error
+
+
 class CountsInOutput(Picture):
     """Has a buffer that is called as what evaluation gives."""
 

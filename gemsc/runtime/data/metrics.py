@@ -12,10 +12,11 @@ sums over all batches: their figures do not depend on how many samples a batch h
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
 import textwrap
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,7 +24,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from gemsc.base.nests import OF_ALL
+from gemsc.base.nests import OF_ALL, copied, with_attributes
+from gemsc.base.rng import fork_torch
 from gemsc.errors import GemscError, SourceLocation, user_place
 
 _RESULTS = {"update": "compute", "__call__": "aggregate"}  # what adds, what sums up
@@ -36,17 +38,23 @@ class Metrics:
         """Take what the user's file calls `metrics`, in its line.
 
         Raises:
-            GemscError: it is nothing of the above.
+            GemscError: it is nothing of the above, or two figures have one name.
         """
         self._at = at
         several = given if isinstance(given, Mapping) else {"": given}
         self.is_empty = given is None or not several
         self._functions: dict[str, Any] = {}
         self._states: dict[str, tuple[Any, str]] = {}  # and what adds a batch
+        known: list[str] = []
         for name, metric in () if self.is_empty else several.items():
             if isinstance(metric, type):
                 with as_hook("metrics", at):
                     metric = metric()
+            names = dict.fromkeys(figure_names(metric) or ())
+            for figure in [f"{name}_{n}" if name else n for n in names] or [name]:
+                if names or figure in known:
+                    self._check_name(figure, known)
+                known.append(figure)
             if (adds := _adds(metric)) is not None:
                 self._states[name] = (metric, adds)
             elif callable(metric):
@@ -77,6 +85,7 @@ class Metrics:
             GemscError: the user's function fails; with its line.
         """
         self._count += count
+        names: list[str] = []
         with as_hook("metrics", self._at):
             for name, function in self._functions.items():
                 numbers = function(output, target)
@@ -87,6 +96,8 @@ class Metrics:
                         help='return a dict of numbers: {"accuracy": accuracy}',
                     )
                 for key, value in _numbers(name, numbers):
+                    self._check_name(key, names)
+                    names.append(key)
                     self._sums[key] += value * count
                     self._counts[key] += count
             for metric, adds in self._states.values():
@@ -105,8 +116,38 @@ class Metrics:
                 value = getattr(metric, _RESULTS[adds])() if self._count else {}
                 if not name and not isinstance(value, Mapping):
                     name = type(metric).__name__
-                figures |= {key: (n, self._count) for key, n in _numbers(name, value)}
+                for key, number in _numbers(name, value):
+                    self._check_name(key, figures)
+                    figures[key] = number, self._count
         return figures
+
+    def takes_of_all(self, output: Any, target: Any, dims: Sequence[int]) -> bool:
+        """Whether figures of a batch take what was computed of whole micro-batches.
+
+        They do if they are others where that is, and the same where all is the same.
+        """
+        if self.is_empty or OF_ALL not in dims:
+            return False
+        said, other = [], nan_of_all(output, dims, integers=True)
+        for given in (output, other, output):
+            with fork_torch():
+                try:
+                    alone = copy.deepcopy(self)
+                    alone.reset()
+                    alone.add(with_attributes(copied(given)), copied(target), 1)
+                    said.append(str(alone.figures()))
+                except Exception as error:
+                    said.append(str(error))
+        return said[0] == said[2] != said[1]
+
+    def _check_name(self, name: str, known: Collection[str]) -> None:
+        if name == "loss" or name in known:
+            how, one = f"two figures named '{name}'", "one of them"
+            if name not in known:
+                how, one = "a figure named 'loss', like the held-out loss", "it"
+            raise GemscError(
+                f"metrics returns {how}", at=self._at, help=f"rename {one}"
+            )
 
 
 @contextmanager
@@ -210,12 +251,18 @@ def first_samples(value: Any, count: int, size: int, dims: Sequence[int] = ()) -
     return along_samples(first, dims, value)
 
 
-def nan_of_all(value: Any, dims: Sequence[int]) -> Any:
-    """Return outputs with NaN in what was computed from whole micro-batches."""
+def nan_of_all(value: Any, dims: Sequence[int], *, integers: bool = False) -> Any:
+    """Return outputs with NaN in what was computed from whole micro-batches.
+
+    With `integers`, these are others, too.
+    """
 
     def change(dim: int, leaf: Any) -> Any:
-        is_of_all = dim == OF_ALL and leaf.is_floating_point()
-        return torch.full_like(leaf, torch.nan) if is_of_all else leaf
+        if dim != OF_ALL:
+            return leaf
+        if leaf.is_floating_point():
+            return torch.full_like(leaf, torch.nan)
+        return (leaf == 0).to(leaf.dtype) if integers else leaf
 
     return along_samples(change, dims, value)
 

@@ -115,7 +115,8 @@ class Evaluator:
         for count, size in zip(order.counts, order.sizes, strict=True):
             of_loss = plan.loss_of_all and self.loss is not None
             if (plan.mixes_samples or of_loss) and count % size:
-                raise self._not_alone(count, size, of_loss=not plan.mixes_samples)
+                by = "" if plan.mixes_samples else "loss"
+                raise self._not_alone(count, size, by=by)
         for batch, _ in islice(self.data.epoch(0), 1):
             sources = dict(zip(("input", "target"), batch.data, strict=True))
             sources["input"] = as_structure(sources["input"])
@@ -144,12 +145,6 @@ class Evaluator:
         figures: dict[str, tuple[float, int]] = {}
         with self._later():
             figures = self.metrics.figures()
-            if "loss" in figures:
-                raise GemscError(
-                    "metrics returns a figure named 'loss', like the held-out loss",
-                    at=self.user.line_of("metrics"),
-                    help="rename it",
-                )
         transport, scorer = self.trainer.transport, self.holders.first
         terms = mean_loss.divisor
         losses: Figures = {"loss": (mean_loss.value, terms)} if terms else {}
@@ -211,11 +206,13 @@ class Evaluator:
                     mean_loss.add(self._loss_of_rest(output, target, batch), count)
             with self._later():
                 self.metrics.add(output, target, count)
+                if not is_full and self.metrics.takes_of_all(output, target, dims):
+                    raise self._not_alone(count, size, by="metrics")
 
-    def _not_alone(self, count: int, size: int, *, of_loss: bool = False) -> GemscError:
+    def _not_alone(self, count: int, size: int, *, by: str = "") -> GemscError:
         why, line, more = "forward mixes samples, so nothing", "eval_dataset", ""
-        if of_loss:
-            why, line = "loss uses what the model computes of a whole", "loss"
+        if by:
+            why, line = f"{by} uses what the model computes of a whole", by
             why += " micro-batch, so no copies of a sample"
             more = "let it compute that from the model's output for each sample, or "
         return GemscError(
@@ -242,7 +239,7 @@ class Evaluator:
             if as_loss(self.loss(output, target)).isnan().any():
                 return of_batch  # whatever fills it up
         size = self.data.batches.order.sizes[batch.shape]
-        raise self._not_alone(batch.count, size, of_loss=True)
+        raise self._not_alone(batch.count, size, by="loss")
 
     def _score_cases(self, mean_loss: Mean) -> None:
         """Score one whole case after the other: the loss, too, is of the whole."""
