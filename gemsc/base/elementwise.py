@@ -23,6 +23,11 @@ NUMBERS = "step", "mu_product", "eta", "mu"  # torch's, of a parameter as a whol
 ROUNDING = 1e-9  # in float64, relative to the largest step
 
 Size = Sequence[int]
+NO_PARAMETERS = "empty parameter list"  # what torch.optim says
+OF_A_RANK = (
+    "it gets the (name, parameter) pairs of one rank, also of frozen parameters: pick "
+    "out those that are there with `for name, p in pairs`"
+)
 OptimizerFactory = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from gemsc.base.dtypes import Autocast, is_real
+from gemsc.base.elementwise import NO_PARAMETERS, OF_A_RANK
 from gemsc.base.nests import map_tensors
 from gemsc.base.plain_forward import enter_training
 from gemsc.base.rng import preserve_rng
@@ -289,6 +290,31 @@ def check_optimizer(
         theirs = [(name, nn.Parameter(p.detach())) for name, p in trained]
         _check_groups(_groups(made, trained), _groups(factory(theirs), theirs))
     return type(made).__name__ if _could_be_fused(made) else ""
+
+
+def try_optimizer(
+    parameters: Mapping[str, nn.Parameter],
+    factory: Any,
+    names: Iterable[str],
+    *,
+    frozen: bool = True,
+) -> None:
+    """Make an optimizer of what a rank has, perhaps with what is frozen, and drop it.
+
+    Raises:
+        GemscError: that fails, at which of the user's lines.
+    """
+    held = [(name, parameters[name]) for name in names if name in parameters]
+    given = [(name, p) for name, p in held if frozen or p.requires_grad]
+    if factory is None or not given:
+        return
+    what = f"optimizer() fails for those parameters that one rank has ({given[0][0]}, "
+    with failures(f"{what}...)", try_optimizer.__code__, OF_A_RANK):
+        try:
+            factory(given)
+        except ValueError as error:
+            if NO_PARAMETERS not in str(error):
+                raise
 
 
 def _check_groups(model: list[Any], ranks: list[Any]) -> None:

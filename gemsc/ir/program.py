@@ -217,7 +217,8 @@ class Program:
     `optimizer_bytes` is the state that the optimizer keeps of each parameter; those in
     `updated_whole()` it does not update element by element, which is tried when it is
     first asked for, as `updated_together()` is: by how much parameters step otherwise
-    where others are not there. Where ranks that hold the same parameters share the
+    where others are not there. `try_optimizer(names)` refuses one that fails for what
+    a rank has. Where ranks that hold the same parameters share the
     update, `updated` says how many elements of each one the rank has that updates most.
     `shard` says what they keep their rows of only, if that is not "off", and `kept` how
     many elements; of weights, those of `whole_stages` stages are whole at a time.
@@ -258,6 +259,7 @@ class Program:
     optimizer_bytes: dict[str, StateBytes] = field(default_factory=dict)
     updated_whole: Callable[[], Mapping[str, float]] = dict
     updated_together: Callable[[], float] = float
+    try_optimizer: Callable[..., object] = tuple
     updated: dict[str, int] | None = None
     kept: dict[str, int] = field(default_factory=dict)
     shard: str = "off"

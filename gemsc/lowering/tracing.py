@@ -21,7 +21,7 @@ from gemsc.costs.profile import Progress
 from gemsc.errors import GemscError, choose
 from gemsc.frontend import FRONTENDS
 from gemsc.frontend.check import check_against_eager
-from gemsc.frontend.eager import autocast_of, check_optimizer
+from gemsc.frontend.eager import autocast_of, check_optimizer, try_optimizer
 from gemsc.frontend.values import sample_dims
 from gemsc.frontend.writer import name_constants
 from gemsc.ir import meta
@@ -101,6 +101,7 @@ def trace(
             updated_whole=cache(partial(updated_whole, parameters, factory)),
             updated_together=cache(partial(updated_together, parameters, factory)),
             unfused_optimizer=unfused,
+            try_optimizer=cache(partial(try_optimizer, parameters, factory)),
         )
         if check:
             program = replace(program, halves=compare(program))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -53,6 +54,8 @@ def trace_phase(
     program, evaluation = (
         with_target(program, inputs) for program in (traced.program, traced.evaluation)
     )
+    of_trained = partial(program.try_optimizer, frozen=False)
+    program = replace(program, try_optimizer=of_trained)
     return replace(traced, program=program, evaluation=evaluation, is_phase=True)
 
 

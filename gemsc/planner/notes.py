@@ -6,7 +6,7 @@ an optimizer that looks at parameters of other ranks.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 
 from gemsc.base.units import show_seconds, show_some
 from gemsc.costs.hardware import Hardware
@@ -90,16 +90,24 @@ def optimizer_note(program: Program) -> list[str]:
     """Say that an optimizer would need all parameters, where no rank has them.
 
     Raises:
-        GemscError: stages on other ranks share one, whose copies it would make differ.
+        GemscError: it fails for what a rank has; or stages on other ranks share one,
+            whose copies it would make differ.
     """
     placement, stages = program.require_placement(), program.require_stages()
+    owned = owned_tensors(program)
+    by_rank = defaultdict[int, list[str]](list)
+    for stage in stages:
+        for rank in placement.ranks_of(stage.index):
+            by_rank[rank] += owned[stage.index]
+    for names in by_rank.values():
+        program.try_optimizer(tuple(dict.fromkeys(names)))
     stages_of = Counter(r for s in stages for r in placement.ranks_of(s.index))
     is_cut = program.shards or program.shard != "off"
     if not is_cut and min(stages_of.values()) == len(stages):
         return []
     if not (difference := program.updated_together()):
         return []
-    shared = shared_parameters(program, owned_tensors(program))
+    shared = shared_parameters(program, owned)
     for name, held in shared.items() if program.shard == "off" else ():
         if len({frozenset(placement.ranks_of(stage)) for stage in held}) > 1:
             raise GemscError(

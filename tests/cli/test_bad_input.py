@@ -169,6 +169,25 @@ FILES = {
         + f"def optimizer(ps):\n    return [p for p in ps if p.ndim > 1]{HERE}\n",
         advises="(name, parameter) pairs",
     ),
+    "optimizer of trained parameters alone": Mistake(
+        ("optimizer() fails for those parameters that one rank has (first.weight, ",),
+        without("optimizer").replace(
+            "return Net()",
+            "net = Net()\n    net.first.requires_grad_(False)\n    return net",
+        )
+        + "def optimizer(ps):\n    ps = list(ps)\n"
+        + f"    assert all(p.requires_grad for _, p in ps){HERE}\n"
+        + "    return torch.optim.SGD(ps, 0.1)\n",
+        advises="also of frozen parameters",
+    ),
+    "optimizer that wants another rank's": Mistake(
+        ("parameters that one rank has (first.weight, ...): KeyError: 'third.bias'",),
+        without("optimizer")
+        + f"def optimizer(ps):\n    chosen = dict(ps)['third.bias']{HERE}\n"
+        + "    return torch.optim.SGD([chosen], 0.1)\n",
+        words="compile model.py --ranks 2",
+        advises="pick out those that are there",
+    ),
     "model() raises": Mistake(
         ("model() fails: ValueError: no width",),
         MODEL + f"def model():\n    raise ValueError('no width'){HERE}\n",

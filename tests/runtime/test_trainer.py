@@ -542,6 +542,18 @@ def test_an_optimizer_of_other_parameters_is_refused_before_it_trains(
         )  # fmt: skip
 
 
+def test_an_optimizer_that_wants_what_another_rank_has_fails_at_its_line(
+    tmp_path: Path,
+) -> None:
+    def of_one(pairs: Any) -> Any:
+        return torch.optim.SGD([dict(pairs)["a.weight"]], 0.1)
+
+    written(tmp_path, Net(simple), micro_batches=1)
+    with pytest.raises(GemscError, match=r"optimizer\(\) fails: KeyError") as caught:
+        on_ranks(tmp_path, 2, lambda t: t.device, optimizer=of_one)
+    assert "test_trainer.py" in str(caught.value.at)
+
+
 # What a loop of one's own gives
 
 

@@ -15,12 +15,16 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as of_torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from gemsc.base.elementwise import OptimizerFactory, Size, others_by_size
+from gemsc.base.elementwise import (
+    NO_PARAMETERS,
+    OF_A_RANK,
+    OptimizerFactory,
+    Size,
+    others_by_size,
+)
 from gemsc.errors import GemscError, user_place
 from gemsc.runtime.transport.transport import Transport
 from gemsc.runtime.worker.rates import ALL_GROUPS, Kinds, SchedulerFactory
-
-NO_PARAMETERS = "empty parameter list"  # what torch.optim says
 
 
 def optimizer_of(
@@ -52,10 +56,8 @@ def optimizer_of(
                 "rank has a part",
             )
         try:
-            optimizer = make(parameters.items())
+            optimizer = _made(make, parameters)
         except ValueError as error:
-            if NO_PARAMETERS not in str(error):
-                raise
             wrong = GemscError(
                 "the optimizer has none of the parameters",
                 at=user_place(error.__traceback__),
@@ -83,6 +85,27 @@ def optimizer_of(
     if not any(has_one) and (first := next(filter(None, errors), None)):
         raise first
     return optimizer, {name: kind for theirs in kinds for name, kind in theirs.items()}
+
+
+def _made(make: OptimizerFactory, parameters: Mapping[str, nn.Parameter]) -> Any:
+    """Return what the user's function gives.
+
+    Raises:
+        GemscError: it fails; a ValueError, if it chooses no parameters.
+    """
+    try:
+        return make(parameters.items())
+    except GemscError:
+        raise
+    except Exception as error:
+        text = " ".join(str(error).split())
+        if isinstance(error, ValueError) and NO_PARAMETERS in text:
+            raise
+        raise GemscError(
+            f"optimizer() fails: {type(error).__name__}: {text}",
+            at=user_place(error.__traceback__),
+            help=OF_A_RANK,
+        ) from error
 
 
 def _check_makes(name: str, make: Any, given: str) -> None:
