@@ -195,13 +195,26 @@ def _write(run: Path, output: Path, trained: Trained) -> list[str]:
         return write_back(folder, output, shapes, trained.read)
     if output.suffix == ".onnx":
         user, model = load_trained(program, trained)
-        return export_onnx(model, user.make_inputs(), output)
+        plan = Plan.read(program / "plan.toml")
+        inputs = user.make_inputs(plan.first_shape)
+        return [*_one_of_shapes(plan), *export_onnx(model, inputs, output)]
     raise GemscError(
         f"the model of {program} was not imported from a file that ends in "
         f"{output.suffix}",
         help="give a name that ends in .safetensors or .onnx; if it was imported, "
         "the folder of its model.py has lost its import.toml",
     )
+
+
+def _one_of_shapes(plan: Plan) -> list[str]:
+    """Return a note of which shape a file takes that takes one of several."""
+    if plan.first_shape is None:
+        return []
+    first = plan.shapes[plan.first_shape]
+    others = [shape.name for shape in plan.shapes if shape.sizes != first.sizes]
+    note = f"the file takes the shape {first.name} alone, which costs most, and not "
+    note += f"{' or '.join(others)}: for these, call torch.onnx.export yourself"
+    return [note] * bool(others)
 
 
 def _pairs(trained: Trained) -> list[str]:

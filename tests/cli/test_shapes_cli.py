@@ -161,3 +161,12 @@ def test_an_edited_plan_has_all_shapes_again(program: Path, tmp_path: Path) -> N
     files = {path.name for path in (tmp_path / "y").glob("rank*.py")}
     assert files == {path.name for path in program.glob("rank*.py")}
     assert len(files) == 6
+
+
+@pytest.mark.slow
+def test_an_onnx_file_says_which_shape_it_takes(program: Path, tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")
+    done = start("export", program, "--to", tmp_path / "net.onnx")
+    assert done.code == 0, done.err
+    said = "takes the shape 16 alone, which costs most, and not 6 or 11"
+    assert said in done.out + done.err
