@@ -12,7 +12,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import _lru_cache_wrapper, partial, wraps
-from itertools import islice
+from itertools import chain, islice
 from numbers import Number
 from pathlib import Path
 from types import CellType, FunctionType, ModuleType
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.jit._fuser import optimized_execution
 from torch.jit._state import _python_cu
 from torch.nn.modules import transformer
+from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 
 from gemsc.base.nests import stored_attributes, stored_items, tensor_leaves
@@ -106,16 +107,14 @@ def all_in(owner: Any) -> Iterator[tuple[str, Any]]:
 def forgetting(*owners: Any) -> Iterator[None]:
     """Forget the tensors that forward keeps outside of the model, for its next calls.
 
-    It may keep them in a dict, a class or a variable of its file, or by `lru_cache`:
-    what is a fake, or in one dtype, is of no use to calls on numbers, or in another.
+    It may keep them in a dict, a list, a class, an object or a variable of its file, or
+    by `lru_cache`: what is a fake, or in one dtype, is of no use to calls on numbers,
+    or in another.
     """
     visible = {
         id(value): value for owner in owners for _, value in all_in(owner)
     }.values()
-    places: list[Any] = [value for value in visible if type(value) in _DICTS]
-    for owner in filter(_is_users, visible):
-        places.append(owner if isinstance(owner, type) else owner.__globals__)
-    before = [(place, dict(_held(place))) for place in places]
+    before = [(place, _held(place)) for place in chain(*map(_places, visible))]
     _forget_cached(visible)  # what another run has left: all find the same
     try:
         yield
@@ -135,21 +134,47 @@ def _forget_cached(visible: Iterable[Any]) -> None:
             value.cache_clear()
 
 
-def _held(place: Any) -> Mapping[str, Any]:
-    return vars(place) if isinstance(place, type) else place
+def _places(value: Any) -> Iterator[Any]:
+    """Yield where a value that forward can see may keep tensors for the next call."""
+    if isinstance(value, FunctionType) and _is_users(value):
+        yield from (value.__globals__, vars(value), *(value.__closure__ or ()))
+    elif type(value) in (*_DICTS, list) or (
+        isinstance(value, type) and _is_users(value)
+    ):
+        yield value
+    elif _is_users(type(value)) and not isinstance(value, nn.Module):
+        yield stored_attributes(value)
+        if isinstance(value, dict):
+            yield value
 
 
-def _forget(place: Any, known: Mapping[str, Any]) -> None:
-    """Put back what a dict or a class held where there are new tensors now."""
-    for key, value in [*_held(place).items()]:
-        if value is known.get(key) or next(tensor_leaves(value), None) is None:
+def _held(place: Any) -> dict[Any, Any]:
+    if isinstance(place, CellType):
+        return {"cell_contents": content(place)}
+    if isinstance(place, list):
+        return dict(enumerate(place))
+    return dict(vars(place) if isinstance(place, type) else place)
+
+
+def _forget(place: Any, known: Mapping[Any, Any]) -> None:
+    """Put back what a place held where there are new tensors now."""
+    for key, value in reversed(_held(place).items()):  # of a list, the last is first
+        if value is known.get(key) or not _has_tensors(value):
             continue
-        if key not in known:
-            delattr(place, key) if isinstance(place, type) else place.pop(key)
-        elif isinstance(place, type):
-            setattr(place, key, known[key])
-        else:
+        if isinstance(place, type | CellType):
+            setattr(place, key, known[key]) if key in known else delattr(place, key)
+        elif key in known:
             place[key] = known[key]
+        else:
+            del place[key]
+
+
+def _has_tensors(value: Any) -> bool:
+    """Whether there are tensors in a nest, or in objects of the user's in it."""
+    leaves = pytree.tree_leaves(value)
+    kinds = (leaf for leaf in leaves if not isinstance(leaf, (Tensor, nn.Module)))
+    inside = [stored_attributes(leaf) for leaf in kinds if _is_users(type(leaf))]
+    return next(tensor_leaves([leaves, inside]), None) is not None
 
 
 def _items(name: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -19,6 +19,7 @@ from gemsc.frontend.writer import GraphWriter, fixed_nodes, overwritten
 from gemsc.ir import meta
 from gemsc.ir.holder import CONSTANTS
 from gemsc.ir.meta import Dtypes, TypedNumber
+from gemsc.ir.mutation import source_in
 
 
 def check_same(first: GraphWriter, second: GraphWriter, training: bool) -> None:
@@ -102,11 +103,10 @@ def _signature(
             continue
         arguments = fx.node.map_arg((node.args, node.kwargs), lambda n: names[n])
         what = (node.op, node.target, repr(arguments), meta.region(node))
-        if node in fixed and _is_all(node):
-            names[node] = names[node.args[0]]
-            continue
         if node in fixed:
-            names[node] = f"fixed {known.setdefault(what, len(known))}"
+            source = node.args[0] if _is_all(node) else source_in(names.keys(), node)
+            made = f"fixed {known.setdefault(what, len(known))}"
+            names[node] = made if source is node else names[source]
             continue
         names[node] = f"value {count}"
         count += 1

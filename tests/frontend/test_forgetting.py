@@ -20,6 +20,7 @@ SIZE = 4
 TABLES: dict[int, Tensor] = {}
 NESTED: defaultdict[str, dict[int, Tensor]] = defaultdict(dict)
 TABLE: Tensor | None = None
+ITEMS: list[Tensor] = []
 X = torch.randn(2, SIZE)
 
 
@@ -57,6 +58,55 @@ def in_a_variable(_: nn.Module) -> Tensor:
     if TABLE is None:
         TABLE = made(SIZE)
     return TABLE
+
+
+def in_a_list(_: nn.Module) -> Tensor:
+    if not ITEMS:
+        ITEMS.append(made(SIZE))
+    return ITEMS[0]
+
+
+class Cache:
+    """One whose table has the dtype that forward computes in."""
+
+    def __init__(self) -> None:
+        self.table: Tensor | None = None
+
+    def get(self, dtype: torch.dtype) -> Tensor:
+        if self.table is None or self.table.dtype != dtype:
+            self.table = made(SIZE).to(dtype)
+        return self.table
+
+
+CACHE = Cache()
+CACHES: dict[int, Cache] = {}
+
+
+def in_new_objects(net: nn.Module) -> Tensor:
+    return CACHES.setdefault(SIZE, Cache()).get(_dtype(net))
+
+
+def in_the_function(_: nn.Module) -> Tensor:
+    if not hasattr(in_the_function, "table"):
+        in_the_function.table = made(SIZE)  # type: ignore[attr-defined]
+    table: Tensor = in_the_function.table  # type: ignore[attr-defined]
+    return table
+
+
+def _in_a_variable_around() -> Callable[[nn.Module], Tensor]:
+    table: Tensor | None = None
+
+    def get(net: nn.Module) -> Tensor:
+        nonlocal table
+        if table is None or table.dtype != _dtype(net):
+            table = made(SIZE).to(_dtype(net))
+        return table
+
+    return get
+
+
+def _dtype(net: nn.Module) -> torch.dtype:
+    return next(net.parameters()).dtype
 
 
 class Net(nn.Module):
@@ -100,13 +150,20 @@ def mean(output: Tensor, target: Tensor) -> Tensor:
         lambda _: cached(SIZE),
         lambda _: bounded(SIZE)[0],
         lambda net: net.own,
+        in_a_list,
+        lambda net: CACHE.get(_dtype(net)),
+        in_new_objects,
+        in_the_function,
+        _in_a_variable_around(),
+        lambda net: in_a_variable(net).to(_dtype(net)) + made(SIZE).to(_dtype(net)),
+        lambda net: net.own.to(_dtype(net)) * net.own.to(_dtype(net)),
     ],
 )
 def test_a_table_kept_outside_of_the_model_is_made_anew(table: Any) -> None:
     net = Net(table)
     compile(net, (X,), loss=mean, example_target=X, ranks=2)
-    assert not TABLES
-    assert TABLE is None
+    assert not sum(map(len, (TABLES, ITEMS, CACHES)))
+    assert TABLE is CACHE.table is None
     assert Net.kept is None
     record = reference_steps(net, mean, [((X,), X)], 1, torch.float64)
     float32 = reference_steps(net, mean, [((X,), X)], 1, torch.float32)
