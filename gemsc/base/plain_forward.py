@@ -108,11 +108,12 @@ def forgetting(*owners: Any) -> Iterator[None]:
     """Forget the tensors that forward keeps outside of the model, for its next calls.
 
     It may keep them in a dict, a list, a class, an object or a variable of its file, or
-    by `lru_cache`: what is a fake, or in one dtype, is of no use to calls on numbers,
-    or in another.
+    of its package, or by `lru_cache`: what is a fake, or in one dtype, is of no use to
+    calls on numbers, or in another.
     """
+    values = (value for owner in owners for _, value in all_in(owner))
     visible = {
-        id(value): value for owner in owners for _, value in all_in(owner)
+        id(value): value for value in chain(values, _in_packages(owners))
     }.values()
     before = [(place, _held(place)) for place in chain(*map(_places, visible))]
     _forget_cached(visible)  # what another run has left: all find the same
@@ -126,21 +127,32 @@ def forgetting(*owners: Any) -> Iterator[None]:
 
 def _forget_cached(visible: Iterable[Any]) -> None:
     """Empty each `lru_cache` that holds tensors; one of networks is left as it is."""
-    for value in visible:
-        held = (
-            gc.get_referents(value) if isinstance(value, _lru_cache_wrapper) else None
-        )
-        if next(tensor_leaves(held), None) is not None:
+    for value in (value for value in visible if isinstance(value, _lru_cache_wrapper)):
+        if next(tensor_leaves(gc.get_referents(value)), None) is not None:
             value.cache_clear()
+
+
+def _in_packages(owners: Sequence[Any]) -> Iterator[Any]:
+    """Yield what the files of the packages that a model's layers are from hold."""
+    networks = [owner for owner in owners if isinstance(owner, nn.Module)]
+    kinds = {type(module) for network in networks for module in network.modules()}
+    classes = chain(*(kind.__mro__ for kind in kinds))
+    names = {cls.__module__.partition(".")[0] for cls in classes}
+    for name, file in [*sys.modules.items()]:
+        package = name.partition(".")[0]
+        if package in names - {"torch", "builtins"} and type(file) is ModuleType:
+            values = [*vars(file).values()]
+            yield from (vars(file), *values)
+            for value in values:
+                if isinstance(value, type) and value.__module__ == name:
+                    yield from [*vars(value).values()]
 
 
 def _places(value: Any) -> Iterator[Any]:
     """Yield where a value that forward can see may keep tensors for the next call."""
     if isinstance(value, FunctionType) and _is_users(value):
         yield from (value.__globals__, vars(value), *(value.__closure__ or ()))
-    elif type(value) in (*_DICTS, list) or (
-        isinstance(value, type) and _is_users(value)
-    ):
+    elif isinstance(value, type) or type(value) in (*_DICTS, list):
         yield value
     elif _is_users(type(value)) and not isinstance(value, nn.Module):
         yield stored_attributes(value)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections import defaultdict
 from collections.abc import Callable
 from functools import cache, cached_property, lru_cache
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -170,6 +173,39 @@ def test_a_table_kept_outside_of_the_model_is_made_anew(table: Any) -> None:
     assert record.losses[0] != float32.losses[0]
     with forgetting(net):
         assert torch.equal(net(X), net.b(net.a(X) + table(net)))
+
+
+def test_a_table_that_a_package_keeps_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "site-packages" / "kept_tables"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "tables.py").write_text(
+        "from functools import cache\nimport torch\nTABLES = {}\nTABLE = None\n"
+        "@cache\n"
+        "def cached(): return torch.linspace(0, 1, 4).sin()\n"
+        "class Table:\n"
+        "    kept = None\n"
+        "def table():\n"
+        "    global TABLE\n"
+        "    if TABLE is None: TABLE = cached().cos()\n"
+        "    if Table.kept is None: Table.kept = cached().cos()\n"
+        "    return TABLES.setdefault(4, cached()) + TABLE + Table.kept\n"
+    )
+    (package / "layers.py").write_text(
+        "from torch import nn\nfrom kept_tables.tables import table\n"
+        "class Layer(nn.Linear):\n"
+        "    def forward(self, x): return super().forward(x) + table().to(x)\n"
+    )
+    monkeypatch.syspath_prepend(str(package.parent))
+    layer = importlib.import_module("kept_tables.layers").Layer
+    net = nn.Sequential(layer(SIZE, SIZE), layer(SIZE, SIZE))
+    compile(net, (X,), loss=mean, example_target=X, ranks=2)
+    assert not sys.modules["kept_tables.tables"].TABLES
+    record = reference_steps(net, mean, [((X,), X)], 1, torch.float64)
+    float32 = reference_steps(net, mean, [((X,), X)], 1, torch.float32)
+    assert record.losses[0] != float32.losses[0]
 
 
 def test_only_tensors_are_forgotten() -> None:
