@@ -297,7 +297,7 @@ class TorchTransport:
 
     def _post_own(self, tensor: Tensor, tag: int, *, is_send: bool) -> Request:
         """Start one end of a message to this rank itself."""
-        mine, others = self._to_self[tag] if is_send else reversed(self._own[tag])
+        mine, others = self._to_self[tag] if is_send else reversed(self._to_self[tag])
         message = OwnMessage(tensor)
         if not others:
             mine.append(message)
