@@ -24,10 +24,9 @@ from torch import Tensor, nn
 from torch.jit._fuser import optimized_execution
 from torch.jit._state import _python_cu
 from torch.nn.modules import transformer
-from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 
-from gemsc.base.nests import stored_attributes, stored_items, tensor_leaves
+from gemsc.base.nests import stored_attributes, stored_items
 from gemsc.errors import is_users
 
 # what `checkpoint` enters around the forward, as this version of torch names it
@@ -41,6 +40,7 @@ WITH_A_STATE = (random.Random, np.random.Generator, np.random.RandomState)
 MOST_ITEMS = 1000  # of a list or a dict that is looked into: a longer one holds data
 _WITHOUT_NUMBERS = (str, bytes, torch.Tensor, ModuleType)
 _NO_NUMBERS = frozenset({"training", "_modules", "_parameters", "_buffers"})
+_NO_TABLES = (nn.Module, type, FunctionType, ModuleType)
 _DICTS = (dict, defaultdict, OrderedDict)  # others may import what they are asked for
 
 
@@ -101,21 +101,23 @@ def all_in(owner: Any) -> Iterator[tuple[str, Any]]:
         if not is_one and id(value) not in seen:
             seen.add(id(value))
             way.extend(_items(name, value))
+            if isinstance(value, _lru_cache_wrapper):
+                way.append((f"{name}()", gc.get_referents(value)))
 
 
 @contextmanager
 def forgetting(*owners: Any) -> Iterator[None]:
     """Forget the tensors that forward keeps outside of the model, for its next calls.
 
-    It may keep them in a dict, a list, a class, an object or a variable of its file, or
-    of its package, or by `lru_cache`: what is a fake, or in one dtype, is of no use to
-    calls on numbers, or in another.
+    It may keep them in a dict, a list, an object, a class, a function or a variable of
+    its file, or of its package, or by `lru_cache`: what is a fake, or in one dtype, is
+    of no use to calls on numbers, or in another.
     """
     values = (value for owner in owners for _, value in all_in(owner))
     visible = {
         id(value): value for value in chain(values, _in_packages(owners))
     }.values()
-    before = [(place, _held(place)) for place in chain(*map(_places, visible))]
+    before = [(p, dict(_held(p))) for value in visible for p in _places(value)]
     _forget_cached(visible)  # what another run has left: all find the same
     try:
         yield
@@ -123,13 +125,6 @@ def forgetting(*owners: Any) -> Iterator[None]:
         _forget_cached(visible)
         for place, known in before:
             _forget(place, known)
-
-
-def _forget_cached(visible: Iterable[Any]) -> None:
-    """Empty each `lru_cache` that holds tensors; one of networks is left as it is."""
-    for value in (value for value in visible if isinstance(value, _lru_cache_wrapper)):
-        if next(tensor_leaves(gc.get_referents(value)), None) is not None:
-            value.cache_clear()
 
 
 def _in_packages(owners: Sequence[Any]) -> Iterator[Any]:
@@ -145,48 +140,68 @@ def _in_packages(owners: Sequence[Any]) -> Iterator[Any]:
             yield from (vars(file), *values)
             for value in values:
                 if isinstance(value, type) and value.__module__ == name:
-                    yield from [*vars(value).values()]
+                    yield from (value, *vars(value).values())
+
+
+def _forget_cached(visible: Iterable[Any]) -> None:
+    """Empty each `lru_cache` that holds tensors; one of networks is left as it is."""
+    for value in visible:
+        is_cache = isinstance(value, _lru_cache_wrapper)
+        if is_cache and _has_tensors(gc.get_referents(value)):
+            value.cache_clear()
+
+
+def _has_tensors(value: Any) -> bool:
+    """Whether there are tensors in a nest, or in objects in it; networks are none."""
+    way, seen = [value], set[int]()
+    while way:
+        value = way.pop()
+        if isinstance(value, Tensor):
+            return True
+        if id(value) in seen or isinstance(value, _NO_TABLES):
+            continue
+        seen.add(id(value))
+        is_nest = isinstance(value, (list, tuple, dict))
+        pairs = stored_items(value) if is_nest else stored_attributes(value).items()
+        way += [item for _, item in pairs]
+    return False
 
 
 def _places(value: Any) -> Iterator[Any]:
-    """Yield where a value that forward can see may keep tensors for the next call."""
-    if isinstance(value, FunctionType) and _is_users(value):
-        yield from (value.__globals__, vars(value), *(value.__closure__ or ()))
-    elif isinstance(value, type) or type(value) in (*_DICTS, list):
+    """Yield the dicts, lists, classes and cells of functions that can get tensors."""
+    if type(value) in (*_DICTS, list):
+        yield from [value] if len(value) <= MOST_ITEMS else ()
+    elif isinstance(value, type):
         yield value
-    elif _is_users(type(value)) and not isinstance(value, nn.Module):
+    elif isinstance(value, FunctionType) and _is_users(value):
+        yield from (value.__globals__, vars(value), *(value.__closure__ or ()))
+    elif not isinstance(value, _NO_TABLES):
         yield stored_attributes(value)
-        if isinstance(value, dict):
-            yield value
 
 
-def _held(place: Any) -> dict[Any, Any]:
+def _held(place: Any) -> Mapping[Any, Any]:
     if isinstance(place, CellType):
         return {"cell_contents": content(place)}
     if isinstance(place, list):
         return dict(enumerate(place))
-    return dict(vars(place) if isinstance(place, type) else place)
+    return vars(place) if isinstance(place, type) else place
 
 
 def _forget(place: Any, known: Mapping[Any, Any]) -> None:
     """Put back what a place held where there are new tensors now."""
-    for key, value in reversed(_held(place).items()):  # of a list, the last is first
-        if value is known.get(key) or not _has_tensors(value):
-            continue
-        if isinstance(place, type | CellType):
-            setattr(place, key, known[key]) if key in known else delattr(place, key)
-        elif key in known:
-            place[key] = known[key]
+    now = [*_held(place).items()]
+    new = [k for k, v in now if v is not known.get(k) and _has_tensors(v)]
+    if new and isinstance(place, list):
+        place[:] = known.values()
+        return
+    has_attributes = isinstance(place, (type, CellType))
+    for key in new:
+        if key not in known:
+            delattr(place, key) if has_attributes else place.pop(key)
+        elif has_attributes:
+            setattr(place, key, known[key])
         else:
-            del place[key]
-
-
-def _has_tensors(value: Any) -> bool:
-    """Whether there are tensors in a nest, or in objects of the user's in it."""
-    leaves = pytree.tree_leaves(value)
-    kinds = (leaf for leaf in leaves if not isinstance(leaf, (Tensor, nn.Module)))
-    inside = [stored_attributes(leaf) for leaf in kinds if _is_users(type(leaf))]
-    return next(tensor_leaves([leaves, inside]), None) is not None
+            place[key] = known[key]
 
 
 def _items(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -205,8 +220,9 @@ def _items(name: str, value: Any) -> Iterator[tuple[str, Any]]:
                 (f"a default of {value.__name__}", default) for default in defaults
             )
             yield from ((f"{value.__name__}.{k}", v) for k, v in vars(value).items())
-    elif isinstance(value, partial):
-        yield f"{name}.func", value.func
+    elif isinstance(value, (partial, staticmethod, classmethod)):
+        key = "func" if isinstance(value, partial) else "__func__"
+        yield f"{name}.{key}", getattr(value, key)
     elif isinstance(value, (list, tuple, dict)):
         pairs = [*islice(stored_items(value), MOST_ITEMS + 1)]
         if len(pairs) <= MOST_ITEMS:

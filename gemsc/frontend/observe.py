@@ -23,6 +23,7 @@ from gemsc.base.nests import (
     storages_of,
     tensor_leaves,
 )
+from gemsc.base.plain_forward import forgetting
 from gemsc.base.rng import seeded, torch_state
 from gemsc.costs.operators import draws, runs_a_kernel, work_of
 from gemsc.errors import GemscError
@@ -77,15 +78,17 @@ class Watch:
         try:
             with self._put_back():
                 before = other_generators()
-                measured = self._measure(takes, args, kwargs)
-                if other_generators() != before:
-                    self._refuse_draws(args, kwargs)
-                numbers = _numbers(self.module)
-                for seed, change in enumerate((Tensor.neg, _random, _random)):
-                    with seeded(seed):  # the same answer in every run
-                        given = (_changed(nest, change) for nest in (args, kwargs))
-                        self._compare(measured, *given)
-                _refuse_counters(numbers, _numbers(self.module))
+                with forgetting(self.module):
+                    measured = self._measure(takes, args, kwargs)
+                    if other_generators() != before:
+                        self._refuse_draws(args, kwargs)
+                    numbers = _numbers(self.module)
+                with forgetting(self.module):  # what others would keep is the same
+                    for seed, change in enumerate((Tensor.neg, _random, _random), 1):
+                        with seeded(seed):  # the same answer in every run
+                            given = (_changed(nest, change) for nest in (args, kwargs))
+                            self._compare(measured, *given)
+                    _refuse_counters(numbers, _numbers(self.module))
             self.calls[takes] = measured
         except _UnfitError as error:
             self.problem = str(error)

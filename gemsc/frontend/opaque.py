@@ -19,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from gemsc.base.dtypes import cast, cast_module, default_dtype
 from gemsc.base.nests import Inputs, call_loss, call_model
+from gemsc.base.plain_forward import forgetting
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.frontend.eager import (
     deep_copy,
@@ -312,6 +313,7 @@ class Leaves:
             default_dtype(self.dtype or torch.get_default_dtype()),
             torch.enable_grad(),
             nullcontext() if self._keeps else drop,
+            forgetting(model, loss),
         ):
             output = call_model(model, inputs)
             asked = not paths or any(_related(p, LOSS) for p in paths)

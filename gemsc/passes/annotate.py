@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gemsc.base.nests import dense_leaves, storages_of
+from gemsc.base.plain_forward import forgetting
 from gemsc.base.rng import fork_torch
 from gemsc.base.weighted import WeightedCall, WeightedCalls
 from gemsc.costs.gradients import GradientFlow
@@ -113,10 +114,12 @@ def annotate(
         fake.get_submodule(path).eval()
     ledger = _Ledger(device or read_hardware().device, storages_of(fake))
     values: dict[fx.Node, Any] = {}
+    owners = [getattr(node.target, "__self__", None) for node in program.graph.nodes]
     for node in program.graph.nodes:
         if node.op == "placeholder":
             values[node] = fake_like(meta.value(node), mode)
     with (
+        forgetting(*(owner for owner in owners if isinstance(owner, type))),
         mode,
         ledger,
         sums.told(ledger.book_tiles),

@@ -28,7 +28,7 @@ from gemsc.base.dtypes import cast, default_dtype, lying_as, lying_of
 from gemsc.base.examples import Examples, num_rows
 from gemsc.base.nests import Mean
 from gemsc.base.phase import Phase
-from gemsc.base.plain_forward import with_threads
+from gemsc.base.plain_forward import forgetting, with_threads
 from gemsc.base.rng import preserve_rng, same_draws
 from gemsc.codegen.package import write_directory
 from gemsc.compilation import Compilation
@@ -108,7 +108,8 @@ def first_step(
         seen = replace(plan, only_dtype=plan.only_dtype or reason)
         step = _Step(seen, model, loss, batches, dtype, plain, metrics)
         try:
-            fields = {"unchecked": _one_compared(compilation, step)}
+            with forgetting(model, loss, *(phase.loss for phase in plain)):
+                fields = {"unchecked": _one_compared(compilation, step)}
         except _DoesNotRunError as error:
             reason = reason or str(error)
         else:

@@ -32,7 +32,7 @@ from gemsc.base.nests import (
     tensor_leaves,
 )
 from gemsc.base.phase import Phase
-from gemsc.base.plain_forward import enter_training, forgetting, plain_forward
+from gemsc.base.plain_forward import enter_training, plain_forward
 from gemsc.ir.holder import LOSS
 from gemsc.plan import Plan
 from gemsc.runtime.training.step_report import concatenated
@@ -66,7 +66,7 @@ def reference_steps(
     model, loss = copy.deepcopy((model, loss))
     kind = precision.casts_to(dtype)
     # the default is also that of what the optimizer makes
-    with forgetting(model, loss), default_dtype(kind):
+    with default_dtype(kind):
         updates = plain_updates(
             model, loss, optimizer, phases, dtype, precision, device
         )
@@ -259,7 +259,7 @@ def evaluated(
     outputs: list[list[Any]] = []
     count = plan.data * plan.micro_batches
     learns = torch.set_grad_enabled
-    with forgetting(model), learns(gradients), plain_forward(), default_dtype(kind):
+    with learns(gradients), plain_forward(), default_dtype(kind):
         for inputs in cast(batches, kind):
             outputs.append([])
             for m in range(count):

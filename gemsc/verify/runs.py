@@ -295,7 +295,7 @@ def _plain(
     """Train in a plain loop; with a record, make sure that it has the same data."""
     with default_dtype(settings.precision.casts_to(settings.dtype)):
         title = f"plain loop in {str(settings.dtype).removeprefix('torch.')}"
-        with plain_forward(), forgetting(model, user.loss):
+        with plain_forward(), forgetting(model, user.loss, user.phases):
             plain = PlainRun(user, model, settings)
             with closing(ProgressBar(settings.steps, title)) as bar:
                 plain.train(bar.step)

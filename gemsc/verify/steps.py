@@ -25,7 +25,7 @@ from gemsc.base.dtypes import (
     like_examples,
     nudge,
 )
-from gemsc.base.plain_forward import with_threads
+from gemsc.base.plain_forward import forgetting, with_threads
 from gemsc.base.process import num_cores
 from gemsc.base.rng import same_draws
 from gemsc.errors import GemscError
@@ -154,8 +154,9 @@ class _Subject:
         """Train in this process, with the threads of one rank and the same draws."""
         # made before draws are the same: it may draw its weights, as the ranks' were
         loss, phases = self.user.make_loss(), self.user.make_phases()
+        tables = forgetting(self.model, loss, *(phase.loss for phase in phases))
         try:
-            with threads_of_a_rank(self.plan), same_draws():
+            with threads_of_a_rank(self.plan), same_draws(), tables:
                 return reference_steps(
                     self.model,
                     loss,

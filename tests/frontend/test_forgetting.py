@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gemsc.base.phase import Phase
 from gemsc.base.plain_forward import forgetting
 from gemsc.compiler import compile
 from gemsc.errors import GemscError
@@ -23,7 +24,7 @@ SIZE = 4
 TABLES: dict[int, Tensor] = {}
 NESTED: defaultdict[str, dict[int, Tensor]] = defaultdict(dict)
 TABLE: Tensor | None = None
-ITEMS: list[Tensor] = []
+LISTED: list[Tensor] = []
 X = torch.randn(2, SIZE)
 
 
@@ -46,7 +47,7 @@ def judge() -> nn.Linear:
     return nn.Linear(SIZE, SIZE)
 
 
-def in_a_dict(_: nn.Module) -> Tensor:
+def in_a_dict(_: object) -> Tensor:
     if SIZE not in TABLES:
         TABLES[SIZE] = made(SIZE)
     return TABLES[SIZE]
@@ -64,9 +65,55 @@ def in_a_variable(_: nn.Module) -> Tensor:
 
 
 def in_a_list(_: nn.Module) -> Tensor:
-    if not ITEMS:
-        ITEMS.append(made(SIZE))
-    return ITEMS[0]
+    if not LISTED:
+        LISTED.append(made(SIZE))
+    return LISTED[0]
+
+
+def in_the_function(_: nn.Module) -> Tensor:
+    kept: Any = in_the_function
+    if not hasattr(kept, "table"):
+        kept.table = made(SIZE)
+    table: Tensor = kept.table
+    return table
+
+
+class Tables:
+    def __init__(self) -> None:
+        self.sin: Tensor | None = None
+
+    def of(self, size: int) -> Tensor:
+        if self.sin is None:
+            self.sin = made(size)
+        return self.sin
+
+
+OBJECT = Tables()
+
+
+def in_an_object(_: nn.Module) -> Tensor:
+    return OBJECT.of(SIZE)
+
+
+@cache
+def cached_object() -> Tables:
+    return Tables()
+
+
+def in_a_cached_object(_: nn.Module) -> Tensor:
+    return cached_object().of(SIZE)
+
+
+def _in_a_closure() -> Callable[[nn.Module], Tensor]:
+    kept: Tensor | None = None
+
+    def table(_: nn.Module) -> Tensor:
+        nonlocal kept
+        if kept is None:
+            kept = made(SIZE)
+        return kept
+
+    return table
 
 
 class Cache:
@@ -87,13 +134,6 @@ CACHES: dict[int, Cache] = {}
 
 def in_new_objects(net: nn.Module) -> Tensor:
     return CACHES.setdefault(SIZE, Cache()).get(_dtype(net))
-
-
-def in_the_function(_: nn.Module) -> Tensor:
-    if not hasattr(in_the_function, "table"):
-        in_the_function.table = made(SIZE)  # type: ignore[attr-defined]
-    table: Tensor = in_the_function.table  # type: ignore[attr-defined]
-    return table
 
 
 def _in_a_variable_around() -> Callable[[nn.Module], Tensor]:
@@ -150,29 +190,69 @@ def mean(output: Tensor, target: Tensor) -> Tensor:
         in_two_dicts,
         in_a_variable,
         in_the_class,
-        lambda _: cached(SIZE),
-        lambda _: bounded(SIZE)[0],
-        lambda net: net.own,
         in_a_list,
+        in_the_function,
+        in_an_object,
+        in_a_cached_object,
+        _in_a_closure(),
         lambda net: CACHE.get(_dtype(net)),
         in_new_objects,
-        in_the_function,
         _in_a_variable_around(),
         lambda net: in_a_variable(net).to(_dtype(net)) + made(SIZE).to(_dtype(net)),
         lambda net: net.own.to(_dtype(net)) * net.own.to(_dtype(net)),
+        lambda _: cached(SIZE),
+        lambda _: bounded(SIZE)[0],
+        lambda net: net.own,
     ],
 )
 def test_a_table_kept_outside_of_the_model_is_made_anew(table: Any) -> None:
     net = Net(table)
     compile(net, (X,), loss=mean, example_target=X, ranks=2)
-    assert not sum(map(len, (TABLES, ITEMS, CACHES)))
+    assert not sum(map(len, (TABLES, LISTED, CACHES)))
     assert TABLE is CACHE.table is None
     assert Net.kept is None
-    record = reference_steps(net, mean, [((X,), X)], 1, torch.float64)
-    float32 = reference_steps(net, mean, [((X,), X)], 1, torch.float32)
-    assert record.losses[0] != float32.losses[0]
+    assert OBJECT.sin is None
+    losses = {}
+    for dtype in (torch.float64, torch.float32):
+        with forgetting(net):
+            (losses[dtype],) = reference_steps(net, mean, [((X,), X)], 1, dtype).losses
+    assert losses[torch.float64] != losses[torch.float32]
     with forgetting(net):
         assert torch.equal(net(X), net.b(net.a(X) + table(net)))
+
+
+class Scaled(torch.autograd.Function):
+    """Multiplies by a table, which its backward takes from where forward keeps it."""
+
+    tables: ClassVar[dict[torch.dtype, Tensor]] = {}
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        if SIZE not in TABLES:
+            TABLES[SIZE] = made(SIZE)
+        if x.dtype not in Scaled.tables:
+            Scaled.tables[x.dtype] = TABLES[SIZE].to(x.dtype)
+        return x * Scaled.tables[x.dtype]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * Scaled.tables[gradient.dtype]
+
+
+scaled_by: Any = Scaled.apply
+
+
+@pytest.mark.parametrize("data", [1, 2])
+def test_a_custom_function_keeps_a_table_for_its_backward(data: int) -> None:
+    def scaled(net: Any) -> Tensor:
+        table: Tensor = scaled_by(net.a.bias)
+        return table
+
+    net, x = Net(scaled), X.repeat(2, 1)
+    for _ in range(3):  # one process runs beside the ranks, in another thread
+        compile(net, (x,), loss=mean, example_target=x, ranks=2, data=data)
+        assert not TABLES
+        assert not Scaled.tables
 
 
 def test_a_table_that_a_package_keeps_is_made_anew(
@@ -203,9 +283,6 @@ def test_a_table_that_a_package_keeps_is_made_anew(
     net = nn.Sequential(layer(SIZE, SIZE), layer(SIZE, SIZE))
     compile(net, (X,), loss=mean, example_target=X, ranks=2)
     assert not sys.modules["kept_tables.tables"].TABLES
-    record = reference_steps(net, mean, [((X,), X)], 1, torch.float64)
-    float32 = reference_steps(net, mean, [((X,), X)], 1, torch.float32)
-    assert record.losses[0] != float32.losses[0]
 
 
 def test_only_tensors_are_forgotten() -> None:
@@ -254,3 +331,69 @@ def test_what_the_first_call_made_of_data_weights_or_draws_is_no_table(
     with pytest.raises(GemscError, match="an earlier call of forward made"):
         compile(Kept(first), (X,), loss=mean, example_target=X, ranks=2, check=False)
     assert not TABLES
+
+
+class Whole(nn.Module):
+    """Depends on data, so that it stays whole; it may keep what a call has made."""
+
+    def __init__(self, made: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.made = made
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.made(x)
+        return x * 2 if x.sum() > 0 else x
+
+
+def in_whole(made: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def table(x: Tensor) -> Tensor:
+        if SIZE not in TABLES:
+            TABLES[SIZE] = made(x)
+        return TABLES[SIZE]
+
+    return table
+
+
+@cache
+def noise() -> Tensor:
+    return torch.randn(SIZE)
+
+
+def test_runs_that_look_at_a_submodule_leave_no_tables() -> None:
+    whole = Whole(lambda x: x)
+    net = nn.Sequential(whole, Kept(lambda _, x: x.detach().mean(0)))
+    with pytest.raises(GemscError, match="an earlier call of forward made"):
+        compile(net, (X,), loss=mean, example_target=X, ranks=2, check=False)
+    assert not TABLES
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        in_whole(lambda x: x.detach().mean(0)),
+        in_whole(lambda _: torch.randn(SIZE)),
+        lambda _: noise(),
+    ],
+)
+def test_a_submodule_that_stays_whole_keeps_no_data_or_draws(first: Any) -> None:
+    net = nn.Sequential(nn.Linear(SIZE, SIZE), Whole(first), nn.Linear(SIZE, SIZE))
+    with pytest.raises(GemscError, match="cannot stay whole: forward changes"):
+        compile(net, (X,), loss=mean, example_target=X, ranks=2, check=False)
+
+
+def test_a_table_of_a_submodule_that_stays_whole() -> None:
+    first, last = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+    net = nn.Sequential(first, Whole(in_a_dict), last)
+    compile(net, (X,), loss=mean, example_target=X, ranks=2)
+    assert not TABLES
+
+
+def test_a_table_of_the_loss_of_a_phase() -> None:
+    def loss(model: Any, x: Tensor, target: Tensor) -> Tensor:
+        return mean(model(x) * cached(SIZE) + in_a_dict(x), target)
+
+    phases = (Phase("one", loss, "a"), Phase("two", loss, "b"))
+    net = Net(lambda _: torch.ones(SIZE))
+    compile(net, (X,), example_target=X, ranks=2, phases=phases)
+    assert not TABLES
+    assert not cached.cache_info().currsize

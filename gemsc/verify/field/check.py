@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from gemsc.base.dtypes import default_dtype
 from gemsc.base.files import ELSEWHERE
 from gemsc.base.nests import all_named
+from gemsc.base.plain_forward import forgetting
 from gemsc.base.rng import preserve_rng, same_draws
 from gemsc.errors import GemscError
 from gemsc.plan import Plan, rank_file
@@ -231,7 +232,11 @@ def _once(
             see([*whole.parameters(), *whole.buffers(), batch])
         try:
             with preserve_rng(), default_dtype(DTYPE), _tables_apart():
-                with _over(drawn, see) as mode, _of_model():
+                with (
+                    _over(drawn, see) as mode,
+                    _of_model(),
+                    forgetting(whole, subject.loss),
+                ):
                     with Degrees() as degrees:
                         expected = reference_steps(
                             whole, subject.loss, [batch], count, DTYPE, _Still
