@@ -44,6 +44,10 @@ class Phase:
     scheduler: Callable[..., Any] | None = None
     every: int = 1
 
+    def __deepcopy__(self, _: Any) -> Phase:
+        """Return it as it is, whatever its functions hold."""
+        return self
+
     @property
     def paths(self) -> tuple[str, ...]:
         """The paths of what it trains."""

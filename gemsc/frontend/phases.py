@@ -31,13 +31,14 @@ class PhaseModel(nn.Module):
     Its forward takes inputs and target and returns the phase's loss.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        """Take a model as it is."""
+    def __init__(self, model: nn.Module, phase: Phase) -> None:
+        """Take a model as it is; what the loss of the phase uses can be seen in it."""
         super().__init__()
         for name in ("_modules", "_parameters", "_buffers"):
             vars(self)[name] = vars(model)[name]
         self._non_persistent_buffers_set = model._non_persistent_buffers_set
         vars(self)["whole"] = model  # not as a module: it would have other names
+        vars(self)["phase"] = phase
 
 
 def phase_model(model: nn.Module, phase: Phase) -> tuple[nn.Module, list[Modes]]:
@@ -69,7 +70,7 @@ def phase_model(model: nn.Module, phase: Phase) -> tuple[nn.Module, list[Modes]]
     if type(model).train is not nn.Module.train:  # it may freeze layers there
         methods["train"] = _train
     name = f"{type(model).__name__}, phase {phase.name}"
-    made: nn.Module = type(name, (PhaseModel,), methods)(deep_copy(model, memo))
+    made: nn.Module = type(name, (PhaseModel,), methods)(deep_copy(model, memo), phase)
     made.training = model.training  # and its layers are in the modes of the user's
     return made, left
 
