@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from itertools import pairwise
@@ -14,13 +15,20 @@ import torch
 from models import MODELS
 from parity_support import traced
 from program_support import (
+    Net,
+    X,
     assert_formatted,
+    batch_of,
     mse,
+    written,
 )
+from threads import run_on_threads
 from torch import Tensor, nn
 
 from gemsc.compiler import compile, lower
 from gemsc.options import CompileOptions
+from gemsc.verify.compare import compare
+from gemsc.verify.one_process import reference_steps
 
 
 def files_of(name: str, **options: Any) -> dict[str, str]:
@@ -207,3 +215,22 @@ def test_the_users_line_stands_above_what_it_became() -> None:
     assert "return self.head(x)" in text
     lines = [line.strip() for line in text.splitlines() if "# model.py:" in line]
     assert all(a != b for a, b in pairwise(lines))
+
+
+def test_micro_batches_may_come_in_any_order(tmp_path: Path) -> None:
+    def forward(self: Any, x: Tensor) -> Any:
+        return self.d(self.c(torch.tanh(self.b(self.a(x)))))
+
+    model = Net(forward)
+    written(tmp_path, model, ranks=2, micro_batches=3, schedule="gpipe")
+    turns = {"0": "2", "1": "0", "2": "1"}
+    for path in tmp_path.glob("rank*.py"):
+        text = path.read_text()
+        in_loops = text.replace("in range(NUM_MICRO_BATCHES)", "in (2, 0, 1)")
+        pieces = re.split(r"(?<=ward_stage1\(worker, )(\d)", in_loops)
+        path.write_text("".join(turns.get(piece, piece) for piece in pieces))
+        assert path.read_text() != text
+    batches = [batch_of(((X,), X), 3)] * 2
+    record = run_on_threads(tmp_path, 2, batches)
+    expected = reference_steps(model, mse, batches, 3, torch.float64)
+    assert compare(record, expected).worst < 1e-12

@@ -26,6 +26,7 @@ class _Letterbox:
     dtypes: tuple[torch.dtype, ...]  # of the values
     source: int
     is_expected: bool = False
+    taken: int = 0  # in this step
     incoming: Operation | None = None  # once its turn has come
 
 
@@ -184,7 +185,8 @@ class Mailbox:
             self._turns.expect(message)
         assert box.incoming is not None
         buffer, box.incoming, box.is_expected = box.incoming.take(), None, False
-        if m + 1 < self._num_expected:
+        box.taken = (box.taken + 1) % self._num_expected
+        if box.taken:
             self._expect(message)
         values = message.unpack(buffer, box.dtypes)
         if len(values) > 1 and self._apart(m):
