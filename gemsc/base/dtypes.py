@@ -73,20 +73,18 @@ def as_real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
-def other_dtype(parameters: Iterator[Tensor], inputs: Any) -> torch.dtype:
+def other_dtype(parameters: Iterator[Tensor]) -> torch.dtype:
     """Return float64, or float32 for a model in float64.
 
     Raises:
-        GemscError: it is in float64 but for some of its weights.
+        GemscError: only some of its weights are in float64, or in complex128.
     """
-    dtypes = [t.dtype for t in parameters if t.dtype.is_floating_point]
-    given = [t.dtype for _, t in tensor_leaves(inputs) if t.dtype.is_floating_point]
-    if set(dtypes) == {torch.float64}:
-        return torch.float32
-    narrow = next((dtype for dtype in dtypes if dtype is not torch.float64), None)
-    if narrow and torch.float64 in dtypes and (given or dtypes)[0] is torch.float64:
+    dtypes = [t.dtype for t in parameters if is_real(t.dtype)]
+    wide = {torch.float64, torch.complex128}
+    narrow = next((dtype for dtype in dtypes if dtype not in wide), None)
+    if narrow and wide & {*dtypes}:
         raise GemscError(f"its weights are in float64 and in {dtype_name(narrow)}")
-    return torch.float64
+    return torch.float32 if torch.float64 in dtypes else torch.float64
 
 
 def model_dtype(parameters: Iterator[Tensor]) -> torch.dtype:

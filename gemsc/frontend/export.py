@@ -141,7 +141,7 @@ def _in_another_dtype(
 ) -> Program:
     """Mark which dtypes follow the model's, or note that it runs in its own only."""
     try:
-        dtype = other_dtype(subject[0].parameters(), subject[3])
+        dtype = other_dtype(subject[0].parameters())
         with default_dtype(dtype):
             wrapper = _Wrapper(*subject, dtype=dtype)
             model = wrapper.get_submodule(_MODEL)

@@ -291,7 +291,7 @@ def _check_loss(loss: torch.Tensor, request: _Request) -> None:
 def _trace_in_other_dtype(request: _Request, trace: _Trace) -> None:
     """Mark what changes with the model's dtype; note why it can run in no other."""
     try:
-        dtype = other_dtype(request.model.parameters(), request.inputs)
+        dtype = other_dtype(request.model.parameters())
         leaves = Leaves(
             *(request.model, request.inputs, request.loss, request.target),
             training=request.training,

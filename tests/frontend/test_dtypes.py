@@ -13,7 +13,7 @@ from program_support import Net, X, against_one_process, batch_of, mse, written
 from threads import run_on_threads
 from torch import Tensor, nn
 
-from gemsc.base.dtypes import cast
+from gemsc.base.dtypes import as_real, cast
 from gemsc.compiler import compile
 from gemsc.errors import GemscError
 from gemsc.frontend import FRONTENDS
@@ -65,11 +65,6 @@ def complex_numbers(self: Any, x: Tensor) -> Tensor:
     return self.d(self.c(h))
 
 
-def a_weight_in_float64(self: Any, x: Tensor) -> Tensor:
-    h = self.b(self.a(x) * self.wide.to(x.dtype))
-    return self.d(self.c(h * self.wide.to(h.dtype)))
-
-
 class Gate(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         h = x * 2 if float(x.detach().sum()) > 0 else x * 3
@@ -86,7 +81,6 @@ CASES: dict[str, tuple[Callable[..., Tensor], dict[str, Any]]] = {
     "dtype of a tensor": (dtype_of_a_tensor, {}),
     "fixed on purpose": (fixed_on_purpose, {}),
     "no buffer": (tensor_that_is_no_buffer, {"table": torch.linspace(0, 1, 4)}),
-    "float64": (a_weight_in_float64, {"wide": nn.Parameter(torch.ones(4).double())}),
     "opaque": (opaque_module, {"gate": Gate()}),
 }
 
@@ -258,6 +252,35 @@ class Narrow(nn.Module):
         x = self.first(x).relu().to(self.narrow.weight.dtype)
         x = self.norm(self.narrow(x)).relu()
         return self.last(x.to(self.last.weight.dtype))
+
+
+def a_weight_in_float64(self: Any, x: Tensor) -> Tensor:
+    return self.d(self.c(self.b(self.a(x) * self.other).float()))
+
+
+def a_complex_weight(self: Any, x: Tensor) -> Tensor:
+    h = (self.a(x).to(torch.complex64) * self.other).abs().to(x.dtype)
+    return self.d(self.c(self.b(h)))
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_some_weights_in_another_precision_stay_so(wide: bool, tmp_path: Path) -> None:
+    forward, dtype = a_weight_in_float64, torch.float64
+    model = Net(forward, other=nn.Parameter(torch.full((4,), 0.3, dtype=dtype)))
+    model.b.double()
+    x = X
+    if wide:
+        filtered = nn.Parameter(torch.full((4,), 0.3, dtype=torch.complex64))
+        model, x = Net(a_complex_weight).double(), X.double()
+        model.other = filtered
+    program = written(tmp_path, model, (x,), target=x, ranks=2, micro_batches=1)
+    own = getattr(torch, program.plan.dtype)
+    record = run_on_threads(tmp_path, 2, [((x,), x)], dtype=own)
+    loss = mse(model(x), x)
+    loss.backward()
+    assert record.losses == [loss.item()]
+    for name, parameter in model.named_parameters():
+        assert torch.equal(record.gradients[name], as_real(parameter.grad))
 
 
 @pytest.mark.parametrize("tiles", ["1", "2x1"])
