@@ -259,8 +259,8 @@ def a_weight_in_float64(self: Any, x: Tensor) -> Tensor:
 
 
 def a_complex_weight(self: Any, x: Tensor) -> Tensor:
-    h = (self.a(x).to(torch.complex64) * self.other).abs().to(x.dtype)
-    return self.d(self.c(self.b(h)))
+    h = nn.functional.linear(self.a(x).to(torch.complex64), self.other)
+    return self.d(self.c(self.b(h.abs().to(x.dtype))))
 
 
 @pytest.mark.parametrize("wide", [False, True])
@@ -270,7 +270,7 @@ def test_some_weights_in_another_precision_stay_so(wide: bool, tmp_path: Path) -
     model.b.double()
     x = X
     if wide:
-        filtered = nn.Parameter(torch.full((4,), 0.3, dtype=torch.complex64))
+        filtered = nn.Parameter(torch.full((4, 4), 0.3, dtype=torch.complex64))
         model, x = Net(a_complex_weight).double(), X.double()
         model.other = filtered
     program = written(tmp_path, model, (x,), target=x, ranks=2, micro_batches=1)
