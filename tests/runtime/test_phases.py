@@ -696,6 +696,17 @@ def compiled(*phases: Phase, **options: Any) -> Any:
     return compile(Gan(), INPUTS, **given, ranks=2, micro_batches=2, **options)
 
 
+def test_the_optimizer_of_a_phase_gets_what_it_trains() -> None:
+    def of_trained(pairs: Any) -> torch.optim.Optimizer:
+        pairs = list(pairs)
+        assert all(parameter.requires_grad for _, parameter in pairs)
+        return adam(pairs)
+
+    phases = tuple(replace(phase, optimizer=of_trained) for phase in PHASES)
+    given = {"example_target": TARGET, "check": False, "micro_batches": 2}
+    assert compile(Gan(), INPUTS, phases=phases, ranks=2, **given).plan.phases
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
