@@ -51,7 +51,13 @@ from gemsc.frontend.fake_copy import (
     reject_unsupported,
 )
 from gemsc.frontend.opaque import DependsOnDataError, Leaves
-from gemsc.frontend.runs import check_same, mark_dtypes, reject_changes_by_eval
+from gemsc.frontend.runs import (
+    check_same,
+    mark_dtypes,
+    reject_changes_by_eval,
+    reject_new_flags,
+    trained_parameters,
+)
 from gemsc.frontend.tracer import Tracer, TracerFakeMode
 from gemsc.frontend.user_code import is_user_file
 from gemsc.frontend.values import (
@@ -189,7 +195,10 @@ def _trace(
     if not request.training:  # it may look up here what forward takes
         tracer.run(what, set_training, (copied.model, copied.loss, False))
         reject_changes_by_eval(writer.graph)
+    trained = trained_parameters(copied.model)
     output = tracer.run(what, copied.model, inputs)
+    if request.training:
+        reject_new_flags(writer.graph, trained, trained_parameters(copied.model))
     trace.returned = returned(output)
     with tracer.pause():
         _record_assignments(writer, buffers)

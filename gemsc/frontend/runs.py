@@ -90,6 +90,24 @@ def reject_changes_by_eval(graph: fx.Graph) -> None:
         )
 
 
+def trained_parameters(model: nn.Module) -> set[str]:
+    """Return the names of those that get gradients."""
+    named = model.named_parameters()
+    return {name for name, parameter in named if parameter.requires_grad}
+
+
+def reject_new_flags(graph: fx.Graph, before: set[str], after: set[str]) -> None:
+    """Refuse a forward that freezes a parameter, or trains one that was frozen."""
+    for name in sorted(before ^ after):
+        places = graph.find_nodes(op="call_method", target="requires_grad_")
+        lines = [meta.location(n) for n in places if n.args[0].target == name]
+        raise GemscError(
+            f"forward {'trains' if name in after else 'freezes'} '{name}'",
+            at=lines[-1] if lines else None,
+            help="call requires_grad_ in __init__, or trainer.freeze in a hook",
+        )
+
+
 def _signature(
     graph: fx.Graph,
     fixed: set[fx.Node],

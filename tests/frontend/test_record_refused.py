@@ -487,6 +487,28 @@ def test_a_draw_that_may_decide_something_is_refused(decides: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("frozen", "what"), [(False, "freezes 'fc.bias'"), (True, "trains 'fc.bias'")]
+)
+def test_a_forward_that_freezes_weights_or_trains_frozen_ones_is_refused(
+    frozen: bool, what: str
+) -> None:
+    def forward(self: Any, x: Any) -> Any:
+        y = self.fc2(self.fc(x))
+        self.fc.requires_grad_(frozen)  # set here
+        return y
+
+    model = Model(forward)
+    record(model, (X,), training=False)
+    model.fc.requires_grad_(not frozen)
+    with pytest.raises(GemscError, match=what) as caught:
+        record(model, (X,), loss=mean)
+    assert caught.value.at
+    assert "# set here" in str(caught.value)
+    model.fc.requires_grad_(frozen)
+    record(model, (X,), loss=mean)
+
+
+@pytest.mark.parametrize(
     "draw", [random.random, lambda: 1 + 0.1 * random.random(), np.random.rand]
 )
 def test_a_draw_whose_value_is_taken_is_refused(draw: Any) -> None:
