@@ -41,6 +41,7 @@ MOST_ITEMS = 1000  # of a list or a dict that is looked into: a longer one holds
 _WITHOUT_NUMBERS = (str, bytes, torch.Tensor, ModuleType)
 _NO_NUMBERS = frozenset({"training", "_modules", "_parameters", "_buffers"})
 _NO_TABLES = (nn.Module, type, FunctionType, ModuleType)
+_KEEPERS = (dict, list, _lru_cache_wrapper)
 _DICTS = (dict, defaultdict, OrderedDict)  # others may import what they are asked for
 
 
@@ -137,10 +138,11 @@ def _in_packages(owners: Sequence[Any]) -> Iterator[Any]:
         package = name.partition(".")[0]
         if package in names - {"torch", "builtins"} and type(file) is ModuleType:
             values = [*vars(file).values()]
-            yield from (vars(file), *values)
-            for value in values:
-                if isinstance(value, type) and value.__module__ == name:
-                    yield from (value, *vars(value).values())
+            classes = [v for v in values if getattr(v, "__module__", "") == name]
+            classes = [v for v in classes if isinstance(v, type)]
+            inside = chain(values, *(vars(cls).values() for cls in classes))
+            yield from (vars(file), *classes)
+            yield from (v for v in inside if isinstance(v, _KEEPERS))
 
 
 def _forget_cached(visible: Iterable[Any]) -> None:
