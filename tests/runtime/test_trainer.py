@@ -24,6 +24,7 @@ from program_support import (
 )
 from torch import Tensor, nn
 
+from gemsc.compiler import compile
 from gemsc.errors import GemscError
 from gemsc.runtime.training.run_checks import StepsOfScheduler
 from gemsc.runtime.training.trainer import Trainer
@@ -131,6 +132,16 @@ def test_an_input_that_is_returned_as_it_is_comes_back(tmp_path: Path) -> None:
     x, target = batch_of((X, X), 2)
     output = on_ranks(tmp_path, 2, lambda t: t.evaluate(x, target))[1].output
     assert torch.equal(output[1], x)
+
+
+def test_no_gradient_flows_to_samples(tmp_path: Path) -> None:
+    x, target = (torch.randn(2, 4, requires_grad=True) for _ in range(2))
+    model = Net(lambda self, x: self.b(torch.tanh(self.a(x * x))) * x.sin())
+    options: dict[str, Any] = {"example_target": target, "micro_batches": 2}
+    compile(model, (x,), loss=mse, ranks=2, **options).write(tmp_path)
+    batch, wanted = (torch.cat([t, t]).sin() for t in (x, target))
+    losses = on_ranks(tmp_path, 2, lambda t: t.step(batch, wanted))
+    assert losses == pytest.approx([mse(model(batch), wanted).item()] * 2)
 
 
 def test_a_parameter_that_is_returned_comes_as_a_copy(tmp_path: Path) -> None:

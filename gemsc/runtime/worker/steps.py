@@ -94,7 +94,7 @@ class Steps:
 
     def input(self, name: str, m: int, streams: Streams) -> Tensor:
         """Return what micro-batch m has of a tensor of the batch, on the device."""
-        tensor = streams.upload(self.shape.part(self._batch, name, m))
+        tensor = streams.upload(self.shape.part(self._batch, name, m)).detach()
         if not self.shape.inputs[name].batched:  # the same for all, and there once
             self._batch[name] = tensor
         return tensor
