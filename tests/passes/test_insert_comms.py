@@ -132,3 +132,17 @@ def test_outputs_that_are_inputs_need_no_transfer() -> None:
                    example_target=X, check=False)  # fmt: skip
     program = lower(traced, CompileOptions(ranks=2)).compilation.evaluation
     assert [len(t.values) for t in program.transfers or ()] == [1]
+
+
+def test_evaluation_has_the_messages_of_training() -> None:
+    def forward(self: Any, x: Tensor) -> Any:
+        h = self.a(x)
+        waves = h.sin()
+        return self.trunk(h), waves
+
+    model, given = Net(forward, trunk=trunk()), {"example_target": X, "check": False}
+    traced = trace(model, (X,), loss=lambda out, t: mse(out[0], t), **given)
+    whole = lower(traced, CompileOptions(ranks=3)).compilation
+    known, transfers = whole.program.transfers or (), whole.evaluation.transfers or ()
+    assert transfers[: len(known)] == known
+    assert [(t.source, t.dest) for t in transfers[len(known) :]] == [(0, 2)]
