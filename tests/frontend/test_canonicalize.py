@@ -28,6 +28,7 @@ class Model(nn.Module):
         self.fc = nn.Linear(4, 4)
         self.fc2 = nn.Linear(4, 4)
         self.act = nn.Sequential(nn.ReLU(inplace=True))
+        self.elu = nn.ELU(inplace=True)
         self.bn = nn.BatchNorm1d(4)
         self.same = nn.Identity()
         self.drop = nn.Dropout(0.3)
@@ -115,10 +116,12 @@ def test_methods_operators_functions_and_layers_lose_their_change() -> None:
 
 def test_a_backward_that_would_round_otherwise_stays_in_place_on_a_clone() -> None:
     def forward(self: Any, x: Any) -> Any:
-        return self.fc2(F.elu(self.fc(x), inplace=True))
+        return self.elu(self.fc2(F.elu(self.fc(x), inplace=True)))
 
     program = canonical(forward)
-    assert targets(program)[:3] == ["fc", "clone", F.elu]
+    both = ["fc", "clone", F.elu, "fc2", "clone", "elu"]
+    assert targets(program)[: len(both)] == both
+    assert program.module.get_submodule("elu").inplace is True
 
 
 def test_dropout_in_place_draws_the_same_numbers() -> None:
