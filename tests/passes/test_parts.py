@@ -338,6 +338,7 @@ def test_parts_are_cut_read_and_pasted(
         assert tensors["w"].is_contiguous()
         copy = part.of(whole)
         assert torch.equal(tensors["w"], copy)
+        assert torch.equal(own_part(mapped, part, "w", (1, 2)), copy[1:2])
         shared = copy.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
         assert not shared
         assert eval(str(part)) == part
