@@ -79,6 +79,25 @@ def test_an_input_without_samples_is_there_once() -> None:
     assert text.count("batched=False") == 1  # there is a target, too
 
 
+class Tied(nn.Module):
+    """Two layers have the weight of the first: one is called, the other is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(4, 4, bias=False) for _ in range(3))
+        self.b.weight = self.c.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x))
+
+
+def test_what_is_never_called_has_its_name_all_the_same() -> None:
+    x = torch.ones(4, 4)
+    given = {"loss": mse, "example_target": x, "ranks": 1}
+    (text,) = compile(Tied(), (x,), check=False, **given).rank_modules().values()
+    assert 'aliases={"c.weight": "a.weight"}' in text.replace("'", '"')
+
+
 class Modes(nn.Module):
     def __init__(self) -> None:
         super().__init__()
