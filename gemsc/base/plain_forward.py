@@ -138,10 +138,10 @@ def _in_packages(owners: Sequence[Any]) -> Iterator[Any]:
         package = name.partition(".")[0]
         if package in names - {"torch", "builtins"} and type(file) is ModuleType:
             values = [*vars(file).values()]
-            classes = [v for v in values if getattr(v, "__module__", "") == name]
-            classes = [v for v in classes if isinstance(v, type)]
-            inside = chain(values, *(vars(cls).values() for cls in classes))
-            yield from (vars(file), *classes)
+            types = [value for value in values if isinstance(value, type)]
+            types = [cls for cls in types if cls.__module__ == name]
+            inside = chain(values, *(vars(cls).values() for cls in types))
+            yield from (vars(file), *types)
             yield from (v for v in inside if isinstance(v, _KEEPERS))
 
 
