@@ -26,7 +26,7 @@ from torch.jit._state import _python_cu
 from torch.nn.modules import transformer
 from torch.utils import checkpoint
 
-from gemsc.base.nests import stored_attributes, stored_items
+from gemsc.base.nests import stored_attributes, stored_items, tensor_leaves
 from gemsc.errors import is_users
 
 # what `checkpoint` enters around the forward, as this version of torch names it
@@ -103,7 +103,8 @@ def all_in(owner: Any) -> Iterator[tuple[str, Any]]:
             seen.add(id(value))
             way.extend(_items(name, value))
             if isinstance(value, _lru_cache_wrapper):
-                way.append((f"{name}()", gc.get_referents(value)))
+                kept = tensor_leaves(gc.get_referents(value))
+                way.extend((f"{name}()", tensor) for _, tensor in kept)
 
 
 @contextmanager
@@ -134,9 +135,9 @@ def _in_packages(owners: Sequence[Any]) -> Iterator[Any]:
     kinds = {type(module) for network in networks for module in network.modules()}
     classes = chain(*(kind.__mro__ for kind in kinds))
     names = {cls.__module__.partition(".")[0] for cls in classes}
-    for name, file in [*sys.modules.items()]:
-        package = name.partition(".")[0]
-        if package in names - {"torch", "builtins"} and type(file) is ModuleType:
+    names -= {"torch", "builtins"}
+    for name, file in [*sys.modules.items()] if names else ():
+        if name.partition(".")[0] in names and type(file) is ModuleType:
             values = [*vars(file).values()]
             types = [value for value in values if isinstance(value, type)]
             types = [cls for cls in types if cls.__module__ == name]
@@ -154,10 +155,13 @@ def _forget_cached(visible: Iterable[Any]) -> None:
 
 
 def _has_tensors(value: Any) -> bool:
-    """Whether there are tensors in a nest, or in objects in it; networks are none."""
-    way, seen = [value], set[int]()
-    while way:
-        value = way.pop()
+    """Whether there are tensors in a nest, or in objects in it; networks are none.
+
+    What holds many others, as a compiled program does, is no table: it ends early.
+    """
+    way, seen = deque([value]), set[int]()
+    while way and len(seen) < MOST_ITEMS:
+        value = way.popleft()
         if isinstance(value, Tensor):
             return True
         if id(value) in seen or isinstance(value, _NO_TABLES):
@@ -165,7 +169,7 @@ def _has_tensors(value: Any) -> bool:
         seen.add(id(value))
         is_nest = isinstance(value, (list, tuple, dict))
         pairs = stored_items(value) if is_nest else stored_attributes(value).items()
-        way += [item for _, item in pairs]
+        way.extend(item for _, item in islice(pairs, MOST_ITEMS))
     return False
 
 

@@ -113,11 +113,9 @@ def annotate(
     for path in program.frozen:
         fake.get_submodule(path).eval()
     ledger = _Ledger(device or read_hardware().device, storages_of(fake))
-    values: dict[fx.Node, Any] = {}
+    inputs = [node for node in program.graph.nodes if node.op == "placeholder"]
+    values: dict[fx.Node, Any] = {n: fake_like(meta.value(n), mode) for n in inputs}
     owners = [getattr(node.target, "__self__", None) for node in program.graph.nodes]
-    for node in program.graph.nodes:
-        if node.op == "placeholder":
-            values[node] = fake_like(meta.value(node), mode)
     with (
         forgetting(*(owner for owner in owners if isinstance(owner, type))),
         mode,
