@@ -38,8 +38,9 @@ _WITHOUT_REENTRANCE = [
 
 WITH_A_STATE = (random.Random, np.random.Generator, np.random.RandomState)
 MOST_ITEMS = 1000  # of a list or a dict that is looked into: a longer one holds data
-_WITHOUT_NUMBERS = (str, bytes, torch.Tensor, ModuleType)
+_SINGLE = (str, bytes, torch.Tensor, ModuleType, *WITH_A_STATE, Number)
 _NO_NUMBERS = frozenset({"training", "_modules", "_parameters", "_buffers"})
+_OF_ALL_MODULES = frozenset(vars(nn.Module()))  # its hooks, most of them empty
 _NO_TABLES = (nn.Module, type, FunctionType, ModuleType)
 _KEEPERS = (dict, list, _lru_cache_wrapper)
 _DICTS = (dict, defaultdict, OrderedDict)  # others may import what they are asked for
@@ -79,8 +80,8 @@ def plain_forward(seen: Callable[[], None] = lambda: None) -> Iterator[None]:
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         with (
-            _replaced(checkpoint, _WITHOUT_REENTRANCE, around),
-            _replaced(transformer, ("_detect_is_causal_mask",), told),
+            replaced(checkpoint, **dict.fromkeys(_WITHOUT_REENTRANCE, around)),
+            replaced(transformer, _detect_is_causal_mask=told),
             torch.compiler.set_stance("force_eager"),
         ):
             yield
@@ -98,13 +99,13 @@ def all_in(owner: Any) -> Iterator[tuple[str, Any]]:
     while way:
         name, value = way.popleft()
         yield name, value
-        is_one = isinstance(value, (Number, *WITH_A_STATE, *_WITHOUT_NUMBERS))
-        if not is_one and id(value) not in seen:
-            seen.add(id(value))
-            way.extend(_items(name, value))
-            if isinstance(value, _lru_cache_wrapper):
-                kept = tensor_leaves(gc.get_referents(value))
-                way.extend((f"{name}()", tensor) for _, tensor in kept)
+        if id(value) in seen or isinstance(value, _SINGLE):
+            continue
+        seen.add(id(value))
+        way.extend(pair for pair in _items(name, value) if id(pair[1]) not in seen)
+        if isinstance(value, _lru_cache_wrapper):
+            kept = tensor_leaves(gc.get_referents(value))
+            way.extend((f"{name}()", tensor) for _, tensor in kept)
 
 
 @contextmanager
@@ -136,14 +137,16 @@ def _in_packages(owners: Sequence[Any]) -> Iterator[Any]:
     classes = chain(*(kind.__mro__ for kind in kinds))
     names = {cls.__module__.partition(".")[0] for cls in classes}
     names -= {"torch", "builtins"}
-    for name, file in [*sys.modules.items()] if names else ():
-        if name.partition(".")[0] in names and type(file) is ModuleType:
+    inside = tuple(f"{name}." for name in names)
+    for name in [n for n in [*sys.modules] if n in names or n.startswith(inside)]:
+        if type(file := sys.modules.get(name)) is ModuleType:
             values = [*vars(file).values()]
             types = [value for value in values if isinstance(value, type)]
             types = [cls for cls in types if cls.__module__ == name]
-            inside = chain(values, *(vars(cls).values() for cls in types))
             yield from (vars(file), *types)
-            yield from (v for v in inside if isinstance(v, _KEEPERS))
+            for value in chain(values, *(vars(cls).values() for cls in types)):
+                if isinstance(value, _KEEPERS):
+                    yield value
 
 
 def _forget_cached(visible: Iterable[Any]) -> None:
@@ -237,7 +240,7 @@ def _items(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         is_class = isinstance(value, type)
         if not is_class or _is_users(value):
             for key, item in [*stored_attributes(value).items()]:
-                if key not in _NO_NUMBERS:
+                if key not in _NO_NUMBERS and (key not in _OF_ALL_MODULES or item):
                     yield f"{name}.{key}", item
         if not is_class:
             yield from ((name, cls) for cls in type(value).__mro__)
@@ -287,15 +290,19 @@ def own_checkpoint(function: type, args: Sequence[Any]) -> Callable[[], Any] | N
 
 
 @contextmanager
-def _replaced(
-    module: ModuleType, names: Iterable[str], function: object
-) -> Iterator[None]:
-    before = {name: getattr(module, name) for name in names}
-    vars(module).update(dict.fromkeys(before, function))
+def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Let a class, a module or an object have these attributes for a while."""
+    before = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
+    for name, value in attributes.items():
+        setattr(owner, name, value)
     try:
         yield
     finally:
-        vars(module).update(before)
+        for name in attributes:
+            if name in before:
+                setattr(owner, name, before[name])
+            else:
+                delattr(owner, name)
 
 
 _instance_norm = torch.instance_norm

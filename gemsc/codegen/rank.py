@@ -96,18 +96,19 @@ class _RankWriter:
     # ------------------------------------------------------------ head
 
     def _write_imports(self, head: Writer, body: str) -> None:
-        if _uses(body, "operator"):
+        used = _names(body)
+        if "operator" in used:
             head.line("import operator")
             head.line()
         head.line("import torch")
-        names = [name for name in ("Tensor", "nn") if _uses(body, name)]
-        head.line(f"from torch import {', '.join(names)}")
-        if _uses(body, "F"):
+        of_torch = ", ".join(name for name in ("Tensor", "nn") if name in used)
+        head.line(f"from torch import {of_torch}")
+        if "F" in used:
             head.line("from torch.nn import functional as F")
         head.line()
-        if _uses(body, "gemsc.nn"):
+        if "gemsc.nn" in used:
             head.line("import gemsc.nn")
-        names = [name for name in FROM_RUNTIME if _uses(body, name)]
+        names = [name for name in FROM_RUNTIME if name in used]
         names += ["user_object"] if self.user_objects else []
         line = f"from gemsc.runtime import {', '.join(names)}"
         if len(line) <= head.room:
@@ -381,9 +382,13 @@ def _loop_head(loop: Loop, count: int) -> str:
     return f"for m in range({bounds}):"
 
 
-def _uses(body: str, name: str) -> bool:
-    """Whether code outside comments mentions a name."""
+def _names(body: str) -> set[str]:
+    """Return the names in code outside comments, both with what follows a dot and not.
+
+    Of `y = gemsc.nn.Norm(x)  # text` these are `y`, `gemsc`, `gemsc.nn` and `x`.
+    """
     code = "\n".join(
         line.split("  #")[0] for line in body.splitlines() if line.strip()[:2] != "# "
     )
-    return re.search(rf"(?<![\w.]){name}\b", code) is not None
+    pairs = re.findall(r"(?<![\w.])((\w+)(?:\.\w+)?)", code)
+    return {name for pair in pairs for name in pair}

@@ -118,6 +118,11 @@ def check_against_eager(
     def copies() -> _Copies:
         return _copies(program, model, loss, shared, training)
 
+    def fresh() -> nn.Module:
+        (copied,) = deep_copy((model,), _memo(shared))
+        set_training(copied, None, training)
+        return copied  # type: ignore[no-any-return]
+
     eager_model, eager_loss, graph_module = copies()
     with preserve_rng(), torch.enable_grad(), plain_forward():
         code, autocast = check_against_eager.__code__, program.autocast
@@ -132,7 +137,7 @@ def check_against_eager(
             raise InternalError(f"the model changes '{name}', which its graph does not")
     with preserve_rng(), torch.no_grad(), plain_forward():
         asked = None if expected.halves else loss
-        two = of_two_samples(lambda: copies()[0], inputs, asked, target)
+        two = of_two_samples(fresh, inputs, asked, target)
     lower = program.autocast[1] if program.autocast is not None else None
     least = _ROUNDINGS * torch.finfo(lower).eps if lower else 0.0
     try:
@@ -361,8 +366,9 @@ def _compare(
         allowed = max(least, min(_LIMIT, _TWICE * moved))
         problem = gradients_differ(have, want, name, allowed, noise)
         _report(f"the gradient of {name}", problem, actual)
+    buffers = actual.buffers
     for name, buffer in expected.buffers.items():
-        problem = difference_of(actual.buffers.get(name), buffer, least)
+        problem = difference_of(buffers.get(name), buffer, least)
         _report(f"buffer {name}", problem, actual)
 
 
@@ -409,9 +415,7 @@ class _ValuesByLine(TorchFunctionMode):
     @contextmanager
     def noting(self) -> Iterator[None]:
         """Note what is computed until the end."""
-        hook = register_module_forward_hook(
-            lambda module, args, result: self._note(result)
-        )
+        hook = register_module_forward_hook(lambda *call: self._note(call[2]))
         try:
             with self:
                 yield

@@ -77,18 +77,22 @@ def _counted(owner: Any) -> dict[str, object]:
 
     These are in tuples: they are not to be shown.
     """
-    tensors = tensors_in(owner).items()
+    seen = [*all_in(owner)]
+    tensors = _tensors(seen, owner).items()
     versions = ((name, (t._version,)) for name, t in tensors if not t.is_inference())
-    return _by_name(chain(numbers_in(owner).items(), versions))
+    return _by_name(chain(_by_name(_numbers(seen)).items(), versions))
 
 
 def tensors_in(*owners: Any) -> dict[str, torch.Tensor]:
     """Return the tensors that modules or losses can see beside their state."""
+    return _tensors(chain.from_iterable(map(all_in, owners)), *owners)
+
+
+def _tensors(seen: Iterable[tuple[str, Any]], *owners: Any) -> dict[str, torch.Tensor]:
     modules = [owner for owner in owners if isinstance(owner, nn.Module)]
     state = (t for module in modules for t in (*module.parameters(), *module.buffers()))
     known = {id(tensor) for tensor in state}
-    pairs = chain.from_iterable(map(all_in, owners))
-    tensors = (pair for pair in pairs if isinstance(pair[1], torch.Tensor))
+    tensors = (pair for pair in seen if isinstance(pair[1], torch.Tensor))
     return _by_name(pair for pair in tensors if id(pair[1]) not in known)
 
 
@@ -98,11 +102,13 @@ def numbers_in(owner: Any, *kinds: type) -> dict[str, object]:
     They may be in lists, dicts, objects and the user's classes, in variables that
     functions of the user refer to, and in generators of random numbers.
     """
-    return _by_name(_numbers(owner, kinds))
+    return _by_name(_numbers(all_in(owner), *kinds))
 
 
-def _numbers(owner: Any, kinds: tuple[type, ...]) -> Iterator[tuple[str, object]]:
-    for name, value in all_in(owner):
+def _numbers(
+    seen: Iterable[tuple[str, Any]], *kinds: type
+) -> Iterator[tuple[str, object]]:
+    for name, value in seen:
         if isinstance(value, (Number, *kinds)):
             yield name, value
         elif isinstance(value, WITH_A_STATE):

@@ -15,7 +15,7 @@ from gemsc.base.dtypes import within
 from gemsc.base.nests import Path, all_named, as_kind, reject_lazy, tensor_leaves
 from gemsc.errors import GemscError
 from gemsc.frontend.eager import deep_copy
-from gemsc.ir.fake import fake_parameters
+from gemsc.ir.fake import fake_state
 from gemsc.ir.holder import LOSS
 from gemsc.ir.layers import as_of_torch, layer_source
 
@@ -60,9 +60,10 @@ def copy_on_fakes(
     memo: dict[int, Any] = {}
     for module in (model, loss):
         if isinstance(module, nn.Module):
-            memo |= fake_parameters(module, fake)
-            if dtype is not None:
-                memo |= _in_dtype(module, fake, dtype)
+            is_same = dtype is None
+            memo |= (
+                fake_state(module, fake) if is_same else _in_dtype(module, fake, dtype)
+            )
     with fake, FakeCopyMode(fake):
         model_copy, loss_copy = deep_copy((model, loss), memo)
     result = FakeCopy(model_copy, loss_copy, kept=[memo, model, loss])
@@ -120,17 +121,14 @@ def in_one_memory(
 
 
 def _in_dtype(
-    module: nn.Module, fake: FakeTensorMode, dtype: torch.dtype
+    module: nn.Module, fake: FakeTensorMode, dtype: torch.dtype | None
 ) -> dict[int, Any]:
     """Return a fake for the `id` of each tensor that `module.to(dtype)` changes."""
-    memo: dict[int, Any] = {}
-    for tensor in (*module.parameters(), *module.buffers()):
-        new = within(tensor.dtype, dtype)
-        if new != tensor.dtype:
-            with torch.no_grad():
-                copied = fake.from_tensor(tensor, static_shapes=True).to(new)
-            memo[id(tensor)] = as_kind(copied, tensor)
-    return memo
+    return {
+        id(tensor): as_kind(fake_input(tensor, fake, (), dtype), tensor)
+        for tensor in (*module.parameters(), *module.buffers())
+        if within(tensor.dtype, dtype) != tensor.dtype
+    }
 
 
 def _name_modules(

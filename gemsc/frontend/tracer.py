@@ -9,7 +9,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from types import FrameType
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import fx, nn
@@ -21,7 +20,12 @@ from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
 from gemsc.base.nests import call_model, tensor_leaves
-from gemsc.base.plain_forward import own_checkpoint, plain_forward, plain_scripts
+from gemsc.base.plain_forward import (
+    own_checkpoint,
+    plain_forward,
+    plain_scripts,
+    replaced,
+)
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.frontend.attention import attention_of
 from gemsc.frontend.eager import snapshot
@@ -418,11 +422,11 @@ def _patched(tracer: Tracer) -> Iterator[None]:
 
     log = logging.getLogger("torch._subclasses.fake_tensor")
     with (
-        patch.object(nn.Module, "_call_impl", traced_call),
-        patch.object(function, "apply", classmethod(traced_apply)),
-        patch.object(below, "apply", classmethod(reached_apply)),
-        patch.object(BackwardCFunction, "__init__", made),  # of each call of a function
-        patch.object(log, "disabled", True),  # it prints tracebacks that we report
+        replaced(nn.Module, _call_impl=traced_call),
+        replaced(function, apply=classmethod(traced_apply)),
+        replaced(below, apply=classmethod(reached_apply)),
+        replaced(BackwardCFunction, __init__=made),  # of each call of a function
+        replaced(log, disabled=True),  # it prints tracebacks that we report
         plain_scripts(),
     ):
         yield
