@@ -25,7 +25,13 @@ from gemsc.datasets.samples import num_samples
 from gemsc.datasets.stream import ENDLESS, Stream, StreamEndError
 from gemsc.runtime.data.batches import digest
 from gemsc.runtime.data.held_generators import SeededReader
-from gemsc.runtime.data.metrics import Metrics, along_samples, first_samples, is_texts
+from gemsc.runtime.data.metrics import (
+    Metrics,
+    along_samples,
+    first_samples,
+    in_micro_batches,
+    is_texts,
+)
 from gemsc.runtime.data.shapes import ShapeClasses, join_samples, numbers_of
 from gemsc.runtime.data.stream_reader import StreamReader
 from gemsc.slides.windows import Case, Picture, SlidingWindows
@@ -337,9 +343,10 @@ class PlainRun:
             joined = along_samples(_join, dims, *parts)
             output, target = first_samples(joined, len(samples), size, dims)
             if len(samples) < size and self.loss is not None:  # without what fills it
-                mean = Mean()
-                loss = as_loss(self.loss(output, copied(target)))
-                mean.add(loss, len(samples))
+                mean, most = Mean(), settings.micro_batch_sizes[shape]
+                of_parts = in_micro_batches(joined, len(samples), size, most, dims)
+                for (part, wanted), number in of_parts:
+                    mean.add(as_loss(self.loss(part, copied(wanted))), number)
             scored, wanted = on_device((output, target), HOST)
             metrics.add(scored, wanted, len(samples))
             if self.loss is None:

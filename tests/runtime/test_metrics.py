@@ -472,6 +472,31 @@ def test_a_loss_and_metrics_take_fields_of_what_the_model_returns(
     assert figures["mean"] == pytest.approx(float(output.mean()), rel=1e-5)
 
 
+@pytest.mark.parametrize("data", [1, 2])
+def test_a_loss_that_compares_samples_scores_the_last_batch_by_micro_batches(
+    data: int, tmp_path: Path
+) -> None:
+    """As all others; its loss was that of 3 samples at once, and of no plain loop."""
+
+    def spread(output: Tensor, target: Any) -> Tensor:
+        return output.std(0).mean() if len(output) > 1 else output.mean()
+
+    x, epochs = torch.zeros(2, 1, SIZE, SIZE), list[dict[str, float]]()
+    layout = {"ranks": data, "data": data, "micro_batches": 2 // data}
+    written(tmp_path, Convolutions(), (x,), spread, {"mask": x > 0}, **layout)
+    user = user_of(
+        dataset=lambda: Pictures(4),
+        eval_dataset=lambda: Pictures(7),
+        loss=spread,
+        on_epoch=lambda trainer, epoch, figures: epochs.append(figures),
+        optimizer=lambda pairs: torch.optim.SGD([p for _, p in pairs], lr=0.0),
+    )
+    run(tmp_path, user, ranks=data)
+    output, target = whole(Pictures(7))
+    losses = [float(spread(part, target)) * len(part) for part in output.split(2)]
+    assert epochs[0]["loss"] == pytest.approx(sum(losses) / 7, rel=1e-5)
+
+
 def test_a_sample_may_have_several_rows_of_an_output(tmp_path: Path) -> None:
     def of_rows(output: Any, target: Any) -> Tensor:
         return loss(output.unflatten(0, (-1, 1, SIZE)), target)

@@ -233,8 +233,10 @@ def along_samples(change: Callable[..., Any], dims: Sequence[int], *values: Any)
     return pytree.tree_map(changed, *values, is_leaf=is_texts)
 
 
-def first_samples(value: Any, count: int, size: int, dims: Sequence[int] = ()) -> Any:
-    """Return the first `count` samples of all that a batch of `size` holds.
+def first_samples(
+    value: Any, count: int, size: int, dims: Sequence[int] = (), *, start: int = 0
+) -> Any:
+    """Return the first `count` samples, from `start` on, of a batch of `size`.
 
     A sample may have several rows: `logits.flatten(0, 1)` has one for each word. What
     has no whole number of them for each sample stays whole.
@@ -244,11 +246,23 @@ def first_samples(value: Any, count: int, size: int, dims: Sequence[int] = ()) -
         if isinstance(leaf, Tensor) and leaf.dim():
             if dim < 0 or (rows := leaf.shape[dim]) % size:
                 return leaf
-            return leaf.narrow(dim, 0, rows // size * count)
-        is_whole = not is_texts(leaf) or len(leaf) % size
-        return leaf if is_whole else leaf[: len(leaf) // size * count]
+            rows //= size
+            return leaf.narrow(dim, rows * start, rows * count)
+        if not is_texts(leaf) or len(leaf) % size:
+            return leaf
+        rows = len(leaf) // size
+        return leaf[rows * start : rows * (start + count)]
 
     return along_samples(first, dims, value)
+
+
+def in_micro_batches(
+    value: Any, count: int, size: int, most: int, dims: Sequence[int] = ()
+) -> Iterator[tuple[Any, int]]:
+    """Yield the first `count` samples of a batch of `size`, `most` at a time."""
+    for start in range(0, count, most):
+        number = min(most, count - start)
+        yield first_samples(value, number, size, dims, start=start), number
 
 
 def nan_of_all(value: Any, dims: Sequence[int], *, integers: bool = False) -> Any:

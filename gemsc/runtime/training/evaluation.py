@@ -28,6 +28,7 @@ from gemsc.runtime.data.metrics import (
     along_samples,
     as_hook,
     first_samples,
+    in_micro_batches,
     is_texts,
     nan_of_all,
 )
@@ -183,8 +184,7 @@ class Evaluator:
             self.holders.find(result.output)
             if result.output is None:  # it needs no whole targets from then on
                 batches.whole_targets = "none"
-            # The ranks compute the loss of full batches. What is left at the end is
-            # filled up; its loss is that of the outputs without what fills it.
+            # The ranks compute the loss of full batches.
             is_full, count = batch.is_full, batch.count
             if is_full and result.mean is not None:
                 mean_loss.add(result.mean.loss, count)
@@ -203,7 +203,7 @@ class Evaluator:
             output, target = first_samples(scored, count, size, dims)
             if not is_full and self.loss is not None:  # metrics may change outputs
                 with self._later(), as_hook("loss", self.user.line_of("loss")):
-                    mean_loss.add(self._loss_of_rest(output, target, batch), count)
+                    mean_loss.add(self._loss_of_rest(scored, batch), count)
             with self._later():
                 self.metrics.add(output, target, count)
                 if not is_full and self.metrics.takes_of_all(output, target, dims):
@@ -223,23 +223,26 @@ class Evaluator:
         )
 
     @torch.no_grad()
-    def _loss_of_rest(self, output: Any, target: Any, batch: Batch) -> Tensor:
-        """Return the loss of a last batch that is not full.
+    def _loss_of_rest(self, scored: Any, batch: Batch) -> Tensor:
+        """Return the mean loss of the micro-batches of a last batch that is not full.
 
         Raises:
             GemscError: the model has computed some of it, also from what fills it up.
         """
         assert self.loss is not None
-        target, dims = copied(target), self.trainer.plan.sample_dims
-        loss: Any = self.loss(nan_of_all(output, dims), target)
-        if not isinstance(loss, Tensor) or loss.dim() == 0:
-            of_batch = as_loss(loss)
-            if OF_ALL not in dims or not of_batch.isnan().any():
-                return of_batch
-            if as_loss(self.loss(output, target)).isnan().any():
-                return of_batch  # whatever fills it up
-        size = self.data.batches.order.sizes[batch.shape]
-        raise self._not_alone(batch.count, size, by="loss")
+        plan, shape, mean = self.trainer.plan, batch.shape, Mean()
+        size, dims = self.data.batches.order.sizes[shape], plan.sample_dims
+        most = plan.micro_batch_sizes[shape]
+        for part, count in in_micro_batches(scored, batch.count, size, most, dims):
+            output, target = part[0], copied(part[1])
+            loss: Any = self.loss(nan_of_all(output, dims), target)
+            is_loss: Any = not isinstance(loss, Tensor) or loss.dim() == 0
+            if is_loss and OF_ALL in dims and as_loss(loss).isnan().any():
+                is_loss = as_loss(self.loss(output, target)).isnan().any()
+            if not is_loss:
+                raise self._not_alone(batch.count, size, by="loss")
+            mean.add(as_loss(loss), count)
+        return mean.loss
 
     def _score_cases(self, mean_loss: Mean) -> None:
         """Score one whole case after the other: the loss, too, is of the whole."""
