@@ -199,7 +199,9 @@ def plain_updates(
         named, trained = model.named_parameters(), phase.trained(model)
         pairs = [(n, p) for n, p in named if not phases or id(p) in trained]
         if not phases and isinstance(loss, nn.Module):
-            pairs += loss.named_parameters(prefix=LOSS)
+            known = {id(p) for _, p in pairs}  # a loss may hold the model
+            of_loss = loss.named_parameters(prefix=LOSS)
+            pairs += [(name, p) for name, p in of_loss if id(p) not in known]
         make = phase.optimizer or partial(torch.optim.SGD, lr=0.01)
         made = make(pairs)
         paced = phase.scheduler(made) if phase.scheduler is not None else None

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from program_support import written
+from program_support import against_one_process, written
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 from training_support import run, user_of
@@ -495,6 +495,46 @@ def test_a_loss_that_compares_samples_scores_the_last_batch_by_micro_batches(
     output, target = whole(Pictures(7))
     losses = [float(spread(part, target)) * len(part) for part in output.split(2)]
     assert epochs[0]["loss"] == pytest.approx(sum(losses) / 7, rel=1e-5)
+
+
+class Penalty(nn.Module):
+    """A loss that holds the model, whose weights are in it."""
+
+    def __init__(self, net: nn.Sequential) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, output: Tensor, target: Any) -> Tensor:
+        weight: Any = self.net[0].weight
+        return loss(output, target) + weight.square().sum()
+
+
+def test_a_loss_that_holds_the_model_scores_with_what_is_trained(
+    tmp_path: Path,
+) -> None:
+    net, x, epochs = Convolutions(), torch.zeros(2, 1, SIZE, SIZE), []
+    held, data = Penalty(net), Pictures(3)
+    written(tmp_path, net, (x,), held, {"mask": x > 0}, ranks=2, micro_batches=2)
+    user = user_of(
+        dataset=lambda: Pictures(4),
+        eval_dataset=lambda: data,
+        loss=held,
+        on_epoch=lambda trainer, epoch, figures: epochs.append(figures),
+        optimizer=lambda pairs: torch.optim.SGD([p for _, p in pairs], lr=0.1),
+    )
+    trained = Convolutions()
+    for state in run(tmp_path, user):
+        trained.load_state_dict(state, strict=False)
+    pictures, targets = default_collate([data[index] for index in range(3)])
+    expected = Penalty(trained)(trained(pictures), targets)
+    assert epochs[0]["loss"] == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_weights_that_a_loss_holds_too_are_updated_once(tmp_path: Path) -> None:
+    """In the process that ranks are compared with: they were updated twice there."""
+    net, x = Convolutions(), torch.zeros(2, 1, SIZE, SIZE)
+    given = net, (x,), Penalty(net), {"mask": x > 0}
+    assert against_one_process(tmp_path, *given).worst < 1e-9
 
 
 def test_a_sample_may_have_several_rows_of_an_output(tmp_path: Path) -> None:

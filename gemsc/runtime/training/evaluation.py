@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from gemsc.base.dtypes import cast
 from gemsc.base.nests import OF_ALL, ONCE, Mean, as_loss, copied
 from gemsc.errors import GemscError
-from gemsc.runtime.checkpoint.holdings import LOSS_KEY, Holdings
+from gemsc.runtime.checkpoint.holdings import Holdings
 from gemsc.runtime.checkpoint.pieces import TensorPiece
 from gemsc.runtime.data.batches import Batch
 from gemsc.runtime.data.metrics import (
@@ -42,7 +42,7 @@ from gemsc.runtime.transport.transport import LARGEST_TAG, Transport
 from gemsc.runtime.worker.steps import BatchError
 from gemsc.slides.windows import Case, Picture, SlidingWindows
 from gemsc.user_model import UserModel
-from gemsc.weights.load import stage_tensors
+from gemsc.weights.load import LOSS, stage_tensors
 
 
 @dataclass
@@ -305,10 +305,7 @@ def naming_samples(
 
 
 def bring_up_to_date(loss: nn.Module, trainer: Trainer, *, frozen: bool) -> None:
-    """Give a loss, in evaluation, its tensors as the ranks have them; all call it.
-
-    With `frozen`, also parameters that are not trained.
-    """
+    """Give a loss its tensors as the ranks have them, also `frozen` ones; all call."""
     loss.eval()
     tensors = {
         name: tensor
@@ -317,17 +314,19 @@ def bring_up_to_date(loss: nn.Module, trainer: Trainer, *, frozen: bool) -> None
     }
     if not tensors:
         return
-    keys = {f"{LOSS_KEY}{name}" for name in tensors}
-    mine = {h.key: h for h in Holdings(trainer.worker).tensors({}) if h.key in keys}
+    aliases = trainer.program.aliases  # a loss may hold the model
+    names = {aliases.get(f"{LOSS}{name}", f"{LOSS}{name}"): name for name in tensors}
+    held = {h.key.partition("/")[2]: h for h in Holdings(trainer.worker).tensors({})}
+    mine = {names[first]: h for first, h in held.items() if first in names}
     gather, rank = trainer.transport.all_gather_object, trainer.transport.rank
-    pieces = [*gather({key: held.piece for key, held in mine.items()})][:rank]
+    pieces = [*gather({name: h.piece for name, h in mine.items()})][:rank]
     sent = [
-        (key, held.piece, held.tensor.cpu())
-        for key, held in mine.items()
-        if all(before.get(key) != held.piece for before in pieces)
+        (name, h.piece, h.tensor.cpu())
+        for name, h in mine.items()
+        if all(before.get(name) != h.piece for before in pieces)
     ]
-    for key, piece, values in (entry for of_rank in gather(sent) for entry in of_rank):
-        tensor = tensors[key.removeprefix(LOSS_KEY)]
+    for name, piece, values in (entry for of_rank in gather(sent) for entry in of_rank):
+        tensor = tensors[name]
         if tensor.dtype != values.dtype:
             tensor.data = tensor.data.to(values.dtype)
         whole = tensor.data if tensor.dim() else tensor.data.view(1)
