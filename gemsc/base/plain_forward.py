@@ -182,7 +182,7 @@ def _places(value: Any) -> Iterator[Any]:
         yield from [value] if len(value) <= MOST_ITEMS else ()
     elif isinstance(value, type):
         yield value
-    elif isinstance(value, FunctionType) and _is_users(value):
+    elif isinstance(value, FunctionType) and is_users_own(value):
         yield from (value.__globals__, vars(value), *(value.__closure__ or ()))
     elif not isinstance(value, _NO_TABLES):
         yield stored_attributes(value)
@@ -217,7 +217,7 @@ def _items(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield what an object holds, or a function refers to, and what that is called."""
     if isinstance(value, FunctionType):
         code, known = value.__code__, value.__globals__
-        if _is_users(value):
+        if is_users_own(value):
             cells = zip(code.co_freevars, value.__closure__ or (), strict=True)
             yield from ((key, content(cell)) for key, cell in cells)
             yield from ((key, known[key]) for key in code.co_names if key in known)
@@ -238,7 +238,7 @@ def _items(name: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield from ((f"{name}[{key!r}]", item) for key, item in pairs)
     else:
         is_class = isinstance(value, type)
-        if not is_class or _is_users(value):
+        if not is_class or is_users_own(value):
             for key, item in [*stored_attributes(value).items()]:
                 if key not in _NO_NUMBERS and (key not in _OF_ALL_MODULES or item):
                     yield f"{name}.{key}", item
@@ -246,7 +246,7 @@ def _items(name: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield from ((name, cls) for cls in type(value).__mro__)
 
 
-def _is_users(value: Any) -> bool:
+def is_users_own(value: Any) -> bool:
     """Whether it is a function or a class of the user's."""
     file = None
     if isinstance(value, FunctionType):

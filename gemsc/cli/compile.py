@@ -46,6 +46,7 @@ from gemsc.compiler import (
 from gemsc.costs.hardware import read_hardware
 from gemsc.datasets.samples import joins_samples
 from gemsc.errors import GemscError, say_note, warn
+from gemsc.frontend.closures import reject_model_in_hooks
 from gemsc.ir.dump import dump
 from gemsc.ir.program import Program
 from gemsc.launch.start import not_compared
@@ -268,6 +269,7 @@ def compiled(
             given["example_inputs"] = shapes
             given["example_target"] = user.make_targets(shapes)
         given["model"], elsewhere = _with_weights(given["model"], user, options)
+        reject_model_in_hooks(vars(user), given["model"], user.line_of)
         # of whole cases they get something else
         scores = user.eval_dataset is not None and user.eval_windows is None
         given["metrics"] = user.make_metrics() if scores else None

@@ -4,13 +4,14 @@ Example:
     self.act = lambda x: F.dropout(x, 0.1, self.training)
 
 In a copy of this module, which evaluates, `self` is still the one that trains. So is a
-global `model` to which a loss refers.
+global `model` to which a loss refers. One to which `metrics` refer has other weights
+than the stages, which train.
 """
 
 from __future__ import annotations
 
 import dis
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -21,7 +22,7 @@ import torch
 from torch import nn
 
 from gemsc.base.nests import stored_attributes
-from gemsc.base.plain_forward import all_in, content
+from gemsc.base.plain_forward import all_in, content, is_users_own
 from gemsc.errors import GemscError, SourceLocation
 
 _OF_COMPILE = str(Path(torch.__file__).with_name("_dynamo"))
@@ -34,6 +35,23 @@ HELP_OF_LOSS = (
     "let the model return what the loss needs of it; what all weights add to the loss "
     "can be the optimizer's weight_decay"
 )
+_OF_TRAINER = (
+    "trainer.state_dict() has a rank's weights, trainer.save(folder) saves, "
+    "trainer.freeze(path) freezes; what changes weights can be a "
+    "register_step_post_hook in optimizer(), with the pairs that it gets"
+)
+_CALLED_FIRST = ("optimizer", "scheduler")
+_COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
+_PLAIN = (int, float, str, tuple, torch.dtype, torch.device)  # such as a shape
+HELP_OF_HOOKS = {
+    "metrics": "let the model return what metrics need of it",
+    "optimizer": "use the (name, parameter) pairs that it gets, in its hooks, too",
+    "scheduler": "go by the param_groups of the optimizer that it gets",
+    "on_step": _OF_TRAINER,
+    "on_epoch": _OF_TRAINER,
+    "predict_input": "let the model do this",
+    "predict_output": "let the model do this",
+}
 
 
 def reject_closures(model: nn.Module, loss: Any) -> None:
@@ -68,6 +86,78 @@ def reject_closures(model: nn.Module, loss: Any) -> None:
                     at=SourceLocation(code.co_filename, code.co_firstlineno),
                     help=help_text.format(variable),
                 )
+
+
+def reject_model_in_hooks(
+    hooks: Mapping[str, Any],
+    model: nn.Module,
+    line_of: Callable[[str], SourceLocation | None],
+) -> None:
+    """Refuse a hook of a file that refers to the model by a variable of the file.
+
+    A number that it reads so is the same on all ranks, and so is what is frozen, and
+    what `optimizer` itself, which is called first, reads of the model.
+
+    Raises:
+        GemscError: at that line; at that of the hook where an object holds the model.
+    """
+    trained = {id(p) for p in model.parameters() if p.requires_grad}
+    trained |= {
+        id(module)
+        for module in model.modules()
+        if any(p.requires_grad for p in module.parameters())
+    }
+    for hook, help in HELP_OF_HOOKS.items():
+        owner = getattr(hooks.get(hook), "__self__", hooks.get(hook))  # of a method
+        for name, member in all_in(owner):
+            uses: Iterable[tuple[str, Any, SourceLocation | None]] = ()
+            if name.startswith("self.") and id(member) in trained:
+                uses = [(name, member, line_of(hook))]
+            elif isinstance(member, FunctionType) and is_users_own(member):
+                uses = _uses(member, first=hook in _CALLED_FIRST and member is owner)
+            for variable, value, at in uses:
+                if id(value) in trained:
+                    raise GemscError(
+                        f"{hook} refers to the model, or a part of it, by the variable "
+                        f"'{variable}', which keeps its first weights: ranks have "
+                        "their own",
+                        at=at,
+                        help=help,
+                    )
+
+
+def _uses(
+    function: FunctionType, first: bool
+) -> Iterator[tuple[str, Any, SourceLocation | None]]:
+    """Yield the outer variables that a function uses, with what of them, and where.
+
+    Of `net.layer.scale.norm()` that is the scale, of `net.parameters()` the network.
+    One that is called `first` is looked into for functions that are called later.
+    """
+    known = {**function.__globals__, **dict(_held(function))}
+    codes: list[CodeType] = [function.__code__]
+    for code in codes:
+        codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+        if first and (code is function.__code__ or code.co_name in _COMPREHENSIONS):
+            continue
+        line, steps = code.co_firstlineno, [*dis.get_instructions(code)]
+        for number, step in enumerate(steps):
+            line = (step.positions and step.positions.lineno) or line
+            if step.opname not in ("LOAD_GLOBAL", "LOAD_DEREF"):
+                continue
+            value = known.get(step.argval)
+            for then in steps[number + 1 :]:
+                is_read = then.opname in ("LOAD_ATTR", "LOAD_METHOD")
+                if not is_read or not isinstance(value, (nn.Module, torch.Tensor)):
+                    break
+                part: Any = None
+                with suppress(Exception):  # of a property
+                    part = getattr(value, then.argval)
+                if isinstance(value, torch.Tensor) and not isinstance(part, _PLAIN):
+                    break  # `data` or a method, not its shape
+                value = part
+            owner = getattr(value, "__self__", value)  # of a method
+            yield step.argval, owner, SourceLocation(code.co_filename, line)
 
 
 def _made_anew(owner: Any) -> Iterator[Any]:

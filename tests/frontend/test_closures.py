@@ -13,8 +13,9 @@ from program_support import Net, X, mse
 from torch import Tensor, nn
 
 from gemsc.compiler import compile
-from gemsc.errors import GemscError
+from gemsc.errors import GemscError, SourceLocation
 from gemsc.frontend import FRONTENDS
+from gemsc.frontend.closures import reject_model_in_hooks
 
 
 def chain(self: Any, x: Tensor) -> Tensor:
@@ -266,3 +267,78 @@ def test_a_function_that_each_copy_makes_anew_follows_it(frontend: str) -> None:
     net.metric = Keeps()
     with pytest.raises(GemscError, match=r"self.metric.update .* variable 'self'"):
         FRONTENDS[frontend](net, (X,), loss=mse, target=X)
+
+
+TOP = Net(chain)
+TOP.b.requires_grad_(False)
+TOP.classes = 3
+
+
+def weights(trainer: Any, epoch: int, figures: Any) -> None:
+    print({name: p.norm() for name, p in TOP.named_parameters()})  # noqa: T201
+
+
+def clamp(*_: Any) -> None:
+    TOP.a.weight.data.clamp_(0, 1)
+
+
+def clamping(params: Any) -> Any:
+    made = torch.optim.SGD(params)
+    made.register_step_post_hook(lambda *_: TOP.a.weight.data.clamp_(0, 1))
+    return made
+
+
+def clamping_by_name(params: Any) -> Any:
+    made = torch.optim.SGD(params)
+    made.register_step_post_hook(clamp)
+    return made
+
+
+class Held:
+    def __init__(self) -> None:
+        self.net = TOP
+
+    def step(self, trainer: Any, report: Any) -> None:
+        self.net.a.weight.data.clamp_(0, 1)
+
+
+def line_of(name: str) -> SourceLocation:
+    return SourceLocation(name, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "hook", "text"),
+    [
+        ("metrics", lambda output, target: {"a": TOP.a.bias.norm()}, '("metrics"'),
+        ("metrics", {"a": Held()}, ""),
+        ("on_epoch", weights, "print"),
+        ("on_step", Held().step, ""),
+        ("optimizer", clamping, "made.register_step_post_hook(lambda"),
+        ("optimizer", clamping_by_name, "TOP.a.weight.data.clamp_"),
+        ("scheduler", lambda made: lambda step: TOP.a.bias.norm(), '("scheduler'),
+    ],
+)
+def test_a_hook_that_refers_to_the_model_is_refused(
+    name: str, hook: Any, text: str
+) -> None:
+    """There the model has the weights that it began with."""
+    hooks = {"loss": mse, name: hook}
+    with pytest.raises(GemscError, match=f"{name} refers to the model") as caught:
+        reject_model_in_hooks(hooks, TOP, line_of)
+    assert caught.value.at is not None
+    assert caught.value.at.text.startswith(text)
+    assert caught.value.help
+    reject_model_in_hooks(hooks, Net(chain), line_of)
+
+
+def test_a_hook_may_refer_to_what_does_not_change() -> None:
+    def metrics(output: Tensor, target: Tensor) -> dict[str, Any]:
+        frozen = TOP.b(output).mean() + TOP.b.weight.norm()
+        return {"a": frozen / TOP.classes / TOP.a.weight.shape[0]}
+
+    def optimizer(params: Any) -> Any:
+        wide = {name for name, p in TOP.named_parameters() if p.dim() > 1}
+        return torch.optim.SGD([p for name, p in params if name in wide])
+
+    hooks = {"metrics": metrics, "optimizer": optimizer, "on_step": None}
+    reject_model_in_hooks(hooks, TOP, line_of)

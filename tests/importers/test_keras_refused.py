@@ -231,7 +231,8 @@ def test_regularizers_and_constraints_are_noted(tmp_path: Path) -> None:
     notes = "\n".join(network.notes)
     assert "'dense': L2(l2=0.01) of its kernel" in notes
     assert "weight_decay=0.02 is the same under SGD" in notes
-    assert "'both': UnitNorm(axis=0) of its recurrent is left out" in notes
+    assert "'both': UnitNorm(axis=0) of its recurrent is left out: set" in notes
+    assert "in a register_step_post_hook of optimizer(params)" in notes
 
 
 def test_what_begins_anew_of_an_optimizer_is_said(tmp_path: Path) -> None:

@@ -283,8 +283,8 @@ def regularizer_notes(name: str, config: Mapping[str, Any]) -> Iterator[str]:
             yield f"'{name}': {_regularizer(what, setting)}"
         elif kind == "constraint":
             yield (
-                f"'{name}': {_named(setting)} of its {what} is left out: set "
-                "the weight back in on_step(trainer, report)"
+                f"'{name}': {_named(setting)} of its {what} is left out: set the "
+                "weight back in a register_step_post_hook of optimizer(params)"
             )
         elif key in ("layer", "backward_layer", "cell", "cells"):
             for held in setting if isinstance(setting, list) else [setting]:
