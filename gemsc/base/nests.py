@@ -119,7 +119,7 @@ def as_loss(returned: Any) -> torch.Tensor:
     Raises:
         GemscError: it is something else.
     """
-    advice = "take the mean, for example with reduction='mean'; or return total, count"
+    advice = "return one scalar tensor: take the mean; or return total, count"
     value, count = returned, None
     if isinstance(returned, tuple | list) and len(returned) == 2:
         value, count = returned

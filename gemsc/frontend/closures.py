@@ -13,9 +13,9 @@ from __future__ import annotations
 import dis
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -86,6 +86,17 @@ def reject_closures(model: nn.Module, loss: Any) -> None:
                     at=SourceLocation(code.co_filename, code.co_firstlineno),
                     help=help_text.format(variable),
                 )
+    for variable, value, at in _read_by(loss) if isinstance(loss, MethodType) else ():
+        is_tensor = isinstance(value, torch.Tensor)
+        if id(value) in part_ids and (
+            is_tensor or [*value.parameters(), *value.buffers()]
+        ):
+            raise GemscError(
+                f"the loss is a method of the model, which uses '{variable}': an "
+                "evaluation calls it on the first weights",
+                at=at,
+                help=HELP_OF_LOSS,
+            )
 
 
 def reject_model_in_hooks(
@@ -158,6 +169,23 @@ def _uses(
                 value = part
             owner = getattr(value, "__self__", value)  # of a method
             yield step.argval, owner, SourceLocation(code.co_filename, line)
+
+
+def _read_by(method: MethodType) -> Iterator[tuple[str, Any, SourceLocation]]:
+    """Yield what a method, and methods that it calls, read of their object."""
+    owner, codes = method.__self__, [method.__func__.__code__]
+    for code in codes:
+        line, steps = code.co_firstlineno, [*dis.get_instructions(code)]
+        for step, then in pairwise(steps):
+            line = (step.positions and step.positions.lineno) or line
+            is_self = step.opname == "LOAD_FAST" and step.argval == code.co_varnames[0]
+            if not is_self or then.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
+                continue
+            value = getattr(owner, then.argval, None)
+            if isinstance(value, MethodType) and value.__self__ is owner:
+                called = value.__func__.__code__
+                codes += [] if called in codes else [called]
+            yield f"self.{then.argval}", value, SourceLocation(code.co_filename, line)
 
 
 def _made_anew(owner: Any) -> Iterator[Any]:

@@ -342,3 +342,29 @@ def test_a_hook_may_refer_to_what_does_not_change() -> None:
 
     hooks = {"metrics": metrics, "optimizer": optimizer, "on_step": None}
     reject_model_in_hooks(hooks, TOP, line_of)
+
+
+class WithLoss(Net):
+    def __init__(self) -> None:
+        super().__init__(chain, act=nn.Tanh(), mean=nn.MSELoss())
+
+    def plain(self, output: Tensor, target: Tensor) -> Tensor:
+        loss: Tensor = self.mean(output, target)
+        return loss
+
+    def with_weights(self, output: Tensor, target: Tensor) -> Tensor:
+        return self.plain(output, target) + self.penalty()
+
+    def penalty(self) -> Tensor:
+        return self.b.weight.norm()
+
+
+@pytest.mark.parametrize("frontend", FRONTENDS)
+def test_a_loss_that_is_a_method_of_the_model_uses_no_weights(frontend: str) -> None:
+    """The last batch of an evaluation would be scored with the first ones."""
+    net = WithLoss()
+    FRONTENDS[frontend](net, (X,), loss=net.plain, target=X)
+    with pytest.raises(GemscError, match=r"which uses 'self.b'") as caught:
+        FRONTENDS[frontend](net, (X,), loss=net.with_weights, target=X)
+    assert caught.value.at is not None
+    assert caught.value.at.text == "return self.b.weight.norm()"
