@@ -72,22 +72,36 @@ def _kinds(
 
 
 def updated_together(
-    parameters: Mapping[str, nn.Parameter], factory: OptimizerFactory | None
-) -> float:
-    """Return by how much parameters step otherwise without half of the others.
+    parameters: Mapping[str, nn.Parameter],
+    factory: OptimizerFactory | None,
+    sets: Iterable[Collection[str]] = (),
+) -> dict[str, float]:
+    """Return the parameters that step otherwise without others, and by how much.
 
-    Relative to the largest step, 0 if they do not; tried as `updated_whole` is. So it
-    is where an optimizer clips by the norm of all gradients, or has one trust for all.
+    Relative to the largest step; tried as `updated_whole` is, with those in each of the
+    `sets`, and with each one alone where there are none. So it is where an optimizer
+    clips by the norm of all gradients, or has one trust for several.
     """
     trained = {name: p for name, p in parameters.items() if p.requires_grad}
+    errors = dict[str, float]()
     if factory is None or len(trained) < 2:
-        return 0.0
-    with generator_lock, fork_torch():
+        return errors
+    sets = [[n for n in names if n in trained] for names in sets or zip(trained)]
+    with generator_lock, fork_torch(), suppress(Exception):  # a real step will say why
         torch.manual_seed(0)
-        try:
-            return max(_difference_apart(drawn, factory) for drawn in _scaled(trained))
-        except Exception:  # it may want a parameter that is in the other half
-            return 0.0
+        for drawn in _scaled(trained):
+            whole = _after_steps(drawn, factory)
+            step = max(float((whole[n] - drawn[0][n]).abs().max()) for n in trained)
+            for names in sets:
+                apart = {}
+                with suppress(Exception):  # it may want a parameter that is not there
+                    some = [{n: draw[n] for n in names} for draw in drawn]
+                    apart = _after_steps(some, factory)
+                for name, tensor in apart.items():
+                    error = float((whole[name] - tensor).abs().max())
+                    if not error <= ROUNDING * step:
+                        errors[name] = max(errors.get(name, 0.0), error / (step or 1.0))
+    return errors
 
 
 def _grouped_by_size(
@@ -219,19 +233,6 @@ def _differences(
             if not error <= ROUNDING * step:
                 errors[name] = max(errors.get(name, 0.0), error / (step or 1.0))
     return errors
-
-
-def _difference_apart(
-    drawn: Sequence[Mapping[str, Tensor]], factory: OptimizerFactory
-) -> float:
-    """Return by how much halves of all parameters step otherwise than all do."""
-    names, whole = [*drawn[0]], _after_steps(drawn, factory)
-    apart: dict[str, Tensor] = {}
-    for half in names[: len(names) // 2], names[len(names) // 2 :]:
-        apart |= _after_steps([{n: draw[n] for n in half} for draw in drawn], factory)
-    step = max(float((whole[n] - drawn[0][n]).abs().max()) for n in names)
-    error = max(float((whole[n] - apart[n]).abs().max()) for n in names)
-    return 0.0 if error <= ROUNDING * step else error / step
 
 
 def _scaled(

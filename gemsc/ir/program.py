@@ -216,10 +216,10 @@ class Program:
     can run in others. `autocast` is what it runs within, where precision is mixed.
     `optimizer_bytes` is the state that the optimizer keeps of each parameter; those in
     `updated_whole()` it does not update element by element, which is tried when it is
-    first asked for, as `updated_together()` is: by how much parameters step otherwise
-    where others are not there. `try_optimizer(names)` refuses one that fails for what
-    a rank has. Where ranks that hold the same parameters share the
-    update, `updated` says how many elements of each one the rank has that updates most.
+    first asked for; `updated_together(sets)` are those that step otherwise where others
+    are not there. `try_optimizer(names)` refuses one that fails for what a rank has.
+    Where ranks that hold the same parameters share the update, `updated` says how many
+    elements of each one the rank has that updates most.
     `shard` says what they keep their rows of only, if that is not "off", and `kept` how
     many elements; of weights, those of `whole_stages` stages are whole at a time.
     `unfused_optimizer` is the name of one that would be faster with `fused=True`.
@@ -258,7 +258,7 @@ class Program:
     shards: dict[int, StageShards] = field(default_factory=dict)
     optimizer_bytes: dict[str, StateBytes] = field(default_factory=dict)
     updated_whole: Callable[[], Mapping[str, float]] = dict
-    updated_together: Callable[[], float] = float
+    updated_together: Callable[..., Mapping[str, float]] = dict
     try_optimizer: Callable[..., object] = tuple
     updated: dict[str, int] | None = None
     kept: dict[str, int] = field(default_factory=dict)

@@ -99,17 +99,23 @@ def optimizer_note(program: Program) -> list[str]:
     for stage in stages:
         for rank in placement.ranks_of(stage.index):
             by_rank[rank] += owned[stage.index]
-    for names in by_rank.values():
-        program.try_optimizer(tuple(dict.fromkeys(names)))
+    sets = tuple(tuple(dict.fromkeys(names)) for names in by_rank.values())
+    for names in sets:
+        program.try_optimizer(names)
     stages_of = Counter(r for s in stages for r in placement.ranks_of(s.index))
     is_cut = program.shards or program.shard != "off"
     if not is_cut and min(stages_of.values()) == len(stages):
         return []
-    if not (difference := program.updated_together()):
+    together = program.updated_together()
+    if together and not is_cut:
+        together = program.updated_together(sets)
+    if not together:
         return []
+    difference = max(together.values())
     shared = shared_parameters(program, owned)
     for name, held in shared.items() if program.shard == "off" else ():
-        if len({frozenset(placement.ranks_of(stage)) for stage in held}) > 1:
+        ranks = {frozenset(placement.ranks_of(stage)) for stage in held}
+        if name in together and len(ranks) > 1:
             raise GemscError(
                 f"stages {' and '.join(map(str, held))} share '{name}', of which the "
                 "copies would not stay alike: optimizer() looks at several parameters "
@@ -120,7 +126,7 @@ def optimizer_note(program: Program) -> list[str]:
     return [
         "optimizer() looks at several parameters at once, counts them, or draws random "
         f"numbers: without others they step differently, by {difference:.0e}. It gets "
-        "what its rank has only, so weights will not be those of one process. Clip by "
+        "what its rank has only, so weights need not be those of one process. Clip by "
         "the norm of all gradients with `gemsc run --clip-norm`, and choose rates by "
         "names, not numbers"
     ]

@@ -146,12 +146,14 @@ class Factored(Columns):
 
 
 def clipped(parameters, bound=0.1):
-    """An optimizer that scales all gradients by the norm of all of them."""
+    """An optimizer that scales all gradients of a group by the norm of all of them."""
     optimizer = torch.optim.SGD(parameters, lr=0.1)
-    whole = optimizer.param_groups[0]["params"]
-    optimizer.register_step_pre_hook(
-        lambda *_: nn.utils.clip_grad_norm_(whole, bound) and None
-    )
+
+    def clip(*_):
+        for group in optimizer.param_groups:
+            nn.utils.clip_grad_norm_(group["params"], bound)
+
+    optimizer.register_step_pre_hook(clip)
     return optimizer
 
 
@@ -241,10 +243,18 @@ def deeper_is_faster(parameters):
     return torch.optim.SGD([{"params": [p], "lr": 0.1 * 2**i} for i, p in groups])
 
 
+def clipped_by_layer(parameters):
+    """Return what clips by the norm of a weight and its bias together."""
+    layers = itertools.groupby(parameters, key=lambda pair: pair[0].split(".")[0])
+    return clipped([{"params": [*pairs]} for _, pairs in layers])
+
+
 @pytest.mark.parametrize(
     ("optimizer", "options", "count"),
     [
         (clipped, {"ranks": 2}, 1),
+        (clipped_by_layer, {"ranks": 2}, 0),
+        (clipped_by_layer, {"ranks": 2, "data": 2, "shard": "optimizer"}, 1),
         (loosely_clipped, {"ranks": 2}, 1),
         (deeper_is_faster, {"ranks": 2}, 1),
         (lambda p: Distance([q for _, q in p], lr=1.0), {"ranks": 2}, 1),

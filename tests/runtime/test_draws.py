@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import traceback
+from collections.abc import Iterable
+from itertools import groupby
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,6 +17,7 @@ from threads import run_on_threads
 from torch import Tensor, nn
 
 from gemsc.base import rng
+from gemsc.base.elementwise import OptimizerFactory
 from gemsc.base.rng import (
     fork_torch,
     preserve_rng,
@@ -297,16 +300,30 @@ class Jointly(torch.optim.SGD):
     """Divides by the norm of all gradients, also of those that a rank has not."""
 
     def step(self, closure: Any = None) -> None:
-        given = (p for group in self.param_groups for p in group["params"])
-        held = [parameter for parameter in given if parameter.grad is not None]
-        norm = torch.stack([p.grad.norm() for p in held]).norm()
-        for parameter in held:
-            parameter.detach().sub_(parameter.grad / norm)
+        for group in self.param_groups:
+            held = [p for p in group["params"] if p.grad is not None]
+            norm = torch.stack([p.grad.norm() for p in held]).norm() if held else 1.0
+            for parameter in held:
+                parameter.detach().sub_(parameter.grad / norm)
 
 
-@pytest.mark.parametrize("optimizer", [Langevin, Jointly])
+def in_layers(named: Iterable[tuple[str, nn.Parameter]]) -> Jointly:
+    """Return what divides by the norm of the gradients of one layer."""
+    layers = groupby(named, key=lambda pair: pair[0].split(".")[0])
+    return Jointly([{"params": [*pairs]} for _, pairs in layers])
+
+
+def in_two(named: Iterable[tuple[str, nn.Parameter]]) -> Jointly:
+    """Return what divides by the norm of all gradients but those of one weight."""
+    groups: list[list[Any]] = [[], []]
+    for pair in named:
+        groups[pair[0] == "a.weight"].append(pair)
+    return Jointly([{"params": pairs} for pairs in groups])
+
+
+@pytest.mark.parametrize("optimizer", [Langevin, Jointly, in_layers])
 def test_copies_that_would_not_stay_alike_are_refused_with_what_helps(
-    optimizer: type[torch.optim.SGD], tmp_path: Path
+    optimizer: OptimizerFactory, tmp_path: Path
 ) -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         return torch.tanh(self.b(torch.tanh(self.a(x)))) @ self.a.weight
@@ -324,3 +341,8 @@ def test_copies_that_would_not_stay_alike_are_refused_with_what_helps(
     first, second = on_ranks(tmp_path, 2, trained, optimizer=optimizer)
     assert torch.equal(first, second)
     written(tmp_path / "mast", Net(forward), ranks=2, schedule="mast", **given)
+    given["optimizer"] = in_two
+    program = written(tmp_path / "alike", Net(forward), ranks=2, **given)
+    assert any("several parameters at once" in note for note in program.plan.notes)
+    first, second = on_ranks(tmp_path / "alike", 2, trained, optimizer=in_two)
+    assert torch.equal(first, second)
