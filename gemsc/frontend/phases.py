@@ -14,10 +14,11 @@ from typing import Any
 
 from torch import nn
 
-from gemsc.base.nests import Inputs, Path
+from gemsc.base.nests import Inputs, Path, tensor_leaves
 from gemsc.base.phase import Phase
 from gemsc.errors import GemscError
 from gemsc.frontend.eager import deep_copy
+from gemsc.frontend.values import unchanged
 from gemsc.ir import meta
 from gemsc.ir.program import Program
 
@@ -41,11 +42,15 @@ class PhaseModel(nn.Module):
         vars(self)["phase"] = phase
 
 
-def phase_model(model: nn.Module, phase: Phase) -> tuple[nn.Module, list[Modes]]:
+def phase_model(
+    model: nn.Module, phase: Phase, *, is_last: bool = True
+) -> tuple[nn.Module, list[Modes]]:
     """Return the model of a phase, of which only that has gradients that it trains.
 
     And, for each call of the loss, the modes of modules that it leaves in another one.
+    If it is not the last phase, it refuses to change the batch of those behind it.
     """
+    wrong = f"the loss of phase '{phase.name}' changes the batch of later phases"
     left: list[Modes] = []
     memo: dict[int, Any] = {id(buffer): buffer for buffer in model.buffers()}
     trained = phase.trained(model)
@@ -57,7 +62,9 @@ def phase_model(model: nn.Module, phase: Phase) -> tuple[nn.Module, list[Modes]]
         whole: nn.Module = vars(self)["whole"]
         whole.training = self.training
         before = [module.training for module in whole.modules()]
-        loss = phase.loss(whole, *inputs, **named)
+        given = [] if is_last else [t for _, t in tensor_leaves((inputs, named))]
+        with unchanged(given, phase.loss, wrong, "x"):
+            loss = phase.loss(whole, *inputs, **named)
         pairs = zip(whole.named_modules(), before, strict=True)
         left.append(
             {path: was for (path, m), was in pairs if path and m.training != was}

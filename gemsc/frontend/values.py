@@ -219,15 +219,21 @@ def line_of_loss(loss: Any) -> SourceLocation | None:
 
 
 @contextmanager
-def unchanged(outputs: Sequence[torch.Tensor], loss: Any) -> Iterator[None]:
-    """Refuse a loss that changes what the model has returned, which is scored, too."""
-    before = [tensor._version for tensor in outputs]
+def unchanged(
+    tensors: Sequence[torch.Tensor],
+    loss: Any,
+    what: str = "the loss changes what the model returns",
+    name: str = "output",
+) -> Iterator[None]:
+    """Refuse a loss that changes in place what others get, too: what it returned."""
+    before = [tensor._version for tensor in tensors]
     yield
-    if before != [tensor._version for tensor in outputs]:
+    if before != [tensor._version for tensor in tensors]:
         raise GemscError(
-            "the loss changes what the model returns, in place",
+            f"{what}, in place",
             at=line_of_loss(loss),
-            help="let it begin with a copy: output = output.clone()",
+            help="let it begin with a copy of what it changes: "
+            f"{name} = {name}.clone()",
         )
 
 

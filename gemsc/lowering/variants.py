@@ -96,7 +96,8 @@ def trace_all(
     graphs = {"": trace(model, example_inputs)}
     left = {}
     for phase in phases:
-        trained, left[phase.name] = phase_model(model, phase)
+        is_last = phase is phases[-1]
+        trained, left[phase.name] = phase_model(model, phase, is_last=is_last)
         given = trained, phase, example_inputs, example_target
         graphs[phase.name] = trace_phase(trace, *given)
     reject_left(left, {phase.name: graphs[phase.name].program for phase in phases})

@@ -366,10 +366,9 @@ def test_a_first_step_in_which_phases_are_wrong_is_not_written(
     """Mutant: each phase trains one layer of the discriminator."""
     made = gemsc.lowering.variants.phase_model
 
-    def wrong(model: nn.Module, phase: Phase) -> nn.Module:
-        return made(
-            model, replace(phase, train="judge.5" if phase.name == "d" else "make")
-        )
+    def wrong(model: nn.Module, phase: Phase, **how: bool) -> nn.Module:
+        train = "judge.5" if phase.name == "d" else "make"
+        return made(model, replace(phase, train=train), **how)
 
     monkeypatch.setattr(gemsc.lowering.variants, "phase_model", wrong)
     with pytest.raises(Exception, match="wrong program"):
@@ -866,3 +865,19 @@ def test_the_model_of_a_phase_is_in_the_mode_of_the_phase() -> None:
     assert torch.equal(model.train()(x, zero), 2 * evaluated)
     assert torch.equal(model.eval()(x, zero), evaluated)
     assert not user.training
+
+
+def clamping(model: Any, grey: Tensor, colour: Tensor) -> Tensor:
+    colour.clamp_(-0.5, 0.5)
+    return d_loss(model, grey, colour)
+
+
+@pytest.mark.parametrize("frontend", ["record", "export"])
+def test_a_phase_that_changes_the_batch_of_another_is_refused(frontend: str) -> None:
+    given: dict[str, Any] = {"example_target": TARGET, "ranks": 1, "frontend": frontend}
+    first = [Phase("d", clamping, "judge", adam), Phase("g", g_loss, "make", adam)]
+    with pytest.raises(GemscError, match="'d' changes the batch of later") as caught:
+        compile(Gan(), INPUTS, phases=first, **given)
+    assert caught.value.at is not None
+    assert ".clone()" in caught.value.help
+    compile(Gan(), INPUTS, phases=first[::-1], **given)
