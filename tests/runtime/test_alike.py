@@ -245,19 +245,44 @@ def test_a_copy_that_is_another_one_is_told(
 
 
 @pytest.mark.parametrize("is_everywhere", [False, True])
+@pytest.mark.parametrize(
+    ("what", "options"), [("copies", {"data": 2, "cuts": ()}), ("learning rates", {})]
+)
 def test_a_hook_that_changes_a_rate_on_one_rank_is_found(
-    is_everywhere: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    what: str,
+    options: dict[str, Any],
+    is_everywhere: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def on_step(trainer: Trainer, report: StepReport) -> None:
         if is_everywhere or trainer.transport.rank == 0:
             assert trainer.optimizer is not None
             trainer.optimizer.param_groups[0]["lr"] /= 10
 
-    path = training_support.program(tmp_path, ranks=2, data=2, cuts=())
+    path = training_support.program(tmp_path, ranks=2, **options)
     user = training_support.user_of(on_step=on_step)
     training_support.run(path, user, "--epochs", "3", "--save", str(tmp_path / "saved"))
     err = capsys.readouterr().err
-    assert ("warning: ranks 0 and 1 have different copies of" in err) != is_everywhere
+    assert (f"warning: ranks 0 and 1 have different {what} " in err) != is_everywhere
+
+
+def test_groups_that_began_with_other_rates_may_go_on_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def optimizer(named: Any) -> torch.optim.Optimizer:
+        groups = [{"params": [p], "lr": 0.1 if "a." in n else 0.2} for n, p in named]
+        return torch.optim.SGD(groups)
+
+    def on_epoch(trainer: Trainer, epoch: int, figures: Any) -> None:
+        assert trainer.optimizer is not None
+        for group in trainer.optimizer.param_groups:
+            group["lr"] /= 10
+
+    path = training_support.program(tmp_path, ranks=2)
+    user = training_support.user_of(on_epoch=on_epoch, optimizer=optimizer)
+    training_support.run(path, user, "--epochs", "3", "--save", str(tmp_path / "saved"))
+    assert "warning" not in capsys.readouterr().err
 
 
 def test_statistics_of_tiles_of_their_own_are_not_compared(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gemsc.base.dtypes import bits_of
+from gemsc.base.elementwise import values_of_group
 from gemsc.base.nests import Path, named_place, tensor_leaves
 from gemsc.errors import GemscError, warn
 from gemsc.plan import Plan, rank_file
@@ -61,6 +62,9 @@ def own_files(script: FilePath) -> dict[str, FilePath]:
     src = [FilePath(path) for path in known if path and "-packages" not in path]
     inside = [f for f in src if f.is_relative_to(folder) and python not in f.as_posix()]
     return {path.relative_to(folder).as_posix(): path for path in (script, *inside)}
+
+
+_RATE = "rate/"
 
 
 class SameBatches(Callback):
@@ -122,26 +126,51 @@ class SameCopies(Callback):
 
     They are equal bit by bit, unless a hook changes them, or an optimizer, on some
     ranks only, or machines round differently. A checkpoint has rows of several ranks.
+    So it is with the learning rates of groups that were alike when training began.
     """
+
+    def __init__(self) -> None:
+        self._begun: dict[str, str] = {}
+
+    def on_start(self, trainer: Trainer) -> None:
+        """Remember the groups of this rank's optimizers."""
+        groups = _groups(trainer).items()
+        self._begun = {key: f"{_RATE}{key} {values}" for key, values in groups}
 
     def on_save(self, trainer: Trainer, folder: FilePath) -> None:
         """Warn if two ranks have another value of the same."""
-        if trainer.plan.options.get("local_batchnorm"):  # its statistics do differ
-            return
-        held = Holdings(trainer.worker).tensors({})
+        is_alike = not trainer.plan.options.get("local_batchnorm")  # its statistics
+        held = Holdings(trainer.worker).tensors({}) if is_alike else ()
         mine = {(h.key, h.piece.intervals): _sum_of_bits(h.tensor) for h in held}
+        for group, values in _groups(trainer).items():
+            if group in self._begun:
+                mine[self._begun[group], ()] = str(values.get("lr"))
         texts = trainer.transport.all_gather_object(digest(repr([*mine.items()])))
         tables = tables_of(trainer.transport, mine, texts)
         other = first_difference(tables[text] for text in texts)
         if other is not None and trainer.transport.rank == 0:
             (key, _), ranks = other
+            step, what = f"after step {trainer.step_number}", key.partition("/")[2]
+            text = f"different copies of '{what}' {step}: the weights depend on who "
+            text += "saves them"
+            if key.startswith(_RATE):
+                text = f"different learning rates {step}, of groups that began alike"
             warn(
-                f"{ranks} have different copies of '{key.partition('/')[2]}' after "
-                f"step {trainer.step_number}: the weights depend on who saves them",
+                f"{ranks} have {text}",
                 help="let hooks change weights and optimizers on all ranks alike, and "
                 "weights with --shard in optimizer.register_step_post_hook(); on "
                 "machines of different kinds, copies differ as these round differently",
             )
+
+
+def _groups(trainer: Trainer) -> dict[str, dict[str, object]]:
+    """Return what this rank's optimizers say of the groups of which it has some."""
+    return {
+        f"{phase} {number}": values_of_group(group)
+        for phase, updates in trainer.worker.variants.updates.items()
+        for number, group in enumerate(getattr(updates.optimizer, "param_groups", ()))
+        if group["params"]
+    }
 
 
 def _sum_of_bits(tensor: Tensor) -> str:
