@@ -168,6 +168,15 @@ def test_a_loop_with_other_batches_or_another_program_is_refused(
     assert text.count(callbacks) == 2 * (not is_old)
 
 
+def test_an_evaluation_on_one_rank_alone_is_refused(program: Path) -> None:
+    def work(trainer: Trainer) -> None:
+        do: Any = trainer.step if trainer.transport.rank else trainer.evaluate
+        do(PART, PART)
+
+    with pytest.raises(GemscError, match="1 of 2 ranks train, while others evaluate"):
+        on_ranks(program, 2, work)
+
+
 # ---------------------------------------------------------------- copies of weights
 
 

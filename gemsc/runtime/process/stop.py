@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 
 from gemsc.base.process import end_with_parent
+from gemsc.errors import GemscError
 
 STOPPED = 75  # exit code, EX_TEMPFAIL of <sysexits.h>: start me again
 STOPPING = (signal.SIGTERM, signal.SIGUSR1)
@@ -28,6 +29,7 @@ ECHO_SECONDS = 1.0  # one signal may come twice: to the launcher, and to all pro
 
 
 KINDS = ("stop", "save", "leave", "end")
+NUMBERS = 5  # that are added up together, at most
 
 
 class Requests:
@@ -52,6 +54,26 @@ class Requests:
     def agree(self, sums: Sequence[float]) -> None:
         """Take the sums of all ranks' `numbers`."""
         self._agreed |= {kind for kind, sum in zip(KINDS, sums, strict=True) if sum > 0}
+
+    def beside(self, numbers: Sequence[float], *, training: bool) -> list[float]:
+        """Return what to add up over all ranks in a sum of NUMBERS, or fewer."""
+        more = [0.0] * (NUMBERS - len(numbers))
+        return [float(training), *self.numbers(), *numbers, *more]
+
+    def take(self, sums: Sequence[float], size: int) -> list[float]:
+        """Take the sums of what was `beside` numbers; return those of the numbers.
+
+        Raises:
+            GemscError: some of the ranks trained, and others evaluated.
+        """
+        training, *sums = sums
+        if training not in (0, size):
+            raise GemscError(
+                f"{training:.0f} of {size} ranks train, while others evaluate",
+                help="call step() and evaluate() on all ranks, with the same batches",
+            )
+        self.agree(sums[: len(KINDS)])
+        return sums[len(KINDS) :]
 
     def agreed(self, kind: str) -> bool:
         """Whether all ranks know of such a request."""

@@ -352,10 +352,10 @@ class Worker:
 
         What this rank asks all for goes with them.
         """
-        sums = torch.tensor([*numbers, *self.requests.numbers()], dtype=torch.float64)
+        shared = self.requests.beside(numbers, training=self.steps.is_training)
+        sums = torch.tensor(shared, dtype=torch.float64)
         self.transport.wait(self._everyone.all_reduce(sums))
-        totals: list[float] = sums.tolist()
-        self.requests.agree(totals[len(numbers) :])
+        totals = self.requests.take(sums.tolist(), self.transport.host.size)
         return totals[: len(numbers)]
 
     # -------------------------------------------------------- helpers
