@@ -180,12 +180,17 @@ def _of_torch(path: Path) -> dict[str, Tensor]:
         if not isinstance(inner, dict):
             break
         state = inner
-    if isinstance(state, dict) and all(
-        isinstance(name, str) and isinstance(value, Tensor)
-        for name, value in state.items()
-    ):
-        return {name: tensor.detach() for name, tensor in state.items()}
-    raise GemscError(f"{path} is not a state_dict", help=KINDS)
+    if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
+        raise GemscError(f"{path} is not a state_dict", help=KINDS)
+    others = [name for name, value in state.items() if not isinstance(value, Tensor)]
+    if others:
+        raise GemscError(
+            f"{path} is not a state_dict of tensors alone: it has {show_some(others)}",
+            help="save {n: t for n, t in model.state_dict().items() if "
+            "isinstance(t, torch.Tensor)}, and let the model's file set what is no "
+            "tensor (get_extra_state())",
+        )
+    return {name: tensor.detach() for name, tensor in state.items()}
 
 
 def _damaged(path: Path, why: str) -> GemscError:

@@ -398,6 +398,10 @@ def test_damaged_folders_are_named(damage: object, says: str, tmp_path: Path) ->
         (nn.Linear(2, 2), "contains more than tensors"),
         ([torch.ones(1)], "is not a state_dict"),
         ({"a": 3}, "is not a state_dict"),
+        (
+            {"a": torch.ones(1), "a._extra_state": {"scale": 2}},
+            "is not a state_dict of tensors alone: it has a._extra_state",
+        ),
     ],
 )
 def test_other_files_of_torch_are_refused(
