@@ -1,25 +1,28 @@
-"""What differs between two runs of a model: again, or in another dtype."""
+"""What differs between two runs of a model, again or in another dtype, or cannot."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from gemsc.base.dtypes import is_real, within
+from gemsc.base.nests import storage_of
 from gemsc.base.plain_forward import plain_forward
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.frontend.eager import KEEP_WEIGHTS
 from gemsc.frontend.writer import GraphWriter, fixed_nodes, overwritten
 from gemsc.ir import meta
 from gemsc.ir.holder import CONSTANTS
+from gemsc.ir.interpret import run_nodes
 from gemsc.ir.meta import Dtypes, TypedNumber
-from gemsc.ir.mutation import source_in
+from gemsc.ir.mutation import source_in, written_operands
 
 
 def check_same(first: GraphWriter, second: GraphWriter, training: bool) -> None:
@@ -43,6 +46,32 @@ def check_same(first: GraphWriter, second: GraphWriter, training: bool) -> None:
     for name, value in second.constants.items():
         if not torch.equal(value, constants[name]):
             _reject_difference(None)
+
+
+def fixed_numbers(writer: GraphWriter, tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the numbers of what is made of no input, weight or draw; else None."""
+    if not writer.knows(tensor):
+        return None
+    node, graph = writer.node_of(tensor), writer.graph
+    fixed, used, way = fixed_nodes(graph, training=True), {node}, [node]
+    while way:
+        current = way.pop()
+        if current not in fixed or current.op == "get_attr":
+            return None
+        way += {*current.all_input_nodes} - used
+        used |= {*current.all_input_nodes}
+    written = {n for node in graph.nodes for n in written_operands(node)}
+    if not _storages(written).isdisjoint(_storages(used)):
+        return None
+    values: dict[fx.Node, Any] = {}
+    with unset_fake_temporarily():
+        run_nodes((n for n in graph.nodes if n in used), values, nn.Module())
+    result: torch.Tensor = values[node]
+    return result
+
+
+def _storages(nodes: Iterable[fx.Node]) -> set[int]:
+    return {storage_of(tensor) for node in nodes for tensor in meta.tensors(node)}
 
 
 def runs_differ(*wrappers: Any) -> bool:

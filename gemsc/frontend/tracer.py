@@ -15,6 +15,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     FakeTensorMode,
+    unset_fake_temporarily,
 )
 from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
@@ -38,6 +39,7 @@ from gemsc.frontend.opaque import (
     of_a_loss,
     user_error,
 )
+from gemsc.frontend.runs import fixed_numbers
 from gemsc.frontend.targets import TargetCall, describe_call, is_ignored
 from gemsc.frontend.user_code import UserLine, guarded, user_line
 from gemsc.frontend.writer import GraphWriter
@@ -51,6 +53,10 @@ from gemsc.runtime.tiles import must_be
 _Args = tuple[Any, ...]
 _Kwargs = dict[str, Any]
 _ASKS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_NUMBERS = {
+    *(torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.__bool__),
+    *(torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.__index__),
+}
 _LONGEST = 56  # letters of the user's line in an argument
 
 
@@ -170,6 +176,11 @@ class Tracer(TorchFunctionMode):
             if not issubclass(kind, torch.Tensor):  # holds one, as Keras' variables do
                 with self:
                     return kind.__torch_function__(func, types, args, kwargs)
+        if func in _NUMBERS:
+            known = fixed_numbers(self.writer, args[0])
+            if known is not None:
+                with unset_fake_temporarily():
+                    return func(known)
         if func is torch.Tensor.__bool__:
             asked = self._asked(args[0], sys._getframe(1))
             if asked is not None:

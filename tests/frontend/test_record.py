@@ -189,6 +189,53 @@ def test_numpy_indices_and_numbers() -> None:
     checked(Model(lambda self, x: self.fc(x)[:, index] * np.float64(0.5)))
 
 
+def rates(self: Any, x: Any) -> Any:
+    for rate in torch.linspace(0, 0.1, 3).tolist():
+        x = x * (1 + rate)
+    return self.fc(x)
+
+
+def takes_one(self: Any, x: Any) -> Any:
+    parts = torch.arange(1, 4).flip(0).unbind()
+    return self.fc(x * float(parts[0])) if (parts[1] > 1).all() else x
+
+
+@pytest.mark.parametrize("forward", [rates, takes_one])
+def test_numbers_of_what_is_the_same_at_each_call(forward: Any) -> None:
+    assert any(f.op == "call_method" for f in checked(Model(forward)).compute_nodes)
+
+
+def of_data(x: Any) -> Any:
+    table = torch.zeros(3)
+    table[0] = x.sum()
+    return table
+
+
+def of_data_by_a_view(x: Any) -> Any:
+    table = torch.zeros(3)
+    view = table[:2]
+    table.add_(x.mean())
+    return view
+
+
+def drawn(x: Any) -> Any:
+    return torch.zeros(3).normal_()
+
+
+def with_a_view(x: Any) -> Any:
+    table = torch.zeros(3)
+    view = table.view(-1)
+    table.add_(1)  # the view knows nothing of it
+    return view
+
+
+@pytest.mark.parametrize("make", [of_data, of_data_by_a_view, drawn, with_a_view])
+def test_numbers_that_may_be_others_at_each_call_are_refused(make: Any) -> None:
+    model = Model(lambda self, x: self.fc(x * make(x).tolist()[0]))
+    with pytest.raises(GemscError, match="needs the value of a tensor"):
+        record(model, (X,), loss=mean)
+
+
 def test_running_statistics_advance() -> None:
     model = Model(lambda self, x: self.fc2(self.bn(self.fc(x))), bn=nn.BatchNorm1d(4))
     checked(model)

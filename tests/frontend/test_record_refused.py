@@ -998,7 +998,8 @@ def test_a_train_that_returns_nothing_is_no_error(trace: Callable[..., Any]) -> 
 def test_a_distribution_that_looks_at_its_arguments_need_not() -> None:
     def draws(self: Any, x: Any, looks: bool) -> Any:
         normal = torch.distributions.MultivariateNormal
-        return normal(self.fc(x), torch.eye(4), validate_args=looks).rsample()
+        spread = torch.eye(4) * self.fc(x).abs().mean()
+        return normal(self.fc(x), spread, validate_args=looks).rsample()
 
     with pytest.raises(GemscError, match="needs the value") as caught:
         record(Model(functools.partial(draws, looks=True)), (X,), loss=mean)
