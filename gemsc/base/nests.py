@@ -315,6 +315,14 @@ def copied(target: Any) -> Any:
     return map_tensors(target, lambda _, tensor: tensor.clone())
 
 
+def unshared(output: Any, buffers: Iterable[torch.Tensor]) -> Any:
+    """Return what a model gave, copied where later calls change it with a buffer."""
+    changing = {*map(storage_of, buffers)}
+    if changing.isdisjoint(storage_of(tensor) for _, tensor in tensor_leaves(output)):
+        return output
+    return with_attributes(copied(output))
+
+
 def nest_text(nest: Any, show: Callable[[Any], str]) -> str:
     """Return a tuple, list or dict as Python text, of what `show` says of its items."""
     if isinstance(nest, dict):

@@ -18,6 +18,7 @@ from gemsc.codegen.writer import Names, Writer
 from gemsc.errors import GemscError
 from gemsc.ir import meta
 from gemsc.ir.flow import StageFlow, base_name
+from gemsc.ir.mutation import memory, mutated_state
 from gemsc.ir.program import Transfer
 from gemsc.messages.exchange import Exchange
 from gemsc.schedules.action import Action, Kind
@@ -295,10 +296,15 @@ class _RankWriter:
 
     def _write_results(self, run: RunText, local: dict[fx.Node, str]) -> None:
         program = self.text.evaluation
+        attributes = program.graph.find_nodes(op="get_attr")
+        states = (mutated_state(n, program.module) for n in program.graph.nodes)
+        changed = {name for names in states for name in names}
         for node in program.outputs:  # inputs that the model returns as they are
-            if node.op == "get_attr":
+            for held in (n for n in attributes if memory(n) & memory(node)):
+                if held is not node and held.target not in changed:
+                    continue
                 raise GemscError(
-                    f"the model returns '{node.target}' itself, not a value",
+                    f"the model returns '{held.target}' itself, not a value",
                     at=meta.location(node),
                     help="return a copy: x.clone()",
                 )

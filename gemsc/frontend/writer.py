@@ -89,11 +89,14 @@ class GraphWriter:
         meta.copy_meta(buffer, clone)
 
     def value_of(self, tensor: torch.Tensor) -> fx.Node:
-        """Return the node of an output, a copy of a parameter or a buffer."""
+        """Return the node of an output, a copy of what is in a parameter or buffer."""
         node = self.node_of(tensor)
-        if node.op == "get_attr":
-            node = self.call(("call_method", "clone", (tensor,), {}), tensor.clone())
-        return node
+        buffers = map(storage_of, self._copied.model.buffers())
+        if node.op != "get_attr" and storage_of(tensor) not in buffers:
+            return node
+        changes, (*_, last) = overwritten(self.graph).values(), self.graph.nodes
+        with self.graph.inserting_after(node if node in changes else last):
+            return self.call(("call_method", "clone", (tensor,), {}), tensor.clone())
 
     def output(self, loss: torch.Tensor | None, outputs: list[fx.Node]) -> None:
         """End the graph."""
@@ -173,9 +176,7 @@ class GraphWriter:
     def _taken(
         self, node: fx.Node, take: Any, key: Any, value: Any, target: object
     ) -> fx.Node:
-        made = [
-            user for user in node.users if user.target is take and user.args[0] is node
-        ]
+        made = [u for u in node.users if u.target is take and u.args[0] is node]
         for user in made:
             if user.args[1] == key:
                 return user
@@ -345,8 +346,7 @@ def _varies(node: fx.Node, training: bool) -> bool:
 
 def _memory(node: fx.Node) -> int | None:
     value = meta.value(node)
-    is_tensor = isinstance(value, torch.Tensor)
-    return storage_of(value) if is_tensor else None
+    return storage_of(value) if isinstance(value, torch.Tensor) else None
 
 
 def _part_name(target: object, key: str | int) -> object:

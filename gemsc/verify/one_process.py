@@ -30,6 +30,7 @@ from gemsc.base.nests import (
     call_model,
     on_device,
     tensor_leaves,
+    unshared,
 )
 from gemsc.base.phase import Phase
 from gemsc.base.plain_forward import enter_training, plain_forward
@@ -267,7 +268,8 @@ def evaluated(
             for m in range(count):
                 part = micro_batch_of(inputs, m, count, num_rows(inputs))
                 with precision.autocast(CPU):
-                    outputs[-1].append(call_model(model, part))
+                    given = call_model(model, part)
+                    outputs[-1].append(unshared(given, model.buffers()))
     return outputs
 
 

@@ -19,7 +19,15 @@ from torch.utils import _pytree as pytree
 
 from gemsc.base.boxes import Box
 from gemsc.base.dtypes import cast, converted, like_examples
-from gemsc.base.nests import ONCE, Mean, as_loss, call_model, copied, on_device
+from gemsc.base.nests import (
+    ONCE,
+    Mean,
+    as_loss,
+    call_model,
+    copied,
+    on_device,
+    unshared,
+)
 from gemsc.base.rng import same_draws, seed_of
 from gemsc.datasets.samples import num_samples
 from gemsc.datasets.stream import ENDLESS, Stream, StreamEndError
@@ -407,7 +415,8 @@ class PlainRun:
         return self.settings.precision.autocast(self.settings.device)
 
     def _forward(self, input: Any) -> Any:
-        return call_model(self.model, self._given(input))
+        output = call_model(self.model, self._given(input))
+        return unshared(output, self.model.buffers())
 
     def _given(self, input: Any) -> Any:
         """Return a batch's input as the model takes it."""

@@ -152,6 +152,35 @@ def test_a_parameter_that_is_returned_comes_as_a_copy(tmp_path: Path) -> None:
     assert torch.equal(output[1], model.a.weight)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "part"),
+    [(1, lambda seen: seen), (2, lambda seen: seen), (1, lambda seen: seen[:, :2])],
+)
+def test_a_buffer_that_changes_is_returned_as_it_was_in_each_micro_batch(
+    ranks: int, part: Any, tmp_path: Path
+) -> None:
+    def forward(self: Any, x: Tensor) -> Any:
+        self.seen.add_(x.detach())
+        seen = part(self.seen)
+        return self.d(torch.tanh(self.c(torch.tanh(self.b(self.a(x)))))), seen
+
+    def first(output: Any, target: Tensor) -> Tensor:
+        return mse(output[0], target)
+
+    model = Net(forward)
+    model.register_buffer("seen", torch.zeros(2, 4))
+    program = compile(model, (X,), loss=first, example_target=X, ranks=ranks)
+    program.write(tmp_path)
+    batch, _ = batch_of((X, X), program.plan.micro_batches)
+    outputs = on_ranks(tmp_path, ranks, lambda t: t.evaluate(batch, batch).output)
+    expected = [model.eval()(x)[1].clone() for x in batch.split(2)]
+    torch.testing.assert_close(outputs[-1][1], torch.cat(expected))
+    with pytest.raises(GemscError, match="the model returns 'seen' itself"):
+        compile(
+            model, (X,), loss=first, example_target=X, ranks=1, frontend="export"
+        ).write(tmp_path)
+
+
 def test_torch_export_gives_no_copy_of_a_parameter(tmp_path: Path) -> None:
     model = Net(lambda self, x: (simple(self, x), self.a.weight))
     with pytest.raises(GemscError, match=r"the model returns 'a\.weight' itself"):
