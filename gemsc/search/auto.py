@@ -54,9 +54,10 @@ def settled(
     """
     for name in ("recompute", "offload"):
         if "auto" in getattr(options, name) and options.device_memory is None:
+            room = read_hardware(options.hardware).device.memory_bytes >> 30
             raise GemscError(
                 f"--{name} auto needs to know how much memory a rank has",
-                help="add --device-memory 16GiB",
+                help=f"add --device-memory {room}GiB",
             )
     if not is_open(options):
         return (), options

@@ -394,8 +394,10 @@ def test_a_fork_of_which_a_part_is_recomputed_says_from_where_to_where(
 
 
 def test_auto_needs_a_cap() -> None:
-    with pytest.raises(GemscError, match="auto needs to know how much memory"):
-        lower(traced("resnet18"), CompileOptions(recompute=("auto",)))
+    options = CompileOptions(recompute=("auto",), hardware="h100")
+    with pytest.raises(GemscError, match="auto needs to know how much") as caught:
+        lower(traced("resnet18"), options)
+    assert caught.value.help == "add --device-memory 80GiB"  # of that machine
 
 
 class Counting(nn.Module):
