@@ -178,7 +178,8 @@ def _read_by(method: MethodType) -> Iterator[tuple[str, Any, SourceLocation]]:
         line, steps = code.co_firstlineno, [*dis.get_instructions(code)]
         for step, then in pairwise(steps):
             line = (step.positions and step.positions.lineno) or line
-            is_self = step.opname == "LOAD_FAST" and step.argval == code.co_varnames[0]
+            loaded = step.argval if isinstance(step.argval, tuple) else (step.argval,)
+            is_self = "LOAD_FAST" in step.opname and loaded[-1] == code.co_varnames[0]
             if not is_self or then.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
                 continue
             value = getattr(owner, then.argval, None)

@@ -106,10 +106,7 @@ def optimizer_note(program: Program) -> list[str]:
     is_cut = program.shards or program.shard != "off"
     if not is_cut and min(stages_of.values()) == len(stages):
         return []
-    together = program.updated_together()
-    if together and not is_cut:
-        together = program.updated_together(sets)
-    if not together:
+    if not (together := program.updated_together(() if is_cut else sets)):
         return []
     difference = max(together.values())
     shared = shared_parameters(program, owned)
