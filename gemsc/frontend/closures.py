@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from gemsc.base.nests import stored_attributes
-from gemsc.base.plain_forward import all_in, content, is_users_own
+from gemsc.base.visible import all_in, content, is_users_own
 from gemsc.errors import GemscError, SourceLocation
 
 _OF_COMPILE = str(Path(torch.__file__).with_name("_dynamo"))

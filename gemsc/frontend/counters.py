@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from gemsc.base.plain_forward import MOST_ITEMS, WITH_A_STATE, all_in
+from gemsc.base.visible import MOST_ITEMS, WITH_A_STATE, all_in
 from gemsc.errors import GemscError
 
 T = TypeVar("T")

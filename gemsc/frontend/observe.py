@@ -23,8 +23,8 @@ from gemsc.base.nests import (
     storages_of,
     tensor_leaves,
 )
-from gemsc.base.plain_forward import forgetting
 from gemsc.base.rng import seeded, torch_state
+from gemsc.base.visible import forgetting
 from gemsc.costs.operators import draws, runs_a_kernel, work_of
 from gemsc.errors import GemscError
 from gemsc.frontend.counters import AnyDraw, differ, drawn, numbers_in, other_generators

@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from gemsc.base.dtypes import cast, cast_module, default_dtype
 from gemsc.base.nests import Inputs, call_loss, call_model
-from gemsc.base.plain_forward import forgetting
+from gemsc.base.visible import forgetting
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.frontend.eager import (
     deep_copy,

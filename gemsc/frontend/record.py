@@ -26,8 +26,8 @@ from gemsc.base.nests import (
     map_tensors,
     normalize_inputs,
 )
-from gemsc.base.plain_forward import forgetting
 from gemsc.base.rng import preserve_rng
+from gemsc.base.visible import forgetting
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.frontend.closures import reject_closures
 from gemsc.frontend.counters import (

@@ -28,9 +28,10 @@ from gemsc.base.nests import (
     storage_of,
     tensor_leaves,
 )
-from gemsc.base.plain_forward import forgetting, plain_forward
+from gemsc.base.plain_forward import plain_forward
 from gemsc.base.rng import may_draw, preserve_rng
 from gemsc.base.units import show_some
+from gemsc.base.visible import forgetting
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.frontend.fake_copy import copy_on_fakes
 from gemsc.ir.meta import facts, spec

@@ -13,7 +13,8 @@ from torch import fx, nn
 from gemsc.base.dtypes import convert, converted
 from gemsc.base.elementwise import OptimizerFactory, updated_together, updated_whole
 from gemsc.base.nests import normalize_inputs
-from gemsc.base.plain_forward import forgetting, with_threads
+from gemsc.base.plain_forward import with_threads
+from gemsc.base.visible import forgetting
 from gemsc.compilation import Traced
 from gemsc.costs.hardware import Hardware
 from gemsc.costs.optimizer_memory import optimizer_bytes

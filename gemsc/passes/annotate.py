@@ -22,8 +22,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gemsc.base.nests import dense_leaves, storages_of
-from gemsc.base.plain_forward import forgetting
 from gemsc.base.rng import fork_torch
+from gemsc.base.visible import forgetting
 from gemsc.base.weighted import WeightedCall, WeightedCalls
 from gemsc.costs.gradients import GradientFlow
 from gemsc.costs.hardware import Device, read_hardware

@@ -2,7 +2,7 @@
 
 Where messages have no tags, what a rank begins is one chain: messages, sums, and what
 tiles exchange in an action, forward or backward. `_Chain` begins all of it as a rank
-does, in the order that its file gives (see `gemsc/base/turns.py`). If the
+does, in the order that its file gives (see `gemsc/messages/turns.py`). If the
 chains of all ranks together have no cycle, each message being one event of two chains,
 then there is always one that is first in all its chains: it can happen, even where a
 rank runs only one at a time.
@@ -16,8 +16,8 @@ from functools import partial
 from itertools import pairwise
 
 from gemsc.base.parts import sums_in_order
-from gemsc.base.turns import Turns
 from gemsc.errors import InternalError
+from gemsc.messages.turns import Turns
 from gemsc.schedules.action import Action
 from gemsc.schedules.proof import Proof
 from gemsc.schedules.rank_step import (

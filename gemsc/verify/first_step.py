@@ -28,8 +28,9 @@ from gemsc.base.dtypes import cast, default_dtype, lying_as, lying_of
 from gemsc.base.examples import Examples, num_rows
 from gemsc.base.nests import Mean
 from gemsc.base.phase import Phase
-from gemsc.base.plain_forward import forgetting, with_threads
+from gemsc.base.plain_forward import with_threads
 from gemsc.base.rng import preserve_rng, same_draws
+from gemsc.base.visible import forgetting
 from gemsc.codegen.package import write_directory
 from gemsc.compilation import Compilation
 from gemsc.errors import GemscError, InternalError, say_note, warn

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from gemsc.base.boxes import Box
 from gemsc.base.dtypes import as_real, default_dtype
 from gemsc.base.nests import saved_named
-from gemsc.base.plain_forward import forgetting, plain_forward
+from gemsc.base.plain_forward import plain_forward
+from gemsc.base.visible import forgetting
 from gemsc.errors import GemscError, say_note
 from gemsc.launch.start import start
 from gemsc.plan import Plan

@@ -25,9 +25,10 @@ from gemsc.base.dtypes import (
     like_examples,
     nudge,
 )
-from gemsc.base.plain_forward import forgetting, with_threads
+from gemsc.base.plain_forward import with_threads
 from gemsc.base.process import num_cores
 from gemsc.base.rng import same_draws
+from gemsc.base.visible import forgetting
 from gemsc.errors import GemscError
 from gemsc.launch.launch import launch
 from gemsc.plan import Plan

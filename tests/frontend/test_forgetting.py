@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gemsc.base.phase import Phase
-from gemsc.base.plain_forward import forgetting
+from gemsc.base.visible import forgetting
 from gemsc.compiler import compile
 from gemsc.errors import GemscError
 from gemsc.verify.one_process import reference_steps

@@ -9,10 +9,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gemsc.base.turns import Turns
 from gemsc.errors import GemscError
 from gemsc.messages.grid_message import GridMessage
 from gemsc.messages.message import Message, Value
+from gemsc.messages.turns import Turns
 from gemsc.runtime.transport.device_transport import DeviceTransport, Operation
 from gemsc.runtime.transport.waiting import Request
 

@@ -20,8 +20,8 @@ from torch.utils import _pytree as pytree
 from gemsc.base.dtypes import default_dtype
 from gemsc.base.files import ELSEWHERE
 from gemsc.base.nests import all_named
-from gemsc.base.plain_forward import forgetting
 from gemsc.base.rng import preserve_rng, same_draws
+from gemsc.base.visible import forgetting
 from gemsc.errors import GemscError
 from gemsc.plan import Plan, rank_file
 from gemsc.runtime.data.batches import repeated
