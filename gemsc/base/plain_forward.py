@@ -56,8 +56,8 @@ def plain_forward(seen: Callable[[], None] = lambda: None) -> Iterator[None]:
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         with (
-            replaced(checkpoint, **dict.fromkeys(_WITHOUT_REENTRANCE, around)),
-            replaced(transformer, _detect_is_causal_mask=told),
+            patched(checkpoint, **dict.fromkeys(_WITHOUT_REENTRANCE, around)),
+            patched(transformer, _detect_is_causal_mask=told),
             torch.compiler.set_stance("force_eager"),
         ):
             yield
@@ -92,7 +92,7 @@ def own_checkpoint(function: type, args: Sequence[Any]) -> Callable[[], Any] | N
 
 
 @contextmanager
-def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+def patched(owner: Any, **attributes: Any) -> Iterator[None]:
     """Let a class, a module or an object have these attributes for a while."""
     before = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
     for name, value in attributes.items():

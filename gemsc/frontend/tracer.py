@@ -23,9 +23,9 @@ from torch.overrides import TorchFunctionMode
 from gemsc.base.nests import call_model, tensor_leaves
 from gemsc.base.plain_forward import (
     own_checkpoint,
+    patched,
     plain_forward,
     plain_scripts,
-    replaced,
 )
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.frontend.attention import attention_of
@@ -433,11 +433,11 @@ def _patched(tracer: Tracer) -> Iterator[None]:
 
     log = logging.getLogger("torch._subclasses.fake_tensor")
     with (
-        replaced(nn.Module, _call_impl=traced_call),
-        replaced(function, apply=classmethod(traced_apply)),
-        replaced(below, apply=classmethod(reached_apply)),
-        replaced(BackwardCFunction, __init__=made),  # of each call of a function
-        replaced(log, disabled=True),  # it prints tracebacks that we report
+        patched(nn.Module, _call_impl=traced_call),
+        patched(function, apply=classmethod(traced_apply)),
+        patched(below, apply=classmethod(reached_apply)),
+        patched(BackwardCFunction, __init__=made),  # of each call of a function
+        patched(log, disabled=True),  # it prints tracebacks that we report
         plain_scripts(),
     ):
         yield
