@@ -120,7 +120,10 @@ def reject_model_in_hooks(
     }
     for hook, help in HELP_OF_HOOKS.items():
         owner = getattr(hooks.get(hook), "__self__", hooks.get(hook))  # of a method
-        for name, member in all_in(owner):
+        members = [*all_in(owner)]
+        if any(_loads(member) for _, member in members):
+            continue  # into the model of the file, what was trained
+        for name, member in members:
             uses: Iterable[tuple[str, Any, SourceLocation | None]] = ()
             if name.startswith("self.") and id(member) in trained:
                 uses = [(name, member, line_of(hook))]
@@ -135,6 +138,13 @@ def reject_model_in_hooks(
                         at=at,
                         help=help,
                     )
+
+
+def _loads(member: Any) -> bool:
+    """Whether it is a function of the user's that loads weights."""
+    if not isinstance(member, FunctionType) or not is_users_own(member):
+        return False
+    return bool({"load_state_dict", "load_weights"} & {*member.__code__.co_names})
 
 
 def _uses(

@@ -331,7 +331,7 @@ def test_a_hook_that_refers_to_the_model_is_refused(
     reject_model_in_hooks(hooks, Net(chain), line_of)
 
 
-def test_a_hook_may_refer_to_what_does_not_change() -> None:
+def test_a_hook_may_refer_to_what_does_not_change_or_is_loaded() -> None:
     def metrics(output: Tensor, target: Tensor) -> dict[str, Any]:
         frozen = TOP.b(output).mean() + TOP.b.weight.norm()
         return {"a": frozen / TOP.classes / TOP.a.weight.shape[0]}
@@ -340,7 +340,11 @@ def test_a_hook_may_refer_to_what_does_not_change() -> None:
         wide = {name for name, p in TOP.named_parameters() if p.dim() > 1}
         return torch.optim.SGD([p for name, p in params if name in wide])
 
-    hooks = {"metrics": metrics, "optimizer": optimizer, "on_step": None}
+    def on_epoch(trainer: Any, epoch: int, figures: Any) -> None:
+        TOP.load_state_dict(trainer.state_dict(), strict=False)
+        print(TOP(X))  # noqa: T201
+
+    hooks = {"metrics": metrics, "optimizer": optimizer, "on_epoch": on_epoch}
     reject_model_in_hooks(hooks, TOP, line_of)
 
 
