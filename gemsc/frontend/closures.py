@@ -54,7 +54,9 @@ HELP_OF_HOOKS = {
 }
 
 
-def reject_closures(model: nn.Module, loss: Any) -> None:
+def reject_closures(
+    model: nn.Module, loss: Any, help_of_loss: str = HELP_OF_LOSS
+) -> None:
     """Refuse a function in a model, a hook or another, that holds a part of the model.
 
     Or the loss, or a method, that refers to it by a global variable.
@@ -65,7 +67,7 @@ def reject_closures(model: nn.Module, loss: Any) -> None:
     part_ids = {id(module) for module in model.modules()}
     part_ids |= {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     functions = [(*pair, _HELP) for pair in all_in(model)]
-    functions += [(*pair, HELP_OF_LOSS) for pair in all_in(loss)]
+    functions += [(*pair, help_of_loss) for pair in all_in(loss)]
     anew = {id(made) for made in (*_made_anew(model), *_made_anew(loss))}
     for name, member, help_text in functions:
         function = stored_attributes(member).get("_torchdynamo_orig_callable", member)
@@ -92,10 +94,10 @@ def reject_closures(model: nn.Module, loss: Any) -> None:
             is_tensor or [*value.parameters(), *value.buffers()]
         ):
             raise GemscError(
-                f"the loss is a method of the model, which uses '{variable}': an "
-                "evaluation calls it on the first weights",
+                f"the loss is a method of the model, which uses '{variable}': ranks "
+                "also call it where the model has its first weights",
                 at=at,
-                help=HELP_OF_LOSS,
+                help=help_of_loss,
             )
 
 

@@ -17,6 +17,7 @@ from torch import nn
 from gemsc.base.nests import Inputs, Path, tensor_leaves
 from gemsc.base.phase import Phase
 from gemsc.errors import GemscError
+from gemsc.frontend.closures import reject_closures
 from gemsc.frontend.eager import deep_copy
 from gemsc.frontend.values import unchanged
 from gemsc.ir import meta
@@ -49,7 +50,11 @@ def phase_model(
 
     And, for each call of the loss, the modes of modules that it leaves in another one.
     If it is not the last phase, it refuses to change the batch of those behind it.
+
+    Raises:
+        GemscError: the loss finds the model by a variable.
     """
+    reject_closures(model, phase.loss, "use the model that the loss gets instead")
     wrong = f"the loss of phase '{phase.name}' changes the batch of later phases"
     left: list[Modes] = []
     memo: dict[int, Any] = {id(buffer): buffer for buffer in model.buffers()}

@@ -12,10 +12,12 @@ import torch.nn.functional as F
 from program_support import Net, X, mse
 from torch import Tensor, nn
 
+from gemsc.base.phase import Phase
 from gemsc.compiler import compile
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.frontend import FRONTENDS
 from gemsc.frontend.closures import reject_model_in_hooks
+from gemsc.frontend.phases import phase_model
 
 
 def chain(self: Any, x: Tensor) -> Tensor:
@@ -372,3 +374,16 @@ def test_a_loss_that_is_a_method_of_the_model_uses_no_weights(frontend: str) -> 
         FRONTENDS[frontend](net, (X,), loss=net.with_weights, target=X)
     assert caught.value.at is not None
     assert caught.value.at.text == "return self.b.weight.norm()"
+
+
+def test_the_loss_of_a_phase_uses_the_model_that_it_gets() -> None:
+    def given(model: Any, x: Tensor, target: Tensor) -> Tensor:
+        return mse(model(x), target)
+
+    def at_the_top(model: Any, x: Tensor, target: Tensor) -> Tensor:
+        return mse(model(x), target) + TOP.a.weight.norm()
+
+    phase_model(TOP, Phase("p", loss=given, train="a"))
+    with pytest.raises(GemscError, match="by the variable 'TOP'") as caught:
+        phase_model(TOP, Phase("p", loss=at_the_top, train="a"))
+    assert "the model that the loss gets" in str(caught.value.help)
