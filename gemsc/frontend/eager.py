@@ -262,8 +262,17 @@ def check_optimizer(
         "it gets (name, parameter) pairs, as torch.optim's classes take them; "
         "pick out parameters with `for name, p in pairs`"
     )
+    before = [_first_number(p) for _, p in trained]
     with failures("optimizer() fails", check_optimizer.__code__, help):
         made = factory(trained) if trained else None
+    for (name, parameter), number in zip(trained, before, strict=True):
+        if _first_number(parameter) != number:
+            raise GemscError(
+                f"optimizer() changes {name}: it is called more than once, and also "
+                "where a run resumes",
+                help="change weights in model(); or after each update, in a "
+                "register_step_post_hook of the optimizer",
+            )
     step = getattr(made, "step", None)
     lacks = [name for name in _NEEDED if not hasattr(made, name)]
     if trained and (lacks or not callable(step)):
@@ -290,6 +299,12 @@ def check_optimizer(
         theirs = [(name, nn.Parameter(p.detach())) for name, p in trained]
         _check_groups(_groups(made, trained), _groups(factory(theirs), theirs))
     return type(made).__name__ if _could_be_fused(made) else ""
+
+
+def _first_number(parameter: nn.Parameter) -> str:
+    """Return the first number of a parameter, as text: NaN is as it was, too."""
+    numbers = parameter.detach().reshape(-1)[:1]
+    return "" if parameter.is_meta else str(numbers.tolist())
 
 
 def try_optimizer(

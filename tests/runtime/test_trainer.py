@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from gemsc.compiler import compile
 from gemsc.errors import GemscError
+from gemsc.frontend.eager import check_optimizer
 from gemsc.runtime.training.run_checks import StepsOfScheduler
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.verify.compare import TOLERANCE, Comparison
@@ -624,6 +625,21 @@ def test_what_would_train_nothing_is_refused(
     written(tmp_path, Net(simple), ranks=2, micro_batches=2)
     with pytest.raises(GemscError, match=message):
         on_ranks(tmp_path, 2, lambda trainer: None, **given)
+
+
+def test_an_optimizer_that_changes_weights_when_it_is_made_is_refused() -> None:
+    """It is made several times, and again where a run resumes."""
+
+    def halved(pairs: Any) -> torch.optim.Optimizer:
+        parameters = [p for _, p in pairs]
+        for parameter in parameters:
+            parameter.data.mul_(0.5)
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    with pytest.raises(GemscError, match=r"optimizer\(\) changes weight: ") as caught:
+        check_optimizer(dict(nn.Linear(2, 3).named_parameters()), halved)
+    assert "in model()" in str(caught.value.help)
+    check_optimizer(dict(nn.Linear(2, 3).named_parameters()), torch.optim.SGD)
 
 
 def test_a_rank_may_have_no_optimizer(tmp_path: Path) -> None:
