@@ -17,9 +17,16 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from gemsc.ir import meta
+from gemsc.ir.flow import used_tensors
 from gemsc.ir.holder import attribute, called_layer
 from gemsc.ir.layers import NORM_STATISTICS
-from gemsc.ir.mutation import functional_call, memory, mutated_inputs, mutated_state
+from gemsc.ir.mutation import (
+    functional_call,
+    memory,
+    mutated_inputs,
+    mutated_state,
+    written_operands,
+)
 from gemsc.ir.opaque import changed_inside
 from gemsc.ir.program import Program
 from gemsc.ir.shape_grid import ShapeGrid
@@ -49,19 +56,27 @@ def unjoined_changes(program: Program) -> Iterator[Change]:
     """Yield the changes that each replica of the model would make for itself alone.
 
     Left out are statistics of BatchNorm, which replicas join, and changes of which a
-    second one right after the first changes nothing.
+    second one right after the first changes nothing, if nothing has seen what was there
+    before: the first micro-batch of a replica would.
     """
     module = program.module
     states = {n: mutated_state(n, module) for n in program.compute_nodes}
     counts = Counter(name for names in states.values() for name in names)
     joined = {name for node in states for name in _as_layers_do(node, states, program)}
     writers = _writers(program)
+    attributes = program.graph.find_nodes(op="get_attr")
+    held = {key: str(n.target) for n in attributes for key in memory(n)}
+    seen = set[str]()
     for node, names in states.items():
+        repeats = is_settled(node) and seen.isdisjoint(names)
+        seen.update(used_tensors(program, [node]))
+        for source in node.all_input_nodes:
+            seen |= {held[key] for key in memory(source) - memory(node) if key in held}
         for name in meta.facts(node).backward_writes:
             yield Change(node, name, by="backward")
         if names and joined.issuperset(names):
             continue
-        if any(counts[name] > 1 or not is_settled(node) for name in names):
+        if any(counts[name] > 1 or not repeats for name in names):
             yield Change(node, names[0], _again(node, writers))
             continue
         layer = called_layer(node, module)
@@ -79,10 +94,21 @@ def changes_weights(change: Change, module: nn.Module) -> bool:
 
 
 def is_settled(node: fx.Node) -> bool:
-    """Whether a change gives the same again, as w.clamp_(0, 1) and w[0] = 0 do."""
-    alone = node.op == "call_method" and node.target in _SETTLING
+    """Whether a change gives the same again, as w.clamp_(0, 1) and w[0] = 0 do.
+
+    So does a copy of what is the same at each call, as torch.tensor(True) is.
+    """
+    alone = node.op == "call_method" and node.target in {*_SETTLING, "copy_"}
     alone |= node.target is operator.setitem
-    return alone and len(node.all_input_nodes) == 1
+    return alone and all(map(_is_fixed, node.all_input_nodes[1:]))
+
+
+def _is_fixed(node: fx.Node) -> bool:
+    """Whether a call takes no tensor and draws nothing, and nothing changes it."""
+    if node.op != "call_function" or node.all_input_nodes or not _needs_no_data(node):
+        return False
+    written = (n for other in node.graph.nodes for n in written_operands(other))
+    return not any(memory(n) & memory(node) for n in written)
 
 
 def _writers(program: Program) -> dict[int, set[fx.Node]]:

@@ -75,6 +75,42 @@ def follows_the_weight(layer: Growing, x: Tensor) -> None:
     layer.size[1:].clamp_(max=0.8)
 
 
+class Late(Growing):
+    """Its output depends on what its last call has made of its buffers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.Linear.forward(self, x) * self.size.sum()
+        self.change(self, x)
+        return x
+
+
+def set_to_a_number(layer: Growing, x: Tensor) -> None:
+    layer.size.fill_(0.75)
+
+
+def set_by_a_copy(layer: Growing, x: Tensor) -> None:
+    layer.size.copy_(torch.full((WIDTH,), 0.75))
+
+
+@pytest.mark.parametrize("options", REPLICAS[:2], ids=str)
+@pytest.mark.parametrize("change", [set_to_a_number, set_by_a_copy])
+def test_a_replica_sees_what_the_first_micro_batch_of_all_has_left(
+    change: Callable[..., None], options: dict[str, Any], tmp_path: Path
+) -> None:
+    model = nn.Sequential(*trunk(2), Late(change), nn.Tanh(), *trunk(3))
+    assert against_one_process(tmp_path, model, **options).worst < EXACT
+
+
+def set_to_a_constant(layer: Growing, x: Tensor) -> None:
+    layer.size.copy_(torch.full((WIDTH,), 0.75))
+    layer.age = torch.tensor(3)
+
+
+def test_a_buffer_that_is_set_to_a_constant_is_no_news() -> None:
+    program = compile(around(set_to_a_constant), (X,), ranks=2, data=2)
+    assert not [note for note in program.plan.notes if "forward changes" in note]
+
+
 @pytest.mark.slow(1)
 @pytest.mark.parametrize("options", REPLICAS, ids=str)
 @pytest.mark.parametrize("change", [counted, follows_the_weight])
