@@ -69,7 +69,8 @@ def unjoined_changes(program: Program) -> Iterator[Change]:
     seen = set[str]()
     for node, names in states.items():
         repeats = is_settled(node) and seen.isdisjoint(names)
-        seen.update(used_tensors(program, [node]))
+        if node.op == "call_module":
+            seen.update(used_tensors(program, [node]))
         for source in node.all_input_nodes:
             seen |= {held[key] for key in memory(source) - memory(node) if key in held}
         for name in meta.facts(node).backward_writes:
