@@ -315,7 +315,7 @@ def copied(target: Any) -> Any:
     return map_tensors(target, lambda _, tensor: tensor.clone())
 
 
-def unshared(output: Any, buffers: Iterable[torch.Tensor]) -> Any:
+def unbound(output: Any, buffers: Iterable[torch.Tensor]) -> Any:
     """Return what a model gave, copied where later calls change it with a buffer."""
     changing = {*map(storage_of, buffers)}
     if changing.isdisjoint(storage_of(tensor) for _, tensor in tensor_leaves(output)):

@@ -68,7 +68,7 @@ def phase_model(
         whole.training = self.training
         before = [module.training for module in whole.modules()]
         given = [] if is_last else [t for _, t in tensor_leaves((inputs, named))]
-        with unchanged(given, phase.loss, wrong, "x"):
+        with unchanged(given, phase.loss, wrong):
             loss = phase.loss(whole, *inputs, **named)
         pairs = zip(whole.named_modules(), before, strict=True)
         left.append(

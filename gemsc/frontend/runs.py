@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from gemsc.base.dtypes import is_real, within
-from gemsc.base.nests import storage_of
 from gemsc.base.plain_forward import plain_forward
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.frontend.eager import KEEP_WEIGHTS
@@ -22,7 +21,7 @@ from gemsc.ir import meta
 from gemsc.ir.holder import CONSTANTS
 from gemsc.ir.interpret import run_nodes
 from gemsc.ir.meta import Dtypes, TypedNumber
-from gemsc.ir.mutation import source_in, written_operands
+from gemsc.ir.mutation import memory, source_in, written_operands
 
 
 def check_same(first: GraphWriter, second: GraphWriter, training: bool) -> None:
@@ -61,17 +60,13 @@ def fixed_numbers(writer: GraphWriter, tensor: torch.Tensor) -> torch.Tensor | N
         way += {*current.all_input_nodes} - used
         used |= {*current.all_input_nodes}
     written = {n for node in graph.nodes for n in written_operands(node)}
-    if not _storages(written).isdisjoint(_storages(used)):
+    if not {*chain(*map(memory, written))}.isdisjoint(chain(*map(memory, used))):
         return None
     values: dict[fx.Node, Any] = {}
     with unset_fake_temporarily():
         run_nodes((n for n in graph.nodes if n in used), values, nn.Module())
     result: torch.Tensor = values[node]
     return result
-
-
-def _storages(nodes: Iterable[fx.Node]) -> set[int]:
-    return {storage_of(tensor) for node in nodes for tensor in meta.tensors(node)}
 
 
 def runs_differ(*wrappers: Any) -> bool:

@@ -224,7 +224,6 @@ def unchanged(
     tensors: Sequence[torch.Tensor],
     loss: Any,
     what: str = "the loss changes what the model returns",
-    name: str = "output",
 ) -> Iterator[None]:
     """Refuse a loss that changes in place what others get, too: what it returned."""
     before = [tensor._version for tensor in tensors]
@@ -233,8 +232,7 @@ def unchanged(
         raise GemscError(
             f"{what}, in place",
             at=line_of_loss(loss),
-            help="let it begin with a copy of what it changes: "
-            f"{name} = {name}.clone()",
+            help="let it begin with a copy of what it changes: x = x.clone()",
         )
 
 

@@ -30,7 +30,7 @@ from gemsc.base.nests import (
     call_model,
     on_device,
     tensor_leaves,
-    unshared,
+    unbound,
 )
 from gemsc.base.phase import Phase
 from gemsc.base.plain_forward import enter_training, plain_forward
@@ -269,7 +269,7 @@ def evaluated(
                 part = micro_batch_of(inputs, m, count, num_rows(inputs))
                 with precision.autocast(CPU):
                     given = call_model(model, part)
-                    outputs[-1].append(unshared(given, model.buffers()))
+                    outputs[-1].append(unbound(given, model.buffers()))
     return outputs
 
 

@@ -19,15 +19,7 @@ from torch.utils import _pytree as pytree
 
 from gemsc.base.boxes import Box
 from gemsc.base.dtypes import cast, converted, like_examples
-from gemsc.base.nests import (
-    ONCE,
-    Mean,
-    as_loss,
-    call_model,
-    copied,
-    on_device,
-    unshared,
-)
+from gemsc.base.nests import ONCE, Mean, as_loss, call_model, copied, on_device, unbound
 from gemsc.base.rng import same_draws, seed_of
 from gemsc.datasets.samples import num_samples
 from gemsc.datasets.stream import ENDLESS, Stream, StreamEndError
@@ -416,7 +408,7 @@ class PlainRun:
 
     def _forward(self, input: Any) -> Any:
         output = call_model(self.model, self._given(input))
-        return unshared(output, self.model.buffers())
+        return unbound(output, self.model.buffers())
 
     def _given(self, input: Any) -> Any:
         """Return a batch's input as the model takes it."""

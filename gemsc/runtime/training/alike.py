@@ -64,7 +64,7 @@ def own_files(script: FilePath) -> dict[str, FilePath]:
     return {path.relative_to(folder).as_posix(): path for path in (script, *inside)}
 
 
-_RATE = "rate/"
+_RATE = "rate"
 
 
 class SameBatches(Callback):
@@ -135,7 +135,7 @@ class SameCopies(Callback):
     def on_start(self, trainer: Trainer) -> None:
         """Remember the groups of this rank's optimizers."""
         groups = _groups(trainer).items()
-        self._begun = {key: f"{_RATE}{key} {values}" for key, values in groups}
+        self._begun = {key: f"{_RATE}/{key} {values}" for key, values in groups}
 
     def on_save(self, trainer: Trainer, folder: FilePath) -> None:
         """Warn if two ranks have another value of the same."""
@@ -150,13 +150,12 @@ class SameCopies(Callback):
         other = first_difference(tables[text] for text in texts)
         if other is not None and trainer.transport.rank == 0:
             (key, _), ranks = other
-            step, what = f"after step {trainer.step_number}", key.partition("/")[2]
-            text = f"different copies of '{what}' {step}: the weights depend on who "
-            text += "saves them"
-            if key.startswith(_RATE):
-                text = f"different learning rates {step}, of groups that began alike"
+            kind, _, name = key.partition("/")
+            what, why = f"copies of '{name}'", ": the weights depend on who saves them"
+            if kind == _RATE:
+                what, why = "learning rates", ", of groups that began alike"
             warn(
-                f"{ranks} have {text}",
+                f"{ranks} have different {what} after step {trainer.step_number}{why}",
                 help="let hooks change weights and optimizers on all ranks alike, and "
                 "weights with --shard in optimizer.register_step_post_hook(); on "
                 "machines of different kinds, copies differ as these round differently",
