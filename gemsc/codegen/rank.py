@@ -297,8 +297,8 @@ class _RankWriter:
     def _write_results(self, run: RunText, local: dict[fx.Node, str]) -> None:
         program = self.text.evaluation
         attributes = program.graph.find_nodes(op="get_attr")
-        states = (mutated_state(n, program.module) for n in program.graph.nodes)
-        changed = {name for names in states for name in names}
+        nodes, module = program.graph.nodes, program.module
+        changed = {name for n in nodes for name in mutated_state(n, module)}
         for node in program.outputs:  # inputs that the model returns as they are
             for held in (n for n in attributes if memory(n) & memory(node)):
                 if held is not node and held.target not in changed:

@@ -65,8 +65,7 @@ def fixed_numbers(writer: GraphWriter, tensor: torch.Tensor) -> torch.Tensor | N
     values: dict[fx.Node, Any] = {}
     with unset_fake_temporarily():
         run_nodes((n for n in graph.nodes if n in used), values, nn.Module())
-    result: torch.Tensor = values[node]
-    return result
+    return torch.as_tensor(values[node])
 
 
 def runs_differ(*wrappers: Any) -> bool:

@@ -57,8 +57,7 @@ class Requests:
 
     def beside(self, numbers: Sequence[float], *, training: bool) -> list[float]:
         """Return what to add up over all ranks in a sum of NUMBERS, or fewer."""
-        more = [0.0] * (NUMBERS - len(numbers))
-        return [float(training), *self.numbers(), *numbers, *more]
+        return [training, *self.numbers(), *numbers, *[0.0] * (NUMBERS - len(numbers))]
 
     def take(self, sums: Sequence[float], size: int) -> list[float]:
         """Take the sums of what was `beside` numbers; return those of the numbers.
