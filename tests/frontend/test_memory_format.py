@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import runpy
+import copy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from command_line import Gemsc
 from program_support import assert_formatted, batch_of, on_ranks, written
-from safetensors.torch import load_file
 from threads import run_on_threads
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 import gemsc
 from gemsc.base.dtypes import (
@@ -149,12 +147,11 @@ def test_a_model_that_has_the_format_keeps_it_in_text_and_on_ranks(
         assert all(tensor.stride() == empty.stride() for tensor in pair)
 
 
-MODEL = """import torch
-from torch import nn
-
-
-def model():
-    return nn.Sequential(
+def test_a_single_samples_instance_norm_has_right_gradients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch's own are wrong there; those of two samples at once are right."""
+    model = nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1),
         nn.InstanceNorm2d(8, affine=True),
         nn.SiLU(),
@@ -162,51 +159,25 @@ def model():
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
     )
-
-
-def loss(output, target):
-    return 100 * nn.functional.cross_entropy(output, target)
-
-
-def optimizer(params):
-    return torch.optim.SGD(params, lr=0.01)
-
-
-def example_inputs():
-    return (torch.randn(1, 3, 16, 16),)
-
-
-def example_target():
-    return torch.tensor([0])
-
-
-def dataset():
-    inputs = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-    return torch.utils.data.TensorDataset(inputs, torch.tensor([0, 1]))
-"""
-
-
-def test_a_single_samples_instance_norm_has_right_gradients(
-    command: Gemsc, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """PyTorch's own are wrong there; those of two samples at once are right."""
-    flags = "--ranks 1 --micro-batches 2 --memory-format channels_last -o program"
-    assert command("compile", "model.py", *flags.split()).code == 0
     torchs_own = getattr(torch.instance_norm, "__wrapped__", torch.instance_norm)
-    monkeypatch.setattr(torch, "instance_norm", torchs_own)  # as in a new process
-    verified = command("verify", "program", "--steps", "1")
-    assert verified.code == 0, verified.out
-    done = command("run", "program", "--steps", 1, "--save", "run")
-    assert done.code == 0, done.err
-    names: dict[str, Any] = runpy.run_path("model.py")
-    torch.manual_seed(0)
-    model = names["model"]()
-    ((inputs, target),) = DataLoader(names["dataset"](), batch_size=2)
-    names["loss"](model(inputs), target).backward()
-    names["optimizer"](model.parameters()).step()
-    trained = load_file("run/model.safetensors")
+    as_in_a_new_process = partial(
+        monkeypatch.setattr, torch, "instance_norm", torchs_own
+    )
+    batch = PICTURES, TARGET
+    one = PICTURES[0][:1], TARGET[:1]
+    given = {"memory_format": "channels_last", "ranks": 1, "micro_batches": 2}
+    written(tmp_path, model, one[:1], classes, one[1], **given)
+    as_in_a_new_process()
+    record = run_on_threads(tmp_path, 1, [batch])
+    as_in_a_new_process()
+    plain = copy.deepcopy(model)
+    convert(plain, "channels_last")
+    alone = reference_steps(plain, classes, [batch], 2, torch.float64)
+    as_in_a_new_process()
+    classes(model.double()(PICTURES[0].double()), TARGET).backward()
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(trained[name], parameter.detach())
+        for gradients in (record.gradients, alone.gradients):
+            torch.testing.assert_close(gradients[name], parameter.grad)
 
 
 def test_an_instance_norm_that_no_loss_needs_gets_no_gradient() -> None:

@@ -42,7 +42,13 @@ BY_PROCESSES = {
     processes: [case for case in SAMPLE if case[1].ranks == processes]
     for processes in (2, 3, 4)
 }
-BY_DAY = BY_PROCESSES[4][5::5]  # on tiles; on shards with data-parallel replicas
+# groups of some of the ranks, on tiles and on shards; data-parallel replicas
+BY_DAY = [
+    ("tiled", options(ranks=3, tiles="2x1,1", micro_batches=2), DOUBLE),
+    ("features", options(ranks=3, shards="2,1", micro_batches=2), DOUBLE),
+    ("tiled", options(ranks=3, data=3), DOUBLE),
+]
+OF_FOUR = BY_PROCESSES[4][5::5]  # on tiles; on shards with data-parallel replicas
 # mirrored replicas; tiles with data-parallel replicas; shards with them
 UNDER_TORCHRUN = BY_PROCESSES[4][2:5:2] + BY_PROCESSES[4][-1:]
 TORCHRUN = "torch.distributed.run"
@@ -65,6 +71,7 @@ def by_mpirun(processes: int, words: list[str]) -> int:
     [
         pytest.param(by_torchrun, UNDER_TORCHRUN, id="by day, torchrun"),
         pytest.param(by_mpirun, BY_DAY, id="by day"),
+        pytest.param(by_mpirun, OF_FOUR, id="by day, of four"),
         *(
             pytest.param(
                 *(start, sample),
@@ -83,7 +90,7 @@ def test_processes_compute_what_one_process_does(
 ) -> None:
     """Two steps of each program of so many ranks, in one job: starts take longest."""
     processes = sample[0][1].ranks
-    assert (len(BY_DAY), len(UNDER_TORCHRUN)) == (2, 3)
+    assert (len(OF_FOUR), len(UNDER_TORCHRUN)) == (2, 3)
     words = []
     for index, (name, plan, dtype) in enumerate(sample):
         folder = tmp_path / str(index)

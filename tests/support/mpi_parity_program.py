@@ -21,4 +21,4 @@ for name, dtype in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
         run_recorded_steps(folder / "program", transport, folder, getattr(torch, dtype))
         transport.close()
     except BaseException as error:
-        stop_all(error, transport, None)
+        stop_all(error, transport)
