@@ -124,24 +124,30 @@ def cases_for_later(
 ) -> set[pytest.Item]:
     """Return what the markers `limits` leave out: one from each part of a table stays.
 
-    Each marker has a number of cases, or none for a test that is left out. Which case
-    of a part stays is drawn, always the same one: at even distances it might always be
-    the same value of a parameter.
+    Each marker has a number of cases, or none for a test or a case that is left out.
+    Which case of a part stays is drawn, always the same one: at even distances it might
+    always be the same value of a parameter.
     """
     tables: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        tables.setdefault(table_of(item), []).append(item)
     left_out: set[pytest.Item] = set()
+    for item in items:
+        if all(marker.args for marker in markers_of(item, limits)):
+            tables.setdefault(table_of(item), []).append(item)
+        else:
+            left_out.add(item)
     for table in tables.values():
-        markers = filter(None, map(table[0].get_closest_marker, limits))
+        markers = markers_of(table[0], limits)
         cases = min((sum(marker.args) for marker in markers), default=len(table))
-        ends = (
-            [len(table) * part // cases for part in range(cases + 1)] if cases else []
-        )
+        ends = [len(table) * part // cases for part in range(cases + 1)]
         draw = random.Random(0)
         kept = {draw.randrange(*part) for part in pairwise(ends) if len({*part}) == 2}
         left_out |= {item for index, item in enumerate(table) if index not in kept}
     return left_out
+
+
+def markers_of(item: pytest.Item, names: Iterable[str]) -> list[pytest.Mark]:
+    """Return the closest markers of these names."""
+    return [*filter(None, map(item.get_closest_marker, names))]
 
 
 def part_of(items: Iterable[pytest.Item], part: str) -> set[pytest.Item]:

@@ -55,24 +55,30 @@ def squares(output: Tensor) -> Tensor:
 def few(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Plan]]:
     """Let two micro-batches of so many samples be all that is not too much.
 
-    Return the plans that are compared then.
+    It is so for a plan, or for the first that is compared. Return those that are.
     """
 
-    def limit(program: CompiledProgram, rows: float) -> list[Plan]:
-        flops = sum(stage.flops for stage in program.plan.stages)
+    def set_limit(plan: Plan, rows: float) -> None:
+        flops = sum(stage.flops for stage in plan.stages)
         monkeypatch.setattr(step_size, "_FLOPS_PER_SECOND", 1.0)
         monkeypatch.setattr(step_size, "_BLOCK_SECONDS", 0.0)
-        size = program.plan.micro_batch_size
-        copies = min(program.plan.data, step_size.MOST_COPIES)
+        size = plan.micro_batch_size
+        copies = min(plan.data, step_size.MOST_COPIES)
         most = 8 * copies * 2 * flops * (rows + 0.01) / size
         monkeypatch.setattr(step_size, "MOST_SECONDS", most)
         monkeypatch.setattr(step_size, "SOON", most)
-        plans = []
+
+    def limit(rows: float, plan: Plan | None = None) -> list[Plan]:
+        plans: list[Plan] = []
 
         def compare(compilation: Compilation, *given: Any, **how: Any) -> Any:
+            if not plans and plan is None:
+                set_limit(compilation.plan, rows)
             plans.append(compilation.plan)
             return first_step.first_step(compilation, *given, **how)
 
+        if plan is not None:
+            set_limit(plan, rows)
         monkeypatch.setattr(gemsc.compiler, "first_step", compare)
         return plans
 
@@ -86,7 +92,7 @@ def compiled(model: nn.Module | None = None, **options: Any) -> CompiledProgram:
 
 @pytest.mark.parametrize("rows", [2, 1])
 def test_a_smaller_step_is_compared(rows: int, few: Callable[..., list[Plan]]) -> None:
-    plans = few(compiled(check=False), rows)
+    plans = few(rows)
     plan = compiled().plan
     _, small = plans
     assert (small.micro_batch_size, small.micro_batches) == (rows, 2)
@@ -108,7 +114,7 @@ def write_wrong_files(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_wrong_in_it_is_refused(
     few: Callable[..., list[Plan]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    few(compiled(check=False), 2)
+    few(2)
 
     write_wrong_files(monkeypatch)
     with pytest.raises(InternalError, match="wrong program"):
@@ -118,7 +124,7 @@ def test_what_is_wrong_in_it_is_refused(
 def test_a_smaller_program_that_cannot_be_written_is_none(
     few: Callable[..., list[Plan]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    few(compiled(check=False), 2)
+    few(2)
 
     def modules(compilation: Compilation) -> dict[str, str]:
         if compilation.plan.micro_batches < COUNT:
@@ -137,7 +143,7 @@ def test_metrics_are_tried_in_it(
 
     options: dict[str, Any] = {"loss": nn.MSELoss(), "ranks": 2, "micro_batches": COUNT}
     options |= {"example_target": torch.zeros(ROWS, 2, 48), "metrics": metrics}
-    few(compile(Picture(), (X,), **options, check=False), 2)
+    few(2)
     assert compile(Picture(), (X,), **options).plan.unchecked == ""
     assert "on the examples, metrics() fails" in capsys.readouterr().err
 
@@ -149,7 +155,7 @@ class Asks(Picture):
 
 
 def test_what_is_wrong_in_the_model_is_told(few: Callable[..., list[Plan]]) -> None:
-    few(compiled(Asks(), check=False), 2)
+    few(2)
     with pytest.raises(GemscError, match=r"forward uses torch\.is_grad_enabled"):
         compiled(Asks())
 
@@ -157,7 +163,7 @@ def test_what_is_wrong_in_the_model_is_told(few: Callable[..., list[Plan]]) -> N
 def test_a_model_of_one_size_is_not_compared(
     few: Callable[..., list[Plan]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plans = few(compiled(Picture(ROWS), check=False), 2)
+    plans = few(2)
     plan = compiled(Picture(ROWS)).plan
     assert len(plans) == 1
     assert plan.unchecked.startswith("that would take about")
@@ -169,7 +175,7 @@ def test_a_model_of_one_size_is_not_compared(
 def test_a_smaller_step_that_says_nothing_is_none(
     reason: str, few: Callable[..., list[Plan]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    few(compiled(check=False), 2)
+    few(2, compiled(check=False).plan)
     given: Any = iter([{"unchecked": "too long"}, {"unchecked": reason}])
     monkeypatch.setattr(gemsc.compiler, "first_step", lambda *_, **__: next(given))
     is_compared = reason in ("", WITHOUT_KERNELS)
@@ -181,7 +187,7 @@ def test_a_smaller_step_that_says_nothing_is_none(
 def test_no_block_is_measured_again(few: Callable[..., list[Plan]]) -> None:
     seen: list[str] = []
     how = {"profile": True, "progress": lambda name, share: seen.append(name)}
-    plans = few(compiled(check=False), 2)
+    plans = few(2)
     compiled(**how, check=False)
     once = len(seen)
     compiled(**how)
@@ -192,7 +198,7 @@ def test_no_block_is_measured_again(few: Callable[..., list[Plan]]) -> None:
 def test_where_one_sample_is_too_much_none_is_compared(
     few: Callable[..., list[Plan]],
 ) -> None:
-    plans = few(compiled(check=False), 0)
+    plans = few(0)
     assert compiled().plan.unchecked.startswith("that would take about")
     assert len(plans) == 1
 
@@ -275,7 +281,7 @@ def test_it_is_split_as_the_program_is(
     given = {"loss": case.loss, "example_target": target, "micro_batches": COUNT}
     options = {"ranks": 2, **given, **options}
     model = case.build()
-    plans = few(compile(model, inputs, **options, check=False), 2)
+    plans = few(2)
     assert compile(model, inputs, **options).plan.unchecked == ""
     full, small = plans
     assert split(full) == split(small)
@@ -307,7 +313,7 @@ def test_blocks_are_those_of_the_program(
     traced = [blocks(trace(Scaled(), (x[:n],), loss=squares).program) for n in (6, 2)]
     assert traced[0] != traced[1]
     options: dict[str, Any] = {"loss": squares, "ranks": 2, "micro_batches": COUNT}
-    few(compile(Scaled(), (x,), **options, check=False), 2)
+    few(2)
     seen, compare = [], gemsc.compiler.first_step
 
     def seeing(compilation: Compilation, *given: Any, **how: Any) -> Any:
@@ -347,7 +353,7 @@ class Loop(Picture):
 def test_a_step_that_calls_something_else_is_none(
     model: nn.Module, is_compared: int, few: Callable[..., list[Plan]]
 ) -> None:
-    plans = few(compiled(model, check=False), 2)
+    plans = few(2)
     plan = compiled(model).plan
     assert len(plans) == 1 + is_compared
     assert plan.unchecked[:5] == ("" if is_compared else "that ")
@@ -363,7 +369,7 @@ def test_without_gradients_nothing_is_compared(
     rows: int, is_compared: bool, few: Callable[..., list[Plan]]
 ) -> None:
     options: dict[str, Any] = {"loss": contrast, "ranks": 2, "micro_batches": COUNT}
-    plans = few(compile(Picture(), (X,), **options, check=False), rows)
+    plans = few(rows)
     plan = compile(Picture(), (X,), **options).plan
     assert [p.micro_batch_size for p in plans] == [ROWS, rows]
     assert plan.unchecked[:5] == ("" if is_compared else "that ")
@@ -377,7 +383,7 @@ def test_the_shape_of_fewest_samples_decides(
     options: dict[str, Any] = {"loss": squares, "ranks": 2, "micro_batches": COUNT}
     model = nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 2, 3, padding=1)
     program = compile(nn.Sequential(*model), x, **options, check=False)
-    plans = few(program, 2)
+    plans = few(2, program.plan)
     flops = sum(stage.flops for stage in program.plan.stages)
     seconds = 8 * 2 * 2 * flops  # of two micro-batches of each
     monkeypatch.setattr(step_size, "MOST_SECONDS", 0.3 * seconds)
@@ -417,7 +423,7 @@ def test_samples_are_smaller_where_one_is_too_much(
     options: dict[str, Any], few: Callable[..., list[Plan]]
 ) -> None:
     options = {"ranks": 2, "micro_batches": COUNT, **pictures(96), **options}
-    plans = few(compile(Net(), **options, check=False), 0.5)
+    plans = few(0.5)
     plan = compile(Net(), **options).plan
     assert plan.unchecked == ""
     assert plan.notes[-1].endswith("in a step of 2 micro-batches of 2, of 3 x 32 x 64")
@@ -433,7 +439,7 @@ def test_targets_of_half_the_resolution_are_smaller_too(
     given["example_target"] = torch.rand(ROWS, 2, 48, 64)
     layers = nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 2, 2, stride=2)
     model, x = nn.Sequential(*layers), torch.randn(ROWS, 3, 96, 128)
-    few(compile(model, (x,), **given, check=False), 0.9)
+    few(0.9)
     plan = compile(model, (x,), **given).plan
     assert plan.unchecked == ""
     assert plan.notes[-1].endswith("2 micro-batches of 2, of 3 x 64 x 64")
@@ -446,7 +452,7 @@ def test_a_norm_of_one_place_needs_another(
     layers = nn.Conv2d(3, 4, 32, stride=32), nn.InstanceNorm2d(4), nn.Conv2d(4, 2, 1)
     given = nn.Sequential(*layers), (torch.randn(ROWS, 3, 96, 128),)
     options: dict[str, Any] = {"ranks": 2, "micro_batches": COUNT, "loss": squares}
-    few(compile(*given, **options, check=False), rows)
+    few(rows)
     plan = compile(*given, **options).plan
     assert "".join(plan.notes).rpartition(",")[2] == (f" of{size}" if size else "")
 
@@ -455,7 +461,7 @@ def test_what_is_wrong_in_smaller_samples_is_refused(
     few: Callable[..., list[Plan]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {"ranks": 2, "micro_batches": COUNT, **pictures(64)}
-    few(compile(Net(), **options, check=False), 0.9)
+    few(0.9)
 
     write_wrong_files(monkeypatch)
     with pytest.raises(InternalError, match="wrong program"):
@@ -468,13 +474,13 @@ def test_smaller_samples_of_several_shapes_still_have_several(
     x = [(torch.randn(ROWS, 3, size, size),) for size in (64, 96)]
     given = {"loss": squares, "ranks": 2, "micro_batches": COUNT}
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3))
-    plans = few(compile(model, x, **given, check=False), 1.9)
+    plans = few(1.9)
     plan = compile(model, x, **given).plan
     assert plan.notes[-1].endswith("of 2, of 3 x 32 x 32 and 3 x 64 x 64")
     assert [shape.name for shape in plans[1].shapes] == ["32x32", "64x64"]
     monkeypatch.setattr(step_size, "SOON", 0.0)  # 32 x 32 both would take least
     assert compile(model, x, **given).plan.notes == plan.notes
-    plans = few(compile(model, x, **given, check=False), 1.2)  # 32 x 32 both
+    plans = few(1.2)  # 32 x 32 both
     assert compile(model, x, **given).plan.unchecked.startswith("that would take")
     assert len(plans) == 1
 
@@ -512,7 +518,7 @@ def test_each_size_is_made_smaller_alone_where_all_cannot_be(
 ) -> None:
     x = torch.randn(ROWS, 128, 64)
     given = {"loss": squares, "ranks": 2, "micro_batches": COUNT}
-    plans = few(compile(Reader(place), (x,), **given, check=False), 0.9)
+    plans = few(0.9)
     plan = compile(Reader(place), (x,), **given).plan
     assert len(plans) == 1 + is_compared
     if is_compared:
@@ -538,7 +544,7 @@ def test_a_model_that_fails_on_smaller_samples_is_not_compared(
 ) -> None:
     inputs = torch.randint(9, (ROWS, 128)), torch.full((ROWS, 3), 100)
     given = {"loss": squares, "ranks": 2, "micro_batches": COUNT}
-    plans = few(compile(Chooses(), inputs, **given, check=False), 0.9)
+    plans = few(0.9)
     plan = compile(Chooses(), inputs, **given).plan
     assert len(plans) == 2
     assert plan.unchecked.startswith("that would take about")
@@ -556,7 +562,7 @@ def test_samples_are_as_small_as_takes_little_time(
     options = {"ranks": 2, "micro_batches": COUNT, **pictures(64)}
     program = compile(Net(), **options, check=False)
     plan = program.plan
-    few(program, ROWS / 4)  # a quarter of a step of one row
+    few(ROWS / 4, program.plan)  # a quarter of a step of one row
     most = step_size.MOST_SECONDS
     assert shapes()[0] == "3 x 256 x 512"
     monkeypatch.setattr(step_size, "SOON", 0.3 * most)
@@ -574,9 +580,9 @@ def test_what_is_tried_stands_in_order(few: Callable[..., list[Plan]]) -> None:
 
     program = compiled(check=False)
     long, short = torch.ones(ROWS, 128, 512), torch.ones(ROWS, 128)
-    few(program, 1)
+    few(1, program.plan)
     assert sizes((long,)) == ["1"]
-    few(program, 0.5)
+    few(0.5, program.plan)
     expected = ["64 x 256", "128 x 128", "32 x 512", "32 x 512"]
     assert sizes((long,)) == [f"2, of {size}" for size in expected]
     assert sizes((long, short))[0] == "2, of 32 x 128"  # half of `short` is too much
@@ -589,7 +595,7 @@ def test_the_shape_of_most_samples_says_how_many(
     options = {"loss": squares, "ranks": 2, "micro_batches": COUNT, "check": False}
     layers = nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 2, 3, padding=1)
     program = compile(nn.Sequential(*layers), x, **options)
-    few(program, 2)
+    few(2, program.plan)
     most = step_size.MOST_SECONDS
     monkeypatch.setattr(step_size, "MOST_SECONDS", 4 * most)  # 2 shapes, 2 of 4 samples
     (step,) = step_size.smaller(program.plan, Net(), Examples.of(x))
@@ -646,7 +652,7 @@ def test_phases_have_a_smaller_step_too(
     phases = [Phase(name, loss, train=name) for name in ("d", "g")]
     given = Game(), (torch.randn(ROWS, 4),)
     options: dict[str, Any] = {"ranks": 2, "micro_batches": COUNT, "phases": phases}
-    plans = few(compile(*given, **options, check=False), 2)
+    plans = few(2)
     assert compile(*given, **options).plan.unchecked == ""
     assert [(p.micro_batch_size, p.variants) for p in plans] == [
         (ROWS, ["d", "g"]),
