@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import MODEL, Gemsc, files, gemsc_here, start
+from command_line import MODEL, Gemsc, files, gemsc_here
 from nightly import at_night
 from safetensors.torch import load_file
 from typer.main import get_command
@@ -283,7 +283,7 @@ def test_run_trains_and_prints_loss_and_metrics(gemsc: Gemsc, tmp_path: Path) ->
     (tmp_path / "model.py").write_text(parser + text.replace("Data(16)", "Data(13)"))
     assert gemsc("compile", "model.py:model", "-o", "program").code == 0
     options = "--epochs", "2", "--save", "checkpoint", "--device", "cpu"
-    outcome = start("run", "program", *options)
+    outcome = gemsc("run", "program", *options)
     assert outcome.code == 0, outcome.err
     assert outcome.err == ""
     steps = re.findall(r"epoch (\d)/2 (\d)/3  loss \d\.\d+  \S+ samples/s", outcome.out)
@@ -334,13 +334,13 @@ def test_a_program_that_computes_something_else_is_not_exact(
     dtype: str, gemsc: Gemsc, tmp_path: Path
 ) -> None:
     (tmp_path / "model.py").write_text(MODEL.replace("def model()", "def small()"))
-    assert gemsc("compile", "model.py:small", "-o", "program").code == 0
-    path = tmp_path / "program" / "rank1.py"
+    assert gemsc("compile", "model.py:small", "--ranks", 1, "-o", "p").code == 0
+    path = tmp_path / "p" / "rank0.py"
     text = path.read_text()
     wrong = text.replace("self.third(", "1.001 * self.third(")
     assert wrong != text
     path.write_text(wrong)
-    outcome = gemsc("verify", "program", "--dtype", dtype, "--steps", "1")
+    outcome = gemsc("verify", "p", "--dtype", dtype, "--steps", "1")
     assert outcome.code == 1
     assert re.search(rf"{dtype}: worst \S+, allowed \S+: NOT EXACT\n", outcome.out)
 

@@ -29,7 +29,7 @@ from gemsc.verify.compare import compare
 from gemsc.verify.one_process import reference_steps
 
 pytestmark = pytest.mark.usefixtures("in_double", "drawn_alike")
-PER_TEST = 6
+PER_TEST = 4
 
 
 NOTHING = r"nothing in stage 0 can be cut|stage 0 (gains nothing|has no branches)"
@@ -69,7 +69,7 @@ def check(seed: int, make: Callable[[int], Case]) -> int:
     return len(step.programs[0].parts)
 
 
-@pytest.mark.parametrize("first", seeds(6, 300, PER_TEST))
+@pytest.mark.parametrize("first", seeds(4, 300, PER_TEST))
 def test_random_networks_on_tiles_of_shards_are_the_networks(first: int) -> None:
     seeds_here = range(first, first + PER_TEST)
     cut = sum(check(seed, random_mesh) for seed in seeds_here)
@@ -77,7 +77,7 @@ def test_random_networks_on_tiles_of_shards_are_the_networks(first: int) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", seeds(6, 300, PER_TEST))
+@pytest.mark.parametrize("first", seeds(4, 300, PER_TEST))
 def test_random_branches_on_tiles_are_the_networks(first: int) -> None:
     seeds_here = range(first, first + PER_TEST)
     placed = sum(check(seed, random_forked_mesh) for seed in seeds_here)

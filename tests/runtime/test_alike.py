@@ -142,7 +142,7 @@ trainer.step(batch, batch)
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("is_old", [False, True])
+@pytest.mark.parametrize("is_old", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_loop_with_other_batches_or_another_program_is_refused(
     is_old: bool, program: Path, tmp_path: Path
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import re
 from dataclasses import replace
 from functools import partial
@@ -20,8 +21,9 @@ from torch import Tensor, nn
 
 import gemsc.lowering.variants
 from gemsc import Phase
-from gemsc.compiler import compile
+from gemsc.compiler import compile, lower, trace, trace_all
 from gemsc.errors import GemscError
+from gemsc.options import CompileOptions
 from gemsc.runtime.training.callbacks import Callback, Ema
 from gemsc.runtime.training.step_report import StepReport
 from gemsc.runtime.training.trainer import Trainer
@@ -221,11 +223,23 @@ def test_phases_equal_one_process(options: dict[str, Any], tmp_path: Path) -> No
     assert_same(actual, in_one_process(model, data, clip_norm=clip))
 
 
+@functools.cache
+def traced() -> Any:
+    """Return the graphs of both phases, for programs that are compared later."""
+    given: Any = {"loss": None, "example_target": TARGET, "phases": PHASES}
+    traced_as = functools.partial(trace, check=False, constants={})
+    return trace_all(traced_as, Gan(), INPUTS, **given)
+
+
 def written(folder: Path, phases: tuple[Phase, ...] = PHASES, **options: Any) -> Gan:
+    """Write a program whose first step is not run: tests compare its steps."""
     model = Gan()
     given = {"ranks": 2, "micro_batches": MICRO_BATCHES, **options}
-    target = {"example_target": TARGET, "phases": phases}
-    compile(model, INPUTS, **target, **given).write(folder)
+    if phases is PHASES:
+        lower(traced(), CompileOptions(**given)).write(folder)
+    else:
+        target = {"example_target": TARGET, "phases": phases, "check": False}
+        compile(model, INPUTS, **target, **given).write(folder)
     return model
 
 
@@ -765,7 +779,12 @@ class Shared(Gan):
 
 def test_a_shared_weight_is_trained_by_any_of_its_names(tmp_path: Path) -> None:
     phases = PHASES[0], replace(PHASES[1], train=["make.0", "make.1", "make.5"])
-    given = {"phases": phases, "ranks": 2, "micro_batches": MICRO_BATCHES}
+    given = {
+        "phases": phases,
+        "ranks": 2,
+        "micro_batches": MICRO_BATCHES,
+        "check": False,
+    }
     model, data = Shared(), batches(1)
     compile(model, INPUTS, example_target=TARGET, **given).write(tmp_path)
     _, state = trained(tmp_path, data, 2, phases)
@@ -793,7 +812,12 @@ def with_own_statistics() -> nn.Module:
 @pytest.mark.parametrize("make", [Freezing, with_own_statistics])
 def test_what_a_model_freezes_is_frozen_in_phases(make: Any, tmp_path: Path) -> None:
     model, data = make(), batches(2)
-    given = {"phases": PHASES, "ranks": 2, "micro_batches": MICRO_BATCHES}
+    given = {
+        "phases": PHASES,
+        "ranks": 2,
+        "micro_batches": MICRO_BATCHES,
+        "check": False,
+    }
     compile(model, INPUTS, example_target=TARGET, **given).write(tmp_path)
     losses, state = trained(tmp_path, data, 2)
     assert state["make.1.num_batches_tracked"] == 0
@@ -818,7 +842,8 @@ def with_statistics_as_they_are(model: Any, grey: Tensor, colour: Tensor) -> Ten
 
 
 def test_a_loss_may_use_a_network_in_evaluation_mode(tmp_path: Path) -> None:
-    data, given = batches(3), {"ranks": 2, "micro_batches": MICRO_BATCHES}
+    data = batches(3)
+    given: dict[str, Any] = {"ranks": 2, "micro_batches": MICRO_BATCHES, "check": False}
     frozen = replace(PHASES[1], loss=with_statistics_as_they_are)
     phases = PHASES[0], frozen
     given |= {"example_target": TARGET}
@@ -838,7 +863,8 @@ def test_a_loss_may_leave_a_network_that_no_other_phase_uses(tmp_path: Path) -> 
     data = batches(3)
     other = replace(PHASES[0], loss=makes_brighter, train="make.0")
     phases = replace(PHASES[1], loss=leaves, train="make.1"), other
-    given = {"ranks": 2, "micro_batches": MICRO_BATCHES, "example_target": TARGET}
+    given = {"ranks": 2, "micro_batches": MICRO_BATCHES}
+    given |= {"example_target": TARGET, "check": False}
     compile(Gan(), INPUTS, phases=phases, **given).write(tmp_path)
     expected = in_one_process(Gan(), data, phases)
     assert_same(trained(tmp_path, data, 2, phases), expected)

@@ -425,7 +425,7 @@ def test_a_run_in_phases_predicts_with_the_constants_that_it_was_trained_with(
     (tmp_path / "width.json").write_text("4")
     np.save("slide.npy", colours(16, 16))
     np.save("other.npy", colours(40, 24)[::-1])
-    words = ("--ranks", 2, "--micro-batches", 2, "-o", "program", "--set", "SCALE=2.0")
+    words = ("--ranks", 1, "--micro-batches", 2, "-o", "program", "--set", "SCALE=2.0")
     assert command("compile", "model.py", *words).code == 0
     assert command("run", "program", "--set", "SCALE=3.0", "--save", "run").code == 0
     ways = ("--output-kind", "scores", "--dtype", "float64", "--overwrite")
