@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import Tensor, fx, nn
 
 from gemsc.base.boxes import everything
 from gemsc.codegen.package import write_directory
-from gemsc.compiler import lower, trace
+from gemsc.compiler import Traced, lower, trace
 from gemsc.errors import InternalError
 from gemsc.ir import meta
 from gemsc.ir.invariants import drawn_alike
@@ -35,6 +36,7 @@ NOISE: dict[str, Callable[[Tensor], Tensor]] = {
     "of channels": nn.Dropout2d(0.5),
     "gathered": nn.AlphaDropout(0.5),
     "attention": attend,
+    "of nothing": nn.Dropout(0.0),
 }
 
 
@@ -51,6 +53,14 @@ class Noisy(nn.Module):
         return F.dropout(joined, 0.5)
 
 
+@functools.cache
+def traced(kind: type[Noisy], noise: str, *shape: int) -> Traced:
+    """Return such a network, traced once for all grids."""
+    x = torch.randn(*(shape or (2, 6, 8, 8)))
+    given = {"loss": F.mse_loss, "example_target": x.repeat(1, 3, 1, 1)}
+    return trace(kind(NOISE[noise]), (x,), **given)
+
+
 def draws(program: Program) -> list[int | None]:
     """Return the number of each node that draws apart, None for those that do not."""
     nodes = (node for node in program.compute_nodes if meta.facts(node).random)
@@ -58,12 +68,11 @@ def draws(program: Program) -> list[int | None]:
 
 
 @pytest.mark.slow(5)
-@pytest.mark.parametrize("noise", NOISE)
+@pytest.mark.parametrize("noise", [name for name in NOISE if name != "of nothing"])
 @pytest.mark.parametrize("grid", [{"ranks": 2}, {"ranks": 4, "tiles": "2x1"}], ids=str)
 def test_branches_draw_apart(noise: str, grid: dict[str, object]) -> None:
-    model, x = Noisy(NOISE[noise]), torch.randn(2, 6, 8, 8)
-    traced = trace(model, (x,), loss=F.mse_loss, example_target=x.repeat(1, 3, 1, 1))
-    tiles = lower(traced, options(branches="2", **grid)).compilation.tiles
+    made = options(branches="2", **grid)
+    tiles = lower(traced(Noisy, noise), made).compilation.tiles
     rows = [draws(tile.program) for tile in tiles]
     assert [draw.count(None) for draw in rows] == [1] * len(rows)  # after the branches
     assert [len(draw) for draw in rows] == [3, 2] * (len(rows) // 2)
@@ -84,9 +93,8 @@ class Unlike(Noisy):
 def test_branches_draw_apart_in_evaluation(
     noise: str, kind: type[Noisy], grid: dict[str, object]
 ) -> None:
-    model, x = kind(NOISE[noise]), torch.randn(2, 6, 8, 8)
-    traced = trace(model, (x,), loss=F.mse_loss, example_target=x.repeat(1, 3, 1, 1))
-    tiles = lower(traced, options(branches="2", **grid)).compilation.tiles
+    made = options(branches="2", **grid)
+    tiles = lower(traced(kind, noise), made).compilation.tiles
     rows = [draws(tile.evaluation) for tile in tiles]
     assert [draw.count(None) for draw in rows] == [1] * len(rows)
     assert len({draw for drawn in rows[:2] for draw in drawn}) == 4
@@ -95,9 +103,8 @@ def test_branches_draw_apart_in_evaluation(
 
 @pytest.mark.parametrize("grid", [{"ranks": 2}, {"ranks": 4, "tiles": "2x1"}], ids=str)
 def test_a_branch_may_have_a_dropout_of_nothing(grid: dict[str, object]) -> None:
-    model, x = Noisy(nn.Dropout(0.0)), torch.randn(2, 6, 8, 8)
-    traced = trace(model, (x,), loss=F.mse_loss, example_target=x.repeat(1, 3, 1, 1))
-    tiles = lower(traced, options(branches="2", **grid)).compilation.tiles
+    made = options(branches="2", **grid)
+    tiles = lower(traced(Noisy, "of nothing"), made).compilation.tiles
     assert {len(draws(tile.program)) for tile in tiles} == {1}  # after the branches
 
 
@@ -125,11 +132,10 @@ def draw_other_strips(node: fx.Node) -> None:
 def test_what_draws_apart_and_does_not_say_so_is_a_wrong_program(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model, x = Noisy(nn.Dropout(0.5)), torch.randn(2, 6, 8, 8)
-    traced = trace(model, (x,), loss=F.mse_loss, example_target=x.repeat(1, 3, 1, 1))
+    graph = traced(Noisy, "dropout")
     monkeypatch.setattr(meta, "set_draw", lambda node, draw: None)
     with pytest.raises(InternalError, match=r"_draws.py:\d+: .* draw different random"):
-        lower(traced, options(ranks=2, branches="2"))
+        lower(graph, options(ranks=2, branches="2"))
 
 
 @pytest.mark.parametrize(
@@ -140,9 +146,8 @@ def test_ranks_that_draw_otherwise_are_a_wrong_program(
     change: Callable[[fx.Node], None],
 ) -> None:
     """In `same_draws`, in which programs are compared, each has the same numbers."""
-    model, x = Noisy(nn.Dropout(0.5)), torch.randn(1, 6, 256, 256)
-    traced = trace(model, (x,), loss=F.mse_loss, example_target=x.repeat(1, 3, 1, 1))
-    ranks = lower(traced, options(ranks=2, tiles="2x1")).compilation.tiles
+    graph = traced(Noisy, "dropout", 1, 6, 256, 256)
+    ranks = lower(graph, options(ranks=2, tiles="2x1")).compilation.tiles
     programs = [rank.program for rank in ranks]
     change([n for n in programs[1].compute_nodes if "draw" in n.kwargs][-1])
     with pytest.raises(InternalError, match=r"_draws.py:\d+: .* draw different random"):
@@ -153,9 +158,8 @@ def test_ranks_that_draw_otherwise_are_a_wrong_program(
 
 
 def test_tiles_of_other_sizes_draw_alike_for_channels() -> None:
-    model, x = Noisy(nn.Dropout2d(0.5)), torch.randn(1, 6, 7, 8)
-    traced = trace(model, (x,), loss=F.mse_loss, example_target=x.repeat(1, 3, 1, 1))
-    tiles = lower(traced, options(ranks=2, tiles="2x1")).compilation.tiles
+    graph = traced(Noisy, "of channels", 1, 6, 7, 8)
+    tiles = lower(graph, options(ranks=2, tiles="2x1")).compilation.tiles
     drawn_alike([rank.program for rank in tiles])
 
 
@@ -178,8 +182,8 @@ def test_what_all_ranks_draw_for_lies_alike(
 ) -> None:
     """A mask is drawn in the order of memory, of which an own branch has another."""
     x = torch.randn(2, 8, 8)
-    traced = trace(Gated(), (x,), loss=F.mse_loss, example_target=x)
-    program = lower(traced, options(ranks=2, branches="2", trunk="whole"))
+    graph = trace(Gated(), (x,), loss=F.mse_loss, example_target=x)
+    program = lower(graph, options(ranks=2, branches="2", trunk="whole"))
     write_directory(program.compilation, tmp_path)
     dropout, seen = F.dropout, []
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from program_support import mean
+from program_support import compared, mean
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gemsc
+from gemsc.compiler import Traced, lower, trace
 from gemsc.errors import GemscError
+from gemsc.options import CompileOptions
 
 X = torch.randn(4, 3, 12, 12, generator=torch.Generator().manual_seed(0))
 
@@ -74,6 +77,19 @@ def compiled(model: nn.Module, **options: Any) -> gemsc.CompiledProgram:
     return program
 
 
+@functools.cache
+def traced(norm: Any = Act, frontend: str = "record", **changes: Any) -> Traced:
+    """Return the network, traced and compared with itself for all layouts."""
+    return trace(network(norm, **changes), (X,), loss=mean, frontend=frontend)
+
+
+def check(norm: Any = Act, frontend: str = "record", **options: Any) -> None:
+    """Check that a step of the network is exact where it is split so."""
+    graphs, model = traced(norm, frontend), network(norm)
+    program = compared(graphs, model, (X,), mean, frontend=frontend, **options)
+    assert program.plan.unchecked == ""
+
+
 LAYOUTS: dict[str, dict[str, Any]] = {
     "in flight": {"ranks": 2, "micro_batches": 4},
     "copies": {"ranks": 2, "data": 2, "micro_batches": 2},
@@ -88,7 +104,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_compute_what_one_process_does(layout: str) -> None:
-    compiled(network(), **LAYOUTS[layout])
+    check(**LAYOUTS[layout])
 
 
 def test_on_tiles_statistics_advance_once_where_a_block_runs_again() -> None:
@@ -116,10 +132,11 @@ def test_of_fixed_or_absent_weights(tmp_path: Any) -> None:
 def test_what_is_done_otherwise_is_exact_alone_and_refused_with_replicas(
     changes: dict[str, Any],
 ) -> None:
-    model = network(**changes)
-    compiled(model, ranks=2, micro_batches=4)
+    graphs, model = traced(**changes), network(**changes)
+    program = compared(graphs, model, (X,), mean, ranks=2, micro_batches=4)
+    assert program.plan.unchecked == ""
     with pytest.raises(GemscError, match="of 2 replicas"):
-        compiled(model, ranks=2, data=2, micro_batches=2)
+        lower(graphs, CompileOptions(ranks=2, data=2, micro_batches=2))
 
 
 def test_statistics_that_are_fixed_stay() -> None:
@@ -136,7 +153,7 @@ def test_without_a_count_replicas_do_not_join(norm: Any) -> None:
 
 @pytest.mark.parametrize("layout", ["in flight", "copies", "mirrored"])
 def test_an_exported_layer_is_such_a_class(layout: str) -> None:
-    compiled(network(nn.BatchNorm2d), frontend="export", **LAYOUTS[layout])
+    check(nn.BatchNorm2d, "export", **LAYOUTS[layout])
 
 
 def test_what_data_writes_into_a_buffer_is_refused_with_replicas() -> None:

@@ -17,10 +17,12 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from gemsc.base.elementwise import OptimizerFactory
+from gemsc.base.examples import Examples
 from gemsc.base.grid_shape import ALONE
 from gemsc.codegen.package import write_directory
-from gemsc.compiler import CompiledProgram, compile, trace
+from gemsc.compiler import CompiledProgram, Traced, compile, lower, trace
 from gemsc.ir.program import Program
+from gemsc.options import CompileOptions
 from gemsc.passes.balance_stages import BalanceStages
 from gemsc.passes.base import Pass
 from gemsc.passes.insert_comms import InsertComms
@@ -30,6 +32,7 @@ from gemsc.runtime.checkpoint.files import export_model
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.runtime.transport.local import run_local
 from gemsc.verify.compare import Comparison, compare
+from gemsc.verify.first_step import first_step
 from gemsc.verify.one_process import reference_steps
 
 T = TypeVar("T")
@@ -107,6 +110,23 @@ def written(
     )
     write_directory(program.compilation, directory)
     return program
+
+
+def compared(
+    traced: Traced,
+    model: nn.Module,
+    inputs: Any = (X,),
+    loss: Any = mse,
+    target: Any = None,
+    **options: Any,
+) -> CompiledProgram:
+    """Return what `compile` makes of a model that was traced; it runs a step."""
+    program = lower(
+        traced, CompileOptions(**options), examples=Examples.of(inputs, target)
+    )
+    given = {"loss": loss, "example_target": target, "phases": ()}
+    facts = first_step(program.compilation, model, inputs, **given)
+    return program.with_plan(**facts)
 
 
 def on_ranks(

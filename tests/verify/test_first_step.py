@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 from collections.abc import Callable
@@ -22,10 +23,11 @@ from gemsc.base.nests import Mean
 from gemsc.base.plain_forward import with_threads
 from gemsc.codegen.package import rank_modules
 from gemsc.compilation import Compilation
-from gemsc.compiler import CompiledProgram, compile
+from gemsc.compiler import CompiledProgram, Traced, compile, lower, trace
 from gemsc.errors import GemscError, InternalError
 from gemsc.launch.start import not_compared
 from gemsc.lowering import tracing
+from gemsc.options import CompileOptions
 from gemsc.plan import WITHOUT_KERNELS, Plan
 from gemsc.runtime.transport.local import LocalGroup
 from gemsc.runtime.transport.transport import Request
@@ -285,8 +287,14 @@ def test_what_replicas_add_up_is_compared_too(monkeypatch: pytest.MonkeyPatch) -
         compiled(ranks=2, data=2)
 
 
+@functools.cache
+def picture() -> Traced:
+    return trace(Picture(), (X,), loss=squares, check=False)
+
+
 def rank_with(text: str, options: dict[str, Any]) -> int:
-    files = compiled(**options, check=False).rank_modules()
+    given = CompileOptions(micro_batches=2, **options)
+    files = lower(picture(), given).rank_modules()
     return next(rank for rank in range(2) if text in files[f"rank{rank}.py"])
 
 
