@@ -173,6 +173,7 @@ def table_of(item: pytest.Item) -> str:
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # what is loaded stays, and is not searched for garbage
+    gc.set_threshold(20_000, 10, 10)  # tests make large graphs of many small objects
     gc.enable()
 
 

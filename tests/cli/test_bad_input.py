@@ -677,6 +677,7 @@ def test_what_the_advice_says_works(words: str, gemsc: Gemsc, tmp_path: Path) ->
     assert gemsc(*words.split()).code == 0
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize(
     "text",
     [
@@ -702,6 +703,7 @@ def test_parameters_may_have_attributes(
 WITHOUT = MODEL.partition("def optimizer")[0] + "dataset = Data(24)\n\n\n"
 
 
+@pytest.mark.slow(5)
 @pytest.mark.parametrize(
     ("definition", "meant"),
     [

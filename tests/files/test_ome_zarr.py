@@ -178,6 +178,7 @@ def test_of_a_slide_only_the_chunks_of_a_part_are_read(
         slide.read((2, 13), (0, 11))
 
 
+@pytest.mark.slow(3)
 @pytest.mark.parametrize(
     ("axes", "shape", "changes", "message"),
     [

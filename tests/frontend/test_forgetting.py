@@ -183,6 +183,7 @@ def mean(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
 
+@pytest.mark.slow(6)
 @pytest.mark.parametrize(
     "table",
     [

@@ -77,6 +77,7 @@ def test_a_guard_is_part_of_the_program(
     assert "tiles.must_be(" in text
 
 
+@pytest.mark.slow(3)
 @pytest.mark.parametrize("forward", GUARDS)
 def test_data_that_take_the_branch_stop_the_run_before_the_update(
     forward: Callable[..., Tensor], tmp_path: Path

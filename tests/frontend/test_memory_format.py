@@ -294,6 +294,7 @@ class Pictures(nn.Module):
         return self.second(self.function(self.first(x).permute(0, 2, 3, 1).sin()))
 
 
+@pytest.mark.slow(3)
 @pytest.mark.parametrize("split", [{"tiles": "2x1"}, {"shards": "2"}], ids=str)
 @pytest.mark.parametrize("function", [strided, paired, flat])
 def test_what_a_grid_computes_whole_lies_as_it_did(

@@ -138,6 +138,7 @@ def local_class() -> nn.Module:
     return Local()
 
 
+@pytest.mark.slow(3)
 @pytest.mark.parametrize(
     ("inner", "message"),
     [

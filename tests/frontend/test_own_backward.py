@@ -367,6 +367,7 @@ def an_input_used_later(self: Any, x: Tensor) -> Tensor:
     return self.d(self.c(x))
 
 
+@pytest.mark.slow(3)
 @pytest.mark.parametrize("recompute", ["off", "all"])
 @pytest.mark.parametrize(
     "forward", [without_result, read_before_and_after, an_input_used_later]

@@ -546,6 +546,7 @@ def compiled_in_place(model: nn.Module) -> nn.Module:
     return model
 
 
+@pytest.mark.slow(3)
 @pytest.mark.parametrize("compiled", [torch.compile, compiled_in_place])
 @pytest.mark.parametrize("inside", [True, False])
 def test_what_torch_compile_gives_is_recorded_as_it_is_written(

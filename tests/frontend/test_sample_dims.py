@@ -28,6 +28,7 @@ class Net(nn.Module):
         return self.then(self.drop(self.layer(x)))
 
 
+@pytest.mark.slow(6)
 @pytest.mark.parametrize(
     ("forward", "rows", "dims"),
     [

@@ -278,6 +278,7 @@ def test_gradients_of_tied_parameters_are_summed(
 # Row 22
 
 
+@pytest.mark.slow(4)
 @pytest.mark.parametrize("schedule", RUNNABLE)
 def test_what_the_plan_says_is_what_runs(schedule: str, tmp_path: Path) -> None:
     count = 4

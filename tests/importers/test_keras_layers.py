@@ -336,6 +336,7 @@ def model(name: str) -> Any:
     return keras.Model(inputs, build(*before))
 
 
+@pytest.mark.slow(12)
 @pytest.mark.by_day(20)
 @pytest.mark.parametrize(
     "name", [*BY_DAY, *at_night(*(n for n in NAMES if n not in BY_DAY))]

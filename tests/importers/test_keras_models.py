@@ -104,6 +104,7 @@ MODELS: list[Callable[[], Any]] = [
 ]
 
 
+@pytest.mark.slow(4)
 @pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
 def test_a_step_of_training_is_that_of_keras(tmp_path, make):
     with floatx("float64"):
@@ -215,6 +216,7 @@ ROWS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.slow(6)
 @pytest.mark.parametrize("name", ROWS)
 def test_layers_for_images_are_those_of_keras(tmp_path, name):
     keras.utils.set_random_seed(0)  # of some weights, rounding makes more

@@ -114,6 +114,7 @@ def test_the_network_says_what_the_file_gives(case):
     np.testing.assert_allclose(output, wanted, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow(2)
 def test_a_step_of_training_is_that_of_the_model_that_made_the_file(case):
     model, path, _, _ = case
     ours, theirs = network_of(path.with_suffix("")).train(), made(model).train()

@@ -143,6 +143,7 @@ def test_saved_bytes_are_those_of_a_real_run(name: str) -> None:
     assert said == saved_by(lambda: run_graph(program, layers, inputs), layers) > 0
 
 
+@pytest.mark.slow(5)
 @pytest.mark.parametrize("name", SAVED)
 def test_saved_bytes_are_those_of_the_users_model(name: str) -> None:
     make, inputs = SAVED[name]

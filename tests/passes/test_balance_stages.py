@@ -140,6 +140,7 @@ def test_the_user_may_name_where_later_stages_begin() -> None:
     assert sizes(done) == [2, 3, 1]
 
 
+@pytest.mark.slow(3)
 @pytest.mark.parametrize(
     ("cuts", "message"),
     [

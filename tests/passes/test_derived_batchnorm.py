@@ -102,6 +102,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_compute_what_one_process_does(layout: str) -> None:
     check(**LAYOUTS[layout])
@@ -124,6 +125,7 @@ def test_of_fixed_or_absent_weights(tmp_path: Any) -> None:
     compiled(network(affine=False), ranks=2, data=2, micro_batches=2)
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize(
     "changes",
     [{"step": 2}, {"momentum": 0.2}, {"again": True}, {"reads": True}],
@@ -151,6 +153,7 @@ def test_without_a_count_replicas_do_not_join(norm: Any) -> None:
         compiled(network(norm), ranks=2, data=2, micro_batches=2)
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("layout", ["in flight", "copies", "mirrored"])
 def test_an_exported_layer_is_such_a_class(layout: str) -> None:
     check(nn.BatchNorm2d, "export", **LAYOUTS[layout])

@@ -195,6 +195,7 @@ def test_a_flattened_value_that_was_computed_with_its_halo(fuse: int) -> None:
     assert not check(plain, torch.randn(2, 3, 7, 10), (2, 2), fuse=fuse).barriers
 
 
+@pytest.mark.slow(4)
 @pytest.mark.parametrize(
     "function",
     [

@@ -146,6 +146,7 @@ def by_a_keyword(self: Any, x: Tensor) -> Tensor:
     return (h + one + other).clamp(max=one if self.training else other)
 
 
+@pytest.mark.slow(3)
 @pytest.mark.parametrize(
     "forward", [turned, half_in_training, under_other_names, by_a_tensor, by_a_keyword]
 )

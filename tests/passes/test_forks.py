@@ -137,6 +137,7 @@ def test_attention_beside_the_mlp_is_a_fork_by_a_sum() -> None:
     assert fork.added[-1] == fork.join
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize(
     "add",
     [

@@ -131,6 +131,7 @@ def test_replicas_change_what_the_others_do(
     assert against_one_process(tmp_path, around(change), **options).worst < EXACT
 
 
+@pytest.mark.slow(3)
 @pytest.mark.parametrize("options", REPLICAS[:2], ids=str)
 @pytest.mark.parametrize(
     "change", [counted, counted_in_training, counted_in_evaluation]
@@ -273,6 +274,7 @@ def in_evaluation_only(layer: Growing, x: Tensor) -> None:
         layer.bias.data.mul_(0.9)
 
 
+@pytest.mark.slow(3)
 @pytest.mark.parametrize(
     ("kind", "change"),
     [

@@ -214,6 +214,7 @@ def is_used_before(model: Any, x: Tensor) -> None:
     model.scale = model.scale.mul(2) + model.first.weight.sum()
 
 
+@pytest.mark.slow(4)
 @pytest.mark.parametrize(
     ("change", "pair"),
     [

@@ -282,7 +282,7 @@ def test_any_operand_may_be_the_one_that_is_cut(
     check_on_tiles(name, forms)
 
 
-@pytest.mark.slow(6)
+@pytest.mark.slow(3)
 @pytest.mark.parametrize(
     ("name", "forms"),
     [

@@ -172,6 +172,7 @@ def test_the_evaluation_overlaps_as_training_does() -> None:
     assert num_overlapped(tile.program) == num_overlapped(tile.evaluation) > 0
 
 
+@pytest.mark.slow(3)
 @pytest.mark.parametrize("dims", [1, 2, 3])
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_convolution_that_keeps_the_size_copies_no_tile(

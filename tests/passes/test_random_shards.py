@@ -85,6 +85,7 @@ class Grouped(nn.Module):
         return self.second(self.first(x).tanh())
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize(("groups", "classes"), [(4, 8), (2, 8), (4, 4), (1, 8)])
 def test_classes_of_groups_are_shared_in_one_run(groups: int, classes: int) -> None:
     target = torch.randint(classes, (2, 5))
@@ -108,6 +109,7 @@ class Factored(nn.Module):
         return scores if self.tells == "first" else scores.transpose(1, 2)
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("tells", ["first", "second"])
 @pytest.mark.parametrize(("first", "second"), [(2, 6), (3, 4)])
 def test_words_that_are_pairs_are_shared_in_one_run(

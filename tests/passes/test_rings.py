@@ -372,6 +372,7 @@ REASONS: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
+@pytest.mark.slow(3)
 @in_double
 @pytest.mark.parametrize("kind", REASONS)
 def test_where_no_ring_can_be_keys_are_gathered_and_it_says_why(

@@ -172,6 +172,7 @@ class Corrected(Evaluated):
         return x if self.training else self.last(x)
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("trunk", ["whole", "batch"])
 @pytest.mark.parametrize("kind", [nn.MSELoss, nn.L1Loss])
 def test_the_loss_of_evaluation_is_a_mean(

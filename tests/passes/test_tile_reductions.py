@@ -147,6 +147,7 @@ def test_what_goes_around_the_edge_is_not_what_has_zeros_outside() -> None:
     check(model, torch.randn(2, 3, 7, 10), (2, 3))
 
 
+@pytest.mark.slow(7)
 @pytest.mark.parametrize("name", MOVED)
 def test_rows_go_where_they_belong(name: str) -> None:
     check(Function(MOVED[name]), torch.randn(2, 3, 7, 10), (2, 3))
@@ -206,6 +207,7 @@ class Coordinates(nn.Module):
         return x * (rows * columns)
 
 
+@pytest.mark.slow(4)
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 @pytest.mark.parametrize("fuse", [0, 2])
 def test_what_is_cut_along_one_axis_is_computed_on(
@@ -294,6 +296,7 @@ APART: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 }
 
 
+@pytest.mark.slow(5)
 @pytest.mark.parametrize("name", APART)
 def test_what_needs_more_than_a_tile_has(name: str) -> None:
     function, reason = APART[name]

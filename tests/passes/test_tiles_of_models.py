@@ -85,6 +85,7 @@ OTHER_NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.slow(4)
 @pytest.mark.parametrize("name", OTHER_NUMBERS)
 @pytest.mark.parametrize("grid", [(1, 2), (2, 2)])
 def test_what_tiles_send_is_kept_right_as_numbers_of_another_kind(
@@ -207,6 +208,7 @@ WINDOWS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.slow(17)
 @pytest.mark.parametrize("grid", [(2, 1), (1, 3)], ids=str)
 @pytest.mark.parametrize("name", WINDOWS)
 def test_windows(name: str, grid: tuple[int, ...]) -> None:
@@ -263,6 +265,7 @@ class Raised(Cleared):
         return y
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("kind", [Cleared, Raised])
 def test_what_is_changed_in_place_is_gathered_where_it_is_used(
@@ -442,6 +445,7 @@ def strided(x: Tensor) -> Tensor:
     return torch.as_strided(x, x.shape, (192, 64, 1, 8))
 
 
+@pytest.mark.slow(5)
 @pytest.mark.parametrize(
     "function",
     [
@@ -460,6 +464,7 @@ def test_what_counts_all_of_the_memory_or_gives_several_values_is_gathered(
     assert check(Function(function), torch.randn(2, 3, 8, 8), grid).barriers
 
 
+@pytest.mark.slow(7)
 @pytest.mark.parametrize(
     "loss",
     [

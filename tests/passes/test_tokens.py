@@ -88,6 +88,7 @@ class Joined(nn.Module):
         return self.conv(long)
 
 
+@pytest.mark.slow(4)
 @pytest.mark.parametrize("grid", [(2, 1), (1, 2), (2, 2), (4, 1)])
 @pytest.mark.parametrize("dim", [2, 3])
 def test_values_are_joined_along_what_is_cut(grid: tuple[int, ...], dim: int) -> None:
@@ -199,7 +200,7 @@ class Product(nn.Module):
         return self.function(x.tanh() * self.weight[:6], self.weight)
 
 
-@pytest.mark.slow(15)
+@pytest.mark.slow(8)
 @pytest.mark.parametrize("grid", [(2, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_products_are_what_their_equations_say(

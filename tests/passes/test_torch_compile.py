@@ -107,6 +107,7 @@ def gated(self: Any, x: Tensor) -> Tensor:
     return self.d(self.gate(self.a(x)))
 
 
+@pytest.mark.slow(4)
 @pytest.mark.parametrize(
     ("options", "words"),
     [

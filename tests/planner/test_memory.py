@@ -249,6 +249,7 @@ def clipped_by_layer(parameters):
     return clipped([{"params": [*pairs]} for _, pairs in layers])
 
 
+@pytest.mark.slow(5)
 @pytest.mark.parametrize(
     ("optimizer", "options", "count"),
     [

@@ -153,7 +153,7 @@ def test_gradients_are_whole_until_their_parts_are_added_up(
     check(program, tmp_path, x)
 
 
-@pytest.mark.slow(4)
+@pytest.mark.slow(3)
 @pytest.mark.parametrize("given", [{}, {"device_memory": 4 * 2**20}], ids=["", "room"])
 @pytest.mark.parametrize("shard", ["gradients", "weights"])
 @pytest.mark.parametrize("frozen", [0, 6])
@@ -187,6 +187,7 @@ class Adapted(nn.Module):
         return torch.tanh(self.base(x) + self.back(self.more(x)))
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("shard", ["off", "weights"])
 def test_frozen_weights_have_no_gradients(shard: str, tmp_path: Path) -> None:
     x = torch.randn(16, 256)
@@ -198,7 +199,7 @@ def test_frozen_weights_have_no_gradients(shard: str, tmp_path: Path) -> None:
     check(program, tmp_path, x, bounds=(0.97, 1.03))
 
 
-@pytest.mark.slow(2)
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("shard", ["gradients", "weights"])
 @pytest.mark.parametrize("schedule", ["mast", "chimera"])
 def test_mirrored_ranks_keep_parts_of_their_replica(

@@ -567,6 +567,7 @@ def test_a_wrong_edit_is_refused_with_its_line(
     assert not (tmp_path / "second").exists()
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize(("ranks", "data"), [(1, 1), (4, 2), (2, 2)])
 def test_an_edit_may_change_the_number_of_ranks(
     ranks: int, data: int, command: Gemsc, tmp_path: Path

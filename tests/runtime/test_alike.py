@@ -334,6 +334,7 @@ def test_machines_may_have_equal_copies(copies: list[Path]) -> None:
     check_copies(copies)
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize(
     ("rank", "file"),
     [(1, "rank1.py"), (2, "rank0.py"), (3, "rank1.py"), (3, "model.py")],

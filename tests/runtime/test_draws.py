@@ -256,6 +256,7 @@ class Langevin(torch.optim.SGD):
                 parameter.detach().add_(torch.randn_like(parameter))
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize(
     "options",
     [{}, {"data": 2}, {"data": 2, "shard": "optimizer"}, {"schedule": "mast"}],

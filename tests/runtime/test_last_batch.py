@@ -157,6 +157,7 @@ def test_a_run_trains_on_the_rest_of_each_epoch(tmp_path: Path) -> None:
     assert seen == [2, 2]
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize(
     ("data", "options", "says", "advises"),
     [

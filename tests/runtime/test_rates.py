@@ -99,6 +99,7 @@ BY_NUMBER: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.slow(4)
 @pytest.mark.parametrize("kind", BY_NUMBER)
 def test_a_scheduler_by_numbers_of_groups_is_refused_where_these_differ(
     kind: str, tmp_path: Path

@@ -249,6 +249,7 @@ def test_each_replica_goes_on_with_its_own_gradients_that_wait(
     assert off(weights_in(run), weights_in(whole)) < 1e-12
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("shard", ["off", "gradients"])
 @pytest.mark.parametrize("before", [1, 2])
 def test_gradients_of_steps_that_are_undone_are_forgotten(

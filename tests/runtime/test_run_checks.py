@@ -67,6 +67,7 @@ def compiled(
     return compile(model, inputs, loss=loss, **how)
 
 
+@pytest.mark.slow(5)
 @pytest.mark.parametrize(
     ("loss", "label"),
     [

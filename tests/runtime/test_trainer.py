@@ -601,6 +601,7 @@ def test_an_optimizer_that_wants_what_another_rank_has_fails_at_its_line(
 MADE = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
 
 
+@pytest.mark.slow(5)
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -654,6 +655,7 @@ def test_a_rank_may_have_no_optimizer(tmp_path: Path) -> None:
     assert absent == [True, False]
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("count", [0, -1, 3, 1.5])
 def test_so_many_micro_batches_are_not_in_a_batch(count: Any, tmp_path: Path) -> None:
     written(tmp_path, Net(simple), ranks=2, micro_batches=2)

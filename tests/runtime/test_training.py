@@ -193,6 +193,7 @@ NOW_OTHERWISE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("name", NOW_OTHERWISE)
 def test_what_goes_on_otherwise_than_its_file_has_it_now_is_told_once(
     name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -250,6 +251,7 @@ def test_a_run_that_goes_on_takes_the_kernels_of_its_optimizer_from_the_file(
     assert "keeps the values" not in capfd.readouterr().err
 
 
+@pytest.mark.slow(3)
 @pytest.mark.parametrize(
     ("reads", "is_stream", "workers", "advice"),
     [
@@ -487,6 +489,7 @@ def told(changes: Any, first: int = 1, hook: str = "on_step", rank: int = 0) -> 
     return change
 
 
+@pytest.mark.slow(3)
 @pytest.mark.parametrize(
     ("changes", "name"),
     [
@@ -597,6 +600,7 @@ def test_load_takes_what_a_trainer_takes() -> None:
     assert taken <= inspect.signature(gemsc.load).parameters.keys()
 
 
+@pytest.mark.slow(3)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(
     ("name", "wrong"), [("dataset", 9), ("eval_dataset", 9), ("eval_dataset", 12)]

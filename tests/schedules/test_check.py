@@ -634,6 +634,7 @@ def mutate(orders: Orders, rng: random.Random) -> tuple[str, list[list[Action]]]
     return how, broken
 
 
+@pytest.mark.slow(5)
 @pytest.mark.parametrize("name", list(SCHEDULES))
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=25, deadline=None)

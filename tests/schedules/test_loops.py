@@ -76,6 +76,7 @@ def test_the_steps_stand_for_exactly_the_actions(order: tuple[Action, ...]) -> N
     assert num_lines(steps) <= len(order)
 
 
+@pytest.mark.slow(5)
 @pytest.mark.parametrize("name", list(SCHEDULES))
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=10, deadline=None)

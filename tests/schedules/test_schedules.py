@@ -165,6 +165,7 @@ def test_a_memory_cap_is_never_exceeded(name: str, seed: int, kind: str | None) 
     proved(task, timeline)
 
 
+@pytest.mark.slow(5)
 @pytest.mark.parametrize("name", NAMES)
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=10, deadline=None)
@@ -194,6 +195,7 @@ def uneven(name: str, seed: int, num_micro_batches: int) -> Task:
     return chain_of(costs, micro_batches, placement=placement)
 
 
+@pytest.mark.slow(6)
 @pytest.mark.by_day(12)
 @pytest.mark.parametrize(("name", "most"), [("basic", 3), ("gpipe", 4), ("1f1b", 14)])
 @pytest.mark.parametrize("seed", range(8))

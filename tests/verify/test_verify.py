@@ -403,6 +403,7 @@ EDITS = [  # of the first rank's file: what was there, what is there now, what i
 ]
 
 
+@pytest.mark.slow(3)
 @pytest.mark.parametrize(("old", "new", "said"), EDITS)
 def test_the_files_are_proved_as_they_are_now(
     old: str,
