@@ -752,6 +752,7 @@ def test_metrics_that_would_end_an_evaluation_are_told(
     assert said.code == 0
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("more", ["", ", padding=-1"])
 def test_a_collate_that_is_not_called_is_told(
     more: str, gemsc: Gemsc, tmp_path: Path

@@ -99,6 +99,7 @@ with ThreadPoolExecutor(4) as pool:
 """
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("constants", [[], ["WIDTH=8"]])
 def test_threads_read_files_at_once(constants: list[str], tmp_path: Path) -> None:
     """As ranks that are threads do: Python 3.11 makes one tree of a file at a time."""

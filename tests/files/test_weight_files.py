@@ -433,6 +433,7 @@ def test_a_name_in_two_files_is_refused(tmp_path: Path) -> None:
         WeightFiles.open(tmp_path / "nothing")
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_program_that_has_not_run_gives_a_state_dict(
     device: str, here: Path, gemsc: Gemsc

@@ -127,6 +127,7 @@ def test_inputs_and_layouts(layer: dict[str, Any], inputs: tuple[Tensor, ...]) -
         assert linears == (2 if len(inputs) == 1 else 4)  # one projection, or three
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
 def test_keys_and_values_of_other_widths(layer: dict[str, Any]) -> None:
     inputs = X, KEYS, VALUES

@@ -186,6 +186,7 @@ def halved_by_weights(self: Any, x: Tensor) -> Tensor:
     return self.d(torch.tanh(self.c(h)))
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("forward", [halved, halved_by_weights])
 def test_a_model_that_mixes_dtypes_is_compared_as_it_is(
     forward: Callable[..., Tensor], tmp_path: Path
@@ -216,6 +217,7 @@ def branch_on_dtype(self: Any, x: Tensor) -> Tensor:
     return self.d(self.c(self.b(torch.tanh(h.float().exp().double()))))
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("forward", [fixed_between, branch_on_dtype])
 def test_a_model_that_runs_in_one_dtype_keeps_what_it_has_in_another(
     forward: Callable[..., Tensor], tmp_path: Path
@@ -283,6 +285,7 @@ def test_some_weights_in_another_precision_stay_so(wide: bool, tmp_path: Path) -
         assert torch.equal(record.gradients[name], as_real(parameter.grad))
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("tiles", ["1", "2x1"])
 def test_a_model_in_float64_with_a_layer_in_float32_is_compared_as_it_is(
     tiles: str,

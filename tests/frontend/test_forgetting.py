@@ -243,6 +243,7 @@ class Scaled(torch.autograd.Function):
 scaled_by: Any = Scaled.apply
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("data", [1, 2])
 def test_a_custom_function_keeps_a_table_for_its_backward(data: int) -> None:
     def scaled(net: Any) -> Tensor:
@@ -389,6 +390,7 @@ def test_a_table_of_a_submodule_that_stays_whole() -> None:
     assert not TABLES
 
 
+@pytest.mark.slow
 def test_a_table_of_the_loss_of_a_phase() -> None:
     def loss(model: Any, x: Tensor, target: Tensor) -> Tensor:
         return mean(model(x) * cached(SIZE) + in_a_dict(x), target)

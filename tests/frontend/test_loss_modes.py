@@ -22,6 +22,7 @@ class Perceptual(nn.Module):
         return F.mse_loss(self.net(output), self.net(target))
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_network_that_a_loss_has_in_evaluation_mode(whole: bool) -> None:
     loss = Perceptual().train(mode=False) if whole else Perceptual()

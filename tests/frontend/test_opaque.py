@@ -136,7 +136,7 @@ def worst_errors(output: Tensor, target: Tensor) -> Tensor:
 of_lambda = lambda output, target: worst_errors(output, target)  # noqa: E731
 
 
-@pytest.mark.slow(2)
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("loss", [of_lambda, worst_errors, Loss()])
 def test_a_loss_may_depend_on_data(loss: Any, tmp_path: Path) -> None:
     model = Around(made(Expert))
@@ -300,6 +300,7 @@ class CalledTwice(nn.Module):
         return self.part(self.part(x, True), False)
 
 
+@pytest.mark.slow
 def test_the_backward_of_a_batchnorm_does_not_need_its_old_statistics(
     tmp_path: Path,
 ) -> None:
@@ -632,6 +633,7 @@ class Rarely(Dropping):
         return super().forward(x) if is_large else x * 1.0
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("inner", [Dropping, Rarely])
 def test_random_numbers_inside_have_the_seed_of_the_stage(inner: Any) -> None:
     """Without it, replicas draw the same ones: all ranks' generators are alike."""
@@ -783,6 +785,7 @@ class Prepares(nn.Module):
         return out
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("inner", [OnlyTrains(), Prepares(OnlyTrains())])
 def test_a_model_that_fails_in_evaluation_is_said_to(inner: nn.Module) -> None:
     says = r"the model fails .*in evaluation mode.*: ValueError: I have not been"

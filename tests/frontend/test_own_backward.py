@@ -259,6 +259,7 @@ def part_of_a_message(self: Any, x: Tensor) -> Tensor:
     return self.c(x) + part.mean()
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("forward", [behind_a_message, part_of_a_message])
 @pytest.mark.parametrize("recompute", ["off", "all"])
 def test_stages_and_what_is_recomputed_are_not_written_to(

@@ -93,6 +93,7 @@ class Biased(nn.Module):
         return self.fc2(self.fc(x) + biases)
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("mode", [True, False])
 def test_what_eval_makes_of_parameters_is_made_in_each_evaluation(mode: bool) -> None:
     model = Biased().train(mode)

@@ -300,6 +300,7 @@ def test_what_the_exporter_computes_of_no_parameter_is_not_trained(
     assert trained == [(2,), (2, 6), (6,), (6, 6)]
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("how", [MERGED, OLDER])
 def test_a_norm_without_weights_is_not_given_any(how: Any, tmp_path: Path) -> None:
     model = nn.Sequential(nn.LayerNorm(6, elementwise_affine=False), nn.Linear(6, 2))

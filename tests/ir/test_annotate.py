@@ -154,7 +154,7 @@ def test_saved_bytes_are_those_of_the_users_model(name: str) -> None:
     assert said == saved_by(lambda: mean(copied(*inputs)), copied) > 0
 
 
-@pytest.mark.parametrize("length", [33, 200])
+@pytest.mark.parametrize("length", [33, pytest.param(200, marks=pytest.mark.slow)])
 def test_saved_bytes_of_a_long_lstm_are_told_by_short_ones(length: int) -> None:
     inputs, model = (torch.randn(4, length, 8),), Recurrent()
     program = annotated(model, *inputs)

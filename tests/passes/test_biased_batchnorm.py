@@ -108,7 +108,7 @@ AVERAGES = (
 )
 
 
-@pytest.mark.slow(3)
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("plan", AVERAGES, ids=CompileOptions.command_line)
 def test_means_of_the_statistics_of_all_batches_are_exact(
     plan: CompileOptions, tmp_path: Path

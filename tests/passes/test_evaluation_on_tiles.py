@@ -68,6 +68,7 @@ class TwoHeads(nn.Module):
         return tuple(head(y) for head in self.heads)
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("split", [{"tiles": "2x1"}, {"shards": "2"}], ids=str)
 def test_outputs_of_one_name_are_gathered_apart(
     split: dict[str, str], tmp_path: Path

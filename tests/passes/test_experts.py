@@ -74,6 +74,7 @@ def test_a_rank_computes_the_places_of_its_own_experts_alone() -> None:
 GIVEN, TOKENS = (4, EXPERTS, 2, 8), (4, 6, 8)
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("shards", [2, 3])
 def test_of_groups_that_are_split_what_experts_are_given_is_exchanged(
     shards: int,

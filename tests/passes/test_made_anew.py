@@ -377,6 +377,7 @@ def g_loss(model: Any, x: Tensor, target: Tensor) -> Tensor:
     return mse(model.d(model.g(x)), target)
 
 
+@pytest.mark.slow
 def test_a_stage_that_makes_it_for_others_alone_leaves_it_out() -> None:
     phases = [
         Phase(name, loss=loss, train=name, optimizer=torch.optim.SGD)

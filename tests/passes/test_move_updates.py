@@ -67,7 +67,7 @@ def compared(model: nn.Module, **options: Any) -> Any:
     return program
 
 
-@pytest.mark.slow(2)
+@pytest.mark.slow(1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -104,6 +104,7 @@ class FollowsTheData(Teacher):
         return (self.head(y) - wanted).square().mean(1)
 
 
+@pytest.mark.slow
 def test_what_needs_another_tower_stays_behind_it() -> None:
     compared(FollowsTheData(), ranks=2)
     models = {FollowsTheData(): False, Teacher(late=True): True}

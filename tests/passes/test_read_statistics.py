@@ -43,6 +43,7 @@ def compiled(read: str, is_frozen: bool = False, **options: Any) -> Any:
     return gemsc.compile(model, (X,), loss=lambda y: y.square().mean(), **options)
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("read", ["running_mean", "running_var", "num_batches_tracked"])
 def test_they_are_read_on_the_rank_that_updates_them(read: str) -> None:
     program = compiled(read, ranks=2, recompute="all")

@@ -69,7 +69,7 @@ PLANS = (
 )
 
 
-@pytest.mark.slow(2)
+@pytest.mark.slow(1)
 @pytest.mark.by_day(7)
 @pytest.mark.parametrize("plan", PLANS, ids=CompileOptions.command_line)
 @pytest.mark.parametrize("name", TOWER_MODELS)

@@ -66,7 +66,7 @@ def test_a_split_trunk_takes_two_gathers_and_two_reductions_each_way(
     }
 
 
-@pytest.mark.slow(2)
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("shards", [2, 3, 4])
 def test_words_over_ranks_take_a_sum_and_two_numbers_a_token(shards: int) -> None:
     choice = options(ranks=shards, shards=shards, trunk="whole", micro_batches=1)

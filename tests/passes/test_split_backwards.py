@@ -152,6 +152,7 @@ def test_memory_of_a_program_that_splits_backwards(
         assert (f"weights_stage{rank}(worker, {last})" in text) == (rank in split)
 
 
+@pytest.mark.slow(1)
 @pytest.mark.by_day(2)
 @pytest.mark.parametrize(
     "choice",

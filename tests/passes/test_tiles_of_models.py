@@ -162,6 +162,7 @@ def test_an_output_says_which_part_it_is(layers: list[nn.Module]) -> None:
     check(nn.Sequential(*layers), torch.randn(1, 2, 14, 4), (3, 1))
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
 def test_a_tile_drops_what_it_mirrored_too_much(mode: str) -> None:
     """Of three rows the second tile has one, and mirrors two."""
@@ -415,6 +416,7 @@ def test_parameters_of_the_size_of_the_picture_are_cut() -> None:
     assert not step.barriers
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize(
     "function",
     [

@@ -227,6 +227,7 @@ def test_a_forward_has_a_form_for_each_state_of_its_parameters(
     assert on_ranks(tmp_path, 1, work) == [8]
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize(
     ("lost", "is_exact"), [(1e-11, True), (1e-13, False), (1e-8, False)]
 )

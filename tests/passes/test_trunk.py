@@ -298,6 +298,7 @@ class Rotated(nn.Module):
         return self.out(turned.flatten(3).transpose(1, 2).reshape(2, 6, 8))
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("trunk", ["batch", "sequence"])
 def test_complex_numbers_keep_the_dimensions_of_pairs(trunk: str) -> None:
     x = torch.randn(2, 6, 8)

@@ -64,6 +64,7 @@ def notes(model: nn.Module, word: str, loss: Any = None, **options: Any) -> list
     return [note for note in told if word in note]
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize(("data", "count"), [(1, 2), (2, 4)])
 def test_what_moves_with_the_micro_batches_is_told(data: int, count: int) -> None:
     how = {"micro_batches": 2, "data": data, "ranks": data}

@@ -107,6 +107,7 @@ def test_layers_of_a_sequence_give_their_memory_back(tmp_path: Path) -> None:
     check(program, tmp_path, x)
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("placement", ["0,1,0", "0,1,1"])
 def test_of_a_view_the_next_rank_has_the_view(placement: str, tmp_path: Path) -> None:
     class Last(nn.Module):
@@ -142,6 +143,7 @@ def test_each_stage_has_what_it_reads_of_the_batch_itself(tmp_path: Path) -> Non
     check(compile(Twice(), (x[:4],), loss=mean, **options), tmp_path, x)
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("shard", ["gradients", "weights"])
 def test_gradients_are_whole_until_their_parts_are_added_up(
     shard: str, tmp_path: Path

@@ -302,6 +302,7 @@ def test_a_block_goes_by_its_own_name_before_that_of_its_module() -> None:
     assert first.offload == ["layer1.0"]
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -378,6 +379,7 @@ class Forked(nn.Module):
         return self.head(torch.cat([self.a(x), self.b(x)], 1))
 
 
+@pytest.mark.slow
 def test_a_fork_of_which_a_part_is_recomputed_says_from_where_to_where(
     tmp_path: Path,
 ) -> None:

@@ -97,7 +97,7 @@ def test_a_gpu_does_not_time_the_attention_of_a_cpu() -> None:
     assert not [call for _ in range(9) for call in attention(draw)]
 
 
-@pytest.mark.slow(2)
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("hardware", shipped_hardware())
 def test_every_sampled_operator_takes_some_time(hardware: str) -> None:
     device = read_hardware(hardware).device

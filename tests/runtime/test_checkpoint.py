@@ -539,6 +539,7 @@ def killer() -> Killer:
     return killer
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize(
     ("older", "every"),
     [

@@ -285,6 +285,7 @@ class Lean(torch.optim.Optimizer):
             parameter -= 0.1 * count * mean / (1 + state["signs"])
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("given", [{"scheduler": Lists}, {"optimizer": Lean}])
 def test_a_state_of_ones_own_comes_back_as_it_was(
     given: dict[str, Any], tmp_path: Path
@@ -396,6 +397,7 @@ def logged_evaluations(folder: Path) -> list[int]:
     return [record["step"] for record in records if record["event"] == "evaluation"]
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("fails_in", ["eval_dataset", "on_epoch"])
 def test_what_fails_after_the_first_epoch_loses_nothing(
     fails_in: str, tmp_path: Path
@@ -610,6 +612,7 @@ def test_a_scheduler_that_needs_groups_of_other_ranks_is_told_what_helps(
     run(tmp_path, user_of(optimizer=everywhere, scheduler=scheduler), "--steps", "1")
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize(("length", "is_told"), [(2, True), (3, False)])
 def test_a_scheduler_that_counts_in_epochs_is_told(
     length: int, is_told: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]

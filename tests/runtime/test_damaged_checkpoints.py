@@ -627,7 +627,7 @@ def changed(value: Any, draw: random.Random) -> Any:
     return {**value, key: changed(value[key], draw)}
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(3000, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("count", [150, pytest.param(3000, marks=pytest.mark.nightly)])
 def test_a_manifest_with_anything_in_it_is_taken_or_refused(
     count: int, program: Path, saved: Path, tmp_path: Path
 ) -> None:

@@ -34,6 +34,7 @@ def test_a_check_runs_in_a_process_of_its_own(
     assert table[2] == f"| {line.name} | PASS | {line.figure} | {line.limit} |"
 
 
+@pytest.mark.slow
 def test_a_check_that_hangs_or_crashes_costs_a_line(
     report: gpu.Report, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -89,7 +89,7 @@ def as_tuple(tensors: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 @given(messages())
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=40)
 def test_each_tile_gets_its_boxes_and_gradients_are_the_transpose(
     message: GridMessage,
 ) -> None:

@@ -390,6 +390,7 @@ def test_a_run_that_is_asked_to_leave_in_its_last_step_ends_as_ever(
     assert (tmp_path / "saved" / "model.safetensors").exists()
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("step", [1, 2])
 def test_a_run_that_a_hook_stops_has_ended_even_if_a_signal_comes(
     step: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]

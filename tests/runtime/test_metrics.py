@@ -668,6 +668,7 @@ class OwnLossAlone(OwnLoss):
     alone = True
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("model", [OwnLoss, OwnLossAlone])
 def test_a_loss_of_whole_micro_batches_is_refused_before_the_first_step(
     model: type[OwnLoss], tmp_path: Path
@@ -723,6 +724,7 @@ def spread_of_samples(output: Any, target: Any) -> Any:
     return {"spread": output.picture.sub_(target["mask"].float()).std()}
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("metrics", [loss_of_model, count_of_model, MeanOfLosses()])
 def test_a_metric_of_whole_micro_batches_cannot_leave_samples_out(
     metrics: Any, tmp_path: Path

@@ -809,6 +809,7 @@ def with_own_statistics() -> nn.Module:
     return model
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("make", [Freezing, with_own_statistics])
 def test_what_a_model_freezes_is_frozen_in_phases(make: Any, tmp_path: Path) -> None:
     model, data = make(), batches(2)
@@ -856,6 +857,7 @@ def test_a_loss_may_use_a_network_in_evaluation_mode(tmp_path: Path) -> None:
     assert caught.value.help == "call train(True) for it before the loss returns"
 
 
+@pytest.mark.slow
 def test_a_loss_may_leave_a_network_that_no_other_phase_uses(tmp_path: Path) -> None:
     def makes_brighter(model: Any, grey: Tensor, colour: Tensor) -> Tensor:
         return -model.make(grey).mean()

@@ -90,6 +90,7 @@ def test_the_state_of_the_loop_is_that_of_the_step(tmp_path: Path) -> None:
     assert run(directory, user_of(), *words, result=steps) == [6, 6]
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 1)])
 def test_a_log_goes_on_in_the_steps_of_batches_of_another_size(
     tmp_path: Path, sizes: tuple[int, int]

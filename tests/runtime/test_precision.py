@@ -179,6 +179,7 @@ def of_many(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return total * 2**18, count * 2**18
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("loss", [mse, of_positive, of_many])
 def test_the_factor_of_the_loss_is_gone_when_gradients_are_clipped(
     loss: Callable[[Tensor, Tensor], Any], tmp_path: Path

@@ -230,6 +230,7 @@ def test_groups_schedulers_and_waiting_gradients_go_along(tmp_path: Path) -> Non
     assert off(weights_in(tmp_path / "stops"), expected) == 0
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("first", ["one", "two"])
 def test_each_replica_goes_on_with_its_own_gradients_that_wait(
     first: str, tmp_path: Path
@@ -434,6 +435,7 @@ class Lookahead(torch.optim.Optimizer):
         self.slow, self.param_groups = state["slow"], self.base.param_groups
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("in_one", [True, False])
 def test_what_an_optimizer_keeps_beside_its_parameters_comes_back(
     tmp_path: Path, in_one: bool

@@ -151,7 +151,7 @@ def test_it_goes_on_in_the_folder_that_the_run_got(endings, command):
 # on fewer ranks
 
 
-@pytest.mark.slow(2)
+@pytest.mark.slow(1)
 @pytest.mark.parametrize(
     ("options", "ranks", "slots", "fewer"),
     [

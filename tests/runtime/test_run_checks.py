@@ -137,6 +137,7 @@ def test_a_run_says_where_micro_batches_have_unlike_many(
     assert all(int(least) < int(most) for least, most in told)
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("told", [1, 2, 3])
 def test_labels_may_be_inputs(told: int, tmp_path: Path, capfd: Any) -> None:
     """The 1st, 2nd and 4th batches are looked at."""
@@ -157,6 +158,7 @@ def test_labels_may_be_inputs(told: int, tmp_path: Path, capfd: Any) -> None:
     assert text.count(message) == text.count("warning: ") == (told < 3)
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize(
     ("given", "dtype", "told"),
     [
@@ -193,6 +195,7 @@ def test_inputs_that_nobody_reads_are_told(
     assert capfd.readouterr().err.count(told) == unread
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize(("accumulate", "left"), [(1, 0), (2, 1), (3, 0)])
 def test_steps_that_are_in_no_update_are_told(
     accumulate: int, left: int, tmp_path: Path, capfd: Any

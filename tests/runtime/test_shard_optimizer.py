@@ -278,6 +278,7 @@ class Anew(torch.optim.Optimizer):
                     p.data = p.data - 0.1 * p.grad
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("name", ["data", "chimera and data"])
 def test_an_optimizer_may_give_parameters_other_tensors(
     name: str, tmp_path: Path

@@ -178,7 +178,7 @@ def test_a_thread_copies_only_what_it_writes(
     assert max(copies) < 0.52 * whole + 20_000
 
 
-@pytest.mark.slow(2)
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("wrong", ["nobody", "two", "a row less"])
 def test_what_nobody_writes_or_two_is_no_checkpoint(
     wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

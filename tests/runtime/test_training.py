@@ -99,6 +99,7 @@ def test_a_resumed_epoch_is_shown_from_where_it_goes_on(
     assert shown[3] == "epoch 2/2 1/3"
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("name", ["lr", "initial_lr"])
 def test_a_run_that_goes_on_with_another_rate_in_its_file_says_what_counts(
     name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -570,6 +571,7 @@ class Counts(gemsc.Callback):
         self.count = state["count"]
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize(("ranks", "counts"), [(2, [2, 4]), (3, [2, 3, 4])])
 def test_a_callback_goes_on_with_the_state_of_its_rank(
     ranks: int, counts: list[int], tmp_path: Path

@@ -140,7 +140,7 @@ def test_the_page_of_schedules_has_these_figures() -> None:
 # -- properties ------------------------------------------------------------------------
 
 
-@pytest.mark.slow(2)
+@pytest.mark.slow(1)
 @pytest.mark.by_day(6)
 @pytest.mark.parametrize("name", NAMES)
 @given(seed=st.integers(0, 2**32), kind=st.sampled_from([None, *PLACEMENTS]))

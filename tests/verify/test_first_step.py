@@ -553,6 +553,7 @@ class Gated(Picture):
         return y if self.asks(y) else y * 2
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize(
     "asks", [lambda y: torch.is_grad_enabled(), lambda y: y.requires_grad]
 )
@@ -640,6 +641,7 @@ class Sampling(Picture):
         return (y if self.training else y * 0.75) + torch.randn_like(y)
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("options", [TILES, STAGES])
 def test_a_model_that_draws_in_evaluation_is_compared_there(
     options: dict[str, Any], changed: Callable[..., None]

@@ -90,6 +90,7 @@ def compiled(model: nn.Module | None = None, **options: Any) -> CompiledProgram:
     return compile(model or Picture(), (X,), loss=squares, **options)
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("rows", [2, 1])
 def test_a_smaller_step_is_compared(rows: int, few: Callable[..., list[Plan]]) -> None:
     plans = few(rows)
@@ -171,6 +172,7 @@ def test_a_model_of_one_size_is_not_compared(
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("reason", ["", WITHOUT_KERNELS, "the loss is not finite"])
 def test_a_smaller_step_that_says_nothing_is_none(
     reason: str, few: Callable[..., list[Plan]], monkeypatch: pytest.MonkeyPatch
