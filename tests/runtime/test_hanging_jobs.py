@@ -221,7 +221,7 @@ def test_a_job_hangs_and_says_whose_turn_it_is(
     job: Callable[..., Job], folder: Path
 ) -> None:
     words = (GEMSC, "run", "program", "--timeout", "2s")
-    hung = job(*words, TRIP="data:0:38", TRIP_SECONDS="0.05")  # a step takes 0.4 s
+    hung = job(*words, TRIP="data:0:38", TRIP_SECONDS="0.02")  # a step takes 0.2 s
     check_hang(hung, "rank 1 waits for rank 0, which has been in reading the dataset")
     assert "note: rank 0: reading the dataset, step 2; model.py:" in hung.text
     assert "in trip: time.sleep(600)" in hung.text
