@@ -24,6 +24,7 @@ os.environ["COLUMNS"] = "160"  # of the terminal, whatever it is
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # ranks start in three quarters of it
 
 import hypothesis
+import program_support
 import pytest
 import torch
 from command_line import MODEL, Gemsc, gemsc_here
@@ -204,6 +205,13 @@ def default_dtype() -> Iterator[None]:
 def same_draws_in_any_order() -> None:
     """Tests draw the same whatever ran before them; GEMSC_TEST_SEED gives others."""
     seed_all(int(os.environ.get("GEMSC_TEST_SEED", "0")))
+
+
+@pytest.fixture(autouse=True)
+def programs_are_kept(request: pytest.FixtureRequest) -> None:
+    """Tests that patch something compile anew: see `program_support.written`."""
+    patches = "monkeypatch" in request.fixturenames
+    program_support.nothing_is_patched = not patches
 
 
 @pytest.fixture(autouse=True)
