@@ -6,6 +6,7 @@ import os
 import re
 import runpy
 import shlex
+import shutil
 import sys
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from command_line import (
     SECONDS,
     Gemsc,
     Outcome,
+    compile_here,
     files,
     gemsc_here,
     line_of,
@@ -44,11 +46,21 @@ def gemsc(
     return gemsc_here(monkeypatch, capfd)
 
 
+@pytest.fixture(scope="module")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model.py and its program."""
+    folder = tmp_path_factory.mktemp("once")
+    (folder / "model.py").write_text(MODEL)
+    with pytest.MonkeyPatch.context() as here:
+        here.chdir(folder)
+        compile_here("model.py", "-o", "program")
+    return folder
+
+
 @pytest.fixture
-def program(gemsc: Gemsc, tmp_path: Path) -> Path:
+def program(gemsc: Gemsc, once: Path, tmp_path: Path) -> Path:
     """A program in a folder `program` beside its model.py."""
-    (tmp_path / "model.py").write_text(MODEL)
-    assert gemsc("compile", "model.py", "-o", "program").code == 0
+    shutil.copytree(once, tmp_path, dirs_exist_ok=True)
     return tmp_path / "program"
 
 
