@@ -110,7 +110,11 @@ def test_plain_mpirun_starts_a_moved_program_from_anywhere(
     gemsc: Gemsc, tmp_path: Path
 ) -> None:
     """Nor does a rank load what it never uses: that takes as long as all the rest."""
-    Path("model.py").write_text(MODEL + SAYS_WHAT_IT_LOADED)
+    drop, words = "self.drop(x)", "self.words((x[:, 0] > 0).long())"
+    text = MODEL.replace(drop, f"{drop} + {words}")
+    layers = "self.words = nn.Embedding(2, 16)\n        self.drop ="
+    text = text.replace("self.drop =", layers)
+    Path("model.py").write_text(text + SAYS_WHAT_IT_LOADED)
     assert gemsc("compile", "model.py", "--ranks", "2", "-o", "build/program").code == 0
     (tmp_path / "project").rename(tmp_path / "moved")
     moved = tmp_path / "moved" / "build" / "program"

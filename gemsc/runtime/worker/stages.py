@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from gemsc.base.boxes import Interval
 from gemsc.base.dtypes import cast_module
@@ -39,6 +40,21 @@ def without_memory(tensor: Tensor, device: torch.device) -> Tensor:
     empty = torch.empty_like(tensor, device=device)
     empty.untyped_storage().resize_(0)
     return empty
+
+
+class _Blank(TorchFunctionMode):
+    """Draws nothing for layers that get their weights later.
+
+    `normal_` on the meta device, as `nn.Embedding` calls it, would load torch._dynamo:
+    a second, and 100 MiB.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func in (nn.init.normal_, Tensor.normal_):
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
 
 
 def keep_contents(stage: nn.Module) -> Callable[[], None]:
@@ -200,7 +216,7 @@ class Stages(dict[Run, nn.Module]):
         """
         mend_torch()
         known = {n: p for stage in self.values() for n, p in stage.named_parameters()}
-        with torch.device("meta"):
+        with torch.device("meta"), _Blank():
             stage = kind()
         later = {n for n, _ in stage.named_parameters()} if like is not None else ()
         first = {name: like for name in later} if like is not None else {}
