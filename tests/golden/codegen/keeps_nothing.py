@@ -46,7 +46,7 @@ class Stage0(nn.Module):
         with offloaded():
             # networks.py:94  return self.up1(torch.cat([e1, F.interpolate(d2, scale ...
             up1 = self.up1(torch.cat([e1, F.interpolate(d2, scale_factor=2)], 1))
-            # program_support.py:66  return F.mse_loss(output, target)
+            # program_support.py:73  return F.mse_loss(output, target)
             loss = F.mse_loss(up1, target)
         return up1, loss
 

@@ -49,7 +49,7 @@ class Stage2(nn.Module):
         d2 = F.relu(self.up2(torch.cat([e2, F.interpolate(d3, scale_factor=2)], 1)))
         # networks.py:94  return self.up1(torch.cat([e1, F.interpolate(d2, scale_fac ...
         up1 = self.up1(torch.cat([e1, F.interpolate(d2, scale_factor=2)], 1))
-        # program_support.py:66  return F.mse_loss(output, target)
+        # program_support.py:73  return F.mse_loss(output, target)
         loss = F.mse_loss(up1, target)
         return up1, loss
 
