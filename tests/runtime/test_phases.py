@@ -900,6 +900,7 @@ def clamping(model: Any, grey: Tensor, colour: Tensor) -> Tensor:
     return d_loss(model, grey, colour)
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("frontend", ["record", "export"])
 def test_a_phase_that_changes_the_batch_of_another_is_refused(frontend: str) -> None:
     given: dict[str, Any] = {"example_target": TARGET, "ranks": 1, "frontend": frontend}
