@@ -127,7 +127,7 @@ def _sum_with(factor: float) -> Callable[[pytest.MonkeyPatch], None]:
 
         def changed(self: LocalGroup, tensor: Tensor) -> Request:
             if self._transport.rank == self.ranks[0]:
-                tensor.mul_(factor)
+                tensor.view(-1)[1:].mul_(factor)  # not how many ranks train
             return start(self, tensor)
 
         patch.setattr(LocalGroup, "all_reduce", changed)
