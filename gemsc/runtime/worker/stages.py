@@ -46,7 +46,7 @@ class _Blank(TorchFunctionMode):
     """Draws nothing for layers that get their weights later.
 
     `normal_` on the meta device, as `nn.Embedding` calls it, would load torch._dynamo:
-    a second, and 100 MiB.
+    a second, and 75 MiB.
     """
 
     def __torch_function__(
