@@ -9,7 +9,7 @@ import gc
 import random
 import sys
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import _lru_cache_wrapper, partial
 from itertools import chain, islice
@@ -54,25 +54,31 @@ def all_in(owner: Any) -> Iterator[tuple[str, Any]]:
 
 
 @contextmanager
-def forgetting(*owners: Any) -> Iterator[None]:
+def forgetting(*owners: Any) -> Iterator[Callable[[], None]]:
     """Forget the tensors that forward keeps outside of the model, for its next calls.
 
-    It may keep them in a dict, a list, an object, a class, a function or a variable of
-    its file, or of its package, or by `lru_cache`: what is a fake, or in one dtype, is
-    of no use to calls on numbers, or in another.
+    What it gives forgets them at once, between two calls. Forward may keep them in a
+    dict, a list, an object, a class, a function or a variable of its file, or of its
+    package, or by `lru_cache`: what is a fake, or in one dtype, is of no use to calls
+    on numbers, or in another.
     """
     values = (value for owner in owners for _, value in all_in(owner))
     visible = {
         id(value): value for value in chain(values, _in_packages(owners))
     }.values()
     before = [(p, dict(_held(p))) for value in visible for p in _places(value)]
-    _forget_cached(visible)  # what another run has left: all find the same
-    try:
-        yield
-    finally:
-        _forget_cached(visible)
+    caches = [v for v in visible if isinstance(v, _lru_cache_wrapper)]
+
+    def forget() -> None:
+        _forget_cached(caches)
         for place, known in before:
             _forget(place, known)
+
+    _forget_cached(caches)  # what another run has left: all find the same
+    try:
+        yield forget
+    finally:
+        forget()
 
 
 def _in_packages(owners: Sequence[Any]) -> Iterator[Any]:
@@ -94,12 +100,11 @@ def _in_packages(owners: Sequence[Any]) -> Iterator[Any]:
                     yield value
 
 
-def _forget_cached(visible: Iterable[Any]) -> None:
+def _forget_cached(caches: Iterable[Any]) -> None:
     """Empty each `lru_cache` that holds tensors; one of networks is left as it is."""
-    for value in visible:
-        is_cache = isinstance(value, _lru_cache_wrapper)
-        if is_cache and _has_tensors(gc.get_referents(value)):
-            value.cache_clear()
+    for cache in caches:
+        if cache.cache_info().currsize and _has_tensors(gc.get_referents(cache)):
+            cache.cache_clear()
 
 
 def _has_tensors(value: Any) -> bool:

@@ -78,12 +78,12 @@ class Watch:
         try:
             with self._put_back():
                 before = other_generators()
-                with forgetting(self.module):
+                with forgetting(self.module) as forget:
                     measured = self._measure(takes, args, kwargs)
                     if other_generators() != before:
                         self._refuse_draws(args, kwargs)
                     numbers = _numbers(self.module)
-                with forgetting(self.module):  # what others would keep is the same
+                    forget()  # what others would keep is the same
                     for seed, change in enumerate((Tensor.neg, _random, _random), 1):
                         with seeded(seed):  # the same answer in every run
                             given = (_changed(nest, change) for nest in (args, kwargs))

@@ -138,18 +138,19 @@ def record(
     reject_closures(model, loss)
     leaves = Leaves(*subject)
     request = _Request(*subject, leaves.opaque, autocast)
-    with preserve_rng(), autocasting(autocast):
+    seen = forgetting(model, loss)
+    with preserve_rng(), autocasting(autocast), seen as forget:
         leaves.take(opaque or {})
         trace = None
         while trace is None:
             request = replace(request, loss=leaves.loss)
             try:
-                with forgetting(model, loss):
-                    trace = _trace_twice(request)
+                trace = _trace_twice(request)
             except DependsOnDataError as error:
+                forget()
                 leaves.add(error)
-        with forgetting(model, loss):
-            _trace_in_other_dtype(request, trace)
+        forget()
+        _trace_in_other_dtype(request, trace)
     named = getattr(model, "_orig_mod", model)  # of what torch.compile gave
     return _program(request, trace, name or type(named).__name__)
 
