@@ -25,6 +25,10 @@ def num_samples(dataset: Any, at: SourceLocation | None = None) -> int:
     kind = type(dataset)
     if isinstance(dataset, Stream):
         return dataset.samples or ENDLESS
+    if dataset is None:
+        raise GemscError(
+            "the dataset is None", at=at, help="end its function with return dataset"
+        )
     if not hasattr(kind, "__len__"):
         raise GemscError(
             f"the dataset, of type {kind.__name__}, does not say how many samples it "

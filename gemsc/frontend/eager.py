@@ -19,7 +19,7 @@ from gemsc.base.nests import map_tensors
 from gemsc.base.plain_forward import enter_training
 from gemsc.base.rng import preserve_rng
 from gemsc.errors import GemscError, SourceLocation
-from gemsc.frontend.user_code import failing_line
+from gemsc.frontend.user_code import at_line_of, failing_line
 
 KEEP_WEIGHTS = (
     "let eval() leave weights as they are (loralib: merge_weights=False), or keep a "
@@ -257,13 +257,18 @@ def check_optimizer(
     Raises:
         GemscError: that fails, at which of the user's lines; or nothing can step.
     """
+    with at_line_of(factory):
+        return _check_optimizer(parameters, factory)
+
+
+def _check_optimizer(parameters: Mapping[str, nn.Parameter], factory: Any) -> str:
     trained = [(name, p) for name, p in parameters.items() if p.requires_grad]
     help = (
         "it gets (name, parameter) pairs, as torch.optim's classes take them; "
         "pick out parameters with `for name, p in pairs`"
     )
     before = [_first_number(p) for _, p in trained]
-    with failures("optimizer() fails", check_optimizer.__code__, help):
+    with failures("optimizer() fails", _check_optimizer.__code__, help):
         made = factory(trained) if trained else None
     for (name, parameter), number in zip(trained, before, strict=True):
         if _first_number(parameter) != number:

@@ -59,12 +59,11 @@ from gemsc.frontend.runs import (
     trained_parameters,
 )
 from gemsc.frontend.tracer import Tracer, TracerFakeMode
-from gemsc.frontend.user_code import is_user_file
+from gemsc.frontend.user_code import at_line_of, is_user_file, line_of_function
 from gemsc.frontend.values import (
     Returned,
     checkpoint_notes,
     input_names,
-    line_of_loss,
     loss_fails_on,
     output_notes,
     returned,
@@ -276,11 +275,8 @@ def _loss_of(request: _Request) -> Callable[[Any], torch.Tensor]:
             # each float of a node seems to have a gradient; the check on numbers knows
             count = map_tensors(tuple(returned[1:]), lambda _, t: t.detach())
             returned = (*returned[:1], *count)
-        try:
+        with at_line_of(request.loss):
             return as_loss(returned)
-        except GemscError as error:
-            error.at = line_of_loss(request.loss)
-            raise
 
     return loss_of
 
@@ -290,7 +286,7 @@ def _check_loss(loss: torch.Tensor, request: _Request) -> None:
     if request.training and learns and not loss.requires_grad:
         raise GemscError(
             "no parameter gets a gradient from the loss",
-            at=line_of_loss(request.loss),
+            at=line_of_function(request.loss),
             help="compute the loss from the model's output, without detach or no_grad",
         )
 

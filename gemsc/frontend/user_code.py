@@ -9,15 +9,17 @@ import re
 import sys
 import sysconfig
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
+from typing import Any
 
 import torch
 
-from gemsc.errors import SourceLocation
+from gemsc.errors import GemscError, SourceLocation
 
 _FOLDERS = (Path(torch.__file__).parent, Path(__file__).parents[1])  # torch, gemsc
 _SKIPPED = tuple(f"{folder}/" for folder in _FOLDERS)
@@ -266,3 +268,19 @@ def _repairs(node: ast.If) -> bool:
         and not asks.isdisjoint({"isfinite", "isinf", "isnan"})
         and all(isinstance(part, ast.Assign) for part in node.body)
     )
+
+
+def line_of_function(made: Any) -> SourceLocation | None:
+    """Return where a function of the user's begins; None of other callables."""
+    code = getattr(made, "__code__", None)
+    return SourceLocation(code.co_filename, code.co_firstlineno) if code else None
+
+
+@contextmanager
+def at_line_of(made: Any) -> Iterator[None]:
+    """Let errors that name no line name that of a function of the user's."""
+    try:
+        yield
+    except GemscError as error:
+        error.at = error.at or line_of_function(made)
+        raise

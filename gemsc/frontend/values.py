@@ -34,6 +34,7 @@ from gemsc.base.units import show_some
 from gemsc.base.visible import forgetting
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.frontend.fake_copy import copy_on_fakes
+from gemsc.frontend.user_code import line_of_function
 from gemsc.ir.meta import facts, spec
 from gemsc.ir.program import DataclassValue, Program, Slot
 
@@ -213,12 +214,6 @@ def _children(value: Any) -> list[Any]:
     return list(pytree.SUPPORTED_NODES[type(value)].flatten_fn(value)[0])
 
 
-def line_of_loss(loss: Any) -> SourceLocation | None:
-    """Return where a loss begins that is a function."""
-    code = getattr(loss, "__code__", None)
-    return SourceLocation(code.co_filename, code.co_firstlineno) if code else None
-
-
 @contextmanager
 def unchanged(
     tensors: Sequence[torch.Tensor],
@@ -231,7 +226,7 @@ def unchanged(
     if before != [tensor._version for tensor in tensors]:
         raise GemscError(
             f"{what}, in place",
-            at=line_of_loss(loss),
+            at=line_of_function(loss),
             help="let it begin with a copy of what it changes: x = x.clone()",
         )
 

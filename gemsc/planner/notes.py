@@ -77,6 +77,9 @@ def state_notes(program: Program, task: Task, options: CompileOptions) -> list[s
         for name, parameter in program.module.named_parameters()
         if name.startswith(f"{LOSS}.") and parameter.requires_grad
     ]
+    weights = [weight.requires_grad for weight in program.module.parameters()]
+    if program.loss and weights and not any(weights):
+        notes.append("nothing is trained: all parameters have requires_grad=False")
     if names:
         notes.append(
             f"the loss has parameters of its own, {show_some(names, 1)}: optimizer() "

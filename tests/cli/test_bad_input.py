@@ -40,7 +40,8 @@ MARKED = "net = Net()\n    net.second.bias.no_decay = 3\n    return net"
 def with_attributes(test: str, top: str = "") -> str:
     """Return the file with weights that have no decay where a test of them says so."""
     return without("optimizer").replace("return Net()", MARKED) + (
-        f"{top}\ndef optimizer(ps):\n    groups = [[], []]\n    for name, p in ps:\n"
+        f"{top}\ndef optimizer(ps):{HERE}\n    groups = [[], []]\n"
+        "    for name, p in ps:\n"
         f"        groups[{test}].append(p)\n"
         "    groups = [dict(params=g, weight_decay=i) for i, g in enumerate(groups)]\n"
         "    return torch.optim.AdamW(groups)\n"
@@ -91,14 +92,15 @@ FILES = {
     "optimizer with a closure": Mistake(
         ("LBFGS computes the loss several times per step",),
         without("optimizer")
-        + "def optimizer(ps):\n    return torch.optim.LBFGS([p for _, p in ps])\n",
+        + f"def optimizer(ps):{HERE}\n"
+        + "    return torch.optim.LBFGS([p for _, p in ps])\n",
     ),
     "optimizer that asserts that there is a closure": Mistake(
         ("Sharp computes the loss several times per step",),
         without("optimizer") + "class Sharp(torch.optim.SGD):\n"
         "    def step(self, closure=None):\n        assert closure is not None\n"
         "        return super().step(closure)\n\n"
-        "def optimizer(pairs):\n    return Sharp(pairs, lr=0.1)\n",
+        f"def optimizer(pairs):{HERE}\n    return Sharp(pairs, lr=0.1)\n",
     ),
     "optimizer that has been made": Mistake(
         ("optimizer is an object of type Adam",),
@@ -118,20 +120,21 @@ FILES = {
         without("optimizer")
         + "class Free(torch.optim.SGD):\n    def train(self):\n        pass\n\n"
         + "    def eval(self):\n        pass\n\n"
-        + "def optimizer(ps):\n    return Free(ps, lr=0.1)\n",
+        + f"def optimizer(ps):{HERE}\n    return Free(ps, lr=0.1)\n",
         advises="AdamW with a schedule",
     ),
     "optimizer of another model": Mistake(
         ("optimizer() takes other parameters than it gets",),
         without("optimizer")
-        + "other = Net()\ndef optimizer(ps):\n"
+        + f"other = Net()\ndef optimizer(ps):{HERE}\n"
         + "    return torch.optim.SGD(other.parameters(), 0.1)\n",
         advises="(name, parameter) pairs that it gets",
     ),
     "optimizer of the model at the top of the file": Mistake(
         ("optimizer() takes other parameters than it gets",),
         without("optimizer").replace("def model():\n    return Net()", "model = Net()")
-        + "def optimizer(ps):\n    return torch.optim.SGD(model.parameters(), 0.1)\n",
+        + f"def optimizer(ps):{HERE}\n"
+        + "    return torch.optim.SGD(model.parameters(), 0.1)\n",
     ),
     "optimizer that asks for attributes": Mistake(
         ("optimizer() goes by the model's own parameters, or by their attributes",),
@@ -147,20 +150,21 @@ FILES = {
     "optimizer with a rate in an attribute": Mistake(
         ("optimizer() goes by the model's own parameters, or by their attributes",),
         without("optimizer").replace("return Net()", MARKED)
-        + "def optimizer(ps):\n    rate = lambda p: getattr(p, 'no_decay', 0.1)\n"
+        + f"def optimizer(ps):{HERE}\n"
+        + "    rate = lambda p: getattr(p, 'no_decay', 0.1)\n"
         + "    groups = [dict(params=[p], lr=rate(p)) for _, p in ps]\n"
         + "    return torch.optim.SGD(groups)\n",
     ),
     "several optimizers": Mistake(
         ("optimizer() returns list, which cannot step",),
         without("optimizer")
-        + "def optimizer(ps):\n    return [torch.optim.SGD(ps, lr=0.1)]\n",
+        + f"def optimizer(ps):{HERE}\n    return [torch.optim.SGD(ps, lr=0.1)]\n",
     ),
     "optimizer by hand": Mistake(
         ("optimizer() returns ByHand, which has no param_groups",),
         without("optimizer")
         + "class ByHand:\n    def step(self):\n        pass\n"
-        + "def optimizer(ps):\n    return ByHand()\n",
+        + f"def optimizer(ps):{HERE}\n    return ByHand()\n",
         advises="derive a class of your own from it",
     ),
     "optimizer of tensors": Mistake(
@@ -287,6 +291,11 @@ FILES = {
         MODEL
         + f"def dataset():{HERE}\n    return ((x, 0) for x in torch.zeros(9, 8))\n",
         advises="in memory as list(stream)",
+    ),
+    "dataset without return": Mistake(
+        ("the dataset is None",),
+        MODEL + f"def dataset():{HERE}\n    Data(24)\n",
+        advises="end its function with return dataset",
     ),
     "a loader in place of a dataset": Mistake(
         ("the dataset, of type DataLoader, does not return samples by index",),

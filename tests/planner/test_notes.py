@@ -85,3 +85,10 @@ def test_a_loss_that_is_trained_is_told() -> None:
     assert "'_loss.net.weight' and 1 more: optimizer() gets them" in note
     loss.requires_grad_(False)
     assert notes(nn.Linear(4, 4), "parameters of its own", loss) == []
+
+
+def test_a_model_of_which_nothing_is_trained_is_told() -> None:
+    layer = nn.Linear(4, 4).requires_grad_(False)
+    (note,) = notes(layer, "nothing is trained")
+    assert note.endswith("all parameters have requires_grad=False")
+    assert notes(nn.Linear(4, 4), "nothing is trained") == []

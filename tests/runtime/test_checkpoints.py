@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from training_support import pairs, program, run, user_of
 
 from gemsc.base.files import facts_of
@@ -583,6 +583,9 @@ def test_what_steps_no_rates_is_no_scheduler(tmp_path: Path, made: object) -> No
     with pytest.raises(GemscError, match=f"returns {name}, which cannot step"):
         run(tmp_path, user_of(scheduler=lambda optimizer: made))
     run(tmp_path, user_of(scheduler=lambda optimizer: None), "--steps", "1")
+    forgets = user_of(scheduler=lambda optimizer: [LambdaLR(optimizer, float)].clear())
+    with pytest.raises(GemscError, match=r"changes learning rates, but returns None"):
+        run(tmp_path, forgets)
     steps_alone = SimpleNamespace(step=print)
     with pytest.raises(GemscError, match=r"SimpleNamespace, which has no state_dict"):
         run(tmp_path, user_of(scheduler=lambda optimizer: steps_alone))

@@ -123,13 +123,20 @@ def _others(optimizer: Any, parameters: Iterable[nn.Parameter]) -> bool:
     return any(id(param) not in known for group in groups for param in group["params"])
 
 
+def _paced_groups(optimizer: Optimizer) -> int:
+    """Return how many groups have a scheduler, which notes the rate that it found."""
+    groups = getattr(optimizer, "param_groups", ())
+    return sum("initial_lr" in group for group in groups)
+
+
 def scheduler_of(optimizer: Optimizer, make: SchedulerFactory) -> Any:
     """Return what steps the learning rates of an optimizer; None if nothing does.
 
     Raises:
-        GemscError: it cannot step.
+        GemscError: it cannot step, or is not returned.
     """
     _check_makes("scheduler", make, "optimizer")
+    paced = _paced_groups(optimizer)
     try:
         made = make(optimizer)
     except ValueError as error:
@@ -139,6 +146,12 @@ def scheduler_of(optimizer: Optimizer, make: SchedulerFactory) -> Any:
             )
         raise
     if made is None:
+        if _paced_groups(optimizer) > paced:
+            raise GemscError(
+                "scheduler() makes what changes learning rates, but returns None: they "
+                "would stay as they are",
+                help="return it: return torch.optim.lr_scheduler.StepLR(optimizer, 30)",
+            )
         return None
     if not callable(getattr(made, "step", None)):
         raise GemscError(
