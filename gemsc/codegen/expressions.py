@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.nn import functional as F
 
 from gemsc.base.dtypes import is_real
@@ -18,6 +18,7 @@ from gemsc.base.nests import nest_text
 from gemsc.codegen.python_text import formatted, literal_text, quoted
 from gemsc.errors import GemscError, InternalError
 from gemsc.ir import meta
+from gemsc.ir.opaque import opaque_of
 from gemsc.ir.program import DataclassValue, Slot
 from gemsc.ir.shape_grid import ShapeGrid
 from gemsc.ir.staged import keywords_of_both
@@ -107,7 +108,8 @@ def _computation(
     """Return it as text with all parentheses that may be needed."""
     target: Any = node.target
     if node.op == "call_module":
-        return _node_call(node, access(str(target)), args, kwargs, show)
+        layer = access(str(target), node.graph.owning_module)
+        return _node_call(node, layer, args, kwargs, show)
     if node.op == "call_method":
         return _call(f"({show(args[0])}).{target}", args[1:], kwargs, show)
     if node.op != "call_function":
@@ -288,10 +290,18 @@ def is_attribute(name: str) -> bool:
     return name.isidentifier() and not keyword.iskeyword(name) and not mangled
 
 
-def access(path: str) -> str:
-    """Return `self.layer1["0"].conv1` for the path `layer1.0.conv1`."""
-    text = "self"
-    for part in path.split("."):
+def access(path: str, module: nn.Module | None = None) -> str:
+    """Return `self.layer1["0"].conv1` for the path `layer1.0.conv1`.
+
+    A module of the user's own, which the program's `module` has whole, has lists, where
+    stages have dictionaries: what lies in it is found by its path.
+    """
+    text, parts = "self", path.split(".")
+    if module is not None and not all(map(is_attribute, parts)):
+        owners = (".".join(parts[:depth]) for depth in range(1, len(parts)))
+        if any(opaque_of(module.get_submodule(owner)) for owner in owners):
+            return f"operator.attrgetter({quoted(path)})(self)"
+    for part in parts:
         text += f".{part}" if is_attribute(part) else f"[{quoted(part)}]"
     return text
 

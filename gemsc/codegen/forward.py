@@ -176,10 +176,11 @@ def _dtype_source(
         dtype = meta.spec(node).dtype
         if dtype.is_floating_point and not meta.dtypes(node).value:
             return f"{local[node]}.dtype", dtype
-    tensors = dict(stage.program.module.named_parameters())
+    module = stage.program.module
+    tensors = dict(module.named_parameters())
     for name in stage.owned:
         if name in tensors and tensors[name].is_floating_point():
-            return f"{access(name)}.dtype", tensors[name].dtype
+            return f"{access(name, module)}.dtype", tensors[name].dtype
     return "torch.get_default_dtype()", torch.get_default_dtype()
 
 
@@ -298,7 +299,8 @@ class _Body:
             return self.pending[1]
         if node.op == "get_attr":
             path = str(node.target)
-            return access(self.stage.program.aliases.get(path, path))
+            program = self.stage.program
+            return access(program.aliases.get(path, path), program.module)
         return self.local[node]
 
     def _wish(self, node: fx.Node) -> str:

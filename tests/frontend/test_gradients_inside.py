@@ -61,6 +61,51 @@ def test_gradients_within_forward_are_trained_exactly(
     assert worst(tmp_path / "program", Around(made(kind)), **options) <= EXACT
 
 
+class Layers(nn.Module):
+    """Lists and a dictionary of layers and weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(D, D) for _ in range(2))
+        self.gains = nn.ParameterList(nn.Parameter(torch.ones(D)) for _ in range(2))
+        self.last = nn.ModuleDict({"0": nn.Linear(D, D)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, gain in zip(self.layers, self.gains, strict=True):
+            x = torch.tanh(layer(x)) * gain
+        y: Tensor = self.last["0"](x)
+        return y
+
+
+class Physics(Descent):
+    """A network and its slope."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Layers()
+
+    def gradient(self, x: Tensor) -> Tensor:
+        return torch.autograd.grad(self.net(x).sum(), x, create_graph=True)[0]
+
+
+class Informed(nn.Module):
+    """Calls the network also at points where no slope is wanted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.physics, self.head = Physics(), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.physics.net.gains[1] + self.physics.net.layers[0].weight.sum()
+        y: Tensor = self.head(self.physics(x) + self.physics.net(x + 1) * scale)
+        return y
+
+
+def test_what_is_whole_has_parts_that_are_used_alone(tmp_path: Path) -> None:
+    """On its own rank: its lists are lists there, where other stages have dicts."""
+    assert worst(tmp_path / "program", made(Informed), ranks=1) <= EXACT
+
+
 def test_it_runs_once_and_its_weight_gradients_do_not_wait() -> None:
     program = compiled(Around(made(Descent)), ranks=3, recompute=("all",))
     (known,) = opaques(program.compilation.program.module).values()
