@@ -322,3 +322,58 @@ def test_rows_that_one_tile_alone_looks_up_change_on_all() -> None:
     x[:, :, 4:] = 2
     program = compile(Labels(), (x,), loss=mean, ranks=2, tiles="2x1", micro_batches=1)
     assert program.plan.unchecked == ""
+
+
+class Filled(nn.Module):
+    """Fills a table in a loop, as a decoder does, with what `new(x)` makes of it."""
+
+    def __init__(self, new: Any, *, late: bool = False) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+        self.cell, self.new, self.late = nn.Linear(6, 6), new, late
+
+    def forward(self, x: Tensor) -> Tensor:
+        table = self.new(x)
+        y = self.encoder(x)
+        for place in range(3):
+            y = self.cell(y)
+            table[place] = y
+            if self.late:
+                y.mul_(2)
+        return table.transpose(0, 1)
+
+
+def zeros(x: Tensor) -> Tensor:
+    return torch.zeros(3, *x.shape)
+
+
+def like(x: Tensor) -> Tensor:
+    return torch.zeros_like(x.expand(3, -1, -1))
+
+
+def drawn(x: Tensor) -> Tensor:
+    return torch.rand(3, *x.shape)
+
+
+@pytest.mark.parametrize("new", [zeros, like, lambda x: x.new_zeros(3, *x.shape)])
+def test_a_table_is_filled_where_it_is_read(new: Any) -> None:
+    names = order(Filled(new))
+    fills = [name for name in names if name.startswith("setitem")]
+    assert names[-4:] == [*fills, "transpose"]
+    assert len(fills) == 3
+
+
+def test_what_fills_a_table_goes_before_changes_of_what_it_takes() -> None:
+    names = order(Filled(zeros, late=True))
+    first = names.index("setitem")
+    assert names[first - 1 : first + 2] == ["zeros", "setitem", "mul"]
+    assert order(Filled(drawn)) == [
+        node.name for node in record(Filled(drawn), (X,)).compute_nodes
+    ]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_loop_that_fills_a_table_is_cut(late: bool) -> None:
+    model = Filled(zeros, late=late)
+    program = compile(model, (X,), loss=mean, ranks=3, micro_batches=2)
+    assert program.plan.unchecked == ""

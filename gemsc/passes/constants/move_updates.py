@@ -6,10 +6,15 @@ Example, a teacher that follows its student, layer by layer:
 
     y = tb(ta(x)); ta.lerp_(a, 0.01); tb.lerp_(b, 0.01)
     -> h = ta(x); ta.lerp_(a, 0.01); y = tb(h); tb.lerp_(b, 0.01)
+
+A table that a loop fills moves to where it is read, and keeps no layers together:
+    t = torch.zeros(2, 4); h = a(x); t[0] = h; h = b(h); t[1] = h; y = t.mean(0)
+    -> h = a(x); h_1 = b(h); t = torch.zeros(2, 4); t[0] = h; t[1] = h_1; y = t.mean(0)
 """
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 from torch import fx
@@ -32,7 +37,7 @@ class MoveUpdates(Pass):
 
     def apply(self, program: Program) -> Program:
         """Return the program as it is, or with its nodes in another order."""
-        nodes, moving = program.compute_nodes, _updates(program)
+        nodes, moving = program.compute_nodes, _updates(program) | _tables(program)
         if not moving:
             return program
         place = {node: i for i, node in enumerate(nodes)}
@@ -73,3 +78,18 @@ def _updates(program: Program) -> set[fx.Node]:
         if node in free and (is_needed or mutated_state(node, program.module)):
             updates.add(node)
     return updates
+
+
+def _tables(program: Program) -> set[fx.Node]:
+    """Return the new tensors that are filled part by part, and what fills them."""
+    drawn = {*random_nodes(program, program.compute_nodes)}
+    tables: set[fx.Node] = set()
+    for node in program.compute_nodes:
+        if node.target is operator.setitem:
+            made = node.all_input_nodes[0]
+            name = str(getattr(made.target, "__name__", made.target))
+            is_new = made.op == "call_function" and not made.all_input_nodes
+            is_new |= name.startswith("new_") or name.endswith("_like")
+            if is_new and made not in drawn:
+                tables |= {made, node}
+    return tables
