@@ -19,6 +19,7 @@ from gemsc.base.phase import Phase
 from gemsc.errors import GemscError
 from gemsc.frontend.closures import reject_closures
 from gemsc.frontend.eager import deep_copy
+from gemsc.frontend.user_code import line_of_function
 from gemsc.frontend.values import unchanged
 from gemsc.ir import meta
 from gemsc.ir.program import Program
@@ -63,10 +64,21 @@ def phase_model(
         trains = parameter.requires_grad and id(parameter) in trained
         memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=trains)
 
+    takes = inspect.signature(phase.loss)
+
     def forward(self: PhaseModel, *inputs: Any, **named: Any) -> Any:
         whole: nn.Module = vars(self)["whole"]
         whole.training = self.training
         before = [module.training for module in whole.modules()]
+        try:
+            takes.bind(whole, *inputs, **named)
+        except TypeError as error:
+            raise GemscError(
+                f"the loss of phase '{phase.name}' takes other arguments: {error}",
+                at=line_of_function(phase.loss),
+                help="it gets the model, each of its inputs, and the target: "
+                "def loss(model, x, y, target)",
+            ) from None
         given = [] if is_last else [t for _, t in tensor_leaves((inputs, named))]
         with unchanged(given, phase.loss, wrong):
             loss = phase.loss(whole, *inputs, **named)
@@ -77,7 +89,7 @@ def phase_model(
         return loss
 
     # its inputs have the names that the loss gives them
-    forward.__signature__ = inspect.signature(phase.loss)  # type: ignore[attr-defined]
+    forward.__signature__ = takes  # type: ignore[attr-defined]
     methods: dict[str, Any] = {"forward": forward}
     if type(model).train is not nn.Module.train:  # it may freeze layers there
         methods["train"] = _train

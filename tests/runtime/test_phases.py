@@ -728,6 +728,7 @@ def test_the_optimizer_of_a_phase_gets_what_it_trains() -> None:
         ({"train": "judges"}, "trains 'judges', of which the model has no parameters"),
         ({"train": ["judge", "make.0"]}, "phases d and g both train 'make.0.weight'"),
         ({"every": 0}, "every=0 is not a number of steps"),
+        ({"loss": lambda model, inputs: 0}, "phase 'd' takes other arguments: too man"),
     ],
 )
 def test_wrong_phases_are_refused(change: dict[str, Any], message: str) -> None:
