@@ -310,6 +310,7 @@ def _trace_in_other_dtype(request: _Request, trace: _Trace) -> None:
             other = _trace(request, _copy(request, fake), fake)
         mark_dtypes(trace.writer.graph, other.writer.graph, dtype)
     except GemscError as error:
+        error = getattr(error, "otherwise", error)  # it may fail with numbers, too
         at = f"{error.at.short}: " if error.at is not None else ""
         trace.only_dtype = f"{at}{error.message}"
 

@@ -332,4 +332,11 @@ def test_a_model_that_cannot_run_in_another_dtype_says_why() -> None:
         why = record(Net(forward), (X,)).only_dtype
         assert why.startswith("test_dtypes.py:")
         assert why.endswith("forward behaves differently in float64")
+
+    def halts(self: Any, x: Tensor) -> Tensor:
+        rows = self.a(x).float()[..., None]
+        return nn.functional.conv1d(rows, self.b.weight[..., None], self.b.bias)
+
+    why = record(Net(halts), (X,)).only_dtype
+    assert ": the model fails on example_inputs: RuntimeError: " in why
     assert record(Net(dtype_of_a_tensor), (X,)).only_dtype == ""
