@@ -46,7 +46,7 @@ from gemsc.ir.opaque import opaques
 from gemsc.ir.program import Program
 from gemsc.ir.staged import random_nodes
 
-_SEED = 0
+_SEED = 7_193_402_156  # none of a user's, who may seed in forward with 0
 _OWN_SEED = f"leave out torch.manual_seed and fork_rng: {SEEDED}"
 # A gradient that is zero but for rounding (a bias before a BatchNorm) has no scale of
 # its own: it is also measured by this part of the largest gradient.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -49,7 +50,10 @@ DATA_ERRORS = (
     AsksForGradientsError,
     TransformsError,
 )
-_TO_NUMPY = ".numpy() is not supported for tensor subclasses"
+# what a tensor without numbers says where Python or NumPy ask for its value
+_ASKED = re.compile(
+    r"\.numpy\(\) is not supported for tensor subclasses|FakeTensor\.__format__"
+)
 
 
 class DependsOnDataError(GemscError):
@@ -143,8 +147,9 @@ def of_a_loss(
     problem.message = problem.message.replace("forward needs", "the loss needs")
     problem.path = LOSS
     problem.help = (
-        "make the loss a torch.nn.Module with what depends on data as a submodule, "
-        "which then stays whole on one rank, or compute it with torch.where"
+        "leave it out if it is only printed or logged (a run logs the loss), make the "
+        "loss a torch.nn.Module with what depends on data as a submodule, which then "
+        "stays whole on one rank, or compute it with torch.where"
     )
     return problem
 
@@ -170,7 +175,7 @@ def user_error(what: str, error: BaseException, boundary: CodeType) -> GemscErro
     path = vars(error).get("gemsc_path", "")
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, DATA_ERRORS) or _TO_NUMPY in str(cause):
+        if isinstance(cause, DATA_ERRORS) or _ASKED.search(str(cause)):
             return data_error(cause, at, path)
         cause = cause.__cause__ or cause.__context__
     text = f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -340,6 +340,11 @@ def branches(self: Any, x: Any) -> Any:
     return x
 
 
+def writes(self: Any, x: Any) -> Any:
+    self.text = f"{x.mean():.3f}"  # a number for a log
+    return self.fc(x)
+
+
 def swallows(self: Any, x: Any) -> Any:
     try:
         scale = x.max().item()  # an error that is caught
@@ -393,6 +398,7 @@ def remembers(self: Any, x: Any) -> Any:
     ("forward", "message", "text"),
     [
         (branches, "needs the value of a tensor", "# a branch on data"),
+        (writes, "needs the value of a tensor", "# a number for a log"),
         (swallows, "needs the value of a tensor", "# an error that is caught"),
         (picks, "size of this tensor depends", "# a size from data"),
         (maps, r"torch\.vmap", "# over rows"),
@@ -524,9 +530,9 @@ def _with_a_generator(self: Any, x: Any) -> Any:
     return self.fc(x) + torch.randn(4, generator=generator)
 
 
-def _with_a_seed(self: Any, x: Any) -> Any:
+def _with_a_seed(self: Any, x: Any, seed: int = 5) -> Any:
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(5)
+        torch.manual_seed(seed)
         noise = torch.randn(4)
     return self.fc(x) + noise
 
@@ -536,6 +542,7 @@ def _with_a_seed(self: Any, x: Any) -> Any:
     [
         (_with_a_generator, "leave it out: gemsc"),
         (_with_a_seed, "leave out torch.manual_seed"),
+        (functools.partial(_with_a_seed, seed=0), "leave out torch.manual_seed"),
     ],
 )
 def test_seeds_of_forward_s_own_are_to_be_left_out(forward: Any, word: str) -> None:
