@@ -741,6 +741,7 @@ CLIPS = ("-1", "0", "nan", "one")
         *((f"--clip-norm={n}", f"'{n}' is not a number above 0") for n in CLIPS),
         ("--workers=-1", "'-1' is not a whole number from 0 on"),
         (f"--seed={2**64}", "is not a whole number from"),
+        ("--ranks=4", "--ranks is an option of gemsc compile: compile the model again"),
     ],
 )
 def test_what_cannot_be_asked_for(word: str, message: str) -> None:

@@ -18,6 +18,16 @@ from gemsc.errors import GemscError, UsageError
 from gemsc.runtime.checkpoint.folder import LATEST
 
 DEFAULT_TIMEOUT = 600.0  # seconds
+# what a program has been compiled for
+COMPILED = (
+    "ranks",
+    "data",
+    "schedule",
+    "micro-batches",
+    "tiles",
+    "shards",
+    "precision",
+)
 LAST = Path("\0")  # `--resume` without a folder: nobody can type this one
 
 
@@ -38,10 +48,11 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise what is wrong."""
         help = "`gemsc run PROGRAM --help` lists the options"
-        unknown = message.partition("unrecognized arguments: ")[2].split()
-        if close := unknown and get_close_matches(
-            unknown[0].partition("=")[0], self._option_string_actions, n=1
-        ):
+        unknown = message.partition("unrecognized arguments: ")[2].partition(" ")[0]
+        name = unknown.partition("=")[0]
+        if name.removeprefix("--") in COMPILED:
+            help = f"{name} is an option of gemsc compile: compile the model again"
+        elif close := get_close_matches(name, self._option_string_actions, n=1):
             help = f"did you mean {close[0]}? {help}"
         raise UsageError(message, help=help)
 
