@@ -107,7 +107,7 @@ def collated_target(
             f"a sample of the dataset has {wrong}",
             at=at,
             help="return inputs with the structure and the shapes of example_inputs(), "
-            "without its first dimension",
+            "without its first dimension; the target is none of them",
         )
     if "input" in examples:
         check_inputs(inputs, examples["input"], at)

@@ -258,6 +258,12 @@ FILES = {
         + "    return [(torch.zeros(2, 8), torch.arange(2))] * 9\n",
         advises="without its first dimension",
     ),
+    "example inputs with the target": Mistake(
+        ("a sample of the dataset has no input[1], but input[0]",),
+        MODEL.replace("def dataset():", f"def dataset():{HERE}")
+        + "def example_inputs():\n    return torch.randn(2, 8), torch.arange(2)\n",
+        advises="the target is none of them",
+    ),
     "dataset without an input": Mistake(
         ("a sample of the dataset has no input[0], but input['x']",),
         MODEL + f"def dataset():{HERE}\n    return [(dict(x=torch.zeros(8)), 0)] * 9\n",

@@ -19,15 +19,7 @@ from gemsc.runtime.checkpoint.folder import LATEST
 
 DEFAULT_TIMEOUT = 600.0  # seconds
 # what a program has been compiled for
-COMPILED = (
-    "ranks",
-    "data",
-    "schedule",
-    "micro-batches",
-    "tiles",
-    "shards",
-    "precision",
-)
+COMPILED = "ranks", "data", "schedule", "micro-batches", "tiles", "shards"
 LAST = Path("\0")  # `--resume` without a folder: nobody can type this one
 
 
