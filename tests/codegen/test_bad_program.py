@@ -84,6 +84,14 @@ def test_an_edited_model_makes_its_program_stale(gemsc: Gemsc, program: Path) ->
         )
 
 
+def test_a_rank_s_file_alone_says_how_it_is_started(once: Path) -> None:
+    file = once / "program" / "rank0.py"
+    runpy.run_path(str(file), run_name="as_a_module")
+    with pytest.raises(SystemExit, match=r"rank0\.py is what one rank runs") as caught:
+        runpy.run_path(str(file), run_name="__main__")
+    assert str(caught.value).endswith(f"help: gemsc run {file.parent}")
+
+
 def test_what_compiles_again_can_be_typed_as_it_is_shown(
     gemsc: Gemsc, tmp_path: Path
 ) -> None:

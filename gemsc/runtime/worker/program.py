@@ -108,6 +108,13 @@ class RankProgram:
     eval_step: StepFunction
 
     def __post_init__(self, shard_optimizer: bool, shard_gradients: bool) -> None:
+        if any(stage.__module__ == "__main__" for stage in self.stages.values()):
+            path = Path(str(getattr(sys.modules["__main__"], "__file__", "")))
+            if path.name.startswith("rank"):
+                raise SystemExit(
+                    f"error: {path.name} is what one rank runs, and starts nothing\n"
+                    f"help: gemsc run {path.parent}"
+                )
         if shard_optimizer:
             parts = "gradients" if shard_gradients else "optimizer"
             object.__setattr__(self, "shard", "weights" if self.whole_stages else parts)
