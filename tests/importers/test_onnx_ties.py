@@ -275,6 +275,39 @@ def test_single_numbers_are_trained_where_the_exporter_says_so(optimize, tmp_pat
     check_same(network, theirs)
 
 
+class Functions(nn.Module):
+    """Functions of weights: what they are of is trained, in all places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+        self.table = nn.Parameter(torch.rand(3, 4))
+        self.height, self.power = (nn.Parameter(torch.tensor(n)) for n in (0.3, 1.7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.normalize(self.first(x), dim=-1) @ F.normalize(self.table, dim=-1).T
+        return x.abs() ** self.power * self.height.exp()
+
+
+@pytest.mark.slow(1)
+def test_a_parameter_is_trained_through_a_function_of_it(tmp_path: Path) -> None:
+    x = torch.rand(3, 2, 4).double()
+    how = MERGED | {"optimize": False}
+    path = exported(made(Functions).eval(), [x], tmp_path / "a.onnx", **how)
+    network, _ = imported(path)
+    theirs = made(Functions)
+    for one in (network, theirs):
+        train(one, [x] * 3)
+    check_same(network, theirs)
+    state = network.state_dict()
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    new = tmp_path / "b.onnx"
+    write_back(path.with_suffix(""), new, shapes, state.__getitem__)
+    evaluator = onnx.reference.ReferenceEvaluator(str(new))
+    (output,) = evaluator.run(None, {evaluator.input_names[0]: x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(output), theirs(x).detach())
+
+
 class Computed(nn.Module):
     """A norm without weights, a constant matrix, and weights that are computed."""
 

@@ -241,7 +241,7 @@ def _location(tensor: onnx.TensorProto) -> str:
 
 def _fill(tensor: onnx.TensorProto, array: Array) -> None:
     """Put numbers into a tensor, in that field of the format where it has them."""
-    new = numpy_helper.from_array(np.ascontiguousarray(array), tensor.name)
+    new = numpy_helper.from_array(np.asarray(array, order="C"), tensor.name)
     if new.data_type != tensor.data_type or list(new.dims) != list(tensor.dims):
         raise ValueError(f"'{tensor.name}' is not {array.dtype} {array.shape}")
     if tensor.HasField("raw_data"):

@@ -74,6 +74,10 @@ class _Call:
             and not ("Instance" in node.op_type and "group_norm" in self.text)
         ]
 
+    def mentioned(self, name: str) -> Key:
+        """Return the parameter that a tensor is named after, where it takes that."""
+        return next((k for k in _keys_of(name) if k[0] in self.names), CONSTANT)
+
 
 @dataclass(frozen=True)
 class _Use:
@@ -206,8 +210,13 @@ def _uses(
     for node in graph.node:
         for index, name in enumerate(node.input):
             if name in tensors and node.op_type not in ("Shape", "Size"):
-                key = keys.get((_output(node), index), CONSTANT)
-                key = key if noted(node, FX_NODE) else _key_of_module(node, index)
+                place, text = (_output(node), index), noted(node, FX_NODE)
+                if not text:
+                    key = _key_of_module(node, index)
+                elif place in keys or index in weight_slots(node):
+                    key = keys.get(place, CONSTANT)
+                else:  # of a function of a weight, such as its norm
+                    key = calls[text].mentioned(name)
                 uses.setdefault(name, []).append(_Use(node, index, key))
     return uses
 

@@ -118,6 +118,7 @@ def trained_names(
                     else:
                         named[name] = None
                     users.setdefault(name, set()).add(scope(node))
+    named |= dict.fromkeys(n for n in parameters if n in table and n not in buffers)
     statistics = _statistics(graph, makers, table)
     weights -= {*buffers, *(statistics - _used_elsewhere(graph))}
     weights -= set(_neutral(graph, makers, read))

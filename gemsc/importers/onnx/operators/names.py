@@ -18,7 +18,8 @@ import torch.nn.functional as F
 SCOPES = "pkg.torch.onnx.name_scopes"
 MACHINE_MADE = re.compile(
     r"onnx::.*|\d+|_?val_\d+|_to_copy(_\d+)?|expr_.*|.*Constant(_\d+)?(_output_\d+)?|"
-    r"(const|tmp|t|getitem|arange|clone|sym_size|new|lifted_tensor|c_lifted)_?\w*?\d*|"
+    r"(const|tmp|getitem|arange|clone|sym_size|lifted_tensor|c_lifted)(_\w+|\d+)?|"
+    r"constant(_\d+)?|t(_?\d+)?|new_(empty|full|ones|zeros)(_\d+)?|"  # and not tokens
     r"const_\w*__\d+|.*_(const|axes|starts|ends|steps)(__?\d+)?"
 )
 # parts of names that say nothing of the layer
