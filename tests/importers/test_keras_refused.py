@@ -27,6 +27,10 @@ def of(layer: Any, shape: Any = SEQUENCE, **call: Any) -> Any:
     return keras.Model(inputs, layer(inputs, **call))
 
 
+def steps(*then: Any) -> Any:
+    return keras.Sequential([keras.Input((4,)), layers.Dense(3), *then])
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "recurrent_dropout": (
         lambda: of(layers.LSTM(3, recurrent_dropout=0.2, name="a")),
@@ -130,6 +134,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: of(layers.TimeDistributed(layers.BatchNormalization(), name="a")),
         "TimeDistributed 'a' normalizes each step of time",
     ),
+    "normalized steps of a model": (
+        lambda: of(
+            layers.TimeDistributed(steps(layers.BatchNormalization()), name="a")
+        ),
+        "TimeDistributed 'a' normalizes each step of time",
+    ),
     "attention axes": (
         lambda: keras.Model(
             x := keras.Input((3, 4, 5)), layers.MultiHeadAttention(2, 3)(x, x)
@@ -207,6 +217,16 @@ def test_a_mask_that_is_used_is_refused_where_it_is(then: Any, tmp_path: Path) -
         imported(masked(*then), tmp_path)
 
 
+def test_the_operations_of_a_mask_are_said_to_be_those_of_a_mask(
+    tmp_path: Path,
+) -> None:
+    words = keras.Input((5,), dtype="int32")
+    x = layers.Embedding(6, 4, mask_zero=True, name="words")(words)
+    with pytest.raises(GemscError, match="NotEqual") as caught:
+        imported(keras.Model(words, layers.LSTM(3)(x)), tmp_path)
+    assert "masks, which are not supported (words)" in str(caught.value.help)
+
+
 def test_a_mask_that_is_forgotten_is_none(tmp_path: Path) -> None:
     assert_same(masked(layers.Flatten(), layers.Dense(3)), tmp_path)
 
@@ -233,6 +253,22 @@ def test_regularizers_and_constraints_are_noted(tmp_path: Path) -> None:
     assert "weight_decay=0.02 is the same under SGD" in notes
     assert "'both': UnitNorm(axis=0) of its recurrent is left out: set" in notes
     assert "in a register_step_post_hook of optimizer(params)" in notes
+
+
+def test_matrices_of_low_rank_are_noted(tmp_path: Path) -> None:
+    model = of(layers.TimeDistributed(layers.Dense(3, lora_rank=2), name="a"))
+    network, _ = imported(model, tmp_path)
+    assert any("'a': lora_rank=2 trains" in note for note in network.notes)
+
+
+def test_outputs_that_are_nested_have_an_optimizer_and_no_loss(tmp_path: Path) -> None:
+    one, two = (layers.Dense(3) for _ in range(2))
+    x = keras.Input(SEQUENCE)
+    model = keras.Model(x, [one(x), {"b": two(x)}])
+    model.compile("sgd", "mse")
+    network, _ = imported(model, tmp_path)
+    assert any("the outputs are nested" in note for note in network.notes)
+    assert [text.split("(")[0] for text in network.functions] == ["def optimizer"]
 
 
 def test_what_begins_anew_of_an_optimizer_is_said(tmp_path: Path) -> None:

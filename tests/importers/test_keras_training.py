@@ -272,6 +272,7 @@ def test_a_loss_of_ones_own_is_named_in_a_note() -> None:
         (keras.metrics.BinaryAccuracy(threshold=0.3), False),
         (keras.metrics.CategoricalCrossentropy(), False),
         (keras.metrics.CosineSimilarity(), False),
+        (keras.metrics.Accuracy(), False),
     ],
     ids=str,
 )
@@ -414,6 +415,25 @@ def test_a_schedule_gives_the_rates_of_keras(setting: Any) -> None:
     np.testing.assert_allclose(rates, wanted, rtol=2e-6, atol=1e-9)
 
 
+def test_a_schedule_counts_batches_of_which_an_update_has_several() -> None:
+    rate = schedules.ExponentialDecay(0.1, 2, 0.5)
+    setting = optimizers.SGD(rate, gradient_accumulation_steps=3)
+    space = functions(text_of(optimizer=setting, loss="mse"))
+    copy = optimizers.SGD.from_config(setting.get_config())
+    variable = keras.Variable(np.ones(2, "float32"))
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = space["optimizer"]([("weight", parameter)])
+    scheduler = space["scheduler"](optimizer)
+    gradient = torch.tensor([1.0, -2.0])
+    for _ in range(3):
+        for _ in range(3):
+            copy.apply([gradient], [variable])
+        parameter.grad = gradient
+        optimizer.step()
+        scheduler.step()
+    np.testing.assert_allclose(variable, parameter.detach(), rtol=1e-6)
+
+
 def test_every_schedule_of_the_table_is_compared() -> None:
     tested = {type(setting).__name__ for setting in SCHEDULE_SETTINGS}
     assert tested == set(SCHEDULES)
@@ -428,7 +448,7 @@ def test_what_gemsc_run_does_is_said_with_its_options() -> None:
     )
     notes = " ".join(text.notes)
     assert "--clip-norm 1.5" in notes
-    assert "--ema 0.99" in notes
+    assert "--ema 0.99, and gemsc export --ema" in notes
     assert "every 7 updates" in notes
 
 

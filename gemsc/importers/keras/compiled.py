@@ -40,6 +40,8 @@ class TrainingText:
     def write(self) -> None:
         """Write all functions."""
         self.forms = self.losses()
+        if self.config.get("loss") and not self.outputs:
+            self.notes.append("loss: the outputs are nested: write loss and metrics")
         if self.forms:
             self.write_losses()
             self.write_target()
@@ -248,7 +250,7 @@ def training_text(config: Any, outputs: Sequence[ModelOutput]) -> TrainingText:
     """
     text = TrainingText(config, outputs)
     try:
-        if isinstance(config, Mapping) and outputs:
+        if isinstance(config, Mapping):
             text.write()
     except UNEXPECTED as why:
         reason = f"{type(why).__name__}: {why}"
@@ -274,7 +276,7 @@ def _flat(setting: Any) -> list[Any]:
 
 
 def regularizer_notes(name: str, config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a note for each regularizer and constraint of a layer."""
+    """Yield a note for each regularizer, constraint and rank of a layer."""
     for key, setting in config.items():
         if not setting:
             continue
@@ -285,6 +287,11 @@ def regularizer_notes(name: str, config: Mapping[str, Any]) -> Iterator[str]:
             yield (
                 f"'{name}': {_named(setting)} of its {what} is left out: set the "
                 "weight back in a register_step_post_hook of optimizer(params)"
+            )
+        elif key == "lora_rank":
+            yield (
+                f"'{name}': lora_rank={setting} trains two matrices in Keras, and not "
+                "the weight that they are added to: here that is trained"
             )
         elif key in ("layer", "backward_layer", "cell", "cells"):
             for held in setting if isinstance(setting, list) else [setting]:

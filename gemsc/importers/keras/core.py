@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from gemsc.importers.keras.activation import activated
-from gemsc.importers.keras.config import found_in
+from gemsc.importers.keras.config import class_and_config, found_in
 from gemsc.importers.keras.layer import (
     Laid,
     LayerCall,
@@ -115,10 +115,10 @@ def _time_distributed(call: LayerCall) -> Laid:
     layer = call.config["layer"]
     if not isinstance(layer, Mapping):
         raise call.refuse("holds no layer")
-    if layer.get("class_name") == "BatchNormalization":
+    if _takes_statistics(layer):
         raise call.refuse(
             "normalizes each step of time by its own statistics, one after the other",
-            help="put the BatchNormalization outside of TimeDistributed",
+            help="put the BatchNormalization outside of TimeDistributed, or freeze it",
         )
     x = call.last()
     if layer.get("class_name") == "Dense":  # of the last axis, whatever is before it
@@ -126,6 +126,18 @@ def _time_distributed(call: LayerCall) -> Laid:
     flat = Laid(call.sheet.line("steps", f"{x}.flatten(0, 1)"))
     made = call.last(call.inner(layer, "layer", [flat]))
     return call.gives(f"{made}.unflatten(0, (-1, {x.shape[1]}))")
+
+
+def _takes_statistics(setting: Any) -> bool:
+    """Return whether a layer in a config is, or holds, a BatchNormalization."""
+    if isinstance(setting, list):
+        return any(map(_takes_statistics, setting))
+    if not isinstance(setting, Mapping):
+        return False
+    kind, config = class_and_config(setting)
+    if kind == "BatchNormalization":
+        return config.get("trainable") is not False
+    return any(map(_takes_statistics, setting.values()))
 
 
 # ----------------------------------------------------------------- randomness

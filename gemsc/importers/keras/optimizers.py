@@ -25,7 +25,8 @@ def optimizer_text(kind: str, config: Config) -> tuple[list[str], list[str]]:
     if kind not in OPTIMIZERS:
         raise UnknownLossError(f"PyTorch has no {kind}")
     name, differs = OPTIMIZERS[kind]
-    rate, scheduler = schedule_text(config["learning_rate"])
+    batches = int(config.get("gradient_accumulation_steps") or 1)
+    rate, scheduler = schedule_text(config["learning_rate"], batches)
     decay = config.get("weight_decay")
     if kind == "Adam" and decay:
         name = "AdamW"
@@ -79,7 +80,8 @@ def _other_notes(config: Config) -> list[str]:
             notes.append(f"{name}={config[name]} of each gradient is left out")
     if config.get("use_ema"):
         notes.append(
-            f"average of the weights: gemsc run --ema {config['ema_momentum']}"
+            f"average of the weights: gemsc run --ema {config['ema_momentum']}, and "
+            "gemsc export --ema"
         )
         if often := config.get("ema_overwrite_frequency"):
             notes.append(f"every {often} updates Keras alone makes it the weights")
@@ -135,9 +137,11 @@ def _arguments(name: str, config: Config) -> str:
 # --------------------------------------------------------------------------- schedules
 
 
-# both count updates from 0, so that the rates of all steps are the same
-def schedule_text(setting: Any) -> tuple[float, list[str]]:
+# both count from 0, so that the rates of all steps are the same
+def schedule_text(setting: Any, batches: int = 1) -> tuple[float, list[str]]:
     """Return the rate of the optimizer, and `scheduler` if the rate changes.
+
+    Keras counts batches, of which an update may have several, and takes the last one's.
 
     Raises:
         UnknownLossError: it is a schedule of somebody's own.
@@ -149,6 +153,7 @@ def schedule_text(setting: Any) -> tuple[float, list[str]]:
         raise UnknownLossError(f"the schedule {kind} is not one of Keras")
     start, body = SCHEDULES[kind](config)
     base = start or 1.0  # what the rates are divided by
+    at = "step" if batches == 1 else f"{batches} * step + {batches - 1}"
     lines = [
         "def scheduler(optimizer: torch.optim.Optimizer)"
         " -> torch.optim.lr_scheduler.LRScheduler:",
@@ -158,7 +163,7 @@ def schedule_text(setting: Any) -> tuple[float, list[str]]:
         *(f"        {line}" for line in body),
         "",
         "    return torch.optim.lr_scheduler.LambdaLR(",
-        f"        optimizer, lambda step: rate(step) / {base!r}",
+        f"        optimizer, lambda step: rate({at}) / {base!r}",
         "    )",
     ]
     return base, ["\n".join(lines)]

@@ -129,6 +129,8 @@ def _outputs(config: Mapping[str, Any], model: Model) -> list[ModelOutput]:
     """Return the outputs by their names in compile(); none if they are nested."""
     entry = Listed.of(config)
     structure: Any = entry.config.get("output_layers")
+    if entry.kind != "Sequential" and _is_nested(structure):
+        return []
     if entry.kind == "Sequential":
         names, places = [entry.name], [""]
     elif isinstance(structure, dict):
@@ -144,6 +146,13 @@ def _outputs(config: Mapping[str, Any], model: Model) -> list[ModelOutput]:
         ModelOutput(name, laid.value.shape, place, laid.first)
         for name, place, laid in zip(names, places, model.outputs, strict=True)
     ]
+
+
+def _is_nested(structure: Any) -> bool:
+    """Return whether outputs stand in several lists or dicts."""
+    items = structure.values() if isinstance(structure, dict) else structure
+    inner = [item for item in items if isinstance(item, list | dict)]
+    return any(isinstance(i, dict) or len([*references(i)]) > 1 for i in inner)
 
 
 # what takes all that Keras can compute
@@ -178,11 +187,14 @@ def _check(path: Path, config: Mapping[str, Any], graph: Graph, given: str) -> N
         and graph.translator(entry.kind, entry.name, entry.is_operation) is None
     ]
     if unknown:
+        makers = [e.name for e in _all(top) if e.config.get("mask_zero")]
+        makers += [e.name for e in _all(top) if e.kind == "Masking"]
+        masks = f"leave out masks, which are not supported ({', '.join(makers)}); "
         raise GemscError(
             f"{path.name} uses layers that gemsc does not support: "
             f"{show_some(unknown, _SHOWN)}",
-            help=f"build them of other layers, {given}; the code of a Lambda in a file "
-            f"is never run. Or {_DIRECTLY}",
+            help=f"{masks * bool(makers)}build them of other layers, {given}; the code "
+            f"of a Lambda in a file is never run. Or {_DIRECTLY}",
         )
 
 
