@@ -308,6 +308,18 @@ def test_a_parameter_is_trained_through_a_function_of_it(tmp_path: Path) -> None
     torch.testing.assert_close(torch.from_numpy(output), theirs(x).detach())
 
 
+@pytest.mark.slow(1)
+@pytest.mark.parametrize("model", [Functions, Words])
+def test_functions_of_parameters_that_the_exporter_has_computed_are_told(
+    model: type[nn.Module], tmp_path: Path
+) -> None:
+    x = [torch.rand(3, 2, 4).double()] if model is Functions else batches(Words)[:1]
+    _, read = imported(exported(made(model).eval(), x, tmp_path / "a.onnx", **MERGED))
+    told = [note for note in read.notes if "has computed functions" in note]
+    assert len(told) == (model is Functions)
+    assert all("height, table; export with optimize=False" in note for note in told)
+
+
 class Computed(nn.Module):
     """A norm without weights, a constant matrix, and weights that are computed."""
 

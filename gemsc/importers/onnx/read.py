@@ -336,6 +336,12 @@ def _notes(
             "left out by the exporter, as they are zeros, and so not trained: "
             f"{some(tensors.ties.left_out)}; export with optimize=False to keep them"
         )
+    if tensors.ties.inside:
+        notes.append(
+            "the exporter has computed functions of parameters, and their values are "
+            f"trained, or nothing: {some(sorted(tensors.ties.inside))}; export with "
+            "optimize=False to train the parameters"
+        )
     if trained.named:
         count = sum(math.prod(tensors.table[name].shape) for name in trained.named)
         notes.append(

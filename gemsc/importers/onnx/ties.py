@@ -30,6 +30,9 @@ from gemsc.importers.weight import Array
 FX_NODE = "pkg.torch.onnx.fx_node"  # %a = call_function[target=...](args = (%p_w, ...
 SIGNATURE = "pkg.torch.export.ExportedProgram.graph_signature"  # its parameters
 FOLDED = "pkg.onnxscript.optimizer.folded_from"  # of which values a constant was made
+MOVED = re.compile(  # calls that make no other numbers of a parameter
+    r"val_\d+|(permute|reshape|squeeze|t|transpose|unsqueeze|view|zeros)(_\d+)?"
+)
 WITH_BIAS = re.compile(r"target=torch\.ops\.aten\.(linear|addmm|conv)")
 Key = tuple[str | int, ...]  # equal for the same parameter
 UNKNOWN: Key = ()
@@ -46,13 +49,15 @@ class Ties:
 
     `left_out` are parameters of the model that the file has not: biases of zeros.
     `buffers` are tensors that the model holds or computes and does not train,
-    `parameters` those that it trains, as the exporter says.
+    `parameters` those that it trains, as the exporter says. `inside` are parameters of
+    which the file has the value of a function instead.
     """
 
     parted: Mapping[str, int]
     left_out: Sequence[str]
     buffers: Collection[str]
     parameters: Collection[str]
+    inside: Collection[str]
 
 
 @dataclass(frozen=True)
@@ -130,21 +135,24 @@ def part(
             elif str(key[0]).startswith(("b_", "c_")):
                 buffers.add(new)
     _join(graph, uses, read)
-    return Ties(parted, left_out, buffers | (_computed(graph) - noted), noted)
+    computed, inside = _computed(graph)
+    return Ties(parted, left_out, buffers | (computed - noted), noted, inside)
 
 
-def _computed(graph: onnx.GraphProto) -> set[str]:
-    """Return the tensors that the exporter has computed, and of no parameter."""
+def _computed(graph: onnx.GraphProto) -> tuple[set[str], set[str]]:
+    """Return what the exporter has computed of no parameter, and of which it has."""
     signature = next((p.value for p in graph.metadata_props if p.key == SIGNATURE), "")
     trained = set(re.findall(r": PARAMETER target='(.+)'", signature))
-    return {
-        value.name
-        for value in graph.value_info
-        for known in value.metadata_props
-        if known.key == FOLDED
-        and trained
-        and trained.isdisjoint(re.findall(r"'([^']+)'", known.value))
-    }
+    others = trained | {value.name for value in graph.input}
+    computed, inside = set(), set()
+    for value in graph.value_info if trained else ():
+        for known in value.metadata_props:
+            names = {value.name, *re.findall(r"'([^']+)'", known.value)}
+            if known.key == FOLDED and trained.isdisjoint(names):
+                computed.add(value.name)
+            elif known.key == FOLDED and not all(map(MOVED.fullmatch, names - others)):
+                inside |= trained & names
+    return computed, inside
 
 
 def _groups(name: str, uses: Sequence[_Use]) -> Mapping[Key, list[_Use]]:
