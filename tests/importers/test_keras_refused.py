@@ -180,6 +180,16 @@ def test_what_cannot_be_had_is_refused_by_name(name: str, tmp_path: Path) -> Non
     assert not (tmp_path / "network").exists()
 
 
+def test_weights_in_bfloat16_are_refused(tmp_path: Path) -> None:
+    half = of(layers.Dense(3, dtype="bfloat16"))
+    with pytest.raises(GemscError, match="is bfloat16") as caught:
+        imported(half, tmp_path)
+    assert "model.set_weights(other.get_weights())" in str(caught.value.help)
+    whole = of(layers.Dense(3))
+    whole.set_weights(half.get_weights())
+    imported(whole, tmp_path)
+
+
 @pytest.mark.parametrize("number", ["Infinity", "NaN", "1e999"])
 def test_a_setting_that_is_no_number_is_refused(number: str, tmp_path: Path) -> None:
     of(layers.ELU(0.625)).save(tmp_path / "a.keras")

@@ -231,6 +231,12 @@ def _tensor(item: h5py.Dataset, path: str) -> FileTensor | None:
     if item.external or item.is_virtual:
         raise ValueError(f"{path} lies in another file")
     dtype: np.dtype[Any] = item.dtype
+    if item.attrs.get("dtype") == "bfloat16":
+        raise GemscError(
+            f"the file's {path} is bfloat16, which gemsc does not read",
+            help="build the model in Keras with float32 or mixed_bfloat16, and give it "
+            "the weights: model.set_weights(other.get_weights())",
+        )
     if item.shape is None or dtype.kind not in "fiub":
         return None
     size = item.size * dtype.itemsize
