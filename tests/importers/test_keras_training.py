@@ -272,7 +272,6 @@ def test_a_loss_of_ones_own_is_named_in_a_note() -> None:
         (keras.metrics.BinaryAccuracy(threshold=0.3), False),
         (keras.metrics.CategoricalCrossentropy(), False),
         (keras.metrics.CosineSimilarity(), False),
-        (keras.metrics.Accuracy(), False),
     ],
     ids=str,
 )
@@ -301,6 +300,15 @@ def test_accuracy_of_two_classes_takes_labels_in_a_row_and_in_a_column() -> None
     x, y = torch.tensor([[0.2], [0.7], [0.9], [0.6]]), torch.tensor([0, 1, 1, 0])
     for labels in (y, y.unsqueeze(1)):
         assert metrics(x, labels)["accuracy"] == 0.75
+
+
+def test_the_class_accuracy_counts_equal_numbers() -> None:
+    metric = keras.metrics.Accuracy()
+    text = text_of(loss="mse", metrics=[metric])
+    x, y = torch.tensor([[1.0, 2, 0, 0]]), torch.tensor([[1.0, 0, 0, 0]])
+    metric.update_state(y, x)
+    (figure,) = functions(text)["metrics"](x, y).values()
+    assert figure == float(metric.result()) == 0.75
 
 
 def test_equal_classes_are_in_the_first_k() -> None:
