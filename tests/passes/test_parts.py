@@ -385,3 +385,14 @@ def test_complex_weights_are_cut_as_others_are() -> None:
     assert program.plan.unchecked == ""  # a step of the ranks was put together
     parts = program.rank_modules()["rank0.py"].partition("parts=")[2]
     assert '"mixing"' in parts
+
+
+def test_to_cut_a_layer_makes_no_step_of_its_spectral_norm() -> None:
+    layer = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), layer, nn.Linear(8, 2))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    given = {"loss": lambda y: y.square().mean(), "ranks": 2, "shards": "2"}
+    program = compile(model, (torch.randn(2, 4),), **given)
+    assert '"2.bias"' in program.rank_modules()["rank0.py"].partition("parts=")[2]
+    after = model.state_dict()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())

@@ -61,8 +61,10 @@ def _resize(layer: Any, parts: Mapping[str, Part]) -> None:
     if isinstance(layer, nn.modules.conv._ConvNd):
         _resize_convolution(layer, parts.get("weight"))
         return
+    # not by getattr: a parametrized weight (spectral_norm) would be made, with a step
+    held = {**layer._parameters, **layer._buffers}
     for setting, (names, dim) in _SIZES.items():
-        attributes = (getattr(layer, name, None) for name in names.split())
+        attributes = (held.get(name) for name in names.split())
         tensor = next((t for t in attributes if isinstance(t, Tensor)), None)
         if hasattr(layer, setting) and tensor is not None:
             if setting == "num_channels":  # of a GroupNorm: whole groups
