@@ -25,11 +25,12 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
+    LambdaLR,
     LinearLR,
     SequentialLR,
     StepLR,
 )
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 from training_support import FromTest, pairs, program, run, simple, user_of
 
 import gemsc
@@ -474,8 +475,10 @@ def told(changes: Any, first: int = 1, hook: str = "on_step", rank: int = 0) -> 
 
     user: Any = user_of(loss=loss, **{hook: called})
     hooks = Hooks(replace(user, model=model))
-    trainer: Any = SimpleNamespace(transport=SimpleNamespace(rank=rank))
+    transport = SimpleNamespace(rank=rank)
+    trainer: Any = SimpleNamespace(transport=transport, phases=(), epoch=0)
     errors, before = StringIO(), dict(KNOBS)
+    hooks.on_load(trainer)
     with redirect_stderr(errors):
         for step in range(9):
             report: Any = SimpleNamespace(step=step + 1)
@@ -486,7 +489,8 @@ def told(changes: Any, first: int = 1, hook: str = "on_step", rank: int = 0) -> 
     if not (text := errors.getvalue()):
         return None
     where = r"test_training.py(?::\d+)?"
-    (change,) = re.findall(rf"{where}: warning: {hook} changes (.*): the program", text)
+    who = rf"(?:{hook}|training) changes"
+    (change,) = re.findall(rf"{where}: warning: {who} (.*): the program", text)
     return change
 
 
@@ -508,7 +512,7 @@ def test_a_hook_that_changes_what_was_compiled_is_told_once(
     """The annealing of a term, for one: the ranks have its first weight for ever."""
     assert told(changes) == name
     assert told(changes, first=5) == name  # at the eighth
-    assert told(changes, first=9) is None
+    assert told(changes, first=9) == name  # after the epoch
     assert told(changes, first=9, hook="on_epoch") == name
     assert told(changes, rank=1) is None
 
@@ -516,6 +520,34 @@ def test_a_hook_that_changes_what_was_compiled_is_told_once(
 @pytest.mark.parametrize("changes", [try_model, add_term])
 def test_what_a_hook_may_change(changes: Any) -> None:
     assert told(changes) is None
+
+
+@pytest.mark.parametrize("where", ["epoch", "scheduler", "metrics"])
+def test_what_others_change_is_told_unless_it_is_in_an_evaluation(
+    where: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """By a rank that reads: the annealing of a term, or of the margin of a loss."""
+    program(tmp_path / "program")
+    loss = Weighed()
+
+    def heavier(*given: Any) -> Any:
+        loss.weight += 0.5
+        return 1.0
+
+    class Epochs(TensorDataset):
+        set_epoch = heavier
+
+    given: dict[str, Any] = {
+        "epoch": {"dataset": lambda: Epochs(*pairs().tensors)},
+        "scheduler": {"scheduler": lambda made: LambdaLR(made, heavier)},
+        "metrics": {"eval_dataset": pairs, "metrics": {"weight": heavier}},
+    }[where]
+    user = replace(user_of(**given), model=loss)
+    run(tmp_path / "program", user, "--epochs", 2, "--save", tmp_path / "run")
+    said = capfd.readouterr().err
+    name = "training changes model.weight: the program keeps what that was when"
+    assert said.count(name) == (where != "metrics"), said
+    assert said.count("warning") == (where != "metrics")
 
 
 class Events(gemsc.Callback):

@@ -110,20 +110,40 @@ class Hooks(Callback):
     """Calls what the user's file defines, `on_step` and `on_epoch`, on every rank.
 
     A program has what the model and the loss see as it was when it was compiled: that a
-    hook changes it is told. It is looked for after each epoch, and after the 1st, 2nd,
-    4th, 8th, ... step.
+    hook changes it is told, or a dataset's `set_epoch`, or a function of a scheduler.
+    It is looked for after each epoch and its first step, and after the 1st, 2nd, 4th,
+    8th, ... step. What metrics and the loss change in an evaluation does not count.
     """
 
     def __init__(self, user: UserModel) -> None:
         self.user = user
         self._before: dict[str, object] = {}
-        self._steps = 0
+        self._steps, self._epoch = 0, 0
+        self._seeing: dict[str, Any] = {}
+
+    def on_load(self, trainer: Trainer) -> None:
+        """Remember what the model and the loss see."""
+        losses = {phase.name: phase.loss for phase in trainer.phases}
+        seeing = {"model": self.user.model, "loss": self.user.loss, "phases": losses}
+        self._seeing = seeing
+        self._before = self._seen()
 
     def on_step(self, trainer: Trainer, report: StepReport) -> None:
         """Call the user's `on_step(trainer, report)`."""
-        is_asked = not self._steps & (self._steps + 1)
-        self._steps += 1
+        is_asked = not self._steps & (self._steps + 1) or trainer.epoch != self._epoch
+        self._steps, self._epoch = self._steps + 1, trainer.epoch
         self._call("on_step", is_asked, trainer, report)
+
+    def on_evaluation_start(self, trainer: Trainer) -> None:
+        """Look for changes of the epoch."""
+        if trainer.transport.rank == 0:
+            self._compare("")
+
+    def on_evaluation(self, trainer: Trainer, figures: Mapping[str, float]) -> None:
+        """Forget changes of the evaluation."""
+        if trainer.transport.rank == 0:
+            now = self._seen()
+            self._before = {name: now.get(name) for name in self._before}
 
     def on_epoch(
         self, trainer: Trainer, epoch: int, figures: Mapping[str, float]
@@ -132,34 +152,34 @@ class Hooks(Callback):
         self._call("on_epoch", True, trainer, epoch, figures)
 
     def _call(self, hook: str, is_asked: bool, trainer: Trainer, *given: Any) -> None:
-        is_asked &= trainer.transport.rank == 0 and getattr(self.user, hook) is not None
-        if is_asked and not self._before:
-            self._before = self._seen()
-        self.user.call(hook, trainer, *given)
+        is_asked &= trainer.transport.rank == 0
         if is_asked:
-            now, known = self._seen(), self._before
-            if changed := [n for n, v in known.items() if now.get(n, v) != v == v]:
-                self._tell(hook, ", ".join(changed[:3]))
-                self._before = {n: v for n, v in known.items() if n not in changed}
+            self._compare("")
+        self.user.call(hook, trainer, *given)
+        if is_asked and getattr(self.user, hook) is not None:
+            self._compare(hook)
+
+    def _compare(self, hook: str) -> None:
+        """Warn of what has changed, in a `hook` or before it."""
+        now, known = self._seen(), self._before
+        if changed := [n for n, v in known.items() if now.get(n, v) != v == v]:
+            at = self.user.line_of(hook) if hook else None
+            warn(
+                f"{hook or 'training'} changes {', '.join(changed[:3])}: the program "
+                "keeps what that was when it was compiled",
+                at=at.short if at else self.user.path.name,
+                help="let forward compute it, of a buffer in which it counts its calls",
+            )
+            self._before = {n: v for n, v in known.items() if n not in changed}
 
     def _seen(self) -> dict[str, object]:
         """Return the numbers, texts and tensors that the model and the loss can see.
 
         The weights of a model do not count: a hook may try in it what was trained.
         """
-        names = ("model", "loss", "phases")
-        parts = chain(*(parts_held(name, getattr(self.user, name)) for name in names))
+        parts = chain(*(parts_held(*pair) for pair in self._seeing.items()))
         states = {path: _state(value) for path, value in parts if not _OWN(path)}
         return {path: value for path, value in states.items() if value is not None}
-
-    def _tell(self, hook: str, names: str) -> None:
-        at = self.user.line_of(hook)
-        warn(
-            f"{hook} changes {names}: the program keeps what that was when it was "
-            "compiled",
-            at=at.short if at else self.user.path.name,
-            help="let forward compute it, of a buffer in which it counts its calls",
-        )
 
 
 def _state(value: object) -> object:
