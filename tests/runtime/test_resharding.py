@@ -299,6 +299,29 @@ def test_gradients_of_a_tied_weight_that_wait_are_those_of_all_its_ranks(
     assert off(weights_in(run), weights_in(whole)) < 1e-9
 
 
+@pytest.mark.parametrize("kind", ["weight", "buffer"])
+def test_a_model_that_lacks_what_was_saved_is_another_one(
+    kind: str, tmp_path: Path
+) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        scale = getattr(self, "scale", torch.ones(()))
+        return self.b(torch.tanh(self.a(x))) * scale
+
+    scale = torch.tensor(2.0)
+    before = Net(
+        forward, **({"scale": nn.Parameter(scale)} if kind == "weight" else {})
+    )
+    if kind == "buffer":
+        before.register_buffer("scale", scale)
+    for name, model in {"before": before, "after": Net(forward)}.items():
+        written(tmp_path / name, model, ranks=2, micro_batches=2)
+    batches = [batch_of((X, X), 2)]
+    folder = tmp_path / "saved"
+    go_on(tmp_path / "before", 2, folder, batches, resume=False)
+    with pytest.raises(GemscError, match=r"has 'scale', which the model does not have"):
+        go_on(tmp_path / "after", 2, folder, batches, resume=True)
+
+
 def test_a_tied_weight_comes_from_a_file_under_any_of_its_names(
     tmp_path: Path,
 ) -> None:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from gemsc.base.dtypes import dtype_name
+from gemsc.base.units import show_some
 from gemsc.errors import GemscError
 from gemsc.runtime.checkpoint.folder import (
     check_checkpoint,
@@ -104,6 +105,21 @@ class StoredTensors:
             stored._table[key] = Stored(dtype_name(entry.dtype), entry.shape, pieces)
         stored._files[""] = saved
         return stored
+
+    def check_taken(self, wanted: Iterable[Wanted]) -> None:
+        """Make sure that the model has all weights and buffers that are stored of one.
+
+        Raises:
+            GemscError: it does not.
+        """
+        known = {f"{MODEL_KEY}{name}" for want in wanted for name in want.names}
+        of_model = (key for key in self._table if key.startswith(MODEL_KEY))
+        if extra := [key for key in of_model if key not in known]:
+            names = show_some([f"'{key.removeprefix(MODEL_KEY)}'" for key in extra])
+            raise GemscError(
+                f"{self._named} has {names}, which the model does not have",
+                help=_OF_ANOTHER,
+            )
 
     def check(self, key: str, piece: TensorPiece, *, sums: bool = False) -> None:
         """Make sure that the files have a piece, which need not be one of theirs.

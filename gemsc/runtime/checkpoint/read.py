@@ -110,6 +110,7 @@ def _fit(reader: _Reader, directory: Path, wanted: Mapping[str, Wanted]) -> _Fit
     with damage_named(saved.place), _checked(saved.place):
         check_digests(saved.place, manifest, transport.rank, transport.size)
         stored = StoredTensors(saved.place, manifest.tensors)
+        stored.check_taken(wanted.values())
         return reader.everything(stored, manifest)
 
 
