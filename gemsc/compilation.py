@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from torch import fx
@@ -140,7 +140,8 @@ class Compilation:
         if self.plan.replicas * self.plan.data == 1:
             return (), ()
         both = self.program, self.evaluation
-        training, evaluation = (tuple(unjoined_changes(program)) for program in both)
+        find = partial(unjoined_changes, settled=self.plan.replicas > 1)
+        training, evaluation = (tuple(find(program)) for program in both)
         return training, evaluation
 
     def parts(self, rank: int) -> dict[str, Part]:

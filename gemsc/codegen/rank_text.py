@@ -264,7 +264,8 @@ def _advances(
     """
     if not changed:
         return ()
-    known = {change.name: change.again for change in unjoined_changes(program)}
+    made = unjoined_changes(program, settled=True)
+    known = {change.name: change.again for change in made}
     sources = program.graph.find_nodes(op="get_attr")
     here = {str(source.target) for source in sources if source.users}
     changed = [c for c in changed if c.name in here]  # branches are elsewhere

@@ -52,12 +52,13 @@ class Change:
     by: str = "forward"
 
 
-def unjoined_changes(program: Program) -> Iterator[Change]:
+def unjoined_changes(program: Program, *, settled: bool = False) -> Iterator[Change]:
     """Yield the changes that each replica of the model would make for itself alone.
 
     Left out are statistics of BatchNorm, which replicas join, and changes of which a
     second one right after the first changes nothing, if nothing has seen what was there
-    before: the first micro-batch of a replica would.
+    before: the first micro-batch of a replica would. With `settled` these are there,
+    too: a replica may run no micro-batch.
     """
     module = program.module
     states = {n: mutated_state(n, module) for n in program.compute_nodes}
@@ -77,7 +78,8 @@ def unjoined_changes(program: Program) -> Iterator[Change]:
             yield Change(node, name, by="backward")
         if names and joined.issuperset(names):
             continue
-        if any(counts[name] > 1 or not repeats for name in names):
+        moves = any(counts[name] > 1 or not repeats for name in names)
+        if moves or (settled and names and _again(node, writers)):
             yield Change(node, names[0], _again(node, writers))
             continue
         layer = called_layer(node, module)

@@ -27,6 +27,7 @@ from gemsc.compiler import Traced, lower, trace
 from gemsc.errors import GemscError, InternalError
 from gemsc.ir.changes import unjoined_changes
 from gemsc.options import CompileOptions
+from gemsc.runtime.training.trainer import Trainer
 from gemsc.verify.compare import TOLERANCE
 
 EXACT = TOLERANCE[torch.float64]
@@ -268,6 +269,23 @@ class Whole(Growing):
 
 def clamped(layer: Growing, x: Tensor) -> None:
     layer.bias.data.clamp_(-0.2, 0.2)
+
+
+def test_a_replica_that_evaluates_nothing_clamps_its_weights_too(
+    tmp_path: Path,
+) -> None:
+    written(tmp_path, around(clamped), ranks=2, **MAST)
+    batch = torch.ones(len(X) * 4, WIDTH)
+
+    def work(trainer: Trainer) -> Tensor:
+        trainer.step(batch, 100 * batch)
+        trainer.evaluate(batch, batch)
+        return trainer.state_dict()["2.bias"].clone()
+
+    large = functools.partial(torch.optim.SGD, lr=1.0)
+    one, two = on_ranks(tmp_path, 2, work, optimizer=large)
+    assert torch.equal(one, two)
+    assert one.abs().max() == torch.tensor(0.2)
 
 
 def in_evaluation_only(layer: Growing, x: Tensor) -> None:
