@@ -491,6 +491,37 @@ def test_what_an_optimizer_keeps_beside_its_parameters_comes_back(
         on_ranks(tmp_path / "four", 4, lambda t: t.resume(saved), **given)
 
 
+class OneClock(torch.optim.Optimizer):
+    """All parameters have one tensor; the step of the first one advances it."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+        clock, self.params = torch.zeros(()), self.param_groups[0]["params"]
+        for parameter in self.params:
+            self.state[parameter]["clock"] = clock
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.state[self.params[0]]["clock"] += 1
+        for parameter in self.params:
+            parameter -= parameter.grad / (1 + self.state[parameter]["clock"])
+
+
+def test_a_tensor_that_an_optimizer_keeps_for_all_parameters_stays_one(
+    tmp_path: Path,
+) -> None:
+    for ranks in (1, 2, 3):
+        written(tmp_path / f"{ranks}", Net(simple), ranks=ranks, micro_batches=2)
+    batches, folder = [batch_of((X, X), 2)] * 2, tmp_path / "saved"
+    given: dict[str, Any] = {"optimizer": lambda named: OneClock([p for _, p in named])}
+    losses: list[float] = []
+    for ranks in (2, 2, 1, 3):
+        where = tmp_path / f"{ranks}", ranks, folder, batches
+        losses += go_on(*where, resume=bool(losses), **given)
+    one = tmp_path / "1", 1, tmp_path / "other", batches * 4
+    assert losses == pytest.approx(go_on(*one, resume=False, **given), abs=1e-12)
+
+
 class Counting(torch.optim.SGD):
     """It keeps one number for all parameters."""
 

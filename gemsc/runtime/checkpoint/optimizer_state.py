@@ -19,6 +19,7 @@ from itertools import zip_longest
 from numbers import Number
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -112,10 +113,14 @@ def split_state(
     state: State, slots: Sequence[UpdatedParameter]
 ) -> tuple[list[HeldTensor], State]:
     """Return the tensors in pieces of a state, and the rest of it."""
-    tensors, values = [], {}
+    tensors, values, known_ids = [], {}, set()
+    shared = set[str]()  # kinds of which several parameters have one tensor
     for slot in slots:
         others = {}
         for key, value in state["state"].get(slot.index, {}).items():
+            if isinstance(value, Tensor) and isinstance(key, str):
+                shared |= {key} if id(value) in known_ids else set()
+                known_ids.add(id(value))
             if slot.holds(str(key), value):
                 name = tensor_key(key, slot.name)
                 tensors.append(HeldTensor(name, value.detach(), slot.held.piece))
@@ -135,7 +140,8 @@ def split_state(
     known = {slot.index for slot in slots}
     if beside := {k: v for k, v in state["state"].items() if k not in known}:
         others["state"] = beside  # of no parameter
-    return tensors, {"groups": groups, "values": values, "rest": others}
+    saved = {"groups": groups, "values": values, "rest": others}
+    return tensors, saved | {"shared": sorted(shared)}
 
 
 @dataclass(frozen=True)
@@ -222,6 +228,8 @@ class SavedOptimizer:
                 slot_state[key] = tensor if is_alike else to_format(tensor)
             if slot_state:
                 state[slot.index] = slot_state
+        for key in {key for saved in self.ranks for key in saved.get("shared", ())}:
+            _share(key, [of_slot for of_slot in state.values() if key in of_slot])
         groups = []
         for group, source in zip(current["param_groups"], sources, strict=True):
             values = {}
@@ -320,6 +328,16 @@ class SavedOptimizer:
                 known = {*texts[text]}
                 texts[text] += [name for name in group["names"] if name not in known]
         return merged
+
+
+def _share(key: str, states: Sequence[State]) -> None:
+    """Let the states of several parameters have one tensor, as when it was saved."""
+    first = states[0][key] if states else None
+    for state in states[1:]:
+        if not isinstance(value := state[key], Tensor) or type(first) is not Tensor:
+            continue
+        if value.dtype is first.dtype and torch.equal(value, first):
+            state[key] = first
 
 
 def _is_plain(value: Any) -> bool:
