@@ -491,6 +491,37 @@ def test_what_an_optimizer_keeps_beside_its_parameters_comes_back(
         on_ranks(tmp_path / "four", 4, lambda t: t.resume(saved), **given)
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_group_that_was_not_saved_has_the_rates_of_its_scheduler(
+    ranks: int, tmp_path: Path
+) -> None:
+    for count in {2, ranks}:
+        written(tmp_path / f"{count}", Net(simple), ranks=count, micro_batches=2)
+    batches, folder = [batch_of((X, X), 2)] * 2, tmp_path / "saved"
+
+    def of(first: str, named: Any) -> torch.optim.Optimizer:
+        groups: dict[float, list[Any]] = {0.5: [], 0.25: []}
+        for name, parameter in named:
+            groups[0.25 if name < "b" else 0.5] += [parameter] if name > first else []
+        pairs = groups.items()
+        return torch.optim.SGD([{"params": p, "lr": lr} for lr, p in pairs if p], lr=1)
+
+    def halved(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+
+    def rates(trainer: Trainer) -> set[float]:
+        trainer.resume(folder)
+        trainer.step(*batches[0])
+        assert trainer.optimizer is not None
+        return {group["lr"] for group in trainer.optimizer.param_groups}
+
+    given: dict[str, Any] = {"optimizer": partial(of, "b"), "scheduler": halved}
+    go_on(tmp_path / "2", 2, folder, batches, resume=False, **given)
+    given["optimizer"] = partial(of, "a")
+    first, *others = on_ranks(tmp_path / f"{ranks}", ranks, rates, **given)
+    assert first | set[float]().union(*others) == {0.5**4, 0.25 / 2**3}
+
+
 class OneClock(torch.optim.Optimizer):
     """All parameters have one tensor; the step of the first one advances it."""
 

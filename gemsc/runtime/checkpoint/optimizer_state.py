@@ -264,7 +264,7 @@ class SavedOptimizer:
     def scheduler(self, now: Any, sources: Sequence[Source], rank: int) -> Any:
         """Return the state of the scheduler of a rank whose groups have `sources`.
 
-        `now` is the state that the scheduler has there.
+        `now` is the state that the scheduler has there, also for groups without any.
         """
         places = [source for source in sources if source is not None]
         base = places[0][0] if places else min(rank, len(self.ranks) - 1)
@@ -272,9 +272,9 @@ class SavedOptimizer:
         counts = {rank: len(self.ranks[rank]["groups"]) for rank in ranks}
         states = {r: self.decode(self.ranks[r]["scheduler"]) for r in counts}
         every = [(base, number) for number in range(counts[base])]
-        if places in ([], every):
+        if [*sources] in ([], every):
             return states[base]
-        return _merged(states, now, places, counts)
+        return _merged(states, now, sources, counts)
 
     @cached_property
     def _group_of(self) -> dict[str, tuple[int, int]]:
@@ -349,7 +349,7 @@ def _is_plain(value: Any) -> bool:
 def _merged(
     states: Mapping[int, Any],
     now: Any,
-    places: Sequence[tuple[int, int]],
+    places: Sequence[Source],
     counts: Mapping[int, int],
     key: object = "",
 ) -> Any:
@@ -376,6 +376,8 @@ def _merged(
         return [part(i, current) for i, current in every]  # schedulers in a scheduler
     of_groups = all(len(states[rank]) == count for rank, count in counts.items())
     is_fixed = all(theirs == here for theirs in states.values())
-    if is_fixed or not of_groups or len(here or places) != len(places):
+    lacks = None in places and not here
+    if is_fixed or not of_groups or lacks or len(here or places) != len(places):
         return state
-    return [states[rank][number] for rank, number in places]
+    pairs = enumerate(places)
+    return [here[i] if at is None else states[at[0]][at[1]] for i, at in pairs]
