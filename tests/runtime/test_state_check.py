@@ -211,7 +211,7 @@ def test_groups_take_the_values_of_those_that_had_their_parameters() -> None:
         optimizer.scheduler({"last_lr": [0.0] * len(given)}, given, 0)["last_lr"]
         for given in ([(1, 1), (1, 0)], [(0, 0), (1, 1)], [(1, 1)], [(0, 0)], [None])
     ]
-    assert rates == [[3.0, 2.0], [1.0, 3.0], [3.0], [1.0], [1.0]]
+    assert rates == [[3.0, 2.0], [1.0, 3.0], [3.0], [1.0], [0.0]]  # a new one its own
 
 
 def test_what_ranks_keep_beside_groups_goes_along_only_if_it_is_alike() -> None:
