@@ -553,6 +553,48 @@ def test_a_tensor_that_an_optimizer_keeps_for_all_parameters_stays_one(
     assert losses == pytest.approx(go_on(*one, resume=False, **given), abs=1e-12)
 
 
+class ClockOfGroup(torch.optim.Optimizer):
+    """The parameters of a group have one tensor, which the first of them advances."""
+
+    def __init__(self, groups: Any) -> None:
+        super().__init__(groups, {})
+        for group in self.param_groups:
+            clock = torch.zeros(())
+            for parameter in group["params"]:
+                self.state[parameter]["clock"] = clock
+                self.state[parameter]["apart"] = torch.zeros(())
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            self.state[group["params"][0]]["clock"] += 1
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["apart"] += 1
+                parameter -= parameter.grad / (1 + state["clock"] + state["apart"])
+
+
+def test_a_tensor_that_an_optimizer_keeps_for_a_group_is_not_that_of_all(
+    tmp_path: Path,
+) -> None:
+    for ranks in (1, 2):
+        written(tmp_path / f"{ranks}", Net(simple), ranks=ranks, micro_batches=2)
+    batches, folder = [batch_of((X, X), 2)] * 2, tmp_path / "saved"
+
+    def by_kind(named: Any) -> Any:
+        pairs = list(named)
+        kinds = [[p for n, p in pairs if n.endswith(e)] for e in ("weight", "bias")]
+        return ClockOfGroup([{"params": kind} for kind in kinds])
+
+    losses: list[float] = []
+    for ranks in (2, 2, 1, 2):
+        where = tmp_path / f"{ranks}", ranks, folder, batches
+        losses += go_on(*where, resume=bool(losses), optimizer=by_kind)
+    one = tmp_path / "1", 1, tmp_path / "other", batches * 4
+    plain = go_on(*one, resume=False, optimizer=by_kind)
+    assert losses == pytest.approx(plain, abs=1e-12)
+
+
 class Counting(torch.optim.SGD):
     """It keeps one number for all parameters."""
 

@@ -113,14 +113,18 @@ def split_state(
     state: State, slots: Sequence[UpdatedParameter]
 ) -> tuple[list[HeldTensor], State]:
     """Return the tensors in pieces of a state, and the rest of it."""
-    tensors, values, known_ids = [], {}, set()
-    shared = set[str]()  # kinds of which several parameters have one tensor
+    tensors, values = [], {}
+    group_of: dict[tuple[str, int], int] = {}
+    shared: dict[str, bool] = {}  # by several parameters: also of several groups?
     for slot in slots:
         others = {}
         for key, value in state["state"].get(slot.index, {}).items():
             if isinstance(value, Tensor) and isinstance(key, str):
-                shared |= {key} if id(value) in known_ids else set()
-                known_ids.add(id(value))
+                one = key, id(value)
+                if one in group_of:
+                    is_of_all = shared.get(key) or group_of[one] != slot.group
+                    shared[key] = is_of_all
+                group_of[one] = slot.group
             if slot.holds(str(key), value):
                 name = tensor_key(key, slot.name)
                 tensors.append(HeldTensor(name, value.detach(), slot.held.piece))
@@ -141,7 +145,7 @@ def split_state(
     if beside := {k: v for k, v in state["state"].items() if k not in known}:
         others["state"] = beside  # of no parameter
     saved = {"groups": groups, "values": values, "rest": others}
-    return tensors, saved | {"shared": sorted(shared)}
+    return tensors, saved | {"shared": shared}
 
 
 @dataclass(frozen=True)
@@ -228,8 +232,10 @@ class SavedOptimizer:
                 slot_state[key] = tensor if is_alike else to_format(tensor)
             if slot_state:
                 state[slot.index] = slot_state
-        for key in {key for saved in self.ranks for key in saved.get("shared", ())}:
-            _share(key, [of_slot for of_slot in state.values() if key in of_slot])
+        pairs = [(slot.group, state.get(slot.index, {})) for slot in slots]
+        for shared in (saved.get("shared", {}) for saved in self.ranks):
+            for key, is_of_all in shared.items():
+                _share(key, is_of_all, pairs)
         groups = []
         for group, source in zip(current["param_groups"], sources, strict=True):
             values = {}
@@ -330,14 +336,14 @@ class SavedOptimizer:
         return merged
 
 
-def _share(key: str, states: Sequence[State]) -> None:
-    """Let the states of several parameters have one tensor, as when it was saved."""
-    first = states[0][key] if states else None
-    for state in states[1:]:
-        if not isinstance(value := state[key], Tensor) or type(first) is not Tensor:
-            continue
-        if value.dtype is first.dtype and torch.equal(value, first):
-            state[key] = first
+def _share(key: str, is_of_all: bool, states: Iterable[tuple[int, State]]) -> None:
+    """Let parameters of a group, or all, have one tensor, as when it was saved."""
+    first: dict[int, Tensor] = {}
+    for group, state in states:
+        if type(value := state.get(key)) is Tensor:
+            kept = first.setdefault(0 if is_of_all else group, value)
+            if kept.dtype is value.dtype and torch.equal(kept, value):
+                state[key] = kept
 
 
 def _is_plain(value: Any) -> bool:
