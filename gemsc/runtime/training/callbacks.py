@@ -123,6 +123,8 @@ class Hooks(Callback):
 
     def on_load(self, trainer: Trainer) -> None:
         """Remember what the model and the loss see."""
+        if trainer.transport.rank:
+            return
         losses = {phase.name: phase.loss for phase in trainer.phases}
         seeing = {"model": self.user.model, "loss": self.user.loss, "phases": losses}
         self._seeing = seeing
