@@ -351,6 +351,7 @@ DAMAGES = {
 }
 
 
+@pytest.mark.slow(3)
 @pytest.mark.parametrize("name", DAMAGES)
 def test_real_programs_are_proved(name: str) -> None:
     files = compiled(name).rank_modules()

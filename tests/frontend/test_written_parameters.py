@@ -442,7 +442,7 @@ class Queue(nn.Module):
         return x
 
 
-@pytest.mark.slow(5)
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("shape", [(), (1,), (2,)], ids=str)
 @pytest.mark.parametrize(
     "move",

@@ -45,7 +45,7 @@ def facts(tensors: tuple[Tensor, ...]) -> list[tuple[torch.Size, torch.dtype]]:
     return [(tensor.shape, tensor.dtype) for tensor in tensors]
 
 
-@pytest.mark.slow(6)
+@pytest.mark.slow(4)
 def test_an_example_trains_on_its_dataset(example: ModuleType) -> None:
     inputs, target = example.example_inputs(), example.example_target()
     dataset = example.dataset()

@@ -154,6 +154,7 @@ def test_running_statistics_are_of_biased_variances(tmp_path):
     )
 
 
+@pytest.mark.slow(2)
 def test_any_batch_goes_through(case):
     model, _, network, read = case
     assert not read.model.fixes_batch

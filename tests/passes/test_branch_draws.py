@@ -67,7 +67,7 @@ def draws(program: Program) -> list[int | None]:
     return [meta.region(node).draw for node in nodes]
 
 
-@pytest.mark.slow(3)
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("noise", [name for name in NOISE if name != "of nothing"])
 @pytest.mark.parametrize("grid", [{"ranks": 2}, {"ranks": 4, "tiles": "2x1"}], ids=str)
 def test_branches_draw_apart(noise: str, grid: dict[str, object]) -> None:
@@ -87,7 +87,7 @@ class Unlike(Noisy):
         return super().forward(x if self.training else x.tanh())
 
 
-@pytest.mark.slow(4)
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("noise", ["its function", "attention"])
 @pytest.mark.parametrize("kind", [Noisy, Unlike])
 @pytest.mark.parametrize("grid", [{"ranks": 2}, {"ranks": 4, "tiles": "2x1"}], ids=str)
@@ -139,6 +139,7 @@ def test_what_draws_apart_and_does_not_say_so_is_a_wrong_program(
         lower(graph, options(ranks=2, branches="2"))
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize(
     "change",
     [draw_whole, draw_other_strips, draw_more, draw_for_another, draw_nothing],

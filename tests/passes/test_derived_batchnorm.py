@@ -102,7 +102,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow(4)
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_compute_what_one_process_does(layout: str) -> None:
     check(**LAYOUTS[layout])

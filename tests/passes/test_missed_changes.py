@@ -103,6 +103,7 @@ def set_by_a_copy(layer: Growing, x: Tensor) -> None:
     layer.size.copy_(torch.full((WIDTH,), 0.75))
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("options", REPLICAS[:2], ids=str)
 @pytest.mark.parametrize("change", [set_to_a_number, set_by_a_copy])
 def test_a_replica_sees_what_the_first_micro_batch_of_all_has_left(
@@ -132,7 +133,7 @@ def test_replicas_change_what_the_others_do(
     assert against_one_process(tmp_path, around(change), **options).worst < EXACT
 
 
-@pytest.mark.slow(3)
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("options", REPLICAS[:2], ids=str)
 @pytest.mark.parametrize(
     "change", [counted, counted_in_training, counted_in_evaluation]
@@ -232,6 +233,7 @@ def a_parameter(layer: Growing, x: Tensor) -> None:
     layer.bias.data.mul_(0.9)
 
 
+@pytest.mark.slow(3)
 @pytest.mark.parametrize(
     "change",
     [

@@ -180,6 +180,7 @@ def test_a_compiled_program_adds_up_parts_by_their_holders(tmp_path: Path) -> No
     assert compare(record, expected).judge(torch.float64)[0] == "exact"
 
 
+@pytest.mark.slow(3)
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [

@@ -21,7 +21,7 @@ SIZES = [
 ]
 
 
-@pytest.mark.slow(7)
+@pytest.mark.slow(4)
 @pytest.mark.by_day(14)
 @pytest.mark.parametrize("grid", [(3, 1), (1, 2)], ids=str)
 @pytest.mark.parametrize("antialias", [True, False])
@@ -62,7 +62,7 @@ RESIZED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow(10)
+@pytest.mark.slow(6)
 @pytest.mark.parametrize("grid", [(2, 1), (1, 3)], ids=str)
 @pytest.mark.parametrize("name", RESIZED)
 def test_resized(name: str, grid: tuple[int, int]) -> None:

@@ -335,7 +335,7 @@ BETWEEN: dict[str, tuple[Any, int, int, str]] = {
 }
 
 
-@pytest.mark.slow(4)
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("name", BETWEEN)
 def test_what_stands_between_has_a_part_of_the_features(name: str) -> None:
     between, wide, narrow, said = BETWEEN[name]

@@ -155,7 +155,7 @@ def test_gradients_are_whole_until_their_parts_are_added_up(
     check(program, tmp_path, x)
 
 
-@pytest.mark.slow(3)
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("given", [{}, {"device_memory": 4 * 2**20}], ids=["", "room"])
 @pytest.mark.parametrize("shard", ["gradients", "weights"])
 @pytest.mark.parametrize("frozen", [0, 6])
@@ -201,7 +201,7 @@ def test_frozen_weights_have_no_gradients(shard: str, tmp_path: Path) -> None:
     check(program, tmp_path, x, bounds=(0.97, 1.03))
 
 
-@pytest.mark.slow(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("shard", ["gradients", "weights"])
 @pytest.mark.parametrize("schedule", ["mast", "chimera"])
 def test_mirrored_ranks_keep_parts_of_their_replica(

@@ -46,7 +46,7 @@ FEW = (  # the checks have more
 )
 
 
-@pytest.mark.slow(5)
+@pytest.mark.slow(3)
 @pytest.mark.by_day(20)
 @pytest.mark.parametrize(("schedule", "use"), ALL, ids=map(" ".join, ALL))
 def test_a_device_gives_the_numbers_of_the_cpu(

@@ -322,6 +322,7 @@ def in_two(named: Iterable[tuple[str, nn.Parameter]]) -> Jointly:
     return Jointly([{"params": pairs} for pairs in groups])
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("optimizer", [Langevin, Jointly, in_layers])
 def test_copies_that_would_not_stay_alike_are_refused_with_what_helps(
     optimizer: OptimizerFactory, tmp_path: Path

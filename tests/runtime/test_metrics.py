@@ -773,7 +773,7 @@ class Learning(nn.Module):
         return self.scale * error.mean() + self.lowest + self.farthest
 
 
-@pytest.mark.slow(3)
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("layout", [*LAYOUTS, "rows of weights"])
 def test_a_loss_with_tensors_of_its_own_scores_all_samples(
     layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

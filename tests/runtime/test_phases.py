@@ -678,6 +678,7 @@ def test_a_run_from_the_command_line_equals_a_plain_loop(
     assert "loss cannot be combined with phases" in said(*words, code=1)
 
 
+@pytest.mark.slow
 def test_the_norm_of_a_step_is_that_of_its_last_phase(tmp_path: Path) -> None:
     phases = PHASES[0], replace(PHASES[1], every=2)
     model = written(tmp_path, phases)
@@ -778,6 +779,7 @@ class Shared(Gan):
         self.make[5] = nn.Conv2d(8, 2, 1)
 
 
+@pytest.mark.slow
 def test_a_shared_weight_is_trained_by_any_of_its_names(tmp_path: Path) -> None:
     phases = PHASES[0], replace(PHASES[1], train=["make.0", "make.1", "make.5"])
     given = {
@@ -843,6 +845,7 @@ def with_statistics_as_they_are(model: Any, grey: Tensor, colour: Tensor) -> Ten
     return loss
 
 
+@pytest.mark.slow
 def test_a_loss_may_use_a_network_in_evaluation_mode(tmp_path: Path) -> None:
     data = batches(3)
     given: dict[str, Any] = {"ranks": 2, "micro_batches": MICRO_BATCHES, "check": False}

@@ -416,6 +416,7 @@ def predict_input(region):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_a_run_in_phases_predicts_with_the_constants_that_it_was_trained_with(
     tmp_path: Path, command: Gemsc, monkeypatch: pytest.MonkeyPatch

@@ -67,7 +67,7 @@ def compiled(
     return compile(model, inputs, loss=loss, **how)
 
 
-@pytest.mark.slow(5)
+@pytest.mark.slow(3)
 @pytest.mark.parametrize(
     ("loss", "label"),
     [

@@ -223,23 +223,32 @@ def test_stages_are_split_for_each_shape(options: dict[str, Any]) -> None:
     assert program.plan.unchecked == ""  # a step of each is that of the model
 
 
-def test_values_are_whole_where_a_shape_has_one_sample_and_two_ranks() -> None:
-    def sharded(sizes: Sequence[int], trunk: str) -> CompiledProgram:
-        pairs = zip(sizes, LENGTHS[-len(sizes) :], strict=True)
-        shapes = [(torch.ones(pair, dtype=torch.int64),) for pair in pairs]
-        targets = [x for (x,) in shapes]
-        given: dict[str, Any] = {"ranks": 2, "shards": ("2",), "trunk": trunk}
-        model = Words(count=False)
-        return compile(model, shapes, loss=counted, example_target=targets, **given)
+def sharded(sizes: Sequence[int], trunk: str) -> CompiledProgram:
+    pairs = zip(sizes, LENGTHS[-len(sizes) :], strict=True)
+    shapes = [(torch.ones(pair, dtype=torch.int64),) for pair in pairs]
+    targets = [x for (x,) in shapes]
+    given: dict[str, Any] = {"ranks": 2, "shards": ("2",), "trunk": trunk}
+    model = Words(count=False)
+    return compile(model, shapes, loss=counted, example_target=targets, **given)
 
-    for sizes, trunk, chosen in (
-        ((8, 3, 1), "auto", "whole"),
-        ((3, 2), "batch", "batch"),
+
+@pytest.mark.parametrize(
+    ("sizes", "trunk", "chosen"),
+    [
+        pytest.param((8, 3, 1), "auto", "whole", marks=pytest.mark.slow),
+        pytest.param((3, 2), "batch", "batch", marks=pytest.mark.slow),
         ((3, 1), "sequence", "sequence"),
-    ):
-        plan = sharded(sizes, trunk).plan
-        assert [stage.trunk for stage in plan.stages] == [chosen]
-        assert plan.unchecked == ""  # a step of each shape is that of the model
+    ],
+)
+def test_values_are_whole_where_a_shape_has_one_sample_and_two_ranks(
+    sizes: Sequence[int], trunk: str, chosen: str
+) -> None:
+    plan = sharded(sizes, trunk).plan
+    assert [stage.trunk for stage in plan.stages] == [chosen]
+    assert plan.unchecked == ""  # a step of each shape is that of the model
+
+
+def test_a_batch_of_one_is_not_split() -> None:
     message = "--trunk batch splits a dimension of 1 over 2 ranks in Words, 8"
     with pytest.raises(GemscError, match=message):
         sharded((3, 1), "batch")

@@ -433,6 +433,7 @@ def test_a_file_gathers_before_each_action(tmp_path: Path) -> None:
                 assert lines[number - 1].strip() == f"worker.gather_weights({stage})"
 
 
+@pytest.mark.slow
 def test_what_is_added_up_is_predicted(tmp_path: Path) -> None:
     def ending(shard: str, **options: Any) -> float:
         given = {"ranks": 2, "data": 2, "micro_batches": 1, **looped, **options}

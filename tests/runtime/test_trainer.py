@@ -153,6 +153,7 @@ def test_a_parameter_that_is_returned_comes_as_a_copy(tmp_path: Path) -> None:
     assert torch.equal(output[1], model.a.weight)
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize(
     ("ranks", "part"),
     [(1, lambda seen: seen), (2, lambda seen: seen), (1, lambda seen: seen[:, :2])],

@@ -80,6 +80,7 @@ def mpi_output(tmp_path_factory):
     return run
 
 
+@pytest.mark.slow(30)
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_threads(case, num_ranks):

@@ -348,6 +348,7 @@ class Loop(Picture):
         return torch.stack([part - part.mean() for part in x])
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize(
     ("model", "is_compared"),
     [(Asking(training=True), 0), (Asking(training=False), 0), (Loop(), 1)],
@@ -470,6 +471,7 @@ def test_what_is_wrong_in_smaller_samples_is_refused(
         compile(Net(), **options)
 
 
+@pytest.mark.slow
 def test_smaller_samples_of_several_shapes_still_have_several(
     few: Callable[..., list[Plan]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -645,6 +647,7 @@ class Game(nn.Module):
         return self.g(z)
 
 
+@pytest.mark.slow
 def test_phases_have_a_smaller_step_too(
     few: Callable[..., list[Plan]],
 ) -> None:
