@@ -247,7 +247,7 @@ def test_a_slide_knows_the_size_of_its_pixels(name: str, tmp_path: Path) -> None
         assert coarse == pytest.approx(wanted)
 
 
-@pytest.mark.slow(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [(), (3,)], ids=str)
 def test_a_mask_is_a_pyramid_with_the_resolution_of_the_slide(
     more: tuple[int, ...], tmp_path: Path

@@ -208,7 +208,7 @@ def test_options_that_no_model_could_have(
         options(**choices)
 
 
-@pytest.mark.slow(2)
+@pytest.mark.slow(1)
 @pytest.mark.parametrize(
     ("name", "choices", "says"),
     [

@@ -163,6 +163,7 @@ class Projected(nn.Module):
         return x + F.silu(self.ffn(self.ffn_norm(x)))
 
 
+@pytest.mark.slow
 def test_a_norm_is_behind_the_cut_where_the_sum_before_it_is_added_up_later() -> None:
     """Else both would be sent: the sum, and what the norm makes of it."""
     layers = [Projected(16) for _ in range(4)]

@@ -194,6 +194,7 @@ def test_where_nothing_can_be_built_the_advice_is_that_of_the_cause() -> None:
     assert caught.value.at is not None
 
 
+@pytest.mark.slow
 def test_more_is_shared_out_where_nothing_else_fits() -> None:
     layers = [nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(8)]
     heavy = trace(

@@ -710,6 +710,7 @@ def compiled(*phases: Phase, **options: Any) -> Any:
     return compile(Gan(), INPUTS, **given, ranks=2, micro_batches=2, **options)
 
 
+@pytest.mark.slow
 def test_the_optimizer_of_a_phase_gets_what_it_trains() -> None:
     def of_trained(pairs: Any) -> torch.optim.Optimizer:
         pairs = list(pairs)
@@ -812,7 +813,7 @@ def with_own_statistics() -> nn.Module:
     return model
 
 
-@pytest.mark.slow(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [Freezing, with_own_statistics])
 def test_what_a_model_freezes_is_frozen_in_phases(make: Any, tmp_path: Path) -> None:
     model, data = make(), batches(2)

@@ -107,6 +107,7 @@ def run_of(folder: Path, data: list[Any], options: dict[str, Any], *words: str) 
     return losses, states
 
 
+@pytest.mark.slow
 def test_that_zeros_fill_up_targets_is_told(tmp_path: Path, capfd: Any) -> None:
     """They are a class like others."""
     compiled(tmp_path / "x", Words())

@@ -133,7 +133,7 @@ def test_it_works_with_all_that_belongs_to_an_update(
     assert worst(*both) < 1e-12
 
 
-@pytest.mark.slow(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("shard", LEVELS)
 @pytest.mark.parametrize("schedule", ["1f1b", "mast"])
 def test_gradients_that_are_absent_stay_so(
@@ -508,6 +508,7 @@ def two_whole(tmp_path_factory: pytest.TempPathFactory) -> Written:
     raise AssertionError("no memory has room for two stages")
 
 
+@pytest.mark.slow
 def test_the_next_weights_come_while_others_are_used(two_whole: Written) -> None:
     batch = torch.randn(8, 64), torch.randn(8, 64)
 

@@ -367,6 +367,7 @@ def contrast(output: Tensor) -> Tensor:
     return nn.functional.cross_entropy(rows @ rows.T, torch.arange(len(rows)))
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize(("rows", "is_compared"), [(2, True), (1, False)])
 def test_without_gradients_nothing_is_compared(
     rows: int, is_compared: bool, few: Callable[..., list[Plan]]
@@ -418,6 +419,7 @@ def pictures(size: int, rows: int = ROWS) -> dict[str, Any]:
     return {"example_inputs": inputs, "example_target": target, "loss": nn.MSELoss()}
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize(
     "options",
     [{}, {"tiles": "2x1"}, slow({"data": 2, "ranks": 4})],
