@@ -208,7 +208,8 @@ def mean(output: Tensor, target: Tensor) -> Tensor:
 )
 def test_a_table_kept_outside_of_the_model_is_made_anew(table: Any) -> None:
     net = Net(table)
-    compile(net, (X,), loss=mean, example_target=X, ranks=2)
+    plan = compile(net, (X,), loss=mean, example_target=X, ranks=2).plan
+    assert plan.only_dtype == ""  # made anew in that one, too
     assert not sum(map(len, (TABLES, LISTED, CACHES)))
     assert TABLE is CACHE.table is None
     assert Net.kept is None

@@ -554,20 +554,22 @@ def test_a_tensor_that_an_optimizer_keeps_for_all_parameters_stays_one(
 
 
 class ClockOfGroup(torch.optim.Optimizer):
-    """The parameters of a group have one tensor, which the first of them advances."""
+    """The weights of a group have one tensor, and its biases one that goes faster."""
 
     def __init__(self, groups: Any) -> None:
         super().__init__(groups, {})
         for group in self.param_groups:
-            clock = torch.zeros(())
+            clocks = [torch.zeros(()), torch.zeros(())]
             for parameter in group["params"]:
-                self.state[parameter]["clock"] = clock
+                self.state[parameter]["clock"] = clocks[parameter.ndim - 1]
                 self.state[parameter]["apart"] = torch.zeros(())
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            self.state[group["params"][0]]["clock"] += 1
+            first = {p.ndim: self.state[p]["clock"] for p in group["params"]}
+            for ndim, clock in first.items():
+                clock += 3 - ndim
             for parameter in group["params"]:
                 state = self.state[parameter]
                 state["apart"] += 1
@@ -582,8 +584,9 @@ def test_a_tensor_that_an_optimizer_keeps_for_a_group_is_not_that_of_all(
     batches, folder = [batch_of((X, X), 2)] * 2, tmp_path / "saved"
 
     def by_kind(named: Any) -> Any:
-        pairs = list(named)
-        kinds = [[p for n, p in pairs if n.endswith(e)] for e in ("weight", "bias")]
+        kinds: tuple[list[Any], list[Any]] = ([], [])
+        for name, parameter in named:
+            kinds[name.startswith("1.")].append(parameter)
         return ClockOfGroup([{"params": kind} for kind in kinds])
 
     losses: list[float] = []

@@ -338,12 +338,13 @@ class SavedOptimizer:
 
 def _share(key: str, is_of_all: bool, states: Iterable[tuple[int, State]]) -> None:
     """Let parameters of a group, or all, have one tensor, as when it was saved."""
-    first: dict[int, Tensor] = {}
+    known: dict[int, list[Tensor]] = defaultdict(list)
     for group, state in states:
         if type(value := state.get(key)) is Tensor:
-            kept = first.setdefault(0 if is_of_all else group, value)
-            if kept.dtype is value.dtype and torch.equal(kept, value):
-                state[key] = kept
+            tensors = known[0 if is_of_all else group]
+            same = (t for t in tensors if t.dtype is value.dtype)
+            state[key] = next((t for t in same if torch.equal(t, value)), value)
+            tensors.append(state[key])
 
 
 def _is_plain(value: Any) -> bool:
