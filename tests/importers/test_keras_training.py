@@ -6,6 +6,7 @@ Losses with their gradients, and three updates of optimizers that are said to be
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -357,7 +358,7 @@ OPTIMIZER_SETTINGS = [
 def test_an_optimizer_does_what_keras_does_or_says_that_it_does_not(
     setting: Any,
 ) -> None:
-    """What is "the same but for small gradients" is compared for large ones."""
+    """What is the same for gradients that are much larger is compared for such."""
     text = text_of(optimizer=setting, loss="mse")
     space = functions(text)
     start = np.array([1.0, -2.0, 3.0, 0.5], dtype="float32")
@@ -380,6 +381,22 @@ def test_an_optimizer_does_what_keras_does_or_says_that_it_does_not(
     assert (error < 1e-5) == (exact and not epsilon)
     if epsilon:
         assert any("epsilon" in note for note in text.notes)
+
+
+@pytest.mark.parametrize("kind", ["Adam", "RMSprop"])
+def test_the_epsilon_that_is_told_makes_the_first_step_that_of_keras(kind: str) -> None:
+    """It is told in one digit; PyTorch's own would make a much larger one."""
+    setting, gradient = getattr(optimizers, kind)(0.1), torch.tensor([1e-6])
+    (note,) = (n for n in text_of(optimizer=setting).notes if "epsilon" in n)
+    epsilon = float(re.findall(r"as if it were (\S+):", note)[0])
+    variable = keras.Variable(np.zeros(1, dtype="float32"))
+    setting.apply([gradient], [variable])
+    (step,) = -variable.value.detach().numpy()
+    given = {"alpha": 0.9} if kind == "RMSprop" else {}
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = gradient
+    getattr(torch.optim, kind)([parameter], lr=0.1, eps=epsilon, **given).step()
+    assert -parameter.item() == pytest.approx(step, rel=0.06)
 
 
 def test_every_optimizer_of_the_table_is_compared() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -33,8 +34,8 @@ def optimizer_text(kind: str, config: Config) -> tuple[list[str], list[str]]:
     extra, notes = _arguments(name, config), []
     if differs:
         notes.append(
-            f"epsilon={config['epsilon']} of Keras {differs}: the same but for small "
-            "gradients"
+            f"epsilon={config['epsilon']} of Keras {differs}, as if it were "
+            f"{_weight(kind, config):.0e}: the same for gradients that are much larger"
         )
     if decay:
         extra += f", weight_decay={_number(decay)}"
@@ -54,6 +55,14 @@ def optimizer_text(kind: str, config: Config) -> tuple[list[str], list[str]]:
         f"    return torch.optim.{name}(params, lr={_number(rate)}{extra})",
     ]
     return ["\n".join(lines), *scheduler], notes
+
+
+def _weight(kind: str, config: Config) -> float:
+    """Return the epsilon with which PyTorch would come near to what Keras' own does."""
+    epsilon = float(config["epsilon"])
+    if kind in ("Adam", "AdamW"):
+        return epsilon / math.sqrt(1 - float(config["beta_2"]))
+    return epsilon if kind == "Adamax" else math.sqrt(epsilon)
 
 
 def _number(value: Any) -> str:
@@ -109,8 +118,8 @@ _ARGUMENTS: Mapping[str, Sequence[str]] = {
 # what each is called in torch.optim, and what Keras does with its epsilon
 OPTIMIZERS: Mapping[str, tuple[str, str]] = {
     "SGD": ("SGD", ""),
-    "Adam": ("Adam", "stands outside of the bias correction"),
-    "AdamW": ("AdamW", "stands outside of the bias correction"),
+    "Adam": ("Adam", "stands outside of the bias correction, in the first step"),
+    "AdamW": ("AdamW", "stands outside of the bias correction, in the first step"),
     "RMSprop": ("RMSprop", "stands inside of the square root"),
     "Adagrad": ("Adagrad", "stands inside of the square root"),
     "Adadelta": ("Adadelta", ""),
