@@ -123,7 +123,7 @@ def test_a_volume_is_predicted_as_by_plain_pytorch_in_windows(
     monkeypatch.chdir(tmp_path)
     data = grey(19, 13, 9)
     write_image(tmp_path / "a.ome.zarr", data, "zyx", 2)
-    image = predict(tmp_path / "p", 2, source=str(tmp_path / "a.ome.zarr"))
+    image = predict(tmp_path / "p", 2, source=tmp_path / "a.ome.zarr")
     expected = scores(model, data).movedim(0, -1).numpy()
     np.testing.assert_allclose(image.get_fdata(), expected, rtol=0, atol=1e-11)
     assert image.affine[0].tolist() == pytest.approx([0, 0, 250e-6, 8 * 250e-6])

@@ -151,11 +151,16 @@ def write_case(path: Path, *shape: int, channels: int = 1) -> NDArray[np.float32
 
 
 def predict(
-    folder: Path, ranks: int, user: UserModel | None = None, **options: Any
+    folder: Path,
+    ranks: int,
+    user: UserModel | None = None,
+    *,
+    source: Path | None = None,
+    **options: Any,
 ) -> Any:
-    """Return the image that a program on threads writes of case.nii.gz."""
-    files = folder / "case.nii.gz", folder / "out.nii.gz"
-    job = predict_job(folder, *files, **options)
+    """Return the image that a program on threads writes, of case.nii.gz by default."""
+    source = source or folder / "case.nii.gz"
+    job = predict_job(folder, source, folder / "out.nii.gz", **options)
     on_ranks(
         folder,
         ranks,
