@@ -40,7 +40,7 @@ from gemsc.frontend.user_code import user_line
 from gemsc.frontend.values import loss_fails_on, returned, unchanged
 from gemsc.ir.holder import LOSS, attribute, hold
 from gemsc.ir.interpret import run_node, run_nodes
-from gemsc.ir.meta import location
+from gemsc.ir.meta import location, region
 from gemsc.ir.mutation import changed_by_layer, mutated_inputs
 from gemsc.ir.opaque import opaques
 from gemsc.ir.program import Program
@@ -138,8 +138,8 @@ def check_against_eager(
     with preserve_rng(), torch.no_grad(), plain_forward():
         asked = None if expected.halves else loss
         two = of_two_samples(fresh, inputs, asked, target)
-    lower = program.autocast[1] if program.autocast is not None else None
-    least = _ROUNDINGS * torch.finfo(lower).eps if lower else 0.0
+    pairs = (region(node).autocast for node in program.graph.nodes)
+    least = _ROUNDINGS * max((torch.finfo(p[1]).eps for p in pairs if p), default=0.0)
     try:
         _compare(actual, expected, least)
         return two or expected.halves

@@ -14,7 +14,7 @@ from threads import run_on_threads
 from torch import Tensor, nn
 
 from gemsc.base.dtypes import as_real, cast
-from gemsc.compiler import compile
+from gemsc.compiler import compile, trace
 from gemsc.errors import GemscError
 from gemsc.frontend import FRONTENDS
 from gemsc.ir import meta
@@ -156,6 +156,17 @@ def test_messages_have_the_dtype_of_what_is_sent(
         args = (Net(forward), mse, batches, 2, dtype)
         diff = compare(actual, reference_steps(*args))
         assert diff.equal == diff.total
+
+
+def test_a_layer_may_be_used_twice_within_an_autocast_of_the_models_own() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            x = self.a(x)
+            for _ in range(3):
+                x = torch.tanh(self.b(x) + self.b(2 * x))
+            return self.c(x).float()
+
+    trace(Net(forward), (X,), loss=mse, example_target=X)
 
 
 def test_tiles_send_in_half_precision_within_a_forward_that_has_autocast() -> None:
