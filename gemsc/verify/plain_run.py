@@ -338,7 +338,7 @@ class PlainRun:
                     output = self._forward(input)
                     if self.loss is not None:
                         mean.add(as_loss(self.loss(output, copied(target))))
-                parts.append((settings.precision.output(output), target))
+                parts.append((output, target))
             dims = settings.sample_dims
             joined = along_samples(_join, dims, *parts)
             output, target = first_samples(joined, len(samples), size, dims)
@@ -346,7 +346,9 @@ class PlainRun:
                 mean, most = Mean(), settings.micro_batch_sizes[shape]
                 of_parts = in_micro_batches(joined, len(samples), size, most, dims)
                 for (part, wanted), number in of_parts:
-                    mean.add(as_loss(self.loss(part, copied(wanted))), number)
+                    with self._autocast():
+                        mean.add(as_loss(self.loss(part, copied(wanted))), number)
+            output = settings.precision.output(output)  # for metrics
             scored, wanted = on_device((output, target), HOST)
             metrics.add(scored, wanted, len(samples))
             if self.loss is None:

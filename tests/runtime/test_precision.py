@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from program_support import Net, X, batch_of, mse, on_ranks, written
+from program_support import WIDTH, Net, X, batch_of, mse, on_ranks, written
 from threads import run_on_threads
 from torch import Tensor, nn
+from training_support import pairs, run, simple, user_of
 
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
@@ -217,6 +218,29 @@ def test_the_factor_grows_after_as_many_good_updates_as_it_says(
         assert scale.take(is_overflow=is_overflow)
         powers.append(int(math.log2(scale.factor)))
     assert powers == [16, 17, 17, 16, 16, 17, 17, 18]
+
+
+def test_the_loss_of_a_last_batch_is_in_the_precision_of_the_others(
+    tmp_path: Path,
+) -> None:
+    def product(output: Tensor, target: Tensor) -> Tensor:
+        scale = torch.full((WIDTH, WIDTH), 1 / 3).to(output.dtype)  # half of it
+        return ((output @ scale).float() * scale[0] - target).square().mean()
+
+    choices = {"ranks": 2, "micro_batches": 2, "precision": "bfloat16"}
+    written(tmp_path, Net(simple), loss=product, **choices)
+    held, losses = pairs(2, seed=1), []  # of four
+    user = user_of(
+        loss=product,
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.0),
+        eval_dataset=lambda: held,
+        on_epoch=lambda trainer, epoch, figures: losses.append(figures["loss"]),
+    )
+    run(tmp_path, user)
+    x, target = held.tensors
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = product(Net(simple)(x), target)
+    assert losses == [expected.item()] * 2
 
 
 def test_complex_weights_are_as_they_are_in_bfloat16(tmp_path: Path) -> None:

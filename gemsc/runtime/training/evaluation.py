@@ -186,23 +186,24 @@ class Evaluator:
                 batches.whole_targets = "none"
             # The ranks compute the loss of full batches.
             is_full, count = batch.is_full, batch.count
+            size = batches.order.sizes[batch.shape]
             if is_full and result.mean is not None:
                 mean_loss.add(result.mean.loss, count)
             if not is_full and self.trainer.plan.mixes_samples:
-                size = batches.order.sizes[batch.shape]
                 self._problem = self._problem or self._not_alone(count, size)
                 continue
             if self.metrics.is_empty and (is_full or self.loss is None):
                 continue
             status.enter("metrics")
             dims = self.trainer.plan.sample_dims
-            scored = (result.output, self._cast(batch.targets))
+            scored = (result.for_loss, self._cast(batch.targets))
             if (scored := self.holders.join(scored, dims)) is None:
                 continue
-            size = batches.order.sizes[batch.shape]
             output, target = first_samples(scored, count, size, dims)
+            output = result.for_metrics(output)
             if not is_full and self.loss is not None:  # metrics may change outputs
-                with self._later(), as_hook("loss", self.user.line_of("loss")):
+                at = self.user.line_of("loss")
+                with self._later(), as_hook("loss", at), result.autocast:
                     mean_loss.add(self._loss_of_rest(scored, batch), count)
             with self._later():
                 self.metrics.add(output, target, count)

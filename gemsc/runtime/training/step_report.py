@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gemsc.base.dtypes import whole
 from gemsc.base.nests import ONCE, Mean, with_attributes
 from gemsc.runtime.data.metrics import along_samples
 from gemsc.runtime.worker.finite import Problem
@@ -20,11 +21,28 @@ class Evaluation:
 
     mean: of the losses of the batch, on every rank; None for a program without a loss.
     output: what the model returns for this copy's part of the batch, in the host's
-        memory, on the rank that has it (the one of the loss); None elsewhere.
+        memory, on the rank that has it (the one of the loss); None elsewhere. In mixed
+        `precision` it is in float32, and `for_loss` as it was computed.
     """
 
     mean: Mean | None
-    output: Any
+    for_loss: Any
+    precision: torch.dtype | None = None
+
+    @property
+    def output(self) -> Any:
+        """What the model returns, as metrics get it."""
+        return self.for_metrics(self.for_loss)
+
+    def for_metrics(self, output: Any) -> Any:
+        """Return an output of mixed precision in float32, others as they are."""
+        return output if self.precision is None else whole(output)
+
+    @property
+    def autocast(self) -> torch.autocast:
+        """What the loss is computed within, in the host's memory."""
+        is_mixed = self.precision is not None
+        return torch.autocast("cpu", dtype=self.precision, enabled=is_mixed)
 
     @property
     def loss(self) -> float | None:

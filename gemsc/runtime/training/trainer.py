@@ -222,8 +222,8 @@ class Trainer:
             self.worker.sum_up()  # what a rank asks all for
         self.worker.end()
         self.worker.use("")
-        outputs = [output for _, output in steps.results]
-        return Evaluation(mean, concatenated(outputs, self.plan.sample_dims))
+        output = concatenated([o for _, o in steps.results], self.plan.sample_dims)
+        return Evaluation(mean, output, self.worker.precision)
 
     def _begin(
         self,

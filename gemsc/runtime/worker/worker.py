@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from gemsc.base.dtypes import Autocast, autocasting, lying_as, whole
+from gemsc.base.dtypes import Autocast, autocasting, lying_as
 from gemsc.base.nests import Mean
 from gemsc.base.rng import are_draws_same, seed_of, torch_seeded
 from gemsc.errors import InternalError
@@ -91,8 +91,9 @@ class Worker:
             program, place, accumulate=accumulate, float_dtype=float_dtype
         )
         self._autocast: Autocast | None = None
-        if program.precision is not None and float_dtype is not torch.float64:
-            self._autocast = self.device.type, program.precision
+        self.precision = None if float_dtype is torch.float64 else program.precision
+        if self.precision is not None:
+            self._autocast = self.device.type, self.precision
         self._clip_norm = clip_norm
         self.detects_anomalies = False  # in each operation: many times as slow
         self.problem: Problem | None = None  # the first of the last step
@@ -309,9 +310,8 @@ class Worker:
         return self.grid.collect(tensor, exchange)
 
     def add_result(self, m: int, loss: Tensor | None, output: Any) -> None:
-        """Keep what the model returned for a micro-batch, not in half precision."""
-        is_mixed = self._autocast is not None
-        self.steps.add_result(loss, whole(output) if is_mixed else output)
+        """Keep what the model returned for a micro-batch."""
+        self.steps.add_result(loss, output)
 
     def start_reduction(self, key: str) -> None:
         """Add up a stage's gradients, or its parts', over who holds them.
