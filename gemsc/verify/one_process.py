@@ -136,7 +136,8 @@ class PlainUpdate:
     def backward(self, value: Tensor, num_micro_batches: int) -> None:
         """Add the gradients of a micro-batch's loss."""
         root = self.mean.add(value) / (1 if value.dim() else num_micro_batches)
-        torch.autograd.backward(self.scaler.scale(root))
+        if root.requires_grad:  # not where all weights are frozen
+            torch.autograd.backward(self.scaler.scale(root))
 
     def end_sums(self) -> None:
         """Make of what was added up the gradients of the mean."""

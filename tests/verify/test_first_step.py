@@ -606,6 +606,11 @@ def test_a_model_that_fails_in_float64_is_compared_in_its_own_dtype() -> None:
     assert "does not run in torch.float64: mat1 and mat2" in program.plan.only_dtype
 
 
+def test_a_model_of_which_nothing_is_trained_is_compared() -> None:
+    model = Picture().requires_grad_(False)
+    assert compiled(model, **STAGES).plan.unchecked == ""
+
+
 @pytest.mark.parametrize(("moved", "is_open"), [(0.05, True), (0.005, False)])
 def test_float32_alone_decides_nothing_where_rounding_turns_a_relu(
     monkeypatch: pytest.MonkeyPatch, moved: float, is_open: bool
