@@ -50,7 +50,7 @@ def loss_notes(program: Program, task: Task, options: CompileOptions) -> list[st
         ]
     if not program.loss_of_all and program.loss not in program.outputs:
         return []
-    return [f"{OWN_LOSS}: the length of eval_dataset must be a multiple of {size}"]
+    return [f"{OWN_LOSS}: the length of any eval_dataset must be a multiple of {size}"]
 
 
 def state_notes(program: Program, task: Task, options: CompileOptions) -> list[str]:

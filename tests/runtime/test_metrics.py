@@ -650,7 +650,7 @@ def test_a_loss_that_the_model_computes_cannot_leave_samples_out(
         of_result(tmp_path, lambda output, target: output.loss)
     assert "a multiple of 4 samples" in str(caught.value.help)
     (note,) = Plan.read(tmp_path / "plan.toml").notes
-    assert "eval_dataset must be a multiple of 4" in note
+    assert "of any eval_dataset must be a multiple of 4" in note
 
 
 class OwnLoss(Convolutions):
