@@ -329,9 +329,10 @@ class PlainRun:
     def _score(self, metrics: Metrics) -> Scores:
         settings, scores = self.settings, Scores()
         for shape, rows in self._eval_rows():
-            self.shape, size = shape, settings.sizes[shape]
+            self.shape, most = shape, settings.micro_batch_sizes[shape]
             if not (samples := self.eval_samples.take(0, rows)):
                 break
+            size = -(-len(samples) // most) * most  # in whole micro-batches
             parts, mean = [], Mean()
             for input, target in self._micro_batches(samples, size):
                 with same_draws(), self._autocast():
@@ -343,7 +344,7 @@ class PlainRun:
             joined = along_samples(_join, dims, *parts)
             output, target = first_samples(joined, len(samples), size, dims)
             if len(samples) < size and self.loss is not None:  # without what fills it
-                mean, most = Mean(), settings.micro_batch_sizes[shape]
+                mean = Mean()
                 of_parts = in_micro_batches(joined, len(samples), size, most, dims)
                 for (part, wanted), number in of_parts:
                     with self._autocast():

@@ -232,6 +232,24 @@ def test_what_is_mixed_in_training_alone_does_not_bear_on_evaluation(tmp_path):
     assert run(tmp_path, user, "--epochs", 1)
 
 
+def counting(self: Any, x: Tensor) -> Tensor:
+    self.calls.add_(1)  # in evaluation, too
+    return self.b(torch.tanh(self.a(x * self.calls)))
+
+
+@pytest.mark.parametrize("data", [1, 2])
+def test_what_fills_up_an_evaluation_is_not_counted(data: int, tmp_path: Path) -> None:
+    model = Net(counting, calls=nn.Buffer(torch.zeros(())))
+    layout = {"ranks": 2 * data, "data": data, "micro_batches": 4 // data}
+    written(tmp_path, model, **layout)
+    user = user_of(
+        dataset=lambda: pairs(16), eval_dataset=lambda: pairs(8 + len(X) + 1)
+    )
+    states = run(tmp_path, user, "--epochs", 2, ranks=2 * data)
+    calls = [state["calls"] for state in states if "calls" in state]
+    assert calls == [2 * (16 + 8 + 4) / len(X)] * len(calls)
+
+
 class Stream(IterableDataset):
     def __init__(self, count: int) -> None:
         self.samples = pairs(count)

@@ -10,6 +10,7 @@ import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -174,13 +175,11 @@ class Evaluator:
 
     def _score_batches(self, mean_loss: Mean) -> None:
         batches, status = self.data.batches, self.trainer.worker.status
+        evaluate = partial(self.trainer.evaluate, window=batches.window)
         for number, batch in enumerate(self._batches()):
-            input, target = batch.data
             naming = naming_samples(self.trainer, self.data, 0, number)
             with self.record.draws(), naming:
-                result = self.trainer.evaluate(
-                    input, target, window=batches.window, shape=batch.shape
-                )
+                result = evaluate(*batch.data, shape=batch.shape, samples=batch.count)
             self.holders.find(result.output)
             if result.output is None:  # it needs no whole targets from then on
                 batches.whole_targets = "none"

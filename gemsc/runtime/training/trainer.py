@@ -202,18 +202,17 @@ class Trainer:
         *,
         window: Window | None = None,
         shape: int | None = None,
+        samples: int | None = None,
     ) -> Evaluation:
-        """Run one batch in evaluation mode; see `step` for the arguments."""
+        """Run a batch in evaluation mode; see `step`. The first `samples` count."""
         steps = self.worker.steps
         sources = {"input": as_structure(input), "target": target}
         shape = shape_of_batch(self.plan, sources, shape)
         self.tell("on_batch", "evaluation", sources, window)
         self.worker.use(self.plan.variant_of(shape))
-        self._begin(sources, window, training=False)
+        count = samples and -(-samples // self.plan.micro_batch_sizes[shape])
+        self._begin(sources, window, training=False, count=count)
         self.worker.program.eval_step(self.worker)
-        for loss, _ in steps.results:
-            if loss is not None:
-                steps.add_loss(loss)
         mean = None
         self.worker.status.enter("sum of the losses")
         if self.program.train_step is not None:

@@ -106,6 +106,10 @@ class Steps:
     def add_result(self, loss: Tensor | None, output: Any) -> None:
         """Keep what the model returned for a micro-batch; a grid's first tile does."""
         if self._tile == 0:
+            place, number = self._place, len(self.results)
+            number += place.copy * self.num_micro_batches // place.num_copies
+            if loss is not None:
+                self.add_loss(loss, number)
             self.results.append((loss, output))
 
     def own_mean(self) -> Mean:

@@ -90,10 +90,9 @@ class Worker:
         self.steps = Steps(
             program, place, accumulate=accumulate, float_dtype=float_dtype
         )
-        self._autocast: Autocast | None = None
-        self.precision = None if float_dtype is torch.float64 else program.precision
-        if self.precision is not None:
-            self._autocast = self.device.type, self.precision
+        lower = None if float_dtype is torch.float64 else program.precision
+        self.precision = lower
+        self._autocast: Autocast | None = (self.device.type, lower) if lower else None
         self._clip_norm = clip_norm
         self.detects_anomalies = False  # in each operation: many times as slow
         self.problem: Problem | None = None  # the first of the last step
@@ -371,7 +370,9 @@ class Worker:
     def _evaluate(self, run: Run, forward: Any, *inputs: Tensor) -> Any:
         self._missed.before(run, self.number)
         drawing = self._drawing(run, "evaluation", self.steps.evaluated)
-        with torch.no_grad(), autocasting(self._autocast), drawing:
+        is_filling = self.number >= self.steps.count
+        leaves = without_trace(self.stages[run]) if is_filling else nullcontext()
+        with torch.no_grad(), autocasting(self._autocast), drawing, leaves:
             return forward(*inputs)
 
     def _look_for_problem(self) -> None:
