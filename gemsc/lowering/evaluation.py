@@ -16,7 +16,7 @@ from gemsc.ir.staged import random_nodes, same_stages, with_copies
 from gemsc.lowering.stages import make_again, replicas_of, tile_passes
 from gemsc.options import CompileOptions
 from gemsc.passes.annotate import Annotate
-from gemsc.passes.checks.statistics import check_changes
+from gemsc.passes.checks.statistics import check_changes, check_copies
 from gemsc.passes.follow_stages import (
     FollowShards,
     FollowStages,
@@ -43,12 +43,13 @@ def evaluate(
         graph = same_stages(whole, bare, twins)
         evaluation = run(whole, _outputs_too(whole))
     else:
-        follow = FollowStages(whole, owned_tensors(whole))
+        follow = FollowStages(whole, owned := owned_tensors(whole))
         annotate = Annotate(training=False)
         again = make_again(traced, read_hardware(options.hardware), chosen)
         graph = run(traced.evaluation, annotate, follow, again)
         num_runs, with_weights = replicas_of(options, chosen)
         check_changes(graph, num_runs, with_weights=with_weights)
+        check_copies(graph, owned)
         evaluation = run(graph, _outputs_alone(whole))
     of_whole = TileProgram(whole, evaluation, twins)
     grids, halos = chosen.grids, done.tiles[0].halos

@@ -293,3 +293,21 @@ def test_what_evaluation_writes_late_into_early_memory_is_read_late(
 
     choices = {"balance": "explicit", "blocks": (1, 1, 1, 1)}
     evaluates_as_the_model(tmp_path / "program", Net(forward), 4, **choices)
+
+
+def ages(self: Any, x: Tensor) -> Tensor:
+    if self.is_always or not self.training:
+        self.age += 0 if self.training else 1
+    x = torch.tanh(self.a(x * (1 + self.age)))
+    return self.c(torch.tanh(self.b(x) * (2 + self.age)))
+
+
+def test_what_evaluation_alone_changes_is_on_one_stage(tmp_path: Path) -> None:
+    def compiled(cuts: tuple[str, ...], *, is_always: bool) -> Any:
+        model = Net(ages, age=nn.Buffer(torch.zeros(())), is_always=is_always)
+        return written(tmp_path, model, ranks=2, micro_batches=2, cuts=cuts)
+
+    with pytest.raises(GemscError, match="'age' in evaluation alone") as caught:
+        compiled(("b",), is_always=False)
+    assert "self.n += 0 if self.training else 1" in str(caught.value.help)
+    compiled(("c",), is_always=True)  # as it says

@@ -8,7 +8,7 @@ double a weight which the backward of an earlier one still needs.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -114,6 +114,27 @@ def check_changes(program: Program, num_runs: int, *, with_weights: bool) -> Non
             help=advice,
             notes=_why_whole(node, program),
         )
+
+
+def check_copies(evaluation: Program, owned: Sequence[Collection[str]]) -> None:
+    """Refuse changes of what several stages have in training: one makes them.
+
+    `owned` are the names of what each stage has there.
+
+    Raises:
+        GemscError: names the line that changes a parameter or a buffer.
+    """
+    for node in evaluation.compute_nodes:
+        for name in mutated_state(node, evaluation.module):
+            stages = [str(i) for i, names in enumerate(owned) if name in names]
+            if len(stages) > 1:
+                raise GemscError(
+                    f"forward changes '{name}' in evaluation alone, and stages "
+                    f"{' and '.join(stages)} each use a copy in training",
+                    at=meta.location(node),
+                    help="change it in training, too, so that one stage has it: "
+                    "self.n += 0 if self.training else 1",
+                )
 
 
 def check_rows(program: Program) -> None:
