@@ -337,14 +337,13 @@ class PlainRun:
             for input, target in self._micro_batches(samples, size):
                 with same_draws(), self._autocast():
                     output = self._forward(input)
-                    if self.loss is not None:
+                    if self.loss is not None and len(samples) == size:
                         mean.add(as_loss(self.loss(output, copied(target))))
                 parts.append((output, target))
             dims = settings.sample_dims
             joined = along_samples(_join, dims, *parts)
             output, target = first_samples(joined, len(samples), size, dims)
             if len(samples) < size and self.loss is not None:  # without what fills it
-                mean = Mean()
                 of_parts = in_micro_batches(joined, len(samples), size, most, dims)
                 for (part, wanted), number in of_parts:
                     with self._autocast():

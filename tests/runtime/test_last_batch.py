@@ -250,6 +250,41 @@ def test_what_fills_up_an_evaluation_is_not_counted(data: int, tmp_path: Path) -
     assert calls == [2 * (16 + 8 + 4) / len(X)] * len(calls)
 
 
+class Later(nn.Module):
+    """A loss that weighs more with each call, in evaluation, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = nn.Buffer(torch.zeros(()))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        return mse(output, target) * self.calls
+
+
+def test_the_loss_of_a_last_batch_goes_on_from_those_before(tmp_path: Path) -> None:
+    layout = {"ranks": 2, "micro_batches": 2}
+    written(tmp_path, Net(beside_nothing), loss=Later(), **layout)
+    held, losses = pairs(6), []  # a batch of two micro-batches, and half of one
+    user = user_of(
+        loss=Later(),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.0),
+        eval_dataset=lambda: held,
+        on_epoch=lambda trainer, epoch, figures: losses.append(figures["loss"]),
+    )
+    run(tmp_path, user)
+    parts = zip(*(t.split(len(X)) for t in held.tensors), strict=True)
+    model, calls = Net(beside_nothing), len(pairs()) // len(X)
+    values = [
+        mse(model(x), y).item() * (calls + m) for m, (x, y) in enumerate(parts, 1)
+    ]
+    assert losses[0] == pytest.approx(sum(values) / len(values))
+
+
+def beside_nothing(self: Any, x: Tensor) -> Tensor:
+    return self.b(torch.tanh(self.a(x)))
+
+
 class Stream(IterableDataset):
     def __init__(self, count: int) -> None:
         self.samples = pairs(count)

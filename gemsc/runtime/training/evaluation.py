@@ -177,6 +177,8 @@ class Evaluator:
         batches, status = self.data.batches, self.trainer.worker.status
         evaluate = partial(self.trainer.evaluate, window=batches.window)
         for number, batch in enumerate(self._batches()):
+            if not batch.is_full and isinstance(self.loss, nn.Module):
+                bring_up_to_date(self.loss, self.trainer, frozen=False)
             naming = naming_samples(self.trainer, self.data, 0, number)
             with self.record.draws(), naming:
                 result = evaluate(*batch.data, shape=batch.shape, samples=batch.count)
@@ -273,8 +275,7 @@ class Evaluator:
 
     def _cast(self, target: Any) -> Any:
         """Return a target in the dtype that the program runs in, as in training."""
-        dtype = self.trainer.worker.float_dtype
-        return cast(target, dtype) if dtype is not None else target
+        return cast(target, self.trainer.worker.float_dtype)
 
 
 @contextmanager
