@@ -15,6 +15,7 @@ from torch import nn
 
 from gemsc.base.elementwise import OptimizerFactory
 from gemsc.base.examples import Examples
+from gemsc.base.nests import tensor_leaves
 from gemsc.base.phase import Phase
 from gemsc.codegen.package import rank_modules, write_directory
 from gemsc.codegen.read import read_ranks
@@ -147,6 +148,7 @@ def compile(
             program = lower(graphs, options, examples=examples, **how)
         else:
             program = _lower_as(edited, graphs, examples, **how)
+        program = program.with_plan(numbers=_numbers(examples))
         if options.check:
             facts = {"unchecked": "the model has no weights here"}
             if has_weights:
@@ -161,6 +163,15 @@ def compile(
             program = program.with_plan(**facts)
         held = replace(program.compilation, elsewhere=elsewhere)
         return replace(program, compilation=held)
+
+
+def _numbers(examples: Examples) -> list[dict[str, Any]]:
+    """Return the numbers of the examples, which the program has as constants."""
+    if len(examples.inputs) > 1:  # they may tell the shapes apart
+        return []
+    sources = {"input": examples.inputs[0], "target": examples.targets[0]}
+    numbers = tensor_leaves(sources, kind=(bool, int, float))
+    return [{"path": list(path), "value": value} for path, value in numbers]
 
 
 def _lower_as(

@@ -117,6 +117,8 @@ class Plan:
     """Whether forward makes of each sample what depends on others, in evaluation."""
     ignored: list[dict[str, Any]] = field(default_factory=list)
     """Labels that a mean over labels leaves out: tensor, value, line of the loss."""
+    numbers: list[dict[str, Any]] = field(default_factory=list)
+    """Of the examples: place and value of each number that is no tensor, a constant."""
     tokens: int = 0
     """Of one sample; 0 where the model takes no words."""
     peak_flops: float = 0.0

@@ -201,19 +201,22 @@ def on_device(nest: Any, device: torch.device) -> Any:
     return pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.to(device), nest)
 
 
-def tensor_leaves(value: object, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield (path, tensor) for each tensor of a nest, in order."""
-    if isinstance(value, torch.Tensor):
+def tensor_leaves(
+    value: object, path: Path = (), kind: Any = torch.Tensor
+) -> Iterator[tuple[Path, Any]]:
+    """Yield (path, tensor) for each tensor of a nest, or other `kind`, in order."""
+    if isinstance(value, kind):
         yield path, value
     elif isinstance(value, (tuple, list)):
         for index, item in enumerate(value):
-            yield from tensor_leaves(item, (*path, index))
+            yield from tensor_leaves(item, (*path, index), kind)
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from tensor_leaves(item, (*path, _key(key)))
+            yield from tensor_leaves(item, (*path, _key(key)), kind)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            yield from tensor_leaves(getattr(value, field.name), (*path, field.name))
+            item = getattr(value, field.name)
+            yield from tensor_leaves(item, (*path, field.name), kind)
 
 
 def detach_hooked(module: nn.Module) -> None:

@@ -162,8 +162,8 @@ def test_a_loop_with_other_batches_or_another_program_is_refused(
     assert f"loop.py:{error}\n" in text
     note = "note: gemsc.load() got no optimizer=: it trains with SGD, learning rate"
     assert text.count(note) == (not is_old)
-    names = ["StepsOfScheduler", "SameBatches", "SameCopies", "LabelsThatCount"]
-    names += ["RoundedNumbers", "UnreadInputs", "DefaultOptimizer"]
+    names = ["StepsOfScheduler", "SameBatches", "SameCopies", "SameNumbers"]
+    names += ["LabelsThatCount", "RoundedNumbers", "UnreadInputs", "DefaultOptimizer"]
     callbacks = f"{names}\n"
     assert text.count(callbacks) == 2 * (not is_old)
 

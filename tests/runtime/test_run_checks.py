@@ -15,7 +15,12 @@ from torch.utils.data import TensorDataset
 from training_support import program, run, user_of
 
 from gemsc import compile
-from gemsc.runtime.training.run_checks import LabelsThatCount, UnreadInputs
+from gemsc.errors import GemscError
+from gemsc.runtime.training.run_checks import (
+    LabelsThatCount,
+    SameNumbers,
+    UnreadInputs,
+)
 
 X, CLASSES = torch.randn(2, 6, 4), torch.arange(12).view(2, 6) % 3
 
@@ -203,3 +208,44 @@ def test_steps_that_are_in_no_update_are_told(
     run(program(tmp_path), user_of(), "--epochs", 1, "--accumulate", accumulate)
     told = "note: 1 step at the end made no update (--accumulate 2)"
     assert capfd.readouterr().out.count(told) == bool(left)
+
+
+def shared(output: Tensor, target: Any) -> Tensor:
+    first, second, share = target
+    loss = F.mse_loss(output, first)
+    total: Tensor = share * loss + (1 - share) * F.mse_loss(output, second)
+    return total
+
+
+@pytest.mark.parametrize(
+    ("example", "given", "told"),
+    [
+        (0.3, 0.3, ""),
+        (0.3, torch.full((4,), 0.3), ""),  # as a dataset's numbers are joined
+        (0.3, 0.7, "target[2] is 0.7, but the program was compiled with 0.3"),
+        (0.3, torch.full((4,), 0.7), "target[2] is a tensor, but the program was"),
+        (torch.tensor(0.3), torch.tensor(0.7), ""),
+    ],
+)
+def test_numbers_that_are_no_tensors_are_constants(
+    example: Any, given: Any, told: str, tmp_path: Path
+) -> None:
+    net, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(4, 4)
+    part = torch.zeros(2, 4)
+    target = part, part, example
+    made = compile(
+        net, (part,), loss=shared, example_target=target, ranks=1, micro_batches=2
+    )
+    made.write(tmp_path)
+
+    def work(trainer: Any) -> float:
+        trainer.add_callbacks([SameNumbers()])
+        return float(trainer.step(x, (x, x - 1, given)))
+
+    if told:
+        with pytest.raises(GemscError, match=re.escape(told)):
+            on_ranks(tmp_path, 1, work)
+        return
+    share = given if torch.as_tensor(given).dim() == 0 else 0.3
+    expected = shared(net(x), (x, x - 1, share)).item()
+    assert on_ranks(tmp_path, 1, work) == [pytest.approx(expected)]

@@ -35,6 +35,7 @@ from gemsc.runtime.training.logs import Log
 from gemsc.runtime.training.run_checks import (
     LabelsThatCount,
     RoundedNumbers,
+    SameNumbers,
     StepsOfScheduler,
     warn_of_length,
 )
@@ -104,7 +105,8 @@ class Training:
             )
         if options.save is not None:
             callbacks.append(Log(options, self.epochs))
-        callbacks += [self.console, SameCopies(), LabelsThatCount(), RoundedNumbers()]
+        callbacks += [self.console, SameCopies(), SameNumbers()]
+        callbacks += [LabelsThatCount(), RoundedNumbers()]
         if options.save is not None and options.checkpoint_every != "never":
             self.checkpoints = Checkpoints(
                 options.save,

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import (
 
 from gemsc.base.dtypes import is_real, within
 from gemsc.base.nests import named_place, tensor_leaves
-from gemsc.errors import warn
+from gemsc.errors import GemscError, warn
 from gemsc.runtime.training.callbacks import Callback
 from gemsc.runtime.training.trainer import Trainer
 
@@ -61,6 +61,50 @@ class LabelsThatCount(Callback):
                     "of the losses of all labels, and how many count",
                 )
                 return
+
+
+class SameNumbers(Callback):
+    """Refuses a batch in which a number is not that of the examples.
+
+    A program has numbers that are no tensors as they were when it was compiled: the
+    weights of two targets, which a loop draws for each batch (mixup), would not change.
+    """
+
+    def on_batch(
+        self, trainer: Trainer, what: str, sources: Mapping[str, Any], window: Any
+    ) -> None:
+        """Look at each batch.
+
+        Raises:
+            GemscError: a number is another one.
+        """
+        for number in trainer.plan.numbers:
+            value: Any = sources
+            try:
+                for part in number["path"]:
+                    value = value[part]
+            except (KeyError, IndexError, TypeError):  # left out
+                continue
+            if value is None or _is_everywhere(number["value"], value):
+                continue
+            shown, advice = value, f"torch.tensor({number['value']})"
+            if isinstance(value, Tensor):
+                shown, advice = "a tensor", "of a micro-batch's samples"
+            place = named_place(number["path"])
+            raise GemscError(
+                f"{place} is {shown}, but the program was compiled with "
+                f"{number['value']}, which is a constant there",
+                help="let example_inputs(), or the target of the example, have a "
+                f"tensor there, {advice}, compile again, and give such tensors",
+            )
+
+
+def _is_everywhere(number: float, value: Any) -> bool:
+    try:
+        given = torch.as_tensor(value)
+    except (RuntimeError, TypeError, ValueError):
+        return False
+    return bool((given == torch.tensor(number, dtype=given.dtype)).all())
 
 
 class RoundedNumbers(Callback):

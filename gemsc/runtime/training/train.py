@@ -33,6 +33,7 @@ from gemsc.runtime.training.recording import record_timed_steps, time_steps
 from gemsc.runtime.training.run_checks import (
     LabelsThatCount,
     RoundedNumbers,
+    SameNumbers,
     StepsOfScheduler,
     UnreadInputs,
 )
@@ -290,7 +291,7 @@ def load(
     if dtype is not None:
         torch.set_default_dtype(dtype)  # also of what forward makes
     followed = [StepsOfScheduler(), *callbacks, SameBatches(), SameCopies()]
-    followed += [LabelsThatCount(), RoundedNumbers(), UnreadInputs()]
+    followed += [SameNumbers(), LabelsThatCount(), RoundedNumbers(), UnreadInputs()]
     if optimizer is None and not phases:
         followed.append(DefaultOptimizer())
     trainer = Trainer(
