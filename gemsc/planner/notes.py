@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 
+from torch.nn import SyncBatchNorm
+
 from gemsc.base.units import show_seconds, show_some
 from gemsc.costs.hardware import Hardware
 from gemsc.errors import GemscError
@@ -71,6 +73,13 @@ def state_notes(program: Program, task: Task, options: CompileOptions) -> list[s
             f"{by} changes {show_some(names, 1)} once for each micro-batch: "
             f"{count} times in a step, where one process that takes its "
             f"{count * micro_batch_size(program)} samples together would do so once"
+        )
+    if count > 1 and any(
+        isinstance(m, SyncBatchNorm) for m in program.module.modules()
+    ):
+        notes.append(
+            "SyncBatchNorm normalizes each micro-batch by itself, as BatchNorm does: "
+            f"there are {count} in a step, which are not joined as those of processes"
         )
     names = [
         f"'{name}'"

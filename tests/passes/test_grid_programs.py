@@ -16,6 +16,7 @@ from program_support import written as written_of
 from threads import run_on_threads
 from torch import Tensor, nn
 
+from gemsc import compile
 from gemsc.codegen.package import write_directory
 from gemsc.errors import GemscError
 from gemsc.options import CompileOptions
@@ -230,6 +231,12 @@ def test_grids_that_do_not_fit_the_model(
         lowered(name, options(micro_batches=1, **choices))
     if name == "unet" and "placement" not in choices:
         assert "model.py" in str(caught.value)  # where the picture is used
+
+
+def test_the_grid_that_is_advised_for_a_volume_needs_as_many_ranks() -> None:
+    net, volume = nn.Conv3d(1, 1, 3, padding=1), torch.zeros(1, 1, 8, 8, 8)
+    with pytest.raises(GemscError, match="for example --tiles 2x2x1"):
+        compile(net, (volume,), ranks=4, micro_batches=1, tiles="2x2")
 
 
 @pytest.mark.slow

@@ -79,6 +79,17 @@ def test_of_one_micro_batch_and_of_what_is_known_nothing_is_said() -> None:
     assert notes(Normalizing(), "forward changes", micro_batches=2) == []
 
 
+def test_statistics_that_replicas_do_not_join_are_told() -> None:
+    def net(kind: type[nn.Module]) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), kind(4))
+
+    word, two = "SyncBatchNorm", {"data": 2, "ranks": 2, "micro_batches": 2}
+    (note,) = notes(net(nn.SyncBatchNorm), word, **two)
+    assert "each micro-batch by itself, as BatchNorm does: there are 4 in" in note
+    assert notes(net(nn.SyncBatchNorm), word, micro_batches=1) == []
+    assert notes(net(nn.BatchNorm1d), word, **two) == []
+
+
 def test_a_loss_that_is_trained_is_told() -> None:
     loss = Perceptual()
     (note,) = notes(nn.Linear(4, 4), "parameters of its own", loss)

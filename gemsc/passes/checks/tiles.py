@@ -67,7 +67,7 @@ def _check(grid: tuple[int, ...], item: GraphInput, node: fx.Node) -> None:
     at = next((meta.location(user) for user in node.users), None)
     sizes = item.spec.shape[2:]
     if len(sizes) != len(grid):
-        given = "x".join(["2"] + ["1"] * (len(sizes) - 1))
+        given = _show((*grid, 1, 1)[: len(sizes)])
         raise GemscError(
             f"--tiles {_show(grid)} splits {len(grid)} axes, but input '{item.name}' "
             f"has {len(sizes)}: {item.spec}",
