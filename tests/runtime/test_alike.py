@@ -177,6 +177,27 @@ def test_an_evaluation_on_one_rank_alone_is_refused(program: Path) -> None:
         on_ranks(program, 2, work)
 
 
+@pytest.mark.parametrize("call", ["evaluate", "save", "freeze", "unfreeze", "resume"])
+@pytest.mark.parametrize("alone", [0, 1])
+def test_a_call_of_one_rank_alone_is_refused(
+    call: str, alone: int, program: Path, tmp_path: Path
+) -> None:
+    """As in `if rank == 0: trainer.save(...)`, where the others take a step."""
+    given: dict[str, Any] = {"evaluate": (PART, PART), "save": (tmp_path,)}
+    given |= {"resume": (tmp_path / "before",), "freeze": ("a",), "unfreeze": ("a",)}
+
+    def work(trainer: Trainer) -> None:
+        trainer.save(tmp_path / "before")
+        trainer.add_callbacks([SameBatches()])
+        if trainer.transport.rank == alone:
+            getattr(trainer, call)(*given[call])
+        trainer.step(PART, PART)
+
+    says = rf"trainer\.({call}|step)\(\), where rank . calls trainer\.({call}|step)\(\)"
+    with pytest.raises(GemscError, match=says):
+        on_ranks(program, 2, work)
+
+
 # ---------------------------------------------------------------- copies of weights
 
 

@@ -93,6 +93,7 @@ def test_a_lost_message_leaves_a_circle():
     seen = states(state(0, "a", ("message 1", 0b10)), state(1, "b", ("message 0", 1)))
     first = "rank 0 waits for rank 1, which waits for rank 0: no message comes"
     assert explain_hang(seen, 100)[0].startswith(first)
+    assert "make all calls of the trainer on all ranks" in hang_report(seen, 100)
 
 
 def test_a_rank_that_cannot_speak_is_told_of():

@@ -46,6 +46,7 @@ from gemsc.runtime.checkpoint.states import (
     is_torchs,
     set_generators,
 )
+from gemsc.runtime.transport.transport import told_by_all
 from gemsc.runtime.worker.updates import Updates
 from gemsc.runtime.worker.worker import Worker
 from gemsc.weights.source import Wanted, open_distributed
@@ -77,7 +78,7 @@ def resume(worker: Worker, directory: Path, tensors: Extra) -> dict[str, Any]:
     fit, problem = _Fit(), None
     reader = _Reader(worker, tensors)
     mine = place_in(directory), reader.holdings.wanted()
-    ranks = transport.all_gather_object(mine)
+    ranks = told_by_all(transport, "trainer.resume()", mine)
     wanted = {key: want for _, held in ranks for key, want in held.items()}
     with torch.no_grad():
         try:

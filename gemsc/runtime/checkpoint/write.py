@@ -46,6 +46,7 @@ from gemsc.runtime.checkpoint.sharing_out import (
 )
 from gemsc.runtime.checkpoint.states import encode, generator_states
 from gemsc.runtime.process.status import Status
+from gemsc.runtime.transport.transport import told_by_all
 from gemsc.runtime.worker.updates import Updates
 from gemsc.runtime.worker.worker import Worker
 from gemsc.weights.write import Entry, write_stream
@@ -117,7 +118,8 @@ def save(
         problem = error
     items = [Item.of(held) for held in share.held]
     said = step, digest_of(items), str(beside), problem
-    steps, digests, places, told = zip(*transport.all_gather_object(said), strict=True)
+    everyone = told_by_all(transport, "trainer.save()", said)
+    steps, digests, places, told = zip(*everyone, strict=True)
     beside = Path(places[0])
     problems = [problem for problem in told if problem is not None]
     if len(set(steps)) > 1:

@@ -21,6 +21,7 @@ from gemsc.runtime.process.status import RankState
 START_SECONDS = 600.0  # the least limit until the first step: weights are read, ...
 LOST = 3.0  # seconds: a watch that has not looked for so long could not
 LONGEST = 9  # lines about ranks, of which one may say that there are more
+_CIRCLE = "no message comes of this circle"
 
 States = Mapping[int, RankState]
 
@@ -54,6 +55,9 @@ def hang_report(states: States, now: float) -> str:
     silence = show_long(_silence(states, now))
     longer = show_long(10 * limit_of(states)).replace(" ", "")
     help = f"if it may take this long, use --timeout {longer}; `never` waits forever"
+    if first.endswith(_CIRCLE):
+        help = "in your own loop, make all calls of the trainer on all ranks, in the "
+        help += "same order; the notes have the lines that wait for each other"
     text = [f"error: no rank has made progress for {silence}: {first}", *notes]
     return "\n".join([*text, f"help: {help}"])
 
@@ -90,7 +94,7 @@ def _chain(states: States, now: float) -> str:
     if last not in states:
         return text + "has said nothing here (another machine, or not started)"
     if others:
-        return text + f"waits for rank {others[0]}: no message comes of this circle"
+        return text + f"waits for rank {others[0]}: {_CIRCLE}"
     if states[last].needs:
         what, _ = states[last].needs[0]
         return text + f"waits for {what}, as do all ranks that it takes"

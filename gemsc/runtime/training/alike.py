@@ -24,7 +24,7 @@ from gemsc.runtime.data.shared import first_difference
 from gemsc.runtime.data.tiled import Window
 from gemsc.runtime.training.callbacks import Callback
 from gemsc.runtime.training.trainer import Trainer
-from gemsc.runtime.transport.transport import Transport
+from gemsc.runtime.transport.transport import Transport, told_by_all
 
 
 def check_same_files(directory: FilePath, plan: Plan, transport: Transport) -> None:
@@ -90,9 +90,9 @@ class SameBatches(Callback):
         number = self._counts[what]
         if number & (number - 1):
             return
-        everyone = trainer.transport.all_gather_object(
-            _digests(trainer, sources, window)
-        )
+        call = "trainer.step()" if what == "step" else "trainer.evaluate()"
+        mine = _digests(trainer, sources, window)
+        everyone = told_by_all(trainer.transport, call, mine)
         if (other := first_difference(everyone)) is None:
             return
         (place, _), ranks = other

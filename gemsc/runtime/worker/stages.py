@@ -24,7 +24,7 @@ from gemsc.base.plain_forward import mend_torch
 from gemsc.base.rng import are_draws_same, outside_draws
 from gemsc.errors import GemscError
 from gemsc.runtime.memory.once import made_tensors
-from gemsc.runtime.transport.transport import Transport
+from gemsc.runtime.transport.transport import Transport, told_by_all
 from gemsc.runtime.worker.program import RankProgram, Run
 from gemsc.weights.load import fill, model_state, put, stage_tensors, swap
 
@@ -316,7 +316,8 @@ class Freezing:
                 help="compile without --branches, or with requires_grad=False",
             )
         mine = self._all_names, [*self._never]
-        everyone = self._transport.all_gather_object(mine)
+        call = "trainer.unfreeze()" if trains else "trainer.freeze()"
+        everyone = told_by_all(self._transport, call, mine)
         names = {n: name for theirs, _ in everyone for n, name in theirs.items()}
         never = {name for _, theirs in everyone for name in theirs}
         chosen: set[str] = set()
