@@ -236,6 +236,9 @@ def _defined(node: ast.stmt) -> set[str]:
     return set()
 
 
+_OF_LAUNCHER = ("RANK",), ("LOCAL_RANK",), ("WORLD_SIZE",)  # in the environment
+
+
 def user_failure(
     what: str,
     error: BaseException,
@@ -244,6 +247,7 @@ def user_failure(
     advice: str | None = None,
 ) -> GemscError:
     """Return an error at the innermost line of the user's folder."""
+    file = path
     for frame in traceback.extract_tb(error.__traceback__):
         file = Path(frame.filename)
         if file.parent == path.parent and frame.lineno is not None:
@@ -258,6 +262,13 @@ def user_failure(
         advice = (
             "gemsc gives the file no arguments: let its parser have defaults, or use "
             "constants, `WIDTH = 64`, for `gemsc compile --set WIDTH=32`"
+        )
+    of_launcher = isinstance(error, KeyError) and error.args[:1] in _OF_LAUNCHER
+    if of_launcher or "torch/distributed/" in file.as_posix():
+        advice = (
+            "gemsc starts no process group and has its own ranks: leave out "
+            "torch.distributed, or put what trains under "
+            '`if __name__ == "__main__":`'
         )
     kind = type(error).__name__
     return GemscError(f"{what}: {kind}{': ' * bool(text)}{text}", at=at, help=advice)

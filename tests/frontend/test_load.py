@@ -186,6 +186,23 @@ def test_a_file_that_fails(tmp_path: Path, text: str, message: str, line: int) -
     assert "failing" not in sys.modules
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import torch.distributed as dist\n\nrank = dist.get_rank()\n",
+        "import os\n\nrank = int(os.environ['LOCAL_RANK'])\n",
+    ],
+)
+def test_a_script_of_a_process_group(
+    tmp_path: Path, text: str, monkeypatch: Any
+) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    error = refusal(tmp_path, text, "failing.py")
+    assert error.at is not None
+    assert error.at.line == 3
+    assert error.help.startswith("gemsc starts no process group")
+
+
 def test_a_file_that_goes_elsewhere(tmp_path: Path) -> None:
     """What `-o build` and `--save` name would be there."""
     folder = Path.cwd()
