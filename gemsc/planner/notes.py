@@ -39,8 +39,9 @@ def loss_notes(program: Program, task: Task, options: CompileOptions) -> list[st
     size = count * micro_batch_size(program)
     if program.halves.startswith(NO_SUM):
         return [
-            f"{program.halves}. A step divides the first by the second: return the "
-            "loss alone if that is something else, such as an accuracy"
+            f"{program.halves}. A step divides the sum of the first by the sum of the "
+            "second: return the loss alone if that is something else, such as an "
+            "accuracy, and a count as it is, without clamp(min=1): it may be 0"
         ]
     if program.halves and count > 1:
         counted = "return a sum and a count, or " if not program.mixes_samples else ""
