@@ -95,7 +95,8 @@ class SameNumbers(Callback):
                 f"{place} is {shown}, but the program was compiled with "
                 f"{number['value']}, which is a constant there",
                 help="let example_inputs(), or the target of the example, have a "
-                f"tensor there, {advice}, compile again, and give such tensors",
+                f"tensor there, {advice}, compile again, and give such tensors; or "
+                "leave it out of batches, if nothing uses it",
             )
 
 
