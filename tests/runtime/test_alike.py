@@ -6,7 +6,9 @@ import re
 import shutil
 import sys
 import sysconfig
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -195,6 +197,31 @@ def test_a_call_of_one_rank_alone_is_refused(
 
     says = rf"trainer\.({call}|step)\(\), where rank . calls trainer\.({call}|step)\(\)"
     with pytest.raises(GemscError, match=says):
+        on_ranks(program, 2, work)
+
+
+@pytest.mark.parametrize(
+    ("mode", "call", "says"),
+    [
+        (torch.no_grad, "step", "step() is called where gradients are off"),
+        (torch.inference_mode, "step", "step() is called where gradients are off"),
+        (partial(torch.autocast, "cpu"), "step", "step() is called within autocast"),
+        (partial(torch.autocast, "cpu"), "evaluate", "evaluate() is called within"),
+        (torch.no_grad, "evaluate", ""),
+        (torch.inference_mode, "evaluate", ""),
+    ],
+)
+def test_modes_of_a_loop_are_not_those_of_a_program(
+    mode: Any, call: str, says: str, program: Path
+) -> None:
+    def work(trainer: Trainer) -> None:
+        with mode():
+            getattr(trainer, call)(PART, PART)
+
+    expects = (
+        pytest.raises(GemscError, match=re.escape(says)) if says else nullcontext()
+    )
+    with expects:
         on_ranks(program, 2, work)
 
 

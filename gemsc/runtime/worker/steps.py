@@ -65,7 +65,9 @@ class Steps:
 
         Raises:
             BatchError: a batch has not so many micro-batches, or none counts.
+            GemscError: the user's own loop has changed what operations do.
         """
+        _check_modes(training=training)
         self.count = self.num_micro_batches if count is None else count
         if self.count not in range(1, self.num_micro_batches + 1):
             raise BatchError(
@@ -135,6 +137,20 @@ class Steps:
             return loss.new_tensor((1.0 / self._num_tiles, 0.0))
         count = self.count * self.accumulate * self._num_tiles
         return torch.full_like(loss, 1.0 / count)
+
+
+def _check_modes(*, training: bool) -> None:
+    if training and not torch.is_grad_enabled():
+        raise GemscError(
+            "trainer.step() is called where gradients are off",
+            help="leave out torch.no_grad() or torch.inference_mode() around it",
+        )
+    if any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")):
+        raise GemscError(
+            f"trainer.{'step' if training else 'evaluate'}() is called within autocast",
+            help="leave torch.autocast out of the loop, and compile with "
+            '--precision bfloat16, or precision="bfloat16"',
+        )
 
 
 class BatchError(GemscError):
