@@ -57,6 +57,21 @@ def is_ignored(func: Any) -> bool:
     return getattr(func, "__name__", "") in _IGNORED
 
 
+def check_autocast() -> None:
+    """Refuse autocast without its cache: a program has one.
+
+    Raises:
+        GemscError: it has none here.
+    """
+    is_on = any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
+    if is_on and not torch.is_autocast_cache_enabled():
+        raise GemscError(
+            "autocast has cache_enabled=False here, without which the gradients of a "
+            "weight that is used several times are rounded before they are added up",
+            help="leave out cache_enabled=False",
+        )
+
+
 def describe_call(
     func: Any,
     args: tuple[Any, ...],

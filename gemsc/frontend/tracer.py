@@ -40,7 +40,12 @@ from gemsc.frontend.opaque import (
     user_error,
 )
 from gemsc.frontend.runs import fixed_numbers
-from gemsc.frontend.targets import TargetCall, describe_call, is_ignored
+from gemsc.frontend.targets import (
+    TargetCall,
+    check_autocast,
+    describe_call,
+    is_ignored,
+)
 from gemsc.frontend.user_code import UserLine, guarded, user_line
 from gemsc.frontend.writer import GraphWriter
 from gemsc.ir import meta
@@ -339,6 +344,7 @@ class Tracer(TorchFunctionMode):
         kwargs: _Kwargs,
         written: Any = (),
     ) -> Any:
+        check_autocast()
         changes = call_mutates(*call[:2], call[3])  # or a layer does, which is alike
         with self.pause():
             old = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,19 @@ def test_a_layer_may_be_used_twice_within_an_autocast_of_the_models_own() -> Non
             return self.c(x).float()
 
     trace(Net(forward), (X,), loss=mse, example_target=X)
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_an_autocast_without_its_cache_is_refused_where_it_does_anything(
+    is_on: bool,
+) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_on, cache_enabled=False):
+            return self.c(self.b(self.b(self.a(x)))).float()
+
+    refused = pytest.raises(GemscError, match="autocast has cache_enabled=False here")
+    with refused if is_on else contextlib.nullcontext():
+        trace(Net(forward), (X,), loss=mse, example_target=X)
 
 
 def test_tiles_send_in_half_precision_within_a_forward_that_has_autocast() -> None:
