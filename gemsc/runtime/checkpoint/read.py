@@ -46,7 +46,7 @@ from gemsc.runtime.checkpoint.states import (
     is_torchs,
     set_generators,
 )
-from gemsc.runtime.transport.transport import told_by_all
+from gemsc.runtime.process.stop import told_by_all
 from gemsc.runtime.worker.updates import Updates
 from gemsc.runtime.worker.worker import Worker
 from gemsc.weights.source import Wanted, open_distributed

@@ -46,7 +46,7 @@ from gemsc.runtime.checkpoint.sharing_out import (
 )
 from gemsc.runtime.checkpoint.states import encode, generator_states
 from gemsc.runtime.process.status import Status
-from gemsc.runtime.transport.transport import told_by_all
+from gemsc.runtime.process.stop import told_by_all
 from gemsc.runtime.worker.updates import Updates
 from gemsc.runtime.worker.worker import Worker
 from gemsc.weights.write import Entry, write_stream

@@ -18,9 +18,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from types import FrameType
+from typing import Any, TypeVar
 
 from gemsc.base.process import end_with_parent
 from gemsc.errors import GemscError
+
+T = TypeVar("T")
 
 STOPPED = 75  # exit code, EX_TEMPFAIL of <sysexits.h>: start me again
 STOPPING = (signal.SIGTERM, signal.SIGUSR1)
@@ -175,3 +178,22 @@ def _be_a_child() -> None:
         signal.signal(number, signal.SIG_DFL)
     if _fork.is_main:
         end_with_parent(_fork.parent, signal.SIGKILL)
+
+
+def told_by_all(transport: Any, call: str, value: T) -> list[T]:
+    """Return every rank's value, by rank, where all of them make this call.
+
+    Raises:
+        GemscError: another rank, of the user's own loop, makes another one; on both.
+    """
+    everyone = transport.all_gather_object((call, value))
+    for rank, told in enumerate(everyone):
+        theirs: Any = told[0] if isinstance(told, tuple) and told else None
+        if theirs != call:
+            theirs = theirs if isinstance(theirs, str) else "something else"
+            raise GemscError(
+                f"rank {transport.rank} calls {call}, where rank {rank} calls {theirs}",
+                help="make all calls of the trainer on all ranks, in the same order: "
+                "`if rank == 0` is for what prints",
+            )
+    return [value for _, value in everyone]

@@ -22,9 +22,10 @@ from gemsc.runtime.checkpoint.sharing_out import tables_of
 from gemsc.runtime.data.batches import digest
 from gemsc.runtime.data.shared import first_difference
 from gemsc.runtime.data.tiled import Window
+from gemsc.runtime.process.stop import told_by_all
 from gemsc.runtime.training.callbacks import Callback
 from gemsc.runtime.training.trainer import Trainer
-from gemsc.runtime.transport.transport import Transport, told_by_all
+from gemsc.runtime.transport.transport import Transport
 
 
 def check_same_files(directory: FilePath, plan: Plan, transport: Transport) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from gemsc.base.dtypes import HALF
-from gemsc.errors import GemscError, InternalError
+from gemsc.errors import InternalError
 from gemsc.runtime.transport.streams import Streams
 from gemsc.runtime.transport.waiting import Request
 
@@ -116,25 +116,6 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Wait for the others and give back what the library holds."""
-
-
-def told_by_all(transport: Transport, call: str, value: T) -> list[T]:
-    """Return every rank's value, by rank, where all of them make this call.
-
-    Raises:
-        GemscError: another rank, of the user's own loop, makes another one; on both.
-    """
-    everyone = transport.all_gather_object((call, value))
-    for rank, told in enumerate(everyone):
-        theirs: Any = told[0] if isinstance(told, tuple) and told else None
-        if theirs != call:
-            theirs = theirs if isinstance(theirs, str) else "something else"
-            raise GemscError(
-                f"rank {transport.rank} calls {call}, where rank {rank} calls {theirs}",
-                help="make all calls of the trainer on all ranks, in the same order: "
-                "`if rank == 0` is for what prints",
-            )
-    return [value for _, value in everyone]
 
 
 class LaneTransport(Transport, Protocol):

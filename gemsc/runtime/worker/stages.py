@@ -24,7 +24,8 @@ from gemsc.base.plain_forward import mend_torch
 from gemsc.base.rng import are_draws_same, outside_draws
 from gemsc.errors import GemscError
 from gemsc.runtime.memory.once import made_tensors
-from gemsc.runtime.transport.transport import Transport, told_by_all
+from gemsc.runtime.process.stop import told_by_all
+from gemsc.runtime.transport.transport import Transport
 from gemsc.runtime.worker.program import RankProgram, Run
 from gemsc.weights.load import fill, model_state, put, stage_tensors, swap
 
