@@ -178,6 +178,11 @@ def reject_unsupported(model: nn.Module) -> None:
     Raises:
         GemscError: names the first such module or parameter.
     """
+    if torch.is_inference_mode_enabled():
+        raise GemscError(
+            "nothing can be compiled within torch.inference_mode()",
+            help="call gemsc.compile outside of it",
+        )
     for path, module in model.named_modules():
         if any("\ud800" <= letter <= "\udfff" for letter in path):
             raise GemscError(

@@ -1013,3 +1013,10 @@ def test_a_distribution_that_looks_at_its_arguments_need_not() -> None:
         record(Model(functools.partial(draws, looks=True)), (X,), loss=mean)
     assert "validate_args=False" in str(caught.value.help)
     record(Model(functools.partial(draws, looks=False)), (X,), loss=mean)
+
+
+def test_inference_mode_around_compile_is_refused() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    x = torch.ones(3, 2)
+    with torch.inference_mode(), pytest.raises(GemscError, match="inference_mode"):
+        compile(net, (x,), loss=mean, example_target=x, ranks=2)
