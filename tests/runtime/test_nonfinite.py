@@ -99,6 +99,8 @@ def test_the_first_bad_loss_stops_before_the_update(
         # each replica was given the same part
         where = "micro-batches 3, 7" if "data" in options else "micro-batch 3"
         assert error.message == f"the loss is nan at step 2, in {where}"
+        assert error.help is not None
+        assert "if all labels of a micro-batch are ignored" in error.help
         assert kept
 
 

@@ -43,7 +43,6 @@ from gemsc.runtime.training.run_folder import changed_options
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.runtime.training.verification import RunRecord
 from gemsc.runtime.worker.finite import (
-    ADVICE,
     MOST_NAMED,
     NotFiniteError,
     Problem,
@@ -304,7 +303,8 @@ class Training:
             except NotFiniteError as error:
                 for note in self._where(error.problem, batch.data):
                     error.add_note(note)
-                error.help = f"{ADVICE}; --on-nonfinite skip leaves such updates out"
+                help = f"{error.help}; --on-nonfinite skip leaves such updates out"
+                error.help = help
                 raise
             self.record.add_step(loss, seen)
             if (problem := self.trainer.worker.problem) is not None:

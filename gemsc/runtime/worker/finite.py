@@ -8,6 +8,7 @@ may be the factor of the loss: see `LossScale`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -21,6 +22,10 @@ from gemsc.errors import GemscError
 
 MOST_NAMED = 3
 ADVICE = "try a smaller learning rate, or --clip-norm 1; look at the data"
+_IGNORED = (
+    "; if all labels of a micro-batch are ignored, let the loss return a sum and a "
+    "count"
+)
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,8 @@ class NotFiniteError(GemscError):
 
     def __init__(self, problem: Problem) -> None:
         """Keep what was found."""
-        super().__init__(str(problem), help=ADVICE)
+        is_nan = any(map(math.isnan, problem.losses.values()))
+        super().__init__(str(problem), help=f"{ADVICE}{_IGNORED * is_nan}")
         self.problem = problem
 
 
