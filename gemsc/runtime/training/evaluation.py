@@ -182,8 +182,8 @@ class Evaluator:
             naming = naming_samples(self.trainer, self.data, 0, number)
             with self.record.draws(), naming:
                 result = evaluate(*batch.data, shape=batch.shape, samples=batch.count)
-            self.holders.find(result.output)
-            if result.output is None:  # it needs no whole targets from then on
+            self.holders.find(result.for_loss)
+            if result.for_loss is None:  # it needs no whole targets from then on
                 batches.whole_targets = "none"
             # The ranks compute the loss of full batches.
             is_full, count = batch.is_full, batch.count

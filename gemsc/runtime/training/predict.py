@@ -331,7 +331,7 @@ class Prediction(_Prediction):
         for input, (_, count) in zip(source, batches, strict=True):
             shape = trainer.plan.first_shape
             evaluation = trainer.evaluate(input, target, window=self.part, shape=shape)
-            holders.find(evaluation.output)
+            holders.find(evaluation.for_loss)
             drawn = holders.join(self._all_drawn(evaluation.output))
             yield from drawn[:count] if drawn is not None else ()
             if bar is not None:
