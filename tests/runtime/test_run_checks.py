@@ -223,6 +223,9 @@ def shared(output: Tensor, target: Any) -> Tensor:
         (0.3, 0.3, ""),
         (0.3, torch.full((4,), 0.3), ""),  # as a dataset's numbers are joined
         (0.3, 0.7, "target[2] is 0.7, but the program was compiled with 0.3"),
+        (0.3, 0, "target[2] is 0, but the program was compiled with 0.3"),
+        (0.3, True, "target[2] is True, but the program was compiled with 0.3"),
+        (1.0, 1, ""),
         (0.3, torch.full((4,), 0.7), "target[2] is a tensor, but the program was"),
         (torch.tensor(0.3), torch.tensor(0.7), ""),
     ],
@@ -246,6 +249,6 @@ def test_numbers_that_are_no_tensors_are_constants(
         with pytest.raises(GemscError, match=re.escape(told)):
             on_ranks(tmp_path, 1, work)
         return
-    share = given if torch.as_tensor(given).dim() == 0 else 0.3
+    share = given if torch.as_tensor(given).dim() == 0 else example
     expected = shared(net(x), (x, x - 1, share)).item()
     assert on_ranks(tmp_path, 1, work) == [pytest.approx(expected)]

@@ -105,7 +105,9 @@ def _is_everywhere(number: float, value: Any) -> bool:
         given = torch.as_tensor(value)
     except (RuntimeError, TypeError, ValueError):
         return False
-    return bool((given == torch.tensor(number, dtype=given.dtype)).all())
+    if given.is_floating_point():  # 0.7 in float32 is that number, and 0 is not
+        return bool((given == torch.tensor(number, dtype=given.dtype)).all())
+    return bool((given == number).all())
 
 
 class RoundedNumbers(Callback):
